@@ -1,0 +1,362 @@
+"""Directory: every state of every chunk and every transition. Pure: no I/O, lock, thread, clock or log.
+
+A chunk's states in RAM, all of them::
+
+    ABSENT --reserve--> FILLING --filled--> READY --evicted in reserve, or forget--> ABSENT
+                           `------fill_failed------> ABSENT
+
+An :class:`Entry` is one stay of a chunk in RAM, from reserve until its slot is free again. When the chunk becomes
+ABSENT while somebody still holds a pin (a reader, a waiter, a spill in progress), the entry is GONE: it can no longer
+be found, and its slot returns to the free list with the last pin. So a slot is never reused under a reader.
+
+Besides, the set of tiers that hold a chunk: one Policy a tier, its keys being what the tier holds or is being given.
+
+Rules (``check`` asserts them):
+
+1. a slot is either free or belongs to exactly one entry;
+2. a READY entry without pins, and nothing else, is in the RAM policy (and so evictable);
+3. no tier is asked to hold more than its capacity;
+4. at rest no entry is FILLING, pinned or GONE;
+5. no owner has more than its quota of slots, or of a tier's room.
+
+Owners (small ints, 0 is nobody) are whom a server keeps apart: one embedded Store has no use for them. A chunk belongs
+to who saved it; what a tier turns out to hold is nobody's, counts against no quota and leaves like everything else.
+
+Not thread-safe: the Store's lock guards every call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from enum import Enum
+
+from kvtier.chunk import ChunkKey
+from kvtier.errors import StateError
+from kvtier.policy import LRU, Owned, Policy
+
+
+class State(Enum):
+    FILLING = "filling"
+    READY = "ready"
+    GONE = "gone"
+
+
+FILLING, READY, GONE = State.FILLING, State.READY, State.GONE
+
+
+class Entry:
+    """One stay of one chunk in one slot. Fields are the Directory's to change."""
+
+    __slots__ = ("key", "origin", "owner", "pins", "slot", "state")
+
+    def __init__(self, key: ChunkKey, slot: int, origin: int | None, owner: int) -> None:
+        self.key = key
+        self.owner = owner
+        self.slot = slot
+        self.state = FILLING
+        self.pins = 0
+        self.origin = origin
+        """The tier it is promoted from (FILLING takes bounded time); None when an engine fills it."""
+
+
+class Holding:
+    """What one lower tier holds: an order of leaving and a capacity in chunks."""
+
+    __slots__ = ("capacity", "leaving", "order", "quota", "writing")
+
+    def __init__(self, capacity: int, order: Owned, quota: int | None) -> None:
+        self.capacity = capacity
+        self.order = order
+        self.quota = quota
+        self.writing: dict[ChunkKey, int] = {}
+        """Being written now, and whose; counted against the capacity, not yet held."""
+        self.leaving: set[ChunkKey] = set()
+        """No longer held; the tier has yet to delete them. Not written again before that."""
+
+    def leave(self, key: ChunkKey) -> None:
+        self.order.discard(key)
+        self.leaving.add(key)
+
+    def is_full_for(self, owner: int) -> bool:
+        """The owner has used up its quota."""
+        if self.quota is None or not owner:
+            return False
+        return self.order.count(owner) + sum(whose == owner for whose in self.writing.values()) >= self.quota
+
+
+class Directory:
+    """Who holds what, for ``slots`` RAM slots and any number of lower tiers (given by their capacities).
+
+    ``share``: the part of RAM and of every tier that one owner may have, above 0 and up to 1; None for no quotas.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        capacities: Sequence[int] = (),
+        policy: Callable[[], Policy] = LRU,
+        share: float | None = None,
+    ) -> None:
+        self.slots = slots
+        self._quota = _quota(slots, share)
+        self._used: Counter[int] = Counter()
+        """Slots by owner, 0 not counted."""
+        self._free = list(range(slots - 1, -1, -1))
+        self._entries: dict[ChunkKey, Entry] = {}
+        self._gone: set[Entry] = set()
+        self._evictable = Owned(policy, share is not None)
+        self._tiers = [
+            Holding(capacity, Owned(policy, share is not None), _quota(capacity, share)) for capacity in capacities
+        ]
+
+    # ---- looks: no effect ----------------------------------------------------------------------------------------
+
+    def get(self, key: ChunkKey) -> Entry | None:
+        """The chunk's entry, FILLING or READY; None when ABSENT."""
+        return self._entries.get(key)
+
+    def holders(self, key: ChunkKey) -> Iterator[int]:
+        """Tiers (by index, fastest first) that hold the chunk."""
+        return (index for index, tier in enumerate(self._tiers) if key in tier.order)
+
+    def ready_run(self, keys: Sequence[ChunkKey]) -> int:
+        """How many leading chunks are READY."""
+        entries = self._entries
+        for index, key in enumerate(keys):
+            entry = entries.get(key)
+            if entry is None or entry.state is not READY:
+                return index
+        return len(keys)
+
+    def held_run(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
+        """How many leading chunks are READY, or can be without an engine's help: on the way up, or held lower."""
+        entries, tiers = self._entries, self._tiers
+        for index in range(start, len(keys)):
+            key = keys[index]
+            entry = entries.get(key)
+            if entry is not None and (entry.state is READY or entry.origin is not None):
+                continue
+            if entry is not None or not any(key in tier.order for tier in tiers):
+                return index
+        return len(keys)
+
+    # ---- RAM -----------------------------------------------------------------------------------------------------
+
+    def reserve(
+        self, key: ChunkKey, keep: Container[ChunkKey], origin: int | None = None, owner: int = 0
+    ) -> Entry | None:
+        """ABSENT -> FILLING: a slot for ``key``, evicting the coldest unpinned chunk if none is free, and the owner's
+        own coldest if its quota is used up.
+
+        None when every slot is filling or pinned, or when only chunks of ``keep`` (the run this is for) could leave.
+        """
+        if key in self._entries:
+            raise StateError(f"reserve of a chunk that is {self._entries[key].state.value}: {key.hex()[:16]}")
+        spent = self._quota is not None and owner != 0 and self._used[owner] >= self._quota
+        if spent or not self._free:
+            victim = self._evictable.coldest(owner if spent else None)
+            if victim is None or victim in keep:
+                return None
+            self._remove(self._entries[victim])
+        entry = self._entries[key] = Entry(key, self._free.pop(), origin, owner)
+        if owner:
+            self._used[owner] += 1
+        return entry
+
+    def filled(self, entry: Entry) -> None:
+        """FILLING -> READY. No effect on an entry that is GONE meanwhile."""
+        if entry.state is GONE:
+            return
+        self._expect(entry, FILLING)
+        entry.state = READY
+        if not entry.pins:
+            self._evictable.add(entry.key, entry.owner)
+
+    def fill_failed(self, entry: Entry) -> None:
+        """FILLING -> ABSENT. No effect on an entry that is GONE meanwhile."""
+        if entry.state is GONE:
+            return
+        self._expect(entry, FILLING)
+        self._remove(entry)
+
+    def pin(self, entry: Entry) -> None:
+        """Nobody may reuse the entry's slot until the matching :meth:`unpin`."""
+        if entry.state is GONE:
+            raise StateError("pin of a chunk that is gone")
+        entry.pins += 1
+        self._evictable.discard(entry.key)
+
+    def unpin(self, entry: Entry) -> None:
+        if entry.pins < 1:
+            raise StateError("unpin without a pin")
+        entry.pins -= 1
+        if entry.pins:
+            return
+        if entry.state is READY:
+            self._evictable.add(entry.key, entry.owner)
+        elif entry.state is GONE:
+            self._gone.discard(entry)
+            self._free_slot(entry)
+
+    def touch(self, run: Sequence[ChunkKey]) -> None:
+        """A prompt's run was used: hottest now in RAM and in every tier, its beginning hottest of all."""
+        self._evictable.touch(run)
+        for tier in self._tiers:
+            tier.order.touch(run)
+
+    def forget(self, key: ChunkKey, owner: int | None = None) -> list[int]:
+        """The chunk is bad or unwanted: ABSENT everywhere. Returns the tiers that must delete it, then :meth:`deleted`.
+
+        ``owner``: only where it is this owner's or nobody's. A FILLING chunk stays: it is being made anew. A write in
+        progress is caught by :meth:`spill_ended`.
+        """
+        entry = self._entries.get(key)
+        if entry is not None and entry.state is READY and _may(owner, entry.owner):
+            self._remove(entry)
+        holders = [index for index in self.holders(key) if _may(owner, self._tiers[index].order.owner(key))]
+        for index in holders:
+            self._tiers[index].leave(key)
+        return holders
+
+    # ---- lower tiers ---------------------------------------------------------------------------------------------
+
+    def found(self, index: int, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Tier ``index`` turned out to hold ``keys`` (at start, coldest first, or by asking a shared tier).
+
+        Returns the keys for which there was no room; the tier must delete them, then :meth:`deleted`.
+        """
+        tier = self._tiers[index]
+        room = max(0, tier.capacity - len(tier.order) - len(tier.writing))
+        fresh = [key for key in keys if not (key in tier.order or key in tier.writing or key in tier.leaving)]
+        surplus = fresh[: max(0, len(fresh) - room)]
+        tier.leaving.update(surplus)
+        for key in fresh[len(surplus) :]:
+            tier.order.add(key)
+        return surplus
+
+    def spill_begun(self, entry: Entry, index: int) -> list[ChunkKey] | None:
+        """Tier ``index`` shall take this READY chunk: pins it and makes room.
+
+        Returns the keys the tier must delete first (then :meth:`deleted`), or None when the tier has the chunk, gets
+        it already, or has no room.
+        """
+        self._expect(entry, READY)
+        tier = self._tiers[index]
+        if entry.key in tier.order or entry.key in tier.writing or entry.key in tier.leaving:
+            return None
+        victims: list[ChunkKey] = []
+        spent = tier.is_full_for(entry.owner)
+        if spent or len(tier.order) + len(tier.writing) >= tier.capacity:
+            victim = tier.order.coldest(entry.owner if spent else None)
+            if victim is None:
+                return None
+            tier.leave(victim)
+            victims.append(victim)
+        tier.writing[entry.key] = entry.owner
+        self.pin(entry)
+        return victims
+
+    def spill_ended(self, entry: Entry, index: int, stored: bool) -> bool:
+        """The write ended; ``stored`` says whether the tier holds the chunk now.
+
+        Returns False when the chunk was forgotten meanwhile: the tier must delete it, then :meth:`deleted`.
+        """
+        tier = self._tiers[index]
+        del tier.writing[entry.key]
+        wanted = entry.state is not GONE
+        if stored and wanted:
+            tier.order.add(entry.key, entry.owner)
+        elif stored:
+            tier.leaving.add(entry.key)
+        self.unpin(entry)
+        return wanted or not stored
+
+    def deleted(self, index: int, keys: Iterable[ChunkKey]) -> None:
+        """Tier ``index`` has deleted ``keys``."""
+        self._tiers[index].leaving.difference_update(keys)
+
+    def lost(self, index: int, key: ChunkKey) -> None:
+        """Tier ``index`` does not hold the chunk after all (a failed read)."""
+        self._tiers[index].order.discard(key)
+
+    def order(self, index: int) -> Iterator[ChunkKey]:
+        """What tier ``index`` holds, coldest first."""
+        return iter(self._tiers[index].order)
+
+    # ---- looks at the whole --------------------------------------------------------------------------------------
+
+    def usage(self) -> dict[str, int]:
+        """Chunks by place and state; a full walk, for metrics and checks."""
+        filling = sum(entry.state is FILLING for entry in self._entries.values())
+        return {
+            "ram_free": len(self._free),
+            "ram_ready": len(self._entries) - filling,
+            "ram_filling": filling,
+            "ram_pinned": sum(entry.pins > 0 for entry in self._entries.values()) + len(self._gone),
+        }
+
+    def keys(self, owner: int | None = None) -> set[ChunkKey]:
+        """Every chunk in RAM or in a tier; with ``owner``: those that are this owner's or nobody's."""
+        if owner is None:
+            return set(self._entries).union(*(tier.order for tier in self._tiers))
+        held = {key for key, entry in self._entries.items() if _may(owner, entry.owner)}
+        return held.union(*((key for key in tier.order if _may(owner, tier.order.owner(key))) for tier in self._tiers))
+
+    def held(self, index: int) -> int:
+        """Chunks tier ``index`` holds."""
+        return len(self._tiers[index].order)
+
+    def check(self, idle: bool = False) -> None:
+        """Raise StateError when a rule of this module is broken; ``idle`` adds rule 4."""
+        entries = [*self._entries.values(), *self._gone]
+        slots = sorted([*self._free, *(entry.slot for entry in entries)])
+        problems = []
+        if slots != list(range(self.slots)):
+            problems.append(f"slots lost or shared: {len(self._free)} free, {len(entries)} used of {self.slots}")
+        if {e.key for e in self._entries.values() if e.state is READY and not e.pins} != set(self._evictable):
+            problems.append("evictable chunks differ from READY chunks without pins")
+        used = Counter(entry.owner for entry in entries if entry.owner)
+        if used != self._used or (self._quota is not None and max(used.values(), default=0) > self._quota):
+            problems.append(f"owners have {dict(used)} slots, booked {dict(self._used)}, quota {self._quota}")
+        for index, tier in enumerate(self._tiers):
+            if len(tier.order) + len(tier.writing) > tier.capacity:
+                problems.append(f"tier {index} holds more than its {tier.capacity} chunks")
+            if tier.quota is not None and any(tier.order.count(owner) > tier.quota for owner in self._used):
+                problems.append(f"an owner has more than its {tier.quota} chunks of tier {index}")
+            if idle and (tier.writing or tier.leaving):
+                problems.append(f"tier {index} still writes {len(tier.writing)}, deletes {len(tier.leaving)} chunks")
+        if idle and (self._gone or any(e.pins or e.state is not READY for e in self._entries.values())):
+            problems.append(f"not at rest: {self.usage()}")
+        if problems:
+            raise StateError("; ".join(problems))
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def _remove(self, entry: Entry) -> None:
+        del self._entries[entry.key]
+        self._evictable.discard(entry.key)
+        entry.state = GONE
+        if entry.pins:
+            self._gone.add(entry)
+        else:
+            self._free_slot(entry)
+
+    def _free_slot(self, entry: Entry) -> None:
+        self._free.append(entry.slot)
+        if entry.owner:
+            self._used[entry.owner] -= 1
+
+    @staticmethod
+    def _expect(entry: Entry, state: State) -> None:
+        if entry.state is not state:
+            raise StateError(f"chunk is {entry.state.value}, expected {state.value}")
+
+
+def _quota(room: int, share: float | None) -> int | None:
+    return None if share is None else max(1, int(room * share))
+
+
+def _may(owner: int | None, whose: int) -> bool:
+    """What ``owner`` may drop: its own and nobody's; None may drop everything."""
+    return owner is None or whose in (0, owner)

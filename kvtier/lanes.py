@@ -1,0 +1,94 @@
+"""Lane: the threads and bounded queues of one tier. The only file that starts threads.
+
+A full lane refuses instead of queueing: a slow tier costs misses, never memory and never its host's time. Reads
+(somebody waits for them) go before writes (nobody does).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+logger = logging.getLogger("kvtier.lanes")
+
+Work = Callable[[], None]
+
+
+class Executor(Protocol):
+    """What the Store asks of a lane; :class:`kvtier.testing.ManualLane` is the one tests turn by hand."""
+
+    def submit(self, work: Work, *, urgent: bool = False) -> bool:
+        """Queue ``work`` if there is room; urgent work goes first. False: refused, nothing will happen."""
+        ...
+
+    def close(self, timeout_s: float) -> bool:
+        """Refuse new work, run what is queued for up to ``timeout_s``, stop. False: some of it was dropped or hangs."""
+        ...
+
+
+class Lane:
+    """``threads`` daemon threads (a hung tier cannot keep the process alive) before two bounded queues."""
+
+    def __init__(self, name: str, threads: int, *, urgent_bound: int, bound: int) -> None:
+        self.name = name
+        self._bounds = {True: urgent_bound, False: bound}
+        self._queues: dict[bool, deque[Work]] = {True: deque(), False: deque()}
+        self._changed = threading.Condition()
+        self._closing = False
+        self._running = 0
+        self.failures = 0
+        """Works that raised: a bug in a tier, logged, never fatal."""
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"kvtier-{name}-{i}", daemon=True) for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, work: Work, *, urgent: bool = False) -> bool:
+        with self._changed:
+            queue = self._queues[urgent]
+            if self._closing or len(queue) >= self._bounds[urgent]:
+                return False
+            queue.append(work)
+            self._changed.notify()
+            return True
+
+    def close(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            while (self._running or any(self._queues.values())) and time.monotonic() < deadline:
+                self._changed.wait(max(0.0, deadline - time.monotonic()))
+            clean = not self._running and not any(self._queues.values())
+            for queue in self._queues.values():
+                queue.clear()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return clean
+
+    def _serve(self) -> None:
+        while (work := self._next()) is not None:
+            try:
+                work()
+            except Exception:
+                self.failures += 1
+                logger.exception("lane %s: work failed; the chunk is dropped", self.name)
+            finally:
+                with self._changed:
+                    self._running -= 1
+                    if self._closing:
+                        self._changed.notify_all()
+
+    def _next(self) -> Work | None:
+        with self._changed:
+            while not any(self._queues.values()):
+                if self._closing:
+                    return None
+                self._changed.wait()
+            self._running += 1
+            return self._queues[bool(self._queues[True])].popleft()

@@ -1,0 +1,87 @@
+"""Pool: one shared region cut into equal page-aligned slots. Memory only; which slot is free is the Directory's to know.
+
+The region is a memfd: it needs no room in ``/dev/shm`` (64 MB in a default container), leaves nothing behind when its
+processes die however they die, and any process of the same user can map it through ``/proc/<pid>/fd/<n>``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import weakref
+
+from kvtier.chunk import PAGE_BYTES
+from kvtier.errors import ConfigError, TierError
+
+_MADV_POPULATE_WRITE = 23  # linux/mman.h, Linux 5.14; not named by Python's mmap module
+
+
+class Pool:
+    """``slots`` equal slots of ``slot_bytes`` bytes (a multiple of 4096) in one region.
+
+    Thread-safe: views are plain memory; who may read or write a slot is decided by leases. Raises ConfigError for
+    impossible sizes and TierError when the memory cannot be had.
+    """
+
+    def __init__(self, slots: int, slot_bytes: int, *, fd: int | None = None) -> None:
+        if slots < 1 or slot_bytes < 1 or slot_bytes % PAGE_BYTES:
+            raise ConfigError(f"pool of {slots} slots of {slot_bytes} bytes: expected >= 1 slot of whole 4 KiB pages")
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        size = slots * slot_bytes
+        self.fd = os.memfd_create("kvtier-pool", os.MFD_CLOEXEC) if fd is None else fd
+        try:
+            if fd is None:
+                os.ftruncate(self.fd, size)
+            elif os.fstat(self.fd).st_size < size:
+                raise ConfigError(f"shared region has {os.fstat(self.fd).st_size} bytes, expected {size}")
+            self._map = mmap.mmap(self.fd, size)
+        except (OSError, ValueError) as error:
+            os.close(self.fd)
+            if isinstance(error, ConfigError):
+                raise
+            raise TierError(f"cannot map {size} bytes of RAM for the pool: {error}; lower ram_bytes") from error
+        with contextlib.suppress(OSError, AttributeError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._view = memoryview(self._map)
+        self._closer = weakref.finalize(self, os.close, self.fd)
+
+    @classmethod
+    def attach(cls, path: str, slots: int, slot_bytes: int) -> Pool:
+        """Map another process's pool by its :attr:`path`. Raises TierError when it is gone or not ours to map."""
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise TierError(f"cannot map the shared pool {path}: {error}; is its owner alive, same user?") from error
+        return cls(slots, slot_bytes, fd=fd)
+
+    @property
+    def path(self) -> str:
+        """Where another process of the same user can map the region while this process lives."""
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
+
+    @property
+    def buffer(self) -> memoryview:
+        """The whole region, writable."""
+        return self._view
+
+    def view(self, slot: int) -> memoryview:
+        """The slot's bytes, writable, page-aligned."""
+        return self._view[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+    def populate(self, first: int, count: int) -> None:
+        """Allocate and map the pages of ``count`` slots from ``first`` on, so that no copy pays for page faults.
+
+        Best effort (kernels before 5.14 cannot): pages then arrive at first touch. Releases the GIL only between
+        calls, so callers pass small pieces.
+        """
+        with contextlib.suppress(OSError):
+            self._map.madvise(_MADV_POPULATE_WRITE, first * self.slot_bytes, count * self.slot_bytes)
+
+    def close(self) -> None:
+        """Unmap. Views must be gone; a view still held keeps the memory until it goes."""
+        self._view.release()
+        with contextlib.suppress(BufferError):
+            self._map.close()
+        self._closer()

@@ -1,0 +1,428 @@
+"""Store: one lock + Directory + lanes; the only file that joins them.
+
+Decide under the lock, act outside it: the Directory is changed with the lock held (memory only, microseconds), tiers
+and copies run without it. Everything here is safe to call from any thread; no call waits for a tier.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from kvtier.chunk import ChunkKey
+from kvtier.directory import FILLING, GONE, READY, Directory, Entry
+from kvtier.errors import StateError
+from kvtier.lanes import Executor
+from kvtier.policy import LRU, Policy
+from kvtier.pool import Pool
+from kvtier.tiers.base import Tier
+
+
+class Match(NamedTuple):
+    """How far a run can be served, in chunks: ``ready`` now; ``coming`` after those, if nothing fails on the way."""
+
+    ready: int
+    coming: int
+
+
+class Store:
+    """A pool of RAM slots over lower tiers (fastest first), each with its own lane.
+
+    ``recovered()`` of every tier is read here, once. :meth:`close` closes lanes, tiers and the pool. ``share`` and
+    every ``owner``: see :mod:`kvtier.directory`; for servers.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        tiers: Sequence[tuple[Tier, Executor]] = (),
+        policy: Callable[[], Policy] = LRU,
+        share: float | None = None,
+    ) -> None:
+        self.pool = pool
+        self.tiers = [tier for tier, _ in tiers]
+        self.counts: Counter[str] = Counter()
+        """Events in chunks since the start; see :meth:`stats`."""
+        self._lanes = [lane for _, lane in tiers]
+        self._trash: list[list[ChunkKey]] = [[] for _ in tiers]
+        self._lock = threading.Lock()
+        self._arrived = threading.Condition(self._lock)
+        self._arrivals = 0
+        self._closed = False
+        self.on_arrival: Callable[[], None] = _nothing
+        """Called on a lane thread, without the lock, whenever :meth:`wait` would return."""
+        self._directory = Directory(pool.slots, [tier.capacity for tier in self.tiers], policy, share)
+        for index, tier in enumerate(self.tiers):
+            self._trash[index] += self._directory.found(index, tier.recovered())
+            self._sweep_soon(index)
+
+    # ---- the five verbs ------------------------------------------------------------------------------------------
+
+    def match(self, keys: Sequence[ChunkKey]) -> Match:
+        """How far the run ``keys`` (first chunk first) can be served. No effect; memory only.
+
+        Chunks that only a shared tier knows of are not seen here: :meth:`load` asks it.
+        """
+        with self._lock:
+            ready = self._directory.ready_run(keys)
+            return Match(ready, self._directory.held_run(keys, ready) - ready)
+
+    def save(self, keys: Sequence[ChunkKey], owner: int = 0) -> SaveLease:
+        """Reserve slots for the chunks of ``keys`` (the whole run so far) that are not in RAM.
+
+        The lease names them; fewer when there is no room, none for what is held. Its owner fills the slots, then
+        commits.
+        """
+        with self._lock:
+            directory = self._directory
+            directory.touch(keys)
+            absent = [key for key in keys if directory.get(key) is None]
+            keep = frozenset(keys) if absent else frozenset()
+            entries: list[Entry] = []
+            for key in absent:
+                entry = directory.reserve(key, keep, None, owner)
+                if entry is None:
+                    break
+                entries.append(entry)
+            self.counts["save_refused"] += len(absent) - len(entries)
+        return SaveLease(self, keys, entries)
+
+    def load(self, keys: Sequence[ChunkKey], start: int = 0, owner: int = 0) -> LoadLease:
+        """Pin what can be served of ``keys[start:]`` without a gap, and start promoting what lower tiers hold.
+
+        The lease pins each chunk from now (or its arrival) until it is closed: poll it, copy, close it.
+        """
+        lease = LoadLease(self, keys[start:], owner)
+        with self._lock:
+            self._directory.touch(keys)
+            promotions = self._claim(lease)
+            unknown = lease.keys[len(lease.entries) :]
+            asked = self._ask(unknown) if unknown else None
+            lease.asking = asked is not None
+        self._promote_all(promotions)
+        if asked is not None and not self._lanes[asked].submit(partial(self._find, lease, asked), urgent=True):
+            with self._lock:
+                lease.asking = False
+        return lease
+
+    def check(self, idle: bool = False) -> None:
+        """Raise StateError when an internal rule is broken; ``idle``: also when something is in progress."""
+        with self._lock:
+            self._directory.check(idle)
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Run queued writes for up to ``timeout_s`` seconds, then close lanes, tiers and pool.
+
+        Returns False when something was dropped or hangs. Safe to call twice.
+        """
+        with self._lock:
+            if self._closed:
+                return True
+            self._closed = True
+        clean = True
+        for lane in self._lanes:
+            clean &= lane.close(timeout_s)
+        for index, tier in enumerate(self.tiers):
+            with self._lock:
+                order = list(self._directory.order(index))
+            tier.close(order)
+        if clean:
+            self.pool.close()
+        return clean
+
+    # ---- the rest of the surface ---------------------------------------------------------------------------------
+
+    def forget(self, keys: Iterable[ChunkKey], owner: int | None = None) -> None:
+        """Drop these chunks everywhere: they are bad, or nobody may have them any more."""
+        with self._lock:
+            for key in keys:
+                for index in self._directory.forget(key, owner):
+                    self._trash[index].append(key)
+        for index, trash in enumerate(self._trash):
+            if trash:
+                self._sweep_soon(index)
+
+    def clear(self, owner: int | None = None) -> None:
+        """Drop every chunk everywhere (those being filled right now excepted); of one owner: its own and nobody's."""
+        with self._lock:
+            keys = self._directory.keys(owner)
+        self.forget(keys, owner)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when a promotion has ended since the last wait, or after ``timeout_s``. For one waiting thread."""
+        with self._arrived:
+            if not self._arrivals:
+                self._arrived.wait(timeout_s)
+            self._arrivals = 0
+
+    def stats(self) -> dict[str, int]:
+        """Chunks by place and state now, and events since the start (all in chunks)."""
+        with self._lock:
+            held = {f"{tier.name}_held": self._directory.held(index) for index, tier in enumerate(self.tiers)}
+            return {**self._directory.usage(), **held, **self.counts}
+
+    # ---- promotion: lower tier -> slot ---------------------------------------------------------------------------
+
+    def _claim(self, lease: LoadLease) -> list[tuple[Entry, int]]:
+        """Under the lock: extend the lease as far as chunks are in RAM, on their way, or held lower."""
+        directory, promotions = self._directory, []
+        keep: frozenset[ChunkKey] = frozenset()
+        for key in lease.keys[len(lease.entries) :]:
+            entry = directory.get(key)
+            if entry is None:
+                holder = next(directory.holders(key), None)
+                if holder is None:
+                    break
+                keep = keep or frozenset(lease.keys)
+                entry = directory.reserve(key, keep, holder, lease.owner)
+                if entry is None:
+                    self.counts["load_refused"] += 1
+                    break
+                promotions.append((entry, holder))
+            elif entry.state is FILLING and entry.origin is None:
+                break
+            directory.pin(entry)
+            lease.entries.append(entry)
+            lease.origins.append(entry.origin if entry.state is FILLING else None)
+        return promotions
+
+    def _promote_all(self, promotions: Sequence[tuple[Entry, int]]) -> None:
+        for entry, index in promotions:
+            if not self._lanes[index].submit(partial(self._promote, entry, index), urgent=True):
+                with self._lock:
+                    self.counts["promotion_refused"] += 1
+                    self._directory.fill_failed(entry)
+
+    def _promote(self, entry: Entry, index: int) -> None:
+        """On a lane thread. A failed read tries the next tier that holds the chunk; then it is a miss."""
+        arrived = self.tiers[index].read(entry.key, self.pool.view(entry.slot))
+        with self._arrived:
+            again = None
+            if arrived:
+                self.counts[f"{self.tiers[index].name}_loaded"] += 1
+                self._directory.filled(entry)
+            else:
+                self.counts[f"{self.tiers[index].name}_missed"] += 1
+                self._directory.lost(index, entry.key)
+                again = next(self._directory.holders(entry.key), None)
+                if again is None:
+                    self._directory.fill_failed(entry)
+            self._arrivals += 1
+            self._arrived.notify_all()
+        if again is not None:
+            self._promote_all([(entry, again)])
+        self.on_arrival()
+
+    def _ask(self, unknown: Sequence[ChunkKey]) -> int | None:
+        """Under the lock: the shared tier that may know more of a run than we do."""
+        if self._directory.get(unknown[0]) is not None or next(self._directory.holders(unknown[0]), None) is not None:
+            return None
+        return next((index for index, tier in enumerate(self.tiers) if tier.shared), None)
+
+    def _find(self, lease: LoadLease, index: int) -> None:
+        """On a lane thread: learn what a shared tier holds of the rest of the lease's run, and claim it."""
+        with self._lock:
+            unknown = lease.keys[len(lease.entries) :]
+        found = unknown[: self.tiers[index].find(unknown)]
+        with self._arrived:
+            self._trash[index] += self._directory.found(index, found[::-1])
+            promotions = [] if lease.closed else self._claim(lease)
+            lease.asking = False
+            self._arrivals += 1
+            self._arrived.notify_all()
+        self._promote_all(promotions)
+        self.on_arrival()
+
+    # ---- spill: slot -> lower tier -------------------------------------------------------------------------------
+
+    def _commit(self, lease: SaveLease) -> None:
+        with self._lock:
+            for entry in lease.entries:
+                self._directory.filled(entry)
+            self._directory.touch(lease.run)
+            self.counts["saved"] += len(lease.entries)
+        for index, lane in enumerate(self._lanes):
+            taken = sum(lane.submit(partial(self._spill, entry, index)) for entry in lease.entries)
+            with self._lock:
+                self.counts[f"{self.tiers[index].name}_spill_refused"] += len(lease.entries) - taken
+
+    def _spill(self, entry: Entry, index: int) -> None:
+        """On a lane thread. The chunk is pinned only from here on: a long queue holds no slots, and what was evicted
+        before its turn is simply not written."""
+        self._sweep(index)
+        tier = self.tiers[index]
+        with self._lock:
+            victims = self._directory.spill_begun(entry, index) if entry.state is READY else None
+            if entry.state is GONE:
+                self.counts[f"{tier.name}_spill_late"] += 1
+        if victims is None:
+            return
+        self._delete(index, victims)
+        stored = tier.write(entry.key, self.pool.view(entry.slot))
+        with self._lock:
+            self.counts[f"{tier.name}_stored" if stored else f"{tier.name}_store_failed"] += 1
+            if not self._directory.spill_ended(entry, index, stored):
+                self._trash[index].append(entry.key)
+        self._sweep(index)
+
+    def _sweep(self, index: int) -> None:
+        with self._lock:
+            keys, self._trash[index] = self._trash[index], []
+        self._delete(index, keys)
+
+    def _delete(self, index: int, keys: Sequence[ChunkKey]) -> None:
+        for key in keys:
+            self.tiers[index].delete(key)
+        if keys:
+            with self._lock:
+                self._directory.deleted(index, keys)
+
+    def _sweep_soon(self, index: int) -> None:
+        """A refused sweep is done by the lane's next write."""
+        self._lanes[index].submit(partial(self._sweep, index))
+
+    # ---- for leases ----------------------------------------------------------------------------------------------
+
+    def _abandon(self, lease: SaveLease) -> None:
+        with self._lock:
+            for entry in lease.entries:
+                self._directory.fill_failed(entry)
+
+    def _poll(self, lease: LoadLease) -> Match:
+        with self._lock:
+            entries, ready = lease.entries, lease.ready
+            while ready < len(entries) and entries[ready].state is READY:
+                ready += 1
+            if ready < len(entries) and entries[ready].state is GONE:
+                self._unpin(entries[ready:])
+                del entries[ready:]
+                lease.asking = False
+            lease.ready = ready
+            return Match(ready, len(entries) - ready + lease.asking)
+
+    def _release(self, lease: LoadLease) -> None:
+        with self._lock:
+            lease.closed = True
+            self._unpin(lease.entries)
+            lease.entries = []
+            lease.ready = 0
+
+    def _unpin(self, entries: Sequence[Entry]) -> None:
+        """Last first, so that the beginning of the run ends up hottest."""
+        for entry in reversed(entries):
+            self._directory.unpin(entry)
+
+
+class SaveLease:
+    """Reserved slots to be filled by their owner. Ends once: :meth:`commit` or :meth:`close`; ``with`` closes.
+
+    ``keys[i]`` belongs into ``slots[i]``.
+    """
+
+    __slots__ = ("_store", "entries", "open", "run")
+
+    def __init__(self, store: Store, run: Sequence[ChunkKey], entries: list[Entry]) -> None:
+        self._store = store
+        self.run = run
+        self.entries = entries
+        self.open = True
+
+    @property
+    def keys(self) -> list[ChunkKey]:
+        return [entry.key for entry in self.entries]
+
+    @property
+    def pool(self) -> Pool:
+        """Where the slots are."""
+        return self._store.pool
+
+    @property
+    def slots(self) -> list[int]:
+        return [entry.slot for entry in self.entries]
+
+    def views(self) -> list[memoryview]:
+        """Writable slot bytes, in order of ``keys``."""
+        return [self._store.pool.view(entry.slot) for entry in self.entries]
+
+    def commit(self) -> None:
+        """All slots are filled: the chunks are READY from now on, and offered to the lower tiers."""
+        if not self.open:
+            raise StateError("commit of a save lease that has ended")
+        self.open = False
+        self._store._commit(self)
+
+    def close(self) -> None:
+        """Give up: nothing of it is ever served. No effect after the end."""
+        if self.open:
+            self.open = False
+            self._store._abandon(self)
+
+    def __enter__(self) -> SaveLease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class LoadLease:
+    """A claim on the leading chunks of a run. One owner thread polls; ``with`` closes.
+
+    ``slots`` are readable until :meth:`close`. A chunk that fails on its way makes the lease shorter, nothing else.
+    """
+
+    __slots__ = ("_store", "asking", "closed", "entries", "keys", "origins", "owner", "ready")
+
+    def __init__(self, store: Store, keys: Sequence[ChunkKey], owner: int) -> None:
+        self._store = store
+        self.keys = keys
+        self.owner = owner
+        self.entries: list[Entry] = []
+        self.origins: list[int | None] = []
+        """For each entry: the tier it had to come from, None when its bytes were in RAM already."""
+        self.ready = 0
+        """Leading chunks whose bytes are there, as of the last poll."""
+        self.asking = False
+        """A shared tier has yet to say what it holds."""
+        self.closed = False
+
+    def poll(self) -> Match:
+        """Where the claim stands; ``coming == 0`` means it will not grow any more."""
+        return self._store._poll(self)
+
+    @property
+    def pool(self) -> Pool:
+        """Where the slots are."""
+        return self._store.pool
+
+    @property
+    def slots(self) -> list[int]:
+        """Slots of the ready chunks as of the last poll."""
+        return [entry.slot for entry in self.entries[: self.ready]]
+
+    @property
+    def sources(self) -> list[str]:
+        """Where each ready chunk came from: ``"ram"`` or a tier's name."""
+        tiers = self._store.tiers
+        return ["ram" if origin is None else tiers[origin].name for origin in self.origins[: self.ready]]
+
+    def views(self) -> list[memoryview]:
+        """Bytes of the ready chunks as of the last poll; to be read only."""
+        return [self._store.pool.view(slot) for slot in self.slots]
+
+    def close(self) -> None:
+        """Let go. No effect the second time."""
+        if not self.closed:
+            self._store._release(self)
+
+    def __enter__(self) -> LoadLease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _nothing() -> None:
+    """Nobody listens."""

@@ -1,0 +1,52 @@
+"""The promises every tier below RAM keeps; :func:`kvtier.testing.check_tier` tests them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from kvtier.chunk import ChunkKey
+
+
+class Tier(Protocol):
+    """Keeps whole chunks by key. Content-named and immutable: there is no update.
+
+    Threads: ``write``, ``read`` and ``delete`` come from several lane threads at once. The Store never runs two
+    writes, or a write and a delete, of the *same* key at once; a ``read`` may race with a ``delete`` of its key.
+
+    Faults: no method raises for an I/O error. A failed write is ``False``, a failed read is ``False`` (a miss);
+    tiers count faults and log the first of a kind. Order and room are the Directory's: it never asks a tier to hold
+    more than ``capacity`` chunks, so a tier evicts nothing by itself.
+    """
+
+    name: str
+    capacity: int
+    """Chunks this tier has room for."""
+    shared: bool
+    """Others write here too: what is held below a run's known part is found by asking (:meth:`find`)."""
+
+    def recovered(self) -> Sequence[ChunkKey]:
+        """Keys held from before the start, coldest first. Called once, before any other method."""
+        ...
+
+    def write(self, key: ChunkKey, data: memoryview) -> bool:
+        """Store the chunk. True: a later ``read`` finds it whole. False: it does not hold it (nor a part of it)."""
+        ...
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool:
+        """Fill ``into`` with the chunk. True only when it is exactly what was written for this key, checksum
+        verified; on False the content of ``into`` is undefined and the tier has dropped the chunk if it was bad."""
+        ...
+
+    def find(self, keys: Sequence[ChunkKey]) -> int:
+        """How many of ``keys``, from the first on without a gap, are held now. One look, for shared tiers; a fault
+        is 0. May block: called by lane threads only."""
+        ...
+
+    def delete(self, key: ChunkKey) -> None:
+        """Forget the chunk if held; free its room at once."""
+        ...
+
+    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
+        """Release everything. A persistent tier keeps its chunks, and their order, for the next start."""
+        ...

@@ -1,0 +1,219 @@
+"""A model of the Store driven at random: whatever the order of saves, loads, evictions, faults and lane work, no byte
+is served that was not saved for that key, and nothing leaks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from kvtier.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.pool import Pool
+from kvtier.store import LoadLease, SaveLease, Store
+from kvtier.testing import DictTier, ManualLane
+
+SLOT = 4096
+LAYOUT = ChunkLayout(fingerprint({"model": "machine"}), 4, 4, (SLOT,))
+PROMPTS = st.sampled_from(
+    [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0], [0, 1], [0, 1, 1], [1, 0, 1], [1, 1, 1, 1, 1], [2], [3, 3]]
+)
+
+
+def keys_of(prompt: list[int]) -> list[ChunkKey]:
+    return LAYOUT.keys([token for chunk in prompt for token in [chunk] * 4])
+
+
+def content(key: ChunkKey) -> bytes:
+    return hashlib.sha256(key).digest() * (SLOT // 32)
+
+
+class RottenTier(DictTier):
+    """Fails as the test says: a read or write that fails, as a value; content is never wrong when it says True.
+
+    ``during`` is called in the middle of every call, where a real tier takes its time and other threads run.
+    """
+
+    def __init__(self, capacity: int, shared: bool) -> None:
+        super().__init__(capacity, name="shared" if shared else "rotten")
+        self.shared = shared
+        self.failing = self.ever_failed = False
+        self.during: Callable[[], None] = lambda: None
+
+    def find(self, keys: Sequence[ChunkKey]) -> int:
+        found = super().find(keys)
+        self.during()
+        return found
+
+    def delete(self, key: ChunkKey) -> None:
+        self.during()
+        super().delete(key)
+
+    def write(self, key: ChunkKey, data: memoryview) -> bool:
+        self.during()
+        return not self.failing and super().write(key, data)
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool:
+        self.during()
+        if self.failing:
+            into[:] = b"\xee" * len(into)
+            self.delete(key)
+            return False
+        return super().read(key, into)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    saves = Bundle("saves")
+    loads = Bundle("loads")
+
+    @initialize(slots=st.integers(1, 5), capacity=st.integers(1, 6), tiers=st.integers(1, 2), bound=st.integers(2, 8))
+    def start(self, slots: int, capacity: int, tiers: int, bound: int) -> None:
+        self.tiers = [RottenTier(capacity + index, shared=index == 1) for index in range(tiers)]
+        self.lanes = [ManualLane(urgent_bound=bound, bound=bound) for _ in self.tiers]
+        self.store = Store(Pool(slots, SLOT), list(zip(self.tiers, self.lanes, strict=True)))
+        self.saved: set[ChunkKey] = set()
+        self.meanwhile: list[list[int]] = []
+        for tier in self.tiers:
+            tier.during = self.do_meanwhile
+        self.filling: dict[int, ChunkKey] = {}
+        self.open_loads: list[LoadLease] = []
+        self.open_saves: list[SaveLease] = []
+
+    @rule(target=saves, prompt=PROMPTS)
+    def save(self, prompt: list[int]) -> SaveLease:
+        lease = self.store.save(keys_of(prompt))
+        for key, slot in zip(lease.keys, lease.slots, strict=True):
+            assert slot not in self.filling, "a slot has two writers"
+            self.filling[slot] = key
+        self.open_saves.append(lease)
+        return lease
+
+    @rule(lease=consumes(saves), commit=st.booleans())
+    def end_save(self, lease: SaveLease, commit: bool) -> None:
+        for key, slot, view in zip(lease.keys, lease.slots, lease.views(), strict=True):
+            view[:] = content(key)
+            del self.filling[slot]
+        self.open_saves.remove(lease)
+        if commit:
+            lease.commit()
+            self.saved.update(lease.keys)
+        else:
+            for view in lease.views():
+                view[:] = b"\xdd" * SLOT
+            lease.close()
+
+    @rule(prompt=PROMPTS)
+    def save_whole(self, prompt: list[int]) -> None:
+        """The common case in one step, so that walks get deep."""
+        keys = keys_of(prompt)
+        before = self.store.match(keys).ready
+        with self.store.save(keys) as lease:
+            for key, slot, view in zip(lease.keys, lease.slots, lease.views(), strict=True):
+                assert slot not in self.filling, "a slot has two writers"
+                view[:] = content(key)
+            lease.commit()
+            self.saved.update(lease.keys)
+        assert self.store.match(keys).ready >= before, "a run pushed out its own chunks"
+
+    @rule(prompts=st.lists(PROMPTS, max_size=3))
+    def plan_meanwhile(self, prompts: list[list[int]]) -> None:
+        """What other threads will do in the middle of the next calls of a tier."""
+        self.meanwhile = prompts
+
+    def do_meanwhile(self) -> None:
+        self.store.check()
+        if self.meanwhile:
+            prompt = self.meanwhile.pop()
+            self.save_whole(prompt)
+            self.store.forget(keys_of(prompt)[:1] if len(prompt) == 1 else [])
+            self.store.check()
+
+    @rule(target=loads, prompt=PROMPTS, start=st.integers(0, 1))
+    def load(self, prompt: list[int], start: int) -> LoadLease:
+        lease = self.store.load(keys_of(prompt), start)
+        self.open_loads.append(lease)
+        return lease
+
+    @rule(lease=loads)
+    def poll(self, lease: LoadLease) -> None:
+        before = lease.ready
+        ready, _ = lease.poll()
+        assert ready >= before or lease.closed
+        self.serves_only_what_was_saved(lease)
+
+    @rule(lease=consumes(loads))
+    def end_load(self, lease: LoadLease) -> None:
+        self.serves_only_what_was_saved(lease)
+        lease.close()
+        lease.close()
+        self.open_loads.remove(lease)
+
+    @rule(prompt=PROMPTS)
+    def forget(self, prompt: list[int]) -> None:
+        keys = keys_of(prompt)
+        self.store.forget(keys[-1:])
+
+    @rule(prompt=PROMPTS)
+    def match(self, prompt: list[int]) -> None:
+        keys = keys_of(prompt)
+        ready, coming = self.store.match(keys)
+        assert ready + coming <= len(keys)
+        assert set(keys[:ready]) <= self.saved
+
+    @rule(lane=st.integers(0, 1), index=st.integers(0, 3))
+    def turn(self, lane: int, index: int) -> None:
+        if lane < len(self.lanes) and len(self.lanes[lane]) > index:
+            self.lanes[lane].turn(index)
+
+    @rule()
+    def run_lanes(self) -> None:
+        for lane in [*self.lanes, *self.lanes]:
+            lane.run()
+
+    @rule(tier=st.integers(0, 1), failing=st.booleans())
+    def break_or_mend(self, tier: int, failing: bool) -> None:
+        if tier < len(self.tiers):
+            self.tiers[tier].failing = failing
+            self.tiers[tier].ever_failed |= failing
+
+    @invariant()
+    def rules_hold(self) -> None:
+        self.store.check()
+        for tier in self.tiers:
+            assert len(tier.held) <= tier.capacity
+
+    def serves_only_what_was_saved(self, lease: LoadLease) -> None:
+        for key, slot, view in zip(lease.keys, lease.slots, lease.views(), strict=False):
+            assert slot not in self.filling, "a slot is read and written at once"
+            assert key in self.saved
+            assert bytes(view) == content(key)
+
+    def teardown(self) -> None:
+        """Whatever happened: when every owner has let go and the lanes are empty, nothing is left in between."""
+        if not hasattr(self, "store"):
+            return
+        for lane in [*self.lanes, *self.lanes]:
+            lane.run()
+        for lease in self.open_loads:
+            ready, coming = lease.poll()
+            assert coming == 0, "a lane has run dry, so nothing can be on its way"
+            self.serves_only_what_was_saved(lease)
+            lease.close()
+        for save in self.open_saves:
+            save.close()
+        for lane in [*self.lanes, *self.lanes]:
+            lane.run()
+        self.store.check(idle=True)
+        for index, tier in enumerate(self.tiers):
+            held = set(tier.held)
+            known = self.store.stats()[f"{tier.name}_held"]
+            assert known <= tier.capacity and len(held) <= tier.capacity, index
+            if not tier.ever_failed:
+                assert known == len(held), "the index and the tier disagree"
+        self.store.close()
+
+
+TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)

@@ -1,0 +1,97 @@
+"""Keys: equal exactly when the KV bytes must be equal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.chunk import KEY_BYTES, ChunkLayout, fingerprint, own_link, parent_link
+from kvtier.errors import ConfigError, LayoutError
+
+LAYOUT = ChunkLayout(fingerprint({"model": "a"}), 4, 2, (100, 30))
+KNOWN = ["bbbee2e2dd8d420d", "3ab0e965f0cd93d9"]
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def test_known_keys_never_change() -> None:
+    """A key that changes makes every stored chunk worthless: these were computed once and are written down."""
+    keys = LAYOUT.keys(list(range(10)), b"salt")
+    assert [key.hex()[:16] for key in keys] == KNOWN
+    assert all(len(key) == KEY_BYTES for key in keys)
+
+
+def test_keys_do_not_depend_on_the_process() -> None:
+    code = (
+        "from kvtier.chunk import *; "
+        "print(ChunkLayout(fingerprint({'b': 1, 'a': 2}), 4, 2, (1,)).keys(list(range(9)))[1].hex())"
+    )
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("0", "1", "random")
+    }
+    assert seen == {ChunkLayout(fingerprint({"a": 2, "b": 1}), 4, 2, (1,)).keys(list(range(9)))[1].hex() + "\n"}
+
+
+@given(TOKENS, TOKENS)
+def test_equal_keys_mean_equal_tokens_so_far(left: list[int], right: list[int]) -> None:
+    for index, (one, other) in enumerate(zip(LAYOUT.keys(left), LAYOUT.keys(right), strict=False)):
+        assert (one == other) == (left[: 4 * index + 4] == right[: 4 * index + 4])
+
+
+@given(TOKENS, st.lists(st.integers(0, 40), max_size=5))
+def test_growing_prompt_hashes_to_the_same_keys(tokens: list[int], cuts: list[int]) -> None:
+    chain = LAYOUT.chain(b"x", {1: b"image"})
+    for cut in [*sorted(cuts), len(tokens)]:
+        chain.extend(tokens[:cut])
+    assert chain.keys == LAYOUT.keys(tokens, b"x", {1: b"image"})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        LAYOUT.keys(list(range(8)), b"tenant"),
+        LAYOUT.keys(list(range(8)), per_chunk={0: b"image"}),
+        LAYOUT.keys(list(range(8)), per_chunk={0: b"other image"}),
+        ChunkLayout(fingerprint({"model": "b"}), 4, 2, (100, 30)).keys(list(range(8))),
+        ChunkLayout(fingerprint({"model": "a"}), 8, 2, (100, 30)).keys(list(range(8))),
+    ],
+    ids=["salt", "image", "other image", "model", "chunk size"],
+)
+def test_everything_that_changes_bytes_changes_keys(other: list[bytes]) -> None:
+    assert not set(other) & set(LAYOUT.keys(list(range(8))))
+
+
+def test_an_image_in_a_later_chunk_leaves_earlier_ones_apart_from_plain_text_only_in_framing() -> None:
+    one, two = (LAYOUT.keys(list(range(8)), per_chunk={1: image}) for image in (b"cat", b"dog"))
+    assert one[0] == two[0] and one[1] != two[1]
+
+
+def test_keys_link_a_run() -> None:
+    keys = LAYOUT.keys(list(range(16)))
+    assert not any(parent_link(keys[0]))
+    assert [parent_link(key) for key in keys[1:]] == [own_link(key) for key in keys[:-1]]
+
+
+@pytest.mark.parametrize("tokens", [[-1] * 4, [2**32] * 4, ["a"] * 4, [1.5] * 4])
+def test_bad_token_ids_are_named(tokens: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"0 .. 2\*\*32-1"):
+        LAYOUT.keys(tokens)
+
+
+def test_layout_sizes() -> None:
+    assert LAYOUT.blocks_per_chunk == 2
+    assert LAYOUT.chunk_bytes == 260
+    assert LAYOUT.slot_bytes == 4096
+    assert [LAYOUT.rank_span(rank) for rank in (0, 1)] == [(0, 200), (200, 260)]
+
+
+@pytest.mark.parametrize("arguments", [(b"short", 4, 2, (1,)), (bytes(32), 5, 2, (1,)), (bytes(32), 4, 2, ())])
+def test_impossible_layouts_are_refused(arguments: tuple[bytes, int, int, tuple[int, ...]]) -> None:
+    with pytest.raises(LayoutError):
+        ChunkLayout(*arguments)
