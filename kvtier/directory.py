@@ -272,6 +272,10 @@ class Directory:
         self.unpin(entry)
         return wanted or not stored
 
+    def stored_with(self, index: int, run: Sequence[ChunkKey]) -> None:
+        """Tier ``index`` got a chunk of ``run``: writes end in any order, so the run is put in order again."""
+        self._tiers[index].order.touch(run)
+
     def deleted(self, index: int, keys: Iterable[ChunkKey]) -> None:
         """Tier ``index`` has deleted ``keys``."""
         self._tiers[index].leaving.difference_update(keys)

@@ -141,9 +141,8 @@ class Store:
             for key in keys:
                 for index in self._directory.forget(key, owner):
                     self._trash[index].append(key)
-        for index, trash in enumerate(self._trash):
-            if trash:
-                self._sweep_soon(index)
+        for index in range(len(self._trash)):
+            self._sweep_soon(index)
 
     def clear(self, owner: int | None = None) -> None:
         """Drop every chunk everywhere (those being filled right now excepted); of one owner: its own and nobody's."""
@@ -245,13 +244,13 @@ class Store:
             self._directory.touch(lease.run)
             self.counts["saved"] += len(lease.entries)
         for index, lane in enumerate(self._lanes):
-            taken = sum(lane.submit(partial(self._spill, entry, index)) for entry in lease.entries)
+            taken = sum(lane.submit(partial(self._spill, entry, index, lease.run)) for entry in lease.entries)
             with self._lock:
                 self.counts[f"{self.tiers[index].name}_spill_refused"] += len(lease.entries) - taken
 
-    def _spill(self, entry: Entry, index: int) -> None:
+    def _spill(self, entry: Entry, index: int, run: Sequence[ChunkKey]) -> None:
         """On a lane thread. The chunk is pinned only from here on: a long queue holds no slots, and what was evicted
-        before its turn is simply not written."""
+        before its turn is simply not written. Afterwards its ``run`` is hottest below as it is above, leaf last."""
         self._sweep(index)
         tier = self.tiers[index]
         with self._lock:
@@ -266,6 +265,7 @@ class Store:
             self.counts[f"{tier.name}_stored" if stored else f"{tier.name}_store_failed"] += 1
             if not self._directory.spill_ended(entry, index, stored):
                 self._trash[index].append(entry.key)
+            self._directory.stored_with(index, run)
         self._sweep(index)
 
     def _sweep(self, index: int) -> None:
@@ -281,8 +281,9 @@ class Store:
                 self._directory.deleted(index, keys)
 
     def _sweep_soon(self, index: int) -> None:
-        """A refused sweep is done by the lane's next write."""
-        self._lanes[index].submit(partial(self._sweep, index))
+        """Queue the tier's deletions if there are any. Refused: the lane's next write does them."""
+        if self._trash[index]:
+            self._lanes[index].submit(partial(self._sweep, index))
 
     # ---- for leases ----------------------------------------------------------------------------------------------
 
@@ -296,12 +297,13 @@ class Store:
             entries, ready = lease.entries, lease.ready
             while ready < len(entries) and entries[ready].state is READY:
                 ready += 1
-            if ready < len(entries) and entries[ready].state is GONE:
-                self._unpin(entries[ready:])
-                del entries[ready:]
+            whole = next((at for at in range(ready, len(entries)) if entries[at].state is GONE), len(entries))
+            if whole < len(entries):
+                self._unpin(entries[whole:])
+                del entries[whole:]
                 lease.asking = False
             lease.ready = ready
-            return Match(ready, len(entries) - ready + lease.asking)
+            return Match(ready, whole - ready + lease.asking)
 
     def _release(self, lease: LoadLease) -> None:
         with self._lock:

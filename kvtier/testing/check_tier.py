@@ -6,6 +6,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import shake_128
+from threading import Event
 
 from kvtier.chunk import ChunkKey, ChunkLayout
 from kvtier.tiers.base import Tier
@@ -16,6 +17,7 @@ _THREADS = 4
 _GUARD = 64
 _LEAST = 8
 _MOST_FILLED = 256
+_TURNS = 40
 
 
 def check_tier(make: Make, *, chunk_bytes: int, reopen: Make | None = None) -> None:
@@ -174,19 +176,24 @@ def _check_race(make: Make, keys: Sequence[ChunkKey], chunk_bytes: int) -> None:
     tier = make()
     tier.recovered()
 
-    def read() -> None:
-        for _ in range(60):
+    over = Event()
+
+    def read_on() -> None:
+        while not over.is_set():
             _holds(tier, keys[0], chunk_bytes)
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        readers = [pool.submit(read) for _ in range(_THREADS - 1)]
-        turn = 0
-        while not all(reader.done() for reader in readers):
-            turn += 1
-            _write_all(tier, keys[:1], chunk_bytes)
-            tier.delete(keys[0])
-            _write_all(tier, [keys[1 + turn % 2]], chunk_bytes)
-            tier.delete(keys[1 + turn % 2])
+        readers = [pool.submit(read_on) for _ in range(_THREADS - 1)]
+        try:
+            for turn in range(_TURNS):
+                other = keys[1 + turn % 2]
+                _write_all(tier, keys[:1], chunk_bytes)
+                _promise(_holds(tier, keys[0], chunk_bytes), "a read beside other reads finds what is held")
+                tier.delete(keys[0])
+                _write_all(tier, [other], chunk_bytes)
+                tier.delete(other)
+        finally:
+            over.set()
         for reader in readers:
             reader.result()
     tier.close()

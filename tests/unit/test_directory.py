@@ -166,7 +166,6 @@ def test_broken_promises_are_loud(step: str) -> None:
             directory.pin(entry)
 
 
-
 def test_check_sees_what_is_not_at_rest() -> None:
     directory = Directory(1)
     directory.reserve(A, ())

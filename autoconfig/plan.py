@@ -1,0 +1,392 @@
+"""Facts -> Plan: the values of kvtier's config keys, each with its source and reason. Pure: looks at nothing.
+
+Rules: no size exceeds what is free for it (RAM within the cgroup, the disk, Redis; locked memory where the driver
+charges it); a tier that cannot hold one long context, or whose hit never beats computing, is left out *with the
+reason*; what is unknown is assumed aloud, and on the safe side. Sizes are for one store: all tensor and pipeline
+ranks of one engine replica together. Replicas and engines on the same host get equal shares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvtier.autoconfig.breakeven import (
+    CPU_CORE_FLOPS,
+    GPU_KINDS,
+    Prefill,
+    Route,
+    break_even,
+    gpu_kind,
+    gpu_kv_bytes,
+    offload_from,
+)
+from kvtier.autoconfig.facts import GIB, KIB, MIB, UNLIMITED, Disk, Fact, Facts, Redis, known, size_text, unknown
+
+Value = int | float | str
+T = TypeVar("T", int, float)
+
+LONG_CONTEXT = 32_768
+RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+NETWORK_FILESYSTEMS = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p", "virtiofs", "glusterfs", "gpfs", "wekafs", "beegfs", "afs"}
+)
+_ASSUMED_READ = {"nvme": 2.0e9, "ssd": 0.4e9, "virtual": 0.2e9, "ebs": 0.125e9, "rotational": 0.1e9}
+_THREADS = {"nvme": 4, "ssd": 2, "virtual": 2, "ebs": 2, "rotational": 1}
+_LATENCY = {"ram": 0.0002, "nvme": 0.001, "redis": 0.002}
+"""Seconds from asking to the first byte."""
+_REDIS_SHARE = 0.9
+"""Of what Redis has left; the rest is its own overhead and fragmentation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    key: str
+    value: Value
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``settings`` are config keys; ``derived`` is what led there; ``left_out`` is (tier, reason)."""
+
+    settings: tuple[Row, ...]
+    derived: tuple[Row, ...]
+    warnings: tuple[str, ...]
+    left_out: tuple[tuple[str, str], ...]
+
+    def values(self) -> dict[str, Value]:
+        """What to hand to kvtier's config. Without ``ram_bytes`` kvtier must stay off: see ``left_out``."""
+        return {row.key: row.value for row in self.settings}
+
+
+@dataclass(slots=True)
+class _Draft:
+    settings: list[Row] = field(default_factory=list)
+    derived: list[Row] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+
+    def set(self, key: str, value: Value, source: str, reason: str) -> None:
+        self.settings.append(Row(key, value, source, reason))
+
+    def show(self, key: str, value: Value, source: str, reason: str) -> None:
+        self.derived.append(Row(key, value, source, reason))
+
+    def leave_out(self, tier: str, reason: str) -> None:
+        self.left_out.append((tier, reason))
+
+    def take(self, key: str, fact: Fact[T], otherwise: T, because: str) -> T:
+        """The fact's value, or ``otherwise`` with the assumption written down."""
+        if fact.value is not None:
+            return fact.value
+        self.derived.append(Row(key, otherwise, "assumed", f"unknown ({fact.source}); {because}"))
+        return otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What has to be kept and moved: one store's bytes a token, and what computing costs instead."""
+
+    kv_bytes: int
+    long_tokens: int
+    longest: int
+    prefill: Prefill
+    link: float
+    ranks: int
+    stores: int
+
+    def too_small(self, size: int) -> str:
+        """Why ``size`` bytes are not worth a tier; "" when one long context fits."""
+        if size >= max(MIB, self.long_tokens * self.kv_bytes):
+            return ""
+        needed = size_text(self.long_tokens * self.kv_bytes)
+        return f"{size_text(size)} a store is too small: {self.long_tokens:,} tokens take {needed}"
+
+
+def make_plan(facts: Facts) -> Plan:
+    """The whole decision. Never raises for missing facts; never sets a size of 0."""
+    draft = _Draft()
+    load = _load(facts, draft)
+    ram_bytes = _plan_ram(facts, load, draft)
+    if ram_bytes:
+        _plan_chunk(facts, load, draft)
+        _plan_disk(facts, load, draft)
+        _plan_redis(facts.redis, load, draft)
+        _show_worth(facts, load, ram_bytes, draft)
+    else:
+        for tier in ("nvme", "redis"):
+            draft.leave_out(tier, "without a RAM tier nothing can be loaded: every chunk passes through a RAM slot")
+    return Plan(tuple(draft.settings), tuple(draft.derived), tuple(draft.warnings), tuple(draft.left_out))
+
+
+def _load(facts: Facts, draft: _Draft) -> _Load:
+    engine, model = facts.engine, facts.model
+    alone = "the engine was not asked, so one was assumed"
+    tensor = max(1, draft.take("tensor_parallel", engine.tensor_parallel, 1, alone))
+    ranks = tensor * max(1, draft.take("pipeline_parallel", engine.pipeline_parallel, 1, alone))
+    stores = max(1, engine.data_parallel.value or 1) * max(1, engine.engines.value or 1)
+    typical = "128 KiB is usual for 8-billion-parameter models"
+    single = max(1, draft.take("kv_bytes_per_token", model.kv_bytes_per_token, 128 * KIB, typical))
+    heads = max(1, model.kv_heads.value or tensor)
+    stored = -(-single * max(tensor, heads) // heads)
+    why = "2 x KV heads x head dim x layers, or the MLA latent; windowed layers counted in full"
+    if stored != single:
+        why += f"; {heads} KV head(s) on {tensor} tensor ranks are stored {stored / single:g} times"
+    draft.show("kv_bytes_per_token", stored, model.kv_bytes_per_token.source, why)
+    whole = model.kv_bytes_global.value
+    if whole is not None and whole != model.kv_bytes_per_token.value:
+        text = "layers that see the whole context alone; the rest is sliding windows"
+        draft.show("kv_bytes_per_token_global", whole, model.kv_bytes_global.source, text)
+    if engine.expert_parallel.value:
+        draft.show("expert_parallel", "on", engine.expert_parallel.source, "experts split weights, never KV: no effect")
+    if stores > 1:
+        draft.show("stores_on_host", stores, "engine", "replicas x engines; RAM, disk and Redis are divided equally")
+    longest = max(1, engine.max_model_len.value or model.max_tokens.value or LONG_CONTEXT)
+    return _Load(
+        kv_bytes=stored,
+        long_tokens=min(longest, LONG_CONTEXT),
+        longest=longest,
+        prefill=_prefill(facts, ranks, draft),
+        link=_link(facts, ranks, draft),
+        ranks=ranks,
+        stores=stores,
+    )
+
+
+def _prefill(facts: Facts, ranks: int, draft: _Draft) -> Prefill:
+    rate = facts.engine.prefill_rate
+    if rate.value:
+        draft.show("prefill_tokens_per_second", round(rate.value), rate.source, "measured")
+        return Prefill(1 / rate.value)
+    model, gpus = facts.model, facts.gpus
+    halves = model.weight_bytes.value
+    guess = max(1, halves // 2) if halves else 8_000_000_000
+    size = max(1, draft.take("active_parameters", model.active_parameters, guess, "2 bytes each, or 8 billion"))
+    if gpus.count.value == 0:
+        peak = CPU_CORE_FLOPS * max(1, facts.memory.cpus.value or 1)
+        source = f"estimated for {facts.memory.cpus.value or 1} CPU cores"
+    else:
+        kind = gpu_kind(gpus.kind.value or "")
+        peak, source = (kind or GPU_KINDS["H100"]).flops * ranks, f"estimated for {ranks} x {gpus.kind.value}"
+        if kind is None:
+            source += ", taken as H100: with a faster GPU a tier pays later"
+    prefill = Prefill.estimate(size, model.attention_flops.value or 0, peak)
+    draft.show("prefill_tokens_per_second", round(1 / prefill.per_token), source, "before attention; not measured yet")
+    return prefill
+
+
+def _link(facts: Facts, ranks: int, draft: _Draft) -> float:
+    """Bytes a second between RAM and the engine's KV memory, all ranks together."""
+    if facts.gpus.count.value == 0:
+        return max(1.0, draft.take("copy_speed", facts.copy_speed, 5e9, "5 GB/s is slow for one thread's copy"))
+    kind = gpu_kind(facts.gpus.kind.value or "")
+    return (kind.link if kind else 10e9) * ranks
+
+
+def _pays(tier: str, speed: Fact[float], load: _Load, draft: _Draft) -> bool:
+    """Show the length from which the tier beats computing; leave the tier out when there is none."""
+    bandwidth = max(1.0, min(speed.value or 0.0, load.link))
+    route = Route(bandwidth, _LATENCY[tier.split(maxsplit=1)[0]])
+    tokens = break_even(route, load.kv_bytes, load.prefill, load.longest)
+    source = f"{bandwidth / 1e9:.3g} GB/s ({speed.source})"
+    if tokens is None:
+        taken = f"{load.kv_bytes / bandwidth * 1e6:.3g} us a token to load"
+        reason = f"too slow to pay: {taken}, {load.prefill.per_token * 1e6:.3g} us to compute, at {source}"
+        draft.leave_out(tier, f"{reason}; no hit of up to {load.longest:,} tokens wins")
+        return False
+    draft.show(f"{tier}_break_even_tokens", tokens, source, "shorter hits are faster computed than loaded")
+    return True
+
+
+def _available(facts: Facts, draft: _Draft) -> Fact[int]:
+    """RAM that is free for us: the tighter of the machine and the cgroup, less what a Redis here may still grow."""
+    seen = [f for f in (facts.memory.available, facts.memory.cgroup_headroom) if f.value is not None]
+    if not seen:
+        total = facts.memory.total
+        if total.value is None:
+            return unknown(f"{facts.memory.available.source}; {total.source}")
+        return known(total.value // 2, f"assumed: half of {total.source}, as use is unknown")
+    free = min(seen, key=lambda fact: fact.value or 0)
+    if facts.memory.cgroup_headroom.value is None:
+        draft.warnings.append(f"cgroup limit unknown ({facts.memory.cgroup_headroom.source}); assumed none")
+    redis = facts.redis
+    if redis and redis.local and redis.maxmemory.value:
+        growth = max(0, redis.maxmemory.value - (redis.used.value or 0))
+        return known((free.value or 0) - growth, f"{free.source}, less {size_text(growth)} the Redis here may take")
+    return free
+
+
+def _reserve(facts: Facts, available: int, load: _Load, draft: _Draft) -> int:
+    """RAM left to others, as LMI does it, but of what is available inside the cgroup and for every engine."""
+    weights, cpu = facts.model.weight_bytes, facts.gpus.count.value == 0
+    fifth = available // 5
+    if weights.value is None:
+        reserve, why = available // 2, f"half of it: weight bytes are unknown ({weights.source})"
+    else:
+        copies = 1 if cpu and facts.engine.started.value else 2  # then the first is no longer in what is available
+        reserve = max(copies * weights.value * load.stores, fifth)
+        times = f" x {load.stores} engines" if load.stores > 1 else ""
+        why = f"the greater of {copies} x weights of {size_text(weights.value)}{times} (loading) and a fifth"
+    if cpu and facts.engine.kv_cache_tokens.value:
+        own = facts.engine.kv_cache_tokens.value * load.kv_bytes
+        reserve += own * load.stores
+        why += f", and the engine's own KV cache of {size_text(own)} in RAM"
+    draft.show("ram_reserve_bytes", reserve, weights.source, why)
+    return reserve
+
+
+def _plan_ram(facts: Facts, load: _Load, draft: _Draft) -> int:
+    """The RAM tier's bytes for one store; 0 when it is left out."""
+    free = _available(facts, draft)
+    if free.value is None:
+        draft.leave_out("ram", f"available RAM is unknown ({free.source}): give --ram, or ram_bytes by hand")
+        return 0
+    draft.show("ram_available_bytes", free.value, free.source, "machine and cgroups, whichever is tighter")
+    reserve = _reserve(facts, max(0, free.value), load, draft)
+    share = max(0, free.value - reserve) // load.stores
+    share, note = _locked(facts, share, draft)
+    share -= share % MIB
+    if short := load.too_small(share):
+        draft.leave_out("ram", f"{short} ({size_text(free.value)} available, {size_text(reserve)} reserved{note})")
+        return 0
+    speed = known(load.link, "copy to the engine" if facts.gpus.count.value == 0 else "host link, assumed by GPU kind")
+    if not _pays("ram", speed, load, draft):
+        return 0
+    held = f"holds {share // load.kv_bytes:,} tokens; {size_text(share // load.ranks)} for each of {load.ranks} rank(s)"
+    draft.set("ram_bytes", share, free.source, held + note)
+    shm = size_text(facts.memory.shm.value) if facts.memory.shm.value is not None else "unknown"
+    draft.show("shm_bytes", shm, facts.memory.shm.source, "not needed: the pool is a memfd, outside /dev/shm")
+    nodes = facts.memory.numa_nodes.value or 1
+    if nodes > 1:
+        draft.show("numa_nodes", nodes, facts.memory.numa_nodes.source, "the pool spreads as its pages are touched")
+    return share
+
+
+def _locked(facts: Facts, share: int, draft: _Draft) -> tuple[int, str]:
+    """Cut ``share`` to RLIMIT_MEMLOCK where pinning it for a GPU is, or may be, charged to that limit."""
+    gpus, limit = facts.gpus, facts.memory.memlock
+    if gpus.count.value == 0 or limit.value is None or limit.value >= UNLIMITED:
+        return share, ""
+    if gpus.pin_charged.value is False:
+        draft.show("memlock_bytes", limit.value, limit.source, f"no limit here: {gpus.pin_charged.source}")
+        return share, ""
+    note = f"; cut to RLIMIT_MEMLOCK {size_text(limit.value)}, which pinning for the GPU may be charged to: raise it "
+    note += "(docker run --ulimit memlock=-1, systemd LimitMEMLOCK=infinity)"
+    return (share, "") if limit.value >= share else (limit.value, note)
+
+
+def _plan_chunk(facts: Facts, load: _Load, draft: _Draft) -> None:
+    tokens = 256
+    while tokens * load.kv_bytes < 2 * MIB and tokens < 1024:
+        tokens *= 2
+    while tokens * load.kv_bytes > 64 * MIB and tokens > 64:
+        tokens //= 2
+    block = max(1, facts.engine.block_tokens.value or 16)
+    tokens = -(-tokens // block) * block
+    why = f"{size_text(tokens * load.kv_bytes)} a chunk: 2 to 64 MiB keeps disks busy and matches fine"
+    draft.set("chunk_tokens", tokens, f"block of {block} tokens ({facts.engine.block_tokens.source})", why)
+
+
+def _plan_disk(facts: Facts, load: _Load, draft: _Draft) -> None:
+    usable: list[tuple[float, int, Disk, str]] = []
+    for disk in facts.disks:
+        reason, size, speed = _judge(disk, load)
+        if reason:
+            draft.leave_out(f"nvme {disk.path}", reason)
+        elif _pays(f"nvme {disk.path}", speed, load, draft):
+            usable.append((speed.value or 0.0, size, disk, speed.source))
+    if not usable:
+        text = "no candidate path was given or found" if not facts.disks else "none of the candidate paths can be used"
+        draft.leave_out("nvme", f"{text}; give one with --path")
+        return
+    rate, size, disk, source = max(usable, key=lambda entry: entry[:2])
+    for _, other_size, other, _ in usable:
+        if other is not disk:
+            reason = f"one path is used: {disk.path} is faster or larger than this ({size_text(other_size)})"
+            draft.leave_out(f"nvme {other.path}", reason)
+    if disk.filesystem.value == "overlay":
+        draft.warnings.append(f"{disk.path} is a container's overlay: its disk is not visible; mount a volume instead")
+    device = disk.device.value or "unknown device"
+    draft.set("nvme_path", disk.path, disk.device.source, f"{device}, {rate / 1e9:.3g} GB/s ({source})")
+    reserve = size_text(_disk_reserve(disk))
+    held = f"holds {size // load.kv_bytes:,} tokens; {reserve} kept free; {size_text(size // load.ranks)} a rank"
+    draft.set("nvme_bytes", size, disk.free.source, held)
+    threads = max(1, min(_THREADS.get(device, 2), 2 * (facts.memory.cpus.value or 4)))
+    draft.set("nvme_threads", threads, disk.device.source, f"enough for {device}; at most 2 for each CPU")
+    if (facts.engine.engines.value or 1) > 1:
+        draft.warnings.append(f"{facts.engine.engines.value} engines share {disk.path}: give each a folder below it")
+
+
+def _disk_reserve(disk: Disk) -> int:
+    """A tenth of the filesystem, at least 2 GiB: file systems and flash slow down when full, and others log there."""
+    return max((disk.total.value or disk.free.value or 0) // 10, 2 * GIB)
+
+
+def _judge(disk: Disk, load: _Load) -> tuple[str, int, Fact[float]]:
+    """(why it cannot be used or "", bytes for one store, read speed)."""
+    kind, name = disk.device.value, disk.filesystem.value or "unknown"
+    speed = _or_assumed(disk.read_speed, _ASSUMED_READ.get(kind or "", 0.2e9), kind or "an unknown device")
+    own = disk.own.value or 0
+    size, kept = max(0, (disk.free.value or 0) + own - _disk_reserve(disk)) // load.stores, own // load.stores
+    size = kept if kept <= size < kept * 5 // 4 else size - size % MIB  # a resize costs a warm tier
+    network = name in NETWORK_FILESYSTEMS or name.startswith("fuse")
+    reason = ""
+    if disk.writable.value is False:
+        reason = f"not writable ({disk.writable.source})"
+    elif name in RAM_FILESYSTEMS:
+        reason = f"{name} is RAM: its bytes would be counted twice"
+    elif network and disk.read_speed.value is None:
+        reason = f"{name} is a network file system: used only when its speed is measured"
+    elif disk.o_direct.value is False:
+        reason = f"no O_DIRECT ({disk.o_direct.source}): the page cache would take RAM a second time"
+    elif disk.free.value is None:
+        reason = f"free space is unknown ({disk.free.source})"
+    elif short := load.too_small(size):
+        reason = f"{short} ({size_text(disk.free.value)} free, {size_text(_disk_reserve(disk))} of it kept free)"
+    return reason, size, speed
+
+
+def _or_assumed(speed: Fact[float], assumed: float, what: str) -> Fact[float]:
+    return known(assumed, f"assumed for {what}: {speed.source}") if speed.value is None else speed
+
+
+def _plan_redis(redis: Redis | None, load: _Load, draft: _Draft) -> None:
+    if redis is None:
+        return draft.leave_out("redis", "no URL was given")
+    if not redis.reachable.value:
+        return draft.leave_out("redis", f"not reachable ({redis.reachable.source})")
+    if not redis.maxmemory.value:
+        text = "it has no maxmemory"
+        if redis.maxmemory.value is None:
+            text = f"its maxmemory is unknown ({redis.maxmemory.source})"
+        return draft.leave_out("redis", f"{text}, so no size is safe: set maxmemory, or redis_bytes by hand")
+    used = draft.take("redis_used_bytes", redis.used, redis.maxmemory.value // 2, "assumed half full")
+    size = int(max(0, redis.maxmemory.value - used) * _REDIS_SHARE) // load.stores
+    size -= size % MIB
+    if short := load.too_small(size):
+        return draft.leave_out("redis", f"{short} ({size_text(used)} of {size_text(redis.maxmemory.value)} used)")
+    if not _pays("redis", _or_assumed(redis.speed, 0.8e9, "Redis"), load, draft):
+        return None
+    if "random" in (redis.policy.value or ""):
+        draft.warnings.append(f"Redis policy {redis.policy.value} forgets at random: set noeviction, kvtier evicts")
+    draft.set("redis_url", redis.url, "given", redis.reachable.source)
+    draft.set("redis_bytes", size, redis.maxmemory.source, f"0.9 of what is left; {size // load.kv_bytes:,} tokens")
+    return None
+
+
+def _show_worth(facts: Facts, load: _Load, ram_bytes: int, draft: _Draft) -> None:
+    """From which working set on the tiers have anything to do (:mod:`.breakeven`, second question)."""
+    own = facts.engine.kv_cache_tokens
+    weights, memory = facts.model.weight_bytes.value, facts.gpus.bytes_each.value
+    if own.value is None and weights and memory and facts.gpus.count.value:
+        tokens = offload_from(gpu_kv_bytes(load.ranks, memory, weights), load.kv_bytes)
+        own = known(tokens, f"{load.ranks} x {size_text(memory)} less weights")
+    if own.value is None:
+        return
+    draft.show("ram_useful_from_tokens", own.value, own.source, "working sets below it fit the engine's own KV cache")
+    below = offload_from(ram_bytes, load.kv_bytes)
+    draft.show("nvme_useful_from_tokens", below, "ram_bytes", "working sets below it fit the RAM tier")
+    if below < own.value:
+        draft.warnings.append("the RAM tier is smaller than the engine's own KV cache: expect few hits from it alone")

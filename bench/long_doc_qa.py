@@ -1,0 +1,272 @@
+"""Long Doc QA: how long readers of long documents wait for the first token, with and without kvtier.
+
+``kvtier bench long-doc-qa`` or ``python -m kvtier.bench.long_doc_qa``. Three rounds an arm: *pre-warm-up* (a few
+unrelated prompts), *warm-up* (every document once: the caches fill) and *query* (every document again, another
+question at its end: the caches are read; only this round counts). Against a server of yours (``--base-url``), or
+against servers started here, one per arm (:mod:`kvtier.bench.long_doc_qa_arms`). The shape follows LMCache's
+benchmark of the same name (LMCache/LMCache, benchmarks/long_doc_qa).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtier.bench import long_doc_qa_client as client
+from kvtier.bench.long_doc_qa_arms import ARMS, Arm, Sizes, server_args, server_env
+from kvtier.bench.long_doc_qa_report import Round, print_table, summarise, verdict, write_csv, write_json
+from kvtier.bench.long_doc_qa_work import REPEAT_MODES, Ask, Workload
+from kvtier.bench.model import kv_token_bytes, read_config
+from kvtier.bench.report import machine_facts
+from kvtier.bench.servers import VllmServer
+from kvtier.errors import ConfigError, KVTierError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+_DEFAULT_ARMS = ("none", "vllm-prefix-cache", "kvtier-ram", "kvtier-nvme", "kvtier-nvme-restart")
+_OTHER_SERVER = "server"
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags; every length is in tokens."""
+    add = parser.add_argument
+    add("--model", help="directory or name; with --base-url the name it serves (default: its first)")
+    add("--base-url", help="measure this running server instead of starting one per arm")
+    add("--arms", type=_arms, default=_arms(",".join(_DEFAULT_ARMS)), help=f"of {','.join(ARMS)} (default: all)")
+    add("--num-documents", type=_positive, default=8)
+    add("--document-length", type=_positive, default=20000)
+    add("--question-length", type=_positive, default=64)
+    add("--output-len", type=_positive, default=100)
+    add("--repeat-count", type=_positive, default=2, help="times each document is asked about in the query round")
+    add("--repeat-mode", choices=REPEAT_MODES, default="tile", help="order of repeats: abcabc, aabbcc or shuffled")
+    add("--max-inflight-requests", type=_positive, default=2)
+    add("--hit-miss-ratio", type=_ratio, default=(1, 0), metavar="H:M", help="after H queries, M on unseen documents")
+    add("--shuffle-seed", type=int, default=0)
+    add("--settle-seconds", type=float, default=2.0, help="pause between warm-up and query (default: 2)")
+    add("--request-timeout", type=float, default=600.0, metavar="S")
+    add("--output-dir", type=Path, default=Path("build/long_doc_qa"), help="for long_doc_qa.json, .csv, .png and logs")
+    add("--require-same-tokens", action="store_true", help="exit with 1 when an arm answers differently from none")
+    own = parser.add_argument_group("servers started here").add_argument
+    own("--dtype", choices=["auto", *_DTYPE_BYTES], default="auto", help="float32 makes answers comparable bit by bit")
+    own("--block-size", type=_positive, help="vLLM's block in tokens (default: 128 on CPU, 16 on GPU)")
+    own("--chunk-tokens", type=_positive, default=256, help="kvtier's chunk (default: 256)")
+    own("--server-args", default="", metavar="'ARGS'", help="more arguments for vLLM, the same for every arm")
+    own("--server-timeout", type=float, default=600.0, metavar="S", help="until a server must be healthy")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run every arm, print, write. 1 when a request failed (or answers differ and must not).
+
+    Raises KVTierError when a server does not come up or does not answer.
+    """
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    with _terminable(), _progress() as progress:
+        if args.base_url:
+            rounds = [_measure_running(args, progress)]
+        else:
+            rounds = [_measure_own(args, arm, progress) for arm in args.arms]
+    return conclude(args, rounds)
+
+
+def conclude(args: argparse.Namespace, rounds: Sequence[Round]) -> int:
+    """Print the table, write the files; the exit status."""
+    from kvtier.bench.long_doc_qa_plot import write_plot
+
+    failed = [outcome for arm in rounds for outcome in arm.outcomes if not outcome.successful]
+    for outcome in failed[:3]:
+        print(f"a request failed: {outcome.error}", file=sys.stderr)
+    summaries = summarise(rounds)
+    files = [write_csv(args.output_dir, rounds), write_json(args.output_dir, summaries, rounds, workload=_shape(args))]
+    same, words = verdict(summaries)
+    if summaries:
+        print_table(summaries)
+        print(words)
+        files.append(write_plot(args.output_dir, summaries, _subtitle(args)))
+    print("Wrote", ", ".join(map(str, files)))
+    return 1 if failed or (args.require_same_tokens and not same) else 0
+
+
+def _measure_running(args: argparse.Namespace, progress: Progress) -> Round:
+    asker, words = client.connect(args.base_url, args.model, args.request_timeout)
+    rounds = _Rounds(asker, Workload.of(args, words), args.max_inflight_requests, _OTHER_SERVER, progress)
+    rounds.fill()
+    time.sleep(args.settle_seconds)
+    return rounds.query()
+
+
+def _measure_own(args: argparse.Namespace, arm: Arm, progress: Progress) -> Round:
+    """One arm from its server's start to its stop; the arm's NVMe folder lives as long."""
+    place = args.output_dir / "servers" / arm.name
+    shutil.rmtree(place, ignore_errors=True)
+    (place / "nvme").mkdir(parents=True)
+    server = own_server(args, arm, place)
+    try:
+        starting = progress.add_task(f"{arm.name}: server", total=None)
+        with server:
+            progress.remove_task(starting)
+            return _three_rounds(args, arm, server, progress)
+    finally:
+        shutil.rmtree(place / "nvme", ignore_errors=True)
+
+
+def _three_rounds(args: argparse.Namespace, arm: Arm, server: VllmServer, progress: Progress) -> Round:
+    def connected() -> _Rounds:
+        asker, words = client.connect(server.base_url, served_name(args.model), args.request_timeout)
+        return _Rounds(asker, Workload.of(args, words), args.max_inflight_requests, arm.name, progress)
+
+    rounds = connected()
+    rounds.fill()
+    time.sleep(args.settle_seconds)
+    if arm.restart_before_query:
+        restarting = progress.add_task(f"{arm.name}: restart", total=None)
+        server.restart()
+        progress.remove_task(restarting)
+        rounds = connected()
+        rounds.pre_warm_up()
+    return rounds.query()
+
+
+def own_server(args: argparse.Namespace, arm: Arm, place: Path) -> VllmServer:
+    """The arm's server, not started. Its log and its NVMe folder are in ``place``."""
+    if not args.model:
+        raise ConfigError("--model is missing: a directory or a name that vLLM can serve (or --base-url of a server)")
+    on_cpu = "gpu" not in machine_facts()
+    block = args.block_size or (128 if on_cpu else 16)
+    config = read_config(args.model)
+    dtype = args.dtype if args.dtype != "auto" else str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    workload = Workload.of(args, [0])
+    token_bytes = kv_token_bytes(config, _DTYPE_BYTES.get(dtype, 2))
+    sizes = Sizes(workload, args.max_inflight_requests, block, args.chunk_tokens, token_bytes)
+    command = ["--served-model-name", served_name(args.model), "--dtype", args.dtype, "--block-size", str(block)]
+    command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", *server_args(arm, sizes)]
+    env = server_env(arm, sizes, (place / "nvme").resolve())
+    if on_cpu:
+        command.append("--enforce-eager")
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(sizes.gpu_gib(arm))
+    command += shlex.split(args.server_args)
+    return VllmServer(args.model, command, env, place / "server.log", args.server_timeout)
+
+
+def served_name(model: str) -> str:
+    """What the model is called in requests and results: its last name, never a path."""
+    return Path(model).name
+
+
+class _Rounds:
+    """The rounds of one arm, each with its progress bar."""
+
+    def __init__(self, asker: client.Client, workload: Workload, inflight: int, arm: str, progress: Progress) -> None:
+        self._asker = asker
+        self._workload = workload
+        self._inflight = inflight
+        self._arm = arm
+        self._progress = progress
+
+    def fill(self) -> None:
+        """Pre-warm-up and warm-up. Raises RequestError when a request fails: the query round would measure nothing."""
+        self.pre_warm_up()
+        self._must_succeed(self._round("warm-up", self._workload.warm_up()))
+
+    def pre_warm_up(self) -> None:
+        self._must_succeed(self._round("pre-warm-up", self._workload.pre_warm_up()))
+
+    def query(self) -> Round:
+        before = client.hit_counters(self._asker.base_url)
+        outcomes = self._round("query", self._workload.queries())
+        after = client.hit_counters(self._asker.base_url)
+        hits = None
+        if before is not None and after is not None:
+            hits = {tier: after[tier] - before.get(tier, 0.0) for tier in after}
+        return Round(self._arm, outcomes, hits)
+
+    def _round(self, name: str, asks: Sequence[Ask]) -> list[client.Outcome]:
+        task = self._progress.add_task(f"{self._arm}: {name}", total=len(asks))
+        advance: Callable[[], None] = lambda: self._progress.advance(task)  # noqa: E731
+        return self._asker.run(asks, self._inflight, advance)
+
+    def _must_succeed(self, outcomes: Sequence[client.Outcome]) -> None:
+        for outcome in outcomes:
+            if not outcome.successful:
+                raise client.RequestError(f"arm {self._arm}: a request before the query round failed: {outcome.error}")
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM stops the servers as Ctrl-C does, instead of leaving them behind."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns: tuple[Any, ...] = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        yield progress
+
+
+def _shape(args: argparse.Namespace) -> dict[str, Any]:
+    """The workload's parameters as they go into the results."""
+    names = ("num_documents", "document_length", "question_length", "output_len", "repeat_count", "repeat_mode")
+    shape = {name: getattr(args, name) for name in names}
+    shape |= {"max_inflight_requests": args.max_inflight_requests, "shuffle_seed": args.shuffle_seed}
+    shape["hit_miss_ratio"] = ":".join(map(str, args.hit_miss_ratio))
+    return shape | {"model": served_name(args.model or ""), "dtype": args.dtype, "chunk_tokens": args.chunk_tokens}
+
+
+def _subtitle(args: argparse.Namespace) -> str:
+    facts = machine_facts()
+    asked = f"{args.num_documents} documents of {args.document_length:,} tokens, each asked {args.repeat_count} times"
+    asked += f" ({args.repeat_mode}), {args.max_inflight_requests} in flight; model {served_name(args.model or '')}"
+    where = facts.get("gpu", f"{facts['cpu']}, {facts['cores']} cores")
+    return f"{asked}; vLLM {facts.get('vllm', 'elsewhere')}; {where}"
+
+
+def _arms(text: str) -> list[Arm]:
+    unknown = [name for name in text.split(",") if name not in ARMS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown arm {', '.join(unknown)}; known: {', '.join(ARMS)}")
+    return [ARMS[name] for name in text.split(",")]
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def _ratio(text: str) -> tuple[int, int]:
+    hits, _, misses = text.partition(":")
+    if not (hits.isdigit() and misses.isdigit() and int(hits)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not H:M with H at least 1, such as 3:1")
+    return int(hits), int(misses)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="kvtier.bench.long_doc_qa", description="Long Doc QA")
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(argv))
+    except KVTierError as error:
+        print(f"long-doc-qa: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

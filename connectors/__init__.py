@@ -1,0 +1,1 @@
+"""Connectors: where engines and kvtier meet. One folder an engine."""

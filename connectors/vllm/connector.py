@@ -1,0 +1,155 @@
+"""vLLM's connector class: pure delegation to the scheduler's and the worker's half."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from kvtier.assemble import assemble
+from kvtier.config import Config, load
+from kvtier.connectors.vllm import layout, versions
+from kvtier.connectors.vllm.metadata import PoolAddress, RankLayout, StepMetadata, StepReport
+from kvtier.connectors.vllm.scheduler import SchedulerHalf
+from kvtier.connectors.vllm.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger("kvtier.connectors.vllm")
+
+
+class KVTierConnector(KVConnectorBase_V1):
+    """Keeps KV of full chunks in RAM, NVMe and Redis and loads it on prefill.
+
+    Configuration: kvtier's own file and environment (see README), overridden by ``kv_connector_extra_config``.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_load_failure_policy != "recompute":
+            logger.warning(
+                "kv_load_failure_policy=%s would fail requests whose cached KV cannot be loaded; kvtier sets it to "
+                "recompute",
+                transfer.kv_load_failure_policy,
+            )
+            transfer.kv_load_failure_policy = "recompute"
+        ranks = vllm_config.parallel_config.world_size
+        self._config = load(flags=transfer.kv_connector_extra_config, ranks=ranks)
+        versions.log_like_vllm(self._config.log_level)
+        block = layout.block_tokens(kv_cache_config)
+        self._chunk_tokens = layout.chunk_tokens(self._config.chunk_tokens, Config().chunk_tokens, block)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role == KVConnectorRole.WORKER:
+            rank = vllm_config.parallel_config.rank
+            self._worker = WorkerHalf(rank, kv_cache_config.num_blocks, max(1, self._chunk_tokens // block))
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Best-effort: a save that is dropped is a later miss."""
+        return False
+
+    # ---- worker --------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._of_worker().register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._of_worker().layout()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._of_worker().load(self._step())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_save(self) -> None:
+        self._of_worker().save(self._step())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._of_worker().bad_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._of_worker().report()
+
+    # ---- scheduler -----------------------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """All ranks have told their layout: the store can be made now, before the first request."""
+        ranks = {place: rank for place, rank in metadata.items() if isinstance(rank, RankLayout)}
+        chunks, parts = layout.chunk_layout(self._vllm_config, self._kv_cache_config, ranks, self._chunk_tokens)
+        store = assemble(self._config, chunks, self._vllm_config.parallel_config.data_parallel_index)
+        pool = store.pool
+        self._scheduler = SchedulerHalf(
+            store,
+            chunks,
+            PoolAddress(pool.path, pool.slots, pool.slot_bytes, chunks.blocks_per_chunk, parts),
+            load_timeout_s=self._config.load_timeout_ms / 1000,
+            save_decode=self._config.save_decode,
+        )
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._of_scheduler().matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._of_scheduler().allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return self._of_scheduler().step(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, StepReport):
+            self._of_scheduler().report(report)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._of_scheduler().finished(request)
+        return False, None
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        return versions.hit_sources(self._of_scheduler().sources(request))
+
+    def reset_cache(self) -> bool | None:
+        self._of_scheduler().clear()
+        return True
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def _of_worker(self) -> WorkerHalf:
+        assert self._worker is not None, "a worker's hook was called on the scheduler's half"
+        return self._worker
+
+    def _of_scheduler(self) -> SchedulerHalf:
+        assert self._scheduler is not None, "called before the workers told their KV layout"
+        return self._scheduler
+
+    def _step(self) -> StepMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata

@@ -1,0 +1,76 @@
+"""What travels between the scheduler's and the workers' half of the connector: slot numbers and block ids, never
+keys, tokens or KV bytes. Plain data, pickled by vLLM between its own processes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+
+@dataclass
+class RankLayout(KVConnectorHandshakeMetadata):
+    """One worker rank's KV cache, told to the scheduler once at start."""
+
+    block_bytes: int
+    description: dict[str, Any]
+    """JSON-able shape of the regions; part of the fingerprint."""
+
+
+@dataclass(frozen=True)
+class PoolAddress:
+    """Where workers map the pool, and which bytes of each slot are whose."""
+
+    path: str
+    slots: int
+    slot_bytes: int
+    blocks_per_chunk: int
+    parts: tuple[tuple[int, bool], ...]
+    """For each rank: first byte of its part of a slot, and whether it is the one who writes that part."""
+
+
+@dataclass
+class Job:
+    """Copy chunks between slots and blocks. A load may start inside its first chunk and end inside its last."""
+
+    number: int
+    slots: list[int]
+    blocks: list[int]
+    first: int = 0
+    """Block of the first chunk at which ``blocks`` begins."""
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """Scheduler -> workers, one a step."""
+
+    pool: PoolAddress | None
+    loads: list[Job] = field(default_factory=list)
+    saves: list[Job] = field(default_factory=list)
+    failures_seen: dict[int, int] = field(default_factory=dict)
+    """For each rank, how many failed loads the scheduler knew of when it planned this step."""
+
+
+@dataclass
+class StepReport(KVConnectorWorkerMetadata):
+    """Workers -> scheduler, merged over ranks: who has done or failed which job."""
+
+    done: Counter[int] = field(default_factory=Counter)
+    failed: Counter[int] = field(default_factory=Counter)
+    failures: dict[int, int] = field(default_factory=dict)
+    """For each rank, failed loads since its start."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
+        assert isinstance(other, StepReport)
+        failures = {
+            rank: max(self.failures.get(rank, 0), other.failures.get(rank, 0))
+            for rank in self.failures.keys() | other.failures.keys()
+        }
+        return StepReport(self.done + other.done, self.failed + other.failed, failures)

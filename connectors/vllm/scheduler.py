@@ -1,0 +1,280 @@
+"""The scheduler's half: requests -> keys -> leases. Runs in vLLM's scheduling loop, one thread; memory only, no waits.
+
+Life of a request here: :meth:`matched` claims what the store has (and asks vLLM to come back while chunks are on
+their way up); :meth:`allocated` turns the claim into a load job; every :meth:`step` turns newly finished chunks into
+save jobs; :meth:`report` ends the jobs' leases as workers confirm them; :meth:`finished` forgets the request. Leases
+belong to jobs once one exists, so an aborted request cannot free a slot that a worker is still copying.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtier.chunk import ChunkKey, ChunkLayout, KeyChain
+from kvtier.connectors.vllm.metadata import Job, PoolAddress, StepMetadata, StepReport
+from kvtier.connectors.vllm.requests import Adapters, media_extra, request_extra
+from kvtier.store import LoadLease, SaveLease, Store
+
+logger = logging.getLogger("kvtier.connectors.vllm")
+
+_IDLE_WAIT_S = 0.002
+"""Longest pause of an engine step that has nothing to compute but chunks on their way; keeps it from spinning."""
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """One live request."""
+
+    request: Any
+    chain: KeyChain | None
+    """None: this request is not cached."""
+    blocks: list[int] = field(default_factory=list)
+    saved: int = 0
+    """Chunks that were offered to the store, from the first on."""
+    lease: LoadLease | None = None
+    start: int = 0
+    """First chunk of the lease."""
+    begin: int = 0
+    """Tokens vLLM had by itself at the last look."""
+    asked_at: float = 0.0
+    sources: dict[str, int] = field(default_factory=dict)
+    """Tokens of the last load, by place."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A job that workers have not all confirmed."""
+
+    lease: LoadLease | SaveLease
+    request_id: str
+    keys: Sequence[ChunkKey]
+    done: int = 0
+    failed: int = 0
+
+
+class SchedulerHalf:
+    """``store`` and ``layout`` are shared with nobody else in this process; ``ranks`` is the number of workers."""
+
+    def __init__(
+        self, store: Store, layout: ChunkLayout, address: PoolAddress, *, load_timeout_s: float, save_decode: bool
+    ) -> None:
+        self.store = store
+        self._layout = layout
+        self._address = address
+        self._ranks = len(address.parts)
+        self._load_timeout_s = load_timeout_s
+        self._save_decode = save_decode
+        self._adapters = Adapters()
+        self._prompts: dict[str, _Prompt] = {}
+        self._pending: dict[int, _Pending] = {}
+        self._next_job = 0
+        self._loads: list[Job] = []
+        self._failures_seen: dict[int, int] = {}
+        self._waiting = False
+
+    # ---- lookup --------------------------------------------------------------------------------------------------
+
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """vLLM's ``get_num_new_matched_tokens``: tokens loadable beyond the first ``computed``; None = ask again."""
+        prompt = self._prompt(request)
+        if prompt.chain is None or request.skip_reading_prefix_cache:
+            return 0, False
+        keys = self._keys(prompt, request.num_tokens)
+        start, prompt.begin = computed // self._layout.chunk_tokens, computed
+        lease = self._claim(prompt, keys, start)
+        ready, coming = lease.poll()
+        if coming and time.monotonic() - prompt.asked_at < self._load_timeout_s:
+            self._waiting = True
+            return None, False
+        # At least one token must be left to compute; whole blocks, like vLLM's own prefix cache.
+        block = self._layout.block_tokens
+        usable = min((start + ready) * self._layout.chunk_tokens, (request.num_tokens - 1) // block * block)
+        return max(0, usable - computed), False
+
+    def _claim(self, prompt: _Prompt, keys: Sequence[ChunkKey], start: int) -> LoadLease:
+        """The request's lease; a new one when the old one starts elsewhere or the store has learnt of more since."""
+        lease = prompt.lease
+        if lease is not None and prompt.start == start:
+            ready, coming = lease.poll()
+            if coming or sum(self.store.match(keys[start:])) <= ready:
+                return lease
+        self._drop(prompt)
+        prompt.lease, prompt.start, prompt.asked_at = self.store.load(keys, start), start, time.monotonic()
+        return prompt.lease
+
+    def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
+        """vLLM's ``update_state_after_alloc``: the request gets blocks; ``tokens`` of them are ours to load."""
+        prompt = self._prompt(request)
+        lease, prompt.lease, prompt.sources = prompt.lease, None, {}
+        if lease is None:
+            return
+        if tokens <= 0:
+            lease.close()
+            return
+        block, per_chunk = self._layout.block_tokens, self._layout.blocks_per_chunk
+        ids = blocks.get_block_ids()[0]
+        first, last = prompt.begin // block, (prompt.begin + tokens) // block
+        chunks = -(-last // per_chunk) - prompt.start
+        job = Job(self._number(), lease.slots[:chunks], ids[first:last], first - prompt.start * per_chunk)
+        self._pending[job.number] = _Pending(lease, request.request_id, lease.keys[:chunks])
+        self._loads.append(job)
+        prompt.sources = self._split(lease.sources[:chunks], job.first, last - first)
+
+    def _split(self, sources: Sequence[str], first: int, count: int) -> dict[str, int]:
+        """Tokens by place, for ``count`` blocks from block ``first`` of the first chunk on."""
+        tokens: dict[str, int] = {}
+        per_chunk, block = self._layout.blocks_per_chunk, self._layout.block_tokens
+        for index, place in enumerate(sources):
+            begin, end = index * per_chunk, (index + 1) * per_chunk
+            inside = min(end, first + count) - max(begin, first)
+            tokens[place] = tokens.get(place, 0) + inside * block
+        return tokens
+
+    def sources(self, request: Any) -> dict[str, int]:
+        """Tokens of the request's last load by place (``ram`` or a tier's name)."""
+        prompt = self._prompts.get(request.request_id)
+        return prompt.sources if prompt is not None else {}
+
+    # ---- one engine step -----------------------------------------------------------------------------------------
+
+    def step(self, output: Any) -> StepMetadata:
+        """vLLM's ``build_connector_meta``."""
+        metadata = StepMetadata(self._address, self._loads, [], dict(self._failures_seen))
+        self._loads = []
+        for new in output.scheduled_new_reqs:
+            self._advance(metadata, output, new.req_id, list(new.block_ids[0]), new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            prompt = self._prompts.get(request_id)
+            if prompt is None:
+                continue
+            ids = cached.new_block_ids[index]
+            blocks = list(ids[0]) if ids else []
+            if request_id in cached.resumed_req_ids:
+                prompt.saved = 0
+            else:
+                blocks = prompt.blocks + blocks
+            self._advance(metadata, output, request_id, blocks, cached.num_computed_tokens[index])
+        if self._waiting and not output.total_num_scheduled_tokens:
+            self.store.wait(_IDLE_WAIT_S)
+        self._waiting = False
+        return metadata
+
+    def _advance(self, metadata: StepMetadata, output: Any, request_id: str, blocks: list[int], computed: int) -> None:
+        """Save the chunks of one request that this step finishes.
+
+        Only tokens whose ids are known now count: newest sampled ids (async scheduling) and unverified draft tokens
+        are not, and are saved by a later step.
+        """
+        prompt = self._prompts.get(request_id)
+        if prompt is None:
+            return
+        prompt.blocks = blocks
+        if prompt.chain is None:
+            return
+        request = prompt.request
+        known = request.num_tokens if self._save_decode else request.num_prompt_tokens
+        finished = min(computed + output.num_scheduled_tokens[request_id], known) // self._layout.chunk_tokens
+        if finished <= prompt.saved:
+            return
+        keys = self._keys(prompt, request.num_tokens)[:finished]
+        prompt.saved = finished
+        lease = self.store.save(keys)
+        if not lease.entries:
+            lease.close()
+            return
+        self._save(metadata, prompt, lease, request_id)
+
+    def _save(self, metadata: StepMetadata, prompt: _Prompt, lease: SaveLease, request_id: str) -> None:
+        per_chunk = self._layout.blocks_per_chunk
+        place = {key: index for index, key in enumerate(lease.run)}
+        blocks: list[int] = []
+        for key in lease.keys:
+            blocks += prompt.blocks[place[key] * per_chunk : (place[key] + 1) * per_chunk]
+        job = Job(self._number(), lease.slots, blocks)
+        self._pending[job.number] = _Pending(lease, request_id, lease.keys)
+        metadata.saves.append(job)
+
+    # ---- ends ----------------------------------------------------------------------------------------------------
+
+    def report(self, report: StepReport) -> None:
+        """vLLM's ``update_connector_output``: what all ranks said of this step's jobs."""
+        for rank, failures in report.failures.items():
+            self._failures_seen[rank] = max(failures, self._failures_seen.get(rank, 0))
+        for number in report.done.keys() | report.failed.keys():
+            pending = self._pending.get(number)
+            if pending is None:
+                continue
+            pending.done += report.done[number]
+            pending.failed += report.failed[number]
+            if pending.done + pending.failed == self._ranks:
+                del self._pending[number]
+                self._end(pending)
+
+    def _end(self, pending: _Pending) -> None:
+        """A key enters the store only when every rank wrote its part; a chunk that one rank could not load goes."""
+        if not pending.failed:
+            if isinstance(pending.lease, SaveLease):
+                pending.lease.commit()
+            else:
+                pending.lease.close()
+            return
+        pending.lease.close()
+        prompt = self._prompts.get(pending.request_id)
+        if isinstance(pending.lease, LoadLease):
+            self.store.forget(pending.keys)
+            logger.warning("load of %d chunks failed; they are dropped and recomputed", len(pending.keys))
+        if prompt is not None:
+            prompt.saved = 0
+
+    def finished(self, request: Any) -> None:
+        """vLLM's ``request_finished``: also for aborted requests, waiting or running."""
+        prompt = self._prompts.pop(request.request_id, None)
+        if prompt is not None:
+            self._drop(prompt)
+
+    def clear(self) -> None:
+        """Forget every cached chunk, in every tier."""
+        self.store.clear()
+
+    def close(self) -> bool:
+        for prompt in self._prompts.values():
+            self._drop(prompt)
+        for pending in self._pending.values():
+            pending.lease.close()
+        return self.store.close()
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def _prompt(self, request: Any) -> _Prompt:
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None or prompt.request is not request:
+            if prompt is not None:
+                self._drop(prompt)
+            extra = request_extra(request, self._adapters)
+            media = media_extra(request, self._layout.chunk_tokens)
+            chain = None if extra is None else self._layout.chain(extra, media)
+            prompt = self._prompts[request.request_id] = _Prompt(request, chain)
+        return prompt
+
+    def _keys(self, prompt: _Prompt, tokens: int) -> list[ChunkKey]:
+        """Keys of the request's whole chunks so far; hashes only what is new."""
+        chain = prompt.chain
+        assert chain is not None
+        if tokens // self._layout.chunk_tokens > len(chain.keys):
+            chain.extend(prompt.request.all_token_ids[:tokens])
+        return chain.keys
+
+    def _number(self) -> int:
+        self._next_job += 1
+        return self._next_job
+
+    @staticmethod
+    def _drop(prompt: _Prompt) -> None:
+        if prompt.lease is not None:
+            prompt.lease.close()
+            prompt.lease = None

@@ -1,0 +1,84 @@
+"""Config + layout -> Store with its pool, tiers and lanes. The only file that names concrete tiers."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+
+from kvtier.autoconfig.facts import UNLIMITED
+from kvtier.autoconfig.probe import probe_disk, probe_memory
+from kvtier.chunk import ChunkLayout
+from kvtier.config import Config, default_nvme_bytes, default_ram_bytes
+from kvtier.errors import ConfigError
+from kvtier.lanes import Lane
+from kvtier.pool import Pool
+from kvtier.store import Store
+from kvtier.tiers.base import Tier
+
+logger = logging.getLogger("kvtier")
+
+_READS_QUEUED = 4096
+"""Chunks that may wait for a lower tier at once: several of the longest prompts."""
+_UNKNOWN_MEMORY = 4 << 30
+"""Taken as available where neither the host nor the cgroup says."""
+
+
+def assemble(config: Config, layout: ChunkLayout, replica: int = 0) -> Store:
+    """Make everything one engine needs. ``replica`` (data parallel index) keeps replicas' files apart.
+
+    Raises ConfigError or TierError, naming the key to change; what was opened before is closed again.
+    """
+    slots = _ram_bytes(config) // layout.slot_bytes
+    if slots < 1:
+        raise ConfigError(
+            f"ram_bytes={_ram_bytes(config):,} is less than one chunk of {layout.slot_bytes:,} bytes "
+            f"({layout.chunk_tokens} tokens); give at least that, or lower chunk_tokens"
+        )
+    with ExitStack() as undo:
+        pool = Pool(slots, layout.slot_bytes)
+        undo.callback(pool.close)
+        tiers: list[tuple[Tier, Lane]] = []
+        for tier, threads in _tiers(config, layout, replica):
+            undo.callback(tier.close)
+            lane = Lane(tier.name, threads, urgent_bound=_READS_QUEUED, bound=max(64, slots))
+            undo.callback(lane.close, 0.0)
+            tiers.append((tier, lane))
+        share = config.namespace_percent / 100 if config.namespace_percent else None
+        store = Store(pool, tiers, share=share)
+        undo.pop_all()
+    _announce(store, layout)
+    return store
+
+
+def _tiers(config: Config, layout: ChunkLayout, replica: int) -> list[tuple[Tier, int]]:
+    """Concrete lower tiers, fastest first, each with its number of threads."""
+    found: list[tuple[Tier, int]] = []
+    if config.nvme_path:
+        from kvtier.tiers.nvme import NvmeTier
+
+        path = Path(config.nvme_path) / f"replica{replica}" if replica else Path(config.nvme_path)
+        size = config.nvme_bytes or default_nvme_bytes(probe_disk(str(path)).free.value or 0)
+        found.append((NvmeTier(path, size, layout.slot_bytes), config.nvme_threads))
+    return found
+
+
+def _ram_bytes(config: Config) -> int:
+    if config.ram_bytes is not None:
+        return config.ram_bytes
+    memory = probe_memory()
+    available = memory.available.value or _UNKNOWN_MEMORY
+    return default_ram_bytes(min(available, memory.cgroup_headroom.value or UNLIMITED))
+
+
+def _announce(store: Store, layout: ChunkLayout) -> None:
+    held = store.stats()
+    lower = ", ".join(f"{tier.name} {tier.capacity} chunks ({held[f'{tier.name}_held']} warm)" for tier in store.tiers)
+    logger.info(
+        "chunks of %d tokens, %.2f MiB; RAM %d chunks (%.2f GiB); %s",
+        layout.chunk_tokens,
+        layout.chunk_bytes / 2**20,
+        store.pool.slots,
+        store.pool.slots * store.pool.slot_bytes / 2**30,
+        lower or "no lower tier",
+    )

@@ -1,0 +1,372 @@
+"""Client: the Store of a server on this host, with the same surface. KV bytes stay in the shared pool.
+
+Made for a scheduling loop: every call is bounded. A server that is dead, slow or not there yet means misses, at once;
+the connection comes back by itself in the background, with another pool. Calls that need no answer (commit, close,
+forget, clear) are sent and not waited for; all others take one round trip.
+
+When an answer does not come in time, the call is a miss and the connection stays: until that answer comes, further
+calls are misses too, without waiting. A server that owes an answer for ten seconds is given up.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from kvtier import wire
+from kvtier.chunk import ChunkKey
+from kvtier.dial import Door, enter
+from kvtier.errors import KVTierError, StateError, TierError
+from kvtier.lanes import Executor, Lane
+from kvtier.link import Link, SharedPool
+from kvtier.store import Match
+
+logger = logging.getLogger("kvtier.client")
+
+_GIVE_UP_S = 10.0
+_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
+_NURSE_S = 0.02
+A = TypeVar("A", bound=wire.Message)
+
+
+class Client:
+    """Attached through ``door``. Safe to call from any thread; one lock, held for a round trip.
+
+    Raises ConfigError when the server is there and refuses; when it is not there, engines start without it.
+    """
+
+    def __init__(self, door: Door, timeout_s: float = 0.1, lane: Executor | None = None) -> None:
+        self.counts: Counter[str] = Counter()
+        """``unanswered`` calls and ``lost`` connections since the start."""
+        self._door = door
+        self._timeout_s = timeout_s
+        self._lane = lane or Lane("client", 1, urgent_bound=1, bound=4)
+        self._lock = threading.RLock()
+        self._ending = threading.Event()
+        self._number = 0
+        self._link: Link | None = None
+        try:
+            self._link = Link(enter(door))
+        except TierError as error:
+            logger.warning("%s; until it is there, the engine runs without", error)
+            self._lane.submit(self._reconnect, urgent=True)
+        except BaseException:
+            self._lane.close(0.0)
+            raise
+
+    @property
+    def pool(self) -> SharedPool | None:
+        """The server's pool; another one after a reconnection, None while there is no connection."""
+        link = self._link
+        return link.pool if link is not None else None
+
+    # ---- the Store's verbs ---------------------------------------------------------------------------------------
+
+    def match(self, keys: Sequence[ChunkKey]) -> Match:
+        """See Store.match."""
+        with self._lock:
+            answer = self._ask(wire.Extent, wire.Match, wire.joined(keys[: wire.MAX_KEYS]))
+            return Match(answer.ready, answer.coming) if answer is not None else Match(0, 0)
+
+    def save(self, keys: Sequence[ChunkKey]) -> SharedSave:
+        """See Store.save."""
+        with self._lock:
+            answer = self._ask(wire.Slots, wire.Save, wire.joined(keys[: wire.MAX_KEYS]))
+            return SharedSave(self, self._link, keys, answer)
+
+    def load(self, keys: Sequence[ChunkKey], start: int = 0) -> SharedLoad:
+        """See Store.load."""
+        with self._lock:
+            answer = self._ask(wire.Claim, wire.Load, wire.joined(keys[: wire.MAX_KEYS]), start)
+            return SharedLoad(self, self._link, keys[start:], answer)
+
+    def check(self, idle: bool = False) -> None:
+        """See Store.check; of the whole server, which has ten seconds for it."""
+        with self._lock:
+            answer = self._ask(wire.Done, wire.Check, idle, timeout_s=_GIVE_UP_S)
+        if answer is None:
+            raise StateError("the server gave no answer to check")
+        if answer.trouble:
+            raise StateError(answer.trouble)
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Leave the server. Leases that are open end when every process of this engine has let go of the pool."""
+        self._ending.set()
+        with self._lock:
+            link, self._link = self._link, None
+            if link is not None:
+                link.close()
+        return self._lane.close(timeout_s)
+
+    def forget(self, keys: Iterable[ChunkKey]) -> None:
+        """See Store.forget; only what is this namespace's, or nobody's."""
+        every = list(keys)
+        for first in range(0, len(every), wire.MAX_KEYS):
+            self.tell(self._link, wire.Forget(wire.joined(every[first : first + wire.MAX_KEYS])))
+
+    def clear(self) -> None:
+        """See Store.clear; only what is this namespace's, or nobody's."""
+        self.tell(self._link, wire.Clear())
+
+    def wait(self, timeout_s: float) -> None:
+        """See Store.wait."""
+        bound = min(timeout_s, self._timeout_s / 2)
+        with self._lock:
+            answer = self._ask(wire.Done, wire.Wait, round(bound * 1000))
+        if answer is None:
+            self._ending.wait(bound)
+
+    def stats(self) -> dict[str, int]:
+        """See Store.stats; of the whole server, and this client's own counts."""
+        with self._lock:
+            answer = self._ask(wire.Counted, wire.Stats)
+        return {**(answer.values if answer is not None else {}), **self.counts}
+
+    # ---- for leases ----------------------------------------------------------------------------------------------
+
+    def tell(self, link: Link | None, message: wire.Message) -> None:
+        """Send what needs no answer, if that connection is still there."""
+        with self._lock:
+            if link is None or link.lost:
+                return
+            try:
+                link.put(message)
+            except (OSError, KVTierError) as error:
+                self._lose(link, error)
+                return
+            if not link.settled:
+                self._nurse_soon(link)
+
+    def poll(self, link: Link, lease: int, known: int) -> wire.Claim | None:
+        """What became ready of a load lease; None when that cannot be asked now, or ever again if the link is lost."""
+        with self._lock:
+            if link.lost or link is not self._link:
+                return None
+            return self._ask(wire.Claim, wire.Poll, lease, known)
+
+    def end(self, link: Link, lease: int, message: wire.Message) -> None:
+        """The last message of a lease, after which its link may go."""
+        with self._lock:
+            self.tell(link, message)
+            link.release(lease)
+
+    # ---- questions -----------------------------------------------------------------------------------------------
+
+    def _ask(
+        self, kind: type[A], question: Callable[..., wire.Message], *fields: Any, timeout_s: float = 0.0
+    ) -> A | None:
+        """Under the lock: the answer, or None when there is none in time."""
+        link = self._link
+        if link is None:
+            return None
+        self._number = self._number % (2**32 - 1) + 1
+        try:
+            if link.awaited is None or self._caught_up(link):
+                asked = question(self._number, *fields)
+                link.put(asked)
+                answer = self._answer(link, asked, timeout_s or self._timeout_s)
+                if isinstance(answer, kind):
+                    return answer
+                if answer is not None:
+                    raise wire.WireError(f"{type(answer).__name__} for a {type(question).__name__}")
+        except (OSError, KVTierError) as error:
+            self._lose(link, error)
+        self.counts["unanswered"] += 1
+        return None
+
+    def _answer(self, link: Link, asked: Any, timeout_s: float) -> wire.Answer | None:
+        until = time.monotonic() + timeout_s
+        while (answer := link.take(until - time.monotonic())) is not None:
+            if answer.id == asked.id:
+                return answer
+        link.awaited, link.overdue_since = asked, time.monotonic()
+        self._nurse_soon(link)
+        return None
+
+    def _caught_up(self, link: Link) -> bool:
+        """Under the lock: the overdue answer has come. Its lease, if it is one, goes back: nobody waits for it."""
+        while (answer := link.take(0.0)) is not None:
+            if answer.id == link.awaited.id:
+                if isinstance(link.awaited, wire.Save | wire.Load) and isinstance(answer, wire.Slots | wire.Claim):
+                    self._give_back(link, answer.lease)
+                link.awaited = None
+                return True
+        if time.monotonic() - link.overdue_since > _GIVE_UP_S:
+            raise TierError(f"the server has owed an answer for {_GIVE_UP_S:.0f} s")
+        return False
+
+    @staticmethod
+    def _give_back(link: Link, lease: int) -> None:
+        """A lease that nobody waits for any more."""
+        if lease:
+            link.put(wire.End(lease))
+
+    # ---- in the background ---------------------------------------------------------------------------------------
+
+    def _lose(self, link: Link, error: Exception) -> None:
+        """Under the lock."""
+        link.lose()
+        if link is self._link:
+            self._link = None
+            self.counts["lost"] += 1
+            logger.warning("lost the server at %s: %s; misses until it is back", self._door.address, error)
+            self._lane.submit(self._reconnect, urgent=True)
+
+    def _reconnect(self) -> None:
+        """On the lane, until it works. One line in the log when it does, and one for each new kind of failure."""
+        backoff, said = _BACKOFF_S, ""
+        while not self._ending.is_set() and self._link is None:
+            try:
+                link = Link(enter(self._door))
+            except (KVTierError, OSError) as error:
+                if str(error) != said:
+                    said = str(error)
+                    logger.warning("%s; trying again", said)
+                self._ending.wait(backoff)
+                backoff = min(2 * backoff, _MAX_BACKOFF_S)
+                continue
+            with self._lock:
+                if self._ending.is_set():
+                    link.close()
+                    return
+                self._link = link
+            logger.warning("attached to the server at %s", self._door.address)
+
+    def _nurse_soon(self, link: Link) -> None:
+        self._lane.submit(lambda: self._nurse(link))
+
+    def _nurse(self, link: Link) -> None:
+        """On the lane: see that an overdue answer is taken and messages are sent although the engine may be idle."""
+        while not self._ending.wait(_NURSE_S):
+            with self._lock:
+                if link.lost or link.settled:
+                    return
+                try:
+                    if link.awaited is None:
+                        link.flush()
+                    else:
+                        self._caught_up(link)
+                except (OSError, KVTierError) as error:
+                    self._lose(link, error)
+                    return
+
+
+class SharedSave:
+    """See SaveLease. After the server is lost, commit and close have no effect."""
+
+    __slots__ = ("_client", "_lease", "_link", "keys", "open", "run", "slots")
+
+    def __init__(self, client: Client, link: Link | None, run: Sequence[ChunkKey], answer: wire.Slots | None) -> None:
+        self._client = client
+        self.run = run
+        self.open = True
+        self._link: Link | None = None
+        self._lease, self.keys, self.slots = 0, list[ChunkKey](), list[int]()
+        if link is not None and answer is not None and answer.lease:
+            self._link, self._lease, self.slots = link, answer.lease, answer.slots
+            self.keys = [run[place] for place in answer.places]
+            link.leases.add(answer.lease)
+
+    @property
+    def pool(self) -> SharedPool | None:
+        """Where the slots are; None for a lease without any."""
+        return self._link.pool if self._link is not None else None
+
+    def views(self) -> list[memoryview]:
+        """Writable slot bytes, in order of ``keys``."""
+        return _views(self._link, self.slots)
+
+    def commit(self) -> None:
+        """All slots are filled: the chunks are READY as soon as the server reads this."""
+        if not self.open:
+            raise StateError("commit of a save lease that has ended")
+        self._end(wire.Commit(self._lease))
+
+    def close(self) -> None:
+        """Give up: nothing of it is ever served. No effect after the end."""
+        if self.open:
+            self._end(wire.End(self._lease))
+
+    def _end(self, message: wire.Message) -> None:
+        self.open = False
+        if self._link is not None:
+            self._client.end(self._link, self._lease, message)
+
+    def __enter__(self) -> SharedSave:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SharedLoad:
+    """See LoadLease. After the server is lost it grows no more; what is ready stays readable until it is closed."""
+
+    __slots__ = ("_client", "_coming", "_lease", "_link", "closed", "keys", "slots", "sources")
+
+    def __init__(self, client: Client, link: Link | None, keys: Sequence[ChunkKey], answer: wire.Claim | None) -> None:
+        self._client = client
+        self._link: Link | None = None
+        self._lease, self._coming = 0, 0
+        self.keys = keys
+        self.slots: list[int] = []
+        """Slots of the ready chunks as of the last poll."""
+        self.sources: list[str] = []
+        """Where each of them came from: ``"ram"`` or a tier's name."""
+        self.closed = False
+        if link is not None and answer is not None and answer.lease:
+            self._link, self._lease = link, answer.lease
+            link.leases.add(answer.lease)
+            self._learn(link, answer)
+
+    @property
+    def pool(self) -> SharedPool | None:
+        """Where the slots are; None for a lease without any."""
+        return self._link.pool if self._link is not None else None
+
+    @property
+    def ready(self) -> int:
+        """Leading chunks whose bytes are there, as of the last poll."""
+        return len(self.slots)
+
+    def poll(self) -> Match:
+        """Where the claim stands; asks the server only while something is coming."""
+        if self._coming and self._link is not None and not self.closed:
+            answer = self._client.poll(self._link, self._lease, self.ready)
+            if answer is not None:
+                self._learn(self._link, answer)
+            elif self._link.lost:
+                self._coming = 0
+        return Match(self.ready, self._coming)
+
+    def views(self) -> list[memoryview]:
+        """Bytes of the ready chunks as of the last poll; to be read only."""
+        return _views(self._link, self.slots)
+
+    def close(self) -> None:
+        """Let go. No effect the second time."""
+        if not self.closed:
+            self.closed = True
+            self._coming = 0
+            self.slots, self.sources = [], []
+            if self._link is not None:
+                self._client.end(self._link, self._lease, wire.End(self._lease))
+
+    def _learn(self, link: Link, claim: wire.Claim) -> None:
+        self.slots = self.slots + claim.slots
+        self.sources += [link.places[source] for source in claim.sources]
+        self._coming = claim.coming
+
+    def __enter__(self) -> SharedLoad:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _views(link: Link | None, slots: Sequence[int]) -> list[memoryview]:
+    return [] if link is None else [link.pool.view(slot) for slot in slots]

@@ -1,0 +1,288 @@
+"""Every key an operator may set, on one screen, and where its value came from. No other file reads the environment.
+
+Sources, weakest first: defaults < file < environment (``KVTIER_<KEY>``) < flags. The file is the one that
+``KVTIER_CONFIG_FILE`` names; else the LMCache file that ``LMCACHE_CONFIG_FILE`` or ``OPTION_LMCACHE_CONFIG_FILE``
+names, see :mod:`kvtier.lmcache`. A key nobody knows and a value that cannot be read are errors, never warnings.
+
+Not keys, because the machine or a constant decides: direct I/O (always, buffered only where the file system refuses),
+slots (from ``ram_bytes`` and the model), queue bounds, checksums (always), the hash (SHA-256), the eviction order
+(LRU, leaf first), the smallest hit (one chunk: reading one from any tier we have beats computing 256 tokens).
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvtier import lmcache
+from kvtier.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+_LMCACHE_VARIABLES = ("LMCACHE_CONFIG_FILE", "OPTION_LMCACHE_CONFIG_FILE")
+
+
+def _key(default: Any, unit: str, reason: str) -> Any:
+    return field(default=default, metadata={"unit": unit, "reason": reason})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """All keys: default, unit, reason. None: decided at the start from the machine, or off where the reason says so."""
+
+    # fmt: off
+    chunk_tokens: int = _key(256, "tokens", "unit of reuse, a multiple of the engine's block; larger: fewer I/Os")
+    ram_bytes: int | None = _key(None, "bytes", "RAM tier, all ranks; none: 25 % of available memory, at most 32 GiB")
+    nvme_path: str | None = _key(None, "folder", "place of the NVMe tier; none: no such tier")
+    nvme_bytes: int | None = _key(None, "bytes", "reserved at the start; none: half of what is free, at most 256 GiB")
+    nvme_threads: int = _key(2, "threads", "I/Os in flight; two keep one SSD busy, arrays want more")
+    redis_url: str | None = _key(None, "url", "redis://, rediss:// or unix://, shared by hosts; none: no such tier")
+    redis_bytes: int | None = _key(None, "bytes", "our share of its memory; none: what its maxmemory allows")
+    redis_threads: int = _key(4, "threads", "connections in use at once; hides the network's round trip")
+    redis_ttl_s: int | None = _key(None, "s", "chunks leave Redis after this time; none: when its memory is full")
+    redis_prefix: str = _key("kvtier", "name", "first part of every Redis key, for access rules and clean-up")
+    load_timeout_ms: int = _key(2000, "ms", "longest a prompt waits for lower tiers before it is recomputed")
+    save_decode: bool = _key(True, "flag", "keep KV of answers too, for the next turn; off: they never come back")
+    server: str | None = _key(None, "address", "unix:///path or tcp://host:port of a shared cache; none: in the engine")
+    server_timeout_ms: int = _key(100, "ms", "longest a step of the engine waits for the server; then: a miss")
+    server_token_file: str | None = _key(None, "file", "secret that both ends of tcp:// know; none: loopback only")
+    server_ca: str | None = _key(None, "file", "TLS: who signed the other end's certificate; none: engines use no TLS")
+    server_cert: str | None = _key(None, "file", "TLS: our certificate; servers must have one, engines may")
+    server_key: str | None = _key(None, "file", "TLS: the key of server_cert")
+    server_realms: int = _key(1, "sizes", "chunk sizes one server keeps at once; RAM and NVMe are divided among them")
+    namespace: str | None = _key(None, "name", "tenant whose chunks are kept apart from others'; none: the model's own")
+    namespace_percent: int | None = _key(None, "percent", "most of a server's RAM and tiers for one of them; none: all")
+    auto: bool = _key(False, "flag", "measure the machine at the start and fill in every key not set here")
+    log_level: str = _key("INFO", "level", "DEBUG, INFO, WARNING or ERROR")
+    # fmt: on
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Where each value that is not a default came from, by key."""
+
+    def __post_init__(self) -> None:
+        for key, needs in (("nvme_bytes", "nvme_path"), ("redis_bytes", "redis_url"), ("redis_ttl_s", "redis_url")):
+            if getattr(self, key) is not None and getattr(self, needs) is None:
+                raise ConfigError(
+                    f"{key}={getattr(self, key)!r} has no effect without {needs}: set {needs} or remove {key}"
+                )
+
+
+class Setting(NamedTuple):
+    """One row of :func:`describe`; passwords in ``value`` are masked."""
+
+    key: str
+    value: object
+    source: str
+    unit: str
+    reason: str
+
+
+def load(
+    file: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    flags: Mapping[str, object] | None = None,
+    ranks: int = 1,
+) -> Config:
+    """The effective configuration.
+
+    Args:
+        file: a kvtier YAML file; beats the files named in the environment.
+        env: the environment; None is the process's own.
+        flags: key -> value from a command line or the engine's connector settings; a value of None is "not given".
+        ranks: worker ranks of the engine, because LMCache's files give sizes per worker.
+
+    Raises ConfigError for an unknown key, an unreadable value or file, or keys that make no sense together.
+    """
+    environment = os.environ if env is None else env
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    layers = (_from_file(file, environment, ranks), _from_environment(environment), _from_flags(flags or {}))
+    for layer in layers:
+        for key, given, source in layer:
+            if given is not None:
+                values[key], sources[key] = _parse(key, given, source), source
+    return Config(**values, sources=sources)
+
+
+def describe(config: Config) -> list[Setting]:
+    """Every key with its value, source, unit and reason, in the order of the table."""
+    return [
+        Setting(key, masked(getattr(config, key)), config.sources.get(key, "default"), about["unit"], about["reason"])
+        for key, about in KEYS.items()
+    ]
+
+
+def default_ram_bytes(available: int) -> int:
+    """RAM tier when nobody said a size. ``available``: bytes that neither the host nor the cgroup needs."""
+    return min(available // 4, 32 * GIB)
+
+
+def default_nvme_bytes(free: int) -> int:
+    """NVMe tier when a folder but no size was given. ``free``: bytes free on that file system."""
+    return min(free // 2, 256 * GIB)
+
+
+def masked(value: object) -> object:
+    """``value``, without the password where it is a URL that has one."""
+    if not isinstance(value, str) or "://" not in value:
+        return value
+    return re.sub(r"(password=)[^&]*", r"\1***", re.sub(r"(://[^/@:]*:).*@", r"\1***@", value))
+
+
+class _Given(NamedTuple):
+    key: str
+    value: object
+    source: str
+
+
+def _from_file(file: str | os.PathLike[str] | None, env: Mapping[str, str], ranks: int) -> Iterator[_Given]:
+    named = [name for name in _LMCACHE_VARIABLES if env.get(name)]
+    ours = file or env.get("KVTIER_CONFIG_FILE")
+    if ours:
+        for name in named:
+            logger.info("%s=%s is not read: %s is kvtier's own file and comes first", name, env[name], ours)
+        for key, value in _read_yaml(ours).items():
+            yield _Given(_known(key, f"file {ours}"), value, f"file {ours}")
+    elif named:
+        yield from _from_lmcache(env[named[0]], env, ranks)
+
+
+def _from_lmcache(path: str, env: Mapping[str, str], ranks: int) -> Iterator[_Given]:
+    raw = _read_yaml(path)
+    overrides = {
+        key: env[f"LMCACHE_{key.upper()}"] for key in lmcache.ENVIRONMENT_KEYS if env.get(f"LMCACHE_{key.upper()}")
+    }
+    for note in lmcache.translate({**raw, **overrides}, ranks):
+        top = note.key.partition(".")[0]
+        source = f"environment LMCACHE_{top.upper()}" if top in overrides else f"LMCache file {path}: {note.key}"
+        if note.ours is None:
+            level = logging.WARNING if note.lost else logging.INFO
+            logger.log(level, "LMCache key %s=%s: %s", note.key, masked(note.given), note.reason)
+            continue
+        shown = (note.key, masked(note.given), note.ours, masked(note.value), note.reason)
+        logger.info("LMCache key %s=%s -> %s=%s (%s)", *shown)
+        yield _Given(note.ours, note.value, source)
+
+
+def _read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    import yaml  # 15 ms that only a start with a file pays
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration file {os.fspath(path)!r} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"configuration file {os.fspath(path)!r} is not YAML: {error}") from error
+    if not isinstance(content, dict | None):
+        raise ConfigError(
+            f"configuration file {os.fspath(path)!r}: expected 'key: value' lines, found {type(content).__name__}"
+        )
+    return {str(key): value for key, value in (content or {}).items()}
+
+
+_SERVICE_LINK = re.compile(r"KVTIER_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
+"""What Kubernetes puts into every pod for a service called kvtier or kvtier-...: not ours to read."""
+
+
+def _from_environment(env: Mapping[str, str]) -> Iterator[_Given]:
+    for name, value in env.items():
+        if not name.startswith("KVTIER_") or name == "KVTIER_CONFIG_FILE" or _SERVICE_LINK.fullmatch(name):
+            continue
+        source = f"environment {name}"
+        yield _Given(_known(name.removeprefix("KVTIER_").lower(), source), value or None, source)
+
+
+def _from_flags(flags: Mapping[str, object]) -> Iterator[_Given]:
+    for key, value in flags.items():
+        yield _Given(_known(key, "flag"), value, "flag")
+
+
+def _known(key: str, source: str) -> str:
+    if key in KEYS:
+        return key
+    near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)[0]
+    hint = ""
+    if lmcache.is_known(key):
+        hint = "; it is LMCache's: name an LMCache file in LMCACHE_CONFIG_FILE, not in KVTIER_CONFIG_FILE"
+    raise ConfigError(f"unknown key {key!r} ({source}); the nearest is {near!r}{hint}")
+
+
+def _parse(key: str, given: object, source: str) -> Any:
+    parse, expected = _PARSERS[KEYS[key]["unit"]]
+    try:
+        return parse(given)
+    except ValueError:
+        raise ConfigError(f"{key}={masked(given)!r} ({source}): expected {expected}; correct it or remove it") from None
+
+
+def parse_size(given: object) -> int:
+    """Bytes of ``4GiB``, ``4Gi``, ``512MB``, ``1.5 GB``, ``1073741824``. Raises ValueError for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", str(given).lower())
+    if found is None:
+        raise ValueError(given)
+    number, prefix, binary = found.groups(default="")
+    size = int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
+    if size < 1:
+        raise ValueError(given)
+    return size
+
+
+def _count(given: object) -> int:
+    if isinstance(given, bool) or not re.fullmatch(r"[0-9]+", str(given)) or int(str(given)) < 1:
+        raise ValueError(given)
+    return int(str(given))
+
+
+def _percent(given: object) -> int:
+    if _count(given) > 100:
+        raise ValueError(given)
+    return _count(given)
+
+
+def _flag(given: object) -> bool:
+    text = str(given).lower()
+    if text not in _FLAG_WORDS:
+        raise ValueError(given)
+    return _FLAG_WORDS[text]
+
+
+_FLAG_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def _text(pattern: str) -> Callable[[object], str]:
+    def parse(given: object) -> str:
+        if not isinstance(given, str | os.PathLike) or not re.fullmatch(pattern, os.fspath(given)):
+            raise ValueError(given)
+        return os.fspath(given)
+
+    return parse
+
+
+_PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
+    "tokens": (_count, "a whole number of tokens, at least 1"),
+    "threads": (_count, "a whole number of threads, at least 1"),
+    "ms": (_count, "a whole number of milliseconds, at least 1"),
+    "s": (_count, "a whole number of seconds, at least 1"),
+    "bytes": (parse_size, "a size such as 4GiB, 512MB or 1073741824 (bytes)"),
+    "sizes": (_count, "a whole number of sizes, at least 1"),
+    "percent": (_percent, "a whole number from 1 to 100"),
+    "flag": (_flag, "true or false"),
+    "folder": (_text(r"/[^\0\n]*"), "an absolute path such as /mnt/nvme/kvtier"),
+    "file": (_text(r"/[^\0\n]*"), "an absolute path such as /etc/kvtier/token"),
+    "url": (
+        _text(r"(rediss?://[^\s/]\S*|unix:///\S+)"),
+        "redis://host:6379/0, rediss://... or unix:///path/redis.sock",
+    ),
+    "address": (_text(r"(unix:///\S+|tcp://\S+:\d+)"), "unix:///path/kvtier.sock or tcp://host:port"),
+    "name": (_text(r"[A-Za-z0-9._-]+"), "letters, digits, '.', '_' or '-'"),
+    "level": (_text(r"DEBUG|INFO|WARNING|ERROR"), "DEBUG, INFO, WARNING or ERROR"),
+}
+
+KEYS: dict[str, Mapping[str, str]] = {item.name: item.metadata for item in fields(Config) if item.metadata}
+"""Unit and reason of every key, in the order of the table."""

@@ -1,0 +1,152 @@
+"""Where a server listens, and who may knock: socket files, modes, peer credentials, TLS. No loop here."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import ssl
+import stat
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier.dial import Address
+from kvtier.errors import ConfigError
+
+_BACKLOG = 128
+_PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
+
+
+class Listener(NamedTuple):
+    """One listening socket, not blocking. ``needs_token``: its clients must prove that they have the token."""
+
+    socket: socket.socket
+    address: Address
+    tls: ssl.SSLContext | None
+    needs_token: bool
+    close: Callable[[], None]
+
+    @property
+    def local(self) -> bool:
+        """Clients are processes of this host, and can map the pool."""
+        return bool(self.address.path)
+
+
+def listen_unix(address: Address) -> Listener:
+    """A socket file of mode 0600, in a folder that nobody else may write (made with mode 0700 if it is missing).
+
+    A stale file is replaced; raises ConfigError when another server has it, or its folder is not safe.
+    """
+    path = Path(address.path)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _refuse_unsafe_folder(path.parent)
+    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove_stale(path)
+        os.fchmod(sock.fileno(), 0o600)  # before bind: the file is never wider than this
+        sock.bind(address.path)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        os.close(lock)
+        why = "another kvtier server has it" if isinstance(error, BlockingIOError) else str(error)
+        raise ConfigError(f"cannot listen at {address}: {why}") from error
+    except ConfigError:
+        sock.close()
+        os.close(lock)
+        raise
+
+    def close() -> None:
+        sock.close()
+        path.unlink(missing_ok=True)
+        os.close(lock)
+
+    return Listener(sock, address, None, False, close)
+
+
+def listen_tcp(address: Address, *, token: bool, tls: ssl.SSLContext | None, insecure: bool = False) -> Listener:
+    """A TCP port. ``token``: the server has one, which clients must know.
+
+    Raises ConfigError without a token or client certificates, unless bound to loopback and told ``insecure``.
+    """
+    named = tls is not None and tls.verify_mode is ssl.CERT_REQUIRED
+    if not token and not named and not (insecure and _is_loopback(address.host)):
+        raise ConfigError(
+            f"{address} would serve KV to anybody: set server_token_file (and server_cert, server_key for TLS), or "
+            "server_ca for client certificates. On a loopback address, --insecure serves without"
+        )
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        sock = socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {address}: {error}") from error
+    sock.setblocking(False)
+    bound = Address("", address.host, sock.getsockname()[1])
+    return Listener(sock, bound, tls, token, sock.close)
+
+
+def server_tls(certificate: str, key: str, ca: str | None = None) -> ssl.SSLContext:
+    """Our certificate and key; ``ca``: clients must show a certificate that it signed. Raises ConfigError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_cert_chain(certificate, key)
+        if ca is not None:
+            context.load_verify_locations(ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"TLS files {certificate}, {key}, {ca} cannot be used: {error}") from error
+    return context
+
+
+def read_token(path: str) -> bytes:
+    """The secret in a file, without surrounding space. Raises ConfigError for a short one or a file others can read."""
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            token = file.read(4096).strip()
+    except OSError as error:
+        raise ConfigError(f"server_token_file={path} cannot be read: {error}") from error
+    if mode & stat.S_IRWXO:
+        raise ConfigError(f"server_token_file={path} is open to every user: chmod 600 {path}")
+    if len(token) < 16:  # of printable text; 128 bits would be 22
+        raise ConfigError(
+            f"server_token_file={path} has {len(token)} bytes, expected 16 or more, such as from: openssl rand -hex 32"
+        )
+    return token
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """The user at the other end of a Unix socket, as the kernel saw it connect."""
+    _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return int(uid)
+
+
+def _refuse_unsafe_folder(folder: Path) -> None:
+    status = folder.stat()
+    others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if others and not status.st_mode & stat.S_ISVTX:
+        raise ConfigError(f"others may write in {folder}, and so put their own socket there: chmod 700 {folder}")
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove a socket file nobody listens at. Raises ConfigError when somebody does, or it is another kind of file."""
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise ConfigError(f"{path} is there and is not a socket: remove it, or listen elsewhere")
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+        probe.settimeout(1.0)
+        probe.connect(os.fspath(path))
+        raise ConfigError(f"cannot listen at {path}: another process does")
+    path.unlink()
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.") or host == "::1"

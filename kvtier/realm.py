@@ -1,0 +1,145 @@
+"""Realm: one Store of a server with what its sessions share. Realms: a bounded number of them, by slot size.
+
+Engines whose slots are equally large share one Store; keys contain the engines' fingerprints, so chunks of different
+models cannot meet. An *owner* is a namespace (fingerprint and tenant name) as a small number: what quotas count, and
+what ``clear`` is limited to.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from kvtier.chunk import ChunkKey, own_link, parent_link
+from kvtier.errors import ConfigError, KVTierError
+from kvtier.lanes import Lane
+from kvtier.store import Store
+
+_MAX_OWNERS = 4096
+_MAX_LINKS = 65_536
+_OPENINGS_QUEUED = 64
+Listener = Callable[[], None]
+
+
+class Realm:
+    """All methods but :meth:`_arrived` are called on the server's loop.
+
+    ``call_soon``: how a lane thread hands a call to that loop; from any thread.
+    """
+
+    def __init__(self, store: Store, call_soon: Callable[[Listener], object]) -> None:
+        self.store = store
+        self._call_soon = call_soon
+        self._owners: dict[tuple[bytes, str], int] = {}
+        self._listeners: set[Listener] = set()
+        self._links: OrderedDict[bytes, ChunkKey] = OrderedDict()
+        self.arrivals = 0
+        """Differs from what it was when promotions have ended since."""
+        store.on_arrival = self._arrived
+
+    def owner(self, fingerprint: bytes, namespace: str) -> int:
+        """The namespace's number, from 1. Raises ConfigError when there are too many."""
+        name = fingerprint, namespace
+        if name not in self._owners and len(self._owners) >= _MAX_OWNERS:
+            raise ConfigError(
+                f"more than {_MAX_OWNERS} namespaces since the server's start; restart it to forget old ones"
+            )
+        return self._owners.setdefault(name, len(self._owners) + 1)
+
+    # ---- promotions that end -------------------------------------------------------------------------------------
+
+    def listen(self, listener: Listener) -> None:
+        """Call ``listener`` whenever promotions have ended, until :meth:`ignore`. Look once after this call: what
+        ended before it is not told."""
+        self._listeners.add(listener)
+
+    def ignore(self, listener: Listener) -> None:
+        self._listeners.discard(listener)
+
+    def _arrived(self) -> None:
+        """On a lane thread. A listener added meanwhile has yet to look for the first time, and sees the chunk."""
+        self.arrivals += 1
+        if self._listeners:
+            self._call_soon(self._tell)
+
+    def _tell(self) -> None:
+        for listener in tuple(self._listeners):
+            listener()
+
+    # ---- runs of chunks that come one by one ---------------------------------------------------------------------
+
+    def remember(self, keys: Sequence[ChunkKey]) -> None:
+        """Know these keys as somebody's parents, for :meth:`run_to`."""
+        for key in keys:
+            self._links[own_link(key)] = key
+            self._links.move_to_end(own_link(key))
+        while len(self._links) > _MAX_LINKS:
+            self._links.popitem(last=False)
+
+    def run_to(self, key: ChunkKey) -> list[ChunkKey]:
+        """The run that ends with ``key``, first chunk first, as far as its ancestors were seen lately: chunks that are
+        written one by one leave leaf first like all others."""
+        run, seen = [key], {key}
+        while (parent := self._links.get(parent_link(run[-1]))) is not None and parent not in seen:
+            run.append(parent)
+            seen.add(parent)
+        return run[::-1]
+
+
+class Realms:
+    """Opens a Store for each slot size that engines ask for, up to ``most``, on a lane of its own: recovery of a large
+    NVMe tier takes seconds and nobody else shall wait for it.
+
+    ``open_store(slot_bytes)`` raises KVTierError; that realm is tried anew when it is asked for again.
+    """
+
+    def __init__(self, open_store: Callable[[int], Store], most: int, call_soon: Callable[[Listener], object]) -> None:
+        self._open_store = open_store
+        self._most = most
+        self._call_soon = call_soon
+        self._lane = Lane("realms", 1, urgent_bound=1, bound=_OPENINGS_QUEUED)
+        self._opening: dict[int, Future[Realm]] = {}
+
+    @property
+    def open(self) -> dict[int, Realm]:
+        """The realms that are ready, by slot size."""
+        return {size: one.result() for size, one in self._opening.items() if one.done() and not one.exception()}
+
+    def get(self, slot_bytes: int) -> Future[Realm]:
+        """The realm of this slot size, now or soon; fails with KVTierError. Called on the server's loop."""
+        self._opening = {size: future for size, future in self._opening.items() if not _failed(future)}
+        if slot_bytes in self._opening:
+            return self._opening[slot_bytes]
+        future: Future[Realm] = Future()
+        if len(self._opening) >= self._most:
+            future.set_exception(
+                ConfigError(
+                    f"this server keeps chunks of {', '.join(f'{size:,}' for size in self._opening)} bytes and not of "
+                    f"{slot_bytes:,} bytes too: raise server_realms={self._most} (which divide RAM and NVMe), "
+                    "or give the engine's model a server of its own"
+                )
+            )
+            return future
+        self._opening[slot_bytes] = future
+        if not self._lane.submit(lambda: self._open(slot_bytes, future)):
+            future.set_exception(KVTierError("the server is closing, or opens too many stores at once"))
+        return future
+
+    def close(self, timeout_s: float) -> bool:
+        """Close every store; queued writes have ``timeout_s`` seconds. False: something was dropped or hangs."""
+        clean = self._lane.close(timeout_s)
+        for realm in self.open.values():
+            clean &= realm.store.close(timeout_s)
+        return clean
+
+    def _open(self, slot_bytes: int, future: Future[Realm]) -> None:
+        """On the lane."""
+        try:
+            future.set_result(Realm(self._open_store(slot_bytes), self._call_soon))
+        except Exception as error:  # noqa: BLE001 - whoever asked for the realm is told
+            future.set_exception(error)
+
+
+def _failed(future: Future[Realm]) -> bool:
+    return future.done() and future.exception() is not None

@@ -1,0 +1,91 @@
+"""``kvtier serve``: configuration -> listeners and stores -> a Server until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import ssl
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+from kvtier.assemble import assemble
+from kvtier.chunk import ChunkLayout
+from kvtier.config import Config, load
+from kvtier.dial import Address
+from kvtier.errors import ConfigError
+from kvtier.listen import Listener, listen_tcp, listen_unix, read_token, server_tls
+from kvtier.server import Server, serve
+from kvtier.store import Store
+
+logger = logging.getLogger("kvtier.server")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="YAML", help="configuration file; beats KVTIER_CONFIG_FILE")
+    parser.add_argument(
+        "--listen",
+        metavar="ADDRESS",
+        action="append",
+        help="unix:///path or tcp://host:port; may be given again; default: the key 'server'",
+    )
+    parser.add_argument("--insecure", action="store_true", help="serve TCP on loopback without token or TLS")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until SIGTERM. Exit status 1 when something was dropped at the end."""
+    config = load(arguments.config)
+    logging.basicConfig(
+        level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    addresses = arguments.listen or ([config.server] if config.server else [])
+    if not addresses:
+        raise ConfigError("nowhere to listen: give --listen unix:///path/kvtier.sock, or the key 'server'")
+    token = read_token(config.server_token_file) if config.server_token_file else None
+    listeners = _listeners(config, addresses, token is not None, arguments.insecure)
+    opener = partial(open_store, config)
+    clean = serve(lambda: Server(opener, listeners, token=token, realms=config.server_realms))
+    return 0 if clean else 1
+
+
+def open_store(config: Config, slot_bytes: int) -> Store:
+    """The Store of one realm: its part of RAM, and of NVMe in a folder of its own. Raises ConfigError or TierError."""
+    parts = config.server_realms
+    if parts > 1 and (config.ram_bytes is None or (config.nvme_path is not None and config.nvme_bytes is None)):
+        raise ConfigError(f"server_realms={parts} divides ram_bytes and nvme_bytes: give them as numbers")
+    own = replace(
+        config,
+        server=None,
+        ram_bytes=config.ram_bytes and config.ram_bytes // parts,
+        nvme_bytes=config.nvme_bytes and config.nvme_bytes // parts,
+        nvme_path=config.nvme_path and f"{config.nvme_path}/slots-{slot_bytes}",
+    )
+    store = assemble(own, ChunkLayout(bytes(32), 1, 1, (slot_bytes,)))
+    assert isinstance(store, Store)
+    return store
+
+
+def _listeners(config: Config, addresses: Sequence[str], token: bool, insecure: bool) -> list[Listener]:
+    """All or none."""
+    listeners: list[Listener] = []
+    with ExitStack() as undo:
+        for text in addresses:
+            address = Address.parse(text)
+            if address.path:
+                listener = listen_unix(address)
+            else:
+                listener = listen_tcp(address, token=token, tls=_tls(config), insecure=insecure)
+            undo.callback(listener.close)
+            listeners.append(listener)
+        undo.pop_all()
+    return listeners
+
+
+def _tls(config: Config) -> ssl.SSLContext | None:
+    if config.server_cert is None or config.server_key is None:
+        if config.server_cert or config.server_key or config.server_ca:
+            raise ConfigError("TLS at a server needs both server_cert and server_key")
+        return None
+    return server_tls(config.server_cert, config.server_key, config.server_ca)

@@ -1,0 +1,192 @@
+"""The server: listens, keeps its connections and its Stores, and ends in order. One loop thread does everything."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvtier.connection import Connection
+from kvtier.errors import ConfigError
+from kvtier.listen import Listener, peer_uid
+from kvtier.realm import Realms
+from kvtier.store import Store
+
+logger = logging.getLogger("kvtier.server")
+
+_MAX_CONNECTIONS = 512
+"""Through Unix sockets, and as many again through TCP."""
+_HANDSHAKE_S = 10.0
+_LOG_LINES, _LOG_SECONDS = 10, 10.0
+_DRAIN_S = 2.0
+
+
+class Server:
+    """Serves Stores to any number of engines until :meth:`stop`. Make it, then ``await`` its methods on one loop.
+
+    Args:
+        open_store: makes the Store for a slot size; called on a lane thread; raises KVTierError.
+        listeners: where to listen; closed by :meth:`stop`.
+        token: what clients of ``needs_token`` listeners must prove to know.
+        realms: different slot sizes served at once.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[int], Store],
+        listeners: Sequence[Listener],
+        *,
+        token: bytes | None = None,
+        realms: int = 1,
+    ) -> None:
+        if token is None and any(listener.needs_token for listener in listeners):
+            raise ConfigError("a listener asks for a token and the server has none: set server_token_file")
+        self.loop = asyncio.get_running_loop()
+        self.listeners = listeners
+        self.token = token
+        self.realms = Realms(open_store, realms, self.call_soon)
+        self.counts: Counter[str] = Counter()
+        """Events since the start: connections by ``accepted``, ``rejected``, ``dropped``, ``ended``."""
+        self.connections: set[Connection] = set()
+        self.lingering: set[Connection] = set()
+        """Attached engines whose connection is closed while some of their processes have the pool mapped."""
+        self._empty = asyncio.Event()
+        self.ready = False
+        """Connections are accepted."""
+        self._accepting: list[asyncio.Task[None]] = []
+        self._admitting: set[asyncio.Task[None]] = set()
+        self._logged: list[float] = []
+
+    @property
+    def stores(self) -> dict[int, Store]:
+        """The open stores by slot size; thread-safe objects, for whoever shows or checks them."""
+        return {size: realm.store for size, realm in self.realms.open.items()}
+
+    async def start(self) -> None:
+        self._accepting = [self.loop.create_task(self._accept(listener)) for listener in self.listeners]
+        self.ready = True
+        logger.info("serving at %s", ", ".join(str(listener.address) for listener in self.listeners))
+
+    async def stop(self, timeout_s: float = 20.0) -> bool:
+        """Stop listening, let chunks on their way arrive, close every connection, write what is queued to the lower
+        tiers. False: something was dropped."""
+        self.ready = False
+        for task in (*self._accepting, *self._admitting):
+            task.cancel()
+        await asyncio.gather(*self._accepting, *self._admitting, return_exceptions=True)
+        for listener in self.listeners:
+            listener.close()
+        await self._close_connections()
+        for one in self.lingering:
+            one.let_go()
+        return self.realms.close(timeout_s)
+
+    async def _close_connections(self) -> None:
+        """First those without a chunk on its way, then the others."""
+        for close in (Connection.finish, Connection.close):
+            for one in tuple(self.connections):
+                close(one)
+            if self.connections:
+                self._empty.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._empty.wait(), _DRAIN_S)
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Run ``call`` on the loop; from any thread. No effect once the loop is closed."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(call)
+
+    # ---- connections ---------------------------------------------------------------------------------------------
+
+    async def _accept(self, listener: Listener) -> None:
+        while True:
+            try:
+                sock, _ = await self.loop.sock_accept(listener.socket)
+            except OSError as error:
+                self._log("cannot accept at %s: %s", listener.address, error)
+                await asyncio.sleep(0.1)
+                continue
+            self.counts["accepted"] += 1
+            if not self._may_enter(listener, sock):
+                self.counts["rejected"] += 1
+                sock.close()
+                continue
+            task = self.loop.create_task(self._admit(listener, sock))
+            self._admitting.add(task)
+            task.add_done_callback(self._admitting.discard)
+
+    def _may_enter(self, listener: Listener, sock: socket.socket) -> bool:
+        local = listener.local
+        taken = sum(one.listener.local == local for one in self.connections | self.lingering)
+        if taken >= _MAX_CONNECTIONS:
+            self._log("%s: %d connections are open; one more was closed", listener.address, taken)
+            return False
+        if local and peer_uid(sock) not in (os.getuid(), 0):
+            self._log("%s: user %d may not attach, only user %d", listener.address, peer_uid(sock), os.getuid())
+            return False
+        return True
+
+    async def _admit(self, listener: Listener, sock: socket.socket) -> None:
+        one = Connection(self, listener, sock)
+        self.connections.add(one)
+        try:
+            if not listener.local:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            handshake_s = _HANDSHAKE_S if listener.tls is not None else None
+            await self.loop.connect_accepted_socket(
+                lambda: one, sock, ssl=listener.tls, ssl_handshake_timeout=handshake_s
+            )
+        except OSError as error:
+            self._forget(one)
+            self.dropped(listener, f"no connection: {error}")
+            sock.close()
+
+    def closed(self, one: Connection) -> None:
+        self.counts["ended"] += 1
+        self._forget(one)
+        if one.lingers:
+            self.lingering.add(one)
+
+    def _forget(self, one: Connection) -> None:
+        self.connections.discard(one)
+        if not self.connections:
+            self._empty.set()
+
+    def retired(self, one: Connection) -> None:
+        self.lingering.discard(one)
+
+    def dropped(self, listener: Listener, reason: str) -> None:
+        self.counts["dropped"] += 1
+        self._log("%s: dropped a connection: %s", listener.address, reason)
+
+    def _log(self, text: str, *arguments: object) -> None:
+        """Warn, at most ten times in ten seconds, whatever clients do."""
+        now = time.monotonic()
+        self._logged = [at for at in self._logged if now - at < _LOG_SECONDS]
+        if len(self._logged) < _LOG_LINES:
+            self._logged.append(now)
+            logger.warning(text, *arguments)
+
+
+def serve(make: Callable[[], Server], timeout_s: float = 20.0) -> bool:
+    """Run a server until SIGTERM or SIGINT, then :meth:`Server.stop`. ``make`` is called on the loop. False: something
+    was dropped at the end."""
+    return asyncio.run(_until_told(make, timeout_s))
+
+
+async def _until_told(make: Callable[[], Server], timeout_s: float) -> bool:
+    told = asyncio.Event()
+    server = make()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        server.loop.add_signal_handler(number, told.set)
+    await server.start()
+    await told.wait()
+    logger.info("stopping")
+    return await server.stop(timeout_s)

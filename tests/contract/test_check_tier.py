@@ -1,0 +1,226 @@
+"""check_tier passes what keeps its promises, names the promise that is broken, and the shipped tiers are as told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from kvtier.chunk import ChunkKey, ChunkLayout
+from kvtier.testing import DictTier, Fault, FaultyTier, check_tier, seeded
+
+SIZE = 1000
+KEYS = ChunkLayout(bytes(32), 1, 1, (SIZE,)).keys(range(200))
+DATA = memoryview(bytes(range(250)) * 4)
+
+
+def healthy(_call: object, _key: ChunkKey) -> None:
+    return None
+
+
+@pytest.mark.parametrize("size", [1, 4096, 5000])
+def test_dict_tier_keeps_every_promise(size: int) -> None:
+    medium: dict[ChunkKey, bytes] = {}
+
+    def make() -> DictTier:
+        medium.clear()
+        return DictTier(16, held=medium)
+
+    check_tier(make, chunk_bytes=size, reopen=lambda: DictTier(16, held=medium))
+
+
+def test_faulty_tier_without_faults_keeps_every_promise() -> None:
+    check_tier(lambda: FaultyTier(DictTier(16), healthy), chunk_bytes=SIZE)
+
+
+class Lies(DictTier):
+    def read(self, key: ChunkKey, into: memoryview) -> bool:
+        held = super().read(key, into)
+        into[-1] ^= held
+        return held
+
+
+class Invents(DictTier):
+    def read(self, key: ChunkKey, into: memoryview) -> bool:
+        return super().read(key, into) or key not in KEYS
+
+
+class MatchesDigestsOnly(DictTier):
+    def write(self, key: ChunkKey, data: memoryview) -> bool:
+        return super().write(ChunkKey(key[:32]), data)
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool:
+        return super().read(ChunkKey(key[:32]), into)
+
+    def find(self, keys: Sequence[ChunkKey]) -> int:
+        return super().find([ChunkKey(key[:32]) for key in keys])
+
+    def delete(self, key: ChunkKey) -> None:
+        super().delete(ChunkKey(key[:32]))
+
+
+class Evicts(DictTier):
+    def write(self, key: ChunkKey, data: memoryview) -> bool:
+        if len(self.held) >= self.capacity - 1:
+            self.held.pop(next(iter(self.held)))
+        return super().write(key, data)
+
+
+class KeepsTheDeleted(DictTier):
+    def delete(self, key: ChunkKey) -> None:
+        pass
+
+
+class CountsPastGaps(DictTier):
+    def find(self, keys: Sequence[ChunkKey]) -> int:
+        return sum(key in self.held for key in keys)
+
+
+class ChangesItsData(DictTier):
+    def write(self, key: ChunkKey, data: memoryview) -> bool:
+        held = super().write(key, data)
+        if not data.readonly:
+            data[0] ^= 1
+        return held
+
+
+class WritesOnce(DictTier):
+    def write(self, key: ChunkKey, data: memoryview) -> bool:
+        return key not in self.held and super().write(key, data)
+
+
+class ReadsReusedRoom(DictTier):
+    """Slots without a checksum: a read looks up its slot, lets somebody write meanwhile, then copies."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.slots = [bytearray(SIZE) for _ in range(self.capacity)]
+        self.free = list(range(self.capacity))
+        self.at: dict[ChunkKey, int] = {}
+        self.written = threading.Event()
+
+    def write(self, key: ChunkKey, data: memoryview) -> bool:
+        if key not in self.at and super().write(key, data):
+            slot = self.free.pop()
+            self.slots[slot][:] = data
+            self.at[key] = slot
+            self.written.set()
+        return key in self.at
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool:
+        slot = self.at.get(key)
+        if slot is None:
+            return False
+        self.written.clear()
+        self.written.wait(0.001)
+        into[:] = self.slots[slot]
+        return True
+
+    def delete(self, key: ChunkKey) -> None:
+        super().delete(key)
+        if key in self.at:
+            self.free.append(self.at.pop(key))
+
+
+class OneForAll(DictTier):
+    """Threads share one place on the way in."""
+
+    def write(self, key: ChunkKey, data: memoryview) -> bool:
+        self.__dict__["way"] = data
+        threading.Event().wait(0.001)
+        return super().write(key, self.__dict__["way"])
+
+
+class Nameless(DictTier):
+    def __init__(self, capacity: int, **more: Any) -> None:
+        super().__init__(capacity, **more, name="")
+
+
+class LosesOrder(DictTier):
+    def recovered(self) -> Sequence[ChunkKey]:
+        return sorted(super().recovered())
+
+
+class LosesOneAtStart(DictTier):
+    def recovered(self) -> Sequence[ChunkKey]:
+        return super().recovered()[1:]
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        (Lies, "exactly the bytes written"),
+        (Invents, "exactly the bytes written|never written"),
+        (MatchesDigestsOnly, "matched whole"),
+        (Evicts, "evicts nothing"),
+        (KeepsTheDeleted, "deleted is a miss"),
+        (CountsPastGaps, "first gap"),
+        (ChangesItsData, "leaves its data"),
+        (WritesOnce, "second write"),
+        (ReadsReusedRoom, "exactly the bytes written"),
+        (OneForAll, "exactly the bytes written"),
+        (Nameless, "name is a word"),
+        (LosesOrder, "order given to close"),
+        (LosesOneAtStart, "exactly what was held"),
+    ],
+)
+def test_a_broken_promise_is_named(broken: type[DictTier], words: str) -> None:
+    medium: dict[ChunkKey, bytes] = {}
+
+    def make() -> DictTier:
+        medium.clear()
+        return broken(16, held=medium)
+
+    with pytest.raises(AssertionError, match=words):
+        check_tier(make, chunk_bytes=SIZE, reopen=lambda: broken(16, held=medium))
+
+
+def once(call: str, fault: Fault) -> Callable[[str, ChunkKey], Fault | None]:
+    left = [fault]
+    return lambda asked, _key: left.pop() if left and asked == call else None
+
+
+@pytest.mark.parametrize("fault", [Fault.SHORT, Fault.TORN, Fault.CORRUPT])
+def test_a_damaged_write_is_acknowledged_found_out_and_dropped(fault: Fault) -> None:
+    tier = FaultyTier(DictTier(16), once("write", fault))
+    into = memoryview(bytearray(SIZE))
+    assert tier.write(KEYS[0], DATA)
+    assert not tier.read(KEYS[0], into)
+    assert tier.find(KEYS[:1]) == 0
+    assert into != DATA
+    assert tier.write(KEYS[0], DATA)
+    assert tier.read(KEYS[0], into)
+    assert into == DATA
+    assert tier.injected == {f"write {fault}": 1}
+
+
+@pytest.mark.parametrize(("fault", "kept"), [(Fault.FAIL, 1), (Fault.SHORT, 0), (Fault.TORN, 0), (Fault.CORRUPT, 0)])
+def test_a_faulty_read_is_a_miss_that_leaves_rubbish(fault: Fault, kept: int) -> None:
+    tier = FaultyTier(DictTier(16), once("read", fault))
+    into = memoryview(bytearray(SIZE))
+    assert tier.write(KEYS[0], DATA)
+    assert not tier.read(KEYS[0], into)
+    assert bytes(into) == b"\xa5" * SIZE
+    assert tier.find(KEYS[:1]) == kept
+
+
+def test_a_failed_write_stores_nothing() -> None:
+    tier = FaultyTier(DictTier(16), once("write", Fault.FAIL))
+    assert not tier.write(KEYS[0], DATA)
+    assert tier.find(KEYS[:1]) == 0
+
+
+def test_a_seeded_plan_depends_on_seed_key_and_turn_only() -> None:
+    def draw(seed: int, keys: Sequence[ChunkKey]) -> dict[tuple[ChunkKey, int], Fault | None]:
+        plan = seeded(seed, 0.3)
+        return {(key, turn): plan("read", key) for turn in range(5) for key in keys}
+
+    assert draw(1, KEYS) == draw(1, KEYS[::-1])
+    assert draw(1, KEYS) != draw(2, KEYS)
+    drawn = list(draw(1, KEYS).values())
+    assert 0.2 < 1 - drawn.count(None) / len(drawn) < 0.4
+    assert set(drawn) == {None, *Fault}
+    never = seeded(1, 0.0)
+    assert not any(never("read", key) for key in KEYS)

@@ -1,0 +1,378 @@
+"""NvmeTier: every promise of a tier, and its own: it stays within its bytes, and finds its chunks again in order."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.chunk import ChunkKey, ChunkLayout, own_link, parent_link
+from kvtier.errors import StateError, TierError
+from kvtier.testing import check_tier
+from kvtier.testing.check_tier import content
+from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.nvme_index import leaf_first, slots_within
+from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
+
+KEYS = LAYOUT.keys(range(40))
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("size", [1, 4096, 5000, SLOT])
+def test_keeps_every_promise_of_a_tier(tmp_path: Path, size: int, direct: bool) -> None:
+    path = tmp_path / "tier"
+
+    def reopen() -> NvmeTier:
+        return NvmeTier(path, room(20), SLOT, direct=direct)
+
+    def make() -> NvmeTier:
+        shutil.rmtree(path, ignore_errors=True)
+        return reopen()
+
+    check_tier(make, chunk_bytes=size, reopen=reopen)
+
+
+@given(bytes_=st.integers(0, 1 << 34), slot_bytes=st.integers(1, 5000).map(lambda pages: pages * 4096))
+def test_slots_within_is_the_most_that_fits(bytes_: int, slot_bytes: int) -> None:
+    slots = slots_within(bytes_, slot_bytes)
+    assert not slots or room(slots, slot_bytes) <= bytes_
+    assert room(slots + 1, slot_bytes) > bytes_
+
+
+def test_reserves_its_bytes_at_once_and_never_more(tmp_path: Path) -> None:
+    tier = NvmeTier(tmp_path / "tier", 1_000_000, SLOT)
+    files = list((tmp_path / "tier").iterdir())
+    before = [file.stat().st_blocks * 512 for file in files]
+    assert room(tier.capacity) <= sum(before) <= 1_000_000
+    fill(tier, LAYOUT.keys(range(tier.capacity)))
+    assert not tier.write(KEYS[0][::-1], content(KEYS[0], SLOT))  # type: ignore[arg-type]
+    assert tier.counts["refused"] == 1
+    tier.close()
+    assert [file.stat().st_blocks * 512 for file in files] == before
+
+
+def test_files_are_private(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        NvmeTier(tmp_path / "tier", room(8), SLOT).close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "tier").stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "tier").iterdir()} == {0o600}
+
+
+def test_files_are_made_private_again(tmp_path: Path) -> None:
+    NvmeTier(tmp_path / "tier", room(8), SLOT).close()
+    for file in (tmp_path / "tier").iterdir():
+        file.chmod(0o644)
+    NvmeTier(tmp_path / "tier", room(8), SLOT).close()
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "tier").iterdir()} == {0o600}
+
+
+def test_payloads_bypass_the_page_cache(tmp_path: Path) -> None:
+    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
+    if not tier.direct:
+        pytest.skip("this file system refuses O_DIRECT")
+    flags = Path(f"/proc/self/fdinfo/{tier._files._payload}").read_text(encoding="utf-8").split()[3]
+    assert int(flags, 8) & os.O_DIRECT
+    tier.close()
+
+
+def test_a_held_key_is_not_written_again(tmp_path: Path) -> None:
+    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
+    fill(tier, KEYS[:1] * 3)
+    assert tier.counts["writes"] == 1
+    tier.close()
+
+
+def test_counts_are_of_what_happened(tmp_path: Path) -> None:
+    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
+    fill(tier, KEYS[:2])
+    assert holds(tier, KEYS[0])
+    assert not holds(tier, KEYS[2])
+    assert {kind: count for kind, count in tier.counts.items() if count} == {
+        "writes": 2, "bytes_written": 2 * SLOT, "reads": 1, "bytes_read": SLOT, "misses": 1,
+    }  # fmt: skip
+    tier.close()
+
+
+def test_another_models_chunks_are_never_matched(tmp_path: Path) -> None:
+    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
+    fill(tier, KEYS[:4])
+    tier.close()
+    other = ChunkLayout(b"\1" * 32, 1, 1, (SLOT,)).keys(range(4))
+    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
+    assert tier.find(other) == 0
+    assert not any(holds(tier, key) for key in other)
+    tier.close()
+
+
+# -- restart ------------------------------------------------------------------------------------------------------
+
+
+def test_without_close_writes_and_deletes_are_kept_leaf_first(tmp_path: Path) -> None:
+    tier = NvmeTier(tmp_path / "tier", room(20), SLOT)
+    run, other = KEYS[:5], LAYOUT.keys([9] * 3)
+    fill(tier, [*run[:3], *other, *run[3:]])
+    tier.delete(other[2])
+    del tier
+    tier = NvmeTier(tmp_path / "tier", room(20), SLOT)
+    assert tier.recovered() == [other[1], other[0], *reversed(run)]
+    assert all(holds(tier, key) for key in (*run, *other[:2]))
+    assert tier.recovered() == []
+    tier.close()
+
+
+def test_after_a_crash_new_writes_are_newer_than_old_ones(tmp_path: Path) -> None:
+    runs = [LAYOUT.keys([prompt]) for prompt in range(4)]
+    for batch in (runs[:3], runs[3:]):
+        tier = NvmeTier(tmp_path / "tier", room(20), SLOT)
+        for run in batch:
+            fill(tier, run)
+        del tier
+    tier = NvmeTier(tmp_path / "tier", room(20), SLOT)
+    assert tier.recovered() == [run[0] for run in runs]
+    tier.close()
+
+
+def test_a_stop_without_close_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
+    fill(tier, KEYS[:2])
+    tier.close()
+    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
+    assert "2 chunks found, 0 records damaged" in caplog.text
+    del tier
+    NvmeTier(tmp_path / "tier", room(8), SLOT).close()
+    assert "2 chunks found after a stop without close, 0 records damaged" in caplog.text
+
+
+def test_close_puts_unnamed_chunks_before_the_named(tmp_path: Path) -> None:
+    tier = NvmeTier(tmp_path / "tier", room(20), SLOT)
+    runs = [LAYOUT.keys([prompt]) for prompt in range(5)]
+    for run in runs:
+        fill(tier, run)
+    tier.close([runs[3][0], runs[1][0], runs[3][0]])
+    tier = NvmeTier(tmp_path / "tier", room(20), SLOT)
+    assert tier.recovered() == [runs[index][0] for index in (0, 2, 4, 3, 1)]
+    tier.close()
+
+
+@given(
+    parents=st.lists(st.one_of(st.none(), st.integers(0, 100)), max_size=60),
+    order=st.randoms(use_true_random=False),
+)
+def test_leaf_first_is_a_permutation_with_no_parent_colder_than_its_child(
+    parents: list[int | None], order: Any
+) -> None:
+    keys: list[ChunkKey] = []
+    for index, parent in enumerate(parents):
+        link = own_link(keys[parent % index]) if parent is not None and index else bytes(8)
+        keys.append(ChunkKey(bytes([1]) + index.to_bytes(31, "big")[::-1] + link))
+    order.shuffle(keys)
+    found = leaf_first(keys)
+    assert sorted(found) == sorted(keys)
+    place = {own_link(key): at for at, key in enumerate(found)}
+    assert all(place.get(parent_link(key), at) >= at for at, key in enumerate(found))
+    by_link = {own_link(key): key for key in keys}
+    line = keys[-1:]
+    while line and parent_link(line[-1]) in by_link:
+        line.append(by_link[parent_link(line[-1])])
+    assert found[len(found) - len(line) :] == line, "the newest chunk's own line is the hottest"
+
+
+def test_grows_and_keeps_everything(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
+    fill(tier, KEYS[:8])
+    tier.close()
+    tier = NvmeTier(tmp_path / "tier", room(40), SLOT)
+    assert tier.capacity == 40
+    fill(tier, KEYS)
+    assert all(holds(tier, key) for key in KEYS)
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+    tier.close()
+
+
+def test_shrinks_with_a_warning_and_regrows_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier = NvmeTier(tmp_path / "tier", room(40), SLOT)
+    fill(tier, KEYS)
+    tier.close()
+    tier = NvmeTier(tmp_path / "tier", room(9), SLOT)
+    assert "shrinks from 40 to 9 slots" in caplog.text
+    assert sorted(tier.recovered()) == sorted(KEYS[:9])
+    assert sum(file.stat().st_blocks * 512 for file in (tmp_path / "tier").iterdir()) <= room(9)
+    del tier
+    for _ in range(2):
+        tier = NvmeTier(tmp_path / "tier", room(40), SLOT)
+        assert sorted(tier.recovered()) == sorted(KEYS[:9])
+        assert tier.counts["corrupt"] == 0
+        del tier
+
+
+def test_another_slot_size_empties_it_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
+    fill(tier, KEYS[:8])
+    tier.close()
+    tier = NvmeTier(tmp_path / "tier", room(8), 2 * SLOT)
+    warned = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert len(warned) == 1
+    assert "8 8192-byte slots" in warned[0]
+    assert tier.recovered() == []
+    tier.close()
+
+
+# -- what cannot be opened ----------------------------------------------------------------------------------------
+
+
+def test_no_room_is_told_in_numbers_and_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "tier"
+    with pytest.raises(TierError, match=r"needs 1048575\.\d\d GiB more, but of [\d.]+ GiB free .* reserve at most"):
+        NvmeTier(path, 1 << 50, 1 << 30)
+    assert not (tmp_path / "new").exists()
+
+
+def test_no_room_to_grow_keeps_what_is_there(tmp_path: Path) -> None:
+    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
+    fill(tier, KEYS[:8])
+    tier.close()
+    with pytest.raises(TierError, match="GiB more"):
+        NvmeTier(tmp_path / "tier", 1 << 50, SLOT)
+    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
+    assert all(holds(tier, key) for key in KEYS[:8])
+    tier.close()
+
+
+def test_less_than_one_chunk_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TierError, match="give at least 16,384"):
+        NvmeTier(tmp_path / "tier", room(1) - 1, SLOT)
+    NvmeTier(tmp_path / "tier", 16384, SLOT).close()
+
+
+@pytest.mark.parametrize("slot_bytes", [0, 4095, 4097, 2 << 30])
+def test_a_slot_size_that_is_no_multiple_of_a_page_is_a_bug(tmp_path: Path, slot_bytes: int) -> None:
+    with pytest.raises(StateError, match="multiple of 4096"):
+        NvmeTier(tmp_path / "tier", 1 << 30, slot_bytes)
+
+
+@pytest.mark.parametrize("size", [0, SLOT + 1])
+def test_a_chunk_of_another_size_is_a_bug(tmp_path: Path, size: int) -> None:
+    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
+    with pytest.raises(StateError, match=f"{size} bytes for slots of {SLOT}"):
+        tier.write(KEYS[0], memoryview(bytes(size)))
+    tier.close()
+
+
+def test_a_second_opener_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
+    fill(tier, KEYS[:3])
+    with pytest.raises(TierError, match=f"in use by process {os.getpid()}; stop it, or give"):
+        NvmeTier(tmp_path / "tier", room(4), 2 * SLOT)
+    assert all(holds(tier, key) for key in KEYS[:3])
+    tier.close()
+    NvmeTier(tmp_path / "tier", room(8), SLOT).close()
+
+
+def test_who_loses_the_race_to_open_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(_fd: int, _how: int) -> None:
+        raise BlockingIOError
+
+    monkeypatch.setattr(fcntl, "flock", taken)
+    with pytest.raises(TierError, match="in use by another process"):
+        NvmeTier(tmp_path / "tier", room(8), SLOT)
+    assert (tmp_path / "tier" / "index.kvtier").exists()
+
+
+def test_a_place_that_is_no_folder_of_ours_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(TierError, match="folder"):
+        NvmeTier(tmp_path / "file", room(8), SLOT)
+    (tmp_path / "tier").mkdir()
+    (tmp_path / "tier" / "index.kvtier").symlink_to(tmp_path / "file")
+    with pytest.raises(TierError, match="cannot be opened"):
+        NvmeTier(tmp_path / "tier", room(8), SLOT)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+# -- late and racing calls ----------------------------------------------------------------------------------------
+
+
+def test_after_close_every_call_is_a_miss(tmp_path: Path) -> None:
+    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
+    fill(tier, KEYS[:1])
+    tier.close()
+    assert not holds(tier, KEYS[0])
+    assert not tier.write(KEYS[1], content(KEYS[1], SLOT))
+    assert tier.find(KEYS) == 0
+    tier.delete(KEYS[0])
+
+
+def test_a_write_that_hangs_over_close_cannot_hit_another_file(tmp_path: Path) -> None:
+    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
+    inside, go_on = threading.Event(), threading.Event()
+    wait_and_write = tier._files.write_payload
+
+    def hang(slot: int, data: memoryview) -> None:
+        inside.set()
+        go_on.wait(30)
+        wait_and_write(slot, data)
+
+    tier._files.write_payload = hang  # type: ignore[method-assign]
+    results: list[bool] = []
+    thread = threading.Thread(target=lambda: results.append(tier.write(KEYS[0], content(KEYS[0], SLOT))))
+    thread.start()
+    inside.wait(30)
+    tier.close()
+    with (tmp_path / "innocent").open("wb+") as innocent:
+        go_on.set()
+        thread.join()
+        assert results == [False]
+        assert innocent.read() == b""
+    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
+    assert tier.recovered() == []
+    tier.close()
+
+
+def test_a_read_whose_slot_is_filled_anew_is_a_miss_and_harms_nobody(tmp_path: Path) -> None:
+    tier = NvmeTier(tmp_path / "tier", room(1), SLOT)
+    fill(tier, KEYS[:1])
+    read = tier._files.read_payload
+
+    def overtaken(slot: int, into: memoryview) -> None:
+        tier.delete(KEYS[0])
+        fill(tier, KEYS[1:2])
+        read(slot, into)
+
+    tier._files.read_payload = overtaken  # type: ignore[method-assign]
+    assert not tier.read(KEYS[0], memoryview(bytearray(SLOT)))
+    tier._files.read_payload = read  # type: ignore[method-assign]
+    assert holds(tier, KEYS[1])
+    assert tier.counts["corrupt"] == 0
+    tier.close()
+
+
+def test_a_torn_read_does_not_drop_the_same_key_written_anew(tmp_path: Path) -> None:
+    tier = NvmeTier(tmp_path / "tier", room(1), SLOT)
+    fill(tier, KEYS[:1])
+    read = tier._files.read_payload
+
+    def torn(slot: int, into: memoryview) -> None:
+        read(slot, into)
+        into[5] ^= 1
+        tier.delete(KEYS[0])
+        fill(tier, KEYS[:1])
+
+    tier._files.read_payload = torn  # type: ignore[method-assign]
+    assert not tier.read(KEYS[0], memoryview(bytearray(SLOT)))
+    tier._files.read_payload = read  # type: ignore[method-assign]
+    assert holds(tier, KEYS[0])
+    assert tier.counts["corrupt"] == 0
+    tier.close()

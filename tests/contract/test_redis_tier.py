@@ -1,0 +1,307 @@
+"""RedisTier: every promise of a tier, on every kind of connection, and its own: sharing, order, room, names, TTL."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvtier.chunk import ChunkKey, ChunkLayout
+from kvtier.errors import ConfigError, StateError, TierError
+from kvtier.testing import check_tier
+from kvtier.tiers.redis import RedisTier
+from kvtier.tiers.redis_form import Form
+from kvtier.tiers.redis_link import Link
+from tests.redis_server import (
+    CHUNK_BYTES,
+    FORM,
+    KEYS,
+    NAMESPACE,
+    PART_BYTES,
+    PARTS,
+    RedisServer,
+    chunk,
+    holds,
+    redis_cluster,
+)  # fmt: skip
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def server(started: RedisServer) -> RedisServer:
+    with started.admin() as admin:
+        admin.flushall()
+        admin.config_set("maxmemory", 0)
+        admin.config_set("maxmemory-policy", "noeviction")
+    return started
+
+
+def age(admin: Any, name: bytes, seconds: int) -> None:
+    """Make Redis believe that the key was last used so long ago."""
+    admin.restore(name, 0, admin.dump(name), replace=True, idletime=seconds)
+
+
+# ---- the promises of every tier --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, PART_BYTES, 1], ids=["parts", "one part", "one byte"])
+def test_it_keeps_the_promises_of_a_tier(server: RedisServer, chunk_bytes: int) -> None:
+    check_tier(lambda: emptied(server, server.url), chunk_bytes=chunk_bytes)
+
+
+def test_it_keeps_them_over_a_unix_socket(server: RedisServer) -> None:
+    check_tier(lambda: emptied(server, f"unix://{server.path}"), chunk_bytes=CHUNK_BYTES)
+
+
+def test_it_keeps_them_over_tls_with_a_password() -> None:
+    with RedisServer(tls=True) as server:
+        with server.admin() as admin:
+            admin.acl_setuser("kv", enabled=True, passwords=["+p@ss/w"], categories=["+@all"], keys=["kvtier:*"])
+        url = f"rediss://kv:p%40ss%2Fw@127.0.0.1:{server.port}?ssl_ca_certs={server.certificate}"
+        check_tier(lambda: emptied(server, url), chunk_bytes=CHUNK_BYTES)
+
+
+@pytest.mark.slow
+def test_it_keeps_them_on_a_cluster() -> None:
+    with redis_cluster() as servers:
+
+        def make() -> RedisTier:
+            for server in servers:
+                with server.admin() as admin:
+                    admin.flushall()
+            return servers[0].tier(f"redis+cluster://127.0.0.1:{servers[1].port}")
+
+        check_tier(make, chunk_bytes=CHUNK_BYTES)
+        tier = make()
+        assert all(tier.write(key, chunk(key)) for key in KEYS)
+        assert min(held_by(server) for server in servers) > 0, "every node holds some of eight chunks"
+        assert tier.find(KEYS) == len(KEYS)
+        assert sorted(tier.recovered()) == sorted(KEYS)
+        with pytest.raises(TierError, match=r"write redis\+cluster://"):
+            servers[0].tier()
+
+
+def held_by(server: RedisServer) -> int:
+    with server.admin() as admin:
+        return int(admin.dbsize())
+
+
+def emptied(server: RedisServer, url: str) -> RedisTier:
+    with server.admin() as admin:
+        admin.flushall()
+    return server.tier(url)
+
+
+# ---- sharing, names, the header --------------------------------------------------------------------------------------
+
+
+def test_two_tiers_on_one_redis_share(server: RedisServer) -> None:
+    one, two = server.tier(), server.tier()
+    assert one.write(KEYS[0], chunk(KEYS[0]))
+    assert two.find(KEYS) == 1
+    assert holds(two, KEYS[0])
+    assert two.write(KEYS[0], chunk(KEYS[0])), "a second writer of one chunk does no harm"
+    two.delete(KEYS[0])
+    assert not holds(one, KEYS[0])
+
+
+def test_the_header_is_written_last(server: RedisServer) -> None:
+    tier = server.tier()
+    with server.admin() as admin, admin.monitor() as monitor:
+        tier.write(KEYS[0], chunk(KEYS[0]))
+        seen = [monitor.next_command()["command"].split(" ")[:2] for _ in range(PARTS + 1)]
+    assert [name for command, name in seen] == [
+        name.decode() for name in [*FORM.part_names(KEYS[0], CHUNK_BYTES), FORM.header_name(KEYS[0])]
+    ]
+
+
+def test_parts_without_a_header_are_a_miss(server: RedisServer) -> None:
+    tier = server.tier()
+    with server.admin() as admin:
+        for name, part in zip(FORM.part_names(KEYS[0], CHUNK_BYTES), FORM.split(chunk(KEYS[0])), strict=True):
+            admin.set(name, bytes(part))
+    assert tier.find(KEYS) == 0
+    assert not holds(tier, KEYS[0])
+    assert holds_after_write(tier, KEYS[0])
+
+
+def holds_after_write(tier: RedisTier, key: ChunkKey) -> bool:
+    return tier.write(key, chunk(key)) and holds(tier, key)
+
+
+def test_models_and_part_sizes_do_not_meet(server: RedisServer) -> None:
+    tier = server.tier()
+    tier.write(KEYS[0], chunk(KEYS[0]))
+    for form in (Form("kvtier", NAMESPACE[1:], PART_BYTES), Form("other", NAMESPACE, PART_BYTES)):
+        other = RedisTier(Link(server.url), form, 1 << 20, CHUNK_BYTES)
+        assert other.find(KEYS) == 0
+        assert other.recovered() == []
+        other.delete(KEYS[0])
+        other.close()
+    assert holds(tier, KEYS[0])
+    other = RedisTier(Link(server.url), Form("kvtier", NAMESPACE, PART_BYTES + 1), 1 << 20, CHUNK_BYTES)
+    assert not holds(other, KEYS[0]), "a chunk in parts of another size is foreign, not readable by luck"
+    assert other.counts["corrupt"] == 1
+    assert holds_after_write(other, KEYS[0])
+    other.close()
+
+
+def test_chunks_leave_after_their_ttl_the_header_first(server: RedisServer) -> None:
+    server.tier(ttl_s=500).write(KEYS[0], chunk(KEYS[0]))
+    with server.admin() as admin:
+        header, *parts = [admin.pttl(name) for name in FORM.names(KEYS[0], CHUNK_BYTES)]
+    assert 0 < header <= 500_000
+    assert min(parts) > header
+    server.tier().write(KEYS[0], chunk(KEYS[0]))
+    with server.admin() as admin:
+        assert {admin.pttl(name) for name in FORM.names(KEYS[0], CHUNK_BYTES)} == {-1}
+
+
+def test_a_chunk_of_a_wrong_size_is_a_bug_of_the_caller(server: RedisServer) -> None:
+    tier = server.tier()
+    for size in (0, CHUNK_BYTES + 1):
+        with pytest.raises(StateError, match=f"a chunk of {size} bytes"):
+            tier.write(KEYS[0], memoryview(bytes(size)))
+
+
+def test_after_close_nothing_is_held_and_nothing_connects(server: RedisServer) -> None:
+    tier = server.tier()
+    tier.write(KEYS[0], chunk(KEYS[0]))
+    tier.close(KEYS)
+    with server.admin() as admin:
+        before = admin.info("stats")["total_connections_received"]
+        assert not holds(tier, KEYS[0])
+        assert not tier.write(KEYS[1], chunk(KEYS[1]))
+        assert tier.find(KEYS) == 0
+        assert admin.info("stats")["total_connections_received"] == before
+
+
+# ---- room and order --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_bytes", [7 << 20, 1 << 20, 300_000])
+def test_a_chunk_takes_the_room_it_is_counted_for(server: RedisServer, chunk_bytes: int) -> None:
+    form = Form("kvtier", NAMESPACE)
+    tier = RedisTier(Link(server.url), form, 1 << 30, chunk_bytes)
+    key = ChunkLayout(bytes(32), 1, 1, (chunk_bytes,)).keys([0])[0]
+    assert tier.write(key, chunk(key, chunk_bytes))
+    with server.admin() as admin:
+        taken = sum(admin.memory_usage(name) for name in form.names(key, chunk_bytes))
+    tier.close()
+    assert 0.99 * form.room(chunk_bytes) < taken <= form.room(chunk_bytes)
+    assert form.room(chunk_bytes) < 1.15 * chunk_bytes + 4096
+
+
+def test_what_is_recovered_is_coldest_first_and_no_parent_before_its_child(server: RedisServer) -> None:
+    """Two prompts; of the first the leaf was used last, of the second the root."""
+    first, second = KEYS[:3], ChunkLayout(bytes(32), 1, 1, (CHUNK_BYTES,)).keys([9, 9])
+    tier = server.tier()
+    for key in (*first, *second):
+        tier.write(key, chunk(key))
+    idle = dict(zip([*first, *second], [400, 300, 100, 200, 500], strict=True))
+    with server.admin() as admin:
+        for key, seconds in idle.items():
+            age(admin, FORM.header_name(key), seconds)
+    assert server.tier().recovered() == [second[1], second[0], first[2], first[1], first[0]]
+    assert server.tier(capacity=3).recovered() == [first[2], first[1], first[0]], "our share: the most recently used"
+
+
+def test_a_stranger_s_keys_are_not_recovered(server: RedisServer) -> None:
+    tier = server.tier()
+    tier.write(KEYS[0], chunk(KEYS[0]))
+    base = FORM.probe.removesuffix(b"probe")
+    with server.admin() as admin:
+        for name in (b"{", b"{zz}", b"{00}", b"{" + KEYS[1].hex().encode() + b"}x", b"{\xff}", b"x{00}:4096:0"):
+            admin.set(base + name, b"")
+    assert tier.recovered() == [KEYS[0]]
+
+
+def test_what_a_dead_writer_left_is_taken_away_after_a_minute(server: RedisServer) -> None:
+    tier = server.tier()
+    old, young, whole = KEYS[:3]
+    for key in (old, young, whole):
+        tier.write(key, chunk(key))
+    with server.admin() as admin:
+        for key in (old, young):
+            admin.delete(FORM.header_name(key))
+        for key in (old, whole):
+            age(admin, FORM.part_names(key, CHUNK_BYTES)[0], 61)
+        assert tier.recovered() == [whole]
+        left = [admin.exists(*FORM.part_names(key, CHUNK_BYTES)) for key in (old, young, whole)]
+    assert left == [0, PARTS, PARTS]
+
+
+# ---- what the start says ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "maxmemory", "level", "words"),
+    [
+        ("noeviction", "1gb", logging.INFO, "kvtier alone decides what leaves"),
+        ("noeviction", "10mb", logging.WARNING, "the limit is less than our budget"),
+        ("allkeys-lru", "1gb", logging.WARNING, "cost 2 to 13 points"),
+        ("allkeys-lru", "0", logging.INFO, "good as long as there is no limit"),
+        ("allkeys-random", "1gb", logging.WARNING, "hit ratio falls far"),
+        ("volatile-lru", "1gb", logging.INFO, "kvtier alone decides what leaves"),
+    ],
+)
+def test_the_start_says_in_one_line_what_the_memory_settings_mean(
+    server: RedisServer, caplog: pytest.LogCaptureFixture, policy: str, maxmemory: str, level: int, words: str
+) -> None:
+    with server.admin() as admin:
+        admin.config_set("maxmemory-policy", policy)
+        admin.config_set("maxmemory", maxmemory)
+    with caplog.at_level(logging.INFO):
+        server.tier(capacity=2000)
+    (line,) = [record for record in caplog.records if "maxmemory" in record.getMessage()]
+    assert line.levelno == level
+    assert policy in line.getMessage()
+    assert words in line.getMessage()
+
+
+def test_without_a_budget_it_takes_nine_tenths_of_maxmemory(server: RedisServer) -> None:
+    with pytest.raises(TierError, match="sets no maxmemory; give redis_bytes"):
+        RedisTier(Link(server.url), FORM, None, CHUNK_BYTES)
+    with server.admin() as admin:
+        admin.config_set("maxmemory", "10mb")
+    tier = RedisTier(Link(server.url), FORM, None, CHUNK_BYTES)
+    assert tier.capacity == int(0.9 * (10 << 20)) // FORM.room(CHUNK_BYTES)
+    tier.close()
+
+
+def test_a_budget_of_less_than_a_chunk_is_an_error(server: RedisServer) -> None:
+    with pytest.raises(TierError, match=f"give at least {FORM.room(CHUNK_BYTES):,}"):
+        server.tier(capacity=0)
+
+
+BAD_URLS = [
+    ("http://127.0.0.1", "schemes"),
+    ("redis://127.0.0.1:port", "expected redis://"),
+    ("redis://127.0.0.1?no_such_option=1", "no_such_option"),
+    ("redis://127.0.0.1?socket_timeout=100", "socket_timeout cannot be set"),
+    ("redis+cluster://127.0.0.1/3", "no database numbers"),
+    ("unix+cluster:///run/redis.sock", "over TCP"),
+]
+
+
+@pytest.mark.parametrize(("url", "words"), BAD_URLS)
+def test_a_url_that_is_none_is_an_error_of_the_operator(url: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Link(url)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "namespace"), [("", b"x"), ("a*b", b"x"), ("a{b", b"x"), ("a", b""), ("a", bytes(33))]
+)
+def test_a_prefix_or_namespace_that_is_none_is_an_error(prefix: str, namespace: bytes) -> None:
+    with pytest.raises(ConfigError, match="Redis"):
+        Form(prefix, namespace)

@@ -1,0 +1,103 @@
+"""A stand-in for an engine, to be killed: ``python -m tests.engine_process MODE SOCKET SEED``.
+
+``churn`` saves and loads random prompts for ever, as an engine's scheduler and worker would, and compares every byte
+it is served; SIGTERM ends it well, a wrong byte with status 3. It tells what it does, a letter each: ``h`` load of at
+least one chunk, ``m`` load of none, ``s`` in the middle of a save, ``c`` commit.
+
+``hold`` begins a save, starts a worker process of its own, which writes rubbish into the reserved slots for ever, and
+does not come to an end. It prints the worker's process id once that writes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+from kvtier.client import Client
+from kvtier.dial import Address, Door, hello
+from kvtier.link import SharedPool
+from kvtier.testing.check_tier import content
+from tests.server_process import LAYOUT, SLOT, run
+
+PROMPTS, LONGEST = 12, 6
+_SLOW_S = 0.2
+
+
+def client_at(path: str) -> Client:
+    door = Door(Address(path, "", 0), hello(LAYOUT.fingerprint, LAYOUT.chunk_bytes, stream=False, client="engine"))
+    return Client(door, _SLOW_S)
+
+
+def say(letter: bytes) -> None:
+    os.write(1, letter)
+
+
+def churn(client: Client, seed: int) -> None:
+    draw = random.Random(seed)
+    going = [True]
+    signal.signal(signal.SIGTERM, lambda *_: going.clear())
+    while going:
+        keys = run(draw.randrange(PROMPTS), draw.randint(1, LONGEST))
+        load_some(client, keys)
+        save_some(client, keys)
+        if client.pool is None:
+            time.sleep(0.001)
+    client.close()
+
+
+def load_some(client: Client, keys: list) -> None:
+    with client.load(keys) as lease:
+        until = time.monotonic() + _SLOW_S
+        while lease.poll().coming and time.monotonic() < until:
+            client.wait(0.002)
+        say(b"h" if lease.ready else b"m")
+        for key, view in zip(lease.keys, lease.views(), strict=False):
+            if view != content(key, SLOT):
+                print("wrong bytes", key.hex(), file=sys.stderr)
+                sys.exit(3)
+
+
+def save_some(client: Client, keys: list) -> None:
+    with client.save(keys) as lease:
+        for key, view in zip(lease.keys, lease.views(), strict=True):
+            view[:] = b"\xdd" * SLOT
+            say(b"s")
+            view[:] = content(key, SLOT)
+        if lease.keys:
+            lease.commit()
+            say(b"c")
+
+
+def hold(client: Client) -> None:
+    lease = client.save(run(1000, 4))
+    pool = client.pool
+    assert pool is not None
+    words = [pool.path, pool.witness_path, str(pool.slots), *map(str, lease.slots)]
+    subprocess.Popen([sys.executable, "-m", "tests.engine_process", "worker", *words], start_new_session=True)
+    signal.pause()
+
+
+def worker(path: str, witness_path: str, slots: int, *mine: int) -> None:
+    pool = SharedPool.join(path, witness_path, slots, SLOT)
+    rubbish = b"\xee" * SLOT
+    told = False
+    while True:
+        for slot in mine:
+            pool.view(slot)[:] = rubbish
+        if not told:
+            print(os.getpid(), flush=True)
+            told = True
+
+
+if __name__ == "__main__":
+    mode, *rest = sys.argv[1:]
+    if mode == "churn":
+        churn(client_at(rest[0]), int(rest[1]))
+    elif mode == "hold":
+        hold(client_at(rest[0]))
+    else:
+        worker(rest[0], rest[1], *map(int, rest[2:]))

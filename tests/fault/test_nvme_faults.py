@@ -1,0 +1,338 @@
+"""What damage on the disk, a crash or a stranger does to NvmeTier: it may forget, it never lies."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.chunk import PAGE_BYTES, ChunkKey
+from kvtier.errors import TierError
+from kvtier.testing.check_tier import content
+from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.nvme_index import RECORD_BYTES, Superblock, pack_record, payload_checksum
+from tests.nvme_place import LAYOUT, SLOT, fill, held, holds, room
+
+SLOTS = 8
+ROOM = room(SLOTS)
+KEYS = LAYOUT.keys(range(SLOTS))
+KILLS = 24
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A tier's folder after a clean close: chunk i in slot i, all slots taken."""
+    tier = NvmeTier(tmp_path / "tier", ROOM, SLOT)
+    fill(tier, KEYS)
+    tier.close(KEYS)
+    return tmp_path / "tier"
+
+
+def recovered(tier: NvmeTier) -> set[int]:
+    return {KEYS.index(key) for key in tier.recovered()}
+
+
+def flip(file: Path, at: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        byte = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes([byte ^ 0x10]))
+
+
+def swap(file: Path, first: int, second: int, size: int) -> None:
+    with file.open("r+b") as opened:
+        parts = []
+        for at in (first, second):
+            opened.seek(at)
+            parts.append(opened.read(size))
+        for at, part in zip((second, first), parts, strict=True):
+            opened.seek(at)
+            opened.write(part)
+
+
+def record_at(slot: int) -> int:
+    return PAGE_BYTES + slot * RECORD_BYTES
+
+
+# -- damage on the disk -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 4095, 4096, SLOT - 1])
+def test_a_flipped_bit_of_a_payload_costs_that_chunk(place: Path, at: int, caplog: pytest.LogCaptureFixture) -> None:
+    flip(place / "slots.kvtier", 3 * SLOT + at)
+    tier = NvmeTier(place, ROOM, SLOT)
+    assert recovered(tier) == set(range(SLOTS))
+    assert held(tier, KEYS) == set(range(SLOTS)) - {3}
+    assert tier.counts["corrupt"] == 1
+    assert caplog.text.count("first fault") == 1
+    assert tier.find(KEYS) == 3
+    fill(tier, KEYS[3:4])
+    assert held(tier, KEYS) == set(range(SLOTS))
+    tier.close()
+
+
+def test_a_dropped_chunk_stays_dropped_after_a_crash(place: Path) -> None:
+    flip(place / "slots.kvtier", 3 * SLOT)
+    tier = NvmeTier(place, ROOM, SLOT)
+    assert held(tier, KEYS) == set(range(SLOTS)) - {3}
+    del tier
+    tier = NvmeTier(place, ROOM, SLOT)
+    assert recovered(tier) == set(range(SLOTS)) - {3}
+    tier.close()
+
+
+@pytest.mark.parametrize("at", [0, 39, 40, 55, 56, 63, 64, 119, 120, 127])
+def test_a_flipped_bit_of_a_record_costs_that_chunk(place: Path, at: int) -> None:
+    flip(place / "index.kvtier", record_at(3) + at)
+    tier = NvmeTier(place, ROOM, SLOT)
+    assert recovered(tier) == held(tier, KEYS) == set(range(SLOTS)) - {3}
+    assert tier.counts["corrupt"] == 1
+    fill(tier, KEYS[3:4])
+    tier.close()
+
+
+@pytest.mark.parametrize("at", [0, 8, 12, 16, 24, 32, 40])
+def test_a_flipped_bit_of_the_superblock_costs_all_with_one_warning(
+    place: Path, at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    flip(place / "index.kvtier", at)
+    tier = NvmeTier(place, ROOM, SLOT)
+    assert caplog.text.count("all chunks kept here are dropped") == 1
+    assert recovered(tier) == held(tier, KEYS) == set()
+    fill(tier, KEYS)
+    assert held(tier, KEYS) == set(range(SLOTS))
+    tier.close()
+
+
+def test_a_foreign_version_is_emptied_with_one_warning(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (place / "index.kvtier").open("r+b") as table:
+        table.write(Superblock(SLOT, SLOTS, 1, clean=True, version=2).pack())
+    tier = NvmeTier(place, ROOM, SLOT)
+    assert caplog.text.count("dropped: the format is version 2") == 1
+    assert recovered(tier) == held(tier, KEYS) == set()
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "left"),
+    [
+        ("index.kvtier", 0, set()),
+        ("index.kvtier", 100, set()),
+        ("index.kvtier", PAGE_BYTES, set()),
+        ("index.kvtier", record_at(5), {0, 1, 2, 3, 4}),
+        ("index.kvtier", record_at(5) + 60, {0, 1, 2, 3, 4}),
+        ("slots.kvtier", 0, set()),
+        ("slots.kvtier", 2 * SLOT + 1, {0, 1}),
+        ("slots.kvtier", 7 * SLOT + SLOT - 1, {0, 1, 2, 3, 4, 5, 6}),
+    ],
+)
+def test_a_truncated_file_costs_what_was_cut(place: Path, name: str, size: int, left: set[int]) -> None:
+    os.truncate(place / name, size)
+    tier = NvmeTier(place, ROOM, SLOT)
+    assert recovered(tier) == held(tier, KEYS) == left
+    fill(tier, KEYS)
+    assert held(tier, KEYS) == set(range(SLOTS))
+    tier.close()
+
+
+@pytest.mark.parametrize("name", ["index.kvtier", "slots.kvtier"])
+def test_a_lost_file_costs_all(place: Path, name: str) -> None:
+    (place / name).unlink()
+    tier = NvmeTier(place, ROOM, SLOT)
+    assert recovered(tier) == held(tier, KEYS) == set()
+    fill(tier, KEYS)
+    tier.close()
+
+
+def test_a_file_truncated_under_us_is_a_miss_not_an_error(place: Path) -> None:
+    tier = NvmeTier(place, ROOM, SLOT)
+    os.truncate(place / "slots.kvtier", 6 * SLOT)
+    assert held(tier, KEYS) == set(range(6))
+    assert tier.counts["failed_reads"] == 2
+    tier.close()
+
+
+def test_swapped_payloads_are_misses(place: Path) -> None:
+    swap(place / "slots.kvtier", 2 * SLOT, 6 * SLOT, SLOT)
+    tier = NvmeTier(place, ROOM, SLOT)
+    assert held(tier, KEYS) == set(range(SLOTS)) - {2, 6}
+    tier.close()
+
+
+def test_swapped_records_are_not_believed(place: Path) -> None:
+    swap(place / "index.kvtier", record_at(2), record_at(6), RECORD_BYTES)
+    tier = NvmeTier(place, ROOM, SLOT)
+    assert recovered(tier) == held(tier, KEYS) == set(range(SLOTS)) - {2, 6}
+    tier.close()
+
+
+def test_a_stale_record_over_a_new_payload_is_a_miss(place: Path) -> None:
+    """A power cut that lost the writes of the table but not those of the slots."""
+    old_table = (place / "index.kvtier").read_bytes()
+    tier = NvmeTier(place, ROOM, SLOT)
+    tier.delete(KEYS[4])
+    new = ChunkKey(KEYS[4][::-1])
+    fill(tier, [new])
+    tier.close()
+    (place / "index.kvtier").write_bytes(old_table)
+    tier = NvmeTier(place, ROOM, SLOT)
+    assert recovered(tier) == set(range(SLOTS))
+    assert held(tier, KEYS) == set(range(SLOTS)) - {4}
+    assert not holds(tier, new)
+    tier.close()
+
+
+def test_a_record_without_its_payload_is_a_miss(place: Path) -> None:
+    """A power cut that lost a payload but not its record."""
+    old_payloads = (place / "slots.kvtier").read_bytes()
+    tier = NvmeTier(place, ROOM, SLOT)
+    tier.delete(KEYS[4])
+    new = ChunkKey(KEYS[4][::-1])
+    fill(tier, [new])
+    tier.close()
+    (place / "slots.kvtier").write_bytes(old_payloads)
+    tier = NvmeTier(place, ROOM, SLOT)
+    assert new in tier.recovered()
+    assert not holds(tier, new)
+    assert held(tier, KEYS) == set(range(SLOTS)) - {4}
+    tier.close()
+
+
+def test_a_payload_is_not_believed_under_another_key(place: Path) -> None:
+    stranger = ChunkKey(KEYS[3][::-1])
+    with (place / "index.kvtier").open("r+b") as table:
+        table.seek(record_at(3))
+        table.write(pack_record(3, SLOT, stranger, payload_checksum(KEYS[3], content(KEYS[3], SLOT)), 100))
+    tier = NvmeTier(place, ROOM, SLOT)
+    assert stranger in tier.recovered()
+    assert not tier.read(stranger, memoryview(bytearray(SLOT)))
+    tier.close()
+
+
+def test_of_two_records_for_a_key_the_newer_counts(place: Path) -> None:
+    """A power cut that lost the delete, after the key was written again elsewhere."""
+    data = content(KEYS[1], SLOT)
+    with (place / "index.kvtier").open("r+b") as table, (place / "slots.kvtier").open("r+b") as slots:
+        table.seek(record_at(5))
+        table.write(pack_record(5, SLOT, KEYS[1], payload_checksum(KEYS[1], data), 100))
+        slots.seek(5 * SLOT)
+        slots.write(data)
+        slots.seek(1 * SLOT)
+        slots.write(bytes(SLOT))
+    tier = NvmeTier(place, ROOM, SLOT)
+    keys = list(tier.recovered())
+    assert len(keys) == len(set(keys)) == SLOTS - 1
+    assert held(tier, KEYS) == set(range(SLOTS)) - {5}
+    fill(tier, KEYS[5:6])
+    assert not tier.write(ChunkKey(KEYS[0][::-1]), data)
+    assert held(tier, KEYS) == set(range(SLOTS))
+    tier.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_damage_is_never_a_lie(place: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    for name, start in (("index.kvtier", PAGE_BYTES), ("slots.kvtier", 0)):
+        size = (place / name).stat().st_size
+        with (place / name).open("r+b") as file:
+            for _ in range(3):
+                file.seek(rng.randrange(start, size))
+                file.write(rng.randbytes(rng.randrange(1, 600)))
+        os.truncate(place / name, size)
+    tier = NvmeTier(place, ROOM, SLOT)
+    assert held(tier, KEYS) <= recovered(tier)
+    for key in KEYS:
+        tier.delete(key)
+    fill(tier, KEYS)
+    assert held(tier, KEYS) == set(range(SLOTS))
+    tier.close()
+
+
+# -- kill -9 ------------------------------------------------------------------------------------------------------
+
+WRITER = """
+import os, random, sys
+from kvtier.chunk import ChunkLayout
+from kvtier.testing.check_tier import content
+from kvtier.tiers.nvme import NvmeTier
+path, room, slot, seed = sys.argv[1], *map(int, sys.argv[2:])
+keys = ChunkLayout(bytes(32), 1, 1, (slot,)).keys(range(40))
+rng = random.Random(seed)
+tier = NvmeTier(path, room, slot)
+held = set(tier.recovered())
+os.write(1, b"!")
+for turn in range(5000):
+    index = rng.randrange(len(keys))
+    if keys[index] in held:
+        os.write(1, bytes([index + 128]))
+        tier.delete(keys[index])
+        held.discard(keys[index])
+    elif tier.write(keys[index], content(keys[index], slot)):
+        os.write(1, bytes([index]))
+        held.add(keys[index])
+    if turn % 50 == 49:
+        tier.close(sorted(held))
+        tier = NvmeTier(path, room, slot)
+"""
+
+
+def run_and_kill(path: Path, size: int, seed: int) -> bytes:
+    """Let a writer work in ``path``, kill -9 it at a random point, return all it had told by then."""
+    command = [sys.executable, "-c", WRITER, str(path), str(size), str(SLOT), str(seed)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        told = b""
+        for _ in range(random.Random(seed).randrange(1, 300)):
+            told += writer.stdout.read(1)
+        writer.kill()
+        told += writer.stdout.read()
+    assert writer.returncode == -9, "the writer must be killed, not end"
+    return told
+
+
+def test_kill_9_at_random_points_costs_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    size = room(24)
+    keys = LAYOUT.keys(range(40))
+    acknowledged: set[int] = set()
+    for seed in range(KILLS):
+        for event in run_and_kill(tmp_path / "tier", size, seed)[1:]:
+            if event < 128:
+                acknowledged.add(event)
+            else:
+                acknowledged.discard(event - 128)
+        tier = NvmeTier(tmp_path / "tier", size, SLOT)
+        found = {keys.index(key) for key in tier.recovered()}
+        readable = held(tier, keys)
+        assert readable == found, "after kill -9 (no power cut) what is found is whole"
+        assert acknowledged <= readable
+        assert len(readable - acknowledged) <= 1, "at most the one delete or write in flight"
+        assert tier.counts["corrupt"] == 0
+        acknowledged = readable
+        del tier
+
+
+# -- a second owner -----------------------------------------------------------------------------------------------
+
+HOLDER = """
+import sys
+from kvtier.tiers.nvme import NvmeTier
+tier = NvmeTier(sys.argv[1], *map(int, sys.argv[2:]))
+print(flush=True)
+input()
+"""
+
+
+def test_another_processs_tier_is_refused_by_its_pid_until_it_dies(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "tier"), str(ROOM), str(SLOT)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"\n"
+        with pytest.raises(TierError, match=f"in use by process {holder.pid}; stop it, or give"):
+            NvmeTier(tmp_path / "tier", ROOM, SLOT)
+        holder.kill()
+    NvmeTier(tmp_path / "tier", ROOM, SLOT).close()

@@ -1,0 +1,445 @@
+"""What a Redis that is gone, hangs, is full, loses or changes bytes does to RedisTier: it may forget, it never lies."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from kvtier.errors import TierError
+from kvtier.tiers.redis import RedisTier
+from kvtier.tiers.redis_form import Form
+from kvtier.tiers.redis_link import Link
+from tests.redis_server import (
+    CHUNK_BYTES,
+    FORM,
+    KEYS,
+    NAMESPACE,
+    PART_BYTES,
+    PARTS,
+    Clock,
+    RedisServer,
+    chunk,
+    free_port,
+    holds,
+    make_certificate,
+    redis_cluster,
+)
+
+pytestmark = pytest.mark.redis
+
+SHORT_S = 0.2
+"""Time-out of tiers whose server hangs: long enough for a server that does not."""
+LONG_WAIT_S = 100.0
+"""More than any back-off."""
+NAMES = FORM.names(KEYS[0], CHUNK_BYTES)
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def server(started: RedisServer) -> RedisServer:
+    with started.admin() as admin:
+        admin.flushall()
+    return started
+
+
+@pytest.fixture
+def mortal() -> Iterator[RedisServer]:
+    """A server of the test's own, to be paused, filled and killed."""
+    with RedisServer() as server:
+        yield server
+
+
+def write(tier: RedisTier, index: int) -> bool:
+    return tier.write(KEYS[index], chunk(KEYS[index]))
+
+
+# ---- gone, hung, back again ------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_not_there_is_no_error_and_is_used_once_it_is(mortal: RedisServer) -> None:
+    mortal.kill()
+    clock = Clock()
+    tier = mortal.tier(clock=clock)
+    assert tier.recovered() == []
+    assert not write(tier, 0)
+    assert not holds(tier, KEYS[0])
+    assert tier.find(KEYS) == 0
+    assert tier.open_breakers == 1
+    mortal.start()
+    clock.now += LONG_WAIT_S
+    assert write(tier, 0)
+    assert holds(tier, KEYS[0])
+    assert tier.open_breakers == 0
+
+
+def test_a_server_that_hangs_is_left_alone_and_tried_again_after_a_while(mortal: RedisServer) -> None:
+    clock = Clock()
+    tier = mortal.tier(clock=clock, timeout_s=SHORT_S)
+    assert write(tier, 0)
+    mortal.pause()
+    assert not holds(tier, KEYS[0])
+    assert tier.find(KEYS) == 0
+    assert not write(tier, 1)
+    assert tier.open_breakers == 1
+    assert tier.counts["failed_reads"] == tier.counts["failed_finds"] == tier.counts["failed_writes"] == 1
+    mortal.resume()
+    # The server answers again, and the tier does not ask: that is how we know that nobody waits for it.
+    assert (holds(tier, KEYS[0]), tier.find(KEYS), write(tier, 1)) == (False, 0, False)
+    assert tier.counts["refused"] == 3
+    mortal.pause()
+    clock.now += 0.5
+    assert not holds(tier, KEYS[0]), "one call tries, and finds it still hung"
+    clock.now += 0.9
+    assert not holds(tier, KEYS[0])
+    assert (tier.counts["failed_reads"], tier.counts["refused"]) == (2, 4), "the wait has doubled"
+    mortal.resume()
+    clock.now += 0.2
+    assert holds(tier, KEYS[0])
+    assert tier.open_breakers == 0
+    assert tier.counts["breaker_trips"] == 1
+
+
+def test_a_server_that_was_killed_and_came_back_empty_is_used_again(mortal: RedisServer) -> None:
+    clock = Clock()
+    tier = mortal.tier(clock=clock)
+    assert write(tier, 0)
+    mortal.kill()
+    assert [holds(tier, KEYS[0]) for _ in range(4)] == [False] * 4
+    mortal.start()
+    clock.now += LONG_WAIT_S
+    assert not holds(tier, KEYS[0])
+    assert write(tier, 0)
+    assert holds(tier, KEYS[0])
+
+
+@pytest.mark.slow
+def test_one_dead_node_of_a_cluster_costs_its_own_chunks_only() -> None:
+    with redis_cluster() as servers:
+        for server in servers:
+            with server.admin() as admin:
+                admin.config_set("cluster-require-full-coverage", "no")
+        clock = Clock()
+        tier = servers[0].tier(f"redis+cluster://127.0.0.1:{servers[0].port}", clock=clock, timeout_s=1.0)
+        assert all(write(tier, index) for index in range(len(KEYS)))
+        with servers[2].admin() as admin:
+            names = list(admin.scan_iter())
+        lost = {key for key in KEYS if FORM.header_name(key) in names}
+        servers[2].kill()
+        for _ in range(5):
+            assert {key for key in KEYS if not holds(tier, key)} == lost
+        assert tier.open_breakers == 1
+        assert tier.counts["failed_reads"] == 3, "left alone after three faults"
+
+
+@pytest.mark.slow
+def test_a_slot_that_moved_to_another_node_is_found_there() -> None:
+    with redis_cluster() as servers:
+        tier = servers[0].tier(f"redis+cluster://127.0.0.1:{servers[0].port}")
+        assert tier.find(KEYS) == 0, "the map of the cluster is known now"
+        with ExitStack() as stack:
+            admins = [stack.enter_context(server.admin()) for server in servers]
+            slot = admins[0].execute_command("CLUSTER KEYSLOT", FORM.header_name(KEYS[0]))
+            owners = [slot in owned_slots(admin) for admin in admins]
+            other = admins[owners.index(False)].execute_command("CLUSTER MYID")
+            for admin in admins:
+                admin.execute_command("CLUSTER SETSLOT", slot, "NODE", other)
+        assert [write(tier, 0) for _ in range(2)] == [False, True], "one miss, then it knows"
+        assert holds(tier, KEYS[0])
+        assert tier.open_breakers == 0
+
+
+def owned_slots(admin: Any) -> set[int]:
+    nodes = admin.execute_command("CLUSTER NODES").values()
+    (mine,) = [node for node in nodes if "myself" in node["flags"]]
+    return {slot for first, last in mine["slots"] for slot in range(int(first), int(last) + 1)}
+
+
+# ---- deletes that could not be made ----------------------------------------------------------------------------------
+
+
+def test_a_delete_while_it_hangs_is_made_good_later(mortal: RedisServer) -> None:
+    clock = Clock()
+    tier = mortal.tier(clock=clock, timeout_s=SHORT_S)
+    assert all(write(tier, index) for index in range(4))
+    mortal.pause()
+    for key in KEYS[:3]:
+        tier.delete(key)
+    mortal.resume()
+    tier.delete(KEYS[3])  # not even tried: the breaker is open
+    clock.now += LONG_WAIT_S
+    assert write(tier, 4), "the first call that succeeds pays what is owed"
+    with mortal.admin() as admin:
+        assert admin.dbsize() == PARTS + 1
+
+
+def test_a_write_cancels_the_delete_that_is_owed(mortal: RedisServer) -> None:
+    clock = Clock()
+    tier = mortal.tier(clock=clock, timeout_s=SHORT_S)
+    mortal.pause()
+    for _ in range(3):
+        tier.delete(KEYS[0])
+    mortal.resume()
+    clock.now += LONG_WAIT_S
+    assert write(tier, 0)
+    assert write(tier, 1)
+    assert holds(tier, KEYS[0])
+
+
+def test_a_write_that_broke_off_leaves_nothing_for_good(mortal: RedisServer) -> None:
+    clock = Clock()
+    tier = mortal.tier(clock=clock, timeout_s=SHORT_S)
+    mortal.pause()
+    assert not write(tier, 0)
+    mortal.resume()
+    assert write(tier, 1)
+    with mortal.admin() as admin:
+        assert admin.dbsize() == PARTS + 1
+    assert not holds(tier, KEYS[0])
+
+
+# ---- full, or refusing -----------------------------------------------------------------------------------------------
+
+
+def fill(admin: Any, room: int) -> None:
+    """Set a limit that leaves ``room`` bytes."""
+    admin.config_set("maxmemory", admin.info("memory")["used_memory"] + room)
+
+
+def test_a_full_server_refuses_writes_whole_and_still_serves_reads(mortal: RedisServer) -> None:
+    clock = Clock()
+    tier = mortal.tier(clock=clock)
+    assert write(tier, 0)
+    with mortal.admin() as admin:
+        fill(admin, 0)
+        keys = admin.dbsize()
+        assert not write(tier, 1)
+        assert admin.dbsize() == keys, "no part of it stays"
+        assert holds(tier, KEYS[0])
+        assert tier.open_breakers == 0
+        fill(admin, 100 << 20)
+        assert not write(tier, 1)
+        assert tier.counts["refused"] == 1, "nobody sends megabytes to a full server again and again"
+        clock.now += LONG_WAIT_S
+        assert write(tier, 1)
+    assert holds(tier, KEYS[1])
+
+
+def test_a_server_that_fills_up_in_the_middle_of_a_chunk_keeps_no_part(mortal: RedisServer) -> None:
+    chunk_bytes = 8 << 20
+    with mortal.admin() as admin, mortal.admin() as other:
+        fill(admin, 4 << 20)
+        tier = RedisTier(Link(mortal.url), Form("kvtier", NAMESPACE), 1 << 30, chunk_bytes)
+        with other.monitor() as monitor:
+            assert not tier.write(KEYS[0], chunk(KEYS[0], chunk_bytes))
+            commands: list[str] = []
+            while not commands or not commands[-1].startswith("UNLINK"):
+                commands.append(monitor.next_command()["command"][:200])
+        tier.close()
+        assert admin.dbsize() == 0
+    written = sum(command.startswith("SET") for command in commands)
+    assert 1 <= written < 16, "some parts got through, and the rest was not sent"
+
+
+# ---- bytes that are not what was written -----------------------------------------------------------------------------
+
+
+def flip(admin: Any, name: bytes, at: int) -> None:
+    value = bytearray(admin.get(name))
+    value[at] ^= 4
+    admin.set(name, bytes(value))
+
+
+HURTS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "part evicted": (lambda admin: admin.delete(NAMES[2]), "evicted"),
+    "last part evicted": (lambda admin: admin.delete(NAMES[-1]), "evicted"),
+    "all parts evicted": (lambda admin: admin.delete(*NAMES[1:]), "evicted"),
+    "header evicted": (lambda admin: admin.delete(NAMES[0]), "misses"),
+    "bit of a part": (lambda admin: flip(admin, NAMES[2], 7), "corrupt"),
+    "last bit": (lambda admin: flip(admin, NAMES[-1], -1), "corrupt"),
+    "bit of the checksum": (lambda admin: flip(admin, NAMES[0], -1), "corrupt"),
+    "foreign magic": (lambda admin: flip(admin, NAMES[0], 0), "corrupt"),
+    "foreign version": (lambda admin: flip(admin, NAMES[0], 8), "corrupt"),
+    "another key's header": (lambda admin: admin.copy(FORM.header_name(KEYS[1]), NAMES[0], replace=True), "corrupt"),
+    "short header": (lambda admin: admin.set(NAMES[0], b"kvtier/R"), "corrupt"),
+    "empty header": (lambda admin: admin.set(NAMES[0], b""), "corrupt"),
+    "long header": (lambda admin: admin.append(NAMES[0], b"x"), "corrupt"),
+    "short part": (lambda admin: admin.set(NAMES[1], b"x"), "corrupt"),
+    "long part": (lambda admin: admin.append(NAMES[1], b"x"), "corrupt"),
+    "parts swapped": (lambda admin: admin.copy(NAMES[2], NAMES[1], replace=True), "corrupt"),
+    "another chunk's part": (
+        lambda admin: admin.copy(FORM.part_names(KEYS[1], CHUNK_BYTES)[0], NAMES[1], replace=True),
+        "corrupt",
+    ),
+}
+
+
+@pytest.mark.parametrize("hurt", HURTS)
+def test_what_redis_lost_or_changed_is_a_miss_counted_and_dropped(server: RedisServer, hurt: str) -> None:
+    harm, count = HURTS[hurt]
+    tier = server.tier()
+    assert write(tier, 0)
+    assert write(tier, 1)
+    with server.admin() as admin:
+        harm(admin)
+        assert not holds(tier, KEYS[0])
+        assert tier.counts[count] == 1
+        assert tier.find(KEYS[:1]) == 0
+        assert count == "misses" or admin.exists(*NAMES) == 0, "its room is free again"
+    assert tier.open_breakers == tier.counts["failed_reads"] == 0, "the server itself is well"
+    assert holds(tier, KEYS[1])
+    assert write(tier, 0)
+    assert holds(tier, KEYS[0])
+
+
+def test_a_key_of_another_type_is_a_fault_not_a_crash(server: RedisServer) -> None:
+    tier = server.tier()
+    with server.admin() as admin:
+        admin.rpush(NAMES[0], b"x")
+    assert not holds(tier, KEYS[0])
+    assert tier.counts["failed_reads"] == 1
+    assert write(tier, 0), "SET replaces a key of any type"
+    assert holds(tier, KEYS[0])
+
+
+# ---- a server that is none -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def impostor(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """The URL of a server that does ``answer`` to whoever connects."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            with client:
+                try:
+                    if b"INFO" not in client.recv(1 << 16):  # how every start begins; not this test's affair
+                        answer(client)
+                except OSError:
+                    continue
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield f"redis://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
+def dripping(client: socket.socket) -> None:
+    """The header and first part as asked for, but a byte at a time, for ever."""
+    client.sendall(b"$80\r\n" + bytes(80) + b"\r\n$4096\r\n")
+    stop = threading.Event()
+    while not stop.wait(0.02):
+        client.sendall(b"x")
+
+
+def babbling(client: socket.socket) -> None:
+    client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 100)
+
+
+def endless_line(client: socket.socket) -> None:
+    client.sendall(b"-" + b"x" * 100_000)
+
+
+@pytest.mark.parametrize("answer", [dripping, babbling, endless_line])
+def test_a_server_that_answers_nonsense_is_a_miss_in_bounded_time(answer: Callable[[socket.socket], None]) -> None:
+    with impostor(answer) as url:
+        link = Link(url, timeout_s=SHORT_S)
+        into = memoryview(bytearray(CHUNK_BYTES))
+        tier = RedisTier(link, FORM, 1 << 20, CHUNK_BYTES, clock=Clock())
+        assert not tier.read(KEYS[0], into)
+        tier.close()
+
+
+# ---- logins and TLS --------------------------------------------------------------------------------------------------
+
+
+def test_a_refused_login_is_said_at_the_start_without_the_password(caplog: pytest.LogCaptureFixture) -> None:
+    with RedisServer(requirepass="right-word") as server:
+        for url in (f"redis://:wrong-word@127.0.0.1:{server.port}", server.url):
+            with pytest.raises(TierError, match="correct user and password in redis_url") as raised:
+                server.tier(url)
+            assert "word" not in str(raised.value).replace("password", "")
+        tier = server.tier(f"redis://:right-word@127.0.0.1:{server.port}")
+        assert write(tier, 0)
+    assert "-word" not in caplog.text
+
+
+@pytest.mark.parametrize("missing", ["set", "get", "exists", "unlink"])
+def test_a_right_that_is_missing_is_said_at_the_start(server: RedisServer, missing: str) -> None:
+    with server.admin() as admin:
+        rights = [f"-{missing}" if missing in right else right for right in RIGHTS]
+        admin.acl_setuser("kv", reset=True, enabled=True, passwords=["+word"], commands=rights, keys=["kvtier:*"])
+    with pytest.raises(TierError, match=f"to run the '{missing}' command"):
+        server.tier(f"redis://kv:word@127.0.0.1:{server.port}")
+
+
+RIGHTS = ["+set", "+get", "+exists", "+unlink", "+scan", "+info", "+object|idletime"]
+
+
+def test_the_rights_it_asks_for_are_enough(server: RedisServer) -> None:
+    with server.admin() as admin:
+        admin.acl_setuser("kv", reset=True, enabled=True, passwords=["+word"], commands=RIGHTS, keys=["kvtier:*"])
+        admin.acl_log_reset()
+        tier = server.tier(f"redis://kv:word@127.0.0.1:{server.port}")
+        assert write(tier, 0)
+        assert holds(tier, KEYS[0])
+        assert tier.find(KEYS) == 1
+        assert tier.recovered() == KEYS[:1]
+        tier.delete(KEYS[0])
+        assert admin.acl_log() == []
+
+
+def test_a_user_without_info_works_and_is_told_nothing(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    with server.admin() as admin:
+        rights = [right for right in RIGHTS if right != "+info"]
+        admin.acl_setuser("kv", reset=True, enabled=True, passwords=["+word"], commands=rights, keys=["kvtier:*"])
+    with caplog.at_level(logging.INFO):
+        assert write(server.tier(f"redis://kv:word@127.0.0.1:{server.port}"), 0)
+    assert "maxmemory" not in caplog.text
+
+
+def test_tls_with_a_ca_that_did_not_sign_the_server_is_refused() -> None:
+    with RedisServer(tls=True) as server:
+        other, _ = make_certificate(server.folder, "other")
+        good = f"rediss://127.0.0.1:{server.port}?ssl_ca_certs={server.certificate}"
+        assert write(server.tier(good), 0)
+        for url in (good.replace(str(server.certificate), str(other)), good.partition("?")[0],
+                    good.replace("127.0.0.1", "localhost")):  # fmt: skip
+            with pytest.raises(TierError, match="give the server's CA"):
+                server.tier(url)
+
+
+def test_a_cluster_url_to_a_server_that_is_none_is_said_at_the_start(server: RedisServer) -> None:
+    with pytest.raises(TierError, match="no Redis Cluster; write redis://"):
+        server.tier(f"redis+cluster://127.0.0.1:{server.port}")
+
+
+def test_a_cluster_that_is_not_there_is_no_error() -> None:
+    tier = RedisTier(Link(f"redis+cluster://127.0.0.1:{free_port()}"), FORM, 1 << 20, CHUNK_BYTES, clock=Clock())
+    assert not write(tier, 0)
+    assert tier.recovered() == []
+    tier.close()
+
+
+def test_parts_that_hold_redis_for_long_are_not_sent() -> None:
+    assert max(part.nbytes for part in Form("kvtier", NAMESPACE).split(memoryview(bytes(64 << 20)))) <= 1 << 20
+    assert PART_BYTES < CHUNK_BYTES

@@ -1,0 +1,174 @@
+"""Engines and servers killed with -9 at random points under load: nothing leaks, no wrong byte, nobody else stops."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvtier.chunk import ChunkKey
+from kvtier.client import Client
+from kvtier.store import Match
+from tests.engine_process import LONGEST, PROMPTS
+from tests.server_process import (
+    DEADLINE_S,
+    ServerProcess,
+    at_rest,
+    attached,
+    load,
+    run,
+    save,
+    serving,
+    short_folder,
+    wait_for,
+)
+
+NVME = 1 << 20
+_BUSY = 40
+"""Letters an engine says in a few milliseconds of load."""
+
+
+class EngineProcess:
+    """tests.engine_process, and what it says."""
+
+    def __init__(self, mode: str, server: ServerProcess, seed: int = 0) -> None:
+        command = [sys.executable, "-m", "tests.engine_process", mode, str(server.socket), str(seed)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def hear(self, count: int = 1) -> bytes:
+        """The next letters, at least one; AssertionError when it says nothing or has died."""
+        assert self._process.stdout is not None
+        heard = b""
+        while len(heard) < count:
+            ready, _, _ = select.select([self._process.stdout], [], [], DEADLINE_S)
+            assert ready, "the engine hangs"
+            more = os.read(self._process.stdout.fileno(), 1 if count > 1 else 4096)
+            assert more, self._errors()
+            heard += more
+        return heard
+
+    def hear_until(self, letter: bytes) -> None:
+        """Read on until it says ``letter``; what it said before this call does not count."""
+        assert self._process.stdout is not None
+        while select.select([self._process.stdout], [], [], 0)[0]:
+            self.hear()
+        while letter not in self.hear():
+            pass
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def stop(self) -> None:
+        """SIGTERM; it must not have seen a wrong byte."""
+        self._process.terminate()
+        _, errors = self._process.communicate(timeout=DEADLINE_S)
+        assert self._process.returncode == 0, errors.decode()
+
+    def _errors(self) -> str:
+        _, errors = self._process.communicate(timeout=DEADLINE_S)
+        return f"status {self._process.returncode}: {errors.decode()}"
+
+
+@contextmanager
+def churning(server: ServerProcess, *seeds: int) -> Iterator[list[EngineProcess]]:
+    """Engines under load; each must end well."""
+    engines = [EngineProcess("churn", server, seed) for seed in seeds]
+    try:
+        for engine in engines:
+            engine.hear(_BUSY)
+        yield engines
+        for engine in engines:
+            engine.stop()
+    finally:
+        for engine in engines:
+            engine.kill()
+
+
+def every_prompt() -> list[list[ChunkKey]]:
+    return [run(prompt, LONGEST) for prompt in range(PROMPTS)]
+
+
+def every_byte_is_right(client: Client) -> None:
+    for keys in every_prompt():
+        load(client, keys)
+
+
+@pytest.mark.parametrize("nvme", [False, True], ids=["ram", "nvme"])
+def test_engines_killed_at_random_points_leave_nothing_behind(nvme: bool) -> None:
+    draw = random.Random(1)
+    with short_folder() as folder:
+        more = {"nvme_path": folder / "nvme", "nvme_bytes": NVME} if nvme else {}
+        with ServerProcess(folder, **more) as server, attached(server.door()) as client:
+            with churning(server, 1) as (witness,):
+                for round_ in range(12):
+                    victims = [EngineProcess("churn", server, 100 + 2 * round_ + which) for which in range(2)]
+                    for victim in victims:
+                        victim.hear(draw.randint(1, 3 * _BUSY))
+                    for victim in victims:
+                        victim.kill()
+                    witness.hear_until(b"h")
+                    client.check()
+            at_rest(client)
+            every_byte_is_right(client)
+            assert client.stats()["ram_filling"] == 0
+
+
+def test_a_worker_that_outlives_its_scheduler_keeps_its_slots_until_it_ends() -> None:
+    with serving() as server, attached(server.door()) as client:
+        engine = EngineProcess("hold", server)
+        worker = int(engine.hear(2))
+        assert client.stats()["ram_filling"] == 4
+        engine.kill()
+        for prompt in range(30):
+            save(client, run(prompt, 5))
+            assert load(client, run(prompt, 5)) == ["ram"] * 5
+        assert client.stats()["ram_filling"] == 4, "the worker still writes into these"
+        os.kill(worker, signal.SIGKILL)
+        at_rest(client)
+        assert client.match(run(1000, 4)) == Match(0, 0), "a half-filled chunk is never served"
+        assert client.stats()["ram_filling"] == 0
+
+
+def test_engines_go_on_through_crashes_of_the_server_and_hit_again() -> None:
+    with short_folder() as folder:
+        server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
+        with server, churning(server, 1, 2) as engines:
+            for _ in range(6):
+                for engine in engines:
+                    engine.hear_until(b"h")
+                server.kill()
+                for engine in engines:
+                    engine.hear_until(b"m")
+                server.start()
+                with attached(server.door()) as client:
+                    assert any(client.match(keys).coming for keys in every_prompt()), "warm"
+                for engine in engines:
+                    engine.hear_until(b"h")
+        with server, attached(server.door()) as client:
+            every_byte_is_right(client)
+            at_rest(client)
+
+
+def test_a_rolling_restart_under_load_loses_nothing_that_was_written() -> None:
+    with short_folder() as folder:
+        server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
+        with server:
+            with attached(server.door()) as client:
+                save(client, run(50, 6))
+            with churning(server, 1, 2) as engines:
+                for _ in range(4):
+                    assert server.stop() == 0
+                    server.start()
+                    for engine in engines:
+                        engine.hear_until(b"h")
+            with attached(server.door()) as client:
+                assert load(client, run(50, 6))
+                at_rest(client)

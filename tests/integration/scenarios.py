@@ -1,0 +1,242 @@
+"""What the integration tests make a real vLLM do: run as ``python -m tests.integration.scenarios NAME OUT MODEL``.
+
+A scenario runs the same prompts on one engine, with or without kvtier (the environment decides: ``WITH_KVTIER=1``), and
+writes every answer's tokens, logprobs and cached token count as JSON. The tests compare the two files. Each engine is
+its own process, as in production, so nothing leaks from one run to the next.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+BLOCK = 32
+CHUNK = 64
+SMALL, PLENTY = 24, 1024
+"""Blocks of an engine that cannot keep two documents of :func:`document` size, and of one that keeps them all."""
+
+
+def document(seed: int, tokens: int = 16 * BLOCK + 1) -> list[int]:
+    """A prompt whose longest reusable prefix ends at a chunk: hits of kvtier and of vLLM's own cache are equally long."""
+    draw = random.Random(seed)
+    return [draw.randrange(10, 400) for _ in range(tokens)]
+
+
+class Engine:
+    """A vLLM engine as the tests want it: float32, so that a different split of a prefill cannot change an answer."""
+
+    def __init__(self, model: str, blocks: int = SMALL, **arguments: Any) -> None:
+        """``blocks`` of KV cache with kvtier; the plain engine gets enough to keep everything in its own cache."""
+        from vllm import LLM
+
+        if Path(model).name == "mla":  # vLLM's MLA kernel on CPU has blocks of half the size
+            blocks *= 2
+        settings: dict[str, Any] = {
+            "dtype": "float32",
+            "max_model_len": 736,
+            "enforce_eager": True,
+            "block_size": BLOCK,
+            "num_gpu_blocks_override": blocks,
+            "seed": 0,
+        }
+        if os.environ.get("WITH_KVTIER") == "1":
+            settings["kv_transfer_config"] = {
+                "kv_connector": "KVTierConnector",
+                "kv_connector_module_path": "kvtier.connectors.vllm",
+                "kv_role": "kv_both",
+            }
+        else:
+            settings["num_gpu_blocks_override"] = PLENTY
+        self.llm = LLM(model, **(settings | arguments))
+
+    def ask(self, prompts: Iterable[list[int]], salt: str | None = None, **more: Any) -> list[dict[str, Any]]:
+        """Answers in order: ``tokens``, ``logprobs`` of each, ``cached`` tokens, ``prompt_logprobs`` when asked."""
+        from vllm import SamplingParams
+
+        lora = more.pop("lora", None)
+        settings: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
+        inputs: list[Any] = [
+            {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {}) for prompt in prompts
+        ]
+        outputs = self.llm.generate(inputs, SamplingParams(**(settings | more)), use_tqdm=False, lora_request=lora)
+        return [answer(output) for output in outputs]
+
+
+def answer(output: Any) -> dict[str, Any]:
+    best = output.outputs[0]
+    logprobs = [next(iter(step.values())).logprob for step in best.logprobs or ()]
+    prompt = [None if step is None else next(iter(step.values())).logprob for step in output.prompt_logprobs or ()]
+    return {
+        "tokens": list(best.token_ids),
+        "logprobs": logprobs,
+        "cached": output.num_cached_tokens,
+        "prompt_logprobs": prompt,
+    }
+
+
+def rounds(engine: Engine, documents: int = 3, times: int = 2, **more: Any) -> list[dict[str, Any]]:
+    """The documents one by one, all of them ``times`` times: from the second time on they can be hits."""
+    return [
+        answer for _ in range(times) for seed in range(documents) for answer in engine.ask([document(seed)], **more)
+    ]
+
+
+# ---- scenarios: name -> answers ------------------------------------------------------------------------------------
+
+
+def plain(model: str) -> Any:
+    return rounds(Engine(model))
+
+
+def features(model: str) -> Any:
+    """What one default engine must get right: salts, prompt logprobs, batches, multi-turn, chunked prefill."""
+    engine = Engine(model, max_num_batched_tokens=256, blocks=64)
+    engine.ask([document(seed) for seed in range(6)])
+    result: dict[str, Any] = {"batch": engine.ask([document(seed) for seed in range(6)])}
+    result["salt_a"] = engine.ask([document(0)], salt="a")
+    result["salt_b"] = engine.ask([document(0)], salt="b")
+    filler(engine)
+    result["salt_a_again"] = engine.ask([document(0)], salt="a")
+    result["prompt_logprobs"] = engine.ask([document(1)], prompt_logprobs=0)
+    turn = document(7)
+    first = engine.ask([turn], max_tokens=2 * CHUNK + 8)[0]
+    filler(engine)
+    longer = turn + first["tokens"] + document(8, 40)
+    result["turns"] = [first, engine.ask([longer])[0]]
+    return result
+
+
+def filler(engine: Engine) -> None:
+    """Push everything out of the engine's own prefix cache, so that the next hit can only be kvtier's."""
+    for seed in range(100, 106):
+        engine.ask([document(seed)], max_tokens=1)
+
+
+def preemption(model: str) -> Any:
+    """More running requests than blocks: some are preempted and resume."""
+    engine = Engine(model, blocks=40, max_num_seqs=4)
+    prompts = [document(seed, 8 * BLOCK + 1) for seed in range(4)]
+    return engine.ask(prompts, max_tokens=160) + engine.ask(prompts, max_tokens=160)
+
+
+def no_prefix_caching(model: str) -> Any:
+    return rounds(Engine(model, enable_prefix_caching=False))
+
+
+def no_async(model: str) -> Any:
+    return rounds(Engine(model, async_scheduling=False))
+
+
+def speculative(model: str) -> Any:
+    engine = Engine(model, speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3})
+    return rounds(engine, max_tokens=2 * CHUNK + 8)
+
+
+def tensor_parallel(model: str) -> Any:
+    return rounds(Engine(model, tensor_parallel_size=2))
+
+
+def lora(model: str) -> Any:
+    """Base model and two adapters on one prompt: three different answers, each a hit only of its own."""
+    from vllm.lora.request import LoRARequest
+
+    from kvtier.bench.model import make_lora
+
+    folder = Path(os.environ["TEST_LORAS"])
+    adapters = [None]
+    for index in (1, 2):
+        make_lora(folder / f"lora{index}", model, seed=index)
+        adapters.append(LoRARequest(f"lora{index}", index, str(folder / f"lora{index}")))
+    engine = Engine(model, enable_lora=True, max_loras=2, max_lora_rank=8)
+    first = [engine.ask([document(0)], lora=adapter)[0] for adapter in adapters]
+    filler(engine)
+    return {"first": first, "second": [engine.ask([document(0)], lora=adapter)[0] for adapter in adapters]}
+
+
+def abort(model: str) -> Any:
+    """Requests aborted while waiting, loading and decoding leave nothing behind."""
+    from vllm import SamplingParams
+
+    engine = Engine(model)
+    first = rounds(engine, times=1)
+    core = engine.llm.llm_engine
+    for seed in range(3):
+        core.add_request(f"aborted-{seed}", {"prompt_token_ids": document(seed)}, SamplingParams(max_tokens=64))
+    core.step()
+    core.abort_request([f"aborted-{seed}" for seed in range(3)])
+    while core.has_unfinished_requests():
+        core.step()
+    return first + rounds(engine, times=1)
+
+
+def continued(model: str) -> Any:
+    """Each prompt is asked again with its answer's first token: what follows must be what followed before.
+
+    The one way to check MLA on the CPU backend to the bit: there vLLM's decode kernel differs from its own prefill, so
+    an answer after a hit may only be compared with a decoded one.
+    """
+    engine = Engine(model)
+    result = []
+    for seed in range(2):
+        prompt = document(seed)[:-1]
+        result += engine.ask([prompt], max_tokens=9)
+        filler(engine)
+        result += engine.ask([prompt + result[-1]["tokens"][:1]])
+    return result
+
+
+def load_failure(model: str) -> Any:
+    """The second load of every worker scribbles over its blocks and fails, once a round; answers must not change."""
+    from kvtier.gpu import PagedBlocks
+
+    calls, load = [0], PagedBlocks.load
+
+    def failing(self: PagedBlocks, jobs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] % 3 == 2:
+            for region in self._regions:
+                for _, _, ids in jobs:
+                    region.rows[ids] = 0x7F
+            raise OSError("injected: the slot could not be read")
+        return load(self, jobs)
+
+    PagedBlocks.load = failing  # type: ignore[method-assign]
+    return rounds(Engine(model), times=4)
+
+
+def refused(model: str) -> Any:
+    """A model kvtier does not keep: the engine must not start."""
+    Engine(model)
+    return "started"
+
+
+SCENARIOS: dict[str, Callable[[str], Any]] = {
+    function.__name__: function
+    for function in (
+        plain,
+        features,
+        preemption,
+        no_prefix_caching,
+        no_async,
+        speculative,
+        tensor_parallel,
+        lora,
+        abort,
+        load_failure,
+        refused,
+    )
+}
+
+
+def main() -> None:
+    name, out, model = sys.argv[1:4]
+    Path(out).write_text(json.dumps(SCENARIOS[name](model)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,367 @@
+"""The looks, against real mounts, a real cgroup and a real Redis, and against made-up /proc and /sys trees."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier.autoconfig import measure as timing
+from kvtier.autoconfig import probe
+from kvtier.autoconfig.facts import UNLIMITED, Facts, Memory, known
+from kvtier.autoconfig.measure import measure
+from kvtier.autoconfig.model import describe
+from kvtier.autoconfig.plan import make_plan
+from kvtier.errors import ConfigError
+
+MIB, GIB = 1 << 20, 1 << 30
+MODELS = json.loads((Path(__file__).parents[1] / "data" / "model_configs.json").read_text())
+SMALL = describe(MODELS["qwen2.5-1.5b"], "small")
+ROOMY = Memory(available=known(100 * GIB, "test"), cgroup_headroom=known(UNLIMITED, "test"))
+
+
+def plant(root: Path, **files: str) -> Path:
+    """Write ``proc__self__cgroup="..."`` as root/proc/self/cgroup, and so on."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/").replace("_dot_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+# -- cgroups -----------------------------------------------------------------------------------------------------
+
+V2 = "30 20 0:26 {top} /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate\n"
+V1 = "36 31 0:32 {top} /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory\n"
+
+
+def test_cgroup_v2_takes_the_tightest_level_and_forgives_file_cache(tmp_path: Path) -> None:
+    base = "sys__fs__cgroup__"
+    root = plant(tmp_path, proc__self__cgroup="0::/pod/box/leaf\n", proc__self__mountinfo=V2.format(top="/"), **{
+        f"{base}pod__memory_dot_max": str(8 * GIB), f"{base}pod__memory_dot_current": str(7 * GIB),
+        f"{base}pod__memory_dot_stat": f"anon 1\ninactive_file {2 * GIB}\n",
+        f"{base}pod__box__memory_dot_max": str(5 * GIB), f"{base}pod__box__memory_dot_current": str(GIB),
+        f"{base}pod__box__leaf__memory_dot_max": "max", f"{base}pod__box__leaf__memory_dot_high": str(6 * GIB),
+    })  # fmt: skip
+    headroom = probe.probe_memory(root).cgroup_headroom
+    assert headroom.value == 3 * GIB  # 8 - (7 - 2) of /pod, not 4 of /pod/box
+    assert "memory.max of cgroup /pod" in headroom.source
+
+
+def test_cgroup_v1_in_a_container_whose_mount_starts_at_its_own_group(tmp_path: Path) -> None:
+    base = "sys__fs__cgroup__memory__"
+    root = plant(
+        tmp_path, proc__self__cgroup="5:cpu:/\n4:memory:/docker/abc\n0::/\n",
+        proc__self__mountinfo=V1.format(top="/docker/abc"), **{
+            f"{base}memory_dot_limit_in_bytes": str(4 * GIB), f"{base}memory_dot_usage_in_bytes": str(GIB),
+            f"{base}memory_dot_stat": f"inactive_file 0\ntotal_inactive_file {GIB // 2}\n",
+        },
+    )  # fmt: skip
+    assert probe.probe_memory(root).cgroup_headroom.value == 4 * GIB - GIB // 2
+    pod = f"hierarchical_memory_limit {3 * GIB}\ntotal_inactive_file 0\n"  # set above what is mounted here
+    plant(root, **{f"{base}memory_dot_stat": pod})
+    assert probe.probe_memory(root).cgroup_headroom.value == 2 * GIB
+
+
+def test_no_limit_is_known_and_no_proc_is_unknown(tmp_path: Path) -> None:
+    unlimited = plant(tmp_path, proc__self__cgroup="4:memory:/\n", proc__self__mountinfo=V1.format(top="/"),
+                      sys__fs__cgroup__memory__memory_dot_limit_in_bytes="9223372036854771712")  # fmt: skip
+    assert probe.probe_memory(unlimited).cgroup_headroom.value == UNLIMITED
+    blind = probe.probe_memory(tmp_path / "nothing")
+    assert blind.cgroup_headroom.value is blind.available.value is blind.numa_nodes.value is None
+    assert "No such file" in blind.available.source
+
+
+def _memory_cgroup() -> tuple[Path, str] | None:
+    """(a writable memory cgroup directory, the file that limits it), or None."""
+    for place, name in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        outer = Path(place) / f"kvtier-test-{os.getpid()}"
+        try:
+            outer.mkdir()
+        except OSError:
+            continue
+        if (outer / name).exists():
+            return outer, name
+        outer.rmdir()
+    return None
+
+
+def test_real_cgroup_limit_of_an_outer_group_is_found() -> None:
+    made = _memory_cgroup()
+    if made is None:
+        pytest.skip("no writable memory cgroup here")
+    outer, name = made
+    inner = outer / "inner"
+    try:
+        if name == "memory.max":
+            (outer / "cgroup.subtree_control").write_text("+memory")
+        (outer / name).write_text(str(512 * MIB))
+        inner.mkdir()
+        code = (
+            f"import os; open({str(inner / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
+            "from kvtier.autoconfig.probe import probe_memory\n"
+            "fact = probe_memory().cgroup_headroom; print(fact.value, fact.source)"
+        )
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    finally:
+        for group in (inner, outer):
+            if group.is_dir():
+                group.rmdir()
+    assert 256 * MIB < int(out.split()[0]) <= 512 * MIB
+    assert outer.name in out
+
+
+# -- paths -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def mounted(point: Path, *arguments: str) -> Iterator[Path]:
+    point.mkdir()
+    done = subprocess.run(["mount", *arguments, str(point)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", str(point)], check=True)
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+
+
+@needs_root
+def test_real_tmpfs_is_seen_through_and_left_out(tmp_path: Path) -> None:
+    with mounted(tmp_path / "ram", "-t", "tmpfs", "-o", "size=64m", "kvtier-test") as point:
+        disk = probe.probe_disk(str(point / "kvtier"))
+        assert (disk.filesystem.value, disk.total.value) == ("tmpfs", 64 * MIB)
+        plan = make_plan(Facts(memory=ROOMY, disks=(disk,), model=SMALL))
+    assert f"nvme {point}/kvtier" in dict(plan.left_out)
+    assert "counted twice" in dict(plan.left_out)[f"nvme {point}/kvtier"]
+
+
+@needs_root
+def test_real_nearly_full_disk_counts_free_not_total_and_own_files_as_free(tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    image.touch()
+    os.truncate(image, 256 * MIB)
+    if shutil.which("mkfs.ext4") is None:
+        pytest.skip("no mkfs.ext4")
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True)
+    with mounted(tmp_path / "disk", "-o", "loop", str(image)) as point:
+        before = probe.probe_disk(str(point))
+        (point / "kvtier/replica1").mkdir(parents=True)
+        for name, size in (("others", 100 * MIB), ("kvtier/replica1/slots.kvtier", 120 * MIB)):
+            (point / name).write_bytes(os.urandom(MIB) * (size // MIB))
+        os.sync()
+        disk = probe.probe_disk(str(point / "kvtier"))
+        assert (disk.filesystem.value, disk.writable.value, disk.o_direct.value) == ("ext4", True, True)
+        assert disk.device.value == "virtual"
+        assert before.free.value and disk.free.value is not None and disk.own.value is not None
+        assert before.free.value - disk.free.value == pytest.approx(220 * MIB, rel=0.02)
+        assert disk.own.value == pytest.approx(120 * MIB, rel=0.01)
+        plan = make_plan(Facts(memory=ROOMY, disks=(disk,), model=SMALL))
+        assert "too small" in dict(plan.left_out)[f"nvme {point}/kvtier"]
+        assert [entry.name for entry in point.iterdir() if entry.name.startswith("kvtier-probe")] == []
+
+
+def test_a_path_that_is_not_there_yet_is_judged_by_what_holds_it(tmp_path: Path) -> None:
+    disk = probe.probe_disk(str(tmp_path / "not" / "yet"))
+    assert disk.free.value and disk.filesystem.value and disk.own.value == 0
+    assert list(tmp_path.iterdir()) == []
+    assert probe.probe_disk("/proc/kvtier").o_direct.value is not True
+
+
+def block_device(root: Path, number: str, where: str, **files: str) -> Path:
+    """A disk in a made-up /sys, and the link by which its number finds it."""
+    place = root / "sys/devices" / where
+    place.mkdir(parents=True)
+    plant(place, **files)
+    link = root / "sys/dev/block" / number
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(place)
+    return place
+
+
+def mount_line(number: str, point: Path, kind: str = "xfs", source: str = "/dev/x") -> str:
+    return f"40 1 {number} / {point} rw - {kind} {source} rw\n"
+
+
+@pytest.mark.parametrize(
+    ("where", "files", "kind"),
+    [
+        ("nvme1n1", {"device__model": "Amazon EC2 NVMe Instance Storage"}, "nvme"),
+        ("nvme0n1", {"device__model": "Amazon Elastic Block Store              "}, "ebs"),
+        ("xvda", {"queue__rotational": "1"}, "virtual"),
+        ("sda", {"queue__rotational": "1", "device__model": "ST4000"}, "rotational"),
+        ("sdb", {"queue__rotational": "0", "device__model": "SSD 870"}, "ssd"),
+        ("sdc", {"queue__rotational": "0", "device__model": "PersistentDisk"}, "virtual"),
+    ],
+)
+def test_device_kinds(tmp_path: Path, where: str, files: dict[str, str], kind: str) -> None:
+    block_device(tmp_path, "8:0", where, **files)
+    plant(tmp_path, proc__self__mountinfo=mount_line("8:0", tmp_path))
+    assert probe.probe_disk(str(tmp_path), tmp_path).device.value == kind
+
+
+def test_device_of_a_partition_and_of_a_raid_is_the_slowest_disk_below(tmp_path: Path) -> None:
+    block_device(tmp_path, "259:1", "nvme0n1/nvme0n1p1", partition="1")
+    plant(tmp_path / "sys/devices/nvme0n1", device__model="Amazon Elastic Block Store")
+    plant(tmp_path, proc__self__mountinfo=mount_line("259:1", tmp_path))
+    assert probe.probe_disk(str(tmp_path), tmp_path).device.value == "ebs"
+    raid = block_device(tmp_path, "9:0", "md0", slaves__none="")
+    (raid / "slaves/none").unlink()
+    fast = block_device(tmp_path, "259:2", "nvme1n1", device__model="Instance Storage")
+    for name in ("a", "b"):
+        (raid / "slaves" / name).symlink_to(fast if name == "a" else tmp_path / "sys/devices/nvme0n1")
+    plant(tmp_path, proc__self__mountinfo=mount_line("9:0", tmp_path))
+    assert probe.probe_disk(str(tmp_path), tmp_path).device.value == "ebs"
+
+
+def test_the_longest_and_latest_mount_holds_a_path_and_escapes_are_undone(tmp_path: Path) -> None:
+    place = tmp_path / "a b"
+    place.mkdir()
+    escaped = Path(str(place).replace(" ", "\\040"))
+    lines = mount_line("0:1", Path("/"), "ext4") + mount_line("0:2", escaped, "overlay", "overlay")
+    plant(tmp_path, proc__self__mountinfo=lines + mount_line("0:3", escaped, "nfs4", "host:/export"))
+    disk = probe.probe_disk(str(place), tmp_path)
+    assert disk.filesystem.value == "nfs4"
+    assert disk.device.value is None and "not a block device" in disk.device.source
+    assert probe.probe_disk(str(tmp_path), tmp_path).filesystem.value == "ext4"
+
+
+def test_default_candidates_are_one_of_each_file_system() -> None:
+    disks = probe.probe_disks()
+    assert disks and all(disk.path.endswith("/kvtier") for disk in disks)
+    devices = [os.stat(Path(disk.path).parent).st_dev for disk in disks]
+    assert len(set(devices)) == len(devices)
+
+
+# -- NUMA, GPUs --------------------------------------------------------------------------------------------------
+
+
+def test_numa_nodes_without_memory_do_not_count(tmp_path: Path) -> None:
+    for node, kib in ((0, 1000), (1, 2000), (2, 0)):
+        plant(tmp_path, **{f"sys__devices__system__node__node{node}__meminfo": f"Node {node} MemTotal: {kib} kB"})
+    assert probe.probe_memory(tmp_path).numa_nodes.value == 2
+
+
+def test_gpus_from_the_driver_none_and_amd(tmp_path: Path) -> None:
+    assert probe.probe_gpus(tmp_path).count.value == 0
+    plant(tmp_path / "amd", dev__kfd="")
+    amd = probe.probe_gpus(tmp_path / "amd")
+    assert amd.count.value is None and amd.pin_charged.value is None
+    for slot in "01":
+        plant(tmp_path, **{f"proc__driver__nvidia__gpus__{slot}__information": "Model: \t NVIDIA L40S\nIRQ: 1\n"})
+    gpus = probe.probe_gpus(tmp_path)
+    assert (gpus.count.value, gpus.kind.value, gpus.bytes_each.value) == (2, "NVIDIA L40S", 46 * GIB)
+    assert gpus.pin_charged.value is False
+
+
+# -- Redis, model, engine, timing --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def redis_url(tmp_path: Path) -> Iterator[str]:
+    if shutil.which("redis-server") is None:
+        pytest.skip("no redis-server")
+    command = ["redis-server", "--port", "0", "--unixsocket", str(tmp_path / "s"), "--save", "", "--maxmemory", "64mb"]
+    with subprocess.Popen([*command, "--maxmemory-policy", "allkeys-random"], stdout=subprocess.PIPE) as server:
+        assert server.stdout
+        for line in server.stdout:
+            if b"eady to accept connections" in line:
+                break
+        yield f"unix://{tmp_path}/s"
+        server.terminate()
+        server.stdout.read()
+
+
+def test_real_redis_is_sized_timed_and_left_clean(redis_url: str) -> None:
+    import redis
+
+    seen = probe.probe_redis(redis_url)
+    assert (seen.reachable.value, seen.maxmemory.value, seen.local) == (True, 64 * MIB, True)
+    assert seen.policy.value == "allkeys-random"
+    timed = measure(Facts(redis=seen), seconds=0.5).redis
+    assert timed and timed.speed.value and timed.speed.value > 0
+    with redis.Redis.from_url(redis_url) as client:
+        assert client.dbsize() == 0
+
+
+def test_redis_that_is_not_there_is_a_fact() -> None:
+    gone = probe.probe_redis("unix:///nonexistent/socket")
+    assert gone.reachable.value is False and gone.reachable.source
+
+
+def test_model_folder_index_files_and_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"expected a local model folder or config\.json"):
+        probe.probe_model(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3-8b"]))
+    assert "estimated" in probe.probe_model(str(tmp_path)).weight_bytes.source
+    (tmp_path / "model.bin").write_bytes(b"x" * 10)
+    assert probe.probe_model(str(tmp_path)).weight_bytes.value == 10
+    (tmp_path / "a.safetensors").write_bytes(b"x" * 20)
+    (tmp_path / "b.safetensors").write_bytes(b"x" * 22)
+    assert probe.probe_model(str(tmp_path)).weight_bytes.value == 42
+    (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 77}}')
+    model = probe.probe_model(str(tmp_path), "fp8")
+    assert (model.weight_bytes.value, model.kv_bytes_per_token.value) == (77, 72 * 1024)
+
+
+def test_engine_facts_come_from_its_own_configuration() -> None:
+    hf_config = SimpleNamespace(to_dict=lambda: MODELS["llama-3.1-8b"])
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=4, pipeline_parallel_size=2, data_parallel_size_local=3),
+        cache_config=SimpleNamespace(block_size=16, cache_dtype="fp8", num_gpu_blocks=1000),
+        model_config=SimpleNamespace(model="a/b", max_model_len=8192, dtype="torch.bfloat16", hf_config=hf_config),
+    )
+    engine, model = probe.probe_engine(config, engines=2)
+    numbers = (engine.tensor_parallel, engine.pipeline_parallel, engine.data_parallel, engine.engines)
+    assert [fact.value for fact in numbers] == [4, 2, 3, 2]
+    assert (engine.block_tokens.value, engine.max_model_len.value) == (16, 8192)
+    assert (engine.kv_cache_tokens.value, engine.started.value) == (16_000, True)
+    assert engine.expert_parallel.value is None
+    assert model.kv_bytes_per_token.value == 64 * 1024
+
+
+def test_measuring_fills_speeds_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    disk = probe.probe_disk(str(tmp_path / "kvtier"))
+    if not disk.o_direct.value:
+        pytest.skip(f"no O_DIRECT in the test folder: {disk.o_direct.source}")
+    slow = replace(disk, filesystem=known("tmpfs", "test"))
+    facts = measure(Facts(disks=(disk, slow)), seconds=0.5)
+    assert facts.copy_speed.value and facts.disks[0].read_speed.value and facts.disks[0].write_speed.value
+    assert facts.disks[1].read_speed.value is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trial_stops_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(1000))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
+    steps: list[int] = []
+
+    def step(index: int) -> int:
+        steps.append(index)
+        return 10
+
+    assert timing._rate(step, 3.0, 500) == 10.0
+    assert steps == [0, 1, 2, 3]
+
+
+def test_a_failing_look_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise PermissionError("refused by a sandbox")
+
+    monkeypatch.setattr(os, "statvfs", refuse)
+    disk = probe.probe_disk(str(tmp_path))
+    assert disk.free.value is None and "refused by a sandbox" in disk.free.source
+    assert probe.probe_memory().shm.value is None

@@ -1,0 +1,319 @@
+"""Real server processes and their clients on this host: sharing, isolation, quotas, bounds in time, socket files."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvtier.chunk import ChunkLayout, fingerprint
+from kvtier.client import Client
+from kvtier.errors import ConfigError, StateError
+from kvtier.pool import Pool
+from kvtier.store import Match
+from kvtier.testing.check_tier import content
+from tests.server_process import (
+    LAYOUT,
+    OTHER,
+    SLOT,
+    ServerProcess,
+    at_rest,
+    attached,
+    load,
+    run,
+    save,
+    serving,
+    short_folder,
+    wait_for,
+)
+
+NVME = 1 << 20
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Client]:
+    with attached(server.door()) as client:
+        yield client
+
+
+# ---- the Store's surface ---------------------------------------------------------------------------------------------
+
+
+def test_what_one_engine_saved_another_loads(server: ServerProcess, client: Client) -> None:
+    assert save(client, run(1, 5)) == 5
+    with attached(server.door()) as other:
+        assert other.match(run(1, 8)) == Match(5, 0)
+        assert load(other, run(1, 8)) == ["ram"] * 5
+        assert save(other, run(1, 8)) == 3
+    assert client.match(run(1, 8)) == Match(8, 0)
+    assert client.stats()["saved"] == 8
+    at_rest(client)
+
+
+def test_a_load_from_the_middle_of_a_run(client: Client) -> None:
+    keys = run(1, 5)
+    save(client, keys)
+    with client.load(keys, 3) as lease:
+        assert lease.poll() == Match(2, 0)
+        assert list(lease.keys) == keys[3:]
+        assert lease.views() == [content(key, SLOT) for key in keys[3:]]
+    assert lease.slots == []
+
+
+def test_a_save_that_is_closed_is_never_served(client: Client) -> None:
+    with client.save(run(1, 3)) as lease:
+        assert len(lease.slots) == 3
+        assert client.stats()["ram_filling"] == 3
+    assert client.match(run(1, 3)) == Match(0, 0)
+    with pytest.raises(StateError, match="has ended"):
+        lease.commit()
+    at_rest(client)
+
+
+def test_a_lease_pins_and_its_end_frees(client: Client) -> None:
+    keys = run(1, 4)
+    save(client, keys)
+    lease = client.load(keys)
+    with pytest.raises(StateError, match="not at rest"):
+        client.check(idle=True)
+    lease.close()
+    lease.close()
+    at_rest(client)
+
+
+def test_forget_and_clear(client: Client) -> None:
+    save(client, run(1, 3))
+    save(client, run(2, 3))
+    client.forget(run(1, 3)[1:])
+    assert (client.match(run(1, 3)), client.match(run(2, 3))) == (Match(1, 0), Match(3, 0))
+    client.clear()
+    assert client.match(run(2, 3)) == Match(0, 0)
+    assert client.stats()["ram_free"] == 32
+
+
+def test_a_worker_maps_the_pool_by_its_path(client: Client) -> None:
+    pool = client.pool
+    assert pool is not None
+    worker = "from kvtier.pool import Pool; import sys; Pool.attach(sys.argv[1], 32, 8192).view(int(sys.argv[2]))[:4] = b'mine'"
+    with client.save(run(1, 1)) as lease:
+        subprocess.run([sys.executable, "-c", worker, pool.path, str(lease.slots[0])], check=True)
+        assert bytes(lease.views()[0][:4]) == b"mine"
+
+
+def test_chunks_come_back_from_nvme_after_a_restart_and_say_so() -> None:
+    with short_folder() as folder:
+        server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
+        with server, attached(server.door()) as client:
+            save(client, run(1, 6))
+            assert server.stop() == 0
+            server.start()
+            wait_for(lambda: client.pool is not None or client.match(run(1, 6)).ready > 0, "attached again")
+            wait_for(lambda: client.match(run(1, 6)) == Match(0, 6), "warm")
+            with client.load(run(1, 6)) as lease:
+                while lease.poll().coming:
+                    client.wait(0.05)
+                assert lease.sources == ["nvme"] * 6
+                assert lease.views() == [content(key, SLOT) for key in run(1, 6)]
+            assert load(client, run(1, 6)) == ["ram"] * 6
+            at_rest(client)
+
+
+def test_wait_returns_early_when_a_promotion_ends() -> None:
+    with short_folder() as folder:
+        server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
+        with server, attached(server.door()) as client:
+            save(client, run(1, 1))
+            server.stop()
+            server.start()
+            wait_for(lambda: client.match(run(1, 1)).coming == 1, "warm")
+            patient = Client(server.door(), timeout_s=100.0)
+            with patient.load(run(1, 1)) as lease:
+                begun = time.monotonic()
+                while lease.poll().coming:
+                    patient.wait(10.0)
+                assert time.monotonic() - begun < 9.0
+            patient.close()
+
+
+# ---- who may have what -----------------------------------------------------------------------------------------------
+
+
+def test_namespaces_do_not_touch_each_other(server: ServerProcess, client: Client) -> None:
+    theirs = run(1, 3)
+    save(client, theirs)
+    for door in (server.door(OTHER), server.door(LAYOUT, "tenant")):
+        with attached(door) as other:
+            other.forget(theirs)
+            other.clear()
+            save(other, run(2, 2, OTHER))
+            assert other.match(run(2, 2, OTHER)) == Match(2, 0)
+    assert client.match(theirs) == Match(3, 0)
+    assert run(1, 3, OTHER) != run(1, 3, LAYOUT)
+
+
+def test_clear_covers_what_was_saved_before_a_restart() -> None:
+    with short_folder() as folder:
+        server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
+        with server:
+            with attached(server.door()) as client:
+                save(client, run(1, 3))
+            server.stop()
+            server.start()
+            with attached(server.door()) as client:
+                assert client.match(run(1, 3)) == Match(0, 3)
+                client.clear()
+                assert client.match(run(1, 3)) == Match(0, 0)
+
+
+def test_a_namespace_that_floods_the_server_only_pushes_out_its_own() -> None:
+    with serving(namespace_percent=50) as server, attached(server.door()) as quiet:
+        save(quiet, run(1, 10))
+        with attached(server.door(OTHER)) as loud:
+            for prompt in range(20):
+                save(loud, run(prompt, 5, OTHER))
+                loud.check()
+            held = sum(loud.match(run(prompt, 5, OTHER)).ready for prompt in range(20))
+            assert held == 16, "half of 32 slots"
+        assert load(quiet, run(1, 10)) == ["ram"] * 10
+        at_rest(quiet)
+
+
+def test_other_chunk_sizes_need_a_realm_of_their_own(server: ServerProcess, client: Client) -> None:
+    larger = ChunkLayout(fingerprint({"model": "c"}), 1, 1, (2 * SLOT,))
+    with pytest.raises(ConfigError, match=r"8,192 bytes and not of 16,384 .* raise server_realms=1"):
+        Client(server.door(larger))
+    save(client, run(1, 1))
+    with serving(server_realms=2) as wide, attached(wide.door()) as small, attached(wide.door(larger)) as large:
+        assert small.pool is not None and large.pool is not None
+        assert (small.pool.slots, large.pool.slots) == (16, 8)
+        save(large, run(1, 2, larger))
+        assert load(large, run(1, 2, larger)) == ["ram"] * 2
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_another_user_may_not_attach(server: ServerProcess, client: Client) -> None:
+    knock = f"import os, socket; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.connect({str(server.socket)!r}); print(s.recv(9))"
+    refused = subprocess.run([sys.executable, "-c", knock], capture_output=True, text=True, check=False)
+    assert "PermissionError" in refused.stderr, "the file's mode"
+    server.socket.parent.chmod(0o755)
+    server.socket.parent.parent.chmod(0o755)
+    server.socket.chmod(0o666)
+    refused = subprocess.run([sys.executable, "-c", knock], capture_output=True, text=True, check=False)
+    assert refused.stdout == "b''\n" or "ConnectionReset" in refused.stderr, "the credentials"
+    assert "user 65534 may not attach" in server.said()
+    assert client.match(run(1, 1)) == Match(0, 0)
+
+
+# ---- socket files ----------------------------------------------------------------------------------------------------
+
+
+def test_the_socket_is_ours_only(server: ServerProcess) -> None:
+    assert stat.S_IMODE(server.socket.stat().st_mode) == 0o600
+    assert stat.S_IMODE(server.socket.parent.stat().st_mode) == 0o700
+
+
+def test_a_stale_socket_is_replaced_and_a_live_one_is_not() -> None:
+    with short_folder() as folder:
+        server = ServerProcess(folder)
+        with server:
+            server.kill()
+            assert server.socket.exists()
+            server.start()
+            with attached(server.door()) as client:
+                assert "another kvtier server has it" in ServerProcess(folder).refusal()
+                assert client.match(run(1, 1)) == Match(0, 0)
+            assert server.stop() == 0
+            assert not server.socket.exists()
+
+
+def test_a_folder_that_others_may_write_is_refused() -> None:
+    with short_folder() as folder:
+        server = ServerProcess(folder)
+        server.socket.parent.mkdir()
+        server.socket.parent.chmod(0o777)
+        assert "chmod 700" in server.refusal()
+
+
+# ---- bounded in time -------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_starts_without_its_server_and_gets_it_later() -> None:
+    with short_folder() as folder:
+        server = ServerProcess(folder)
+        with attached(server.door()) as client:
+            assert (client.pool, client.match(run(1, 2))) == (None, Match(0, 0))
+            assert save(client, run(1, 2)) == 0
+            assert load(client, run(1, 2)) == []
+            with server:
+                wait_for(lambda: client.pool is not None, "attached")
+                save(client, run(1, 2))
+                assert load(client, run(1, 2)) == ["ram"] * 2
+
+
+def test_a_server_that_hangs_costs_one_deadline_and_then_nothing(server: ServerProcess, client: Client) -> None:
+    """Nothing is lost by it either: the leases of late answers go back, and the connection stays."""
+    save(client, run(1, 4))
+    hasty = Client(server.door(), timeout_s=0.05)
+    held = hasty.load(run(1, 4))
+    with server.paused():
+        begun = time.monotonic()
+        assert hasty.load(run(1, 4)).poll() == Match(0, 0)
+        for _ in range(1000):
+            assert hasty.match(run(1, 4)) == Match(0, 0)
+            assert hasty.save(run(2, 4)).keys == []
+        assert time.monotonic() - begun < 1.0, "2001 calls and one deadline of 0.05 s"
+        assert held.views() == [content(key, SLOT) for key in run(1, 4)]
+        held.close()
+    wait_for(lambda: hasty.match(run(1, 4)) == Match(4, 0), "answers again")
+    assert hasty.counts["lost"] == 0
+    at_rest(client)
+    hasty.close()
+
+
+def test_a_load_that_was_ready_stays_readable_without_the_server(server: ServerProcess, client: Client) -> None:
+    save(client, run(1, 3))
+    lease, filling = client.load(run(1, 3)), client.save(run(2, 3))
+    server.kill()
+    assert client.match(run(1, 3)) == Match(0, 0)
+    assert (client.pool, lease.poll()) == (None, Match(3, 0))
+    assert lease.views() == [content(key, SLOT) for key in run(1, 3)]
+    assert len(filling.views()) == 3
+    filling.commit()
+    lease.close()
+
+
+def test_a_new_server_means_a_new_pool(server: ServerProcess, client: Client) -> None:
+    before = client.pool
+    assert before is not None
+    lease = client.save(run(1, 3))
+    server.kill()
+    server.start()
+    assert client.match(run(1, 3)) == Match(0, 0)
+    wait_for(lambda: client.pool is not None, "attached again")
+    assert client.pool is not before
+    assert Pool.attach(before.path, before.slots, before.slot_bytes).slots == 32, "its lease still needs it"
+    lease.commit()
+    assert client.match(run(1, 3)) == Match(0, 0), "that was another server's"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(before.fd)
+    save(client, run(1, 3))
+    assert load(client, run(1, 3)) == ["ram"] * 3
+    at_rest(client)
+
+
+def test_a_connection_that_says_nothing_is_no_client(server: ServerProcess, client: Client) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(str(server.socket))
+        assert load(client, run(1, 1)) == []

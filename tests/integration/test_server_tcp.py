@@ -1,0 +1,360 @@
+"""Engines on another host, here over loopback: what a tier promises, tokens, TLS, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from kvtier import wire
+from kvtier.chunk import ChunkKey, ChunkLayout
+from kvtier.dial import Address, Door, client_tls, hello
+from kvtier.errors import ConfigError, TierError
+from kvtier.lanes import Lane
+from kvtier.pool import Pool
+from kvtier.store import Store
+from kvtier.testing import check_tier
+from kvtier.testing.check_tier import content
+from kvtier.tiers.remote import RemoteTier
+from tests.server_process import (
+    LAYOUT,
+    OTHER,
+    SLOT,
+    ServerProcess,
+    at_rest,
+    attached,
+    free_port,
+    load,
+    run,
+    save,
+    serving,
+    short_folder,
+    wait_for,
+)
+
+TOKEN = b"a secret of more than 16 bytes"
+INSECURE = ("--insecure",)
+
+
+def far(port: int, layout: ChunkLayout = LAYOUT, token: bytes | None = None, tls: ssl.SSLContext | None = None) -> Door:
+    own = hello(layout.fingerprint, layout.chunk_bytes, stream=True, client="far")
+    return Door(Address("", "localhost" if tls else "127.0.0.1", port), own, token, tls)
+
+
+@contextmanager
+def engine(door: Door, slots: int = 8) -> Iterator[Store]:
+    """An engine's own Store over a server far away."""
+    tier = RemoteTier(door)
+    store = Store(Pool(slots, SLOT), [(tier, Lane("remote", 2, urgent_bound=64, bound=64))])
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def server(port: int) -> Iterator[ServerProcess]:
+    with serving(f"tcp://127.0.0.1:{port}", flags=INSECURE) as server:
+        yield server
+
+
+# ---- chunks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_bytes", [SLOT, 5000, 3 << 20])
+def test_a_server_keeps_the_promises_of_a_tier(port: int, chunk_bytes: int) -> None:
+    with serving(f"tcp://127.0.0.1:{port}", flags=INSECURE, ram_bytes=32 * max(SLOT, chunk_bytes)) as server:
+
+        def make() -> RemoteTier:
+            """A tier that holds nothing: the server forgets what the test before left."""
+            layout = ChunkLayout(LAYOUT.fingerprint, 1, 1, (chunk_bytes,))
+            with attached(server.door(layout)) as client:
+                client.clear()
+                wait_for(lambda: client.stats()["ram_ready"] == 0, "empty")
+            return RemoteTier(far(port, layout))
+
+        check_tier(make, chunk_bytes=chunk_bytes)
+
+
+def test_engines_near_and_far_share_what_they_saved(server: ServerProcess, port: int) -> None:
+    with attached(server.door()) as near, engine(far(port)) as one, engine(far(port)) as two:
+        save(near, run(1, 4))
+        assert load(one, run(1, 4)) == ["remote"] * 4
+        save(two, run(2, 5))
+        wait_for(lambda: near.match(run(2, 5)).ready == 5, "spilled to the server")
+        assert load(near, run(2, 5)) == ["ram"] * 5
+        assert load(one, run(2, 5)) == ["remote"] * 5
+        at_rest(near)
+
+
+def test_what_the_server_has_on_nvme_only_is_found_and_read(port: int) -> None:
+    with short_folder() as folder, ExitStack() as stack:
+        server = ServerProcess(
+            folder, f"tcp://127.0.0.1:{port}", flags=INSECURE, nvme_path=folder / "nvme", nvme_bytes=1 << 20
+        )
+        stack.enter_context(server)
+        with attached(server.door()) as near:
+            save(near, run(1, 5))
+        assert server.stop() == 0
+        server.start()
+        with engine(far(port)) as store:
+            assert load(store, run(1, 5)) == ["remote"] * 5
+
+
+def test_a_run_written_chunk_by_chunk_leaves_leaf_first(server: ServerProcess, port: int) -> None:
+    """32 slots in the server; what is pushed out of a long run is its end."""
+    tier = RemoteTier(far(port))
+    old, new = run(1, 30), run(2, 12)
+    for key in old:
+        assert tier.write(key, content(key, SLOT))
+    for key in new:
+        assert tier.write(key, content(key, SLOT))
+    with attached(server.door()) as near:
+        assert (near.match(old).ready, near.match(new).ready) == (20, 12)
+    tier.close()
+
+
+def test_a_chunk_that_is_held_is_not_sent_again(server: ServerProcess, port: int) -> None:
+    tier = RemoteTier(far(port))
+    key = run(1, 1)[0]
+    assert tier.write(key, content(key, SLOT))
+    with attached(server.door()) as near:
+        before = near.stats()["saved"]
+        assert tier.write(key, memoryview(bytes(SLOT)))
+        assert near.stats()["saved"] == before
+        assert load(near, [key]) == ["ram"]
+    tier.close()
+
+
+def test_a_server_that_comes_back_is_used_again(server: ServerProcess, port: int) -> None:
+    tier = RemoteTier(far(port))
+    key = run(1, 1)[0]
+    into = memoryview(bytearray(SLOT))
+    assert tier.write(key, content(key, SLOT))
+    server.kill()
+    assert (tier.read(key, into), tier.find([key])) == (False, 0)
+    server.start()
+    wait_for(lambda: tier.write(key, content(key, SLOT)), "reconnected")
+    assert tier.read(key, into) and into == content(key, SLOT)
+    tier.close()
+
+
+def test_a_restart_between_two_calls_costs_no_call(server: ServerProcess, port: int) -> None:
+    tier = RemoteTier(far(port))
+    key = run(1, 1)[0]
+    assert tier.find([key]) == 0
+    assert server.stop() == 0
+    server.start()
+    assert tier.write(key, content(key, SLOT)), "the kept connection was dead; a new one took the call"
+    tier.close()
+
+
+def test_an_engine_starts_without_a_far_server(port: int) -> None:
+    with engine(far(port)) as store:
+        save(store, run(1, 2))
+        assert load(store, run(1, 2)) == ["ram"] * 2
+
+
+def test_a_bit_flipped_on_the_way_is_a_miss_at_either_end(server: ServerProcess, port: int) -> None:
+    with flipping(port) as bad:
+        key = run(1, 1)[0]
+        tier = RemoteTier(far(bad))
+        assert not tier.write(key, content(key, SLOT))
+        with attached(server.door()) as near:
+            assert near.match([key]) == (0, 0)
+            save(near, [key])
+            assert not tier.read(key, memoryview(bytearray(SLOT)))
+            assert tier.counts["corrupt"] == 1
+            at_rest(near)
+        tier.close()
+
+
+@contextmanager
+def flipping(port: int) -> Iterator[int]:
+    """A proxy before ``port`` that flips one bit in the middle of every chunk, in both directions."""
+
+    def pipe(source: socket.socket, sink: socket.socket) -> None:
+        with source, sink:
+            while data := source.recv(1 << 20):
+                middle = content(run(1, 1)[0], SLOT)[SLOT // 2 : SLOT // 2 + 16].tobytes()
+                sink.sendall(data.replace(middle, bytes([middle[0] ^ 1]) + middle[1:]))
+            sink.shutdown(socket.SHUT_RDWR)
+
+    def serve() -> None:
+        while True:
+            try:
+                near, _ = listener.accept()
+            except OSError:
+                return
+            away = socket.create_connection(("127.0.0.1", port))
+            for pair in ((near, away), (away.dup(), near.dup())):
+                threading.Thread(target=pipe, args=pair, daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+# ---- who is let in ---------------------------------------------------------------------------------------------------
+
+
+def test_tcp_without_token_or_key_is_refused(port: int) -> None:
+    with short_folder() as folder:
+        assert "server_token_file" in ServerProcess(folder, f"tcp://127.0.0.1:{port}").refusal()
+        assert "server_token_file" in ServerProcess(folder, f"tcp://0.0.0.0:{port}", flags=INSECURE).refusal()
+
+
+def test_attach_is_not_for_other_hosts(server: ServerProcess, port: int) -> None:
+    own = hello(LAYOUT.fingerprint, SLOT, stream=False)
+    with pytest.raises(ConfigError, match="another host cannot map the pool"):
+        RemoteTier(Door(Address("", "127.0.0.1", port), own))
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    file = tmp_path / "token"
+    file.write_bytes(TOKEN + b"\n")
+    file.chmod(0o600)
+    return file
+
+
+def test_a_token_must_be_known_to_both(port: int, token_file: Path) -> None:
+    with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file) as server:
+        for wrong in (None, b"another secret of enough bytes"):
+            with pytest.raises(ConfigError, match="does not know the server's token"):
+                RemoteTier(far(port, token=wrong))
+        with engine(far(port, token=TOKEN)) as store, attached(server.door()) as near:
+            save(near, run(1, 2))
+            assert load(store, run(1, 2)) == ["remote"] * 2
+
+
+def test_a_server_that_does_not_know_our_token_gets_no_kv(server: ServerProcess, port: int) -> None:
+    with pytest.raises(ConfigError, match="does not know our token"):
+        RemoteTier(far(port, token=TOKEN))
+
+
+def test_a_proof_is_of_one_connection_only(port: int, token_file: Path) -> None:
+    """What an eavesdropper recorded lets nobody in."""
+    with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file):
+        own = replace(far(port).hello, nonce=os.urandom(32))
+        heard = wire.Challenge(wire.VERSION, bytes(32))
+        replayed = replace(own, proof=wire.client_proof(TOKEN, heard, own))
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            sock.sendall(wire.frame(replayed))
+            inbox: wire.Inbox[wire.Challenge | wire.Refused | wire.Welcome] = wire.Inbox(
+                wire.Challenge | wire.Refused | wire.Welcome
+            )
+            said = []
+            while data := sock.recv(4096):
+                said += list(inbox.feed(data))
+        assert isinstance(said[-1], wire.Refused) and "token" in said[-1].reason
+
+
+@pytest.mark.parametrize(("mode", "content_", "what"), [(0o644, TOKEN, "chmod 600"), (0o600, b"short", "16 or more")])
+def test_a_token_must_be_long_and_private(port: int, tmp_path: Path, mode: int, content_: bytes, what: str) -> None:
+    file = tmp_path / "token"
+    file.write_bytes(content_)
+    file.chmod(mode)
+    with short_folder() as folder:
+        assert what in ServerProcess(folder, f"tcp://127.0.0.1:{port}", server_token_file=file).refusal()
+
+
+# ---- TLS -------------------------------------------------------------------------------------------------------------
+
+
+def openssl(folder: Path, *words: str) -> None:
+    subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two authorities, ``ours`` and ``theirs``, and a certificate for localhost of each: ``ours-host``, ``theirs-host``."""
+    folder = tmp_path_factory.mktemp("certificates")
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    for who in ("ours", "theirs"):
+        openssl(folder, "req", "-x509", *curve, "-subj", f"/CN={who}", "-keyout", f"{who}.key", "-out", f"{who}.pem")
+        openssl(
+            folder, "req", "-x509", *curve, "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
+            "-addext", "basicConstraints=critical,CA:FALSE",
+            "-CA", f"{who}.pem", "-CAkey", f"{who}.key", "-keyout", f"{who}-host.key", "-out", f"{who}-host.pem",
+        )  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def tls_server(port: int, certificates: Path) -> Iterator[ServerProcess]:
+    """Demands certificates that ``ours`` signed, of clients too."""
+    with serving(
+        f"tcp://127.0.0.1:{port}",
+        server_cert=certificates / "ours-host.pem",
+        server_key=certificates / "ours-host.key",
+        server_ca=certificates / "ours.pem",
+    ) as server:
+        yield server
+
+
+def context(certificates: Path, trusted: str, shown: str | None) -> ssl.SSLContext:
+    files = [str(certificates / f"{shown}-host.{kind}") for kind in ("pem", "key")] if shown else [None, None]
+    return client_tls(str(certificates / f"{trusted}.pem"), *files)
+
+
+def test_chunks_over_tls(tls_server: ServerProcess, port: int, certificates: Path) -> None:
+    door = far(port, tls=context(certificates, "ours", "ours"))
+    with engine(door) as one, engine(door) as two, attached(tls_server.door()) as near:
+        save(one, run(1, 6))
+        wait_for(lambda: near.match(run(1, 6)).ready == 6, "spilled")
+        assert load(two, run(1, 6)) == ["remote"] * 6
+
+
+@pytest.mark.parametrize(("trusted", "shown"), [("theirs", "ours"), ("ours", "theirs"), ("ours", None)])
+def test_a_wrong_certificate_of_either_side_is_refused(
+    tls_server: ServerProcess, port: int, certificates: Path, trusted: str, shown: str | None
+) -> None:
+    tier = RemoteTier(far(port, tls=context(certificates, trusted, shown)))
+    key = run(1, 1)[0]
+    assert not tier.write(key, content(key, SLOT))
+    assert tier.counts["failed"] > 0
+    with attached(tls_server.door()) as near:
+        assert near.match([key]) == (0, 0)
+        at_rest(near)
+    tier.close()
+
+
+def test_a_client_without_tls_gets_nothing_from_a_server_with_it(tls_server: ServerProcess, port: int) -> None:
+    tier = RemoteTier(far(port))
+    assert tier.find([ChunkKey(bytes(40))]) == 0
+    assert tier.counts["failed"] > 0
+    tier.close()
+
+
+def test_a_far_namespace_is_its_own(server: ServerProcess, port: int) -> None:
+    one, other = RemoteTier(far(port)), RemoteTier(far(port, OTHER))
+    key = run(1, 1)[0]
+    assert one.write(key, content(key, SLOT))
+    other.delete(key)
+    assert one.find([key]) == 1
+    one.close()
+    other.close()
+
+
+def test_nobody_there_is_an_error_that_says_where(port: int) -> None:
+    from kvtier.dial import enter
+
+    with pytest.raises(TierError, match=f"no kvtier server at tcp://127.0.0.1:{port}"):
+        enter(far(port))

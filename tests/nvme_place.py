@@ -1,0 +1,35 @@
+"""What the NVMe tier's tests share: small slots, keys, and a read that fails the test when the tier lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.chunk import ChunkKey, ChunkLayout
+from kvtier.testing.check_tier import content
+from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.nvme_index import table_bytes
+
+SLOT = 8192
+LAYOUT = ChunkLayout(bytes(32), 1, 1, (SLOT,))
+
+
+def room(slots: int, slot_bytes: int = SLOT) -> int:
+    """The fewest bytes for so many slots."""
+    return table_bytes(slots) + slots * slot_bytes
+
+
+def fill(tier: NvmeTier, keys: Sequence[ChunkKey]) -> None:
+    for key in keys:
+        assert tier.write(key, content(key, SLOT))
+
+
+def holds(tier: NvmeTier, key: ChunkKey) -> bool:
+    into = memoryview(bytearray(SLOT))
+    held = tier.read(key, into)
+    assert not held or into == content(key, SLOT), "a lie"
+    return held
+
+
+def held(tier: NvmeTier, keys: Sequence[ChunkKey]) -> set[int]:
+    """Which of ``keys`` can be read."""
+    return {index for index, key in enumerate(keys) if holds(tier, key)}

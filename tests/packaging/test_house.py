@@ -1,0 +1,75 @@
+"""Rules of the house that no linter knows: sizes, names, and which file may do what."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in ("kvtier", "connectors", "autoconfig", "bench")
+    for path in (ROOT / folder).rglob("*.py")
+)
+FILE_LINES, FUNCTION_LINES = 400, 60
+WORN_FILES = {"utils", "common", "helpers", "manager", "types", "misc", "base_utils"}
+WORN_CLASSES = (
+    "Manager",
+    "Engine",
+    "Backend",
+    "Adapter",
+    "Handler",
+    "Controller",
+    "Service",
+    "Context",
+    "Util",
+    "Utils",
+)
+# Who may read the environment: configuration, and benchmarks that start servers.
+ENVIRONMENT = ("kvtier/config.py", "bench/")
+# Who may start threads: lanes, what hammers tiers in tests, and benchmarks.
+THREADS = ("kvtier/lanes.py", "kvtier/testing/", "bench/")
+READS = {"os.environ", "os.getenv", "os.environb"}
+STARTS = {"threading.Thread", "threading.Timer", "futures.ThreadPoolExecutor", "_thread.start_new_thread"}
+
+
+def tree(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text(encoding="utf-8"))
+
+
+def dotted(file: str) -> set[str]:
+    """Every ``a.b`` written in a file, and every ``from a import b`` as ``a.b``."""
+    names = set()
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            names.add(f"{node.value.id}.{node.attr}")
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module.rpartition('.')[2]}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_the_files_are_found() -> None:
+    assert {"kvtier/config.py", "connectors/__init__.py", "bench/report.py"} <= set(FILES)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_budgets_and_names(file: str) -> None:
+    lines = (ROOT / file).read_text(encoding="utf-8").count("\n")
+    assert lines <= FILE_LINES, f"{file} has {lines} lines"
+    assert Path(file).stem not in WORN_FILES
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= FUNCTION_LINES, f"{file}: {node.name} has {length} lines"
+        elif isinstance(node, ast.ClassDef):
+            assert not node.name.endswith(WORN_CLASSES), f"{file}: {node.name}"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_only_config_reads_the_environment_and_only_lanes_start_threads(file: str) -> None:
+    if not file.startswith(ENVIRONMENT):
+        assert not dotted(file) & READS
+    if not file.startswith(THREADS):
+        assert not dotted(file) & STARTS

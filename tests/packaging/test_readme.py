@@ -1,0 +1,42 @@
+"""README's commands work: each bash block under a ``<!-- test -->`` line is run, in order, in a copy of the tree."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^<!-- test -->\n+```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "build", "dist", ".*_cache", ".hypothesis", "__pycache__")
+
+
+def blocks() -> list[str]:
+    return BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+def test_there_is_something_to_run() -> None:
+    assert blocks(), "README.md has no bash block under a '<!-- test -->' line"
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    copy = tmp_path_factory.mktemp("readme") / "kvtier"
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=NOT_COPIED)
+    (copy / ".venv").symlink_to(Path(sys.prefix), target_is_directory=True)
+    return copy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", blocks(), ids=lambda block: block.partition("\n")[0][:60])
+def test_the_block_runs(block: str, copied: Path) -> None:
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(copied)}
+    ran = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block], cwd=copied, env=env, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, f"{block}\n{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}"

@@ -1,0 +1,171 @@
+"""A real redis-server for tests: started on a free port and a Unix socket, paused, filled, killed and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import redis
+
+from kvtier.chunk import ChunkKey, ChunkLayout
+from kvtier.tiers.redis import RedisTier
+from kvtier.tiers.redis_form import Form
+from kvtier.tiers.redis_link import Link
+
+CHUNK_BYTES = 10_000
+PART_BYTES = 4_096
+PARTS = 3
+NAMESPACE = bytes(range(8))
+FORM = Form("kvtier", NAMESPACE, PART_BYTES)
+KEYS = ChunkLayout(bytes(32), 1, 1, (CHUNK_BYTES,)).keys(range(8))
+
+
+def chunk(key: ChunkKey, size: int = CHUNK_BYTES) -> memoryview:
+    """Bytes that are this key's only."""
+    return memoryview((key * (size // len(key) + 1))[:size])
+
+
+def holds(tier: RedisTier, key: ChunkKey) -> bool:
+    """Read a chunk; it must be the right one if there is one."""
+    into = memoryview(bytearray(CHUNK_BYTES))
+    held = tier.read(key, into)
+    assert not held or into == chunk(key)
+    return held
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class RedisServer:
+    """One redis-server without persistence. ``tls``: on its TCP port, with ``certificate``. ``settings``: more of its
+    configuration, as ``maxmemory="10mb"``."""
+
+    def __init__(self, *, tls: bool = False, **settings: str | int) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="kvtier-redis-")
+        self.folder = Path(self._folder.name)
+        self.port = free_port()
+        self.path = self.folder / "redis.sock"
+        self.settings: dict[str, str | int] = {
+            "port": self.port, "unixsocket": str(self.path), "dir": str(self.folder), "save": "", "appendonly": "no",
+            "bind": "127.0.0.1", "enable-debug-command": "yes",
+            **{name.replace("_", "-"): value for name, value in settings.items()},
+        }  # fmt: skip
+        if tls:
+            self.certificate, key = make_certificate(self.folder, "server")
+            files = {"tls-cert-file": self.certificate, "tls-ca-cert-file": self.certificate, "tls-key-file": key}
+            self.settings |= {"port": 0, "tls-port": self.port, "tls-auth-clients": "no"}
+            self.settings |= {name: str(file) for name, file in files.items()}
+        self._process: subprocess.Popen[str] | None = None
+        self._tiers: list[RedisTier] = []
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> RedisServer:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for tier in self._tiers:
+            tier.close()
+        self.kill()
+        self._folder.cleanup()
+
+    def start(self) -> None:
+        """Start it, empty, and wait until it serves."""
+        words = [word for name, value in self.settings.items() for word in (f"--{name}", str(value))]
+        self._process = subprocess.Popen(["redis-server", *words], stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        told = []
+        for line in self._process.stdout:
+            told.append(line)
+            if "eady to accept connections" in line:
+                return
+        raise RuntimeError("redis-server did not start:\n" + "".join(told))
+
+    def kill(self) -> None:
+        """kill -9, as a crash."""
+        if self._process is not None:
+            assert self._process.stdout is not None
+            self._process.kill()
+            self._process.wait()
+            self._process.stdout.close()
+            self._process = None
+
+    def pause(self) -> None:
+        """SIGSTOP: it accepts connections (the kernel does) and answers nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitpid(self._process.pid, os.WUNTRACED)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    @contextmanager
+    def admin(self) -> Iterator[Any]:
+        """A plain redis.Redis, over the Unix socket, for looking behind the tier's back."""
+        with redis.Redis(unix_socket_path=str(self.path)) as client:
+            yield client
+
+    def tier(self, url: str = "", *, capacity: int = 64, ttl_s: float | None = None, clock: Clock | None = None,
+             timeout_s: float = 5.0) -> RedisTier:  # fmt: skip
+        """A tier of small chunks, three parts each. ``clock`` and a short ``timeout_s`` are for fault tests."""
+        link = Link(url or self.url, connections=4, timeout_s=timeout_s)
+        bytes_ = capacity * FORM.room(CHUNK_BYTES)
+        self._tiers.append(RedisTier(link, FORM, bytes_, CHUNK_BYTES, ttl_s=ttl_s, clock=clock or Clock()))
+        return self._tiers[-1]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
+    """A self-signed certificate for 127.0.0.1, which is its own authority: ``(certificate, key)``."""
+    certificate, key = folder / f"{name}.crt", folder / f"{name}.key"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-keyout", key, "-out", certificate, "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return certificate, key
+
+
+@contextmanager
+def redis_cluster(nodes: int = 3) -> Iterator[list[RedisServer]]:
+    """A Redis Cluster of masters that share the slots."""
+    with ExitStack() as stack:
+        servers = []
+        for _ in range(nodes):
+            # The cluster's own bus needs a second port; the default, port + 10000, may be taken or too high.
+            server = RedisServer(cluster_enabled="yes", cluster_port=free_port(), cluster_node_timeout=2000)
+            servers.append(stack.enter_context(server))
+        addresses = [f"127.0.0.1:{server.port}" for server in servers]
+        subprocess.run(
+            ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"], check=True, capture_output=True
+        )
+        for server in servers:
+            with server.admin() as admin:
+                while admin.execute_command("CLUSTER INFO")["cluster_state"] != "ok":
+                    time.sleep(0.02)  # the nodes have agreed and are about to notice
+        yield servers

@@ -1,0 +1,73 @@
+"""Breaker: opens after faults in a row, lets one call try, waits longer each time it fails, closes at a success."""
+
+from __future__ import annotations
+
+from kvtier.tiers.breaker import Breaker
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_faults_in_a_row_open_it_and_a_success_between_does_not() -> None:
+    breaker = Breaker(3, 1.0, 8.0, Clock())
+    assert [breaker.fault(), breaker.fault()] == [False, False]
+    assert not breaker.ok(), "it was closed all the time"
+    assert [breaker.fault(), breaker.fault(), breaker.fault()] == [False, False, True]
+    assert breaker.open
+    assert not breaker.allows()
+
+
+def test_after_the_wait_one_call_tries_and_its_success_closes_it() -> None:
+    clock = Clock()
+    breaker = Breaker(1, 1.0, 8.0, clock)
+    breaker.fault()
+    clock.now = 1.0
+    assert [breaker.allows(), breaker.allows()] == [True, False]
+    assert breaker.ok()
+    assert not breaker.open
+    assert [breaker.allows(), breaker.allows()] == [True, True]
+
+
+def test_each_failed_trial_doubles_the_wait_up_to_the_longest() -> None:
+    clock = Clock()
+    breaker = Breaker(1, 1.0, 5.0, clock)
+    breaker.fault()
+    waits = []
+    for _ in range(5):
+        waits.append(breaker.wait_s)
+        clock.now += breaker.wait_s - 0.01
+        assert not breaker.allows()
+        clock.now += 0.01
+        assert breaker.allows()
+        assert not breaker.fault(), "it was open already"
+    assert waits == [1.0, 2.0, 4.0, 5.0, 5.0]
+    clock.now += 5.0
+    assert breaker.allows()
+    breaker.ok()
+    assert breaker.wait_s == 1.0
+
+
+def test_calls_that_began_before_it_opened_do_not_lengthen_the_wait() -> None:
+    clock = Clock()
+    breaker = Breaker(1, 1.0, 8.0, clock)
+    for _ in range(4):
+        breaker.fault()
+    assert breaker.wait_s == 1.0
+    clock.now = 1.0
+    assert breaker.allows()
+
+
+def test_a_trial_that_never_reports_is_given_up() -> None:
+    clock = Clock()
+    breaker = Breaker(1, 1.0, 8.0, clock)
+    breaker.fault()
+    clock.now = 1.0
+    assert breaker.allows()
+    clock.now = 1.9
+    assert not breaker.allows()
+    clock.now = 2.0
+    assert breaker.allows()

@@ -1,0 +1,492 @@
+"""Blocks <-> slots on CPU tensors, by both copiers: the host's own and the staged one that GPUs use.
+
+``tests/gpu`` runs the same tests on a CUDA device by giving its own ``place`` fixture.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier import gpu
+from kvtier.errors import LayoutError, StateError
+from kvtier.gpu import PagedBlocks, pin, regions_of, slot_tensor, unpin
+from kvtier.pool import Pool
+
+LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 9, 2, 4, 6
+BLOCKS_PER_CHUNK = 4
+ORDERS = {"LBHNC": (0, 1, 2, 3, 4), "LBNHC": (0, 1, 3, 2, 4), "LHBNC": (0, 2, 1, 3, 4), "BLHNC": (1, 0, 2, 3, 4)}
+Make = Callable[["Engine"], PagedBlocks]
+
+
+@dataclass
+class Engine:
+    """KV tensors by layer, each with the blocks on ``axis`` (``kernel_blocks`` of them a block), over ``backings``."""
+
+    caches: dict[str, torch.Tensor]
+    backings: list[torch.Tensor]
+    axis: int = 0
+    kernel_blocks: int = 1
+
+    def block(self, layer: str, block: int) -> torch.Tensor:
+        """The block's values in the engine's own view."""
+        return self.caches[layer].narrow(self.axis, block * self.kernel_blocks, self.kernel_blocks)
+
+    def memory(self) -> list[torch.Tensor]:
+        """A copy of every byte the engine owns, padding and neighbours included."""
+        return [backing.cpu().clone() for backing in self.backings]
+
+
+def one_backing(order: Sequence[int], device: torch.device, padding: int = 0, blocks: int = BLOCKS) -> Engine:
+    """All layers in one allocation, logical [L, B, H, N, C] stored in ``order``; ``padding`` elements after a page."""
+    shape = (LAYERS, blocks, HEADS, TOKENS, CONTENT)
+    strides, step = [0] * 5, 1
+    for axis in reversed(order):
+        strides[axis] = step
+        step = step * shape[axis] + (padding if axis == 2 else 0)
+    backing = torch.zeros(step, dtype=torch.int16, device=device)
+    views = backing.as_strided(shape, strides)
+    return Engine({f"layer.{index}": views[index] for index in range(LAYERS)}, [backing])
+
+
+def kernel_blocks(device: torch.device) -> Engine:
+    engine = one_backing(ORDERS["LBHNC"], device)
+    split = {
+        name: cache.as_strided(
+            (BLOCKS * 2, HEADS, TOKENS // 2, CONTENT),
+            (cache.stride(0) // 2, cache.stride(0) // 4, CONTENT, 1),
+            cache.storage_offset(),
+        )
+        for name, cache in engine.caches.items()
+    }
+    return Engine(split, engine.backings, kernel_blocks=2)
+
+
+def keys_and_values_apart(device: torch.device) -> Engine:
+    caches = [torch.zeros(2, BLOCKS, TOKENS, HEADS, CONTENT, dtype=torch.int16, device=device) for _ in range(LAYERS)]
+    return Engine({f"layer.{index}": cache for index, cache in enumerate(caches)}, caches, axis=1)
+
+
+def keys_and_values_inside(device: torch.device) -> Engine:
+    """Shape (2, blocks, ...) whose memory has the blocks outermost."""
+    caches = [torch.zeros(BLOCKS, 2, TOKENS, HEADS, CONTENT, dtype=torch.int16, device=device) for _ in range(LAYERS)]
+    return Engine({f"layer.{index}": cache.transpose(0, 1) for index, cache in enumerate(caches)}, caches, axis=1)
+
+
+def unequal_layers(device: torch.device) -> Engine:
+    """Latent layers and odd-sized byte layers, each in an allocation of its own."""
+    caches = [torch.zeros(BLOCKS, TOKENS, width, dtype=torch.uint8, device=device) for width in (36, 36, 5, 7)]
+    return Engine({f"layer.{index}": cache for index, cache in enumerate(caches)}, caches)
+
+
+ENGINES: dict[str, Callable[[torch.device], Engine]] = {
+    **{name: lambda device, order=order: one_backing(order, device) for name, order in ORDERS.items()},  # type: ignore[misc]
+    "padded": lambda device: one_backing(ORDERS["LBHNC"], device, padding=8),
+    "kernel_blocks": kernel_blocks,
+    "keys_and_values_apart": keys_and_values_apart,
+    "keys_and_values_inside": keys_and_values_inside,
+    "unequal_layers": unequal_layers,
+}
+
+
+@pytest.fixture(params=["host", "staged"])
+def place(request: pytest.FixtureRequest) -> tuple[torch.device, bool]:
+    """Where the blocks lie, and whether to force the staged copier."""
+    return torch.device("cpu"), request.param == "staged"
+
+
+@pytest.fixture
+def device(place: tuple[torch.device, bool]) -> torch.device:
+    return place[0]
+
+
+@pytest.fixture
+def make(place: tuple[torch.device, bool]) -> Make:
+    def paged_blocks(engine: Engine) -> PagedBlocks:
+        regions = regions_of(engine.caches, BLOCKS)
+        paged = PagedBlocks(regions, BLOCKS_PER_CHUNK)
+        if place[1]:
+            merged = gpu._merged([region.rows for region in regions])
+            paged._copier = gpu._StagedCopier(merged, BLOCKS_PER_CHUNK)
+        return paged
+
+    return paged_blocks
+
+
+def fill(engine: Engine) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for backing in engine.backings:
+        backing.copy_(torch.randint(1, 100, backing.shape, generator=generator))
+
+
+def slot_part(paged: PagedBlocks) -> torch.Tensor:
+    return torch.zeros(paged.block_bytes * BLOCKS_PER_CHUNK, dtype=torch.uint8)
+
+
+def as_bytes(values: torch.Tensor) -> bytes:
+    return bytes(values.cpu().contiguous().view(torch.uint8).numpy())
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize(("saved", "loaded"), [([7, 2, 3, 0], [1, 8, 5, 6]), ([4, 5, 6, 7], [0, 1, 2, 3])])
+def test_what_was_saved_is_loaded_and_nothing_else_moves(
+    make: Make, device: torch.device, name: str, first: int, saved: list[int], loaded: list[int]
+) -> None:
+    engine = ENGINES[name](device)
+    fill(engine)
+    paged = make(engine)
+    part = slot_part(paged)
+    expected = ENGINES[name](device)
+    for mine, theirs in zip(expected.backings, engine.backings, strict=True):
+        mine.copy_(theirs)
+    for layer in engine.caches:
+        for source, target in list(zip(saved, loaded, strict=True))[first:]:
+            expected.block(layer, target).copy_(engine.block(layer, source))
+
+    paged.save([(part, 0, saved)]).wait()
+    paged.load([(part, first, loaded[first:])]).wait()
+
+    for got, wanted in zip(engine.memory(), expected.memory(), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_a_load_may_end_inside_its_chunk(make: Make, device: torch.device) -> None:
+    engine = one_backing(ORDERS["LBHNC"], device)
+    fill(engine)
+    paged = make(engine)
+    part = slot_part(paged)
+    paged.save([(part, 0, [0, 1, 2, 3])]).wait()
+    kept = as_bytes(engine.block("layer.1", 3))
+
+    paged.load([(part, 1, [8, 7])]).wait()
+
+    assert as_bytes(engine.block("layer.1", 8)) == as_bytes(engine.block("layer.1", 1))
+    assert as_bytes(engine.block("layer.1", 7)) == as_bytes(engine.block("layer.1", 2))
+    assert as_bytes(engine.block("layer.1", 3)) == kept
+
+
+@pytest.mark.parametrize("blocks", [[7, 2, 3, 0], [3, 4, 5, 6]])
+def test_slot_is_region_major_whatever_blocks_the_chunk_lay_in(
+    make: Make, device: torch.device, blocks: list[int]
+) -> None:
+    engine = one_backing(ORDERS["LBNHC"], device)
+    fill(engine)
+    paged = make(engine)
+    part = slot_part(paged)
+
+    paged.save([(part, 0, blocks)]).wait()
+
+    rows = [engine.block(layer, block).transpose(1, 2) for layer in engine.caches for block in blocks]
+    assert as_bytes(part) == b"".join(as_bytes(row) for row in rows)
+
+
+def test_merged_and_separate_layers_give_the_same_slot(make: Make, device: torch.device) -> None:
+    together = one_backing(ORDERS["LBHNC"], device)
+    fill(together)
+    clones = {name: cache.clone() for name, cache in together.caches.items()}
+    apart = Engine(clones, list(clones.values()))
+    parts = []
+    for engine, strided_copies in ((together, 1), (apart, LAYERS)):
+        paged = make(engine)
+        assert len(paged._copier._paged) == strided_copies
+        parts.append(slot_part(paged))
+        paged.save([(parts[-1], 0, [8, 1, 0, 5])]).wait()
+
+    assert torch.equal(*parts)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_layers_of_one_backing_move_in_one_strided_copy(device: torch.device, order: str) -> None:
+    regions = regions_of(one_backing(ORDERS[order], device).caches, BLOCKS)
+
+    merged = gpu._merged([region.rows for region in regions])
+
+    assert [tuple(group.shape) for group in merged] == [(len(regions), BLOCKS, regions[0].rows.shape[1])]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "runs", "scattered"),
+    [
+        ([7, 8, 9, 3, 5, 4], [(2, 7, 3), (5, 3, 1), (6, 5, 1), (7, 4, 1)], True),
+        ([7, 8, 9, 3, 4, 5], [(2, 7, 3), (5, 3, 3)], False),
+        ([4], [(2, 4, 1)], False),
+    ],
+)
+def test_neighbouring_blocks_move_together(
+    blocks: list[int], runs: list[tuple[int, int, int]], scattered: bool
+) -> None:
+    plan, index = gpu._plan(2, blocks)
+
+    assert plan == runs
+    assert (index is not None) is scattered
+
+
+def test_jobs_of_one_call_do_not_disturb_each_other(make: Make, device: torch.device) -> None:
+    engine = one_backing(ORDERS["LBHNC"], device)
+    fill(engine)
+    before = engine.memory()
+    paged = make(engine)
+    parts = [slot_part(paged), slot_part(paged)]
+    groups = [[0, 1, 2, 3], [7, 4, 6, 5]]
+
+    paged.save([(part, 0, blocks) for part, blocks in zip(parts, groups, strict=True)]).wait()
+    for backing in engine.backings:
+        backing.zero_()
+    copy = paged.load([(parts[0], 0, groups[0]), (parts[1], 2, groups[1][2:]), (parts[1], 0, groups[1][:2])])
+    copy.wait()
+
+    assert copy.done()
+    untouched = one_backing(ORDERS["LBHNC"], torch.device("cpu"))
+    untouched.backings[0].copy_(before[0])
+    for layer in engine.caches:
+        assert not engine.block(layer, 8).any()
+        for block in range(8):
+            assert as_bytes(engine.block(layer, block)) == as_bytes(untouched.block(layer, block))
+
+
+def test_a_copy_keeps_the_slots_memory() -> None:
+    engine = one_backing(ORDERS["LBHNC"], torch.device("cpu"))
+    paged = PagedBlocks(regions_of(engine.caches, BLOCKS), BLOCKS_PER_CHUNK)
+    memory = bytearray(paged.block_bytes * BLOCKS_PER_CHUNK)
+
+    copy = paged.save([(slot_tensor(memoryview(memory)), 0, [0, 1, 2, 3])])
+
+    with pytest.raises(BufferError):
+        memory.append(0)
+    del copy
+    memory.append(0)
+
+
+def _no_change(part: torch.Tensor) -> torch.Tensor:
+    return part
+
+
+@pytest.mark.parametrize(
+    ("change", "first", "blocks", "words"),
+    [
+        (_no_change, 0, [0, 1, 2, 9], "0 .. 8"),
+        (_no_change, 0, [0, 1, 2, -1], "-1 .. 2"),
+        (_no_change, 1, [0, 1, 2, 3], "4 blocks from block 1"),
+        (_no_change, -1, [0, 1], "from block -1"),
+        (_no_change, 2, [], "0 blocks from block 2"),
+        (lambda part: part[1:], 0, [0, 1, 2, 3], "expected 1152"),
+        (lambda part: part.view(torch.int16), 0, [0, 1, 2, 3], "dense uint8"),
+        (lambda part: part.repeat_interleave(2)[::2], 0, [0, 1, 2, 3], "dense uint8"),
+    ],
+)
+def test_a_wrong_load_moves_no_byte(
+    make: Make,
+    device: torch.device,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    first: int,
+    blocks: list[int],
+    words: str,
+) -> None:
+    engine = one_backing(ORDERS["LBHNC"], device)
+    fill(engine)
+    before = engine.memory()
+    paged = make(engine)
+    part = slot_part(paged)
+
+    with pytest.raises(StateError, match=words):
+        paged.load([(part, 0, [0, 1, 2, 3]), (change(part), first, blocks)])
+
+    assert torch.equal(engine.memory()[0], before[0])
+
+
+@pytest.mark.parametrize(("first", "blocks"), [(0, [0, 1, 2]), (1, [0, 1, 2]), (0, [0, 1, 2, 9])])
+def test_a_save_takes_whole_chunks_only(make: Make, device: torch.device, first: int, blocks: list[int]) -> None:
+    engine = one_backing(ORDERS["LBHNC"], device)
+    fill(engine)
+    paged = make(engine)
+    part = slot_part(paged)
+
+    with pytest.raises(StateError):
+        paged.save([(part, 0, [0, 1, 2, 3]), (part, first, blocks)])
+
+    assert not part.any()
+
+
+def test_layers_that_alias_one_tensor_count_once() -> None:
+    cache = torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT)
+    other = torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT)
+
+    regions = regions_of({"a": cache, "b": other, "c": cache.view(BLOCKS, HEADS, TOKENS, CONTENT)}, BLOCKS)
+
+    assert [region.layer for region in regions] == ["a", "b"]
+
+
+def test_rows_are_the_engines_memory_not_a_copy() -> None:
+    cache = torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT, dtype=torch.bfloat16)
+
+    (region,) = regions_of({"a": cache}, BLOCKS)
+    region.rows[3] = 1
+
+    assert cache[3].all()
+    assert not cache[2].any()
+    assert region.rows.shape == (BLOCKS, HEADS * TOKENS * CONTENT * 2)
+
+
+@pytest.mark.parametrize(
+    ("cache", "words"),
+    [
+        (torch.zeros(BLOCKS, 4, 8)[:, :, :6], "not dense"),
+        (torch.zeros(BLOCKS, 2, 3, 4).as_strided((BLOCKS, 2, 3, 4), (4, 24, 8, 1)), "not dense"),
+        (torch.zeros(BLOCKS, 4).as_strided((BLOCKS, 4), (2, 1)), "not dense"),
+        (torch.zeros(BLOCKS, 1, 1, 4).expand(BLOCKS, 2, 3, 4), "not dense"),
+        (torch.zeros(BLOCKS + 1, 4, 8), "no axis counts the blocks"),
+        (torch.zeros(3, BLOCKS, 4, 8), "no axis counts the blocks"),
+        (torch.zeros(BLOCKS), "no axis counts the blocks"),
+        ([torch.zeros(BLOCKS, 4)], "expected one tensor"),
+    ],
+)
+def test_a_cache_without_one_dense_row_a_block_is_refused(cache: Any, words: str) -> None:
+    with pytest.raises(LayoutError, match=rf"(?s)layers\.7\.attn.*{words}") as caught:
+        regions_of({"layers.7.attn": cache}, BLOCKS)
+
+    if isinstance(cache, torch.Tensor):
+        assert f"{tuple(cache.shape)} and stride {cache.stride()}" in str(caught.value)
+
+
+def test_two_blocks_are_not_taken_for_keys_and_values() -> None:
+    with pytest.raises(LayoutError, match="two axes could be the blocks"):
+        regions_of({"a": torch.zeros(2, 2, TOKENS, HEADS, CONTENT)}, 2)
+
+
+def test_regions_of_two_engines_are_refused() -> None:
+    regions = regions_of({"a": torch.zeros(4, 8)}, 4) + regions_of({"b": torch.zeros(5, 8)}, 5)
+
+    with pytest.raises(LayoutError, match="4 blocks on cpu"):
+        PagedBlocks(regions, 2)
+    with pytest.raises(LayoutError, match="no members"):
+        PagedBlocks([], 2)
+
+
+def described(engine: Engine, blocks: int = BLOCKS) -> dict[str, Any]:
+    return PagedBlocks(regions_of(engine.caches, blocks), BLOCKS_PER_CHUNK).describe()
+
+
+def test_description_is_json_and_does_not_depend_on_the_number_of_blocks() -> None:
+    cpu = torch.device("cpu")
+    small = described(one_backing(ORDERS["LHBNC"], cpu))
+    large = described(one_backing(ORDERS["LHBNC"], cpu, blocks=BLOCKS * 3), BLOCKS * 3)
+
+    assert json.loads(json.dumps(small)) == small == large
+    assert small["row_bytes"] == [TOKENS * CONTENT * 2] * LAYERS * HEADS
+    assert small["device"].startswith("cpu ")
+
+
+def test_description_tells_apart_what_would_be_read_wrongly() -> None:
+    cpu = torch.device("cpu")
+    engine = one_backing(ORDERS["LBHNC"], cpu)
+    reversed_layers = Engine(dict(reversed(engine.caches.items())), engine.backings)
+
+    descriptions = [described(one_backing(order, cpu)) for order in ORDERS.values() if order != ORDERS["BLHNC"]]
+    descriptions += [described(reversed_layers), described(kernel_blocks(cpu)), described(unequal_layers(cpu))]
+
+    assert len({json.dumps(description) for description in descriptions}) == len(descriptions)
+
+
+def test_packed_layers_are_described_as_separate_ones() -> None:
+    cpu = torch.device("cpu")
+    assert described(one_backing(ORDERS["BLHNC"], cpu)) == described(one_backing(ORDERS["LBHNC"], cpu))
+
+
+def test_block_bytes_is_the_sum_of_rows() -> None:
+    paged = PagedBlocks(regions_of(unequal_layers(torch.device("cpu")).caches, BLOCKS), BLOCKS_PER_CHUNK)
+    assert paged.block_bytes == TOKENS * (36 + 36 + 5 + 7)
+
+
+def test_slot_tensor_is_the_pools_memory() -> None:
+    pool = Pool(2, 4096)
+    slot_tensor(pool.view(1)).fill_(7)
+
+    assert bytes(pool.view(1)) == b"\7" * 4096
+    assert bytes(pool.view(0)) == bytes(4096)
+    with pytest.raises(StateError, match="read-only"):
+        slot_tensor(pool.view(0).toreadonly())
+
+
+class Driver:
+    """Stands for ``torch.cuda.cudart()``: remembers what is registered; refuses from the ``limit``-th piece on."""
+
+    def __init__(self, limit: float = math.inf) -> None:
+        self.held: dict[int, int] = {}
+        self._limit = limit
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        if len(self.held) >= self._limit:
+            return 2
+        self.held[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.held[address]
+        return 0
+
+
+def test_pinning_covers_the_region_in_pieces_that_end_between_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_PIN_PIECE", 5 * 4096)
+    pool, driver = Pool(7, 2 * 4096), Driver()
+    base = slot_tensor(pool.buffer).data_ptr()
+
+    addresses = pin(pool.buffer, pool.slot_bytes, driver)
+
+    assert driver.held == {base + start * 4096: size * 4096 for start, size in ((0, 4), (4, 4), (8, 4), (12, 2))}
+    unpin(addresses, driver)
+    assert not driver.held
+
+
+def test_refused_pinning_leaves_nothing_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_PIN_PIECE", 1)
+    pool, driver = Pool(4, 4096), Driver(limit=2)
+
+    assert pin(pool.buffer, pool.slot_bytes, driver) == []
+    assert not driver.held
+
+
+def test_random_jobs_against_a_plain_model(make: Make, device: torch.device) -> None:
+    """Saves and loads of random blocks between random slots; the model is a dict of bytes by slot and by block."""
+    dice = random.Random(5)
+    engine = keys_and_values_apart(device)
+    fill(engine)
+    paged = make(engine)
+    parts = [slot_part(paged) for _ in range(3)]
+    slots: dict[int, list[bytes]] = {}
+    blocks = {block: content(engine, block) for block in range(BLOCKS)}
+    for _ in range(60):
+        slot, chosen = dice.randrange(3), dice.sample(range(BLOCKS), BLOCKS_PER_CHUNK)
+        first = dice.randrange(BLOCKS_PER_CHUNK)
+        if slot not in slots or dice.random() < 0.5:
+            paged.save([(parts[slot], 0, chosen)]).wait()
+            slots[slot] = [blocks[block] for block in chosen]
+        else:
+            paged.load([(parts[slot], first, chosen[first:])]).wait()
+            blocks |= dict(zip(chosen[first:], slots[slot][first:], strict=True))
+        assert blocks == {block: content(engine, block) for block in range(BLOCKS)}
+
+
+def content(engine: Engine, block: int) -> bytes:
+    return b"".join(as_bytes(engine.block(layer, block)) for layer in engine.caches)
+
+
+def test_an_engine_in_inference_mode_is_served(make: Make, device: torch.device) -> None:
+    with torch.inference_mode():
+        engine = one_backing(ORDERS["LBHNC"], device)
+        fill(engine)
+        paged = make(engine)
+    part = slot_part(paged)
+    wanted = content(engine, 1)
+
+    paged.save([(part, 0, [0, 1, 2, 3])]).wait()
+    paged.load([(part, 0, [8, 7, 6, 5])]).wait()
+
+    assert content(engine, 7) == wanted
