@@ -34,8 +34,8 @@ _PROBE_SECONDS = 10
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One number. ``limit`` is what was asked for, ``ratio`` is value against the row's own reference (which the
-    name or the benchmark's docstring gives), ``min`` and ``max`` are the spread of the runs behind a median."""
+    """One number. ``limit`` is what it is held against: the hardware or peer measured in the same run (``ratio`` is
+    then value / limit), or a bound that was asked for. ``min`` and ``max`` are the spread behind a median."""
 
     name: str
     value: float | None

@@ -1,4 +1,4 @@
-"""What saving costs when nothing is ever reused: vLLM's throughput on prompts that never repeat, with and without kvtier.
+"""What saving costs when nothing is reused: vLLM's throughput on prompts that never repeat, with and without kvtier.
 
 ``python -m kvtier.bench.throughput --rounds 3`` starts one engine after the other, alternating, in processes of their
 own; every engine computes the same number of prompts it has never seen. kvtier runs with RAM and NVMe on. The ratio of

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from kvtier.chunk import ChunkKey, ChunkLayout
     from kvtier.config import Config
     from kvtier.errors import ConfigError, KVTierError, LayoutError, StateError, TierError
-    from kvtier.store import LoadLease, Match, SaveLease, Store
+    from kvtier.lease import LoadLease, Match, SaveLease
+    from kvtier.store import Store
 
 __version__ = "0.1.0"
 
@@ -39,7 +40,8 @@ _HOMES = {
     "kvtier.chunk": ("ChunkKey", "ChunkLayout"),
     "kvtier.config": ("Config",),
     "kvtier.errors": ("ConfigError", "KVTierError", "LayoutError", "StateError", "TierError"),
-    "kvtier.store": ("LoadLease", "Match", "SaveLease", "Store"),
+    "kvtier.lease": ("LoadLease", "Match", "SaveLease"),
+    "kvtier.store": ("Store",),
 }
 
 

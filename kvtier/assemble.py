@@ -6,7 +6,6 @@ import logging
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvtier.autoconfig.facts import UNLIMITED
 from kvtier.autoconfig.probe import probe_disk, probe_memory
 from kvtier.chunk import ChunkLayout
 from kvtier.config import Config, default_nvme_bytes, default_ram_bytes
@@ -20,6 +19,7 @@ logger = logging.getLogger("kvtier")
 
 _READS_QUEUED = 4096
 """Chunks that may wait for a lower tier at once: several of the longest prompts."""
+_NAMESPACE_BYTES = 8
 _UNKNOWN_MEMORY = 4 << 30
 """Taken as available where neither the host nor the cgroup says."""
 
@@ -45,7 +45,9 @@ def assemble(config: Config, layout: ChunkLayout, replica: int = 0) -> Store:
             undo.callback(lane.close, 0.0)
             tiers.append((tier, lane))
         share = config.namespace_percent / 100 if config.namespace_percent else None
-        store = Store(pool, tiers, share=share)
+        spare = Lane("pool", 1, urgent_bound=1, bound=1)
+        undo.callback(spare.close, 0.0)
+        store = Store(pool, tiers, share=share, spare=spare)
         undo.pop_all()
     _announce(store, layout)
     return store
@@ -58,8 +60,18 @@ def _tiers(config: Config, layout: ChunkLayout, replica: int) -> list[tuple[Tier
         from kvtier.tiers.nvme import NvmeTier
 
         path = Path(config.nvme_path) / f"replica{replica}" if replica else Path(config.nvme_path)
-        size = config.nvme_bytes or default_nvme_bytes(probe_disk(str(path)).free.value or 0)
+        disk = probe_disk(str(path))
+        size = config.nvme_bytes or default_nvme_bytes((disk.free.value or 0) + (disk.own.value or 0))
         found.append((NvmeTier(path, size, layout.slot_bytes), config.nvme_threads))
+    if config.redis_url:
+        from kvtier.tiers.redis import RedisTier
+        from kvtier.tiers.redis_form import Form
+        from kvtier.tiers.redis_link import Link
+
+        link = Link(config.redis_url, connections=config.redis_threads)
+        form = Form(config.redis_prefix, layout.fingerprint[:_NAMESPACE_BYTES])
+        redis = RedisTier(link, form, config.redis_bytes, layout.slot_bytes, ttl_s=config.redis_ttl_s)
+        found.append((redis, config.redis_threads))
     return found
 
 
@@ -67,8 +79,8 @@ def _ram_bytes(config: Config) -> int:
     if config.ram_bytes is not None:
         return config.ram_bytes
     memory = probe_memory()
-    available = memory.available.value or _UNKNOWN_MEMORY
-    return default_ram_bytes(min(available, memory.cgroup_headroom.value or UNLIMITED))
+    looks = (memory.available.value, memory.cgroup_headroom.value)
+    return default_ram_bytes(min((value for value in looks if value is not None), default=_UNKNOWN_MEMORY))
 
 
 def _announce(store: Store, layout: ChunkLayout) -> None:

@@ -74,6 +74,7 @@ COMMANDS: dict[str, tuple[str, Callable[[], Command]]] = {
         "time to first token on long documents, with and without kvtier",
         _module("kvtier.bench.long_doc_qa"),
     ),
+    "plan": ("what auto-config would set on this machine, and why", _module("kvtier.autoconfig.command")),
     "config": (
         "print the effective configuration and where each value came from",
         lambda: Command(_config_arguments, _show_config),

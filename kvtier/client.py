@@ -22,8 +22,8 @@ from kvtier.chunk import ChunkKey
 from kvtier.dial import Door, enter
 from kvtier.errors import KVTierError, StateError, TierError
 from kvtier.lanes import Executor, Lane
+from kvtier.lease import Match
 from kvtier.link import Link, SharedPool
-from kvtier.store import Match
 
 logger = logging.getLogger("kvtier.client")
 

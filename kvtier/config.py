@@ -16,7 +16,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from kvtier.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+_LMI_AUTO = "OPTION_LMCACHE_AUTO_CONFIG"
 _LMCACHE_VARIABLES = ("LMCACHE_CONFIG_FILE", "OPTION_LMCACHE_CONFIG_FILE")
 
 
@@ -107,7 +108,14 @@ def load(
         for key, given, source in layer:
             if given is not None:
                 values[key], sources[key] = _parse(key, given, source), source
+    _refuse_auto_beside_a_file(values, sources, file, environment)
     return Config(**values, sources=sources)
+
+
+def filled(config: Config, values: Mapping[str, Any], source: str) -> Config:
+    """``config`` with ``values`` for the keys that nobody set: what auto-config found."""
+    new = {key: value for key, value in values.items() if key not in config.sources}
+    return replace(config, **new, sources={**config.sources, **dict.fromkeys(new, source)})
 
 
 def describe(config: Config) -> list[Setting]:
@@ -133,6 +141,19 @@ def masked(value: object) -> object:
     if not isinstance(value, str) or "://" not in value:
         return value
     return re.sub(r"(password=)[^&]*", r"\1***", re.sub(r"(://[^/@:]*:).*@", r"\1***@", value))
+
+
+def _refuse_auto_beside_a_file(
+    values: Mapping[str, Any], sources: Mapping[str, str], file: object, env: Mapping[str, str]
+) -> None:
+    """As in LMI: sizes come from one place. ``auto: true`` inside the file is that file's own wish."""
+    asked = sources.get("auto", "")
+    named = file or next((env[name] for name in ("KVTIER_CONFIG_FILE", *_LMCACHE_VARIABLES) if env.get(name)), None)
+    if values.get("auto") and named and not asked.startswith("file "):
+        raise ConfigError(
+            f"{asked} asks for auto-config and the file {named} sets sizes by hand: remove one of the two "
+            "('kvtier plan --yaml' writes the file that auto-config would use)"
+        )
 
 
 class _Given(NamedTuple):
@@ -191,6 +212,8 @@ _SERVICE_LINK = re.compile(r"KVTIER_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+
 
 
 def _from_environment(env: Mapping[str, str]) -> Iterator[_Given]:
+    if env.get(_LMI_AUTO):
+        yield _Given("auto", env[_LMI_AUTO], f"environment {_LMI_AUTO}")
     for name, value in env.items():
         if not name.startswith("KVTIER_") or name == "KVTIER_CONFIG_FILE" or _SERVICE_LINK.fullmatch(name):
             continue

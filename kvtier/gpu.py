@@ -38,7 +38,8 @@ from kvtier.errors import LayoutError, StateError
 Job = tuple[torch.Tensor, int, Sequence[int]]
 """(this rank's part of the slot, first block in the chunk, block ids from there on)."""
 
-_SHORT_ROW = 5 * PAGE_BYTES
+Array = np.ndarray[Any, Any]
+_SHORT_ROW = 8 * PAGE_BYTES
 _PIN_PIECE = 1 << 30
 
 
@@ -57,16 +58,15 @@ class Region:
 def regions_of(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> list[Region]:
     """The engine's per-layer KV tensors as regions, in the mapping's order; layers that alias one tensor count once.
 
-    The block axis is axis 0 (of ``num_blocks``, or a multiple of it where one block is several kernel blocks) or axis 1
-    behind a leading 2 (keys and values apart). Everything else goes by strides: an axis that lies outside the blocks
-    (keys | values, or heads before blocks) gives one region an index; the other axes must fill a row without a hole.
-    Rows may lie apart (padded pages, layers packed inside a block). Raises LayoutError naming the layer.
+    The block axis is axis 0 (``num_blocks`` or, where a block is several kernel blocks, a multiple) or axis 1 behind a
+    leading 2 (keys | values). The rest goes by strides: an axis outside the blocks (keys | values, heads before blocks)
+    gives a region an index; the others must fill a row without a hole, or LayoutError names the layer. Rows may lie
+    apart (padded pages, layers packed inside a block).
     """
     found: dict[tuple[int, int, int], Region] = {}
     for layer, cache in kv_caches.items():
         for region in _layer_regions(layer, cache, num_blocks):
-            rows = region.rows
-            found.setdefault((rows.data_ptr(), rows.shape[1], rows.stride(0)), region)
+            found.setdefault((region.rows.data_ptr(), region.rows.shape[1], region.rows.stride(0)), region)
     return list(found.values())
 
 
@@ -98,7 +98,7 @@ def _block_axis(layer: str, cache: torch.Tensor, num_blocks: int) -> int:
     second_fits = cache.ndim > 2 and cache.shape[0] == 2 and cache.shape[1] % num_blocks == 0
     if first_fits and second_fits and num_blocks > 1 and cache.ndim > 4:
         raise _unsupported(layer, cache, num_blocks, "two axes could be the blocks; give the engine more KV memory")
-    if not first_fits and not second_fits:
+    if not (first_fits or second_fits):
         raise _unsupported(layer, cache, num_blocks, "no axis counts the blocks")
     return 0 if first_fits else 1
 
@@ -245,11 +245,10 @@ def _stacked(group: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class _HostCopier:
-    """CPU memory, one thread. Each way was the fastest of those measured for its case; see bench/NOTES.md.
+    """CPU memory, one thread. Of the ways measured (bench/NOTES.md) the simplest that is fast in all layouts.
 
-    Stretches of neighbouring blocks move as one strided copy over all regions. Scattered blocks: a load assigns a
-    region's rows at once; a save of short rows first reads a byte of every page, so that the page walks, which
-    otherwise stall each row in turn, overlap.
+    Neighbouring blocks move as one strided copy over all regions; scattered ones are loaded by an assignment a region.
+    For short scattered rows a byte of every page is read first: page walks, else a stall a row, then overlap.
     """
 
     def __init__(self, groups: Sequence[torch.Tensor], blocks_per_chunk: int) -> None:
@@ -259,9 +258,7 @@ class _HostCopier:
     def save(self, jobs: Sequence[Job]) -> Copy:
         for part, first, blocks in jobs:
             runs, scattered = _plan(first, blocks)
-            for paged, slot in zip(self._paged, _cut(part.numpy(), self._shapes), strict=True):
-                if scattered is not None and paged.shape[2] <= _SHORT_ROW:
-                    paged[:, scattered, ::PAGE_BYTES]
+            for paged, slot in self._groups(part, scattered):
                 for at, block, count in runs:
                     np.copyto(slot[:, at : at + count], paged[:, block : block + count])
         return Copy(jobs)
@@ -269,26 +266,31 @@ class _HostCopier:
     def load(self, jobs: Sequence[Job]) -> Copy:
         for part, first, blocks in jobs:
             runs, scattered = _plan(first, blocks)
-            for paged, slot in zip(self._paged, _cut(part.numpy(), self._shapes), strict=True):
-                if scattered is not None:
+            for paged, slot in self._groups(part, scattered):
+                if scattered is None:
+                    for at, block, count in runs:
+                        np.copyto(paged[:, block : block + count], slot[:, at : at + count])
+                else:
                     for rows, source in zip(paged, slot[:, first : first + len(blocks)], strict=True):
                         rows[scattered] = source
-                    continue
-                for at, block, count in runs:
-                    np.copyto(paged[:, block : block + count], slot[:, at : at + count])
         return Copy(jobs)
 
+    def _groups(self, part: torch.Tensor, scattered: Array | None) -> Iterator[tuple[Array, Array]]:
+        for paged, slot in zip(self._paged, _cut(part.numpy(), self._shapes), strict=True):
+            if scattered is not None and paged.shape[2] <= _SHORT_ROW:
+                paged[:, scattered, ::PAGE_BYTES]
+            yield paged, slot
 
-def _plan(at: int, blocks: Sequence[int]) -> tuple[list[tuple[int, int, int]], np.ndarray[Any, Any] | None]:
-    """``(block in chunk, block id, count)`` of each stretch of neighbouring block ids; and all ids as an index when
-    fewer than every second block has its neighbour in the list."""
+
+def _plan(at: int, blocks: Sequence[int]) -> tuple[list[tuple[int, int, int]], Array | None]:
+    """``(block in chunk, block id, count)`` of each stretch of neighbouring ids; if those are short, all ids too."""
     runs, start = [], 0
     for index in range(1, len(blocks) + 1):
         if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:
             runs.append((at + start, blocks[start], index - start))
             start = index
-    scattered = len(runs) > 1 and 2 * len(runs) > len(blocks)
-    return runs, np.array(blocks, dtype=np.intp) if scattered else None
+    short = len(runs) > 1 and 2 * len(runs) > len(blocks)
+    return runs, np.array(blocks, dtype=np.intp) if short else None
 
 
 def _cut(part: Any, shapes: Sequence[tuple[int, int, int]]) -> Iterator[Any]:
@@ -303,8 +305,7 @@ def _cut(part: Any, shapes: Sequence[tuple[int, int, int]]) -> Iterator[Any]:
 class _StagedCopier:
     """Device memory: gather into (scatter from) a contiguous staging buffer, one host copy a chunk.
 
-    A stream runs its jobs one after the other, so the next chunk's gather cannot overtake the copy that still reads the
-    direction's one buffer. Works on CPU tensors too (no stream).
+    A stream runs its jobs in order, so no gather overtakes the copy that still reads its direction's one buffer.
     """
 
     def __init__(self, groups: Sequence[torch.Tensor], blocks_per_chunk: int) -> None:
@@ -368,9 +369,8 @@ def _after_current(stream: torch.cuda.Stream | None) -> Iterator[None]:
 def pin(buffer: memoryview, slot_bytes: int, runtime: Any = None) -> list[int]:
     """Page-lock the pool's region for DMA; returns the registered addresses, for :func:`unpin`.
 
-    Pieces are at most 1 GiB (one registration holds the driver's lock for its whole length) and end between slots,
-    because one copy must not cross two registrations. All or nothing: when the driver refuses, the answer is an empty
-    list and copies are slower, never wrong. ``runtime`` is ``torch.cuda.cudart()``.
+    Pieces are at most 1 GiB (a registration holds the driver's lock) and end between slots, because one copy must not
+    cross two registrations. When the driver refuses, nothing is pinned: copies are then slower, never wrong.
     """
     runtime = torch.cuda.cudart() if runtime is None else runtime
     base = slot_tensor(buffer).data_ptr()
@@ -394,7 +394,7 @@ def unpin(addresses: Sequence[int], runtime: Any = None) -> None:
 
 
 def _drop_pending_error() -> None:
-    """A refused call leaves its error with the driver, and the next kernel launch would report it: launch one now."""
+    """A refused call leaves its error with the driver, which the next kernel launch reports: launch one now."""
     if torch.cuda.is_available():
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")

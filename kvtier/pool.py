@@ -1,4 +1,4 @@
-"""Pool: one shared region cut into equal page-aligned slots. Memory only; which slot is free is the Directory's to know.
+"""Pool: one shared region cut into equal page-aligned slots. Memory only; which slot is free the Directory knows.
 
 The region is a memfd: it needs no room in ``/dev/shm`` (64 MB in a default container), leaves nothing behind when its
 processes die however they die, and any process of the same user can map it through ``/proc/<pid>/fd/<n>``.
@@ -7,6 +7,7 @@ processes die however they die, and any process of the same user can map it thro
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import weakref
@@ -14,6 +15,7 @@ import weakref
 from kvtier.chunk import PAGE_BYTES
 from kvtier.errors import ConfigError, TierError
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, Linux 5.14; not named by Python's mmap module
 
 
@@ -71,13 +73,11 @@ class Pool:
         return self._view[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
     def populate(self, first: int, count: int) -> None:
-        """Allocate and map the pages of ``count`` slots from ``first`` on, so that no copy pays for page faults.
-
-        Best effort (kernels before 5.14 cannot): pages then arrive at first touch. Releases the GIL only between
-        calls, so callers pass small pieces.
-        """
-        with contextlib.suppress(OSError):
-            self._map.madvise(_MADV_POPULATE_WRITE, first * self.slot_bytes, count * self.slot_bytes)
+        """Allocate and map the pages of ``count`` slots from ``first`` on: a first save into absent pages runs at a
+        tenth of its speed. Slots are handed out from 0 on. Releases the GIL. Best effort: before Linux 5.14 pages
+        arrive at first touch."""
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + first * self.slot_bytes
+        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(count * self.slot_bytes), _MADV_POPULATE_WRITE)
 
     def close(self) -> None:
         """Unmap. Views must be gone; a view still held keeps the memory until it goes."""

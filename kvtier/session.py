@@ -11,7 +11,8 @@ from typing import Any
 
 from kvtier import wire
 from kvtier.errors import StateError
-from kvtier.store import LoadLease, SaveLease, Store
+from kvtier.lease import LoadLease, SaveLease
+from kvtier.store import Store
 
 _MAX_LEASES = 16_384
 """Open leases of one session: several for every request an engine can have waiting."""

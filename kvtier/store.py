@@ -10,29 +10,24 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from kvtier.chunk import ChunkKey
 from kvtier.directory import FILLING, GONE, READY, Directory, Entry
-from kvtier.errors import StateError
 from kvtier.lanes import Executor
+from kvtier.lease import LoadLease, Match, SaveLease
 from kvtier.policy import LRU, Policy
 from kvtier.pool import Pool
 from kvtier.tiers.base import Tier
 
-
-class Match(NamedTuple):
-    """How far a run can be served, in chunks: ``ready`` now; ``coming`` after those, if nothing fails on the way."""
-
-    ready: int
-    coming: int
+_POPULATE_BYTES = 32 << 20
 
 
 class Store:
     """A pool of RAM slots over lower tiers (fastest first), each with its own lane.
 
     ``recovered()`` of every tier is read here, once. :meth:`close` closes lanes, tiers and the pool. ``share`` and
-    every ``owner``: see :mod:`kvtier.directory`; for servers.
+    every ``owner``: see :mod:`kvtier.directory`; for servers. ``spare`` is a lane without a tier: it makes the pool's
+    pages present while nobody waits.
     """
 
     def __init__(
@@ -41,12 +36,14 @@ class Store:
         tiers: Sequence[tuple[Tier, Executor]] = (),
         policy: Callable[[], Policy] = LRU,
         share: float | None = None,
+        spare: Executor | None = None,
     ) -> None:
         self.pool = pool
         self.tiers = [tier for tier, _ in tiers]
         self.counts: Counter[str] = Counter()
         """Events in chunks since the start; see :meth:`stats`."""
         self._lanes = [lane for _, lane in tiers]
+        self._spare = spare
         self._trash: list[list[ChunkKey]] = [[] for _ in tiers]
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
@@ -58,6 +55,8 @@ class Store:
         for index, tier in enumerate(self.tiers):
             self._trash[index] += self._directory.found(index, tier.recovered())
             self._sweep_soon(index)
+        if spare is not None:
+            spare.submit(partial(self._populate, 0))
 
     # ---- the five verbs ------------------------------------------------------------------------------------------
 
@@ -123,7 +122,7 @@ class Store:
                 return True
             self._closed = True
         clean = True
-        for lane in self._lanes:
+        for lane in [*self._lanes, *([self._spare] if self._spare else [])]:
             clean &= lane.close(timeout_s)
         for index, tier in enumerate(self.tiers):
             with self._lock:
@@ -162,6 +161,13 @@ class Store:
         with self._lock:
             held = {f"{tier.name}_held": self._directory.held(index) for index, tier in enumerate(self.tiers)}
             return {**self._directory.usage(), **held, **self.counts}
+
+    def _populate(self, first: int) -> None:
+        """On the spare lane: some slots' pages, then the next ones as new work, so that a close comes in between."""
+        count = min(max(1, _POPULATE_BYTES // self.pool.slot_bytes), self.pool.slots - first)
+        self.pool.populate(first, count)
+        if first + count < self.pool.slots and self._spare is not None:
+            self._spare.submit(partial(self._populate, first + count))
 
     # ---- promotion: lower tier -> slot ---------------------------------------------------------------------------
 
@@ -237,10 +243,16 @@ class Store:
 
     # ---- spill: slot -> lower tier -------------------------------------------------------------------------------
 
-    def _commit(self, lease: SaveLease) -> None:
+    def end_save(self, lease: SaveLease, commit: bool) -> None:
+        """See :class:`kvtier.lease.Keeper`. Committed chunks are READY, and offered to every lower tier's lane."""
         with self._lock:
             for entry in lease.entries:
-                self._directory.filled(entry)
+                if commit:
+                    self._directory.filled(entry)
+                else:
+                    self._directory.fill_failed(entry)
+            if not commit:
+                return
             self._directory.touch(lease.run)
             self.counts["saved"] += len(lease.entries)
         for index, lane in enumerate(self._lanes):
@@ -287,12 +299,8 @@ class Store:
 
     # ---- for leases ----------------------------------------------------------------------------------------------
 
-    def _abandon(self, lease: SaveLease) -> None:
-        with self._lock:
-            for entry in lease.entries:
-                self._directory.fill_failed(entry)
-
-    def _poll(self, lease: LoadLease) -> Match:
+    def poll_load(self, lease: LoadLease) -> Match:
+        """See :meth:`LoadLease.poll`."""
         with self._lock:
             entries, ready = lease.entries, lease.ready
             while ready < len(entries) and entries[ready].state is READY:
@@ -305,7 +313,8 @@ class Store:
             lease.ready = ready
             return Match(ready, whole - ready + lease.asking)
 
-    def _release(self, lease: LoadLease) -> None:
+    def end_load(self, lease: LoadLease) -> None:
+        """See :meth:`LoadLease.close`."""
         with self._lock:
             lease.closed = True
             self._unpin(lease.entries)
@@ -316,114 +325,6 @@ class Store:
         """Last first, so that the beginning of the run ends up hottest."""
         for entry in reversed(entries):
             self._directory.unpin(entry)
-
-
-class SaveLease:
-    """Reserved slots to be filled by their owner. Ends once: :meth:`commit` or :meth:`close`; ``with`` closes.
-
-    ``keys[i]`` belongs into ``slots[i]``.
-    """
-
-    __slots__ = ("_store", "entries", "open", "run")
-
-    def __init__(self, store: Store, run: Sequence[ChunkKey], entries: list[Entry]) -> None:
-        self._store = store
-        self.run = run
-        self.entries = entries
-        self.open = True
-
-    @property
-    def keys(self) -> list[ChunkKey]:
-        return [entry.key for entry in self.entries]
-
-    @property
-    def pool(self) -> Pool:
-        """Where the slots are."""
-        return self._store.pool
-
-    @property
-    def slots(self) -> list[int]:
-        return [entry.slot for entry in self.entries]
-
-    def views(self) -> list[memoryview]:
-        """Writable slot bytes, in order of ``keys``."""
-        return [self._store.pool.view(entry.slot) for entry in self.entries]
-
-    def commit(self) -> None:
-        """All slots are filled: the chunks are READY from now on, and offered to the lower tiers."""
-        if not self.open:
-            raise StateError("commit of a save lease that has ended")
-        self.open = False
-        self._store._commit(self)
-
-    def close(self) -> None:
-        """Give up: nothing of it is ever served. No effect after the end."""
-        if self.open:
-            self.open = False
-            self._store._abandon(self)
-
-    def __enter__(self) -> SaveLease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class LoadLease:
-    """A claim on the leading chunks of a run. One owner thread polls; ``with`` closes.
-
-    ``slots`` are readable until :meth:`close`. A chunk that fails on its way makes the lease shorter, nothing else.
-    """
-
-    __slots__ = ("_store", "asking", "closed", "entries", "keys", "origins", "owner", "ready")
-
-    def __init__(self, store: Store, keys: Sequence[ChunkKey], owner: int) -> None:
-        self._store = store
-        self.keys = keys
-        self.owner = owner
-        self.entries: list[Entry] = []
-        self.origins: list[int | None] = []
-        """For each entry: the tier it had to come from, None when its bytes were in RAM already."""
-        self.ready = 0
-        """Leading chunks whose bytes are there, as of the last poll."""
-        self.asking = False
-        """A shared tier has yet to say what it holds."""
-        self.closed = False
-
-    def poll(self) -> Match:
-        """Where the claim stands; ``coming == 0`` means it will not grow any more."""
-        return self._store._poll(self)
-
-    @property
-    def pool(self) -> Pool:
-        """Where the slots are."""
-        return self._store.pool
-
-    @property
-    def slots(self) -> list[int]:
-        """Slots of the ready chunks as of the last poll."""
-        return [entry.slot for entry in self.entries[: self.ready]]
-
-    @property
-    def sources(self) -> list[str]:
-        """Where each ready chunk came from: ``"ram"`` or a tier's name."""
-        tiers = self._store.tiers
-        return ["ram" if origin is None else tiers[origin].name for origin in self.origins[: self.ready]]
-
-    def views(self) -> list[memoryview]:
-        """Bytes of the ready chunks as of the last poll; to be read only."""
-        return [self._store.pool.view(slot) for slot in self.slots]
-
-    def close(self) -> None:
-        """Let go. No effect the second time."""
-        if not self.closed:
-            self._store._release(self)
-
-    def __enter__(self) -> LoadLease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _nothing() -> None:

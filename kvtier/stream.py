@@ -12,8 +12,8 @@ import xxhash
 
 from kvtier import wire
 from kvtier.chunk import ChunkKey
+from kvtier.lease import LoadLease, SaveLease
 from kvtier.realm import Realm
-from kvtier.store import LoadLease, SaveLease
 
 PIECE_BYTES = 256 * 1024
 """Bytes hashed and copied in one turn of the loop: about 0.1 ms that others wait."""

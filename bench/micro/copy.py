@@ -5,8 +5,9 @@
 The engine's side is one backing allocation ``[layer, block, row]`` as vLLM's CPU backend makes it; the slots are a
 :class:`~kvtier.pool.Pool` with its pages in place. Both are at least 512 MiB, so no cache holds them. One thread.
 Reference: ``memmove`` of whole chunks between the same two memories, in the same direction. Rounds of reference, save
-and load alternate and start with another one each time; a row is the median with lowest and highest, its ``ratio`` is
-to the reference's median, its ``limit`` is what the project asks for (a share of that median).
+and load alternate and start with another one each time; a row is the median with lowest and highest. Its ``ratio`` is
+the median of the ratios to the reference of the same round, its ``limit`` what the project asks for (that share of the
+reference's median). The clock is the thread's CPU time: on a machine with other work, being preempted is not copying.
 
 ``--variants`` measures instead every other way that was tried (``bench/NOTES.md`` says why each was dropped).
 """
@@ -32,6 +33,7 @@ CHUNK_TOKENS = 256
 SHARES = {16: 0.45, 128: 0.70}
 """Asked for, by block size: share of memcpy's bandwidth."""
 Work = Callable[[], None]
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,9 @@ class Bench:
         self.pool.close()
 
 
-def measure(bench: Bench, works: dict[str, Work], rounds: int) -> dict[str, list[float]]:
+def measure(
+    bench: Bench, works: dict[str, Work], rounds: int, clock: Clock = time.thread_time
+) -> dict[str, list[float]]:
     """GB/s of every work in every round. Rounds alternate; each starts one work further."""
     names = list(works)
     seen: dict[str, list[float]] = {name: [] for name in names}
@@ -150,15 +154,17 @@ def measure(bench: Bench, works: dict[str, Work], rounds: int) -> dict[str, list
     for index in range(rounds):
         turn = index % len(names)
         for name in names[turn:] + names[:turn]:
-            start = time.perf_counter()
+            start = clock()
             works[name]()
-            seen[name].append(bench.bytes / (time.perf_counter() - start) / 1e9)
+            seen[name].append(bench.bytes / (clock() - start) / 1e9)
     return seen
 
 
 def against(name: str, values: Sequence[float], reference: Sequence[float], share: float | None = None) -> Row:
-    base, (value, low, high) = spread(reference)[0], spread(values)
-    return Row(name, value, "GB/s", share * base if share else None, value / base, low, high)
+    """``values`` beside ``reference`` of the same rounds."""
+    value, low, high = spread(values)
+    ratio = spread([mine / theirs for mine, theirs in zip(values, reference, strict=True)])[0]
+    return Row(name, value, "GB/s", share * spread(reference)[0] if share else None, ratio, low, high)
 
 
 def measure_geometry(geometry: Geometry, megabytes: int, rounds: int, *, in_order: bool = False) -> list[Row]:
@@ -298,17 +304,19 @@ def measure_variants(geometry: Geometry, megabytes: int, rounds: int) -> list[Ro
     rows = _variant_rows(Bench(geometry, megabytes), "", [], rounds)
     rows += _variant_rows(Bench(geometry, megabytes, huge=True), ", engine memory in huge pages", SOME, rounds)
     torch.set_num_threads(2)
-    rows += _variant_rows(Bench(geometry, megabytes), ", two threads", SOME, rounds)
+    rows += _variant_rows(Bench(geometry, megabytes), ", two threads, wall clock", SOME, rounds, time.perf_counter)
     torch.set_num_threads(1)
     packed = ["save: kept", "save: index_select", "load: kept", "load: slices"]
     rows += _variant_rows(Bench(geometry, megabytes, packed=True), ", layers packed in a block", packed, rounds)
     return rows
 
 
-def _variant_rows(bench: Bench, where: str, names: Sequence[str], rounds: int) -> list[Row]:
+def _variant_rows(
+    bench: Bench, where: str, names: Sequence[str], rounds: int, clock: Clock = time.thread_time
+) -> list[Row]:
     works, rows = Tried(bench).works(*names), []
     for way in ("save", "load"):
-        seen = measure(bench, {name: work for name, work in works.items() if name.startswith(way)}, rounds)
+        seen = measure(bench, {name: work for name, work in works.items() if name.startswith(way)}, rounds, clock)
         rows += [
             against(f"{bench.geometry.name}{where}: {name}", values, seen[f"{way}: memcpy"])
             for name, values in seen.items()
@@ -330,9 +338,9 @@ def measure_first_touch(geometry: Geometry, megabytes: int, rounds: int) -> list
             for slot in range(bench.chunks):
                 pool.populate(slot, 1)
         bench.parts = bench.slot_parts(pool)
-        start = time.perf_counter()
+        start = time.thread_time()
         bench.save()
-        seen[populated].append(bench.bytes / (time.perf_counter() - start) / 1e9)
+        seen[populated].append(bench.bytes / (time.thread_time() - start) / 1e9)
         bench.parts.clear()
         pool.close()
     bench.close()

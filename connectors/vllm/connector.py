@@ -16,11 +16,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier.assemble import assemble
-from kvtier.config import Config, load
+from kvtier.autoconfig.explain import table
+from kvtier.autoconfig.start import plan_for_engine
+from kvtier.config import Config, filled, load
 from kvtier.connectors.vllm import layout, versions
 from kvtier.connectors.vllm.metadata import PoolAddress, RankLayout, StepMetadata, StepReport
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
 from kvtier.connectors.vllm.worker import WorkerHalf
+from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -95,7 +98,8 @@ class KVTierConnector(KVConnectorBase_V1):
         """All ranks have told their layout: the store can be made now, before the first request."""
         ranks = {place: rank for place, rank in metadata.items() if isinstance(rank, RankLayout)}
         chunks, parts = layout.chunk_layout(self._vllm_config, self._kv_cache_config, ranks, self._chunk_tokens)
-        store = assemble(self._config, chunks, self._vllm_config.parallel_config.data_parallel_index)
+        config = self._planned() if self._config.auto else self._config
+        store = assemble(config, chunks, self._vllm_config.parallel_config.data_parallel_index)
         pool = store.pool
         self._scheduler = SchedulerHalf(
             store,
@@ -138,6 +142,18 @@ class KVTierConnector(KVConnectorBase_V1):
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()
+
+    def _planned(self) -> Config:
+        """Auto-config: what the machine can give, for every key that nobody set. Logged with its reasons."""
+        given = self._config
+        paths = [given.nvme_path] if given.nvme_path else []
+        plan = plan_for_engine(self._vllm_config, paths, given.redis_url)
+        for line in table(plan).splitlines():
+            logger.info("auto-config: %s", line)
+        values = plan.values()
+        if "ram_bytes" not in values and given.ram_bytes is None:
+            raise ConfigError(f"auto-config finds no room for a RAM tier: {dict(plan.left_out)}; set ram_bytes by hand")
+        return filled(given, {key: value for key, value in values.items() if key != "chunk_tokens"}, "auto-config")
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ class Adapters:
         """JSON-able identity, or None when requests with this adapter must not be cached."""
         files = sorted(Path(lora.lora_path).glob("adapter_*"))
         try:
-            stamp = tuple((file.name, status.st_mtime_ns, status.st_size) for file in files if (status := file.stat()))
+            stamp = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files]
             place = (lora.lora_name, lora.lora_int_id, lora.lora_path)
             known = self._known.get(place)
             if known is None or lora.load_inplace:

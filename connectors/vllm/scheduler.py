@@ -17,7 +17,8 @@ from typing import Any
 from kvtier.chunk import ChunkKey, ChunkLayout, KeyChain
 from kvtier.connectors.vllm.metadata import Job, PoolAddress, StepMetadata, StepReport
 from kvtier.connectors.vllm.requests import Adapters, media_extra, request_extra
-from kvtier.store import LoadLease, SaveLease, Store
+from kvtier.lease import LoadLease, SaveLease
+from kvtier.store import Store
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
@@ -35,6 +36,8 @@ class _Prompt:
     blocks: list[int] = field(default_factory=list)
     saved: int = 0
     """Chunks that were offered to the store, from the first on."""
+    retried: bool = False
+    """A failed save was offered again."""
     lease: LoadLease | None = None
     start: int = 0
     """First chunk of the lease."""
@@ -225,11 +228,13 @@ class SchedulerHalf:
             return
         pending.lease.close()
         prompt = self._prompts.get(pending.request_id)
-        if isinstance(pending.lease, LoadLease):
+        failed_load = isinstance(pending.lease, LoadLease)
+        if failed_load:
             self.store.forget(pending.keys)
             logger.warning("load of %d chunks failed; they are dropped and recomputed", len(pending.keys))
-        if prompt is not None:
-            prompt.saved = 0
+        if prompt is not None and (failed_load or not prompt.retried):
+            # Saves are refused for a while after a failed load, whosever it was: offer the chunks once more.
+            prompt.saved, prompt.retried = 0, True
 
     def finished(self, request: Any) -> None:
         """vLLM's ``request_finished``: also for aborted requests, waiting or running."""

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from kvtier.connectors.vllm.metadata import Job, PoolAddress, RankLayout, StepMetadata, StepReport
 from kvtier.gpu import PagedBlocks, regions_of, slot_tensor
+from kvtier.lanes import Lane
 from kvtier.pool import Pool
 
 logger = logging.getLogger("kvtier.connectors.vllm")
+
+_CLOSE_S = 1.0
 
 
 class WorkerHalf:
@@ -29,6 +33,8 @@ class WorkerHalf:
         self._blocks_per_chunk = blocks_per_chunk
         self._paged: PagedBlocks | None = None
         self._pool: Pool | None = None
+        self._spare = Lane("pool", 1, urgent_bound=1, bound=1)
+        """Maps the pool's pages while nobody waits."""
         self._parts: list[torch.Tensor] = []
         self._writes = True
         self._failures = 0
@@ -86,7 +92,7 @@ class WorkerHalf:
 
     def close(self) -> None:
         self._parts.clear()
-        if self._pool is not None:
+        if self._pool is not None and self._spare.close(_CLOSE_S):
             self._pool.close()
             self._pool = None
 
@@ -95,6 +101,7 @@ class WorkerHalf:
         assert self._paged is not None and address is not None
         if self._pool is None:
             self._pool = Pool.attach(address.path, address.slots, address.slot_bytes)
+            self._spare.submit(partial(self._pool.populate, 0, address.slots))
             start, self._writes = address.parts[self._rank]
             size = self._paged.block_bytes * address.blocks_per_chunk
             self._parts = [slot_tensor(self._pool.view(slot)[start : start + size]) for slot in range(address.slots)]

@@ -220,9 +220,16 @@ class RedisTier:
         if arrived == 0:
             return "misses"
         if arrived <= len(parts):
-            # Deleted while we read, header and parts at once: a plain miss. With the header still there a part fell out.
-            return "misses" if wire.ask([("EXISTS", self._form.header_name(key))]) == [0] else "evicted"
+            return "evicted" if self._is_torn(wire, key, into.nbytes) else "misses"
         return "reads" if header[_HEAD_BYTES:] == digest.digest() else "corrupt"
+
+    def _is_torn(self, wire: Wire, key: ChunkKey, length: int) -> bool:
+        """Is there a header without one of its parts? If not, the chunk was deleted, and maybe written anew, while it
+        was read, and must not be dropped. One command, because only one command is one moment: EXISTS counts a name
+        as often as it is given, so the header, given more often than there are parts, shows in the sum."""
+        parts = self._form.part_names(key, length)
+        (count,) = wire.ask([("EXISTS", *[self._form.header_name(key)] * (len(parts) + 1), *parts)])
+        return isinstance(count, int) and len(parts) < count < 2 * len(parts) + 1
 
     def _held(self, keys: Sequence[ChunkKey]) -> int:
         """How many of ``keys``, from the first on, have a header."""

@@ -1,13 +1,14 @@
 """Link and Wire: connections to one Redis or a Redis Cluster, and chunk-sized transfers over them.
 
 redis-py does what it does well: URLs, TLS, login, pools, cluster discovery, and every small command. Only the payload
-of parts goes past its parser: hiredis hands out ``bytes`` and so copies each part three times, which held one lane at
-half of what redis-benchmark reaches; ``recv_into`` puts them where they belong (see bench/micro/redis.py, row
-"library").
+of parts goes past it: hiredis hands out ``bytes`` and so copies each part three times, which held reads at half of what
+redis-benchmark reaches; ``recv_into`` puts them where they belong (bench/micro/redis.py, rows "library"). The two
+methods of :class:`Wire` that touch the socket itself are ``_send`` and ``_fill``.
 """
 
 from __future__ import annotations
 
+import ssl
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -181,7 +182,7 @@ class Wire:
         tail = b"\r\n" if ttl_ms is None else b"\r\n$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(str(ttl_ms)), ttl_ms)
         for name, data in items:
             start = b"%s$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (head, len(name), name, data.nbytes)
-            self._connection.send_packed_command((start, data, tail))
+            self._send((start, data, tail))
             waiting += 1
             if waiting == IN_FLIGHT:
                 refusal, waiting = self._refusal(), waiting - 1
@@ -231,6 +232,19 @@ class Wire:
             if int(cursor) == 0:
                 return
 
+    def _send(self, pieces: Sequence[bytes | memoryview]) -> None:
+        """All pieces in one system call where possible: one by one, each would wake Redis for itself, which costs a
+        lane a third more. TLS has no such call and leaves it to redis-py."""
+        sock = self._connection._sock
+        if isinstance(sock, ssl.SSLSocket):
+            self._connection.send_packed_command(pieces)
+            return
+        sent = sock.sendmsg(pieces)
+        for piece in pieces:
+            if sent < len(piece):
+                sock.sendall(memoryview(piece)[sent:])
+            sent = max(0, sent - len(piece))
+
     def _reply(self) -> Reply:
         try:
             return self._connection.read_response()
@@ -274,8 +288,7 @@ class Wire:
         raise WrongSizeError(f"not the value expected: {line[:32]!r}")
 
     def _fill(self, memory: memoryview) -> None:
-        # The one place that knows redis-py's connection from inside; its parser holds nothing here, because every
-        # reply before was read to its end.
+        # redis-py's own parser holds nothing back here, because every reply before this one was read to its end.
         receive = self._connection._sock.recv_into
         while memory.nbytes:
             got = receive(memory)

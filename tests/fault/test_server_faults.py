@@ -15,7 +15,7 @@ import pytest
 
 from kvtier.chunk import ChunkKey
 from kvtier.client import Client
-from kvtier.store import Match
+from kvtier.lease import Match
 from tests.engine_process import LONGEST, PROMPTS
 from tests.server_process import (
     DEADLINE_S,
@@ -27,7 +27,6 @@ from tests.server_process import (
     save,
     serving,
     short_folder,
-    wait_for,
 )
 
 NVME = 1 << 20
@@ -54,6 +53,13 @@ class EngineProcess:
             heard += more
         return heard
 
+    def worker(self) -> int:
+        """Process id of its worker, which says it in a line."""
+        heard = b""
+        while not heard.endswith(b"\n"):
+            heard += self.hear()
+        return int(heard)
+
     def hear_until(self, letter: bytes) -> None:
         """Read on until it says ``letter``; what it said before this call does not count."""
         assert self._process.stdout is not None
@@ -63,8 +69,12 @@ class EngineProcess:
             pass
 
     def kill(self) -> None:
+        """SIGKILL to it, not to its worker."""
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
 
     def stop(self) -> None:
         """SIGTERM; it must not have seen a wrong byte."""
@@ -124,14 +134,16 @@ def test_engines_killed_at_random_points_leave_nothing_behind(nvme: bool) -> Non
 def test_a_worker_that_outlives_its_scheduler_keeps_its_slots_until_it_ends() -> None:
     with serving() as server, attached(server.door()) as client:
         engine = EngineProcess("hold", server)
-        worker = int(engine.hear(2))
-        assert client.stats()["ram_filling"] == 4
-        engine.kill()
-        for prompt in range(30):
-            save(client, run(prompt, 5))
-            assert load(client, run(prompt, 5)) == ["ram"] * 5
-        assert client.stats()["ram_filling"] == 4, "the worker still writes into these"
-        os.kill(worker, signal.SIGKILL)
+        worker = engine.worker()
+        try:
+            assert client.stats()["ram_filling"] == 4
+            engine.kill()
+            for prompt in range(30):
+                save(client, run(prompt, 5))
+                assert load(client, run(prompt, 5)) == ["ram"] * 5
+            assert client.stats()["ram_filling"] == 4, "the worker still writes into these"
+        finally:
+            os.kill(worker, signal.SIGKILL)
         at_rest(client)
         assert client.match(run(1000, 4)) == Match(0, 0), "a half-filled chunk is never served"
         assert client.stats()["ram_filling"] == 0

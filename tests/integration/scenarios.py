@@ -22,7 +22,7 @@ SMALL, PLENTY = 24, 1024
 
 
 def document(seed: int, tokens: int = 16 * BLOCK + 1) -> list[int]:
-    """A prompt whose longest reusable prefix ends at a chunk: hits of kvtier and of vLLM's own cache are equally long."""
+    """A prompt whose longest reusable prefix ends at a chunk: hits are as long as those of vLLM's own cache."""
     draw = random.Random(seed)
     return [draw.randrange(10, 400) for _ in range(tokens)]
 
@@ -227,6 +227,7 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
         tensor_parallel,
         lora,
         abort,
+        continued,
         load_failure,
         refused,
     )

@@ -15,8 +15,8 @@ import pytest
 from kvtier.chunk import ChunkLayout, fingerprint
 from kvtier.client import Client
 from kvtier.errors import ConfigError, StateError
+from kvtier.lease import Match
 from kvtier.pool import Pool
-from kvtier.store import Match
 from kvtier.testing.check_tier import content
 from tests.server_process import (
     LAYOUT,

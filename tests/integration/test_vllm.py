@@ -56,15 +56,21 @@ def run(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory)
 def _start(name: str, out: Path, model: Path, kvtier: bool, old: bool, config: dict[str, Any]) -> Any:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("KVTIER_", "LMCACHE_"))}
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    environment |= {"TEST_LORAS": str(out.parent)}
     # With a connector vLLM reserves other CPU cores than without; the thread count decides the last bits of a sum.
-    environment |= {"TEST_LORAS": str(out.parent), "VLLM_CPU_NUM_OF_RESERVED_CPU": "0" if name == "tensor_parallel" else "1"}
+    if name == "tensor_parallel":
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    else:
+        environment["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
     if kvtier:
         settings = {"chunk_tokens": CHUNK, "ram_bytes": "64MiB"} | config
         environment |= {f"KVTIER_{key.upper()}": str(value) for key, value in settings.items()} | {"WITH_KVTIER": "1"}
     if old:
         environment["PYTHONPATH"] = str(old_vllm())
     command = [sys.executable, "-m", "tests.integration.scenarios", name, str(out), str(model)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
     log = done.stdout + done.stderr
     if done.returncode:
         return EngineFailed(log)
@@ -73,6 +79,8 @@ def _start(name: str, out: Path, model: Path, kvtier: bool, old: bool, config: d
 
 class EngineFailed(str):
     """The log of an engine that did not get through; comparing it with answers fails and shows it."""
+
+    __slots__ = ()
 
 
 def old_vllm() -> Path:

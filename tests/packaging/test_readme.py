@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.bench.readme import rewritten
+
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^<!-- test -->\n+```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "build", "dist", ".*_cache", ".hypothesis", "__pycache__")
@@ -40,3 +42,9 @@ def test_the_block_runs(block: str, copied: Path) -> None:
         ["bash", "-euo", "pipefail", "-c", block], cwd=copied, env=env, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, f"{block}\n{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}"
+
+
+def test_tables_say_what_results_and_code_say() -> None:
+    """Regenerate with ``python -m kvtier.bench.readme``."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert rewritten(text) == text

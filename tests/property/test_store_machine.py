@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from kvtier.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.lease import LoadLease, SaveLease
 from kvtier.pool import Pool
-from kvtier.store import LoadLease, SaveLease, Store
+from kvtier.store import Store
 from kvtier.testing import DictTier, ManualLane
 
 SLOT = 4096
@@ -197,7 +198,7 @@ class StoreMachine(RuleBasedStateMachine):
         for lane in [*self.lanes, *self.lanes]:
             lane.run()
         for lease in self.open_loads:
-            ready, coming = lease.poll()
+            coming = lease.poll().coming
             assert coming == 0, "a lane has run dry, so nothing can be on its way"
             self.serves_only_what_was_saved(lease)
             lease.close()

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from kvtier import lmcache
-from kvtier.config import KEYS, Config, default_nvme_bytes, default_ram_bytes, describe, load, masked, parse_size
+from kvtier.config import (
+    KEYS,
+    Config,
+    default_nvme_bytes,
+    default_ram_bytes,
+    describe,
+    filled,
+    load,
+    masked,
+    parse_size,
+)
 from kvtier.errors import ConfigError
 
 GIB = 2**30
@@ -327,3 +337,36 @@ def test_every_mapped_key_of_lmcaches_leads_to_one_of_ours() -> None:
     notes = lmcache.translate(given, ranks=1)
     assert {note.ours for note in notes} <= set(KEYS)
     assert all(note.ours for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, False),
+        ({"OPTION_LMCACHE_AUTO_CONFIG": "True"}, True),
+        ({"KVTIER_AUTO": "1"}, True),
+        ({"KVTIER_AUTO": "off"}, False),
+    ],
+)
+def test_auto_config_is_switched_on_as_in_lmi(env: dict[str, str], expected: bool) -> None:
+    assert load(env=env).auto is expected
+
+
+@pytest.mark.parametrize("variable", ["OPTION_LMCACHE_CONFIG_FILE", "LMCACHE_CONFIG_FILE", "KVTIER_CONFIG_FILE"])
+def test_auto_config_beside_a_manual_file_is_an_error_that_names_both(variable: str, tmp_path: Path) -> None:
+    file = tmp_path / "sizes.yaml"
+    file.write_text("chunk_size: 256\n" if "LMCACHE" in variable else "ram_bytes: 1GiB\n")
+    with pytest.raises(ConfigError, match=f"OPTION_LMCACHE_AUTO_CONFIG.*{file}"):
+        load(env={"OPTION_LMCACHE_AUTO_CONFIG": "true", variable: str(file)})
+
+
+def test_auto_in_the_file_itself_is_its_own_wish(tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.yaml"
+    file.write_text("auto: true\nram_bytes: 1GiB\n")
+    assert load(file, env={}).auto
+
+
+def test_auto_config_fills_only_what_nobody_set() -> None:
+    config = filled(load(env={"KVTIER_RAM_BYTES": "1GiB"}), {"ram_bytes": 5, "nvme_threads": 3}, "plan")
+    assert (config.ram_bytes, config.nvme_threads) == (2**30, 3)
+    assert config.sources["nvme_threads"] == "plan"

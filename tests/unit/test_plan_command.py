@@ -1,4 +1,4 @@
-"""The switch, ``kvtier plan``'s options, and what it prints."""
+"""``kvtier plan``'s options, and what it prints."""
 
 from __future__ import annotations
 
@@ -14,41 +14,11 @@ from kvtier.autoconfig import command
 from kvtier.autoconfig.explain import table, value_text
 from kvtier.autoconfig.facts import UNLIMITED, Fact, Facts, Memory, known, size_text
 from kvtier.autoconfig.plan import make_plan
-from kvtier.autoconfig.switch import enabled
 from kvtier.config import load
 from kvtier.errors import ConfigError
 
 GIB = 1 << 30
 MODELS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "model_configs.json").read_text())
-
-
-@pytest.mark.parametrize(
-    ("env", "properties", "expected"),
-    [
-        ({}, None, False),
-        ({"OPTION_LMCACHE_AUTO_CONFIG": "True"}, None, True),
-        ({"KVTIER_AUTO": "1"}, None, True),
-        ({"KVTIER_AUTO": "false"}, None, False),
-        ({}, {"option.lmcache_auto_config": "true"}, True),
-        ({}, {"lmcache_auto_config": "true"}, True),
-        ({"LMCACHE_CONFIG_FILE": "/a.yaml"}, {}, False),
-    ],
-)
-def test_switch(env: dict[str, str], properties: dict[str, str] | None, expected: bool) -> None:
-    assert enabled(env, properties) is expected
-
-
-@pytest.mark.parametrize("file", ["OPTION_LMCACHE_CONFIG_FILE", "LMCACHE_CONFIG_FILE", "KVTIER_CONFIG_FILE"])
-def test_switch_and_manual_file_is_an_error_that_names_both(file: str) -> None:
-    with pytest.raises(ConfigError, match=f"(?s)OPTION_LMCACHE_AUTO_CONFIG.*{file}=/a.yaml"):
-        enabled({"OPTION_LMCACHE_AUTO_CONFIG": "true", file: "/a.yaml"})
-    with pytest.raises(ConfigError, match=r"option\.lmcache_auto_config.*option\.lmcache_config_file=b"):
-        enabled({}, {"option.lmcache_auto_config": "true", "option.lmcache_config_file": "b"})
-
-
-def test_switch_refuses_what_is_neither_true_nor_false() -> None:
-    with pytest.raises(ConfigError, match="KVTIER_AUTO='maybe'"):
-        enabled({"KVTIER_AUTO": "maybe"})
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1G", "2 gigs"])

@@ -6,8 +6,9 @@ import pytest
 
 from kvtier.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.errors import StateError
+from kvtier.lease import Match
 from kvtier.pool import Pool
-from kvtier.store import Match, Store
+from kvtier.store import Store
 from kvtier.testing import DictTier, ManualLane
 
 SLOT = 4096

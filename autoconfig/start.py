@@ -1,0 +1,28 @@
+"""The one call that an engine's start makes when auto-config is on (``auto`` in :mod:`kvtier.config`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtier.autoconfig.plan import Plan
+
+
+def plan_for_engine(
+    vllm_config: Any, paths: Sequence[str] = (), redis_url: str | None = None, *, engines: int = 1, timed: bool = True
+) -> Plan:
+    """Look, time (<= 5 s unless ``timed`` is false) and plan for a vLLM engine that is starting on this host.
+
+    ``paths`` are candidate directories for the disk tier (default: the usual mounts). Raises ConfigError when the
+    model keeps no KV by token.
+    """
+    from kvtier.autoconfig import probe
+    from kvtier.autoconfig.facts import Facts
+    from kvtier.autoconfig.measure import measure
+    from kvtier.autoconfig.plan import make_plan
+
+    engine, model = probe.probe_engine(vllm_config, engines)
+    redis = probe.probe_redis(redis_url) if redis_url else None
+    facts = Facts(probe.probe_memory(), probe.probe_gpus(), probe.probe_disks(paths), redis, model, engine)
+    return make_plan(measure(facts) if timed else facts)

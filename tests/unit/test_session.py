@@ -1,0 +1,168 @@
+"""Session: leases are the session's own, limits hold, and what no correct client asks is refused. And owners."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier import session as session_module
+from kvtier import wire
+from kvtier.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.pool import Pool
+from kvtier.realm import Realm
+from kvtier.session import Session
+from kvtier.store import Store
+from kvtier.testing import DictTier, ManualLane
+from kvtier.wire import WireError
+
+SLOT = 4096
+LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
+
+
+def blob(*tokens: int) -> bytes:
+    return wire.joined(LAYOUT.keys(list(tokens)))
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store(Pool(8, SLOT))
+
+
+@pytest.fixture
+def session(store: Store) -> Session:
+    return Session(store, 1)
+
+
+def save(session: Session, *tokens: int) -> None:
+    slots = session.answer(wire.Save(0, blob(*tokens)))
+    assert isinstance(slots, wire.Slots)
+    if slots.lease:
+        session.answer(wire.Commit(slots.lease))
+
+
+def test_a_save_names_the_places_of_what_is_new(session: Session) -> None:
+    save(session, 1, 2)
+    assert session.answer(wire.Save(7, blob(1, 2, 3, 4))) == wire.Slots(7, 2, [2, 3], [2, 3])
+    assert session.answer(wire.Save(8, blob(1, 2))) == wire.Slots(8, 0, [], [])
+
+
+def test_leases_end_with_the_session(store: Store, session: Session) -> None:
+    save(session, 1, 2)
+    session.answer(wire.Load(0, blob(1, 2), 0))
+    session.answer(wire.Save(0, blob(3)))
+    assert session.leases == 2
+    session.end()
+    store.check(idle=True)
+    assert session.leases == 0
+
+
+def test_a_lease_is_of_one_session(store: Store, session: Session) -> None:
+    slots = session.answer(wire.Save(0, blob(1)))
+    assert isinstance(slots, wire.Slots)
+    with pytest.raises(WireError, match="lease 1 is not open"):
+        Session(store, 1).answer(wire.Commit(slots.lease))
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        wire.Commit(9),
+        wire.End(9),
+        wire.Poll(1, 9, 0),
+        wire.Commit(2),
+        wire.Poll(1, 1, 0),
+        wire.Poll(1, 2, 3),
+        wire.Save(1, blob(1) * 2),
+        wire.Match(1, bytes(41)),
+    ],
+)
+def test_what_no_correct_client_asks(store: Store, session: Session, question: wire.Question) -> None:
+    """Lease 1 is a save, lease 2 a load of two chunks."""
+    save(Session(store, 1), 5, 6)
+    session.answer(wire.Save(0, blob(1)))
+    session.answer(wire.Load(0, blob(5, 6), 0))
+    with pytest.raises(WireError):
+        session.answer(question)
+    session.end()
+    store.check(idle=True)
+
+
+def test_one_session_cannot_hold_the_whole_pool(store: Store, session: Session) -> None:
+    first = session.answer(wire.Save(0, blob(1, 2, 3, 4, 5, 6)))
+    assert isinstance(first, wire.Slots)
+    assert session.answer(wire.Save(0, blob(9))) == wire.Slots(0, 0, [], [])
+    assert session.answer(wire.Load(0, blob(9), 0)) == wire.Claim(0, 0, 0, [], b"")
+    session.answer(wire.Commit(first.lease))
+    assert session.answer(wire.Save(0, blob(9))) == wire.Slots(0, 2, [0], [6])
+
+
+def test_the_number_of_leases_is_bounded(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "_MAX_LEASES", 2)
+    save(session, 1)
+    answers = [session.answer(wire.Load(0, blob(1), 0)) for _ in range(3)]
+    assert [answer.lease for answer in answers if isinstance(answer, wire.Claim)] == [2, 3, 0]
+
+
+def test_a_claim_says_what_is_new_since_the_last_and_where_from() -> None:
+    tier, lane = DictTier(8), ManualLane(urgent_bound=8, bound=8)
+    store = Store(Pool(8, SLOT), [(tier, lane)])
+    session = Session(store, 1)
+    save(session, 1, 2)
+    lane.run()
+    first, second = LAYOUT.keys([1, 2])
+    for key in (first, second):
+        assert key in tier.held
+    again = Store(Pool(8, SLOT), [(tier, lane)])
+    session = Session(again, 1)
+    assert session.answer(wire.Load(5, blob(1, 2), 0)) == wire.Claim(5, 1, 2, [], b"")
+    lane.turn(0)
+    assert session.answer(wire.Poll(6, 1, 0)) == wire.Claim(6, 1, 1, [0], b"\1")
+    lane.turn(0)
+    assert session.answer(wire.Poll(7, 1, 1)) == wire.Claim(7, 1, 0, [1], b"\1")
+
+
+# ---- owners ----------------------------------------------------------------------------------------------------------
+
+
+def test_owners_drop_only_what_is_theirs_or_nobodys() -> None:
+    tier, lane = DictTier(8), ManualLane(urgent_bound=8, bound=64)
+    nobodys = LAYOUT.keys([9])[0]
+    tier.write(nobodys, memoryview(bytes(SLOT)))
+    store = Store(Pool(8, SLOT), [(tier, lane)])
+    one, two = Session(store, 1), Session(store, 2)
+    save(one, 1)
+    save(two, 2)
+    lane.run()
+    one.answer(wire.Forget(blob(2)))
+    assert store.match(LAYOUT.keys([2])).ready == 1
+    one.answer(wire.Clear())
+    lane.run()
+    assert set(tier.held) == set(LAYOUT.keys([2]))
+    assert [sum(store.match(LAYOUT.keys([token]))) for token in (1, 2, 9)] == [0, 1, 0]
+
+
+def test_a_quota_holds_in_ram_and_in_every_tier() -> None:
+    tier, lane = DictTier(6), ManualLane(urgent_bound=64, bound=64)
+    store = Store(Pool(8, SLOT), [(tier, lane)], share=0.5)
+    quiet, loud = Session(store, 1), Session(store, 2)
+    save(quiet, 1, 2, 3)
+    lane.run()
+    for token in range(10, 20):
+        save(loud, token)
+        lane.run()
+        store.check()
+    assert store.match(LAYOUT.keys([1, 2, 3])).ready == 3
+    assert sum(store.match(LAYOUT.keys([token])).ready for token in range(10, 20)) == 4
+    assert sum(key in tier.held for token in range(10, 20) for key in LAYOUT.keys([token])) == 3
+    assert all(key in tier.held for key in LAYOUT.keys([1, 2, 3]))
+    store.check(idle=True)
+
+
+def test_a_run_that_comes_chunk_by_chunk_is_put_together_again() -> None:
+    realm = Realm(Store(Pool(1, SLOT)), lambda call: None)
+    keys = LAYOUT.keys([1, 2, 3, 4])
+    realm.remember([keys[2], keys[0], keys[1]])
+    assert realm.run_to(keys[3]) == keys
+    assert realm.run_to(keys[1]) == keys[:2]
+    circle = [ChunkKey(bytes([n]) * 32 + bytes([1 - n]) * 8) for n in (0, 1)]
+    realm.remember(circle)
+    assert set(realm.run_to(circle[0])) == set(circle), "a forged circle of links ends"
