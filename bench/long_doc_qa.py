@@ -153,6 +153,8 @@ def own_server(args: argparse.Namespace, arm: Arm, place: Path) -> VllmServer:
     if on_cpu:
         command.append("--enforce-eager")
         env["VLLM_CPU_KVCACHE_SPACE"] = str(sizes.gpu_gib(arm))
+        # With a connector vLLM reserves other CPU cores than without; all arms must compute on the same ones.
+        env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
     command += shlex.split(args.server_args)
     return VllmServer(args.model, command, env, place / "server.log", args.server_timeout)
 

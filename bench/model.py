@@ -34,7 +34,9 @@ _CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|> {{ message['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-_GAIN = {"q_proj": 1.75, "k_proj": 1.75, "o_proj": 3.0, "lm_head": 2.0}
+_GAIN = {"q_proj": 1.75, "k_proj": 1.75, "o_proj": 3.0, "out_proj": 3.0, "lm_head": 2.0}
+# Models that normalise queries and keys: their gain goes into those norms instead.
+_SCORE_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
 
 _GQA_BASE = {"max_position_embeddings": 32768, "tie_word_embeddings": False, "hidden_act": "silu"}
 PRESETS: dict[str, dict[str, Any]] = {
@@ -103,15 +105,22 @@ PRESETS: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "query_pre_attn_scalar": 32,
         "sliding_window": 256,
-        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     },
-    # State-space layers beside attention: a recurrent state instead of KV.
-    "mamba": {
-        "model_type": "mamba",
+    # Short convolutions beside attention as in LFM2: a recurrent state, which vLLM keeps as a mamba-type cache group.
+    "mamba": _GQA_BASE
+    | {
+        "model_type": "lfm2",
         "hidden_size": 128,
-        "num_hidden_layers": 2,
-        "state_size": 16,
-        "tie_word_embeddings": False,
+        "intermediate_size": 256,
+        "block_auto_adjust_ff_dim": False,
+        "block_dim": 128,
+        "conv_dim": 128,
+        "conv_dim_out": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
     },
 }
 
@@ -190,23 +199,26 @@ def _write_weights(directory: Path, config: Mapping[str, Any], seed: int) -> Non
     made = transformers.AutoConfig.for_model(config["model_type"], **values)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(made)
-    if config["model_type"] != "mamba":  # its recurrences are stable only as its own initialisation draws them
-        _draw(model, seed)
+    _draw(model, seed)
     model.to(torch.bfloat16).save_pretrained(directory)
 
 
 def _draw(model: torch.nn.Module, seed: int) -> None:
-    """Draw every matrix from N(0, (gain / sqrt(fan_in))^2), embeddings from N(0, 1); norms and biases stay."""
+    """Draw every matrix from N(0, (gain / sqrt(fan_in))^2); embeddings so that they enter the first layer as N(0, 1).
+    Norms (but those of queries and keys) and biases stay."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.dim() < 2:  # a vector is a norm or a bias
-                continue
             module = name.split(".")[-2]
-            std = 1.0 if module == "embed_tokens" else _GAIN.get(module, 1.0) / math.sqrt(weight.shape[-1])
-            weight.normal_(0.0, std, generator=generator)
+            if module in _SCORE_NORMS:
+                weight.add_(_GAIN["q_proj"] - 1)
+            elif module == "embed_tokens":
+                scale = getattr(model.get_submodule(name.rpartition(".")[0]), "scalar_embed_scale", 1.0)
+                weight.normal_(0.0, 1 / scale, generator=generator)
+            elif weight.dim() > 1:
+                weight.normal_(0.0, _GAIN.get(module, 1.0) / math.sqrt(weight.shape[-1]), generator=generator)
 
 
 def make_lora(directory: str | Path, model_dir: str | Path, seed: int = 0, rank: int = 8) -> Path:

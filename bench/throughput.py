@@ -57,7 +57,7 @@ def measure(model: str, prompts: int, tokens: int, kvtier: bool) -> float:
 
 def start(arguments: argparse.Namespace, model: Path, kvtier: bool) -> float:
     """One engine, one number; its log is shown when it fails."""
-    with tempfile.TemporaryDirectory(dir=arguments.disk) as folder:
+    with tempfile.TemporaryDirectory(dir=Path(arguments.disk).resolve()) as folder:
         # With a connector vLLM reserves other CPU cores than without: both arms get the same.
         environment = os.environ | {
             "HF_HUB_OFFLINE": "1",

@@ -1,14 +1,17 @@
-"""Config + layout -> Store with its pool, tiers and lanes. The only file that names concrete tiers."""
+"""Config + layout -> Store with its pool, tiers and lanes, or a server's Client. The only file that names tiers."""
 
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
 from kvtier.autoconfig.probe import probe_disk, probe_memory
 from kvtier.chunk import ChunkLayout
+from kvtier.client import Client
 from kvtier.config import Config, default_nvme_bytes, default_ram_bytes
+from kvtier.dial import Address, Door, client_tls, hello, read_token
 from kvtier.errors import ConfigError
 from kvtier.lanes import Lane
 from kvtier.pool import Pool
@@ -19,16 +22,25 @@ logger = logging.getLogger("kvtier")
 
 _READS_QUEUED = 4096
 """Chunks that may wait for a lower tier at once: several of the longest prompts."""
+_REMOTE_THREADS = 4
+"""Connections to a server on another host in use at once; hides the network's round trip."""
 _NAMESPACE_BYTES = 8
 _UNKNOWN_MEMORY = 4 << 30
 """Taken as available where neither the host nor the cgroup says."""
 
 
-def assemble(config: Config, layout: ChunkLayout, replica: int = 0) -> Store:
+def assemble(config: Config, layout: ChunkLayout, replica: int = 0) -> Store | Client:
     """Make everything one engine needs. ``replica`` (data parallel index) keeps replicas' files apart.
 
+    A Client where ``config.server`` is on this host: one cache for all replicas, which has the tiers.
     Raises ConfigError or TierError, naming the key to change; what was opened before is closed again.
     """
+    if config.server is not None and Address.parse(config.server).path:
+        return Client(_door(config, config.server, layout), config.server_timeout_ms / 1000)
+    return _store(config, layout, replica)
+
+
+def _store(config: Config, layout: ChunkLayout, replica: int) -> Store:
     slots = _ram_bytes(config) // layout.slot_bytes
     if slots < 1:
         raise ConfigError(
@@ -72,7 +84,21 @@ def _tiers(config: Config, layout: ChunkLayout, replica: int) -> list[tuple[Tier
         form = Form(config.redis_prefix, layout.fingerprint[:_NAMESPACE_BYTES])
         redis = RedisTier(link, form, config.redis_bytes, layout.slot_bytes, ttl_s=config.redis_ttl_s)
         found.append((redis, config.redis_threads))
+    if config.server is not None:
+        from kvtier.tiers.remote import RemoteTier
+
+        found.append((RemoteTier(_door(config, config.server, layout)), _REMOTE_THREADS))
     return found
+
+
+def _door(config: Config, server: str, layout: ChunkLayout) -> Door:
+    """How to get into the server."""
+    address = Address.parse(server)
+    name, stream = f"process {os.getpid()}", not address.path
+    own = hello(layout.fingerprint, layout.slot_bytes, stream=stream, namespace=config.namespace or "", client=name)
+    token = read_token(config.server_token_file) if config.server_token_file else None
+    tls = client_tls(config.server_ca, config.server_cert, config.server_key) if config.server_ca and stream else None
+    return Door(address, own, token, tls)
 
 
 def _ram_bytes(config: Config) -> int:

@@ -92,6 +92,8 @@ class Connection(asyncio.BufferedProtocol):
         self._waiting_until: asyncio.TimerHandle | None = None
         self._arrivals_seen = 0
         self._moved_at = time.monotonic()
+        self._timers: list[asyncio.TimerHandle] = []
+        """Cancelled at the end: a timer must not keep a connection that is gone in memory."""
 
     # ---- asyncio's calls -----------------------------------------------------------------------------------------
 
@@ -100,7 +102,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = transport
         transport.set_write_buffer_limits(_UNSENT_BYTES)
         self._send(self._challenge)
-        self._host.loop.call_later(_GREETING_S, self._expect_progress)
+        self._timers = [self._host.loop.call_later(_GREETING_S, self._expect_progress)]
 
     def get_buffer(self, sizehint: int) -> memoryview:
         room = self._stream.room() if self._stream is not None else None
@@ -129,6 +131,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._closed = self._lost = True
+        for timer in self._timers:
+            timer.cancel()
         self._stop_waiting()
         if self._stream is not None:
             self._stream.end()
@@ -207,7 +211,7 @@ class Connection(asyncio.BufferedProtocol):
         """End the connection after what is written has been sent, or cannot be."""
         self._closed = True
         self._transport.close()
-        self._host.loop.call_later(_FLUSH_S, self._transport.abort)
+        self._timers.append(self._host.loop.call_later(_FLUSH_S, self._transport.abort))
 
     @property
     def busy(self) -> bool:
@@ -224,7 +228,7 @@ class Connection(asyncio.BufferedProtocol):
         elif self.busy and time.monotonic() - self._moved_at > _STALLED_S:
             self.drop(f"a chunk has not moved for {_STALLED_S:.0f} s")
         else:
-            self._host.loop.call_later(_STALLED_S, self._expect_progress)
+            self._timers = [self._host.loop.call_later(_STALLED_S, self._expect_progress)]
 
     # ---- greeting ------------------------------------------------------------------------------------------------
 

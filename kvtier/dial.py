@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import ssl
+import stat
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,7 +66,7 @@ def hello(fingerprint: bytes, chunk_bytes: int, *, stream: bool, namespace: str 
     """Who we are, for a :class:`Door`."""
     mode: wire.Mode = "stream" if stream else "attach"
     nobody = bytes(wire.NONCE_BYTES)
-    return wire.Hello(wire.VERSION, mode, fingerprint, namespace, chunk_bytes, client[:64], nobody)
+    return wire.Hello(wire.VERSION, mode, fingerprint, namespace[:64], chunk_bytes, client[:64], nobody)
 
 
 def client_tls(ca: str, certificate: str | None = None, key: str | None = None) -> ssl.SSLContext:
@@ -81,6 +82,23 @@ def client_tls(ca: str, certificate: str | None = None, key: str | None = None) 
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"TLS files {ca}, {certificate}, {key} cannot be used: {error}") from error
     return context
+
+
+def read_token(path: str) -> bytes:
+    """The secret in a file, without surrounding space. Raises ConfigError for a short one or a file others can read."""
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            token = file.read(4096).strip()
+    except OSError as error:
+        raise ConfigError(f"server_token_file={path} cannot be read: {error}") from error
+    if mode & stat.S_IRWXO:
+        raise ConfigError(f"server_token_file={path} is open to every user: chmod 600 {path}")
+    if len(token) < 16:  # of printable text; 128 bits would be 22
+        raise ConfigError(
+            f"server_token_file={path} has {len(token)} bytes, expected 16 or more, such as from: openssl rand -hex 32"
+        )
+    return token
 
 
 def enter(door: Door) -> Entered:

@@ -105,23 +105,6 @@ def server_tls(certificate: str, key: str, ca: str | None = None) -> ssl.SSLCont
     return context
 
 
-def read_token(path: str) -> bytes:
-    """The secret in a file, without surrounding space. Raises ConfigError for a short one or a file others can read."""
-    try:
-        with open(path, "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            token = file.read(4096).strip()
-    except OSError as error:
-        raise ConfigError(f"server_token_file={path} cannot be read: {error}") from error
-    if mode & stat.S_IRWXO:
-        raise ConfigError(f"server_token_file={path} is open to every user: chmod 600 {path}")
-    if len(token) < 16:  # of printable text; 128 bits would be 22
-        raise ConfigError(
-            f"server_token_file={path} has {len(token)} bytes, expected 16 or more, such as from: openssl rand -hex 32"
-        )
-    return token
-
-
 def peer_uid(sock: socket.socket) -> int:
     """The user at the other end of a Unix socket, as the kernel saw it connect."""
     _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))

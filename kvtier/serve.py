@@ -14,9 +14,9 @@ from functools import partial
 from kvtier.assemble import assemble
 from kvtier.chunk import ChunkLayout
 from kvtier.config import Config, load
-from kvtier.dial import Address
+from kvtier.dial import Address, read_token
 from kvtier.errors import ConfigError
-from kvtier.listen import Listener, listen_tcp, listen_unix, read_token, server_tls
+from kvtier.listen import Listener, listen_tcp, listen_unix, server_tls
 from kvtier.server import Server, serve
 from kvtier.store import Store
 

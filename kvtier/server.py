@@ -117,9 +117,12 @@ class Server:
                 self.counts["rejected"] += 1
                 sock.close()
                 continue
-            task = self.loop.create_task(self._admit(listener, sock))
+            one = Connection(self, listener, sock)
+            self.connections.add(one)
+            task = self.loop.create_task(self._admit(one, sock))
             self._admitting.add(task)
             task.add_done_callback(self._admitting.discard)
+            await asyncio.sleep(0)  # sock_accept does not let others run while clients are queued
 
     def _may_enter(self, listener: Listener, sock: socket.socket) -> bool:
         local = listener.local
@@ -132,9 +135,8 @@ class Server:
             return False
         return True
 
-    async def _admit(self, listener: Listener, sock: socket.socket) -> None:
-        one = Connection(self, listener, sock)
-        self.connections.add(one)
+    async def _admit(self, one: Connection, sock: socket.socket) -> None:
+        listener = one.listener
         try:
             if not listener.local:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -297,25 +297,26 @@ class Inbox(Generic[T]):
     ``limit`` bytes and 64 KiB. Not thread-safe.
     """
 
-    __slots__ = ("_buffer", "_decode", "_end", "_limit", "_start")
+    __slots__ = ("_buffer", "_decode", "_end", "_limit", "_size", "_start")
 
     def __init__(self, union: Any, limit: int = MAX_FRAME) -> None:
-        self._buffer = memoryview(bytearray(_ROOM_BYTES))
-        self._start = self._end = 0
         self.expect(union, limit)
+        self._buffer = memoryview(bytearray(self._size))
+        self._start = self._end = 0
 
     def expect(self, union: Any, limit: int = MAX_FRAME) -> None:
         """From the next frame on: other messages."""
         self._decode = msgspec.msgpack.Decoder(union).decode
         self._limit = limit
+        self._size = min(_ROOM_BYTES, _HEADER_BYTES + limit)
 
     def room(self) -> memoryview:
         """Where the next bytes belong; never empty. Raises WireError when too much was read and not taken."""
         need = self._needed()
         if self._start == self._end:
             self._start = self._end = 0
-            if len(self._buffer) > _ROOM_BYTES:
-                self._buffer = memoryview(bytearray(_ROOM_BYTES))
+            if len(self._buffer) != self._size:
+                self._buffer = memoryview(bytearray(self._size))
         elif self._start + need > len(self._buffer) or self._end == len(self._buffer):
             self._make_room(need)
         return self._buffer[self._end :]

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 
+from kvtier.chunk import ChunkKey
 from kvtier.client import Client
 from kvtier.dial import Address, Door, hello
 from kvtier.link import SharedPool
@@ -49,7 +50,7 @@ def churn(client: Client, seed: int) -> None:
     client.close()
 
 
-def load_some(client: Client, keys: list) -> None:
+def load_some(client: Client, keys: list[ChunkKey]) -> None:
     with client.load(keys) as lease:
         until = time.monotonic() + _SLOW_S
         while lease.poll().coming and time.monotonic() < until:
@@ -57,11 +58,11 @@ def load_some(client: Client, keys: list) -> None:
         say(b"h" if lease.ready else b"m")
         for key, view in zip(lease.keys, lease.views(), strict=False):
             if view != content(key, SLOT):
-                print("wrong bytes", key.hex(), file=sys.stderr)
+                sys.stderr.write(f"wrong bytes of {key.hex()}\n")
                 sys.exit(3)
 
 
-def save_some(client: Client, keys: list) -> None:
+def save_some(client: Client, keys: list[ChunkKey]) -> None:
     with client.save(keys) as lease:
         for key, view in zip(lease.keys, lease.views(), strict=True):
             view[:] = b"\xdd" * SLOT
@@ -89,7 +90,7 @@ def worker(path: str, witness_path: str, slots: int, *mine: int) -> None:
         for slot in mine:
             pool.view(slot)[:] = rubbish
         if not told:
-            print(os.getpid(), flush=True)
+            say(f"{os.getpid()}\n".encode())
             told = True
 
 

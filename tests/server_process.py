@@ -35,7 +35,7 @@ def wait_for(condition: Callable[[], bool], what: str, deadline_s: float = DEADL
 
 
 class ServerProcess:
-    """``kvtier serve`` with ``settings`` (configuration keys) where ``listen`` says, then at a Unix socket in ``folder``.
+    """``kvtier serve`` with ``settings`` (configuration keys) at a Unix socket in ``folder`` and where ``listen`` says.
 
     Use as a context manager. The socket's folder does not exist before the first start.
     """
@@ -78,7 +78,9 @@ class ServerProcess:
 
     def refusal(self) -> str:
         """Start one that cannot; what it says."""
-        done = subprocess.run(self._command, env=self._env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        done = subprocess.run(
+            self._command, env=self._env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
         assert done.returncode == 2, done
         return done.stderr
 

@@ -306,7 +306,7 @@ def measure_variants(geometry: Geometry, megabytes: int, rounds: int) -> list[Ro
     torch.set_num_threads(2)
     rows += _variant_rows(Bench(geometry, megabytes), ", two threads, wall clock", SOME, rounds, time.perf_counter)
     torch.set_num_threads(1)
-    packed = ["save: kept", "save: index_select", "load: kept", "load: slices"]
+    packed = ["save: kept", "load: kept", "load: slices"]
     rows += _variant_rows(Bench(geometry, megabytes, packed=True), ", layers packed in a block", packed, rounds)
     return rows
 

@@ -20,7 +20,7 @@ from kvtier.autoconfig.explain import table
 from kvtier.autoconfig.start import plan_for_engine
 from kvtier.config import Config, filled, load
 from kvtier.connectors.vllm import layout, versions
-from kvtier.connectors.vllm.metadata import PoolAddress, RankLayout, StepMetadata, StepReport
+from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
 from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.errors import ConfigError
@@ -64,6 +64,13 @@ class KVTierConnector(KVConnectorBase_V1):
         """Best-effort: a save that is dropped is a later miss."""
         return False
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """No layout is required. vLLM asks before it forms KV cache groups, so models that keep a recurrent state are
+        refused here, by name, before vLLM fails on them in words of its own."""
+        layout.refuse_recurrent(vllm_config.model_config)
+        return None
+
     # ---- worker --------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -99,12 +106,12 @@ class KVTierConnector(KVConnectorBase_V1):
         ranks = {place: rank for place, rank in metadata.items() if isinstance(rank, RankLayout)}
         chunks, parts = layout.chunk_layout(self._vllm_config, self._kv_cache_config, ranks, self._chunk_tokens)
         config = self._planned() if self._config.auto else self._config
-        store = assemble(config, chunks, self._vllm_config.parallel_config.data_parallel_index)
-        pool = store.pool
+        if config.namespace is not None:
+            chunks = layout.of_namespace(chunks, config.namespace)
         self._scheduler = SchedulerHalf(
-            store,
+            assemble(config, chunks, self._vllm_config.parallel_config.data_parallel_index),
             chunks,
-            PoolAddress(pool.path, pool.slots, pool.slot_bytes, chunks.blocks_per_chunk, parts),
+            parts,
             load_timeout_s=self._config.load_timeout_ms / 1000,
             save_decode=self._config.save_decode,
         )

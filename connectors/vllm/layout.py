@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvtier.errors import LayoutError
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
+_ONLY_FULL = "kvtier keeps full-attention KV only (MHA, GQA, MLA). Run this model without the kvtier connector"
 _FORMAT = 1
 """Version of the bytes inside a slot; raise it when their meaning changes."""
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
@@ -38,9 +40,8 @@ def block_tokens(kv_cache_config: Any) -> int:
     for one in specs:
         if not isinstance(one, FullAttentionSpec):
             raise LayoutError(
-                f"this model's KV cache is {type(one).__name__}; kvtier keeps full-attention KV (MHA, GQA, MLA) only: "
-                "recurrent state (mamba) and pure sliding-window caches drop or overwrite what a prefix needs. "
-                "Run it without the kvtier connector"
+                f"this model's KV cache is {type(one).__name__}, which drops or overwrites what a prefix needs: "
+                f"{_ONLY_FULL}"
             )
     return int(spec.block_size)
 
@@ -82,6 +83,20 @@ def chunk_layout(
     }
     layout = ChunkLayout(fingerprint(identity), chunk_tokens, tokens, tuple(parts))
     return layout, tuple((layout.rank_span(part)[0], writes) for part, writes in owners)
+
+
+def refuse_recurrent(model: Any) -> None:
+    """Raise LayoutError for a model with recurrent state (mamba, short convolutions), alone or beside attention."""
+    if model.is_hybrid or model.is_attention_free:
+        raise LayoutError(
+            f"{', '.join(model.architectures)} keeps recurrent state (mamba, convolutions), which cannot be cut into "
+            f"chunks: {_ONLY_FULL}"
+        )
+
+
+def of_namespace(layout: ChunkLayout, namespace: str) -> ChunkLayout:
+    """The same layout with keys of its own, which nobody outside the namespace can name."""
+    return replace(layout, fingerprint=fingerprint({"of": layout.fingerprint.hex(), "namespace": namespace}))
 
 
 def _refuse_context_parallel(parallel: Any) -> None:

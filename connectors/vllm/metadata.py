@@ -26,9 +26,11 @@ class RankLayout(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True)
 class PoolAddress:
-    """Where workers map the pool, and which bytes of each slot are whose."""
+    """Where workers map a pool, and which bytes of each slot are whose. A server that comes back has another pool."""
 
     path: str
+    witness_path: str | None
+    """What a worker holds open as long as it maps a server's pool; None for a pool of the engine's own."""
     slots: int
     slot_bytes: int
     blocks_per_chunk: int
@@ -41,6 +43,7 @@ class Job:
     """Copy chunks between slots and blocks. A load may start inside its first chunk and end inside its last."""
 
     number: int
+    pool: PoolAddress
     slots: list[int]
     blocks: list[int]
     first: int = 0
@@ -52,6 +55,7 @@ class StepMetadata(KVConnectorMetadata):
     """Scheduler -> workers, one a step."""
 
     pool: PoolAddress | None
+    """The pool of jobs to come; workers let go of all others but those of this step's jobs."""
     loads: list[Job] = field(default_factory=list)
     saves: list[Job] = field(default_factory=list)
     failures_seen: dict[int, int] = field(default_factory=dict)

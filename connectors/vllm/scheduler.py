@@ -13,11 +13,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from kvtier.chunk import ChunkKey, ChunkLayout, KeyChain
+from kvtier.client import Client, SharedLoad, SharedSave
 from kvtier.connectors.vllm.metadata import Job, PoolAddress, StepMetadata, StepReport
 from kvtier.connectors.vllm.requests import Adapters, media_extra, request_extra
 from kvtier.lease import LoadLease, SaveLease
+from kvtier.link import SharedPool
+from kvtier.pool import Pool
 from kvtier.store import Store
 
 logger = logging.getLogger("kvtier.connectors.vllm")
@@ -38,7 +42,7 @@ class _Prompt:
     """Chunks that were offered to the store, from the first on."""
     retried: bool = False
     """A failed save was offered again."""
-    lease: LoadLease | None = None
+    lease: LoadLease | SharedLoad | None = None
     start: int = 0
     """First chunk of the lease."""
     begin: int = 0
@@ -52,7 +56,7 @@ class _Prompt:
 class _Pending:
     """A job that workers have not all confirmed."""
 
-    lease: LoadLease | SaveLease
+    lease: LoadLease | SaveLease | SharedLoad | SharedSave
     request_id: str
     keys: Sequence[ChunkKey]
     done: int = 0
@@ -60,15 +64,22 @@ class _Pending:
 
 
 class SchedulerHalf:
-    """``store`` and ``layout`` are shared with nobody else in this process; ``ranks`` is the number of workers."""
+    """``store`` is the engine's own, or a server's client. ``parts``: for each worker rank, first byte of its part of a
+    slot, and whether it writes that part."""
 
     def __init__(
-        self, store: Store, layout: ChunkLayout, address: PoolAddress, *, load_timeout_s: float, save_decode: bool
+        self,
+        store: Store | Client,
+        layout: ChunkLayout,
+        parts: tuple[tuple[int, bool], ...],
+        *,
+        load_timeout_s: float,
+        save_decode: bool,
     ) -> None:
         self.store = store
         self._layout = layout
-        self._address = address
-        self._ranks = len(address.parts)
+        self._parts = parts
+        self._addresses: WeakKeyDictionary[Pool, PoolAddress] = WeakKeyDictionary()
         self._load_timeout_s = load_timeout_s
         self._save_decode = save_decode
         self._adapters = Adapters()
@@ -98,7 +109,7 @@ class SchedulerHalf:
         usable = min((start + ready) * self._layout.chunk_tokens, (request.num_tokens - 1) // block * block)
         return max(0, usable - computed), False
 
-    def _claim(self, prompt: _Prompt, keys: Sequence[ChunkKey], start: int) -> LoadLease:
+    def _claim(self, prompt: _Prompt, keys: Sequence[ChunkKey], start: int) -> LoadLease | SharedLoad:
         """The request's lease; a new one when the old one starts elsewhere or the store has learnt of more since."""
         lease = prompt.lease
         if lease is not None and prompt.start == start:
@@ -122,7 +133,8 @@ class SchedulerHalf:
         ids = blocks.get_block_ids()[0]
         first, last = prompt.begin // block, (prompt.begin + tokens) // block
         chunks = -(-last // per_chunk) - prompt.start
-        job = Job(self._number(), lease.slots[:chunks], ids[first:last], first - prompt.start * per_chunk)
+        place = self._address(lease.pool)
+        job = Job(self._number(), place, lease.slots[:chunks], ids[first:last], first - prompt.start * per_chunk)
         self._pending[job.number] = _Pending(lease, request.request_id, lease.keys[:chunks])
         self._loads.append(job)
         prompt.sources = self._split(lease.sources[:chunks], job.first, last - first)
@@ -146,7 +158,9 @@ class SchedulerHalf:
 
     def step(self, output: Any) -> StepMetadata:
         """vLLM's ``build_connector_meta``."""
-        metadata = StepMetadata(self._address, self._loads, [], dict(self._failures_seen))
+        pool = self.store.pool
+        address = self._address(pool) if pool is not None else None
+        metadata = StepMetadata(address, self._loads, [], dict(self._failures_seen))
         self._loads = []
         for new in output.scheduled_new_reqs:
             self._advance(metadata, output, new.req_id, list(new.block_ids[0]), new.num_computed_tokens)
@@ -187,18 +201,18 @@ class SchedulerHalf:
         keys = self._keys(prompt, request.num_tokens)[:finished]
         prompt.saved = finished
         lease = self.store.save(keys)
-        if not lease.entries:
+        if not lease.keys:
             lease.close()
             return
         self._save(metadata, prompt, lease, request_id)
 
-    def _save(self, metadata: StepMetadata, prompt: _Prompt, lease: SaveLease, request_id: str) -> None:
+    def _save(self, metadata: StepMetadata, prompt: _Prompt, lease: SaveLease | SharedSave, request_id: str) -> None:
         per_chunk = self._layout.blocks_per_chunk
         place = {key: index for index, key in enumerate(lease.run)}
         blocks: list[int] = []
         for key in lease.keys:
             blocks += prompt.blocks[place[key] * per_chunk : (place[key] + 1) * per_chunk]
-        job = Job(self._number(), lease.slots, blocks)
+        job = Job(self._number(), self._address(lease.pool), lease.slots, blocks)
         self._pending[job.number] = _Pending(lease, request_id, lease.keys)
         metadata.saves.append(job)
 
@@ -214,21 +228,21 @@ class SchedulerHalf:
                 continue
             pending.done += report.done[number]
             pending.failed += report.failed[number]
-            if pending.done + pending.failed == self._ranks:
+            if pending.done + pending.failed == len(self._parts):
                 del self._pending[number]
                 self._end(pending)
 
     def _end(self, pending: _Pending) -> None:
         """A key enters the store only when every rank wrote its part; a chunk that one rank could not load goes."""
         if not pending.failed:
-            if isinstance(pending.lease, SaveLease):
+            if isinstance(pending.lease, SaveLease | SharedSave):
                 pending.lease.commit()
             else:
                 pending.lease.close()
             return
         pending.lease.close()
         prompt = self._prompts.get(pending.request_id)
-        failed_load = isinstance(pending.lease, LoadLease)
+        failed_load = isinstance(pending.lease, LoadLease | SharedLoad)
         if failed_load:
             self.store.forget(pending.keys)
             logger.warning("load of %d chunks failed; they are dropped and recomputed", len(pending.keys))
@@ -247,10 +261,10 @@ class SchedulerHalf:
         self.store.clear()
 
     def close(self) -> bool:
+        """Jobs that workers have not confirmed keep their leases: a server ends them when no process of this engine
+        has its pool mapped any more."""
         for prompt in self._prompts.values():
             self._drop(prompt)
-        for pending in self._pending.values():
-            pending.lease.close()
         return self.store.close()
 
     # ---- steps ---------------------------------------------------------------------------------------------------
@@ -273,6 +287,17 @@ class SchedulerHalf:
         if tokens // self._layout.chunk_tokens > len(chain.keys):
             chain.extend(prompt.request.all_token_ids[:tokens])
         return chain.keys
+
+    def _address(self, pool: Pool | None) -> PoolAddress:
+        """Where workers map the pool of a lease."""
+        assert pool is not None, "a lease with slots has a pool"
+        address = self._addresses.get(pool)
+        if address is None:
+            witness = pool.witness_path if isinstance(pool, SharedPool) else None
+            blocks = self._layout.blocks_per_chunk
+            address = PoolAddress(pool.path, witness, pool.slots, pool.slot_bytes, blocks, self._parts)
+            self._addresses[pool] = address
+        return address
 
     def _number(self) -> int:
         self._next_job += 1

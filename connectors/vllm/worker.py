@@ -17,6 +17,7 @@ import torch
 from kvtier.connectors.vllm.metadata import Job, PoolAddress, RankLayout, StepMetadata, StepReport
 from kvtier.gpu import PagedBlocks, regions_of, slot_tensor
 from kvtier.lanes import Lane
+from kvtier.link import SharedPool
 from kvtier.pool import Pool
 
 logger = logging.getLogger("kvtier.connectors.vllm")
@@ -32,11 +33,7 @@ class WorkerHalf:
         self._num_blocks = num_blocks
         self._blocks_per_chunk = blocks_per_chunk
         self._paged: PagedBlocks | None = None
-        self._pool: Pool | None = None
-        self._spare = Lane("pool", 1, urgent_bound=1, bound=1)
-        """Maps the pool's pages while nobody waits."""
-        self._parts: list[torch.Tensor] = []
-        self._writes = True
+        self._pools: dict[PoolAddress, _MappedPool] = {}
         self._failures = 0
         self._bad_blocks: set[int] = set()
         self._report = StepReport()
@@ -53,9 +50,10 @@ class WorkerHalf:
 
     def load(self, metadata: StepMetadata) -> None:
         """vLLM's ``start_load_kv``: before the forward pass of the step that needs the blocks."""
+        self._let_go({metadata.pool, *(job.pool for job in (*metadata.loads, *metadata.saves))})
         for job in metadata.loads:
             try:
-                self._blocks(metadata.pool).load(self._copies(job)).wait()
+                self._blocks().load(self._copies(job)).wait()
                 self._report.done[job.number] += 1
             except Exception:
                 logger.exception("rank %d: load of %d blocks failed", self._rank, len(job.blocks))
@@ -72,9 +70,8 @@ class WorkerHalf:
                 self._report.failed[job.number] += 1
                 continue
             try:
-                paged = self._blocks(metadata.pool)
-                if self._writes:
-                    paged.save(self._copies(job)).wait()
+                if self._mapped(job.pool).writes:
+                    self._blocks().save(self._copies(job)).wait()
                 self._report.done[job.number] += 1
             except Exception:
                 logger.exception("rank %d: save of %d blocks failed", self._rank, len(job.blocks))
@@ -91,27 +88,51 @@ class WorkerHalf:
         return report if report.done or report.failed else None
 
     def close(self) -> None:
-        self._parts.clear()
-        if self._pool is not None and self._spare.close(_CLOSE_S):
-            self._pool.close()
-            self._pool = None
+        self._let_go(set())
 
-    def _blocks(self, address: PoolAddress | None) -> PagedBlocks:
-        """Map the pool at the first job."""
-        assert self._paged is not None and address is not None
-        if self._pool is None:
-            self._pool = Pool.attach(address.path, address.slots, address.slot_bytes)
-            self._spare.submit(partial(self._pool.populate, 0, address.slots))
-            start, self._writes = address.parts[self._rank]
-            size = self._paged.block_bytes * address.blocks_per_chunk
-            self._parts = [slot_tensor(self._pool.view(slot)[start : start + size]) for slot in range(address.slots)]
+    def _blocks(self) -> PagedBlocks:
+        assert self._paged is not None
         return self._paged
+
+    def _mapped(self, address: PoolAddress) -> _MappedPool:
+        """Map a pool at its first job."""
+        if address not in self._pools:
+            self._pools[address] = _MappedPool(address, self._rank, self._blocks().block_bytes)
+        return self._pools[address]
+
+    def _let_go(self, needed: set[PoolAddress | None]) -> None:
+        """Unmap what no job needs any more: a server waits for that."""
+        for address in self._pools.keys() - needed:
+            self._pools.pop(address).close()
 
     def _copies(self, job: Job) -> list[tuple[Any, int, list[int]]]:
         """Cut a job's run of blocks into (slot part, first block in the chunk, block ids), one a chunk."""
+        parts = self._mapped(job.pool).parts
         copies, first, taken = [], job.first, 0
         for slot in job.slots:
             count = min(self._blocks_per_chunk - first, len(job.blocks) - taken)
-            copies.append((self._parts[slot], first, job.blocks[taken : taken + count]))
+            copies.append((parts[slot], first, job.blocks[taken : taken + count]))
             first, taken = 0, taken + count
         return copies
+
+
+class _MappedPool:
+    """One pool as one rank maps it. Raises TierError when it cannot be mapped (any more)."""
+
+    def __init__(self, address: PoolAddress, rank: int, block_bytes: int) -> None:
+        if address.witness_path is None:
+            self._pool = Pool.attach(address.path, address.slots, address.slot_bytes)
+        else:
+            self._pool = SharedPool.join(address.path, address.witness_path, address.slots, address.slot_bytes)
+        self._spare = Lane("pool", 1, urgent_bound=1, bound=1)
+        self._spare.submit(partial(self._pool.populate, 0, address.slots))
+        start, self.writes = address.parts[rank]
+        size = block_bytes * address.blocks_per_chunk
+        self.parts = [slot_tensor(self._pool.view(slot)[start : start + size]) for slot in range(address.slots)]
+        """This rank's part of each slot."""
+
+    def close(self) -> None:
+        """Unmap; a pool whose pages are being made present keeps its mapping, to be dropped by the process's end."""
+        self.parts.clear()
+        if self._spare.close(_CLOSE_S):
+            self._pool.close()

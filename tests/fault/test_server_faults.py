@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -115,7 +116,7 @@ def every_byte_is_right(client: Client) -> None:
 def test_engines_killed_at_random_points_leave_nothing_behind(nvme: bool) -> None:
     draw = random.Random(1)
     with short_folder() as folder:
-        more = {"nvme_path": folder / "nvme", "nvme_bytes": NVME} if nvme else {}
+        more: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": NVME} if nvme else {}
         with ServerProcess(folder, **more) as server, attached(server.door()) as client:
             with churning(server, 1) as (witness,):
                 for round_ in range(12):

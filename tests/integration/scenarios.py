@@ -129,7 +129,10 @@ def no_prefix_caching(model: str) -> Any:
 
 
 def no_async(model: str) -> Any:
-    return rounds(Engine(model, async_scheduling=False))
+    """Also without naming kvtier's module: the entry point must have made the connector's name known."""
+    transfer = {"kv_connector": "KVTierConnector", "kv_role": "kv_both"}
+    more: dict[str, Any] = {"kv_transfer_config": transfer} if os.environ.get("WITH_KVTIER") == "1" else {}
+    return rounds(Engine(model, async_scheduling=False, **more))
 
 
 def speculative(model: str) -> Any:

@@ -106,9 +106,13 @@ def test_forget_and_clear(client: Client) -> None:
 def test_a_worker_maps_the_pool_by_its_path(client: Client) -> None:
     pool = client.pool
     assert pool is not None
-    worker = "from kvtier.pool import Pool; import sys; Pool.attach(sys.argv[1], 32, 8192).view(int(sys.argv[2]))[:4] = b'mine'"
+    worker = (
+        "from kvtier.link import SharedPool; import sys; path, witness, slot = sys.argv[1:];"
+        "SharedPool.join(path, witness, 32, 8192).view(int(slot))[:4] = b'mine'"
+    )
     with client.save(run(1, 1)) as lease:
-        subprocess.run([sys.executable, "-c", worker, pool.path, str(lease.slots[0])], check=True)
+        words = [pool.path, pool.witness_path, str(lease.slots[0])]
+        subprocess.run([sys.executable, "-c", worker, *words], check=True)
         assert bytes(lease.views()[0][:4]) == b"mine"
 
 
@@ -204,7 +208,10 @@ def test_other_chunk_sizes_need_a_realm_of_their_own(server: ServerProcess, clie
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 def test_another_user_may_not_attach(server: ServerProcess, client: Client) -> None:
-    knock = f"import os, socket; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.connect({str(server.socket)!r}); print(s.recv(9))"
+    knock = (
+        "import os, socket; os.setuid(65534); sock = socket.socket(socket.AF_UNIX);"
+        f"sock.connect({str(server.socket)!r}); print(sock.recv(9))"
+    )
     refused = subprocess.run([sys.executable, "-c", knock], capture_output=True, text=True, check=False)
     assert "PermissionError" in refused.stderr, "the file's mode"
     server.socket.parent.chmod(0o755)

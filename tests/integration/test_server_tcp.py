@@ -284,7 +284,7 @@ def openssl(folder: Path, *words: str) -> None:
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two authorities, ``ours`` and ``theirs``, and a certificate for localhost of each: ``ours-host``, ``theirs-host``."""
+    """Two authorities, ``ours`` and ``theirs``, and of each a certificate for localhost, ``ours-host`` and so on."""
     folder = tmp_path_factory.mktemp("certificates")
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
     for who in ("ours", "theirs"):

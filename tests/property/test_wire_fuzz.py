@@ -1,4 +1,4 @@
-"""Whatever arrives, in whatever pieces: a message, or a WireError. Whatever is asked, in whatever order: nothing leaks."""
+"""Whatever arrives in whatever pieces: a message or a WireError. Whatever is asked in whatever order: nothing leaks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ LAYOUT = ChunkLayout(fingerprint({"model": "fuzz"}), 1, 1, (SLOT,))
 NUMBERS = st.integers(0, 9) | st.integers(0, 2**32 - 1)
 BLOBS = st.lists(st.integers(0, 2), max_size=4).map(lambda tokens: wire.joined(LAYOUT.keys(tokens)))
 KEYS = st.integers(0, 3).map(lambda token: bytes(LAYOUT.keys([token])[0]))
-FIELDS = {"keys": BLOBS | st.binary(max_size=90), "key": KEYS, "idle": st.booleans(), "timeout_ms": st.integers(0, 10_000)}
+FIELDS = {
+    "keys": BLOBS | st.binary(max_size=90),
+    "key": KEYS,
+    "idle": st.booleans(),
+    "timeout_ms": st.integers(0, 10_000),
+}
 FIELDS |= {"checksum": st.binary(min_size=16, max_size=16)}
 
 
@@ -116,4 +121,3 @@ def test_a_stream_may_ask_anything(asked: list[Any], data: st.DataObject) -> Non
     stream.end()
     lane.run()
     store.check(idle=True)
-

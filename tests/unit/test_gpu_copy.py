@@ -86,6 +86,12 @@ def unequal_layers(device: torch.device) -> Engine:
     return Engine({f"layer.{index}": cache for index, cache in enumerate(caches)}, caches)
 
 
+def uneven_distances(device: torch.device) -> Engine:
+    """Equal layers in one allocation, the third farther away than the second."""
+    backing = torch.zeros(5, BLOCKS, TOKENS, CONTENT, dtype=torch.int16, device=device)
+    return Engine({f"layer.{index}": backing[at] for index, at in enumerate((0, 1, 4))}, [backing])
+
+
 ENGINES: dict[str, Callable[[torch.device], Engine]] = {
     **{name: lambda device, order=order: one_backing(order, device) for name, order in ORDERS.items()},  # type: ignore[misc]
     "padded": lambda device: one_backing(ORDERS["LBHNC"], device, padding=8),
@@ -93,6 +99,7 @@ ENGINES: dict[str, Callable[[torch.device], Engine]] = {
     "keys_and_values_apart": keys_and_values_apart,
     "keys_and_values_inside": keys_and_values_inside,
     "unequal_layers": unequal_layers,
+    "uneven_distances": uneven_distances,
 }
 
 
@@ -278,7 +285,7 @@ def _no_change(part: torch.Tensor) -> torch.Tensor:
         (_no_change, -1, [0, 1], "from block -1"),
         (_no_change, 2, [], "0 blocks from block 2"),
         (lambda part: part[1:], 0, [0, 1, 2, 3], "expected 1152"),
-        (lambda part: part.view(torch.int16), 0, [0, 1, 2, 3], "dense uint8"),
+        (lambda part: part.view(torch.int8), 0, [0, 1, 2, 3], "of torch.int8"),
         (lambda part: part.repeat_interleave(2)[::2], 0, [0, 1, 2, 3], "dense uint8"),
     ],
 )

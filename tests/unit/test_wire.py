@@ -110,7 +110,7 @@ def test_what_is_read_and_not_taken_is_bounded() -> None:
     ],
 )
 def test_what_is_not_exactly_a_message_is_refused(body: bytes) -> None:
-    with pytest.raises(WireError, match="malformed|at most"):
+    with pytest.raises(WireError, match=r"malformed|at most"):
         list(Inbox[wire.Message](wire.Question | wire.StreamQuestion).feed(len(body).to_bytes(4, "little") + body))
 
 

@@ -1,0 +1,294 @@
+"""Clients that lie, flood, stall or leave in the middle: their own connection ends, and nothing else happens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from kvtier import connection, wire
+from kvtier.client import Client
+from kvtier.dial import Address, Door, enter, hello
+from kvtier.lease import Match
+from kvtier.listen import listen_tcp, listen_unix
+from kvtier.pool import Pool
+from kvtier.server import Server
+from kvtier.store import Store
+from kvtier.testing.check_tier import content
+from tests.server_process import (
+    DEADLINE_S,
+    LAYOUT,
+    SLOT,
+    ServerProcess,
+    at_rest,
+    attached,
+    free_port,
+    load,
+    run,
+    save,
+    serving,
+    short_folder,
+    wait_for,
+)
+
+KEY = run(1, 1)[0]
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def server(port: int) -> Iterator[ServerProcess]:
+    with serving(f"tcp://127.0.0.1:{port}", flags=("--insecure",)) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Client]:
+    """One that behaves; at the end it has been served all the time and nothing is left of the others."""
+    with attached(server.door()) as client:
+        save(client, run(7, 5))
+        yield client
+        assert load(client, run(7, 5)) == ["ram"] * 5
+        at_rest(client)
+        assert client.counts["lost"] == 0
+
+
+def enter_raw(door: Door) -> socket.socket:
+    """A socket past its greeting, to say on it what we want; it keeps no pool and no witness."""
+    entered = enter(door)
+    for descriptor in entered.descriptors:
+        os.close(descriptor)
+    entered.socket.settimeout(DEADLINE_S)
+    return entered.socket
+
+
+def far(port: int) -> Door:
+    return Door(Address("", "127.0.0.1", port), hello(LAYOUT.fingerprint, SLOT, stream=True))
+
+
+def last_words(sock: socket.socket) -> str:
+    """Read until the server has closed; the reason it gave."""
+    inbox: wire.Inbox[wire.Message] = wire.Inbox(wire.Challenge | wire.Answer | wire.Go | wire.Refused)
+    said: list[wire.Message] = []
+    try:
+        while data := sock.recv(1 << 16):
+            said += inbox.feed(data)
+    except ConnectionResetError:
+        pass
+    return said[-1].reason if said and isinstance(said[-1], wire.Refused) else ""
+
+
+NOT_A_GREETING = {
+    "noise": (b"GET / HTTP/1.1\r\n\r\n", "a frame of"),
+    "long": (b"\xff\xff\xff\x7f", "a frame of 2147483647 bytes"),
+    "malformed": (b"\x03\0\0\0abc", "malformed"),
+    "a question": (wire.frame(wire.Stats(1)), "malformed"),
+    "another version": (
+        wire.frame(replace(hello(bytes(32), SLOT, stream=False), version=9)),
+        "the server speaks version 1, the client 9",
+    ),
+    "twice": (wire.frame(hello(bytes(32), SLOT, stream=False)) * 2, "before the Welcome"),
+}
+
+
+@pytest.mark.parametrize("said", NOT_A_GREETING)
+def test_what_is_not_a_greeting(server: ServerProcess, client: Client, said: str) -> None:
+    data, reason = NOT_A_GREETING[said]
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(server.socket))
+        sock.sendall(data)
+        assert reason in last_words(sock)
+
+
+NOT_A_QUESTION = {
+    "an answer": wire.frame(wire.Extent(1, 0, 0)),
+    "a lease of nobody": wire.frame(wire.Commit(77)),
+    "half a key": wire.frame(wire.Match(1, bytes(41))),
+    "a long frame": (wire.MAX_FRAME + 1).to_bytes(4, "little"),
+    "a tier's question": wire.frame(wire.Get(1, KEY)),
+    "two waits": wire.frame(wire.Wait(1, 5000)) + wire.frame(wire.Wait(2, 5000)),
+}
+
+
+@pytest.mark.parametrize("said", NOT_A_QUESTION)
+def test_what_is_not_a_question_ends_the_session_and_its_leases(
+    server: ServerProcess, client: Client, said: str
+) -> None:
+    with enter_raw(server.door()) as sock:
+        sock.sendall(
+            wire.frame(wire.Save(1, wire.joined(run(3, 4)))) + wire.frame(wire.Load(2, wire.joined(run(7, 5)), 0))
+        )
+        sock.sendall(NOT_A_QUESTION[said])
+        assert last_words(sock) != ""
+    assert client.match(run(3, 4)) == Match(0, 0)
+
+
+OUT_OF_TURN = {
+    "seal": wire.frame(wire.Seal(bytes(16))),
+    "two puts": wire.frame(wire.Put(1, KEY)) * 2,
+    "bytes before Go": wire.frame(wire.Put(1, KEY)) + bytes(100),
+    "a session's question": wire.frame(wire.Stats(1)),
+}
+
+
+@pytest.mark.parametrize("said", OUT_OF_TURN)
+def test_a_stream_that_speaks_out_of_turn(client: Client, port: int, said: str) -> None:
+    with enter_raw(far(port)) as sock:
+        sock.sendall(OUT_OF_TURN[said])
+        assert last_words(sock) != ""
+
+
+def test_a_stream_that_leaves_in_the_middle_of_a_chunk(client: Client, port: int) -> None:
+    with enter_raw(far(port)) as sock:
+        sock.sendall(wire.frame(wire.Put(1, KEY)))
+        assert sock.recv(100) == wire.frame(wire.Go(1, True, False))
+        sock.sendall(content(KEY, SLOT)[: SLOT // 2])
+        wait_for(lambda: client.stats()["ram_filling"] == 1, "begun")
+    wait_for(lambda: client.stats()["ram_filling"] == 0, "given back")
+    assert client.match([KEY]) == Match(0, 0)
+
+
+def test_one_that_does_not_read_is_dropped_and_hinders_nobody(server: ServerProcess, client: Client) -> None:
+    with enter_raw(server.door()) as sock:
+        sock.setblocking(False)
+        flood = wire.frame(wire.Stats(1)) * 1000
+        sent = 0
+        for _ in range(100_000):
+            try:
+                sent += sock.send(flood[sent % len(wire.frame(wire.Stats(1))) :])
+            except BlockingIOError:
+                assert client.match(run(7, 5)) == Match(5, 0)
+            except OSError:
+                break
+        else:
+            pytest.fail("never dropped")
+    assert "does not read its answers" in server.said()
+
+
+def test_three_thousand_bad_connections_are_a_few_lines_in_the_log(server: ServerProcess, client: Client) -> None:
+    before = memory_kib(server.pid)
+    for _ in range(3000):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(str(server.socket))
+            sock.sendall(b"\xff" * 64)
+    with attached(server.door()) as other:
+        wait_for(lambda: other.match(run(7, 5)) == Match(5, 0), "let in")
+    assert server.said().count("dropped") <= 100
+    assert memory_kib(server.pid) - before < 20_000
+
+
+def memory_kib(pid: int) -> int:
+    """Resident memory that is not shared with anybody."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0])
+
+
+def test_connections_are_bounded_and_those_there_are_served(server: ServerProcess, client: Client) -> None:
+    sockets = []
+    try:
+        for _ in range(600):
+            sock = socket.socket(socket.AF_UNIX)
+            sockets.append(sock)
+            sock.connect(str(server.socket))
+            sock.settimeout(DEADLINE_S)
+        assert sockets[0].recv(100) != b""
+        assert sockets[-1].recv(100) == b"", "closed at once"
+        assert client.match(run(7, 5)) == Match(5, 0)
+    finally:
+        for sock in sockets:
+            sock.close()
+    wait_for(lambda: _may_enter(server), "room again")
+
+
+def _may_enter(server: ServerProcess) -> bool:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(DEADLINE_S)
+        sock.connect(str(server.socket))
+        return sock.recv(100) != b""
+
+
+LARGE = 16 << 20
+"""More than the buffers between two sockets hold."""
+
+
+# ---- time-outs, in this process ------------------------------------------------------------------------------------
+
+
+def in_process(monkeypatch: pytest.MonkeyPatch, scenario: Callable[[Server, Store], Awaitable[None]]) -> None:
+    """Run a scenario beside a server on one loop, with deadlines short enough to be met."""
+    for name in ("_GREETING_S", "_STALLED_S"):
+        monkeypatch.setattr(connection, name, 0.1)
+    store = Store(Pool(2, LARGE))
+
+    async def both() -> None:
+        with short_folder() as folder:
+            listeners = [
+                listen_unix(Address(str(folder / "sock"), "", 0)),
+                listen_tcp(Address("", "127.0.0.1", 0), token=False, tls=None, insecure=True),
+            ]
+            server = Server(lambda slot_bytes: store, listeners)
+            await server.start()
+            await asyncio.wait_for(scenario(server, store), DEADLINE_S)
+            assert await server.stop()
+
+    asyncio.run(both())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - of the server's state, which has no event
+        await asyncio.sleep(0.01)
+
+
+async def told_to_go(reader: asyncio.StreamReader, why: str) -> None:
+    assert why in (await reader.read()).decode(errors="replace")
+
+
+def test_a_greeting_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(server: Server, store: Store) -> None:
+        reader, writer = await asyncio.open_unix_connection(server.listeners[0].address.path)
+        await told_to_go(reader, "no greeting within")
+        writer.close()
+
+    in_process(monkeypatch, scenario)
+
+
+async def far_stream(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.listeners[1].address.port, limit=1 << 16)
+    writer.write(wire.frame(hello(bytes(32), LARGE, stream=True)))
+    for _ in range(2):
+        await reader.readexactly(int.from_bytes(await reader.readexactly(4), "little"))
+    return reader, writer
+
+
+def test_a_chunk_that_stops_on_its_way_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(server: Server, store: Store) -> None:
+        reader, writer = await far_stream(server)
+        writer.write(wire.frame(wire.Put(1, KEY)))
+        await reader.readexactly(len(wire.frame(wire.Go(1, True, False))))
+        writer.write(bytes(1000))
+        await told_to_go(reader, "has not moved")
+        store.check(idle=True)
+        writer.close()
+
+    in_process(monkeypatch, scenario)
+
+
+def test_a_chunk_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(server: Server, store: Store) -> None:
+        with store.save([KEY]) as lease:
+            lease.commit()
+        _, writer = await far_stream(server)
+        writer.write(wire.frame(wire.Get(1, KEY)))
+        await until(lambda: not server.connections)
+        store.check(idle=True)
+        writer.close()
+
+    in_process(monkeypatch, scenario)

@@ -1,0 +1,160 @@
+"""Real vLLM engines over one server: the second hits what the first saved, and nobody's crash is anybody else's."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.bench.model import make_model
+from kvtier.chunk import ChunkLayout
+from kvtier.client import Client
+from kvtier.errors import ConfigError
+from tests.server_process import ServerProcess, at_rest, attached, serving, short_folder, wait_for
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+START_S = 300.0
+HIT = 512
+RAM = "64MiB"
+
+
+class LedEngine:
+    """tests.integration.served_engine, one round at a time."""
+
+    def __init__(self, server: ServerProcess, folder: Path, model: Path, ranks: int = 1) -> None:
+        self._out = folder / "answers.json"
+        self._log = folder / "engine.log"
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("KVTIER_", "LMCACHE_"))
+        }
+        environment |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+        environment |= {"WITH_KVTIER": "1", "KVTIER_SERVER": str(server.address), "KVTIER_CHUNK_TOKENS": "64"}
+        if ranks > 1:
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+        command = [sys.executable, "-m", "tests.integration.served_engine", str(self._out), str(model), str(ranks)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with self._log.open("a") as log:
+            self._process: subprocess.Popen[str] = subprocess.Popen(
+                command, cwd=ROOT, env=environment, **pipes, stderr=log, start_new_session=True, text=True
+            )
+        self._hear("ready")
+
+    def round(self) -> list[dict[str, Any]]:
+        """Ask all documents once; the answers."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        self._hear("round")
+        answers: list[dict[str, Any]] = json.loads(self._out.read_text())[-1]
+        return answers
+
+    def begin_round(self) -> None:
+        """Ask, and do not wait for the answers."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def said(self) -> str:
+        """Its log."""
+        return self._log.read_text()
+
+    def kill(self) -> None:
+        """SIGKILL to the engine's main process and all that belong to it."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _hear(self, word: str) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with self._log.open("a") as log:
+                log.write(line)
+            if line.strip() == word:
+                return
+        raise AssertionError(self.said()[-6000:])
+
+
+@contextmanager
+def engine(server: ServerProcess, folder: Path, model: Path, ranks: int = 1) -> Iterator[LedEngine]:
+    folder.mkdir()
+    led = LedEngine(server, folder, model, ranks)
+    try:
+        yield led
+    finally:
+        led.kill()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
+
+
+def hits(answers: list[dict[str, Any]]) -> list[int]:
+    return [answer["cached"] for answer in answers]
+
+
+def nothing_is_left(server: ServerProcess) -> None:
+    """No lease of the engines that are gone."""
+    with pytest.raises(ConfigError, match="keeps chunks of") as refusal:
+        Client(server.door())
+    size = re.search(r"keeps chunks of ([\d,]+) bytes", str(refusal.value))
+    assert size is not None
+    layout = ChunkLayout(bytes(32), 1, 1, (int(size[1].replace(",", "")),))
+    with attached(server.door(layout)) as client:
+        at_rest(client)
+
+
+def test_a_second_engine_hits_what_the_first_saved(model: Path, tmp_path: Path) -> None:
+    with serving(ram_bytes=RAM) as server:
+        with engine(server, tmp_path / "one", model) as one:
+            first, second = one.round(), one.round()
+        assert (hits(first), hits(second)) == ([0] * 3, [HIT] * 3)
+        with engine(server, tmp_path / "two", model) as two:
+            third = two.round()
+        assert hits(third) == [HIT] * 3
+        assert [a["tokens"] for a in third] == [a["tokens"] for a in second] == [a["tokens"] for a in first]
+        assert [a["logprobs"] for a in third] == [a["logprobs"] for a in second]
+
+
+def test_an_engine_goes_on_through_a_crash_of_the_server_and_hits_again(model: Path, tmp_path: Path) -> None:
+    with short_folder() as folder:
+        server = ServerProcess(folder, ram_bytes=RAM, nvme_path=folder / "nvme", nvme_bytes=RAM)
+        with server, engine(server, tmp_path / "one", model) as one:
+            first, second = one.round(), one.round()
+            server.kill()
+            without = one.round()
+            server.start()
+            wait_for(lambda: server.said().count("client process") >= 2, "attached again")
+            after = one.round()
+            said = server.said() + one.said()
+        for answers in (second, without, after):
+            assert [a["tokens"] for a in answers] == [a["tokens"] for a in first]
+        assert (hits(second), hits(without)) == ([HIT] * 3, [0] * 3)
+        assert hits(after) == [HIT] * 3, said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_killed_at_work_leaves_nothing_behind(model: Path, tmp_path: Path, ranks: int) -> None:
+    with serving(ram_bytes=RAM) as server:
+        with engine(server, tmp_path / "one", model, ranks) as one:
+            first = one.round()
+            one.begin_round()
+        with engine(server, tmp_path / "two", model, ranks) as two:
+            again = two.round()
+            assert hits(again) == [HIT] * 3
+            assert [a["tokens"] for a in again] == [a["tokens"] for a in first]
+        assert "dropped" not in server.said()
+        nothing_is_left(server)
