@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,7 +58,9 @@ class KVTierConnector(KVConnectorBase_V1):
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.WORKER:
             rank = vllm_config.parallel_config.rank
-            self._worker = WorkerHalf(rank, kv_cache_config.num_blocks, max(1, self._chunk_tokens // block))
+            per_chunk = max(1, self._chunk_tokens // block)
+            backends = partial(layout.attention_backends, vllm_config)
+            self._worker = WorkerHalf(rank, kv_cache_config.num_blocks, per_chunk, backends)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -94,6 +94,15 @@ def refuse_recurrent(model: Any) -> None:
         )
 
 
+def attention_backends(vllm_config: Any) -> list[str]:
+    """Names of the attention backends of this process's layers; a worker's, after the model is loaded."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    return sorted({layer.get_attn_backend().get_name() for layer in layers.values()})
+
+
 def of_namespace(layout: ChunkLayout, namespace: str) -> ChunkLayout:
     """The same layout with keys of its own, which nobody outside the namespace can name."""
     return replace(layout, fingerprint=fingerprint({"of": layout.fingerprint.hex(), "namespace": namespace}))

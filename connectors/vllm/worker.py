@@ -8,7 +8,7 @@ before the scheduler heard of it. From the failure until the scheduler's metadat
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,11 @@ _CLOSE_S = 1.0
 class WorkerHalf:
     """One rank. Called by vLLM's worker thread only."""
 
-    def __init__(self, rank: int, num_blocks: int, blocks_per_chunk: int) -> None:
+    def __init__(self, rank: int, num_blocks: int, blocks_per_chunk: int, backends: Callable[[], list[str]]) -> None:
+        """``backends`` names the attention backends, once the KV caches are registered: they decide how a block is
+        packed where no stride shows it."""
         self._rank = rank
+        self._backends = backends
         self._num_blocks = num_blocks
         self._blocks_per_chunk = blocks_per_chunk
         self._paged: PagedBlocks | None = None
@@ -46,7 +49,7 @@ class WorkerHalf:
         """vLLM's ``get_handshake_metadata``."""
         if self._paged is None:
             return None
-        return RankLayout(self._paged.block_bytes, self._paged.describe())
+        return RankLayout(self._paged.block_bytes, self._paged.describe() | {"backends": self._backends()})
 
     def load(self, metadata: StepMetadata) -> None:
         """vLLM's ``start_load_kv``: before the forward pass of the step that needs the blocks."""

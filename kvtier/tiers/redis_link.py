@@ -14,6 +14,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import redis
 from redis.cluster import RedisCluster
@@ -55,7 +56,7 @@ class Link:
 
     Raises ConfigError for a URL that is none.
 
-    Threads: any. ``_lock`` guards only the making of the cluster's client.
+    Threads: any. ``_lock`` is held while the cluster is asked for its map, and waited for no longer than ``timeout_s``.
     """
 
     def __init__(self, url: str, *, connections: int = 4, timeout_s: float = 1.0) -> None:
@@ -92,8 +93,8 @@ class Link:
 
     def wires(self) -> Generator[Wire]:
         """A wire to every node that takes writes, one after the other. Raises FAULTS; close it when you stop early."""
-        pools = [self._node_pool(node) for node in self._discovered().get_primaries()] if self.is_cluster else None
-        for pool in pools or [self._pool]:
+        nodes = self._discovered().get_primaries() if self.is_cluster else []
+        for pool in [self._node_pool(node) for node in nodes] if self.is_cluster else [self._pool]:
             with self._borrowed(pool) as wire:
                 yield wire
 
@@ -133,17 +134,30 @@ class Link:
         return node.redis_connection.connection_pool
 
     def _discovered(self) -> Any:
-        with self._lock:
+        """The cluster's client, its map of slots drawn anew after a fault; one thread does it, others wait a little."""
+        if self._cluster is not None and not self._stale:
+            return self._cluster
+        if not self._lock.acquire(timeout=self.timeout_s):
+            raise redis.TimeoutError("the map of the cluster is being drawn")
+        try:
             if self._cluster is None:
                 self._cluster = RedisCluster.from_url(self._url, require_full_coverage=False, **self._fixed)
             elif self._stale:
                 self._cluster.nodes_manager.initialize()
             self._stale = False
             return self._cluster
+        finally:
+            self._lock.release()
 
 
 def _parsed(url: str) -> dict[str, Any]:
     """The options of a URL, each known to redis-py. Raises ConfigError."""
+    try:
+        _ = urlsplit(url).port
+    except ValueError:  # its text would show what stands there, which may be half a password
+        raise ConfigError(
+            "redis_url: the port is no number; if the password contains one of / ? # @ : write it as %2F %3F %23 %40 %3A"
+        ) from None
     try:
         given = dict(_PARSE_URL(url))
         options = {option: value for option, value in given.items() if option != "connection_class"}

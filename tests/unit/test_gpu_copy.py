@@ -5,102 +5,31 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from kvtier import gpu
-from kvtier.errors import LayoutError, StateError
+from kvtier.errors import StateError
 from kvtier.gpu import PagedBlocks, pin, regions_of, slot_tensor, unpin
 from kvtier.pool import Pool
+from tests.unit.paged_engines import (
+    BLOCKS,
+    BLOCKS_PER_CHUNK,
+    ENGINES,
+    LAYERS,
+    ORDERS,
+    Engine,
+    as_bytes,
+    fill,
+    keys_and_values_apart,
+    one_backing,
+)
 
-LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 9, 2, 4, 6
-BLOCKS_PER_CHUNK = 4
-ORDERS = {"LBHNC": (0, 1, 2, 3, 4), "LBNHC": (0, 1, 3, 2, 4), "LHBNC": (0, 2, 1, 3, 4), "BLHNC": (1, 0, 2, 3, 4)}
 Make = Callable[["Engine"], PagedBlocks]
-
-
-@dataclass
-class Engine:
-    """KV tensors by layer, each with the blocks on ``axis`` (``kernel_blocks`` of them a block), over ``backings``."""
-
-    caches: dict[str, torch.Tensor]
-    backings: list[torch.Tensor]
-    axis: int = 0
-    kernel_blocks: int = 1
-
-    def block(self, layer: str, block: int) -> torch.Tensor:
-        """The block's values in the engine's own view."""
-        return self.caches[layer].narrow(self.axis, block * self.kernel_blocks, self.kernel_blocks)
-
-    def memory(self) -> list[torch.Tensor]:
-        """A copy of every byte the engine owns, padding and neighbours included."""
-        return [backing.cpu().clone() for backing in self.backings]
-
-
-def one_backing(order: Sequence[int], device: torch.device, padding: int = 0, blocks: int = BLOCKS) -> Engine:
-    """All layers in one allocation, logical [L, B, H, N, C] stored in ``order``; ``padding`` elements after a page."""
-    shape = (LAYERS, blocks, HEADS, TOKENS, CONTENT)
-    strides, step = [0] * 5, 1
-    for axis in reversed(order):
-        strides[axis] = step
-        step = step * shape[axis] + (padding if axis == 2 else 0)
-    backing = torch.zeros(step, dtype=torch.int16, device=device)
-    views = backing.as_strided(shape, strides)
-    return Engine({f"layer.{index}": views[index] for index in range(LAYERS)}, [backing])
-
-
-def kernel_blocks(device: torch.device) -> Engine:
-    engine = one_backing(ORDERS["LBHNC"], device)
-    split = {
-        name: cache.as_strided(
-            (BLOCKS * 2, HEADS, TOKENS // 2, CONTENT),
-            (cache.stride(0) // 2, cache.stride(0) // 4, CONTENT, 1),
-            cache.storage_offset(),
-        )
-        for name, cache in engine.caches.items()
-    }
-    return Engine(split, engine.backings, kernel_blocks=2)
-
-
-def keys_and_values_apart(device: torch.device) -> Engine:
-    caches = [torch.zeros(2, BLOCKS, TOKENS, HEADS, CONTENT, dtype=torch.int16, device=device) for _ in range(LAYERS)]
-    return Engine({f"layer.{index}": cache for index, cache in enumerate(caches)}, caches, axis=1)
-
-
-def keys_and_values_inside(device: torch.device) -> Engine:
-    """Shape (2, blocks, ...) whose memory has the blocks outermost."""
-    caches = [torch.zeros(BLOCKS, 2, TOKENS, HEADS, CONTENT, dtype=torch.int16, device=device) for _ in range(LAYERS)]
-    return Engine({f"layer.{index}": cache.transpose(0, 1) for index, cache in enumerate(caches)}, caches, axis=1)
-
-
-def unequal_layers(device: torch.device) -> Engine:
-    """Latent layers and odd-sized byte layers, each in an allocation of its own."""
-    caches = [torch.zeros(BLOCKS, TOKENS, width, dtype=torch.uint8, device=device) for width in (36, 36, 5, 7)]
-    return Engine({f"layer.{index}": cache for index, cache in enumerate(caches)}, caches)
-
-
-def uneven_distances(device: torch.device) -> Engine:
-    """Equal layers in one allocation, the third farther away than the second."""
-    backing = torch.zeros(5, BLOCKS, TOKENS, CONTENT, dtype=torch.int16, device=device)
-    return Engine({f"layer.{index}": backing[at] for index, at in enumerate((0, 1, 4))}, [backing])
-
-
-ENGINES: dict[str, Callable[[torch.device], Engine]] = {
-    **{name: lambda device, order=order: one_backing(order, device) for name, order in ORDERS.items()},  # type: ignore[misc]
-    "padded": lambda device: one_backing(ORDERS["LBHNC"], device, padding=8),
-    "kernel_blocks": kernel_blocks,
-    "keys_and_values_apart": keys_and_values_apart,
-    "keys_and_values_inside": keys_and_values_inside,
-    "unequal_layers": unequal_layers,
-    "uneven_distances": uneven_distances,
-}
 
 
 @pytest.fixture(params=["host", "staged"])
@@ -127,18 +56,8 @@ def make(place: tuple[torch.device, bool]) -> Make:
     return paged_blocks
 
 
-def fill(engine: Engine) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for backing in engine.backings:
-        backing.copy_(torch.randint(1, 100, backing.shape, generator=generator))
-
-
 def slot_part(paged: PagedBlocks) -> torch.Tensor:
     return torch.zeros(paged.block_bytes * BLOCKS_PER_CHUNK, dtype=torch.uint8)
-
-
-def as_bytes(values: torch.Tensor) -> bytes:
-    return bytes(values.cpu().contiguous().view(torch.uint8).numpy())
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -320,96 +239,6 @@ def test_a_save_takes_whole_chunks_only(make: Make, device: torch.device, first:
         paged.save([(part, 0, [0, 1, 2, 3]), (part, first, blocks)])
 
     assert not part.any()
-
-
-def test_layers_that_alias_one_tensor_count_once() -> None:
-    cache = torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT)
-    other = torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT)
-
-    regions = regions_of({"a": cache, "b": other, "c": cache.view(BLOCKS, HEADS, TOKENS, CONTENT)}, BLOCKS)
-
-    assert [region.layer for region in regions] == ["a", "b"]
-
-
-def test_rows_are_the_engines_memory_not_a_copy() -> None:
-    cache = torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT, dtype=torch.bfloat16)
-
-    (region,) = regions_of({"a": cache}, BLOCKS)
-    region.rows[3] = 1
-
-    assert cache[3].all()
-    assert not cache[2].any()
-    assert region.rows.shape == (BLOCKS, HEADS * TOKENS * CONTENT * 2)
-
-
-@pytest.mark.parametrize(
-    ("cache", "words"),
-    [
-        (torch.zeros(BLOCKS, 4, 8)[:, :, :6], "not dense"),
-        (torch.zeros(BLOCKS, 2, 3, 4).as_strided((BLOCKS, 2, 3, 4), (4, 24, 8, 1)), "not dense"),
-        (torch.zeros(BLOCKS, 4).as_strided((BLOCKS, 4), (2, 1)), "not dense"),
-        (torch.zeros(BLOCKS, 1, 1, 4).expand(BLOCKS, 2, 3, 4), "not dense"),
-        (torch.zeros(BLOCKS + 1, 4, 8), "no axis counts the blocks"),
-        (torch.zeros(3, BLOCKS, 4, 8), "no axis counts the blocks"),
-        (torch.zeros(BLOCKS), "no axis counts the blocks"),
-        ([torch.zeros(BLOCKS, 4)], "expected one tensor"),
-    ],
-)
-def test_a_cache_without_one_dense_row_a_block_is_refused(cache: Any, words: str) -> None:
-    with pytest.raises(LayoutError, match=rf"(?s)layers\.7\.attn.*{words}") as caught:
-        regions_of({"layers.7.attn": cache}, BLOCKS)
-
-    if isinstance(cache, torch.Tensor):
-        assert f"{tuple(cache.shape)} and stride {cache.stride()}" in str(caught.value)
-
-
-def test_two_blocks_are_not_taken_for_keys_and_values() -> None:
-    with pytest.raises(LayoutError, match="two axes could be the blocks"):
-        regions_of({"a": torch.zeros(2, 2, TOKENS, HEADS, CONTENT)}, 2)
-
-
-def test_regions_of_two_engines_are_refused() -> None:
-    regions = regions_of({"a": torch.zeros(4, 8)}, 4) + regions_of({"b": torch.zeros(5, 8)}, 5)
-
-    with pytest.raises(LayoutError, match="4 blocks on cpu"):
-        PagedBlocks(regions, 2)
-    with pytest.raises(LayoutError, match="no members"):
-        PagedBlocks([], 2)
-
-
-def described(engine: Engine, blocks: int = BLOCKS) -> dict[str, Any]:
-    return PagedBlocks(regions_of(engine.caches, blocks), BLOCKS_PER_CHUNK).describe()
-
-
-def test_description_is_json_and_does_not_depend_on_the_number_of_blocks() -> None:
-    cpu = torch.device("cpu")
-    small = described(one_backing(ORDERS["LHBNC"], cpu))
-    large = described(one_backing(ORDERS["LHBNC"], cpu, blocks=BLOCKS * 3), BLOCKS * 3)
-
-    assert json.loads(json.dumps(small)) == small == large
-    assert small["row_bytes"] == [TOKENS * CONTENT * 2] * LAYERS * HEADS
-    assert small["device"].startswith("cpu ")
-
-
-def test_description_tells_apart_what_would_be_read_wrongly() -> None:
-    cpu = torch.device("cpu")
-    engine = one_backing(ORDERS["LBHNC"], cpu)
-    reversed_layers = Engine(dict(reversed(engine.caches.items())), engine.backings)
-
-    descriptions = [described(one_backing(order, cpu)) for order in ORDERS.values() if order != ORDERS["BLHNC"]]
-    descriptions += [described(reversed_layers), described(kernel_blocks(cpu)), described(unequal_layers(cpu))]
-
-    assert len({json.dumps(description) for description in descriptions}) == len(descriptions)
-
-
-def test_packed_layers_are_described_as_separate_ones() -> None:
-    cpu = torch.device("cpu")
-    assert described(one_backing(ORDERS["BLHNC"], cpu)) == described(one_backing(ORDERS["LBHNC"], cpu))
-
-
-def test_block_bytes_is_the_sum_of_rows() -> None:
-    paged = PagedBlocks(regions_of(unequal_layers(torch.device("cpu")).caches, BLOCKS), BLOCKS_PER_CHUNK)
-    assert paged.block_bytes == TOKENS * (36 + 36 + 5 + 7)
 
 
 def test_slot_tensor_is_the_pools_memory() -> None:
