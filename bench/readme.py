@@ -15,6 +15,23 @@ from kvtier.config import KEYS, Config
 
 RESULTS = Path("bench/results")
 README = Path("README.md")
+SHOWN = (
+    ("index", "keys + match, all 128", ""),
+    ("index", "keys + match, none", ""),
+    ("index", "index memory of a chunk in RAM", ""),
+    ("copy", "28 layers x 2 heads x 128, bf16; blocks of 128: save (", "memcpy"),
+    ("copy", "28 layers x 2 heads x 128, bf16; blocks of 128: load (", "memcpy"),
+    ("copy", "28 layers x 2 heads x 128, bf16; blocks of 16: save (", "memcpy"),
+    ("copy", "28 layers x 2 heads x 128, bf16; blocks of 16: load (", "memcpy"),
+    ("nvme", "NvmeTier write, 2 threads", "raw O_DIRECT"),
+    ("nvme", "NvmeTier read, 2 threads", "raw O_DIRECT"),
+    ("nvme", "recovery of 100,000 chunks after kill -9", ""),
+    ("redis", "TCP: write", "redis-benchmark SET"),
+    ("redis", "TCP: read", "redis-benchmark GET"),
+    ("throughput", "vLLM with kvtier", "vLLM without kvtier"),
+    ("import_time", "import kvtier, more than bare", ""),
+)
+"""(result file, beginning of the row's name, what its ratio is against) of README's second table."""
 _GOOD_DIGITS = 3
 
 
@@ -40,22 +57,22 @@ def long_doc_qa() -> str:
     rows = [["arm", "TTFT mean", "p99", "against none", "hit tokens", "tokens as without"]]
     for name, arm in arms.items():
         hits = " + ".join(f"{count:,} {place}" for place, count in arm["hit_tokens"].items() if count) or "none"
-        same = "yes" if arm["same_tokens_as_none"] else "no"
+        same = {True: "yes", False: "no", None: "-"}[arm["same_tokens_as_none"]]
         first, last = number(arm["ttft_mean_s"], "s"), number(arm["ttft_p99_s"], "s")
         rows.append([f"`{name}`", first, last, f"{base / arm['ttft_mean_s']:.1f} x", hits, same])
     return table(rows) + "\n\n" + _origin(found)
 
 
 def micro() -> str:
-    """One row for each number of the micro benchmarks that is held against a limit of the same run."""
-    rows = [["what", "measured", "of the limit in the same run", "command"]]
-    for path in sorted(RESULTS.glob("*.json")):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        for row in found["rows"]:
-            if found["benchmark"] == "long-doc-qa" or (row["ratio"] is None and row["limit"] is None):
-                continue
-            held = f"{row['ratio']:.2f}" if row["ratio"] is not None else f"bound {number(row['limit'], row['unit'])}"
-            rows.append([row["name"], number(row["value"], row["unit"]), held, f"`{found['command']}`"])
+    """The numbers of :data:`SHOWN`; the result files have the rest."""
+    rows = [["what", "measured", "against", "command"]]
+    for name, start, reference in SHOWN:
+        found = _read(name)
+        row = next(row for row in found["rows"] if row["name"].startswith(start))
+        bound = f"asked: {number(row['limit'], row['unit'])}"
+        held = bound if row["ratio"] is None else f"{row['ratio']:.0%} of {reference}"
+        shown = row["name"].partition(" (ratio")[0]
+        rows.append([shown, number(row["value"], row["unit"]), held, f"`{found['command']}`"])
     return table(rows)
 
 
@@ -90,8 +107,8 @@ def _read(name: str) -> dict[str, Any]:
 
 def _origin(found: Mapping[str, Any]) -> str:
     machine = found["machine"]
-    facts = ", ".join(str(machine[key]) for key in ("cpu", "cores", "ram_gib") if key in machine)
-    return f"Measured with `{found['command']}` on: {facts or 'see the result file'}."
+    place = f"{machine['cpu']}, {machine['cores']} cores, {machine['ram_gib']} GiB"
+    return f"Measured with `{found['command']}` on {place}; vLLM {machine.get('vllm', 'unknown')}."
 
 
 def main() -> None:

@@ -156,7 +156,7 @@ def _parsed(url: str) -> dict[str, Any]:
         _ = urlsplit(url).port
     except ValueError:  # its text would show what stands there, which may be half a password
         raise ConfigError(
-            "redis_url: the port is no number; if the password contains one of / ? # @ : write it as %2F %3F %23 %40 %3A"
+            "redis_url: the port is no number; if the password contains / ? # @ or :, write %2F %3F %23 %40 or %3A"
         ) from None
     try:
         given = dict(_PARSE_URL(url))

@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 START_S = 300.0
 HIT = 512
+CHUNK = 64
 RAM = "64MiB"
 
 
@@ -106,15 +107,16 @@ def hits(answers: list[dict[str, Any]]) -> list[int]:
     return [answer["cached"] for answer in answers]
 
 
-def nothing_is_left(server: ServerProcess) -> None:
-    """No lease of the engines that are gone."""
+@contextmanager
+def beside(server: ServerProcess) -> Iterator[Client]:
+    """A client of the engines' realm."""
     with pytest.raises(ConfigError, match="keeps chunks of") as refusal:
         Client(server.door())
     size = re.search(r"keeps chunks of ([\d,]+) bytes", str(refusal.value))
     assert size is not None
     layout = ChunkLayout(bytes(32), 1, 1, (int(size[1].replace(",", "")),))
     with attached(server.door(layout)) as client:
-        at_rest(client)
+        yield client
 
 
 def test_a_second_engine_hits_what_the_first_saved(model: Path, tmp_path: Path) -> None:
@@ -134,6 +136,8 @@ def test_an_engine_goes_on_through_a_crash_of_the_server_and_hits_again(model: P
         server = ServerProcess(folder, ram_bytes=RAM, nvme_path=folder / "nvme", nvme_bytes=RAM)
         with server, engine(server, tmp_path / "one", model) as one:
             first, second = one.round(), one.round()
+            with beside(server) as client:
+                wait_for(lambda: client.stats().get("nvme_stored", 0) >= 3 * HIT // CHUNK, "written")
             server.kill()
             without = one.round()
             server.start()
@@ -157,4 +161,5 @@ def test_an_engine_killed_at_work_leaves_nothing_behind(model: Path, tmp_path: P
             assert hits(again) == [HIT] * 3
             assert [a["tokens"] for a in again] == [a["tokens"] for a in first]
         assert "dropped" not in server.said()
-        nothing_is_left(server)
+        with beside(server) as client:
+            at_rest(client)

@@ -1,0 +1,86 @@
+"""RedisTier under load while its server hangs, dies and comes back empty: it forgets, never lies, and heals."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+import pytest
+
+from kvtier.tiers.redis import RedisTier
+from tests.redis_server import KEYS, Clock, RedisServer, chunk, holds
+
+pytestmark = pytest.mark.redis
+
+LANES = 4
+BLOWS = 30
+SHORT_S = 0.05
+
+
+def test_a_storm_of_stops_and_crashes_never_gives_wrong_bytes() -> None:
+    """Every read is compared byte by byte (:func:`holds`). At the end the tier works and nothing is left behind."""
+    clock = Clock()
+    with RedisServer() as server:
+        tier = server.tier(clock=clock, timeout_s=SHORT_S)
+        load = Load(tier)
+        with ThreadPoolExecutor(LANES) as lanes:
+            work = [lanes.submit(load.lane, number) for number in range(LANES)]
+            try:
+                for dice in map(random.Random, range(BLOWS)):
+                    load.await_service(clock)
+                    strike(server, dice)
+            finally:
+                load.over.set()
+            for done in work:
+                done.result()
+        clock.now += 100.0
+        assert tier.write(KEYS[0], chunk(KEYS[0]))
+        for key in KEYS:
+            tier.delete(key)
+        assert tier.counts["corrupt"] == 0
+        with server.admin() as admin:
+            assert admin.dbsize() == 0, "what broke off, and what could not be deleted, was cleaned up"
+
+
+class Load:
+    """Lanes that write, read, find and delete; each owns two keys and reads all."""
+
+    def __init__(self, tier: RedisTier) -> None:
+        self.tier = tier
+        self.over = threading.Event()
+        self.served = [0] * LANES
+
+    def lane(self, number: int) -> None:
+        for turn in count():
+            if self.over.is_set():
+                return
+            key = KEYS[2 * number + turn % 2]
+            self.tier.write(key, chunk(key))
+            self.served[number] += holds(self.tier, key) + holds(self.tier, KEYS[turn % len(KEYS)])
+            self.tier.find(KEYS)
+            if turn % 3 == 0:
+                self.tier.delete(key)
+
+    def await_service(self, clock: Clock) -> None:
+        """Let time pass for the breakers until chunks are served again."""
+        before = sum(self.served)
+        while sum(self.served) < before + 20:
+            clock.now += 1.0
+            self.over.wait(0.001)
+
+
+def strike(server: RedisServer, dice: random.Random) -> None:
+    blow = dice.choice(["hang", "crash", "evict"])
+    if blow == "hang":
+        server.pause()
+        threading.Event().wait(2 * SHORT_S)
+        server.resume()
+    elif blow == "crash":
+        server.kill()
+        server.start()
+    else:
+        with server.admin() as admin:
+            for name in admin.keys()[:: dice.randint(2, 5)]:
+                admin.delete(name)
