@@ -32,7 +32,7 @@ from kvtier.errors import ConfigError, KVTierError
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-_DEFAULT_ARMS = ("none", "vllm-prefix-cache", "kvtier-ram", "kvtier-nvme", "kvtier-nvme-restart")
+_DEFAULT_ARMS = "none,vllm-prefix-cache,kvtier-ram,kvtier-nvme,kvtier-nvme-restart"
 _OTHER_SERVER = "server"
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="directory or name; with --base-url the name it serves (default: its first)")
     add("--base-url", help="measure this running server instead of starting one per arm")
-    add("--arms", type=_arms, default=_arms(",".join(_DEFAULT_ARMS)), help=f"of {','.join(ARMS)} (default: all)")
+    add("--arms", type=_arms, default=_arms(_DEFAULT_ARMS), help=f"of {','.join(ARMS)} (default: {_DEFAULT_ARMS})")
     add("--num-documents", type=_positive, default=8)
     add("--document-length", type=_positive, default=20000)
     add("--question-length", type=_positive, default=64)

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 
 from kvtier.connectors.vllm.metadata import Job, PoolAddress, RankLayout, StepMetadata, StepReport
 from kvtier.gpu import PagedBlocks, regions_of, slot_tensor
-from kvtier.lanes import Lane
 from kvtier.link import SharedPool
 from kvtier.pool import Pool
 
 logger = logging.getLogger("kvtier.connectors.vllm")
-
-_CLOSE_S = 1.0
 
 
 class WorkerHalf:
@@ -120,22 +116,22 @@ class WorkerHalf:
 
 
 class _MappedPool:
-    """One pool as one rank maps it. Raises TierError when it cannot be mapped (any more)."""
+    """One pool as one rank maps it. Raises TierError when it cannot be mapped (any more).
+
+    Its pages are made present by the pool's owner, not here: a worker shares its cores with the model.
+    """
 
     def __init__(self, address: PoolAddress, rank: int, block_bytes: int) -> None:
         if address.witness_path is None:
             self._pool = Pool.attach(address.path, address.slots, address.slot_bytes)
         else:
             self._pool = SharedPool.join(address.path, address.witness_path, address.slots, address.slot_bytes)
-        self._spare = Lane("pool", 1, urgent_bound=1, bound=1)
-        self._spare.submit(partial(self._pool.populate, 0, address.slots))
         start, self.writes = address.parts[rank]
         size = block_bytes * address.blocks_per_chunk
         self.parts = [slot_tensor(self._pool.view(slot)[start : start + size]) for slot in range(address.slots)]
         """This rank's part of each slot."""
 
     def close(self) -> None:
-        """Unmap; a pool whose pages are being made present keeps its mapping, to be dropped by the process's end."""
+        """Unmap."""
         self.parts.clear()
-        if self._spare.close(_CLOSE_S):
-            self._pool.close()
+        self._pool.close()
