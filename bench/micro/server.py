@@ -84,7 +84,7 @@ def listens(path: str) -> bool:
         return probe.connect_ex(path) == 0
 
 
-class Engine:
+class Attached:
     """Saves and loads runs of chunks, copying each between a slot and a buffer that stands for the engine's KV."""
 
     def __init__(self, cache: Store | Client, layout: ChunkLayout, chunks: int) -> None:
@@ -165,7 +165,7 @@ def bytes_rows(layout: ChunkLayout, pool_bytes: int, chunks: int, rounds: int) -
         client = Client(door_to(path, layout), _PATIENT_S)
         undo.callback(client.close)
         undo.callback(store.close)
-        both = {"embedded": Engine(store, layout, chunks), "served": Engine(client, layout, chunks)}
+        both = {"embedded": Attached(store, layout, chunks), "served": Attached(client, layout, chunks)}
         for round_ in range(rounds + 1):
             todo = range(round_ * prompts, (round_ + 1) * prompts)
             order = list(both) if round_ % 2 else list(both)[::-1]
@@ -190,7 +190,7 @@ def bytes_rows(layout: ChunkLayout, pool_bytes: int, chunks: int, rounds: int) -
 def engines(
     path: str, layout: ChunkLayout, chunks: int, count: int, *, save_only: bool = False, pool_bytes: int = 0
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Engine processes at full speed, all warm; each says its GB/s when it is told to stop (SIGTERM).
+    """Attached processes at full speed, all warm; each says its GB/s when it is told to stop (SIGTERM).
 
     Without a socket each has a Store of its own with ``pool_bytes``.
     """
@@ -222,7 +222,7 @@ def be_an_engine(cache: Store | Client, layout: ChunkLayout, chunks: int, save_o
     going, measuring = [True], [False]
     signal.signal(signal.SIGTERM, lambda *_: going.clear())
     signal.signal(signal.SIGUSR1, lambda *_: measuring.append(True))
-    engine = Engine(cache, layout, chunks)
+    engine = Attached(cache, layout, chunks)
     assert cache.pool is not None
     cache.pool.populate(0, cache.pool.slots)
     prompt, moved, begun, told = 0, 0, 0.0, False
