@@ -154,13 +154,12 @@ def test_an_engine_goes_on_through_a_crash_of_the_server_and_hits_again(model: P
         assert hits(after) == [HIT] * 3, said
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_engine_killed_at_work_leaves_nothing_behind(model: Path, tmp_path: Path, ranks: int) -> None:
+def test_an_engine_killed_at_work_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
     with serving(ram_bytes=RAM) as server:
-        with engine(server, tmp_path / "one", model, ranks) as one:
+        with engine(server, tmp_path / "one", model) as one:
             first = one.round()
             one.begin_round()
-        with engine(server, tmp_path / "two", model, ranks) as two:
+        with engine(server, tmp_path / "two", model) as two:
             again = two.round()
             assert hits(again) == [HIT] * 3
             assert [a["tokens"] for a in again] == [a["tokens"] for a in first]
