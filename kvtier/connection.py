@@ -269,6 +269,10 @@ class Connection(asyncio.BufferedProtocol):
         except (KVTierError, OSError) as error:
             self.drop(str(error))
             return
+        except Exception:
+            logger.exception("a bug: a store could not be opened")
+            self.drop("internal error")
+            return
         logger.info(
             "%s: %s %s, client %s", self.listener.address, hello.mode, hello.fingerprint.hex()[:12], hello.client
         )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from kvtier.assemble import assemble
-from kvtier.chunk import ChunkLayout
+from kvtier.chunk import ChunkLayout, fingerprint
 from kvtier.config import Config, load
 from kvtier.dial import Address, read_token
 from kvtier.errors import ConfigError
@@ -51,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def open_store(config: Config, slot_bytes: int) -> Store:
-    """The Store of one realm: its part of RAM, and of NVMe in a folder of its own. Raises ConfigError or TierError."""
+    """The Store of one realm: its part of RAM, and of NVMe in a folder of its own; in Redis it is one with the realms
+    of other servers that have the same slot size. Raises ConfigError or TierError."""
     parts = config.server_realms
     if parts > 1 and (config.ram_bytes is None or (config.nvme_path is not None and config.nvme_bytes is None)):
         raise ConfigError(f"server_realms={parts} divides ram_bytes and nvme_bytes: give them as numbers")
@@ -62,7 +63,8 @@ def open_store(config: Config, slot_bytes: int) -> Store:
         nvme_bytes=config.nvme_bytes and config.nvme_bytes // parts,
         nvme_path=config.nvme_path and f"{config.nvme_path}/slots-{slot_bytes}",
     )
-    store = assemble(own, ChunkLayout(bytes(32), 1, 1, (slot_bytes,)))
+    layout = ChunkLayout(fingerprint({"server": slot_bytes}), 1, 1, (slot_bytes,))
+    store = assemble(own, layout)
     assert isinstance(store, Store)
     return store
 

@@ -108,12 +108,13 @@ class Server:
         while True:
             try:
                 sock, _ = await self.loop.sock_accept(listener.socket)
+                welcome = self._may_enter(listener, sock)
             except OSError as error:
                 self._log("cannot accept at %s: %s", listener.address, error)
                 await asyncio.sleep(0.1)
                 continue
             self.counts["accepted"] += 1
-            if not self._may_enter(listener, sock):
+            if not welcome:
                 self.counts["rejected"] += 1
                 sock.close()
                 continue

@@ -173,15 +173,15 @@ def test_one_that_does_not_read_is_dropped_and_hinders_nobody(server: ServerProc
     assert "does not read its answers" in server.said()
 
 
-def test_three_thousand_bad_connections_are_a_few_lines_in_the_log(server: ServerProcess, client: Client) -> None:
+def test_a_thousand_bad_sessions_leave_a_few_lines_in_the_log_and_nothing_in_memory(
+    server: ServerProcess, client: Client
+) -> None:
     before = memory_kib(server.pid)
-    for _ in range(3000):
-        with socket.socket(socket.AF_UNIX) as sock:
-            sock.connect(str(server.socket))
+    for _ in range(1000):
+        with enter_raw(server.door()) as sock:
             sock.sendall(b"\xff" * 64)
-    with attached(server.door()) as other:
-        wait_for(lambda: other.match(run(7, 5)) == Match(5, 0), "let in")
-    assert server.said().count("dropped") <= 100
+            assert last_words(sock) != ""
+    assert 1 <= server.said().count("dropped") <= 100
     assert memory_kib(server.pid) - before < 20_000
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,9 +29,12 @@ from tests.server_process import (
     save,
     serving,
     short_folder,
+    wait_for,
 )
 
 NVME = 1 << 20
+TIGHT = 400 << 10
+"""Less than what all engines save together."""
 _BUSY = 40
 """Letters an engine says in a few milliseconds of load."""
 
@@ -116,7 +120,7 @@ def every_byte_is_right(client: Client) -> None:
 def test_engines_killed_at_random_points_leave_nothing_behind(nvme: bool) -> None:
     draw = random.Random(1)
     with short_folder() as folder:
-        more: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": NVME} if nvme else {}
+        more: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": TIGHT} if nvme else {}
         with ServerProcess(folder, **more) as server, attached(server.door()) as client:
             with churning(server, 1) as (witness,):
                 for round_ in range(12):
@@ -148,6 +152,38 @@ def test_a_worker_that_outlives_its_scheduler_keeps_its_slots_until_it_ends() ->
         at_rest(client)
         assert client.match(run(1000, 4)) == Match(0, 0), "a half-filled chunk is never served"
         assert client.stats()["ram_filling"] == 0
+
+
+def test_an_engine_that_loses_its_connection_keeps_its_slots_until_it_lets_go() -> None:
+    """The server lives, and so may a copy that is under way: nobody else may have these slots."""
+    with serving() as server, attached(server.door()) as engine, attached(server.door()) as other:
+        save(engine, run(1, 4))
+        reading, writing = engine.load(run(1, 4)), engine.save(run(2, 4))
+        served = [bytes(view) for view in reading.views()]
+        cut(engine)
+        for prompt in range(100, 130):
+            save(other, run(prompt, 5))
+            assert load(other, run(prompt, 5)) == ["ram"] * 5
+        assert [bytes(view) for view in reading.views()] == served
+        assert other.stats()["ram_filling"] == 4
+        writing.commit()
+        assert other.match(run(2, 4)) == Match(0, 0)
+        assert other.stats()["ram_filling"] == 4
+        reading.close()
+        at_rest(other)
+        assert other.stats()["ram_filling"] == 0
+        save(engine, run(3, 2))
+        assert load(other, run(3, 2)) == ["ram"] * 2
+
+
+def cut(client: Client) -> None:
+    """Break a client's connection, and wait until it has another."""
+    link = client._link
+    assert link is not None
+    link._socket.shutdown(socket.SHUT_RDWR)
+    assert client.match(run(1, 1)) == Match(0, 0)
+    wait_for(lambda: client.pool is not None, "attached again")
+    assert client.pool is not link.pool
 
 
 def test_engines_go_on_through_crashes_of_the_server_and_hit_again() -> None:

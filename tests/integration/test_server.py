@@ -289,6 +289,36 @@ def test_a_server_that_hangs_costs_one_deadline_and_then_nothing(server: ServerP
     hasty.close()
 
 
+def test_a_late_answer_goes_back_although_the_engine_is_idle(server: ServerProcess, client: Client) -> None:
+    save(client, run(1, 4))
+    hasty = Client(server.door(), timeout_s=0.05)
+    with server.paused():
+        assert hasty.load(run(1, 4)).slots == []
+    at_rest(client)
+    hasty.close()
+
+
+def test_a_late_answer_to_a_lease_that_was_closed_meanwhile() -> None:
+    with short_folder() as folder:
+        server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
+        with server, attached(server.door()) as client:
+            save(client, run(1, 20))
+            server.stop()
+            server.start()
+            wait_for(lambda: client.match(run(1, 20)).coming == 20, "warm")
+            hasty = Client(server.door(), timeout_s=0.05)
+            lease = hasty.load(run(1, 20))
+            with server.paused():
+                if lease.poll().coming == 0:
+                    pytest.skip("everything came before the answer did")
+                lease.close()
+            wait_for(lambda: hasty.match(run(1, 20)).ready == 20, "answers again")
+            assert hasty.counts["lost"] == 0
+            assert "dropped" not in server.said()
+            at_rest(client)
+            hasty.close()
+
+
 def test_a_load_that_was_ready_stays_readable_without_the_server(server: ServerProcess, client: Client) -> None:
     save(client, run(1, 3))
     lease, filling = client.load(run(1, 3)), client.save(run(2, 3))

@@ -10,12 +10,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from kvtier import wire
+from kvtier.assemble import assemble
 from kvtier.chunk import ChunkKey, ChunkLayout
+from kvtier.client import Client
+from kvtier.config import Config
 from kvtier.dial import Address, Door, client_tls, hello
 from kvtier.errors import ConfigError, TierError
 from kvtier.lanes import Lane
@@ -320,6 +324,22 @@ def test_chunks_over_tls(tls_server: ServerProcess, port: int, certificates: Pat
         save(one, run(1, 6))
         wait_for(lambda: near.match(run(1, 6)).ready == 6, "spilled")
         assert load(two, run(1, 6)) == ["remote"] * 6
+
+
+def test_one_line_of_configuration_makes_the_client_that_the_address_needs(
+    port: int, certificates: Path, token_file: Path
+) -> None:
+    files = {"server_cert": "ours-host.pem", "server_key": "ours-host.key", "server_ca": "ours.pem"}
+    keys: dict[str, Any] = {key: str(certificates / file) for key, file in files.items()}
+    keys["server_token_file"] = str(token_file)
+    with serving(f"tcp://127.0.0.1:{port}", **keys) as server:
+        near = assemble(Config(server=str(server.address), **keys), LAYOUT)
+        far_away = assemble(Config(server=f"tcp://localhost:{port}", ram_bytes=8 * SLOT, **keys), LAYOUT)
+        assert isinstance(near, Client) and isinstance(far_away, Store)
+        save(near, run(1, 4))
+        assert load(far_away, run(1, 4)) == ["remote"] * 4
+        near.close()
+        far_away.close()
 
 
 @pytest.mark.parametrize(("trusted", "shown"), [("theirs", "ours"), ("ours", "theirs"), ("ours", None)])
