@@ -27,7 +27,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*  ## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
-demo: $(READY)  ## Long Doc QA on real vLLM: without kvtier, with RAM, NVMe, NVMe after a restart -> build/demo/
+demo: $(READY) redis-server  ## Long Doc QA on real vLLM: without kvtier, and with each of its tiers -> build/demo/
 	$(BIN)/python -m kvtier.bench.demo
 
 test: $(READY) old-vllm redis-server  ## every test, on two vLLM versions

@@ -15,13 +15,14 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.bench import long_doc_qa_client as client
-from kvtier.bench.long_doc_qa_arms import ARMS, Arm, Sizes, server_args, server_env
+from kvtier.bench.companion import companion, run_folder
+from kvtier.bench.long_doc_qa_arms import ARMS, Arm, Sizes, filled, installed, server_args
 from kvtier.bench.long_doc_qa_report import Round, print_table, summarise, verdict, write_csv, write_json
 from kvtier.bench.long_doc_qa_work import REPEAT_MODES, Ask, Workload
 from kvtier.bench.model import kv_token_bytes, read_config
@@ -32,7 +33,6 @@ from kvtier.errors import ConfigError, KVTierError
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-_DEFAULT_ARMS = "none,vllm-prefix-cache,kvtier-ram,kvtier-nvme,kvtier-nvme-restart"
 _OTHER_SERVER = "server"
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -42,7 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="directory or name; with --base-url the name it serves (default: its first)")
     add("--base-url", help="measure this running server instead of starting one per arm")
-    add("--arms", type=_arms, default=_arms(_DEFAULT_ARMS), help=f"of {','.join(ARMS)} (default: {_DEFAULT_ARMS})")
+    add(
+        "--arms",
+        type=_arms,
+        default=installed(),
+        help=f"of {','.join(ARMS)} (default: all that are installed)",
+    )
     add("--num-documents", type=_positive, default=8)
     add("--document-length", type=_positive, default=20000)
     add("--question-length", type=_positive, default=64)
@@ -105,58 +110,85 @@ def _measure_running(args: argparse.Namespace, progress: Progress) -> Round:
 
 
 def _measure_own(args: argparse.Namespace, arm: Arm, progress: Progress) -> Round:
-    """One arm from its server's start to its stop; the arm's NVMe folder lives as long."""
+    """One arm from its server's start to its stop; the arm's NVMe folder and companion live as long."""
     place = args.output_dir / "servers" / arm.name
     shutil.rmtree(place, ignore_errors=True)
     (place / "nvme").mkdir(parents=True)
-    server = own_server(args, arm, place)
-    try:
-        starting = progress.add_task(f"{arm.name}: server", total=None)
-        with server:
-            progress.remove_task(starting)
-            return _three_rounds(args, arm, server, progress)
-    finally:
-        shutil.rmtree(place / "nvme", ignore_errors=True)
+    with run_folder() as run, ExitStack() as ends:
+        ends.callback(shutil.rmtree, place / "nvme", ignore_errors=True)
+        sizes = _sizes(args)
+        names = sizes.names((place / "nvme").resolve(), run)
+        if arm.beside:
+            command = [word.format_map(names) for word in arm.beside]
+            ends.enter_context(companion(command, filled(arm.beside_env, names), run, place / "beside.log"))
+        first, second = (own_server(args, arm, sizes, names, place / log) for log in ("server.log", "second.log"))
+        _start(arm, first, progress, ends)
+        return _three_rounds(args, arm, _Engines(first, second, ends), progress)
 
 
-def _three_rounds(args: argparse.Namespace, arm: Arm, server: VllmServer, progress: Progress) -> Round:
-    def connected() -> _Rounds:
+def _start(arm: Arm, server: VllmServer, progress: Progress, ends: ExitStack) -> None:
+    starting = progress.add_task(f"{arm.name}: server", total=None)
+    ends.enter_context(server)
+    progress.remove_task(starting)
+
+
+class _Engines(NamedTuple):
+    """``second`` is started only by arms that have one; what is started ends with ``ends``."""
+
+    first: VllmServer
+    second: VllmServer
+    ends: ExitStack
+
+
+def _three_rounds(args: argparse.Namespace, arm: Arm, engines: _Engines, progress: Progress) -> Round:
+    def connected(server: VllmServer) -> _Rounds:
         asker, words = client.connect(server.base_url, served_name(args.model), args.request_timeout)
         return _Rounds(asker, Workload.of(args, words), args.max_inflight_requests, arm.name, progress)
 
-    rounds = connected()
+    rounds = connected(engines.first)
     rounds.fill()
     time.sleep(args.settle_seconds)
     if arm.restart_before_query:
         restarting = progress.add_task(f"{arm.name}: restart", total=None)
-        server.restart()
+        engines.first.restart()
         progress.remove_task(restarting)
-        rounds = connected()
+        rounds = connected(engines.first)
+        rounds.pre_warm_up()
+    elif arm.second_engine:
+        _start(arm, engines.second, progress, engines.ends)
+        rounds = connected(engines.second)
         rounds.pre_warm_up()
     return rounds.query()
 
 
-def own_server(args: argparse.Namespace, arm: Arm, place: Path) -> VllmServer:
-    """The arm's server, not started. Its log and its NVMe folder are in ``place``."""
+def _sizes(args: argparse.Namespace) -> Sizes:
+    """What the arms' caches must hold for this model and workload."""
     if not args.model:
         raise ConfigError("--model is missing: a directory or a name that vLLM can serve (or --base-url of a server)")
-    on_cpu = "gpu" not in machine_facts()
-    block = args.block_size or (128 if on_cpu else 16)
     config = read_config(args.model)
     dtype = args.dtype if args.dtype != "auto" else str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    workload = Workload.of(args, [0])
     token_bytes = kv_token_bytes(config, _DTYPE_BYTES.get(dtype, 2))
-    sizes = Sizes(workload, args.max_inflight_requests, block, args.chunk_tokens, token_bytes)
-    command = ["--served-model-name", served_name(args.model), "--dtype", args.dtype, "--block-size", str(block)]
+    block = args.block_size or (128 if _on_cpu() else 16)
+    return Sizes(Workload.of(args, [0]), args.max_inflight_requests, block, args.chunk_tokens, token_bytes)
+
+
+def own_server(args: argparse.Namespace, arm: Arm, sizes: Sizes, names: Mapping[str, str], log: Path) -> VllmServer:
+    """An arm's server, not started."""
+    command = ["--served-model-name", served_name(args.model), "--dtype", args.dtype]
+    command += ["--block-size", str(sizes.block_tokens)]
     command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", *server_args(arm, sizes)]
-    env = server_env(arm, sizes, (place / "nvme").resolve())
-    if on_cpu:
+    env = filled(arm.kvtier or {}, names)
+    if _on_cpu():
         command.append("--enforce-eager")
         env["VLLM_CPU_KVCACHE_SPACE"] = str(sizes.gpu_gib(arm))
         # With a connector vLLM reserves other CPU cores than without; all arms must compute on the same ones.
         env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
     command += shlex.split(args.server_args)
-    return VllmServer(args.model, command, env, place / "server.log", args.server_timeout)
+    return VllmServer(args.model, command, env, log, args.server_timeout)
+
+
+def _on_cpu() -> bool:
+    return "gpu" not in machine_facts()
 
 
 def served_name(model: str) -> str:

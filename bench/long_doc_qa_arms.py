@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.bench.long_doc_qa_work import Workload
@@ -32,17 +34,24 @@ _MIB = 2**20
 @dataclass(frozen=True, slots=True)
 class Arm:
     """One way to serve. ``kvtier``: environment of the connector, values as templates over :meth:`Sizes.names`; None:
-    no connector. ``gpu_hit_limit``: what its TTFT may be, as a multiple of ``vllm-prefix-cache``'s."""
+    no connector. ``beside``, ``beside_env``: a cache of its own process, templates too (:mod:`kvtier.bench.companion`).
+    ``second_engine``: another vLLM server, started after the warm-up, answers the query round. ``gpu_hit_limit``: what
+    its TTFT may be, as a multiple of ``vllm-prefix-cache``'s."""
 
     name: str
     about: str
     kvtier: Mapping[str, str] | None = None
     keeps_all_on_gpu: bool = False
     restart_before_query: bool = False
+    second_engine: bool = False
+    beside: tuple[str, ...] = ()
+    beside_env: Mapping[str, str] = field(default_factory=dict)
     gpu_hit_limit: float | None = None
 
 
 _RAM_ALL = {"KVTIER_RAM_BYTES": "{ram_all}", "KVTIER_CHUNK_TOKENS": "{chunk_tokens}"}
+_RAM_FEW = _RAM_ALL | {"KVTIER_RAM_BYTES": "{ram_few}"}
+_REDIS = "redis-server --port 0 --unixsocket {run}/sock --save --maxmemory {redis_bytes}"
 _NVME = {"KVTIER_NVME_PATH": "{nvme_path}", "KVTIER_NVME_BYTES": "{nvme_bytes}"}
 
 ARMS: dict[str, Arm] = {
@@ -54,7 +63,7 @@ ARMS: dict[str, Arm] = {
         Arm(
             "kvtier-nvme",
             "RAM holds the requests in flight only, NVMe every document",
-            kvtier=_RAM_ALL | _NVME | {"KVTIER_RAM_BYTES": "{ram_few}"},
+            kvtier=_RAM_FEW | _NVME,
             gpu_hit_limit=1.5,
         ),
         Arm(
@@ -62,6 +71,21 @@ ARMS: dict[str, Arm] = {
             "as kvtier-ram with NVMe below; the server restarts before the query round",
             kvtier=_RAM_ALL | _NVME,
             restart_before_query=True,
+        ),
+        Arm(
+            "kvtier-server",
+            "one cache server; an engine fills it, another engine asks",
+            kvtier={"KVTIER_SERVER": "unix://{run}/sock", "KVTIER_CHUNK_TOKENS": "{chunk_tokens}"},
+            second_engine=True,
+            beside=(sys.executable, "-m", "kvtier.cli", "serve", "--listen", "unix://{run}/sock"),
+            beside_env={"KVTIER_RAM_BYTES": "{ram_all}"},
+            gpu_hit_limit=1.15,
+        ),
+        Arm(
+            "kvtier-redis",
+            "RAM holds the requests in flight only, a redis-server on this host every document",
+            kvtier=_RAM_FEW | {"KVTIER_REDIS_URL": "unix://{run}/sock"},
+            beside=tuple(_REDIS.split()),
         ),
     )
 }
@@ -100,8 +124,8 @@ class Sizes:
     def gpu_gib(self, arm: Arm) -> int:
         return math.ceil(self.gpu_blocks(arm) * self.block_tokens * self.token_bytes / 2**30)
 
-    def names(self, nvme_path: Path) -> dict[str, str]:
-        """What an arm's templates may name."""
+    def names(self, nvme_path: Path, run: Path) -> dict[str, str]:
+        """What an arm's templates may name. ``run``: the folder of its companion's socket."""
         request = math.ceil(self.workload.request_length / self.chunk_tokens) * self.chunk_tokens * self.token_bytes
         everything = (self.documents + self.inflight + 2) * request
         return {
@@ -109,8 +133,15 @@ class Sizes:
             "ram_few": _mib((self.inflight + 0.5) * request),
             "nvme_path": str(nvme_path),
             "nvme_bytes": _mib(everything * 1.1),
+            "redis_bytes": str(math.ceil(everything * 1.2)),
             "chunk_tokens": str(self.chunk_tokens),
+            "run": str(run),
         }
+
+
+def installed() -> list[Arm]:
+    """The arms whose companion's program is on this machine."""
+    return [arm for arm in ARMS.values() if not arm.beside or shutil.which(arm.beside[0])]
 
 
 def server_args(arm: Arm, sizes: Sizes) -> list[str]:
@@ -119,10 +150,9 @@ def server_args(arm: Arm, sizes: Sizes) -> list[str]:
     return args if arm.kvtier is None else [*args, "--kv-transfer-config", _CONNECTOR]
 
 
-def server_env(arm: Arm, sizes: Sizes, nvme_path: Path) -> dict[str, str]:
-    """Environment variables that make this arm."""
-    names = sizes.names(nvme_path)
-    return {name: template.format_map(names) for name, template in (arm.kvtier or {}).items()}
+def filled(templates: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+    """An arm's environment variables for its ``names`` (:meth:`Sizes.names`)."""
+    return {variable: template.format_map(names) for variable, template in templates.items()}
 
 
 def _mib(size: float) -> str:

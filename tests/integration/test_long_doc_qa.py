@@ -54,6 +54,10 @@ def test_every_arm_answers_as_none_and_hits_where_it_should(model: Path, tmp_pat
     assert hits["kvtier-nvme"].get("nvme", 0) > asked / 2
     assert sum(hits["kvtier-nvme"].values()) == asked
     assert hits["kvtier-nvme-restart"] == {"nvme": asked // 2, "ram": asked // 2}, "first from disk, then from RAM"
+    assert hits["kvtier-server"] == {"ram": asked}, "what the first engine computed, and no other"
+    if "kvtier-redis" in hits:
+        assert hits["kvtier-redis"].get("redis", 0) > asked / 2
+        assert sum(hits["kvtier-redis"].values()) == asked
     assert {path.suffix for path in tmp_path.glob("long_doc_qa.*")} == {".json", ".csv", ".png"}
     assert not list(tmp_path.glob("servers/*/nvme")), "the arms' NVMe folders are gone"
 
