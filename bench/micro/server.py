@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -60,11 +60,12 @@ def door_to(path: str, layout: ChunkLayout) -> Door:
 
 
 @contextmanager
-def server(ram_bytes: int) -> Iterator[tuple[str, int]]:
-    """``kvtier serve`` over RAM only; its socket and process id."""
+def server(ram_bytes: int, more: Mapping[str, str] | None = None) -> Iterator[tuple[str, int]]:
+    """``kvtier serve``, over RAM only but for what ``more`` variables say; its socket and process id."""
     with tempfile.TemporaryDirectory(prefix="kvt") as folder:
         path = f"{folder}/run/sock"
-        command = ["env", f"KVTIER_RAM_BYTES={ram_bytes}", "KVTIER_LOG_LEVEL=WARNING", sys.executable, "-m"]
+        settings = {"KVTIER_RAM_BYTES": str(ram_bytes), "KVTIER_LOG_LEVEL": "WARNING", **(more or {})}
+        command = ["env", *(f"{name}={value}" for name, value in settings.items()), sys.executable, "-m"]
         command += ["kvtier.cli", "serve", "--listen", f"unix://{path}"]
         process = subprocess.Popen(command)
         try:
@@ -291,6 +292,43 @@ def memory_rows(chunks: int, churns: int) -> list[Row]:
     return rows
 
 
+def churn_rows(minutes: float) -> list[Row]:
+    """The server's memory after each tenth of a long run of short-lived engines over a small pool and NVMe: each
+    attaches, saves, loads and goes, every third without a farewell in the middle of a lease."""
+    layout, chunks = layout_of(16 * _TINY), 2000
+    memory: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="kvtier-", dir=Path.cwd()) as nvme:  # not in /tmp: that is often RAM
+        limits = {"KVTIER_NVME_PATH": nvme, "KVTIER_NVME_BYTES": str(4 * chunks * layout.slot_bytes)}
+        with server(chunks * layout.slot_bytes, limits) as (path, pid):
+            prompt, begun = 0, time.monotonic()
+            for tenth in range(11):
+                while time.monotonic() - begun < 6 * minutes * tenth:
+                    prompt += 1
+                    _visit(path, layout, prompt)
+                if tenth:  # the first tenth fills the tiers and every table
+                    memory.append(anonymous_mb(pid))
+    name = f"memory beyond the pool over {minutes:g} minutes and {prompt:,} engines: last to first tenth"
+    return [Row(name, memory[-1] / memory[0], "ratio", None, None, min(memory), max(memory))]
+
+
+def _visit(path: str, layout: ChunkLayout, prompt: int) -> None:
+    client = Client(door_to(path, layout), _PATIENT_S)
+    engine = Attached(client, layout, 16)
+    for number in range(20):
+        engine.save(20 * prompt + number)
+        engine.load(20 * max(0, prompt - draw_back(number)) + number)
+    if prompt % 3:
+        client.close()
+        return
+    left = client.save(run_of(layout, 10**8 + prompt, 4))  # its connection ends with the object: as a crash does
+    del left, client, engine
+
+
+def draw_back(number: int) -> int:
+    """How many engines ago the prompt was saved that is loaded now: in RAM, on NVMe, or gone."""
+    return (0, 3, 30, 300)[number % 4]
+
+
 def anonymous_mb(pid: int) -> float:
     lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     fields = dict(line.split(":", 1) for line in lines)
@@ -307,6 +345,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("--chunks", type=int, default=100_000, help="tiny chunks for the server's memory")
     parser.add_argument("--churns", type=int, default=4)
+    parser.add_argument("--churn-minutes", type=float, default=1, help="of short-lived engines; 0: none")
     parser.add_argument("--engine", metavar="SOCKET", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--save-only", action="store_true", help=argparse.SUPPRESS)
@@ -326,6 +365,7 @@ def main() -> None:
         *bytes_rows(layout, pool_bytes, given.run, given.rounds),
         *together_rows(layout, pool_bytes, given.run, given.seconds),
         *memory_rows(given.chunks, given.churns),
+        *(churn_rows(given.churn_minutes) if given.churn_minutes else ()),
     ]
     write_results(given.out, "server", rows)
     for row in rows:
