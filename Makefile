@@ -22,7 +22,7 @@ NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: help demo test lint bench old-vllm redis-server clean
+.PHONY: help demo test lint bench bench-suite bench-suite-baseline old-vllm redis-server clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*  ## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -44,6 +44,14 @@ bench: $(READY)  ## the micro benchmarks -> bench/results/
 		echo "$(BIN)/python -m kvtier.bench.micro.$$(basename $$file .py)"; \
 		$(BIN)/python -m kvtier.bench.micro.$$(basename $$file .py); \
 	done
+
+SUITE := $(BIN)/python -m pytest bench/suite -q -p no:cacheprovider --benchmark-columns=median,iqr,ops --benchmark-sort=name
+bench-suite: $(READY)  ## the hot paths one by one (pytest-benchmark), beside the committed baseline
+	$(SUITE) --benchmark-compare=bench/suite/baseline.json
+
+bench-suite-baseline: $(READY)  ## a new baseline, from this machine -> bench/suite/baseline.json
+	$(SUITE) --benchmark-json=build/suite.json
+	$(BIN)/python -m json.tool --no-ensure-ascii --indent 1 build/suite.json bench/suite/baseline.json
 
 old-vllm: $(OLD)/ready  ## the older vLLM that is supported, beside .venv
 
