@@ -19,7 +19,7 @@ from kvtier.errors import KVTierError
 
 _MODEL = "kvtier-demo"
 _SHAPE = (
-    *("--num-documents", "5", "--document-length", "4096", "--question-length", "128", "--output-len", "16"),
+    *("--num-documents", "4", "--document-length", "4096", "--question-length", "128", "--output-len", "16"),
     *("--repeat-count", "2", "--max-inflight-requests", "1", "--dtype", "float32", "--require-same-tokens"),
 )
 
