@@ -12,6 +12,8 @@ SHELL := /bin/bash
 
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 OLD_VLLM := 0.29.0
+LMCACHE := .venv-peers/lmcache-0.5.6
+SEE_PARENT := import sysconfig; print(sysconfig.get_path("purelib"))
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,7 +24,7 @@ NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: help demo test lint bench bench-suite bench-suite-baseline old-vllm redis-server clean
+.PHONY: help demo test trust lint bench bench-suite bench-suite-baseline bench-compare old-vllm peers redis-server clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*  ## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -30,8 +32,12 @@ help:  ## what there is
 demo: $(READY) redis-server  ## Long Doc QA on real vLLM: without kvtier, and with each of its tiers -> build/demo/
 	$(BIN)/python -m kvtier.bench.demo
 
-test: $(READY) old-vllm redis-server  ## every test, on two vLLM versions
+test: $(READY) old-vllm peers redis-server  ## every test, on two vLLM versions
 	$(BIN)/python -m pytest
+
+trust: $(READY) redis-server  ## simulated faults, mutants, corruption, fuzz: all of it -> build/trust.json
+	@mkdir -p build
+	$(BIN)/python -m tests.trust --full --out build/trust.json
 
 lint: $(READY)  ## ruff, mypy --strict, the floors
 	$(BIN)/ruff check .
@@ -54,6 +60,20 @@ bench-suite-baseline: $(READY)  ## a new baseline, from this machine -> bench/su
 	$(BIN)/python -m json.tool --no-ensure-ascii --indent 1 build/suite.json bench/suite/baseline.json
 
 old-vllm: $(OLD)/ready  ## the older vLLM that is supported, beside .venv
+
+# What kvtier is tested and compared with, in an environment of its own, which sees .venv's packages through a .pth file:
+# vLLM and torch are installed once.
+peers: $(LMCACHE)/ready  ## LMCache 0.5.6 for its tests and the comparison, in .venv-peers
+
+$(LMCACHE)/ready: requirements/peers/lmcache.txt | $(READY)
+	@rm -rf $(LMCACHE)
+	@$(BIN)/python -m venv $(LMCACHE)
+	@{ $(BIN)/python -c '$(SEE_PARENT)'; pwd; } > "$$($(LMCACHE)/bin/python -c '$(SEE_PARENT)')/parent.pth"
+	@$(LMCACHE)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps -r $<
+	@touch $@
+
+bench-compare: $(LMCACHE)/ready redis-server  ## LMCache, vLLM's own offloading and kvtier, in turns -> bench/results/compare.json
+	$(BIN)/python -m kvtier.bench.compare --output bench/results/compare.json
 
 clean:  ## remove what was built and cached (.venv and .venv-old stay)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -7,7 +7,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import kvtier
 from kvtier.errors import KVTierError
@@ -20,12 +20,13 @@ class Command(NamedTuple):
     run: Callable[[argparse.Namespace], int]
 
 
-def _module(name: str) -> Callable[[], Command]:
-    """A subcommand whose module has the two functions, imported only when it is the one asked for."""
+def _module(name: str, part: str = "") -> Callable[[], Command]:
+    """A subcommand whose module, or ``part`` of it, has the two functions; imported only when it is asked for."""
 
     def find() -> Command:
-        module = importlib.import_module(name)
-        return Command(module.add_arguments, module.run)
+        module: Any = importlib.import_module(name)
+        found = getattr(module, part) if part else module
+        return Command(found.add_arguments, found.run)
 
     return find
 
@@ -79,6 +80,11 @@ COMMANDS: dict[str, tuple[str, Callable[[], Command]]] = {
         "print the effective configuration and where each value came from",
         lambda: Command(_config_arguments, _show_config),
     ),
+    "doctor": ("is everything here as an engine with kvtier needs it? exit status 1 if not", _module("kvtier.doctor")),
+    "launch": ("run vllm serve with kvtier in it: kvtier launch -- vllm serve MODEL ...", _module("kvtier.launch")),
+    "check": ("verify every slot of an NVMe tier that is not in use; --repair frees bad ones", _module("kvtier.fsck")),
+    "clear": ("make a server forget a tenant, or everything", _module("kvtier.operate", "ClearCommand")),
+    "stats": ("what a server holds and does; --watch for rates", _module("kvtier.operate", "StatsCommand")),
     "serve": ("one cache for several engines, on this host and others", _module("kvtier.serve")),
     "version": ("print kvtier's version", lambda: Command(_no_arguments, _show_version)),
 }

@@ -1,12 +1,16 @@
 """Every key an operator may set, on one screen, and where its value came from. No other file reads the environment.
 
 Sources, weakest first: defaults < file < environment (``KVTIER_<KEY>``) < flags. The file is the one that
-``KVTIER_CONFIG_FILE`` names; else the LMCache file that ``LMCACHE_CONFIG_FILE`` or ``OPTION_LMCACHE_CONFIG_FILE``
-names, see :mod:`kvtier.lmcache`. A key nobody knows and a value that cannot be read are errors, never warnings.
+``KVTIER_CONFIG_FILE`` names; else the LMCache file that ``LMCACHE_CONFIG_FILE`` or LMI's ``lmcache_config_file`` names,
+see :mod:`kvtier.lmcache` and :mod:`kvtier.lmi`. A key nobody knows and a value that cannot be read are errors, never
+warnings.
+
+Variables that are no keys: ``KVTIER_CONFIG_FILE``; ``KVTIER_PROPERTIES_FILE``, an LMI ``serving.properties``;
+``KVTIER_REPLACE_LMCACHE``: serve vLLM's ``LMCacheConnectorV1``, and read every ``LMCACHE_<KEY>`` variable.
 
 Not keys, because the machine or a constant decides: direct I/O (always, buffered only where the file system refuses),
 slots (from ``ram_bytes`` and the model), queue bounds, checksums (always), the hash (SHA-256), the eviction order
-(LRU, leaf first), the smallest hit (one chunk: reading one from any tier we have beats computing 256 tokens).
+(LRU, leaf first), the smallest hit (one chunk; whether loading it pays is forecast each time).
 """
 
 from __future__ import annotations
@@ -20,14 +24,15 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtier import lmcache
+from kvtier import lmcache, lmi
 from kvtier.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-_LMI_AUTO = "OPTION_LMCACHE_AUTO_CONFIG"
-_LMCACHE_VARIABLES = ("LMCACHE_CONFIG_FILE", "OPTION_LMCACHE_CONFIG_FILE")
+_REPLACE = "KVTIER_REPLACE_LMCACHE"
+NO_KEYS = ("KVTIER_CONFIG_FILE", lmi.PROPERTIES_VARIABLE, _REPLACE)
+"""Variables of ours that set no key."""
 
 
 def _key(default: Any, unit: str, reason: str) -> Any:
@@ -50,6 +55,7 @@ class Config:
     redis_ttl_s: int | None = _key(None, "s", "chunks leave Redis after this time; none: when its memory is full")
     redis_prefix: str = _key("kvtier", "name", "first part of every Redis key, for access rules and clean-up")
     load_timeout_ms: int = _key(2000, "ms", "longest a prompt waits for lower tiers before it is recomputed")
+    take_hits: str = _key("auto", "when", "auto: as much of a hit as is served sooner than computed; always: all of it")
     save_decode: bool = _key(True, "flag", "keep KV of answers too, for the next turn; off: they never come back")
     server: str | None = _key(None, "address", "unix:///path or tcp://host:port of a shared cache; none: in the engine")
     server_timeout_ms: int = _key(100, "ms", "longest a step of the engine waits for the server; then: a miss")
@@ -58,9 +64,12 @@ class Config:
     server_cert: str | None = _key(None, "file", "TLS: our certificate; servers must have one, engines may")
     server_key: str | None = _key(None, "file", "TLS: the key of server_cert")
     server_realms: int = _key(1, "sizes", "chunk sizes one server keeps at once; RAM and NVMe are divided among them")
+    admin: str = _key("http://127.0.0.1:9588", "http", "a server's health, metrics, lookup, clear; off: none")
+    admin_token_file: str | None = _key(None, "file", "secret for its lookup and clear, and for all beyond loopback")
     namespace: str | None = _key(None, "name", "tenant whose chunks are kept apart from others'; none: the model's own")
     namespace_percent: int | None = _key(None, "percent", "most of a server's RAM and tiers for one of them; none: all")
     auto: bool = _key(False, "flag", "measure the machine at the start and fill in every key not set here")
+    host_engines: int = _key(1, "engines", "engines like this one on this host; auto gives each an equal share")
     log_level: str = _key("INFO", "level", "DEBUG, INFO, WARNING or ERROR")
     # fmt: on
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -103,7 +112,11 @@ def load(
     environment = os.environ if env is None else env
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    layers = (_from_file(file, environment, ranks), _from_environment(environment), _from_flags(flags or {}))
+    layers = (
+        _from_file(file, environment, ranks),
+        _from_environment(environment),
+        _from_flags(flags or {}, environment),
+    )
     for layer in layers:
         for key, given, source in layer:
             if given is not None:
@@ -113,9 +126,38 @@ def load(
 
 
 def filled(config: Config, values: Mapping[str, Any], source: str) -> Config:
-    """``config`` with ``values`` for the keys that nobody set: what auto-config found."""
-    new = {key: value for key, value in values.items() if key not in config.sources}
+    """``config`` with ``values`` for the keys that nobody set: what auto-config found.
+
+    LMI's own auto-config writes ``LMCACHE_MAX_LOCAL_*`` variables, and counts neither the cgroup nor what the disk
+    already holds: those sizes are most, not least. A disk of which only the place was given, and that was left out, is
+    not used.
+    """
+    new = {key: value for key, value in values.items() if key not in config.sources or _is_less(config, key, value)}
+    if "nvme_path" not in values and (config.nvme_bytes is None or _set_by_lmi(config, "nvme_bytes")):
+        new |= {"nvme_path": None, "nvme_bytes": None}
     return replace(config, **new, sources={**config.sources, **dict.fromkeys(new, source)})
+
+
+def _set_by_lmi(config: Config, key: str) -> bool:
+    return config.sources.get(key, "").startswith("environment LMCACHE_MAX_LOCAL_")
+
+
+def _is_less(config: Config, key: str, value: Any) -> bool:
+    return _set_by_lmi(config, key) and value < getattr(config, key)
+
+
+def replaces_lmcache(env: Mapping[str, str] | None = None) -> bool:
+    """Whether the operator wants kvtier in the place of LMCache's connector. Raises ConfigError for no flag."""
+    given = (os.environ if env is None else env).get(_REPLACE) or "false"
+    try:
+        return _flag(given)
+    except ValueError:
+        raise ConfigError(f"{_REPLACE}={given!r}: expected true or false") from None
+
+
+def environment(**more: str | None) -> dict[str, str]:
+    """This process's environment and ``more`` (None: as it is), for a program that is started from here."""
+    return {**os.environ, **{name: value for name, value in more.items() if value is not None}}
 
 
 def describe(config: Config) -> list[Setting]:
@@ -148,7 +190,8 @@ def _refuse_auto_beside_a_file(
 ) -> None:
     """As in LMI: sizes come from one place. ``auto: true`` inside the file is that file's own wish."""
     asked = sources.get("auto", "")
-    named = file or next((env[name] for name in ("KVTIER_CONFIG_FILE", *_LMCACHE_VARIABLES) if env.get(name)), None)
+    lmcache_files = _lmcache_files(env)
+    named = file or env.get("KVTIER_CONFIG_FILE") or (lmcache_files[0].value if lmcache_files else None)
     if values.get("auto") and named and not asked.startswith("file "):
         raise ConfigError(
             f"{asked} asks for auto-config and the file {named} sets sizes by hand: remove one of the two "
@@ -162,26 +205,31 @@ class _Given(NamedTuple):
     source: str
 
 
+def _lmcache_files(env: Mapping[str, str]) -> list[lmi.Option]:
+    """LMCache files that are named, the one that counts first."""
+    own = env.get("LMCACHE_CONFIG_FILE")
+    found = [lmi.Option(own, "environment LMCACHE_CONFIG_FILE")] if own else []
+    return found + [option for option in [lmi.config_file(env)] if option is not None]
+
+
 def _from_file(file: str | os.PathLike[str] | None, env: Mapping[str, str], ranks: int) -> Iterator[_Given]:
-    named = [name for name in _LMCACHE_VARIABLES if env.get(name)]
+    named = _lmcache_files(env)
     ours = file or env.get("KVTIER_CONFIG_FILE")
     if ours:
-        for name in named:
-            logger.info("%s=%s is not read: %s is kvtier's own file and comes first", name, env[name], ours)
+        for other in named:
+            logger.info("%s=%s is not read: %s is kvtier's own file and comes first", other.source, other.value, ours)
         for key, value in _read_yaml(ours).items():
             yield _Given(_known(key, f"file {ours}"), value, f"file {ours}")
-    elif named:
-        yield from _from_lmcache(env[named[0]], env, ranks)
+    elif named or replaces_lmcache(env):
+        yield from _from_lmcache(named[0].value if named else None, env, ranks)
 
 
-def _from_lmcache(path: str, env: Mapping[str, str], ranks: int) -> Iterator[_Given]:
-    raw = _read_yaml(path)
-    overrides = {
-        key: env[f"LMCACHE_{key.upper()}"] for key in lmcache.ENVIRONMENT_KEYS if env.get(f"LMCACHE_{key.upper()}")
-    }
+def _from_lmcache(path: str | None, env: Mapping[str, str], ranks: int) -> Iterator[_Given]:
+    raw = _read_yaml(path) if path else {}
+    overrides = lmcache.from_environment(env, every=replaces_lmcache(env))
     for note in lmcache.translate({**raw, **overrides}, ranks):
         top = note.key.partition(".")[0]
-        source = f"environment LMCACHE_{top.upper()}" if top in overrides else f"LMCache file {path}: {note.key}"
+        source = f"environment {lmcache.variable(top)}" if top in overrides else f"LMCache file {path}: {note.key}"
         if note.ours is None:
             level = logging.WARNING if note.lost else logging.INFO
             logger.log(level, "LMCache key %s=%s: %s", note.key, masked(note.given), note.reason)
@@ -212,18 +260,21 @@ _SERVICE_LINK = re.compile(r"KVTIER_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+
 
 
 def _from_environment(env: Mapping[str, str]) -> Iterator[_Given]:
-    if env.get(_LMI_AUTO):
-        yield _Given("auto", env[_LMI_AUTO], f"environment {_LMI_AUTO}")
+    if auto := lmi.option("lmcache_auto_config", env):
+        yield _Given("auto", auto.value, auto.source)
     for name, value in env.items():
-        if not name.startswith("KVTIER_") or name == "KVTIER_CONFIG_FILE" or _SERVICE_LINK.fullmatch(name):
+        if not name.startswith("KVTIER_") or name in NO_KEYS or _SERVICE_LINK.fullmatch(name):
             continue
         source = f"environment {name}"
         yield _Given(_known(name.removeprefix("KVTIER_").lower(), source), value or None, source)
 
 
-def _from_flags(flags: Mapping[str, object]) -> Iterator[_Given]:
+def _from_flags(flags: Mapping[str, object], env: Mapping[str, str]) -> Iterator[_Given]:
     for key, value in flags.items():
-        yield _Given(_known(key, "flag"), value, "flag")
+        if key not in KEYS and replaces_lmcache(env):
+            logger.warning("connector setting %s=%s is not kvtier's and has no effect", key, masked(value))
+        else:
+            yield _Given(_known(key, "flag"), value, "flag")
 
 
 def _known(key: str, source: str) -> str:
@@ -287,6 +338,11 @@ def _text(pattern: str) -> Callable[[object], str]:
     return parse
 
 
+def _http(given: object) -> str:
+    """``off`` is a boolean in YAML."""
+    return "off" if given is False else _text(r"off|https?://(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}/?")(given)
+
+
 _PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
     "tokens": (_count, "a whole number of tokens, at least 1"),
     "threads": (_count, "a whole number of threads, at least 1"),
@@ -294,6 +350,7 @@ _PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
     "s": (_count, "a whole number of seconds, at least 1"),
     "bytes": (parse_size, "a size such as 4GiB, 512MB or 1073741824 (bytes)"),
     "sizes": (_count, "a whole number of sizes, at least 1"),
+    "engines": (_count, "a whole number of engines, at least 1"),
     "percent": (_percent, "a whole number from 1 to 100"),
     "flag": (_flag, "true or false"),
     "folder": (_text(r"/[^\0\n]*"), "an absolute path such as /mnt/nvme/kvtier"),
@@ -302,8 +359,10 @@ _PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
         _text(r"(rediss?://[^\s/]\S*|unix:///\S+)"),
         "redis://host:6379/0, rediss://... or unix:///path/redis.sock",
     ),
+    "http": (_http, "http://host:port, https://host:port or off"),
     "address": (_text(r"(unix:///\S+|tcp://\S+:\d+)"), "unix:///path/kvtier.sock or tcp://host:port"),
     "name": (_text(r"[A-Za-z0-9._-]+"), "letters, digits, '.', '_' or '-'"),
+    "when": (_text(r"auto|always"), "auto or always"),
     "level": (_text(r"DEBUG|INFO|WARNING|ERROR"), "DEBUG, INFO, WARNING or ERROR"),
 }
 

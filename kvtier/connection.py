@@ -214,6 +214,11 @@ class Connection(asyncio.BufferedProtocol):
         self._timers.append(self._host.loop.call_later(_FLUSH_S, self._transport.abort))
 
     @property
+    def leases(self) -> int:
+        """How many leases the client has open."""
+        return self._session.leases if self._session is not None else int(self.busy)
+
+    @property
     def busy(self) -> bool:
         """A chunk is on its way."""
         return self._stream is not None and self._stream.busy

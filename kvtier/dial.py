@@ -84,19 +84,20 @@ def client_tls(ca: str, certificate: str | None = None, key: str | None = None) 
     return context
 
 
-def read_token(path: str) -> bytes:
-    """The secret in a file, without surrounding space. Raises ConfigError for a short one or a file others can read."""
+def read_token(path: str, key: str = "server_token_file") -> bytes:
+    """The secret in a file, without surrounding space. Raises ConfigError for a short one or a file others can read;
+    ``key`` is the configuration's word for it."""
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             token = file.read(4096).strip()
     except OSError as error:
-        raise ConfigError(f"server_token_file={path} cannot be read: {error}") from error
+        raise ConfigError(f"{key}={path} cannot be read: {error}") from error
     if mode & stat.S_IRWXO:
-        raise ConfigError(f"server_token_file={path} is open to every user: chmod 600 {path}")
+        raise ConfigError(f"{key}={path} is open to every user: chmod 600 {path}")
     if len(token) < 16:  # of printable text; 128 bits would be 22
         raise ConfigError(
-            f"server_token_file={path} has {len(token)} bytes, expected 16 or more, such as from: openssl rand -hex 32"
+            f"{key}={path} has {len(token)} bytes, expected 16 or more, such as from: openssl rand -hex 32"
         )
     return token
 

@@ -8,8 +8,9 @@ what ``clear`` is limited to.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import TypeVar
 
 from kvtier.chunk import ChunkKey, own_link, parent_link
 from kvtier.errors import ConfigError, KVTierError
@@ -19,7 +20,10 @@ from kvtier.store import Store
 _MAX_OWNERS = 4096
 _MAX_LINKS = 65_536
 _OPENINGS_QUEUED = 64
+_MAX_SLOT_BYTES = 1 << 30
+"""No tier keeps larger chunks; who asks for one learns what is kept, and opens nothing."""
 Listener = Callable[[], None]
+R = TypeVar("R")
 
 
 class Realm:
@@ -46,6 +50,11 @@ class Realm:
                 f"more than {_MAX_OWNERS} namespaces since the server's start; restart it to forget old ones"
             )
         return self._owners.setdefault(name, len(self._owners) + 1)
+
+    @property
+    def owners(self) -> Mapping[tuple[bytes, str], int]:
+        """Number by fingerprint and tenant name, of every engine that was here since the start."""
+        return self._owners
 
     # ---- promotions that end -------------------------------------------------------------------------------------
 
@@ -112,17 +121,31 @@ class Realms:
         if slot_bytes in self._opening:
             return self._opening[slot_bytes]
         future: Future[Realm] = Future()
+        sizes = ", ".join(f"{size:,}" for size in self._opening)
+        if slot_bytes > _MAX_SLOT_BYTES:
+            kept = f"keeps chunks of {sizes} bytes" if sizes else "keeps no chunks yet"
+            future.set_exception(
+                ConfigError(f"no chunk may have {slot_bytes:,} bytes, at most {_MAX_SLOT_BYTES:,}; this server {kept}")
+            )
+            return future
         if len(self._opening) >= self._most:
             future.set_exception(
                 ConfigError(
-                    f"this server keeps chunks of {', '.join(f'{size:,}' for size in self._opening)} bytes and not of "
+                    f"this server keeps chunks of {sizes} bytes and not of "
                     f"{slot_bytes:,} bytes too: raise server_realms={self._most} (which divide RAM and NVMe), "
                     "or give the engine's model a server of its own"
                 )
             )
             return future
         self._opening[slot_bytes] = future
-        if not self._lane.submit(lambda: self._open(slot_bytes, future)):
+        if not self._lane.submit(lambda: _settle(future, lambda: self._open(slot_bytes))):
+            future.set_exception(KVTierError("the server is closing, or opens too many stores at once"))
+        return future
+
+    def aside(self, work: Callable[[], R]) -> Future[R]:
+        """Do ``work`` on the lane where stores are opened: in turn, so that none is opening meanwhile."""
+        future: Future[R] = Future()
+        if not self._lane.submit(lambda: _settle(future, work)):
             future.set_exception(KVTierError("the server is closing, or opens too many stores at once"))
         return future
 
@@ -133,12 +156,16 @@ class Realms:
             clean &= realm.store.close(timeout_s)
         return clean
 
-    def _open(self, slot_bytes: int, future: Future[Realm]) -> None:
+    def _open(self, slot_bytes: int) -> Realm:
         """On the lane."""
-        try:
-            future.set_result(Realm(self._open_store(slot_bytes), self._call_soon))
-        except Exception as error:  # noqa: BLE001 - whoever asked for the realm is told
-            future.set_exception(error)
+        return Realm(self._open_store(slot_bytes), self._call_soon)
+
+
+def _settle(future: Future[R], work: Callable[[], R]) -> None:
+    try:
+        future.set_result(work())
+    except Exception as error:  # noqa: BLE001 - whoever asked for it is told
+        future.set_exception(error)
 
 
 def _failed(future: Future[Realm]) -> bool:

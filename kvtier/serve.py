@@ -7,7 +7,7 @@ import logging
 import ssl
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from kvtier.config import Config, load
 from kvtier.dial import Address, read_token
 from kvtier.errors import ConfigError
 from kvtier.listen import Listener, listen_tcp, listen_unix, server_tls
-from kvtier.server import Server, serve
+from kvtier.server import Beside, Server, serve
 from kvtier.store import Store
 
 logger = logging.getLogger("kvtier.server")
@@ -44,10 +44,37 @@ def run(arguments: argparse.Namespace) -> int:
     if not addresses:
         raise ConfigError("nowhere to listen: give --listen unix:///path/kvtier.sock, or the key 'server'")
     token = read_token(config.server_token_file) if config.server_token_file else None
+    beside = admin_surface(config)  # first: who can attach can ask, too
     listeners = _listeners(config, addresses, token is not None, arguments.insecure)
     opener = partial(open_store, config)
-    clean = serve(lambda: Server(opener, listeners, token=token, realms=config.server_realms))
-    return 0 if clean else 1
+    make = lambda: Server(opener, listeners, token=token, realms=config.server_realms)  # noqa: E731
+    return 0 if serve(make, beside) else 1
+
+
+def admin_surface(config: Config) -> Beside:
+    """What serves ``config.admin``. Where nobody asked for it, a port that is taken (by the admin surface of another
+    server on this host) or a library that is missing costs the surface and not the server: a cache must not fail for
+    its gauges. Asked for by name, it is a ConfigError."""
+    if config.admin == "off":
+        return lambda server: nullcontext()
+    try:
+        return _admin_surface(config)
+    except ConfigError as error:
+        if "admin" in config.sources:
+            raise
+        logger.warning("no admin surface: %s", error)
+        return lambda server: nullcontext()
+
+
+def _admin_surface(config: Config) -> Beside:
+    try:
+        from kvtier.admin import beside, bind
+    except ImportError as error:
+        raise ConfigError(f"admin={config.admin}: {error}; install kvtier[server], or set admin=off") from error
+    secret = config.admin_token_file
+    token = read_token(secret, "admin_token_file") if secret else None
+    port = bind(config.admin, token=token is not None, tls=_tls(config) if config.admin.startswith("https") else None)
+    return lambda server: beside(server, port, token, config.nvme_path)
 
 
 def open_store(config: Config, slot_bytes: int) -> Store:

@@ -56,6 +56,7 @@ class Server:
         self.connections: set[Connection] = set()
         self.lingering: set[Connection] = set()
         """Attached engines whose connection is closed while some of their processes have the pool mapped."""
+        self.started = time.monotonic()
         self._empty = asyncio.Event()
         self.ready = False
         """Connections are accepted."""
@@ -178,18 +179,23 @@ class Server:
             logger.warning(text, *arguments)
 
 
-def serve(make: Callable[[], Server], timeout_s: float = 20.0) -> bool:
+Beside = Callable[[Server], contextlib.AbstractAsyncContextManager[None]]
+"""What runs on a server's loop from before it is ready until after it has ended."""
+
+
+def serve(make: Callable[[], Server], beside: Beside, timeout_s: float = 20.0) -> bool:
     """Run a server until SIGTERM or SIGINT, then :meth:`Server.stop`. ``make`` is called on the loop. False: something
     was dropped at the end."""
-    return asyncio.run(_until_told(make, timeout_s))
+    return asyncio.run(_until_told(make, beside, timeout_s))
 
 
-async def _until_told(make: Callable[[], Server], timeout_s: float) -> bool:
+async def _until_told(make: Callable[[], Server], beside: Beside, timeout_s: float) -> bool:
     told = asyncio.Event()
     server = make()
     for number in (signal.SIGTERM, signal.SIGINT):
         server.loop.add_signal_handler(number, told.set)
-    await server.start()
-    await told.wait()
-    logger.info("stopping")
-    return await server.stop(timeout_s)
+    async with beside(server):
+        await server.start()
+        await told.wait()
+        logger.info("stopping")
+        return await server.stop(timeout_s)

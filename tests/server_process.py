@@ -47,7 +47,7 @@ class ServerProcess:
         addresses = [*listen, f"unix://{self.socket}"]
         self._command = [sys.executable, "-m", "kvtier.cli", "serve", *flags]
         self._command += [word for address in addresses for word in ("--listen", address)]
-        given = {"ram_bytes": 32 * SLOT} | settings
+        given = {"ram_bytes": 32 * SLOT, "admin": "off"} | settings
         self._env = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
         self._env |= {f"KVTIER_{name.upper()}": str(value) for name, value in given.items()}
         self._process: subprocess.Popen[bytes] | None = None

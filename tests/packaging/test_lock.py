@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
-EXTRAS_OF_OURS = ("redis", "bench", "dev")
+EXTRAS_OF_OURS = ("redis", "server", "bench", "dev")
 
 
 def pinned() -> dict[str, str]:

@@ -1,0 +1,491 @@
+"""The admin surface of real servers: what it tells, what it forgets, whom it lets in, and its OpenAPI document."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import select
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from kvtier.chunk import ChunkLayout
+from kvtier.client import Client
+from kvtier.lease import Match
+from tests.redis_server import RedisServer, make_certificate
+from tests.server_process import (
+    DEADLINE_S,
+    LAYOUT,
+    OTHER,
+    SLOT,
+    ServerProcess,
+    attached,
+    free_port,
+    load,
+    run,
+    save,
+    short_folder,
+    wait_for,
+)
+
+NVME = 1 << 20
+TOKEN = "0123456789abcdef0123456789abcdef"
+Body = dict[str, Any]
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    text: str
+
+    @property
+    def body(self) -> Any:
+        return json.loads(self.text)
+
+
+class AdminServer(ServerProcess):
+    """A server with its surface at a port of its own and a token, unless told otherwise (None: not set)."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.token = folder / "token"
+        self.token.write_text(TOKEN)
+        self.token.chmod(0o600)
+        given = {"admin": self.url, "admin_token_file": self.token, "nvme_path": folder / "nvme", "nvme_bytes": NVME}
+        kept: dict[str, Any] = {name: value for name, value in (given | settings).items() if value is not None}
+        super().__init__(folder, **kept)
+
+    def __enter__(self) -> AdminServer:
+        self.start()
+        return self
+
+    def ask(
+        self, method: str, path: str, body: Body | bytes | None = None, *, token: str | None = TOKEN, **headers: str
+    ) -> Answer:
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        if token is not None:
+            sent["Authorization"] = f"Bearer {token}"
+        if body is not None:
+            sent = {"Content-Type": "application/json"} | sent
+        line = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
+        with closing(line):
+            line.request(method, path, json.dumps(body) if isinstance(body, dict) else body, sent)
+            answer = line.getresponse()
+            return Answer(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read().decode())
+
+    def clear(self, **body: object) -> Any:
+        answer = self.ask("POST", "/v1/clear", body)
+        assert answer.status == 200, answer
+        return answer.body
+
+    def lookup(self, **body: object) -> Any:
+        answer = self.ask("POST", "/v1/lookup", body)
+        assert answer.status == 200, answer
+        return answer.body
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric's samples that have these labels."""
+        text = self.ask("GET", "/metrics").text
+        lines = [line for line in text.splitlines() if re.match(rf"{name}[ {{]", line)]
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(one in line for one in wanted))
+
+    def cli(self, *words: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "kvtier.cli", *map(str, words)]
+        return subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=60, check=False)
+
+
+@contextmanager
+def administered(**settings: object) -> Iterator[AdminServer]:
+    with short_folder() as folder, AdminServer(folder, **settings) as server:
+        yield server
+
+
+@pytest.fixture
+def server() -> Iterator[AdminServer]:
+    with administered() as server:
+        yield server
+
+
+def spilled(server: AdminServer, chunks: int) -> None:
+    wait_for(lambda: server.metric("kvtier_held_chunks", tier="nvme") == chunks, f"{chunks} chunks on disk")
+
+
+# ---- what it tells ---------------------------------------------------------------------------------------------------
+
+
+def test_every_answer_is_what_the_document_says(server: AdminServer) -> None:
+    with attached(server.door(namespace="tenant")) as client:
+        save(client, run(1, 3))
+    document = server.ask("GET", "/openapi.json").body
+    assert document["openapi"] == "3.1.0"
+    key = run(1, 1)[0].hex()
+    evil = {"Host": "evil.example"}
+    tokens = {"fingerprint": LAYOUT.fingerprint.hex(), "tokens": [1, 0, 1], "chunk_tokens": 1}
+    asked: list[tuple[str, str, Body | bytes | None, str | None, dict[str, str], int]] = [
+        *[("GET", path, None, None, {}, 200) for path in document["paths"] if path.startswith("/healthz")],
+        *[("GET", path, None, None, {}, 200) for path in ("/metrics", "/v1/stats", "/openapi.json")],
+        *[(m.upper(), path, None, None, evil, 421) for path, ms in document["paths"].items() for m in ms],
+        *[("GET", "/v1/namespaces", None, token, {}, status) for token, status in ((TOKEN, 200), ("guess", 401))],
+        ("POST", "/v1/lookup", {"keys": [key]}, TOKEN, {}, 200),
+        ("POST", "/v1/lookup", tokens, TOKEN, {}, 200),
+        ("POST", "/v1/lookup", tokens | {"salt": "user-7"}, TOKEN, {}, 200),
+        ("POST", "/v1/lookup", {"keys": [key]}, None, {}, 401),
+        ("POST", "/v1/lookup", tokens | {"keys": [key]}, TOKEN, {}, 400),
+        ("POST", "/v1/lookup", {"keys": [key[:-1]]}, TOKEN, {}, 400),
+        ("POST", "/v1/lookup", {"keys": [key] * 8193}, TOKEN, {}, 400),
+        ("POST", "/v1/lookup", tokens | {"tokens": [-1]}, TOKEN, {}, 400),
+        ("POST", "/v1/lookup", tokens | {"salt": "a", "extra": "00"}, TOKEN, {}, 400),
+        ("POST", "/v1/lookup", b"{" + b" " * (5 << 20) + b"}", TOKEN, {}, 413),
+        ("POST", "/v1/lookup", b"[]", TOKEN, {"Content-Type": "text/plain"}, 415),
+        ("POST", "/v1/clear", {}, TOKEN, {}, 400),
+        ("POST", "/v1/clear", {"namspace": "tenant"}, TOKEN, {}, 400),
+        ("POST", "/v1/clear", {"namespace": "tenant", "everything": True}, TOKEN, {}, 400),
+        ("POST", "/v1/clear", b"not JSON", TOKEN, {}, 400),
+        ("POST", "/v1/clear", {"everything": True}, "guess", {}, 401),
+        ("POST", "/v1/clear", b"x" * (5 << 20), TOKEN, {}, 413),
+        ("POST", "/v1/clear", b"{}", TOKEN, {"Content-Type": "text/plain"}, 415),
+        ("POST", "/v1/clear", {"everything": True}, TOKEN, {}, 200),
+    ]  # fmt: skip
+    seen = set()
+    for method, path, body, token, headers, status in asked:
+        answer = server.ask(method, path, body, token=token, **headers)
+        assert answer.status == status, (method, path, answer)
+        operation = document["paths"][path][method.lower()]
+        (kind, form), *rest = operation["responses"][str(status)]["content"].items()
+        assert not rest
+        assert answer.headers["content-type"].startswith(kind)
+        shown = answer.body if kind == "application/json" else answer.text
+        Draft202012Validator(form["schema"] | {"components": document["components"]}).validate(shown)
+        seen.add((method, path, status))
+    promised = {
+        (method.upper(), path, int(status))
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+        for status in operation["responses"]
+    }
+    unseen = {what for what in promised - seen if what[2] not in {403, 500, 503} and what[1:] != ("/v1/stats", 401)}
+    assert {(path, status) for _, path, status in unseen} == {("/metrics", 401), ("/openapi.json", 401)}, (
+        "beyond loopback"
+    )
+    assert seen <= promised
+
+
+def test_schemas_refuse_what_is_not_promised(server: AdminServer) -> None:
+    """That the test above can fail: a wrong answer does not pass its schema."""
+    document = server.ask("GET", "/openapi.json").body
+    form = {"$ref": "#/components/schemas/Stats", "components": document["components"]}
+    right = server.ask("GET", "/v1/stats").body
+    Draft202012Validator(form).validate(right)
+    wrong = (right | {"uptime_s": "long"}, {k: v for k, v in right.items() if k != "realms"})
+    assert not any(Draft202012Validator(form).is_valid(one) for one in wrong)
+
+
+def test_metrics_and_stats_follow_engines(server: AdminServer) -> None:
+    assert server.ask("GET", "/v1/stats").body["realms"] == []
+    with attached(server.door()) as client:
+        save(client, run(1, 5))
+        assert load(client, run(1, 8)) == ["ram"] * 5
+        spilled(server, 5)
+        with client.save(run(2, 3)):
+            stats = server.ask("GET", "/v1/stats").body
+            assert stats["connections"]["open"] == stats["connections"]["leases"] == 1
+            (realm,) = stats["realms"]
+            assert (realm["slots"], realm["filling"], realm["asked"]) == (32, 3, 8)
+            assert [(tier["tier"], tier["loads"], tier["stores"]) for tier in realm["tiers"]] == [
+                ("ram", 5, 5),
+                ("nvme", 0, 5),
+            ]
+            assert server.metric("kvtier_slots", state="filling") == 3
+    wait_for(lambda: server.metric("kvtier_connections", state="open") == 0, "the engine has left")
+    assert server.metric("kvtier_leases") == 0
+    assert server.metric("kvtier_connection_events_total", event="accepted") >= 1
+
+
+def test_lookup_says_how_far_each_place_reaches(server: AdminServer) -> None:
+    with attached(server.door(namespace="tenant")) as client:
+        save(client, run(1, 6))
+        spilled(server, 6)
+        client.forget(run(1, 6)[4:])
+        keys = [key.hex() for key in run(1, 8)]
+        (realm,) = server.lookup(keys=keys)["realms"]
+        assert (realm["ready"], realm["coming"]) == (4, 0)
+        assert realm["tiers"] == [{"tier": "ram", "chunks": 4}, {"tier": "nvme", "chunks": 4}]
+        save(client, run(2, 32))
+        assert client.match(run(1, 8)) == Match(0, 4)
+        (realm,) = server.lookup(keys=keys)["realms"]
+        assert (realm["ready"], realm["coming"]) == (0, 4)
+        assert realm["tiers"] == [{"tier": "ram", "chunks": 0}, {"tier": "nvme", "chunks": 4}]
+        (here,) = server.ask("GET", "/v1/namespaces").body["namespaces"]
+        assert here == {"slot_bytes": SLOT, "fingerprint": LAYOUT.fingerprint.hex(), "namespace": "tenant"}
+        told = server.lookup(fingerprint=here["fingerprint"], tokens=[1, *range(7)], chunk_tokens=1)
+        assert (told["chunks"], told["realms"][0]["coming"]) == (8, 4)
+        salted = server.lookup(fingerprint=here["fingerprint"], tokens=[1, *range(7)], chunk_tokens=1, salt="x")
+        assert salted["realms"][0]["coming"] == 0
+
+
+# ---- what it forgets -------------------------------------------------------------------------------------------------
+
+
+def test_a_tenant_is_erased_and_the_others_are_not(server: AdminServer) -> None:
+    theirs, others = run(1, 4), run(1, 4, OTHER)
+    with attached(server.door(namespace="acme")) as client, attached(server.door(OTHER, "else")) as other:
+        save(client, theirs)
+        save(other, others)
+        spilled(server, 8)
+        done = server.clear(namespace="acme")
+        assert done == {"complete": True, "chunks": 4, "left": 0, "owed_deletes": 0, "untouched": []}
+        assert (client.match(theirs), other.match(others)) == (Match(0, 0), Match(4, 0))
+        spilled(server, 4)
+        assert server.stop() == 0
+        server.start()
+        wait_for(lambda: other.match(others) == Match(0, 4), "warm")
+        wait_for(lambda: client.pool is not None, "attached again")
+        assert client.match(theirs) == Match(0, 0), "nor after a restart"
+
+
+def test_after_a_restart_a_tenant_is_erased_with_all_that_is_nobodys(server: AdminServer) -> None:
+    """A key does not say whose it is: to forget a tenant for certain, others' chunks are forgotten too."""
+    with attached(server.door(namespace="acme")) as client:
+        save(client, run(1, 4))
+        spilled(server, 4)
+    server.kill()
+    server.start()
+    with attached(server.door(OTHER, "else")) as other:
+        save(other, run(9, 2, OTHER))
+        assert server.clear(namespace="acme")["chunks"] == 4
+        assert other.match(run(9, 2, OTHER)) == Match(2, 0), "saved since the start: known to be somebody else's"
+    with attached(server.door(namespace="acme")) as client:
+        assert client.match(run(1, 4)) == Match(0, 0)
+
+
+def test_a_realm_that_no_engine_has_opened_yet_is_erased_on_disk(server: AdminServer) -> None:
+    with attached(server.door(namespace="acme")) as client:
+        save(client, run(1, 4))
+        spilled(server, 4)
+    server.stop()
+    server.start()
+    assert server.clear(namespace="acme") == {
+        "complete": True, "chunks": 4, "left": 0, "owed_deletes": 0, "untouched": [],
+    }  # fmt: skip
+    assert not list((server.socket.parents[1] / "nvme").glob("slots-*/*"))
+    with attached(server.door(namespace="acme")) as client:
+        assert client.match(run(1, 4)) == Match(0, 0)
+
+
+def test_a_save_in_progress_is_waited_for(server: AdminServer) -> None:
+    with attached(server.door(namespace="acme")) as client:
+        save(client, run(1, 2))
+        done: list[Any] = []
+        with client.save(run(2, 3)) as lease:
+            clearing = threading.Thread(target=lambda: done.append(server.clear(namespace="acme")))
+            clearing.start()
+            wait_for(lambda: client.match(run(1, 2)) == Match(0, 0), "clear is at work")
+            lease.commit()
+        clearing.join(DEADLINE_S)
+        assert (done[0]["complete"], done[0]["chunks"]) == (True, 5)
+        assert client.match(run(2, 3)) == Match(0, 0)
+
+
+def test_everything_is_cleared_and_only_with_a_token() -> None:
+    with administered(admin_token_file=None) as server, attached(server.door()) as client:
+        save(client, run(1, 2))
+        for path, body in (("/v1/clear", {"everything": True}), ("/v1/lookup", {"keys": []})):
+            refused = server.ask("POST", path, body)
+            assert refused.status == 403
+            assert "admin_token_file" in refused.body["expected"]
+        assert client.match(run(1, 2)) == Match(2, 0)
+    with administered() as server, attached(server.door()) as client, attached(server.door(OTHER, "t")) as other:
+        save(client, run(1, 2))
+        save(other, run(1, 2, OTHER))
+        assert server.ask("POST", "/v1/clear", {"everything": True}, token=None).status == 401
+        assert client.match(run(1, 2)) == Match(2, 0)
+        assert server.clear(everything=True)["chunks"] == 4
+        assert (client.match(run(1, 2)), other.match(run(1, 2, OTHER))) == (Match(0, 0), Match(0, 0))
+
+
+@pytest.mark.redis
+def test_redis_erased_then_away() -> None:
+    with (
+        RedisServer() as redis,
+        administered(nvme_path=None, nvme_bytes=None, redis_url=redis.url, redis_bytes=NVME) as server,
+    ):
+        with attached(server.door(namespace="acme")) as client, redis.admin() as behind:
+            save(client, run(1, 4))
+            wait_for(lambda: server.metric("kvtier_held_chunks", tier="redis") == 4, "in Redis")
+            assert behind.dbsize() > 0
+            assert server.clear(namespace="acme")["complete"]
+            assert behind.dbsize() == 0
+            save(client, run(2, 4))
+            wait_for(lambda: server.metric("kvtier_held_chunks", tier="redis") == 4, "in Redis")
+        redis.kill()
+        with attached(server.door(namespace="acme")) as client:
+            wait_for(lambda: knocks(client) and server.metric("kvtier_open_breakers", tier="redis") == 1, "given up")
+            health = server.ask("GET", "/healthz/ready", token=None)
+            assert (health.status, health.body["ready"]) == (200, True), "a tier that is away is misses"
+            assert "redis" in health.body["trouble"][0]
+            done = server.clear(namespace="acme")
+            assert not done["complete"]
+            assert done["owed_deletes"] >= 4
+        assert server.metric("kvtier_failures_total", tier="redis") >= 3
+        assert server.metric("kvtier_breaker_trips_total", tier="redis") == 1
+
+
+def knocks(client: Client) -> bool:
+    """Have the server ask the tier."""
+    with client.load(run(99, 1)) as lease:
+        wait_for(lambda: lease.poll().coming == 0, "asked")
+    return True
+
+
+# ---- whom it lets in -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "127.evil.example", "[", ""])
+def test_a_page_whose_name_was_rebound_gets_nothing(server: AdminServer, host: str) -> None:
+    refused = server.ask("GET", "/v1/stats", Host=host, Origin="http://evil.example")
+    assert refused.status in {400, 421}
+    assert "realms" not in refused.text
+    assert not any(name.startswith("access-control") for name in refused.headers)
+
+
+@pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1", "127.8.8.8:80", "[::1]:9"])
+def test_loopback_by_any_name_is_served(server: AdminServer, host: str) -> None:
+    answer = server.ask("GET", "/v1/stats", Host=host, token=None)
+    assert answer.status == 200
+    assert answer.headers["cache-control"] == "no-store"
+
+
+def test_unknown_paths_and_methods_are_answered_in_words(server: AdminServer) -> None:
+    lost, wrong = server.ask("GET", "/v2/nothing"), server.ask("DELETE", "/v1/stats")
+    assert (lost.status, wrong.status, wrong.headers["allow"]) == (404, 405, "GET")
+    assert all({"what", "expected", "do"} == answer.body.keys() for answer in (lost, wrong))
+
+
+def test_many_connections_are_bounded_and_engines_go_on(server: AdminServer) -> None:
+    crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(80)]
+    try:
+        # Idle ones are closed after 15 s; these at once.
+        wait_for(lambda: len(select.select(crowd, [], [], 1.0)[0]) >= 16, "all but 64 are closed", 10.0)
+        with attached(server.door()) as client:
+            assert save(client, run(1, 2)) == 2
+    finally:
+        for one in crowd:
+            one.close()
+    wait_for(lambda: _serves(server), "room again")
+
+
+def _serves(server: AdminServer) -> bool:
+    try:
+        return server.ask("GET", "/healthz").status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def test_beyond_loopback_there_is_a_token_and_tls() -> None:
+    with short_folder() as folder:
+        certificate, key = make_certificate(folder, "server")
+        port = free_port()
+        secure = {"admin": f"https://0.0.0.0:{port}", "server_cert": certificate, "server_key": key}
+        assert "set admin_token_file" in AdminServer(folder, admin_token_file=None, **secure).refusal()
+        assert "needs a certificate" in AdminServer(folder, admin=secure["admin"]).refusal()
+        trusting = ssl.create_default_context(cafile=str(certificate))
+        with AdminServer(folder, server_ca=None, **secure) as server:
+            line = http.client.HTTPSConnection("127.0.0.1", port, context=trusting, timeout=DEADLINE_S)
+            told = []
+            for path, headers in (
+                ("/healthz", {}),
+                ("/metrics", {}),
+                ("/nothing", {}),
+                ("/metrics", {"Authorization": f"Bearer {TOKEN}", "Host": "kvtier.cluster.local"}),
+            ):
+                line.request("GET", path, headers=headers)
+                answer = line.getresponse()
+                answer.read()
+                told.append(answer.status)
+            line.close()
+            assert told == [200, 401, 404, 200]
+            config = folder / "client.yaml"
+            config.write_text(
+                f"server_ca: {certificate}\nadmin: https://127.0.0.1:{port}\nadmin_token_file: {server.token}\n"
+            )
+            server._env = {name: value for name, value in server._env.items() if not name.startswith("KVTIER_")}
+            shown = server.cli("stats", "--config", config)
+            assert shown.returncode == 0, shown
+            assert "no engine has come yet" in shown.stdout
+
+
+def test_a_port_that_is_taken_costs_the_surface_and_only_when_nobody_asked_for_it_the_error() -> None:
+    with socket.socket() as holder, short_folder() as folder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            holder.bind(("127.0.0.1", 9588))
+            holder.listen()
+        except OSError:
+            pass  # somebody else has it, which is as good
+        with AdminServer(folder, admin="", admin_token_file=None) as server, attached(server.door()) as client:
+            assert save(client, run(1, 2)) == 2
+            assert "no admin surface: admin=http://127.0.0.1:9588: cannot listen there" in server.said()
+            assert server.stop() == 0
+        assert "cannot listen there" in AdminServer(folder, admin="http://127.0.0.1:9588").refusal()
+
+
+def test_a_token_others_can_read_is_refused() -> None:
+    with short_folder() as folder:
+        server = AdminServer(folder)
+        server.token.chmod(0o644)
+        assert f"admin_token_file={server.token} is open to every user" in server.refusal()
+
+
+# ---- the commands ----------------------------------------------------------------------------------------------------
+
+
+def test_stats_and_clear_from_a_terminal(server: AdminServer) -> None:
+    with attached(server.door(namespace="acme")) as client:
+        save(client, run(1, 4))
+        spilled(server, 4)
+        shown = server.cli("stats", "--admin", server.url)
+        assert shown.returncode == 0, shown
+        assert re.search(r"^nvme +4 ", shown.stdout, re.MULTILINE)
+        assert json.loads(server.cli("stats", "--json").stdout)["realms"][0]["slots"] == 32
+        assert server.cli("clear").returncode == 2, "it has to be told what"
+        done = server.cli("clear", "--namespace", "acme", "--admin", server.url, "--token-file", server.token)
+        assert (done.returncode, done.stdout) == (0, "4 chunks forgotten\n")
+        assert client.match(run(1, 4)) == Match(0, 0)
+        guess = server.token.with_name("guess")
+        guess.write_text("x" * 32)
+        guess.chmod(0o600)
+        refused = server.cli("clear", "--everything", "--token-file", guess)
+        assert (refused.returncode, "wrong" in refused.stderr) == (2, True)
+    server.stop()
+    gone = server.cli("stats")
+    assert gone.returncode == 2
+    assert f"no kvtier server answers at {server.url}" in gone.stderr
+
+
+def test_watch_goes_on_until_it_is_interrupted(server: AdminServer) -> None:
+    command = [sys.executable, "-m", "kvtier.cli", "stats", "--watch", "--json", "--admin", server.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        first, second = (json.loads(watching.stdout.readline()) for _ in range(2))
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(DEADLINE_S) == 0
+    assert second["uptime_s"] > first["uptime_s"]
+
+
+def test_layouts_of_the_document_keys_are_the_engines() -> None:
+    """chunk_tokens and fingerprint are all of a layout that keys depend on: lookup needs no more."""
+    sizes = [ChunkLayout(LAYOUT.fingerprint, 4, block, (rank,)) for block in (1, 2) for rank in (1, 4096)]
+    assert len({tuple(layout.keys(range(8), b"x")) for layout in sizes}) == 1

@@ -1,0 +1,187 @@
+"""``kvtier check`` on folders of a real tier and a real server: flipped bits, crashes, repair, and a folder in use."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError, TierError
+from kvtier.fsck import Report, check, discard, tier_folders
+from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.nvme_files import INDEX_NAME, SLOTS_NAME
+from kvtier.tiers.nvme_index import RECORD_BYTES, pack_record, payload_checksum
+from tests.nvme_place import LAYOUT, SLOT, fill, held, room
+from tests.server_process import ServerProcess, attached, run, save, short_folder, wait_for
+
+SLOTS = 8
+KEYS = LAYOUT.keys(range(6))
+RECORDS_AT = 4096
+
+
+def filled(folder: Path) -> None:
+    """Six chunks in slots 0 to 5; slots 6 and 7 are free."""
+    tier = NvmeTier(folder, room(SLOTS), SLOT)
+    fill(tier, KEYS)
+    tier.close()
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def counts(report: Report) -> tuple[int, int, int, int, int]:
+    return report.good, report.corrupt, report.damaged, report.stale, report.free
+
+
+def bytes_of(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def cli(*words: object) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+    command = [sys.executable, "-m", "kvtier.cli", "check", *map(str, words)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_whole_folder(tmp_path: Path) -> None:
+    filled(tmp_path / "nvme")
+    before = bytes_of(tmp_path / "nvme")
+    report = check(tmp_path / "nvme")
+    assert counts(report) == (6, 0, 0, 0, 2)
+    assert (report.slots, report.slot_bytes, report.closed, report.bad) == (SLOTS, SLOT, True, False)
+    assert bytes_of(tmp_path / "nvme") == before
+
+
+def test_flipped_bits_are_found_and_nothing_is_changed(tmp_path: Path) -> None:
+    filled(tmp_path)
+    flip(tmp_path / SLOTS_NAME, 1 * SLOT + 77)
+    flip(tmp_path / SLOTS_NAME, 4 * SLOT + SLOT - 1)
+    flip(tmp_path / INDEX_NAME, RECORDS_AT + 3 * RECORD_BYTES + 5)
+    flip(tmp_path / SLOTS_NAME, 7 * SLOT)  # a free slot may hold anything
+    before = bytes_of(tmp_path)
+    report = check(tmp_path)
+    assert counts(report) == (3, 2, 1, 0, 2)
+    assert report.bad
+    assert bytes_of(tmp_path) == before
+
+
+def test_repair_frees_what_is_bad_and_keeps_what_is_good(tmp_path: Path) -> None:
+    filled(tmp_path)
+    flip(tmp_path / SLOTS_NAME, 1 * SLOT)
+    flip(tmp_path / INDEX_NAME, RECORDS_AT + 3 * RECORD_BYTES + 60)
+    assert check(tmp_path, repair=True).repaired == 2
+    assert counts(check(tmp_path)) == (4, 0, 0, 0, 4)
+    tier = NvmeTier(tmp_path, room(SLOTS), SLOT)
+    assert tier.counts["corrupt"] == 0
+    assert held(tier, KEYS) == {0, 2, 4, 5}
+    fill(tier, [*LAYOUT.keys([100, 101, 102, 103])])
+    tier.close()
+
+
+def test_an_older_record_of_a_key_is_stale(tmp_path: Path) -> None:
+    filled(tmp_path)
+    payload = (tmp_path / SLOTS_NAME).read_bytes()[2 * SLOT : 3 * SLOT]
+    record = pack_record(6, SLOT, KEYS[2], payload_checksum(KEYS[2], memoryview(payload)), 99)
+    with (tmp_path / INDEX_NAME).open("r+b") as index, (tmp_path / SLOTS_NAME).open("r+b") as slots:
+        index.seek(RECORDS_AT + 6 * RECORD_BYTES)
+        index.write(record)
+        slots.seek(6 * SLOT)
+        slots.write(payload)
+    report = check(tmp_path)
+    assert counts(report) == (6, 0, 0, 1, 1)
+    assert not report.bad, "no tier believes it"
+    assert counts(check(tmp_path, repair=True)) == (6, 0, 0, 1, 1)
+    assert counts(check(tmp_path)) == (6, 0, 0, 0, 2)
+
+
+def test_files_that_are_short_or_gone(tmp_path: Path) -> None:
+    filled(tmp_path)
+    os.truncate(tmp_path / SLOTS_NAME, 4 * SLOT)
+    report = check(tmp_path)
+    assert counts(report) == (4, 2, 0, 0, 2)
+    assert any(SLOTS_NAME in problem for problem in report.problems)
+    (tmp_path / SLOTS_NAME).unlink()
+    assert counts(check(tmp_path)) == (0, 6, 0, 0, 2)
+
+
+def test_a_superblock_that_is_not_readable(tmp_path: Path) -> None:
+    filled(tmp_path)
+    flip(tmp_path / INDEX_NAME, 10)
+    report = check(tmp_path)
+    assert report.bad
+    assert "superblock" in report.problems[0]
+    assert not check(tmp_path, repair=True).bad
+    tier = NvmeTier(tmp_path, room(SLOTS), SLOT)
+    assert tier.recovered() == []
+    tier.close()
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    tier = NvmeTier(tmp_path, room(SLOTS), SLOT)
+    for look in (check, discard):
+        with pytest.raises(TierError, match=f"in use by process {os.getpid()}"):
+            look(tmp_path)
+    tier.close()
+    assert counts(check(tmp_path)) == (0, 0, 0, 0, SLOTS)
+
+
+def test_discard_removes_the_folder_and_counts(tmp_path: Path) -> None:
+    filled(tmp_path / "nvme")
+    assert discard(tmp_path / "nvme") == 6
+    assert not (tmp_path / "nvme").exists()
+
+
+def test_folders_are_found_in_a_folder(tmp_path: Path) -> None:
+    filled(tmp_path / "slots-8192")
+    filled(tmp_path / "slots-9000")
+    assert [folder.name for folder in tier_folders(tmp_path)] == ["slots-8192", "slots-9000"]
+    assert tier_folders(tmp_path / "slots-9000") == [tmp_path / "slots-9000"]
+    with pytest.raises(ConfigError, match="no NVMe tier's folder"):
+        tier_folders(tmp_path / "nothing")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    filled(tmp_path / "slots-8192")
+    config = tmp_path / "kvtier.yaml"
+    config.write_text(f"nvme_path: {tmp_path}\n")
+    whole = cli("--config", config)
+    assert (whole.returncode, whole.stderr) == (0, "")
+    assert "6 good, 0 corrupt, 0 damaged, 0 stale, 2 free" in whole.stdout
+    flip(tmp_path / "slots-8192" / SLOTS_NAME, 0)
+    bad = cli("--nvme", tmp_path, "--json")
+    assert bad.returncode == 1
+    (told,) = json.loads(bad.stdout)
+    assert (told["good"], told["corrupt"], told["free"]) == (5, 1, 2)
+    assert "--repair" in bad.stderr
+    assert cli("--nvme", tmp_path, "--repair").returncode == 0
+    assert cli("--nvme", tmp_path).returncode == 0
+    assert cli().returncode == 2
+
+
+def test_after_kill_9_under_load_nothing_is_corrupt() -> None:
+    with short_folder() as folder:
+        server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=1 << 20)
+        with server, attached(server.door()) as client:
+            for prompt in range(60):
+                save(client, run(prompt, 5))
+            refused = cli("--nvme", folder / "nvme")
+            assert refused.returncode == 2
+            assert f"in use by process {server.pid}" in refused.stderr
+            server.kill()
+            done = cli("--nvme", folder / "nvme", "--json")
+            assert done.returncode == 0, done
+            (told,) = json.loads(done.stdout)
+            assert told["good"] > 0
+            assert (told["corrupt"], told["damaged"], told["closed"]) == (0, 0, False)
+            server.start()
+            wait_for(lambda: client.stats().get("nvme_held") == told["good"], "what check counted is what came back")
