@@ -56,6 +56,8 @@ class Memory:
     memlock: Fact[int] = _UNSEEN
     numa_nodes: Fact[int] = _UNSEEN
     cpus: Fact[int] = _UNSEEN
+    pools: Fact[int] = _UNSEEN
+    """What other engines' kvtier pools hold here already: no longer available, but part of what is to be shared."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from kvtier.autoconfig.breakeven import (
     gpu_kv_bytes,
     offload_from,
 )
-from kvtier.autoconfig.facts import GIB, KIB, MIB, UNLIMITED, Disk, Fact, Facts, Redis, known, size_text, unknown
+from kvtier.autoconfig.chunks import TYPICAL_KV_BYTES, chunk_tokens, stored_kv_bytes
+from kvtier.autoconfig.facts import GIB, MIB, UNLIMITED, Disk, Fact, Facts, Redis, known, size_text, unknown
 
 Value = int | float | str
 T = TypeVar("T", int, float)
@@ -128,9 +129,9 @@ def _load(facts: Facts, draft: _Draft) -> _Load:
     ranks = tensor * max(1, draft.take("pipeline_parallel", engine.pipeline_parallel, 1, alone))
     stores = max(1, engine.data_parallel.value or 1) * max(1, engine.engines.value or 1)
     typical = "128 KiB is usual for 8-billion-parameter models"
-    single = max(1, draft.take("kv_bytes_per_token", model.kv_bytes_per_token, 128 * KIB, typical))
+    single = max(1, draft.take("kv_bytes_per_token", model.kv_bytes_per_token, TYPICAL_KV_BYTES, typical))
     heads = max(1, model.kv_heads.value or tensor)
-    stored = -(-single * max(tensor, heads) // heads)
+    stored = stored_kv_bytes(single, heads, tensor)
     why = "2 x KV heads x head dim x layers, or the MLA latent; windowed layers counted in full"
     if stored != single:
         why += f"; {heads} KV head(s) on {tensor} tensor ranks are stored {stored / single:g} times"
@@ -244,8 +245,11 @@ def _plan_ram(facts: Facts, load: _Load, draft: _Draft) -> int:
         draft.leave_out("ram", f"available RAM is unknown ({free.source}): give --ram, or ram_bytes by hand")
         return 0
     draft.show("ram_available_bytes", free.value, free.source, "machine and cgroups, whichever is tighter")
-    reserve = _reserve(facts, max(0, free.value), load, draft)
-    share = max(0, free.value - reserve) // load.stores
+    pools = (facts.memory.pools.value or 0) if load.stores > 1 else 0
+    if pools:
+        draft.show("ram_held_bytes", pools, facts.memory.pools.source, "engines here have it: it is shared too")
+    reserve = _reserve(facts, max(0, free.value + pools), load, draft)
+    share = max(0, min((free.value + pools - reserve) // load.stores, free.value - reserve // load.stores))
     share, note = _locked(facts, share, draft)
     share -= share % MIB
     if short := load.too_small(share):
@@ -278,13 +282,8 @@ def _locked(facts: Facts, share: int, draft: _Draft) -> tuple[int, str]:
 
 
 def _plan_chunk(facts: Facts, load: _Load, draft: _Draft) -> None:
-    tokens = 256
-    while tokens * load.kv_bytes < 2 * MIB and tokens < 1024:
-        tokens *= 2
-    while tokens * load.kv_bytes > 64 * MIB and tokens > 64:
-        tokens //= 2
     block = max(1, facts.engine.block_tokens.value or 16)
-    tokens = -(-tokens // block) * block
+    tokens = chunk_tokens(load.kv_bytes, block, load.longest)
     why = f"{size_text(tokens * load.kv_bytes)} a chunk: 2 to 64 MiB keeps disks busy and matches fine"
     draft.set("chunk_tokens", tokens, f"block of {block} tokens ({facts.engine.block_tokens.source})", why)
 

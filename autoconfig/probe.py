@@ -55,6 +55,7 @@ def probe_memory(root: Path = ROOT) -> Memory:
         memlock=_try(_memlock, "RLIMIT_MEMLOCK"),
         numa_nodes=_try(lambda: _numa_nodes(root), "/sys/devices/system/node"),
         cpus=_try(lambda: len(os.sched_getaffinity(0)), "CPUs of this process"),
+        pools=_try(lambda: _pool_bytes(root), "kvtier pools in /proc"),
     )
 
 
@@ -74,6 +75,17 @@ def _numa_nodes(root: Path) -> int:
     if not with_memory:
         raise ValueError("no node has memory")
     return len(with_memory)
+
+
+def _pool_bytes(root: Path) -> int:
+    """Pages of every pool that a process we may look at holds open, each pool once."""
+    found = {}
+    for link in (root / "proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it ended, or is another user's
+            if os.readlink(link).startswith("/memfd:kvtier-pool"):
+                status = link.stat()
+                found[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return sum(found.values())
 
 
 def _text(path: Path) -> str:

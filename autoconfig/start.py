@@ -1,4 +1,4 @@
-"""The one call that an engine's start makes when auto-config is on (``auto`` in :mod:`kvtier.config`)."""
+"""What an engine's start asks when auto-config is on (``auto`` in :mod:`kvtier.config`)."""
 
 from __future__ import annotations
 
@@ -26,3 +26,15 @@ def plan_for_engine(
     redis = probe.probe_redis(redis_url) if redis_url else None
     facts = Facts(probe.probe_memory(), probe.probe_gpus(), probe.probe_disks(paths), redis, model, engine)
     return make_plan(measure(facts) if timed else facts)
+
+
+def chunk_tokens_for_engine(vllm_config: Any, block: int) -> int:
+    """The plan's ``chunk_tokens``. From the engine's configuration alone, so that its scheduler and all its workers,
+    which must agree before anything is planned, come to the same. ``block``: tokens of one of its blocks."""
+    from kvtier.autoconfig import probe
+    from kvtier.autoconfig.chunks import TYPICAL_KV_BYTES, chunk_tokens, stored_kv_bytes
+
+    engine, model = probe.probe_engine(vllm_config)
+    tensor, single = engine.tensor_parallel.value or 1, model.kv_bytes_per_token.value or TYPICAL_KV_BYTES
+    stored = stored_kv_bytes(single, model.kv_heads.value or tensor, tensor)
+    return chunk_tokens(stored, block, engine.max_model_len.value or model.max_tokens.value or 1)

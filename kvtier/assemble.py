@@ -36,15 +36,15 @@ def assemble(config: Config, layout: ChunkLayout, replica: int = 0) -> Store | C
     Raises ConfigError or TierError, naming the key to change; what was opened before is closed again.
     """
     if config.server is not None and Address.parse(config.server).path:
-        return Client(_door(config, config.server, layout), config.server_timeout_ms / 1000)
+        return Client(door(config, config.server, layout), config.server_timeout_ms / 1000)
     return _store(config, layout, replica)
 
 
 def _store(config: Config, layout: ChunkLayout, replica: int) -> Store:
-    slots = _ram_bytes(config) // layout.slot_bytes
+    slots = ram_bytes(config) // layout.slot_bytes
     if slots < 1:
         raise ConfigError(
-            f"ram_bytes={_ram_bytes(config):,} is less than one chunk of {layout.slot_bytes:,} bytes "
+            f"ram_bytes={ram_bytes(config):,} is less than one chunk of {layout.slot_bytes:,} bytes "
             f"({layout.chunk_tokens} tokens); give at least that, or lower chunk_tokens"
         )
     with ExitStack() as undo:
@@ -87,12 +87,12 @@ def _tiers(config: Config, layout: ChunkLayout, replica: int) -> list[tuple[Tier
     if config.server is not None:
         from kvtier.tiers.remote import RemoteTier
 
-        found.append((RemoteTier(_door(config, config.server, layout)), _REMOTE_THREADS))
+        found.append((RemoteTier(door(config, config.server, layout)), _REMOTE_THREADS))
     return found
 
 
-def _door(config: Config, server: str, layout: ChunkLayout) -> Door:
-    """How to get into the server."""
+def door(config: Config, server: str, layout: ChunkLayout) -> Door:
+    """How to get into ``server``; raises ConfigError."""
     address = Address.parse(server)
     name, stream = f"process {os.getpid()}", not address.path
     own = hello(layout.fingerprint, layout.slot_bytes, stream=stream, namespace=config.namespace or "", client=name)
@@ -101,7 +101,8 @@ def _door(config: Config, server: str, layout: ChunkLayout) -> Door:
     return Door(address, own, token, tls)
 
 
-def _ram_bytes(config: Config) -> int:
+def ram_bytes(config: Config) -> int:
+    """Bytes of the RAM tier: the key, else its default on this machine now."""
     if config.ram_bytes is not None:
         return config.ram_bytes
     memory = probe_memory()

@@ -15,6 +15,7 @@ from kvtier.errors import ConfigError
 
 _GIB = 2**30
 _OFF = (None, False, "", "false", "False")
+_SEED = "pythonhashseed"
 
 ENVIRONMENT_KEYS = (
     "chunk_size",
@@ -27,6 +28,7 @@ ENVIRONMENT_KEYS = (
     "extra_config",
 )
 """Keys that LMCache's users also set as ``LMCACHE_<KEY>``; the environment beats the file."""
+_NO_KEYS = ("LMCACHE_CONFIG_FILE",)
 
 
 class Note(NamedTuple):
@@ -68,6 +70,21 @@ def translate(raw: Mapping[str, object], ranks: int) -> list[Note]:
     if not any(note.ours == "nvme_path" for note in notes):
         notes = [_without_disk(note) if note.ours == "nvme_bytes" else note for note in notes]
     return notes
+
+
+def from_environment(env: Mapping[str, str], *, every: bool) -> dict[str, str]:
+    """LMCache's keys in the environment: those it shares with files, or ``every`` one, and the seed that goes with them
+    (LMI sets both)."""
+    if not every:
+        return {key: env[variable(key)] for key in ENVIRONMENT_KEYS if env.get(variable(key))}
+    prefixed = {name for name in env if name.startswith("LMCACHE_") and name not in _NO_KEYS}
+    names = sorted(prefixed | {_SEED.upper()} & env.keys())
+    return {name.removeprefix("LMCACHE_").lower(): env[name] for name in names if env[name]}
+
+
+def variable(key: str) -> str:
+    """The environment variable of one of LMCache's keys."""
+    return key.upper() if key == _SEED else f"LMCACHE_{key.upper()}"
 
 
 def is_known(key: str) -> bool:
@@ -210,6 +227,10 @@ _UNUSED = {
     "numa_mode": "not needed: pages lie where they are first written",
     "enable_lazy_memory_allocator": "not needed: RAM is taken from the system when a slot is first written",
     "pre_caching_hash_algorithm": "not needed: keys are SHA-256, equal in every process",
+    _SEED: "not needed: keys are SHA-256, equal in every process",
+    "track_usage": "not needed: kvtier sends nothing to anybody",
+    "disable_banner": "not needed: kvtier has no banner",
+    "log_level": "not read: set KVTIER_LOG_LEVEL",
     "pin_timeout_sec": "not needed: pins belong to leases, which end with their owner",
     "pin_check_interval_sec": "not needed: pins belong to leases, which end with their owner",
     "enable_async_loading": "not needed: loads from lower tiers never block the engine",

@@ -5,16 +5,28 @@ Importing this package does not import vLLM; the class is resolved when vLLM ask
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
+
+from kvtier.config import replaces_lmcache
 
 if TYPE_CHECKING:
     from kvtier.connectors.vllm.connector import KVTierConnector
 
-__all__ = ["KVTierConnector", "register"]
+__all__ = ["CONNECTOR", "LMCACHE", "OLDEST_VLLM", "TESTED_VLLM", "KVTierConnector", "register"]
+
+CONNECTOR = "KVTierConnector"
+LMCACHE = "LMCacheConnectorV1"
+"""The connector of LMCache's that kvtier serves where ``KVTIER_REPLACE_LMCACHE`` says so."""
+OLDEST_VLLM = (0, 29)
+TESTED_VLLM = ("0.29.0", "0.32.0")
+
+# Under vLLM's own logger, because nothing of kvtier's is set up when plug-ins are loaded.
+logger = logging.getLogger("vllm.kvtier")
 
 
 def __getattr__(name: str) -> Any:
-    if name == "KVTierConnector":
+    if name == CONNECTOR:
         from kvtier.connectors.vllm.connector import KVTierConnector
 
         return KVTierConnector
@@ -22,9 +34,14 @@ def __getattr__(name: str) -> Any:
 
 
 def register() -> None:
-    """vLLM's ``vllm.general_plugins`` entry point: makes the bare name ``KVTierConnector`` known. Idempotent, as vLLM
-    loads plug-ins once in every process but may be asked twice."""
+    """vLLM's ``vllm.general_plugins`` entry point: makes the bare name ``KVTierConnector`` known, and answers to
+    ``LMCacheConnectorV1`` too where the operator said so. Idempotent, as vLLM loads plug-ins once in every process but
+    may be asked twice. Raises ConfigError when what the operator said is no flag."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if "KVTierConnector" not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector("KVTierConnector", "kvtier.connectors.vllm.connector", "KVTierConnector")
+    known = KVConnectorFactory._registry
+    if CONNECTOR not in known:
+        KVConnectorFactory.register_connector(CONNECTOR, "kvtier.connectors.vllm.connector", CONNECTOR)
+    if replaces_lmcache() and known.get(LMCACHE) is not known[CONNECTOR]:
+        known[LMCACHE] = known[CONNECTOR]
+        logger.info("KVTIER_REPLACE_LMCACHE is on: kv_connector %s is served by kvtier", LMCACHE)

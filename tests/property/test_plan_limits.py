@@ -38,7 +38,7 @@ SPEED = st.floats(0, 1e12)
 FEW = st.integers(0, 16)
 YES = st.booleans()
 
-MEMORY = st.builds(Memory, *map(maybe, (SIZE, SIZE, LIMIT, SIZE, LIMIT, FEW, st.integers(0, 400))))
+MEMORY = st.builds(Memory, *map(maybe, (SIZE, SIZE, LIMIT, SIZE, LIMIT, FEW, st.integers(0, 400), SIZE)))
 GPUS = st.builds(Gpus, *map(maybe, (FEW, st.sampled_from(["NVIDIA H100", "NVIDIA L4", "odd"]), SIZE, YES)))
 KINDS = st.sampled_from(["xfs", "ext4", "tmpfs", "overlay", "nfs4", "fuse.s3fs"])
 DEVICES = st.sampled_from(["nvme", "ssd", "ebs", "virtual", "rotational"])
@@ -74,7 +74,9 @@ def available(facts: Facts) -> int:
 
 
 def stays_within_ram(facts: Facts, size: int) -> None:
-    room = available(facts)
+    held = (facts.memory.pools.value or 0) if stores(facts) > 1 else 0
+    assert size <= available(facts), "more than is free now"
+    room = available(facts) + held
     assert size * stores(facts) <= room - room // 5
     if facts.model.weight_bytes.value is not None:
         loaded = facts.gpus.count.value == 0 and facts.engine.started.value

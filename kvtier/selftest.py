@@ -1,0 +1,216 @@
+"""Save in one process, load and compare in another: what ``kvtier doctor`` does with every configured tier.
+
+``python -m kvtier.selftest SIDE`` reads a :class:`Trial` from its standard input and prints what went wrong; nothing
+when all is well. Its chunks have keys of their own and are forgotten afterwards; a disk tier gets a folder of its own
+below the configured one, so that no engine's files are touched.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvtier.assemble import assemble
+from kvtier.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.client import Client
+from kvtier.config import KEYS, Config
+from kvtier.errors import KVTierError
+from kvtier.pool import Pool
+from kvtier.store import Store
+from kvtier.testing.check_tier import content
+
+SLOT_BYTES = 1 << 20
+CHUNKS = 3
+NVME_BYTES = (CHUNKS + 2) * SLOT_BYTES
+_RAM_BYTES = 2 * CHUNKS * SLOT_BYTES
+_REDIS_BYTES = 16 * SLOT_BYTES
+_REDIS_TTL_S = 300
+"""What a self-test that was killed leaves in Redis goes by itself."""
+_SIDE_S = 20.0
+"""For one process, its start included: the tiers have shorter deadlines of their own."""
+_MOVE_S = 5.0
+_POLL_S = 0.005
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """``settings``: a Config's keys. ``place``: the tier's name, or the path of a pool to map. ``name`` makes the keys
+    this trial's own."""
+
+    name: str
+    place: str
+    slot_bytes: int
+    settings: dict[str, Any]
+
+    @property
+    def layout(self) -> ChunkLayout:
+        return ChunkLayout(fingerprint({"selftest": self.name}), 1, 1, (self.slot_bytes,))
+
+    @property
+    def keys(self) -> list[ChunkKey]:
+        return self.layout.keys(range(CHUNKS))
+
+
+def trial(place: str, config: Config, slot_bytes: int = SLOT_BYTES) -> Trial:
+    """A trial whose keys nobody else has."""
+    name = f"{os.getpid()} {time.time_ns()}"
+    return Trial(name, place, slot_bytes, {key: getattr(config, key) for key in KEYS})
+
+
+# ---- the doctor's side: what went wrong in words, "" when nothing did ----------------------------------------------
+
+
+def try_ram() -> str:
+    """Fill slots here; have them mapped and compared by another process, as a worker does."""
+    try:
+        pool = Pool(CHUNKS, SLOT_BYTES)
+    except KVTierError as error:
+        return str(error)
+    one = trial(pool.path, Config())
+    for slot, key in enumerate(one.keys):
+        pool.view(slot)[:] = content(key, SLOT_BYTES)
+    try:
+        return run("map", one)
+    finally:
+        pool.close()
+
+
+def try_nvme(config: Config) -> str:
+    assert config.nvme_path is not None
+    place, folder = Path(config.nvme_path), Path(config.nvme_path) / f"selftest-{os.getpid()}"
+    made = [one for one in (place, *place.parents) if not one.exists()]
+    own = replace(_alone(config), nvme_path=str(folder), nvme_bytes=NVME_BYTES)
+    try:
+        return there_and_back(trial("nvme", own))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            for one in made:
+                one.rmdir()
+
+
+def try_redis(config: Config) -> str:
+    own = replace(_alone(config), redis_url=config.redis_url, redis_bytes=_REDIS_BYTES, redis_ttl_s=_REDIS_TTL_S)
+    return there_and_back(trial("redis", own))
+
+
+def try_server(config: Config, address: str, slot_bytes: int) -> str:
+    """Two clients of a server that keeps slots of this size."""
+    own = replace(_alone(config), server=address, server_timeout_ms=2000, ram_bytes=2 * CHUNKS * slot_bytes)
+    place = "ram" if address.startswith("unix:") else "remote"
+    return there_and_back(trial(place, own, slot_bytes))
+
+
+def there_and_back(one: Trial) -> str:
+    return run("save", one) or run("load", one)
+
+
+def run(side: str, one: Trial) -> str:
+    """One side in a process of its own."""
+    command = [sys.executable, "-m", "kvtier.selftest", side]
+    try:
+        done = subprocess.run(
+            command, input=msgspec.json.encode(one), capture_output=True, timeout=_SIDE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"{side}: no end within {_SIDE_S:.0f} s"
+    said = done.stdout.decode(errors="replace").strip()
+    if done.returncode == 0 and not said:
+        return ""
+    last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+    return f"{side}: {said or ' '.join(last) or f'ended with status {done.returncode}'}"
+
+
+def _alone(config: Config) -> Config:
+    """RAM for the trial, and no lower tier."""
+    off: dict[str, Any] = {"nvme_path": None, "nvme_bytes": None, "redis_url": None, "redis_bytes": None}
+    off |= {"redis_ttl_s": None, "server": None, "auto": False, "namespace_percent": None}
+    return replace(config, **off, ram_bytes=_RAM_BYTES, sources={})
+
+
+# ---- the two processes ---------------------------------------------------------------------------------------------
+
+
+def save(one: Trial) -> str:
+    """Save the chunks and wait until the tier has them."""
+    with _opened(one) as store:
+        with store.save(one.keys) as lease:
+            if list(lease.keys) != one.keys:
+                return f"room for {len(lease.keys)} of {CHUNKS} chunks"
+            for key, view in zip(lease.keys, lease.views(), strict=True):
+                view[: one.slot_bytes] = content(key, one.slot_bytes)
+            lease.commit()
+        if one.place == "ram":
+            return "" if _within(lambda: store.match(one.keys).ready == CHUNKS) else "saved, but not found again"
+        if not _within(lambda: _stored(store, one.place) >= CHUNKS):
+            return f"{_stored(store, one.place)} of {CHUNKS} chunks written within {_MOVE_S:.0f} s"
+    return ""
+
+
+def load(one: Trial) -> str:
+    """Load the chunks, compare every byte, and forget them."""
+    with _opened(one) as store:
+        with store.load(one.keys) as lease:
+            _within(lambda: lease.poll().coming == 0)
+            views, sources = lease.views(), lease.sources
+            same = [view == content(key, one.slot_bytes) for key, view in zip(one.keys, views, strict=False)]
+            del views
+        store.forget(one.keys)
+        if not all(same):
+            return f"{same.count(False)} of {CHUNKS} chunks came back with other bytes"
+        if len(same) < CHUNKS:
+            return f"{len(same)} of {CHUNKS} chunks came back"
+        if one.place != "ram" and set(sources) != {one.place}:
+            return f"chunks came from {', '.join(sources)} instead of {one.place}"
+    return ""
+
+
+def mapped(one: Trial) -> str:
+    """Map another process's pool and compare every byte."""
+    pool = Pool.attach(one.place, CHUNKS, SLOT_BYTES)
+    wrong = sum(pool.view(slot) != content(key, SLOT_BYTES) for slot, key in enumerate(one.keys))
+    pool.close()
+    return f"{wrong} of {CHUNKS} slots have other bytes here" if wrong else ""
+
+
+def _opened(one: Trial) -> closing[Store | Client]:
+    return closing(assemble(Config(**one.settings), one.layout))
+
+
+def _stored(store: Store | Client, place: str) -> int:
+    return int(store.stats().get(f"{place}_stored", 0))
+
+
+def _within(condition: Callable[[], bool]) -> bool:
+    until = time.monotonic() + _MOVE_S
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+SIDES: dict[str, Callable[[Trial], str]] = {"save": save, "load": load, "map": mapped}
+
+
+def main() -> int:
+    one = msgspec.json.decode(sys.stdin.buffer.read(), type=Trial)
+    try:
+        said = SIDES[sys.argv[1]](one)
+    except (KVTierError, OSError) as error:
+        said = str(error)
+    sys.stdout.write(said)
+    return 1 if said else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

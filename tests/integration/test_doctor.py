@@ -1,0 +1,294 @@
+"""``kvtier doctor`` on real tiers: sound, missing, full, slow to answer, and with bytes changed behind their back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvtier import cli, doctor, selftest
+from kvtier.autoconfig import probe
+from kvtier.autoconfig.facts import Model, known
+from kvtier.bench.model import PRESETS
+from kvtier.checks import Finding, judge_disk, planned
+from kvtier.config import Config, load
+from kvtier.pool import Pool
+from tests.redis_server import RedisServer
+from tests.server_process import OTHER, attached, free_port, serving
+
+MIB = 1 << 20
+ROOT = Path(__file__).parents[2]
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith(("KVTIER_", "LMCACHE_", "OPTION_")):
+            monkeypatch.delenv(name)
+
+
+def of(findings: Iterable[Finding], check: str) -> list[Finding]:
+    return [finding for finding in findings if finding.check == check]
+
+
+def one(findings: Iterable[Finding], check: str) -> Finding:
+    (found,) = of(findings, check)
+    return found
+
+
+def tiers(**settings: object) -> list[Finding]:
+    return list(doctor.tiers(load(env={}, flags=settings)))
+
+
+@contextmanager
+def mounted(point: Path, *arguments: str) -> Iterator[Path]:
+    point.mkdir()
+    done = subprocess.run(["mount", *arguments, str(point)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", str(point)], check=True)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.redis
+def test_a_sound_installation_is_0_and_left_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "kvtier.yaml"
+    with RedisServer(maxmemory="64mb") as redis:
+        file.write_text(f"ram_bytes: 64MiB\nnvme_path: {tmp_path}/not/yet\nnvme_bytes: 64MiB\nredis_url: {redis.url}\n")
+        assert cli.main(["doctor", "--no-engine", "--config", str(file)]) == 0
+        with redis.admin() as admin:
+            assert admin.dbsize() == 0
+    said = capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["kvtier.yaml"]
+    for check in ("self-test ram", "self-test nvme", "self-test redis"):
+        assert f"ok    {check}" in said
+    assert said.splitlines()[-1].endswith("0 to mend")
+
+
+def test_what_is_wrong_is_1_with_what_to_do_and_the_rest_is_looked_at_all_the_same(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "kvtier.yaml"
+    file.write_text(f"redis_url: redis://127.0.0.1:{free_port()}\nserver: unix://{tmp_path}/none.sock\n")
+    assert cli.main(["doctor", "--no-engine", "--json", "--config", str(file)]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["status"] == 1
+    failed = {row["check"]: row for row in told["findings"] if row["state"] == "fail"}
+    assert set(failed) == {"redis", "server"}
+    assert "Connection refused" in failed["redis"]["seen"] and "redis_url" in failed["redis"]["do"]
+    assert f"kvtier serve --listen unix://{tmp_path}/none.sock" in failed["server"]["do"]
+    assert "self-test ram" in {row["check"] for row in told["findings"]}
+
+
+def test_a_configuration_that_cannot_be_read_is_a_finding(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.yaml"
+    file.write_text("ram_bites: 1GiB\n")
+    assert cli.main(["doctor", "--no-engine", "--config", str(file)]) == 1
+    said = capsys.readouterr().out
+    assert "fail  config             unknown key 'ram_bites'" in said and "ok    self-test ram" in said
+
+
+def test_more_ram_than_there_is_and_a_model_that_does_not_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**PRESETS["demo"], "torch_dtype": "float32"}))
+    monkeypatch.setenv("KVTIER_RAM_BYTES", "900GiB")
+    assert cli.main(["doctor", "--no-engine"]) == 1
+    assert "fail  ram                ram_bytes 900 GiB (environment KVTIER_RAM_BYTES) of" in capsys.readouterr().out
+    monkeypatch.setenv("KVTIER_RAM_BYTES", "256MiB")
+    assert cli.main(["doctor", "--no-engine", "--model", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "warn  model              16 KiB of KV a token, 4 MiB a chunk; the RAM tier holds 16,384 tokens" in said
+    assert "needs ram_bytes 512 MiB" in said
+
+
+def test_auto_config_is_judged_by_what_it_would_set() -> None:
+    config, finding = planned(load(env={"KVTIER_AUTO": "1"}), Model())
+    assert finding.state == "ok" and "ram_bytes" in finding.seen
+    assert config.ram_bytes and config.sources["ram_bytes"] == "auto-config"
+
+
+def test_what_was_not_foreseen_is_a_finding_too() -> None:
+    def broken() -> list[Finding]:
+        raise RuntimeError("no such luck")
+
+    assert next(iter(doctor.guarded("nvme", broken)))[:3] == ("nvme", "fail", "RuntimeError: no such luck")
+
+
+def test_a_vllm_that_does_not_load_fails(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text("raise ImportError('no libcuda.so.1')")
+    info = tmp_path / "vllm-0.32.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    command = [sys.executable, "-m", "kvtier.cli", "doctor", "--json"]
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    findings = [Finding(**row) for row in json.loads(done.stdout)["findings"]]
+    assert done.returncode == 1
+    assert one(findings, "vllm").seen == "vLLM 0.32.0"
+    assert one(findings, "connector").state == "fail" and "no libcuda.so.1" in one(findings, "connector").seen
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plug_ins", "state", "seen"),
+    [
+        ({}, "ok", "vLLM loads KVTierConnector, also for LMCacheConnectorV1"),
+        ({"VLLM_PLUGINS": "others"}, "fail", "vLLM loads no plug-in of kvtier's: LMCacheConnectorV1 is LMCache's"),
+    ],
+)
+def test_the_real_vllm_loads_the_connector_in_lmcaches_place(plug_ins: dict[str, str], state: str, seen: str) -> None:
+    command = [sys.executable, "-m", "kvtier.cli", "doctor", "--json"]
+    env = os.environ | {"KVTIER_REPLACE_LMCACHE": "1", **plug_ins}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    found = one([Finding(**row) for row in json.loads(done.stdout)["findings"]], "connector")
+    assert found.state == state and found.seen.endswith(seen)
+    assert done.returncode == (state == "fail")
+
+
+# -- disks ---------------------------------------------------------------------------------------------------------
+
+
+@needs_root
+def test_a_full_tmpfs_is_named_twice(tmp_path: Path) -> None:
+    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=16m", "kvtier-test") as point:
+        (point / "others").write_bytes(bytes(4 * MIB))
+        found = tiers(nvme_path=str(point / "kvtier"), nvme_bytes="64MiB", ram_bytes="8MiB")
+        assert not (point / "kvtier").exists()
+    states = {finding.state: finding for finding in of(found, "nvme")}
+    assert states["fail"].seen == "64 MiB (flag) of 12 MiB on tmpfs" and "12 MiB" in states["fail"].do
+    assert "counted twice" in states["warn"].seen
+    assert of(found, "self-test nvme") == []
+
+
+@needs_root
+def test_a_disk_that_fills_up_under_the_trial_fails(tmp_path: Path) -> None:
+    """Room enough for what is asked, none for the trial's own file: what doctor must find out by doing it."""
+    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=16m", "kvtier-test") as point:
+        (point / "others").write_bytes(bytes(13 * MIB))
+        wrong = selftest.try_nvme(Config(nvme_path=str(point / "kvtier")))
+        assert list(point.iterdir()) == [point / "others"]
+    assert wrong.startswith("save: NVMe tier") or "space" in wrong
+
+
+@needs_root
+def test_a_path_without_direct_io_is_to_mind(tmp_path: Path) -> None:
+    with mounted(tmp_path / "ram", "-t", "ramfs", "kvtier-test") as point:
+        disk = probe.probe_disk(str(point))
+    assert disk.o_direct.value is False
+    roomy = replace(disk, free=known(1 << 40, "test"), own=known(0, "test"))
+    found = list(judge_disk(Config(nvme_path=str(point)), roomy))
+    assert [finding.state for finding in found] == ["ok", "warn", "warn"]
+    assert "no O_DIRECT" in found[2].seen and "ext4" in found[2].do
+
+
+def test_a_folder_that_is_not_ours_fails(tmp_path: Path) -> None:
+    refused = replace(probe.probe_disk(str(tmp_path)), writable=known(False, f"no right to write in {tmp_path}"))
+    (found,) = judge_disk(Config(nvme_path=str(tmp_path)), refused)
+    assert (found.state, found.seen) == ("fail", f"no right to write in {tmp_path}")
+    tmp_path.chmod(0o777)
+    assert [f.seen for f in tiers(nvme_path=str(tmp_path), nvme_bytes="64MiB") if "every user" in f.seen]
+
+
+def test_bytes_changed_on_disk_between_the_two_processes_are_seen(tmp_path: Path) -> None:
+    own = Config(ram_bytes=8 * MIB, nvme_path=str(tmp_path / "t"), nvme_bytes=selftest.NVME_BYTES)
+    trial = selftest.trial("nvme", own)
+    assert selftest.run("save", trial) == ""
+    with (tmp_path / "t/slots.kvtier").open("r+b") as file:
+        file.seek(selftest.SLOT_BYTES // 2)
+        before = file.read(1)
+        file.seek(selftest.SLOT_BYTES // 2)
+        file.write(bytes([before[0] ^ 1]))
+    said = selftest.run("load", trial)
+    assert said.startswith("load: ") and said.endswith(f"of {selftest.CHUNKS} chunks came back")
+
+
+def test_slots_that_another_process_sees_otherwise_are_seen() -> None:
+    pool = Pool(selftest.CHUNKS, selftest.SLOT_BYTES)
+    said = selftest.run("map", selftest.trial(pool.path, Config()))
+    pool.close()
+    assert said == f"map: {selftest.CHUNKS} of {selftest.CHUNKS} slots have other bytes here"
+    assert "cannot map the shared pool" in selftest.run("map", selftest.trial("/proc/1/fd/9999", Config()))
+
+
+# -- Redis ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.redis
+def test_redis_that_forgets_by_itself_has_no_size_or_does_not_answer() -> None:
+    with RedisServer(maxmemory="64mb", maxmemory_policy="allkeys-lru") as redis:
+        found = tiers(redis_url=redis.url)
+        assert one(found, "redis").state == "warn" and "noeviction" in one(found, "redis").do
+        assert one(found, "self-test redis").state == "ok"
+        with redis.admin() as admin:
+            admin.config_set("maxmemory", 0)
+        found = tiers(redis_url=redis.url)
+        assert one(found, "redis").state == "fail" and "set redis_bytes" in one(found, "redis").do
+        redis.pause()
+        found = tiers(redis_url=redis.url, redis_bytes="16MiB")
+        assert one(found, "redis").state == "fail" and of(found, "self-test redis") == []
+        redis.resume()
+
+
+@pytest.mark.redis
+def test_a_full_redis_fails_the_trial_and_a_changed_value_is_seen() -> None:
+    with RedisServer(maxmemory="3mb") as redis:
+        found = tiers(redis_url=redis.url)
+    assert one(found, "self-test redis").state == "fail"
+    with RedisServer(maxmemory="64mb") as redis:
+        own = Config(ram_bytes=8 * MIB, redis_url=redis.url, redis_bytes=16 * MIB)
+        trial = selftest.trial("redis", own)
+        assert selftest.run("save", trial) == ""
+        with redis.admin() as admin:
+            longest = max(admin.keys(), key=admin.strlen)
+            admin.setrange(longest, 1000, b"\0\1\2\3")
+        said = selftest.run("load", trial)
+    assert said.startswith("load: ") and said.endswith("chunks came back")
+
+
+# -- servers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("realms", [1, 2])
+def test_a_server_is_not_disturbed_before_an_engine_is_there_and_tried_afterwards(realms: int) -> None:
+    """A server keeps the chunk sizes that are asked for first: doctor must not be the one who asks."""
+    with serving(server_realms=realms) as server:
+        found = tiers(server=str(server.address))
+        assert one(found, "server").state == "ok"
+        assert one(found, "self-test server").state == "warn"
+        with attached(server.door()) as engine:
+            found = tiers(server=str(server.address))
+            assert one(found, "self-test server").state == "ok", found
+            assert "chunks of 8,192 bytes" in one(found, "self-test server").seen
+            assert engine.stats()["ram_ready"] == 0, "the trial's chunks are still there"
+
+
+def test_a_server_on_another_host_with_and_without_its_token(tmp_path: Path) -> None:
+    token, wrong = tmp_path / "token", tmp_path / "wrong"
+    for file in (token, wrong):
+        file.write_text(f"{file.name} of thirty-two characters or so")
+        file.chmod(0o600)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with serving(address, server_token_file=token) as server, attached(server.door()), attached(server.door(OTHER)):
+        found = tiers(server=address, server_token_file=str(token))
+        assert [one(found, check).state for check in ("token", "server", "self-test server")] == ["ok"] * 3, found
+        found = tiers(server=address, server_token_file=str(wrong))
+        assert one(found, "server").state == "fail" and "does not know the server's token" in one(found, "server").seen
+    wrong.chmod(0o644)
+    found = tiers(server=address, server_token_file=str(wrong))
+    assert "open to every user" in one(found, "token").seen

@@ -1,0 +1,144 @@
+"""The operator's first five minutes on a real vLLM: one variable and one word; LMCache's place taken as LMI has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.bench.model import make_model
+from kvtier.bench.servers import VllmServer
+from tests.integration.scenarios import document
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+MEMORY = 8 * GIB
+DISK = 6 * GIB
+HIT = 512
+START_S = 300.0
+
+
+QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith(("KVTIER_", "LMCACHE_", "OPTION_")):
+            monkeypatch.delenv(name)
+
+
+@contextmanager
+def fence(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A machine of 8 GiB with a disk of 6 GiB: a real memory cgroup, and a real ext4 where disks are looked for.
+
+    Gives the disk, which a process inside sees as ``/tmp``, and the shell words that put a process inside.
+    """
+    group = Path("/sys/fs/cgroup/memory")
+    limit = "memory.limit_in_bytes"
+    if not (group / limit).exists():
+        group, limit = group.parent, "memory.max"
+    group /= f"kvtier-launch-{os.getpid()}"
+    image, disk = tmp_path / "image", tmp_path / "disk"
+    with ExitStack() as undo:
+        try:
+            group.mkdir()
+            undo.callback(group.rmdir)
+            (group / limit).write_text(str(MEMORY))
+            image.touch()
+            os.truncate(image, DISK)
+            disk.mkdir()
+            subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True, capture_output=True)
+            subprocess.run(["mount", "-o", "loop", str(image), str(disk)], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no cgroup or mount can be made here: {error}")
+        undo.callback(subprocess.run, ["umount", str(disk)], check=True)
+        enter = f"echo $$ > {group}/cgroup.procs && mount --bind {disk} /var/tmp && mount --bind {disk} /tmp"
+        yield disk, enter
+
+
+class Launched(VllmServer):
+    """``kvtier launch -- vllm serve MODEL ...`` behind the fence."""
+
+    def __init__(self, enter: str, model: str, args: list[str], env: dict[str, str], log: Path) -> None:
+        super().__init__(model, args, env, log, START_S)
+        vllm = Path(sys.executable).parent / "vllm"
+        launch = [sys.executable, "-m", "kvtier.cli", "launch", "--", str(vllm), "serve", model, "--host", "127.0.0.1"]
+        self._command = ["unshare", "-m", "sh", "-c", f'{enter} && exec "$@"', "sh", *launch, *args]
+
+    def asked(self, path: str, body: dict[str, Any] | None = None) -> str:
+        data = json.dumps(body).encode() if body is not None else None
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.base_url}{path}", data, headers)  # noqa: S310 - a server of ours
+        with urllib.request.urlopen(request, timeout=60) as reply:  # noqa: S310
+            return str(reply.read().decode())
+
+    def answer(self, prompt: list[int]) -> tuple[list[int], int]:
+        """(token ids, cached prompt tokens)."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        reply = json.loads(self.asked("/v1/completions", body | {"return_token_ids": True}))
+        cached = (reply["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+        return reply["choices"][0]["token_ids"], cached
+
+    def counted(self, metric: str) -> float:
+        lines = [line for line in self.asked("/metrics").splitlines() if line.startswith(metric)]
+        return sum(float(line.split()[-1]) for line in lines)
+
+
+def test_one_variable_and_one_word_are_all(tmp_path: Path) -> None:
+    """A document asked twice, with others in between that push it out of the engine's own cache: the second time is a
+    hit of kvtier's, whose sizes auto-config took from the cgroup and the disk."""
+    with fence(tmp_path) as (disk, enter):
+        make_model(disk / "tiny", "tiny")
+        args = ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "736", "--enforce-eager"]
+        args += ["--block-size", "32", "--num-gpu-blocks-override", "24", "--enable-prompt-tokens-details"]
+        env = QUIET | {"OPTION_LMCACHE_AUTO_CONFIG": "true"}
+        log = tmp_path / "server.log"
+        server = Launched(enter, "/tmp/tiny", args, env, log)
+        with server:
+            first = [server.answer(document(seed)) for seed in range(3)]
+            again, cached = server.answer(document(0))
+            served = server.counted("vllm:external_prefix_cache_hits_total")
+            said = log.read_text()
+    assert [hit for _, hit in first] == [0, 0, 0]
+    assert (again, cached, served) == (first[0][0], HIT, HIT)
+    assert "kvtier: vLLM" in said and "auto-config (environment OPTION_LMCACHE_AUTO_CONFIG)" in said
+    planned = dict(re.findall(r"auto-config:\s+(ram_bytes|nvme_path|nvme_bytes)\s+(\S.*)", said))
+    assert "of cgroup" in planned["ram_bytes"]
+    assert planned["nvme_path"].split()[0] in ("/tmp/kvtier", "/var/tmp/kvtier")
+    assert float(planned["nvme_bytes"].split()[0]) < DISK / GIB
+
+
+def test_lmcaches_connector_is_served_by_kvtier_as_lmi_configures_it(tmp_path: Path) -> None:
+    model, out, disk = make_model(tmp_path / "tiny", "tiny"), tmp_path / "answers.json", tmp_path / "lmcache"
+    djl = {
+        "OPTION_LMCACHE_AUTO_CONFIG": "True",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": "1.0",
+        "LMCACHE_MAX_LOCAL_DISK_SIZE": "1.0",
+        "LMCACHE_LOCAL_DISK": f"file://{disk}/",
+        "LMCACHE_ENABLE_LAZY_MEMORY_ALLOCATOR": "True",
+        "LMCACHE_EXTRA_CONFIG": '{"use_odirect": true}',
+        "PYTHONHASHSEED": "0",
+    }
+    command = [sys.executable, "-m", "tests.integration.lmi_engine", str(out), str(model)]
+    env = os.environ | QUIET | djl | {"KVTIER_REPLACE_LMCACHE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_S, check=False)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said[-6000:]
+    answers = json.loads(out.read_text())
+    assert [answer["cached"] for answer in answers] == [0, 0, 0, HIT, HIT, HIT]
+    assert [answer["tokens"] for answer in answers[:3]] == [answer["tokens"] for answer in answers[3:]]
+    assert "kv_connector LMCacheConnectorV1 is served by kvtier" in said
+    assert "RAM 2048 chunks (1.00 GiB)" in said
+    assert list(disk.glob("*.kvtier")), "LMCACHE_LOCAL_DISK was not read"
