@@ -62,11 +62,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "head_dim": 128,
     },
-    # Qwen2 (biased projections) with the KV geometry of Qwen2.5-1.5B: 28 KiB of bf16 KV a token, 7 MiB a chunk.
+    # Qwen2 (biased projections) with the KV geometry of Qwen2.5-1.5B: 28 KiB of bf16 KV a token, 7 MiB a chunk. vLLM
+    # takes no head_dim of a Qwen2: hidden_size / num_attention_heads must be it.
     "qwen": _GQA_BASE
     | {
         "model_type": "qwen2",
-        "hidden_size": 256,
+        "hidden_size": 512,
         "intermediate_size": 512,
         "num_hidden_layers": 28,
         "num_attention_heads": 4,

@@ -37,7 +37,7 @@ class ServerError(KVTierError):
 
 
 class VllmServer:
-    """One OpenAI server of vLLM under this interpreter. Use as a context manager; one owner, not thread-safe.
+    """One OpenAI server of vLLM. Use as a context manager; one owner, not thread-safe.
 
     Args:
         model: directory or name.
@@ -45,16 +45,23 @@ class VllmServer:
         env: variables set on top of this process's environment.
         log: file the server's output goes to; a restart appends to it.
         deadline_s: seconds until ``/health`` must answer.
+        interpreter: another environment's Python; default: this one's.
 
     Raises ServerError from :meth:`start`, :meth:`restart` and on entering.
     """
 
     def __init__(
-        self, model: str, args: Sequence[str], env: Mapping[str, str], log: str | Path, deadline_s: float = 300.0
+        self,
+        model: str,
+        args: Sequence[str],
+        env: Mapping[str, str],
+        log: str | Path,
+        deadline_s: float = 300.0,
+        interpreter: str = sys.executable,
     ) -> None:
         self.log = Path(log)
         self.port = 0
-        self._command = [sys.executable, "-m", _SERVER, "--model", model, "--host", _HOST, *args]
+        self._command = [interpreter, "-m", _SERVER, "--model", model, "--host", _HOST, *args]
         self._env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"} | dict(env)
         self._deadline_s = deadline_s
         self._process: subprocess.Popen[bytes] | None = None

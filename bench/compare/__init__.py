@@ -1,0 +1,1 @@
+"""Peers and kvtier, side by side on one machine: ``python -m kvtier.bench.compare``."""

@@ -1,0 +1,315 @@
+"""Never slower: vLLM's time to first token when hits come from a tier that is slower than computing.
+
+    python -m kvtier.bench.throttled [--rounds 3] [--slow 3.0]
+
+Three engines are asked for the same documents in turn, interleaved, so that what disturbs the machine disturbs all of
+them: ``none`` (vLLM without a connector), ``always`` (kvtier, ``take_hits: always``) and ``auto`` (kvtier as it comes).
+RAM keeps one document, Redis all of them, each engine under its own names; a proxy between the engines and Redis can
+be slowed while they run. Three phases:
+
+- fast (after one cold round): the proxy lets everything through; ``auto`` must lose nothing against ``always``;
+- slow: the proxy lets a document's KV through in ``--slow`` times what computing it takes; ``auto`` must stay within
+  3 % of ``none``, its first answers, from which it learns, included;
+- fast again: how many answers until ``auto`` is served from Redis again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvtier.bench.micro.redis import redis_server
+from kvtier.bench.model import kv_token_bytes, make_model, read_config
+from kvtier.bench.report import Row, spread, write_results
+
+GOAL = 1.03
+_ARMS = ("none", "always", "auto")
+_FAST_ROUNDS = 6
+_CHUNK_TOKENS = 128
+_PIECE = 64 << 10
+_MARK = "@ "
+_CONNECTOR = {"kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.connectors.vllm",
+              "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}  # fmt: skip
+
+
+class Answer(NamedTuple):
+    seconds: float
+    """To the first token."""
+    cached: int
+    """Tokens that were not computed."""
+
+
+# ---- an engine, in a process of its own ------------------------------------------------------------------------------
+
+
+def serve_documents(model: str, tokens: int, with_kvtier: bool) -> None:
+    """Answer ``document`` numbers from stdin with TTFT and cached tokens, until stdin ends; then tell all counts."""
+    from vllm import LLM, SamplingParams
+
+    more: dict[str, Any] = {"kv_transfer_config": _CONNECTOR} if with_kvtier else {}
+    blocks = -(-tokens // 128) + 4  # one document and a little: vLLM's own cache never has the next one
+    llm = LLM(model, dtype="float32", enforce_eager=True, block_size=128, max_model_len=tokens + 128,
+              num_gpu_blocks_override=blocks, disable_log_stats=False, **more)  # fmt: skip
+    settings = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    vocabulary = llm.get_tokenizer().vocab_size
+    tell("ready")
+    for line in sys.stdin:
+        draw = random.Random(int(line))
+        prompt: Any = {"prompt_token_ids": [draw.randrange(10, vocabulary) for _ in range(tokens)]}
+        begun = time.perf_counter()
+        (output,) = llm.generate(prompt, settings, use_tqdm=False)
+        tell([time.perf_counter() - begun, output.num_cached_tokens])
+    counts = {}
+    for metric in llm.get_metrics():
+        if metric.name.startswith("vllm:kvtier_"):
+            label = metric.labels.get("reason") or metric.labels.get("place")
+            counts[f"{metric.name.removeprefix('vllm:kvtier_')} {label}"] = int(getattr(metric, "value", 0))
+    tell(counts)
+
+
+def tell(what: object) -> None:
+    print(_MARK + json.dumps(what), flush=True)
+
+
+class Arm:
+    """The other end of :func:`serve_documents`."""
+
+    def __init__(self, arm: str, model: Path, tokens: int, redis_port: int, log: Path) -> None:
+        self._log = log
+        chunk = _CHUNK_TOKENS * kv_token_bytes(read_config(model), 4)
+        # With a connector vLLM reserves other CPU cores than without: all arms get the same.
+        environment = os.environ | {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
+            "KVTIER_CHUNK_TOKENS": str(_CHUNK_TOKENS),
+            "KVTIER_RAM_BYTES": str((tokens // _CHUNK_TOKENS + 2) * chunk),
+            "KVTIER_REDIS_URL": f"redis://127.0.0.1:{redis_port}",
+            "KVTIER_REDIS_BYTES": "4GiB",
+            "KVTIER_REDIS_THREADS": "2",
+            "KVTIER_REDIS_PREFIX": arm,
+            "KVTIER_TAKE_HITS": "auto" if arm == "none" else arm,
+        }
+        call = json.dumps([str(model), tokens, arm != "none"])
+        command = [sys.executable, "-m", "kvtier.bench.throttled", "--engine", call]
+        with log.open("w") as errors:
+            self._process: subprocess.Popen[str] = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+
+    def wait(self) -> None:
+        """Until it is ready."""
+        self._hear()
+
+    def ask(self, document: int) -> Answer:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{document}\n")
+        self._process.stdin.flush()
+        return Answer(*self._hear())
+
+    def finish(self) -> dict[str, int]:
+        """Its counts; it ends."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        counts: dict[str, int] = self._hear()
+        return counts
+
+    def stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _hear(self) -> Any:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(_MARK):
+                return json.loads(line.removeprefix(_MARK))
+        sys.exit(f"an engine failed:\n{self._log.read_text()[-3000:]}")
+
+
+# ---- a slow network --------------------------------------------------------------------------------------------------
+
+
+class Throttle:
+    """A TCP proxy on a loopback port whose answers share one bandwidth, on a thread of its own. ``rate``: bytes a
+    second, None for all there is; may change at any time."""
+
+    def __init__(self, to_port: int) -> None:
+        self.rate: float | None = None
+        self.port = 0
+        self._to_port = to_port
+        self._free_at = 0.0
+        self._loop: asyncio.AbstractEventLoop
+        self._over = asyncio.Event()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._listen()), daemon=True)
+        self._thread.start()
+        self._ready.wait()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+
+    async def _listen(self) -> None:
+        """Until it is over; what still goes through then is cut off."""
+        self._loop = asyncio.get_running_loop()
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        self._ready.set()
+        await self._over.wait()
+        server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_redis, to_redis = await asyncio.open_connection("127.0.0.1", self._to_port)
+        with contextlib.suppress(asyncio.CancelledError):  # over: asyncio would print a task that was cut off
+            await asyncio.gather(self._pipe(reader, to_redis, False), self._pipe(from_redis, writer, True))
+
+    async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slowed: bool) -> None:
+        try:
+            while piece := await reader.read(_PIECE):
+                if slowed and self.rate is not None:
+                    self._free_at = max(self._free_at, self._loop.time()) + len(piece) / self.rate
+                    await asyncio.sleep(self._free_at - self._loop.time())
+                writer.write(piece)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+
+# ---- the experiment --------------------------------------------------------------------------------------------------
+
+
+class Setup(NamedTuple):
+    engines: dict[str, Arm]
+    throttle: Throttle
+    document_bytes: int
+
+
+@contextmanager
+def started(arguments: argparse.Namespace) -> Iterator[Setup]:
+    """Redis, the proxy and the engines, which start side by side."""
+    model = make_model(Path(arguments.models) / arguments.preset, arguments.preset)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-")))
+        port, _ = stack.enter_context(redis_server())
+        throttle = Throttle(int(port))
+        stack.callback(throttle.close)
+        engines = {}
+        for arm in _ARMS:
+            engines[arm] = Arm(arm, model, arguments.tokens, throttle.port, folder / f"{arm}.log")
+            stack.callback(engines[arm].stop)
+        for engine in engines.values():
+            engine.wait()
+        yield Setup(engines, throttle, arguments.tokens * kv_token_bytes(read_config(model), 4))
+
+
+def ask_all(setup: Setup, documents: int, rounds: int, arms: Sequence[str] = _ARMS) -> dict[str, list[Answer]]:
+    """Every document in turn, by every arm in an order that is drawn anew: what one arm leaves running in the
+    background must not always meet the same other."""
+    answers: dict[str, list[Answer]] = {arm: [] for arm in arms}
+    draw = random.Random(rounds)
+    for _ in range(rounds):
+        for document in range(documents):
+            for arm in draw.sample(arms, len(arms)):
+                answers[arm].append(setup.engines[arm].ask(document))
+    for arm, given in answers.items():
+        seconds = [answer.seconds for answer in given]
+        cached = statistics.mean(answer.cached for answer in given)
+        print(f"  {arm:7} {statistics.median(seconds):.3f} s (mean {statistics.mean(seconds):.3f}), "
+              f"{cached:.0f} tokens cached", flush=True)  # fmt: skip
+    return answers
+
+
+def until_hit(setup: Setup, documents: int, most: int) -> int:
+    """How many answers of ``auto`` until one comes from the tier; ``most`` + 1 if none did."""
+    for count in range(1, most + 1):
+        if setup.engines["auto"].ask(count % documents).cached:
+            return count
+    return most + 1
+
+
+def rows_of(phase: str, answers: dict[str, list[Answer]], against: str, limit: float | None) -> list[Row]:
+    """One row an arm; the ratio is to the arm ``against``, median of the pairs for the same document."""
+    rows = []
+    for arm, given in answers.items():
+        middle, low, high = spread([answer.seconds for answer in given])
+        pairs = [one.seconds / other.seconds for one, other in zip(given, answers[against], strict=True)]
+        asked = limit if arm == "auto" else None
+        rows.append(Row(f"{phase}: TTFT, {arm}", middle, "s", asked, statistics.median(pairs), low, high))
+    return rows
+
+
+def mean_ratio(answers: dict[str, list[Answer]], arm: str, against: str) -> float:
+    return sum(one.seconds for one in answers[arm]) / sum(one.seconds for one in answers[against])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    with started(arguments) as setup:
+        print("cold:")
+        cold = ask_all(setup, arguments.documents, 1)
+        computing = statistics.median(answer.seconds for answer in cold["none"])
+        print("fast tier:")
+        fast = ask_all(setup, arguments.documents, _FAST_ROUNDS, ("always", "auto"))
+        setup.throttle.rate = setup.document_bytes / (arguments.slow * computing)
+        print(f"slow tier, {setup.throttle.rate / 1e6:.1f} MB/s:")
+        slow = ask_all(setup, arguments.documents, arguments.rounds)
+        rate, setup.throttle.rate = setup.throttle.rate, None
+        recovered = until_hit(setup, arguments.documents, 20)
+        counts = {arm: setup.engines[arm].finish() for arm in ("always", "auto")}
+    rows = [
+        *rows_of("cold", cold, "none", None),
+        *rows_of("fast tier", fast, "always", GOAL),
+        *rows_of("slow tier", slow, "none", GOAL),
+        Row("slow tier: sum of all TTFT, auto / none", mean_ratio(slow, "auto", "none"), "", GOAL),
+        Row("fast again: answers until auto is served by the tier", recovered, "answers"),
+    ]
+    write_results(arguments.output, "throttled", rows, counts=counts, rate_bytes_per_second=rate,
+                  tokens=arguments.tokens, model=arguments.preset)  # fmt: skip
+    for row in rows:
+        ratio = "" if row.ratio is None else f"  ratio {row.ratio:.3f}"
+        print(f"{row.name:55} {row.value:7.3f} {row.unit}{ratio}")
+    print(f"counts: {counts}")
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="times every document is asked in the slow phase")
+    parser.add_argument("--documents", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=2048 + 64, help="a document")
+    parser.add_argument("--slow", type=float, default=3.0, help="how many times slower the tier is than computing")
+    parser.add_argument("--preset", default="demo", help="model, see kvtier.bench.model")
+    parser.add_argument("--models", default="build/models")
+    parser.add_argument("--output", default="bench/results/throttled.json")
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.engine:
+        serve_documents(*json.loads(arguments.engine))
+        return 0
+    return run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

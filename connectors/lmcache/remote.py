@@ -1,0 +1,296 @@
+"""KVTierRemote: LMCache's RemoteConnector over a kvtier server.
+
+LMCache calls it on its event loop (gets and puts) and on the thread that answers the engine's look-ups. Neither may
+wait for a server, so the work is done on lanes, and a look-up waits a second at most. With asyncio because LMCache's
+interface is made of coroutines. Nothing raises into LMCache: what cannot be had is a miss, what cannot be kept is
+dropped, and both are counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from lmcache.v1.memory_management import MemoryFormat
+from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
+
+from kvtier.chunk import ChunkKey
+from kvtier.connectors.lmcache import parcel
+from kvtier.connectors.lmcache.far import Far
+from kvtier.connectors.lmcache.parcel import Head
+from kvtier.lanes import Executor, Lane
+
+logger = logging.getLogger("kvtier.lmcache")
+
+_FIND_S = 1.0
+"""Longest a look-up waits: LMCache's are made while the engine's scheduler waits for the answer."""
+_FINDS_QUEUED, _BATCHES_QUEUED = 16, 64
+_MOVE_THREADS = 2
+_CLOSE_S = 5.0
+R = TypeVar("R")
+Found = list[Any]
+"""LMCache's memory objects."""
+
+
+class Lanes(NamedTuple):
+    """Where look-ups and copies are done; look-ups never queue behind copies."""
+
+    find: Executor
+    move: Executor
+
+    @classmethod
+    def start(cls) -> Lanes:
+        find = Lane("lmcache-find", 1, urgent_bound=_FINDS_QUEUED, bound=1)
+        move = Lane("lmcache-move", _MOVE_THREADS, urgent_bound=_BATCHES_QUEUED, bound=_BATCHES_QUEUED)
+        return cls(find, move)
+
+
+class KVTierRemote(RemoteConnector):
+    """LMCache's chunks of one engine in the server behind ``far``.
+
+    ``context`` is what LMCache makes connectors from; ``fingerprint`` is part of every key.
+    """
+
+    def __init__(self, context: Any, far: Far, fingerprint: bytes, lanes: Lanes | None = None) -> None:
+        super().__init__(context.config, context.metadata)
+        self.counts: Counter[str] = Counter()
+        """In chunks since the start: ``saved``, ``loaded``, ``missed``, ``corrupt``, ``refused``."""
+        self._memory = context.local_cpu_backend
+        self._far = far
+        self._fingerprint = fingerprint
+        self._lanes = lanes or Lanes.start()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {dict(self.counts)}>"
+
+    # ---- look-up -------------------------------------------------------------------------------------------------
+
+    async def exists(self, key: Any) -> bool:
+        return await self._find_later([key]) == 1
+
+    def exists_sync(self, key: Any) -> bool:
+        return self.batched_contains([key]) == 1
+
+    def support_batched_contains(self) -> bool:
+        return True
+
+    def batched_contains(self, keys: Sequence[Any]) -> int:
+        """How many from the first on are held; 0 when the server does not say so in time."""
+        answer: Future[int] = Future()
+        if not self._lanes.find.submit(lambda: answer.set_result(self._find(keys)), urgent=True):
+            return 0
+        try:
+            return answer.result(_FIND_S)
+        except TimeoutError:
+            return 0
+
+    async def batched_async_contains(self, lookup_id: str, keys: Sequence[Any], pin: bool = False) -> int:
+        return await self._find_later(keys)
+
+    async def _find_later(self, keys: Sequence[Any]) -> int:
+        return await self._on(self._lanes.find, lambda: self._find(keys), 0, urgent=True)
+
+    def _find(self, keys: Sequence[Any]) -> int:
+        """On the lane."""
+        return self._safely(lambda: self._far.find(self._named(keys)), 0)
+
+    # ---- get -----------------------------------------------------------------------------------------------------
+
+    async def get(self, key: Any) -> Any:
+        found = await self.batched_get_non_blocking("", [key])
+        return found[0] if found else None
+
+    def support_batched_get(self) -> bool:
+        return True
+
+    async def batched_get(self, keys: Sequence[Any]) -> Found:
+        """The objects of a run (first chunk first) as far as they can be had, then None."""
+        found = await self.batched_get_non_blocking("", keys)
+        return [*found, *[None] * (len(keys) - len(found))]
+
+    async def batched_get_non_blocking(self, lookup_id: str, keys: Sequence[Any]) -> Found:
+        """The objects of a run as far as they can be had. The caller owns a reference to each."""
+        found: Found = await self._on(self._lanes.move, lambda: self._load(keys), [], urgent=True, unwanted=_release)
+        self.counts["loaded"] += len(found)
+        self.counts["missed"] += len(keys) - len(found)
+        return found
+
+    def _load(self, keys: Sequence[Any]) -> Found:
+        """On a lane."""
+        named = self._named(keys)
+        found: Found = []
+        bad: list[ChunkKey] = []
+
+        def take(place: int, slot: memoryview) -> bool:
+            head = parcel.head_of(slot)
+            if head is not None and not _consistent(head):
+                head = None
+            one = self._memory_for(head) if head is not None else None
+            if head is not None and one is None:
+                self.counts["refused"] += 1
+                return False
+            if one is not None and parcel.unpack(slot, named[place], _bytes_of(one)):
+                found.append(one)
+                return True
+            if one is not None:
+                one.ref_count_down()
+            bad.append(named[place])
+            return False
+
+        self._safely(lambda: self._far.load(named, take), 0)
+        if bad:
+            self.counts["corrupt"] += len(bad)
+            logger.warning("chunk %s came back wrong and is forgotten", bad[0].hex()[:16])
+            self._safely(lambda: self._far.forget(bad), None)
+        return found
+
+    def _memory_for(self, head: Head) -> Any:
+        """An object of LMCache's to fill; None when its memory is in use. Never waits for memory."""
+        shapes = [torch.Size(shape) for shape in head.shapes]
+        dtypes = [_dtype(name) for name in head.dtypes]
+        one = self._memory.allocate(shapes, dtypes, MemoryFormat[head.fmt], busy_loop=False)
+        if one is not None and one.get_size() != head.size:
+            one.ref_count_down()
+            return None
+        return one
+
+    # ---- put -----------------------------------------------------------------------------------------------------
+
+    async def put(self, key: Any, memory_obj: Any) -> None:
+        await self.batched_put([key], [memory_obj])
+
+    def support_batched_put(self) -> bool:
+        return True
+
+    async def batched_put(self, keys: Sequence[Any], memory_objs: Sequence[Any]) -> None:
+        """Save a run. The lane has a reference of its own: if the caller gives up, its memory may be used anew while
+        the copy goes on, and other bytes would be saved under this name."""
+        for one in memory_objs:
+            one.ref_count_up()
+
+        def save() -> bool:
+            try:
+                self._save(keys, memory_objs)
+            finally:
+                _release(memory_objs)
+            return True
+
+        if not await self._on(self._lanes.move, save, False):
+            _release(memory_objs)
+            self.counts["refused"] += len(keys)
+
+    def _save(self, keys: Sequence[Any], objects: Sequence[Any]) -> None:
+        """On a lane."""
+        heads = [_head(one) for one in objects]
+        fit = [place for place, head in enumerate(heads) if head.size <= self.full_chunk_size_bytes]
+        named = self._named([keys[place] for place in fit])
+
+        def fill(place: int, slot: memoryview) -> bool:
+            one = objects[fit[place]]
+            return parcel.pack(slot, named[place], heads[fit[place]], _bytes_of(one))
+
+        self.counts["saved"] += self._safely(lambda: self._far.save(named, fill), 0)
+        self.counts["refused"] += len(keys) - len(fit)
+
+    # ---- the rest ------------------------------------------------------------------------------------------------
+
+    def remove_sync(self, key: Any) -> bool:
+        self._lanes.move.submit(lambda: self._safely(lambda: self._far.forget(self._named([key])), None))
+        return True
+
+    async def close(self) -> None:
+        """Finish what is queued, for five seconds; LMCache waits."""
+        for lane in self._lanes:
+            lane.close(_CLOSE_S)
+        self._far.close()
+        logger.info("closed; chunks since the start: %s", dict(self.counts))
+
+    async def list(self) -> Found:
+        """Nothing: a server shared by many does not tell who saved what."""
+        return []
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def _named(self, keys: Sequence[Any]) -> Sequence[ChunkKey]:
+        return [self._name(key) for key in keys]
+
+    def _name(self, key: Any) -> ChunkKey:
+        tags = [[str(part) for part in tag] for tag in key.tags or ()]
+        worker = [key.model_name, key.world_size, key.worker_id]
+        return parcel.chunk_key(self._fingerprint, *worker, key.chunk_hash_hex, str(key.dtype), tags)
+
+    def _safely(self, work: Callable[[], R], otherwise: R) -> R:
+        try:
+            return work()
+        except Exception:
+            self.counts["failed"] += 1
+            logger.exception("a call failed; LMCache goes on without it")
+            return otherwise
+
+    async def _on(
+        self,
+        lane: Executor,
+        work: Callable[[], R],
+        otherwise: R,
+        *,
+        urgent: bool = False,
+        unwanted: Callable[[R], None] = lambda _: None,
+    ) -> R:
+        """Do ``work`` on the lane and await it. ``unwanted`` gets what nobody waits for any more: LMCache cancels gets
+        that take too long."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[R] = loop.create_future()
+
+        def arrived(result: R) -> None:
+            if answer.done():
+                unwanted(result)
+            else:
+                answer.set_result(result)
+
+        def run() -> None:
+            result = self._safely(work, otherwise)
+            try:
+                loop.call_soon_threadsafe(arrived, result)
+            except RuntimeError:  # the loop is closed
+                unwanted(result)
+
+        if not lane.submit(run, urgent=urgent):
+            return otherwise
+        return await answer
+
+
+def _head(one: Any) -> Head:
+    about = one.metadata
+    shapes, dtypes = about.shapes or [about.shape], about.dtypes or [about.dtype]
+    return Head(one.get_size(), [[*shape] for shape in shapes], [str(dtype) for dtype in dtypes], about.fmt.name)
+
+
+def _consistent(head: Head) -> bool:
+    """Nothing is allocated for a head that cannot be right."""
+    if head.fmt not in MemoryFormat.__members__ or not all(_is_dtype(name) for name in head.dtypes):
+        return False
+    parts = zip(head.shapes, head.dtypes, strict=True)
+    return head.size == sum(math.prod(shape) * int(_dtype(name).itemsize) for shape, name in parts)
+
+
+def _is_dtype(name: str) -> bool:
+    return name.startswith("torch.") and isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype)
+
+
+def _dtype(name: str) -> Any:
+    return getattr(torch, name.removeprefix("torch."))
+
+
+def _bytes_of(one: Any) -> memoryview:
+    return memoryview(one.byte_array).cast("B")
+
+
+def _release(objects: Sequence[Any]) -> None:
+    for one in objects:
+        one.ref_count_down()

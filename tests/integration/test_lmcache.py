@@ -1,0 +1,296 @@
+"""The real LMCache (in an environment of its own) over a kvtier server, by its own remote storage plug-in interface."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtier.bench.model import make_model
+from kvtier.chunk import ChunkLayout
+from kvtier.client import Client
+from tests.server_process import ServerProcess, attached, free_port, serving, wait_for
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-peers" / "lmcache-0.5.6" / "bin" / "python"
+CHUNK = 64
+START_S = 300.0
+LENGTH = 3 * CHUNK + 20
+"""Three whole chunks and a shorter one."""
+CHUNK_BYTES = 4096 + 2 * 2 * CHUNK * 32 * 2
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (PYTHON.parents[1] / "ready").exists(), reason="lmcache is not installed: make peers"),
+]
+
+
+def settings_of(**ours: object) -> dict[str, object]:
+    """An LMCache file (JSON is YAML) with these of kvtier's keys."""
+    extra = {"module_path": "kvtier.connectors.lmcache.plugin", "class_name": "KVTier"} | ours
+    return {
+        "chunk_size": CHUNK,
+        "local_cpu": False,  # nothing is served from LMCache's own memory
+        "max_local_cpu_size": 0.05,
+        "remote_storage_plugins": ["kvtier"],
+        "extra_config": {f"remote_storage_plugin.kvtier.{key}": value for key, value in extra.items()},
+    }
+
+
+def clean_environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVTIER_", "LMCACHE"))}
+    return kept | {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
+
+
+class Process:
+    """tests.integration.lmcache_engine, a line at a time."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        command = [str(PYTHON), "-m", "tests.integration.lmcache_engine"]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with log.open("w") as out:
+            self._process: subprocess.Popen[str] = subprocess.Popen(
+                command, cwd=ROOT, env=clean_environment(), **pipes, stderr=out, text=True
+            )
+
+    def ask(self, *words: object) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(" ".join(map(str, words)) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return dict(json.loads(line))
+        raise AssertionError(self.said()[-6000:])
+
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+class Engine:
+    """One LMCache engine in a process. ``settings``: kvtier's, in LMCache's file."""
+
+    def __init__(self, process: Process, folder: Path, **settings: object) -> None:
+        self._process = process
+        self._name = folder.name
+        self._said = len(process.said())
+        folder.mkdir()
+        (folder / "lmcache.yaml").write_text(json.dumps(settings_of(**settings) | {"save_unfull_chunk": True}))
+        process.ask("start", self._name, folder / "lmcache.yaml")
+
+    def store(self, seed: int) -> None:
+        self._process.ask("store", self._name, seed, LENGTH)
+
+    def stored(self, seed: int) -> None:
+        """Store a prompt and see it held."""
+        self.store(seed)
+        assert self._process.ask("hold", self._name, seed, LENGTH) == {"found": LENGTH}, self.said()
+
+    def load(self, seed: int) -> tuple[int, int, bool]:
+        """Tokens found, tokens retrieved, and whether every byte of them is right."""
+        answer = self._process.ask("load", self._name, seed, LENGTH)
+        return answer["found"], answer["retrieved"], answer["equal"]
+
+    def counts(self) -> dict[str, Any]:
+        return self._process.ask("counts", self._name)
+
+    def give_up(self, seed: int) -> dict[str, Any]:
+        return self._process.ask("give_up", self._name, seed, LENGTH)
+
+    def said(self) -> str:
+        """Its process's log since it was made."""
+        return self._process.said()[self._said :]
+
+    def close(self) -> None:
+        self._process.ask("close", self._name)
+
+
+Engines = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]:
+    """Two; importing LMCache is what takes long."""
+    folder = tmp_path_factory.mktemp("lmcache")
+    with ExitStack() as ends:
+        both = [Process(folder / name) for name in ("one.log", "two.log")]
+        for process in both:
+            ends.callback(process.close)
+        yield both
+
+
+@pytest.fixture
+def engines(processes: list[Process], tmp_path: Path) -> Iterator[Engines]:
+    """Makes engines, in the processes by turns; closes them."""
+    with ExitStack() as ends:
+        turn = cycle(processes)
+
+        def start(**settings: object) -> Engine:
+            name = f"{tmp_path.name}-{len(list(tmp_path.iterdir()))}"
+            engine = Engine(next(turn), tmp_path / name, **settings)
+            ends.callback(engine.close)
+            return engine
+
+        yield start
+
+
+VLLM_CHUNK = 4096 + 64 * 4 * 2 * 2 * 32 * 4
+"""Of the tiny model, in float32."""
+HIT = 512
+
+
+def test_real_vllm_with_real_lmcache_hits_what_another_engine_stored(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "tiny", "tiny")
+    with serving(ram_bytes="16MiB") as server, attached(server.door(ChunkLayout(bytes(32), 1, 1, (VLLM_CHUNK,)))) as us:
+        with vllm(server, tmp_path / "one", model) as first:
+            wait_for(lambda: us.stats()["ram_ready"] >= 3 * HIT // CHUNK, "stored")
+        with vllm(server, tmp_path / "two", model) as second:
+            pass
+    assert [answer["cached"] for answer in first] == [0] * 3
+    assert [answer["cached"] for answer in second] == [HIT] * 3
+    assert [answer["tokens"] for answer in second] == [answer["tokens"] for answer in first]
+
+
+@contextmanager
+def vllm(server: ServerProcess, folder: Path, model: Path) -> Iterator[list[dict[str, Any]]]:
+    """An engine that has asked all documents; its answers. It lives as long as the context."""
+    folder.mkdir()
+    (folder / "lmcache.yaml").write_text(json.dumps(settings_of(**near(server))))
+    environment = clean_environment() | {"LMCACHE_CONFIG_FILE": str(folder / "lmcache.yaml"), "HF_HUB_OFFLINE": "1"}
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
+    command = [str(PYTHON), "-m", "tests.integration.lmcache_vllm", str(folder / "answers.json"), str(model)]
+    with (
+        (folder / "engine.log").open("w") as log,
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+        ) as process,
+    ):
+        try:
+            answered = (folder / "answers.json").exists
+            wait_for(lambda: answered() or process.poll() is not None, "answered", START_S)
+            assert answered(), (folder / "engine.log").read_text()[-6000:]
+            yield json.loads((folder / "answers.json").read_text())
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def near(server: ServerProcess) -> dict[str, object]:
+    return {"server": str(server.address), "server_timeout_ms": 5000}
+
+
+def test_a_second_engine_hits_what_the_first_stored_and_every_byte_is_right(engines: Engines) -> None:
+    with serving(ram_bytes="8MiB") as server:
+        one, two = engines(**near(server)), engines(**near(server))
+        assert one.load(1) == (0, 0, True)
+        one.stored(1)
+        one.stored(2)
+        for engine in (two, one):
+            assert engine.load(1) == (LENGTH, LENGTH, True)
+            assert engine.load(2) == (LENGTH, LENGTH, True)
+            assert engine.load(3) == (0, 0, True)
+        assert two.counts()["loaded"] == 8, two.said()
+
+
+def test_engines_on_other_hosts_share_by_tcp(engines: Engines) -> None:
+    port = free_port()
+    with serving(f"tcp://127.0.0.1:{port}", flags=("--insecure",), ram_bytes="8MiB") as server:
+        far = {"server": f"tcp://127.0.0.1:{port}", "load_timeout_ms": 20_000}
+        one, two = engines(**far), engines(**near(server))
+        one.stored(1)
+        two.stored(2)
+        assert two.load(1) == (LENGTH, LENGTH, True)
+        assert one.load(2) == (LENGTH, LENGTH, True)
+
+
+def test_a_dead_server_means_misses_and_a_new_one_hits_again(engines: Engines) -> None:
+    with serving(ram_bytes="8MiB") as server:
+        one = engines(**near(server))
+        one.stored(1)
+        server.kill()
+        assert one.load(1) == (0, 0, True)
+        one.store(2)
+        assert one.load(2) == (0, 0, True)
+        server.start()
+        wait_for(lambda: "attached to the server" in one.said(), "attached again")
+        assert one.load(1) == (0, 0, True)
+        one.stored(1)
+        assert one.load(1) == (LENGTH, LENGTH, True)
+        assert "Traceback" not in one.said()
+
+
+def test_a_stopped_server_means_misses_until_it_goes_on(engines: Engines) -> None:
+    with serving(ram_bytes="8MiB") as server:
+        one = engines(server=str(server.address), server_timeout_ms=200)
+        one.stored(1)
+        with server.paused():
+            assert one.load(1) == (0, 0, True)
+            one.store(2)
+        wait_for(lambda: one.load(1) == (LENGTH, LENGTH, True), "served again")
+        one.stored(2)
+
+
+def test_a_wrong_byte_is_a_miss_and_is_forgotten(engines: Engines) -> None:
+    with serving(ram_bytes="8MiB") as server:
+        one = engines(**near(server))
+        one.stored(1)
+        with attached(server.door(ChunkLayout(bytes(32), 1, 1, (CHUNK_BYTES,)))) as client:
+            flip_a_byte(client)
+        found, retrieved, equal = one.load(1)
+        assert (found, equal) == (LENGTH, True) and retrieved < LENGTH and not retrieved % CHUNK
+        assert one.counts()["corrupt"] == 1
+        one.stored(1)
+        assert one.load(1) == (LENGTH, LENGTH, True)
+
+
+def test_what_lmcache_gives_up_waiting_for_is_given_back(engines: Engines) -> None:
+    with serving(ram_bytes="8MiB") as server:
+        one = engines(**near(server))
+        one.stored(1)
+        told = one.give_up(1)
+        assert told["before"] == told["after"]
+        assert "garbage collected" not in one.said(), "LMCache had to free it"
+        assert told["meanwhile"] == told["before"][1] + 1, "the put holds its memory"
+
+
+def test_an_engine_without_its_server_starts_and_misses(engines: Engines, tmp_path: Path) -> None:
+    one = engines(server=f"unix://{tmp_path}/nowhere.sock")
+    assert one.load(1) == (0, 0, True)
+    one.store(1)
+    assert one.load(1) == (0, 0, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({}, "server is missing"), ({"server": "unix:///x", "ram_bytes": 1}, "unknown key remote_storage_plugin.kvtier.")],
+)
+def test_a_wrong_setting_is_said_and_the_engine_goes_on(
+    engines: Engines, settings: dict[str, object], words: str
+) -> None:
+    one = engines(**settings)
+    assert one.counts() == {"made": False}
+    assert words in one.said()
+    assert one.load(1) == (0, 0, True)
+
+
+def flip_a_byte(client: Client) -> None:
+    """Of one chunk, as a bad memory module would."""
+    pool = client.pool
+    assert pool is not None
+    held = [view for view in map(pool.view, range(pool.slots)) if bytes(view[:6]) == b"kvtier"]
+    np.frombuffer(held[0], np.uint8)[5000] ^= 1

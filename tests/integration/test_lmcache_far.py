@@ -1,0 +1,106 @@
+"""What LMCache's connector asks of a server, over both transports; needs no LMCache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+
+from kvtier.chunk import ChunkKey
+from kvtier.connectors.lmcache import parcel
+from kvtier.connectors.lmcache.far import Attached, Far, Streamed
+from kvtier.dial import Address, Door, hello
+from kvtier.testing.check_tier import content
+from tests.server_process import LAYOUT, SLOT, ServerProcess, attached, free_port, serving, short_folder, wait_for
+
+
+def run(prompt: int, length: int) -> list[ChunkKey]:
+    return [parcel.chunk_key(LAYOUT.fingerprint, prompt, place) for place in range(length)]
+
+
+@contextmanager
+def place(transport: str, slots: int = 32, **settings: object) -> Iterator[tuple[Far, ServerProcess]]:
+    port = free_port()
+    with serving(f"tcp://127.0.0.1:{port}", flags=("--insecure",), ram_bytes=slots * SLOT, **settings) as server:
+        if transport == "unix":
+            far: Far = Attached(server.door(), 5.0, 20.0)
+        else:
+            own = hello(LAYOUT.fingerprint, SLOT, stream=True)
+            far = Streamed(Door(Address("", "127.0.0.1", port), own), 20.0)
+        with closing(far):
+            yield far, server
+
+
+def save(far: Far, keys: list[ChunkKey]) -> int:
+    def fill(at: int, slot: memoryview) -> bool:
+        slot[:] = content(keys[at], SLOT)
+        return True
+
+    return far.save(keys, fill)
+
+
+def load(far: Far, keys: list[ChunkKey], most: int = 1000) -> list[int]:
+    """Which chunks came, in order; every byte is compared."""
+    taken: list[int] = []
+
+    def take(at: int, slot: memoryview) -> bool:
+        assert slot == content(keys[at], SLOT)
+        taken.append(at)
+        return len(taken) < most
+
+    far.load(keys, take)
+    return taken
+
+
+BOTH = pytest.mark.parametrize("transport", ["unix", "tcp"])
+
+
+@BOTH
+def test_what_was_saved_is_found_and_loaded_in_order(transport: str) -> None:
+    with place(transport) as (far, _):
+        keys = run(1, 6)
+        assert (far.find(keys), load(far, keys)) == (0, [])
+        assert save(far, keys[:4]) == 4
+        wait_for(lambda: far.find(keys) == 4, "held")
+        assert save(far, keys[:4]) == 0
+        assert load(far, keys) == [0, 1, 2, 3]
+        assert load(far, keys, most=2) == [0, 1]
+        far.forget(keys[1:2])
+        wait_for(lambda: far.find(keys) == 1, "forgotten")
+        assert load(far, keys) == [0]
+
+
+@BOTH
+def test_the_end_of_a_run_leaves_before_its_beginning(transport: str) -> None:
+    with place(transport, slots=12) as (far, _):
+        old, new = run(1, 4), run(2, 4)
+        save(far, old)
+        save(far, new)
+        assert load(far, new) == load(far, old) == [0, 1, 2, 3]
+        assert save(far, run(3, 6)) == 6
+        wait_for(lambda: far.find(run(3, 6)) == 6, "held")
+        assert (far.find(new), far.find(old)) == (2, 4)
+
+
+def test_a_run_larger_than_the_servers_memory_is_loaded_from_its_disk() -> None:
+    keys = run(1, 24)
+    with (
+        short_folder() as folder,
+        place("unix", 8, nvme_path=folder / "nvme", nvme_bytes=1 << 20) as (far, server),
+        attached(server.door()) as client,
+    ):
+        for first in range(0, len(keys), 4):
+            save(far, keys[first : first + 4])
+            wait_for(lambda held=first + 4: client.stats().get("nvme_stored") == held, "on disk")  # type: ignore[misc]
+        assert far.find(keys) == len(keys)
+        assert load(far, keys) == [*range(len(keys))]
+
+
+@BOTH
+def test_without_a_server_nothing_is_found_saved_or_loaded(transport: str) -> None:
+    with place(transport) as (far, server):
+        save(far, run(1, 3))
+        server.kill()
+        assert (far.find(run(1, 3)), save(far, run(2, 3)), load(far, run(1, 3))) == (0, 0, [])
+        far.forget(run(1, 3))
