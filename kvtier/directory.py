@@ -222,17 +222,19 @@ class Directory:
     # ---- lower tiers ---------------------------------------------------------------------------------------------
 
     def found(self, index: int, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Tier ``index`` turned out to hold ``keys`` (at start, coldest first, or by asking a shared tier).
+        """Tier ``index`` turned out to hold ``keys`` (at start, or by asking a shared tier), coldest first; all of them
+        are hotter than what it was known to hold.
 
-        Returns the keys for which there was no room; the tier must delete them, then :meth:`deleted`.
+        Returns the keys that leave for it; the tier must delete them, then :meth:`deleted`.
         """
         tier = self._tiers[index]
-        room = max(0, tier.capacity - len(tier.order) - len(tier.writing))
-        fresh = [key for key in keys if not (key in tier.order or key in tier.writing or key in tier.leaving)]
-        surplus = fresh[: max(0, len(fresh) - room)]
-        tier.leaving.update(surplus)
-        for key in fresh[len(surplus) :]:
-            tier.order.add(key)
+        for key in keys:
+            if not (key in tier.order or key in tier.writing or key in tier.leaving):
+                tier.order.add(key)
+        surplus: list[ChunkKey] = []
+        while len(tier.order) + len(tier.writing) > tier.capacity and (victim := tier.order.coldest()) is not None:
+            tier.leave(victim)
+            surplus.append(victim)
         return surplus
 
     def spill_begun(self, entry: Entry, index: int) -> list[ChunkKey] | None:
@@ -306,6 +308,17 @@ class Directory:
             return set(self._entries).union(*(tier.order for tier in self._tiers))
         held = {key for key, entry in self._entries.items() if _may(owner, entry.owner)}
         return held.union(*((key for key in tier.order if _may(owner, tier.order.owner(key))) for tier in self._tiers))
+
+    def unfinished(self, keys: set[ChunkKey], owner: int | None = None) -> int:
+        """How many of ``keys`` outlive a :meth:`forget` for now: being filled, written or deleted."""
+        filling = {key for key in self._entries.keys() & keys if _may(owner, self._entries[key].owner)}
+        moving = [part for tier in self._tiers for part in (tier.leaving & keys, tier.writing.keys() & keys)]
+        return len(filling.union(*moving))
+
+    def held_first(self, index: int, keys: Sequence[ChunkKey]) -> int:
+        """How many leading chunks tier ``index`` holds."""
+        order = self._tiers[index].order
+        return next((at for at, key in enumerate(keys) if key not in order), len(keys))
 
     def held(self, index: int) -> int:
         """Chunks tier ``index`` holds."""

@@ -1,0 +1,154 @@
+"""``python -m tests.trust [--slice | --full] [--out FILE]``: every suite, one table, one results file.
+
+Exit status 1 when a promise was broken or a mutant survived. ``--slice`` is for every change, ``--full`` for a release.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtier.bench.report import Row, write_results
+from tests.trust import corruption, mutants
+
+
+@dataclass
+class Finding:
+    """What one suite did and saw. ``faults``: how many it injected."""
+
+    suite: str
+    cases: int = 0
+    unit: str = ""
+    seeds: int = 0
+    faults: int = 0
+    violations: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much of everything."""
+
+    seeds: int
+    nvme_bits: int
+    redis_bits: int
+    frames: int
+    suites: tuple[str, ...]
+    """Those that mutants have to face."""
+
+
+SLICE = Extent(2_500, 7_000, 4_000, 50_000, ("simulation", "unit", "nvme"))
+FULL = Extent(100_000, 100_000, 50_000, 1_000_000, tuple(mutants.SUITES))
+
+
+def simulation(extent: Extent) -> Finding:
+    """Store, Directory, leases, lanes and tiers under a scheduler of faults and deaths."""
+    told = asked("tests.trust.simulation", "--seeds", str(extent.seeds))
+    deaths = sum(told["events"].get(name, 0) for name in ("crashes", "power cuts", "engines died"))
+    faults = deaths + sum(told["injected"].values())
+    detail = {"events": told["events"], "injected": told["injected"]}
+    return Finding("simulation", told["steps"], "steps", told["seeds"], faults, told["violations"], detail=detail)
+
+
+def corrupt_nvme(extent: Extent) -> Finding:
+    """Damaged files of the NVMe tier."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-trust-") as folder:
+        tally = corruption.nvme(Path(folder), extent.nvme_bits)
+    return Finding("corruption: NVMe", tally.cases, "damaged chunks", 1, tally.bits, tally.violations)
+
+
+def corrupt_redis(extent: Extent) -> Finding:
+    """Damaged values of the Redis tier."""
+    if shutil.which("redis-server") is None:
+        return Finding("corruption: Redis", detail={"skipped": "there is no redis-server"})
+    tally = corruption.redis(extent.redis_bits)
+    return Finding("corruption: Redis", tally.cases, "damaged chunks", 1, tally.bits, tally.violations)
+
+
+def wire(extent: Extent) -> Finding:
+    """Frames at random against a live server."""
+    told = asked("tests.stress.fuzz_wire", "--frames", str(extent.frames), "--seed", "1")
+    return Finding("wire fuzz", told["frames"], "frames", 1, told["refused"], told["bugs"], detail=told)
+
+
+def defects(extent: Extent) -> Finding:
+    """Mutants of the product, each of which a suite must notice."""
+    told = asked("tests.trust.mutants", "--suites", *extent.suites)
+    violations = [f"survived: {name}" for name in told["survivors"]]
+    return Finding("mutants", told["mutants"], "defects", 0, told["mutants"], violations, detail=told)
+
+
+SUITES: dict[str, Callable[[Extent], Finding]] = {
+    "simulation": simulation, "nvme": corrupt_nvme, "redis": corrupt_redis, "wire": wire, "mutants": defects,
+}  # fmt: skip
+
+
+def asked(module: str, *words: str) -> dict[str, Any]:
+    """The last line a suite in a process of its own prints: one object of JSON."""
+    done = subprocess.run([sys.executable, "-m", module, *words], stdout=subprocess.PIPE, text=True, check=False)
+    try:
+        told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        raise RuntimeError(f"{module} ended with status {done.returncode} and no result") from None
+    return told
+
+
+def table(findings: list[Finding]) -> str:
+    """For people."""
+    lines = [f"{'suite':20} {'cases':>12} {'':15} {'seeds':>8} {'faults':>10} {'violations':>11} {'seconds':>8}"]
+    lines += [
+        f"{each.suite:20} {each.cases:12,} {each.unit:15} {each.seeds:8,} {each.faults:10,} {len(each.violations):11} "
+        f"{each.seconds:8.1f}" + ("   skipped: " + each.detail["skipped"] if "skipped" in each.detail else "")
+        for each in findings
+    ]
+    return "\n".join(lines + [f"  {each.suite}: {text}" for each in findings for text in each.violations[:20]])
+
+
+def rows(findings: list[Finding]) -> list[Row]:
+    """For the results file."""
+    return [
+        row
+        for each in findings
+        for row in (
+            Row(f"{each.suite}: cases", each.cases, each.unit),
+            Row(f"{each.suite}: faults injected", each.faults, "faults"),
+            Row(f"{each.suite}: violations", len(each.violations), "violations", limit=0),
+        )
+    ]
+
+
+def main() -> int:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--slice", action="store_true", help="minutes (the default)")
+    size.add_argument("--full", action="store_true", help="an hour or so")
+    parser.add_argument("--only", nargs="*", choices=SUITES, default=list(SUITES))
+    parser.add_argument("--out", type=Path, help="results file")
+    given = parser.parse_args()
+    logging.getLogger("kvtier").setLevel(logging.CRITICAL + 1)
+    findings = []
+    for name in given.only:
+        begun = time.monotonic()
+        findings.append(SUITES[name](FULL if given.full else SLICE))
+        findings[-1].seconds = round(time.monotonic() - begun, 1)
+        sys.stderr.write(f"{findings[-1].suite}: {len(findings[-1].violations)} violations\n")
+    sys.stdout.write(table(findings) + "\n")
+    if given.out:
+        write_results(given.out, "trust", rows(findings), suites=[asdict(each) for each in findings])
+    return any(each.violations for each in findings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,334 @@
+"""Damage to everything that is kept: every bit of every header, thousands of bits of payloads, whole files and values.
+
+Whatever is done to NVMe files and Redis values, each damaged chunk is one counted miss and is dropped, every other
+chunk is still served whole, nothing raises, and the place can be written again. A case is one damaged chunk (or one
+damaged file).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtier.chunk import PAGE_BYTES, ChunkKey, ChunkLayout
+from kvtier.testing.check_tier import content
+from kvtier.tiers.base import Tier
+from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.nvme_index import FORMAT_VERSION, RECORD_BYTES, Superblock, table_bytes
+
+SLOT = PAGE_BYTES
+SLOTS = 32
+ROOM = table_bytes(SLOTS) + SLOTS * SLOT
+SUPERBLOCK_BYTES = 48
+INDEX, PAYLOAD = "index.kvtier", "slots.kvtier"
+_LOSSES = ("corrupt", "misses", "failed_reads", "evicted")
+
+
+@dataclass
+class Tally:
+    """What a suite did and saw."""
+
+    cases: int = 0
+    bits: int = 0
+    violations: list[str] = field(default_factory=list)
+
+    def expect(self, holds: bool, words: str) -> None:
+        if not holds:
+            self.violations.append(words)
+
+
+class Reader:
+    """Reads a tier's chunks and books what came: right, missed or wrong."""
+
+    def __init__(self, tally: Tally, keys: Sequence[ChunkKey], size: int) -> None:
+        self.tally, self.keys, self.size = tally, keys, size
+        self.right = {key: bytes(content(key, size)) for key in keys}
+        self._into = memoryview(bytearray(size))
+
+    def read(self, tier: Tier, key: ChunkKey) -> bool:
+        held = tier.read(key, self._into)
+        self.tally.expect(not held or self._into == self.right[key], f"{tier.name} serves wrong bytes")
+        return held
+
+    def expect_lost(self, tier: Any, lost: Iterable[int], what: str) -> None:
+        """Exactly these are missed, each counted once; a second look finds them gone, and they can be written anew."""
+        gone = set(lost)
+        before = sum(tier.counts.get(name, 0) for name in _LOSSES)
+        missed = {index for index, key in enumerate(self.keys) if not self.read(tier, key)}
+        after = sum(tier.counts.get(name, 0) for name in _LOSSES)
+        self.tally.cases += len(gone)
+        self.tally.expect(missed == gone, f"{what}: missed {sorted(missed)}, damaged {sorted(gone)}")
+        self.tally.expect(after - before == len(gone), f"{what}: {after - before} counted, {len(gone)} damaged")
+        self.tally.expect(all(tier.find([self.keys[index]]) == 0 for index in missed), f"{what}: kept")
+        for index in missed:
+            stored = tier.write(self.keys[index], memoryview(self.right[self.keys[index]]))
+            self.tally.expect(stored and self.read(tier, self.keys[index]), f"{what}: its place takes no chunk")
+
+
+# ---- NVMe ------------------------------------------------------------------------------------------------------------
+
+
+class Place:
+    """A folder with a full tier, cleanly closed, and a copy to start every case from."""
+
+    def __init__(self, folder: Path, tally: Tally) -> None:
+        self.tally = tally
+        self.keys = ChunkLayout(bytes(32), 1, 1, (SLOT,)).keys(range(SLOTS))
+        self.reader = Reader(tally, self.keys, SLOT)
+        self.sound, self.path = folder / "sound", folder / "tier"
+        tier = NvmeTier(self.sound, ROOM, SLOT, direct=False)
+        for key in self.keys:
+            tier.write(key, content(key, SLOT))
+        tier.close(self.keys)
+
+    def restore(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        shutil.copytree(self.sound, self.path)
+
+    @contextmanager
+    def opened(self, room: int = ROOM) -> Iterator[NvmeTier]:
+        tier = NvmeTier(self.path, room, SLOT, direct=False)
+        try:
+            yield tier
+        finally:
+            tier.close()
+
+    def flip(self, name: str, bits: Iterable[int]) -> None:
+        """Turn over bits, each given by its place in the file."""
+        with (self.path / name).open("r+b", buffering=0) as file:
+            for bit in bits:
+                (byte,) = os.pread(file.fileno(), 1, bit // 8)
+                os.pwrite(file.fileno(), bytes([byte ^ (1 << bit % 8)]), bit // 8)
+                self.tally.bits += 1
+
+
+def record_at(slot: int) -> int:
+    return PAGE_BYTES + slot * RECORD_BYTES
+
+
+def nvme(folder: Path, payload_bits: int, seed: int = 0) -> Tally:
+    """All of it, on real files in ``folder``."""
+    tally = Tally()
+    place = Place(folder, tally)
+    every_bit_of_the_superblock(place)
+    every_bit_of_the_records(place)
+    random_bits_of_payloads(place, payload_bits, random.Random(seed))
+    truncated_files(place)
+    swapped_and_stale(place)
+    foreign_files(place)
+    return tally
+
+
+def every_bit_of_the_superblock(place: Place) -> None:
+    """Costs every chunk, and leaves an empty tier that works."""
+    for bit in range(SUPERBLOCK_BYTES * 8):
+        place.restore()
+        place.flip(INDEX, [bit])
+        with place.opened() as tier:
+            place.tally.cases += 1
+            place.tally.expect(list(tier.recovered()) == [], f"superblock bit {bit}: believed")
+            place.tally.expect(not place.reader.read(tier, place.keys[bit % SLOTS]), f"superblock bit {bit}: served")
+            place.tally.expect(tier.counts["misses"] == 1, f"superblock bit {bit}: not counted")
+
+
+def every_bit_of_the_records(place: Place) -> None:
+    """Bit ``32 * turn + slot`` in the record of each slot, first of the even slots, then of the odd ones."""
+    for turn in range(RECORD_BYTES * 8 // SLOTS):
+        for chosen in (range(0, SLOTS, 2), range(1, SLOTS, 2)):
+            place.restore()
+            place.flip(INDEX, [record_at(slot) * 8 + turn * SLOTS + slot for slot in chosen])
+            with place.opened() as tier:
+                place.tally.expect(tier.counts["corrupt"] == len(chosen), f"records, turn {turn}: not counted")
+                place.reader.expect_lost(tier, chosen, f"records, turn {turn}")
+
+
+def random_bits_of_payloads(place: Place, bits: int, draw: random.Random) -> None:
+    place.restore()
+    with place.opened() as tier:
+        for turn in range(-(-bits // (SLOTS // 2))):
+            where = dict.fromkeys(draw.sample(range(SLOTS), SLOTS // 2))
+            # Rewritten chunks have moved: ask the tier's own index where they lie.
+            slots = {index: tier._places[place.keys[index]] % tier.capacity for index in where}
+            place.flip(PAYLOAD, [slot * SLOT * 8 + draw.randrange(SLOT * 8) for slot in slots.values()])
+            before = tier.counts["corrupt"]
+            place.reader.expect_lost(tier, where, f"payloads, turn {turn}")
+            place.tally.expect(tier.counts["corrupt"] - before == len(where), f"payloads, turn {turn}: not as corrupt")
+
+
+def truncated_files(place: Place) -> None:
+    index_bytes = table_bytes(SLOTS)
+    cuts = [(INDEX, size) for size in [0, 1, 47, 48, 4095, *range(PAGE_BYTES, index_bytes, 96)]]
+    cuts += [(PAYLOAD, size) for size in range(0, SLOTS * SLOT, 1999)]
+    for name, size in cuts:
+        place.restore()
+        os.truncate(place.path / name, size)
+        if name == PAYLOAD:
+            kept = size // SLOT
+        else:
+            kept = (size - PAGE_BYTES) // RECORD_BYTES if size >= SUPERBLOCK_BYTES else 0
+        with place.opened() as tier:
+            place.reader.expect_lost(tier, range(max(0, kept), SLOTS), f"{name} cut to {size}")
+
+
+def swapped_and_stale(place: Place) -> None:
+    def exchange(name: str, first: int, second: int, size: int) -> None:
+        data = bytearray((place.path / name).read_bytes())
+        data[first : first + size], data[second : second + size] = (
+            data[second : second + size],
+            data[first : first + size],
+        )
+        (place.path / name).write_bytes(data)
+
+    for slot in range(1, SLOTS):
+        for name, at, size in ((PAYLOAD, SLOT, SLOT), (INDEX, RECORD_BYTES, RECORD_BYTES), (PAYLOAD, SLOT, 512)):
+            place.restore()
+            base = PAGE_BYTES if name == INDEX else 0
+            exchange(name, base, base + slot * at, size)
+            with place.opened() as tier:
+                place.reader.expect_lost(tier, {0, slot}, f"{name}: {size} bytes of slots 0 and {slot} swapped")
+    for name in (INDEX, PAYLOAD):
+        place.restore()
+        old = (place.path / name).read_bytes()
+        others = [ChunkKey(key[::-1]) for key in place.keys[:8]]
+        with place.opened() as tier:
+            for key, other in zip(place.keys[:8], others, strict=True):
+                tier.delete(key)
+                tier.write(other, content(other, SLOT))
+        (place.path / name).write_bytes(old)
+        stale = Reader(place.tally, others, SLOT)
+        with place.opened() as tier:
+            place.tally.expect(not any(stale.read(tier, key) for key in others), f"{name} is stale: served")
+            for other in others:
+                tier.delete(other)
+            place.reader.expect_lost(tier, range(8), f"{name} is stale")
+
+
+def foreign_files(place: Place) -> None:
+    pages: dict[str, Callable[[], bytes]] = {
+        "version": lambda: Superblock(SLOT, SLOTS, 1, clean=True, version=FORMAT_VERSION + 1).pack(),
+        "older version": lambda: Superblock(SLOT, SLOTS, 1, clean=True, version=FORMAT_VERSION - 1).pack(),
+        "slot size": lambda: Superblock(2 * SLOT, SLOTS // 2, 1, clean=True).pack(),
+        "nothing of ours": lambda: random.Random(1).randbytes(PAGE_BYTES),
+    }
+    for what, page in pages.items():
+        place.restore()
+        with (place.path / INDEX).open("r+b") as file:
+            file.write(page())
+        with place.opened() as tier:
+            place.tally.expect(list(tier.recovered()) == [], f"foreign {what}: believed")
+            place.reader.expect_lost(tier, range(SLOTS), f"foreign {what}")
+    place.restore()
+    other = ChunkLayout(b"\1" * 32, 1, 1, (SLOT,)).keys(range(SLOTS))
+    with place.opened() as tier:
+        before = tier.counts["misses"]
+        strangers = Reader(place.tally, other, SLOT)
+        place.tally.expect(not any(strangers.read(tier, key) for key in other), "another model's file: served")
+        place.tally.expect(tier.counts["misses"] - before == SLOTS, "another model's file: not counted")
+        place.tally.cases += SLOTS
+
+
+# ---- Redis -----------------------------------------------------------------------------------------------------------
+
+REDIS_CHUNK, REDIS_PART, REDIS_CHUNKS = 300, 128, 64
+
+
+def redis(payload_bits: int, seed: int = 0) -> Tally:
+    """All of it, on a redis-server of its own."""
+    from kvtier.tiers.redis import RedisTier
+    from kvtier.tiers.redis_form import HEADER_BYTES, Form
+    from kvtier.tiers.redis_link import Link
+    from tests.redis_server import NAMESPACE, RedisServer
+
+    tally, draw = Tally(), random.Random(seed)
+    form = Form("kvtier", NAMESPACE, REDIS_PART)
+    keys = ChunkLayout(bytes(32), 1, 1, (REDIS_CHUNK,)).keys(range(REDIS_CHUNKS))
+    reader = Reader(tally, keys, REDIS_CHUNK)
+    with RedisServer() as server, server.admin() as admin:
+        link = Link(f"unix://{server.path}")
+        tier = RedisTier(link, form, REDIS_CHUNKS * form.room(REDIS_CHUNK), REDIS_CHUNK)
+        for key in keys:
+            tier.write(key, content(key, REDIS_CHUNK))
+        damage = RedisDamage(reader, form, tier, admin)
+        for first in range(0, HEADER_BYTES * 8, REDIS_CHUNKS // 2):
+            damage.flip({index: (0, first + index) for index in range(REDIS_CHUNKS // 2)}, f"header from bit {first}")
+        for turn in range(-(-payload_bits // (REDIS_CHUNKS // 2))):
+            chosen = draw.sample(range(REDIS_CHUNKS), REDIS_CHUNKS // 2)
+            bits = [divmod(draw.randrange(REDIS_CHUNK * 8), REDIS_PART * 8) for _ in chosen]
+            damage.flip(
+                {index: (part + 1, bit) for index, (part, bit) in zip(chosen, bits, strict=True)}, f"turn {turn}"
+            )
+        damage.values()
+        foreign_names(tally, admin, link, form, keys)
+        tally.expect(tier.counts["failed_reads"] == 0 and not tier.open_breakers, "damage counts as a server's fault")
+        tier.close()
+    return tally
+
+
+class RedisDamage:
+    """Hurts values behind a tier's back and looks what it makes of them."""
+
+    def __init__(self, reader: Reader, form: Any, tier: Any, admin: Any) -> None:
+        self.reader, self.tier, self.admin = reader, tier, admin
+        self.names = [form.names(key, REDIS_CHUNK) for key in reader.keys]
+
+    def flip(self, where: dict[int, tuple[int, int]], what: str) -> None:
+        """``where``: chunk -> which of its values, which bit of it."""
+        chosen = [(self.names[index][value], bit) for index, (value, bit) in where.items()]
+        old = self.admin.mget([name for name, _ in chosen])
+        pipe = self.admin.pipeline(transaction=False)
+        for (name, bit), value in zip(chosen, old, strict=True):
+            pipe.setbit(name, bit, not value[bit // 8] >> (7 - bit % 8) & 1)
+        pipe.execute()
+        self.reader.tally.bits += len(chosen)
+        self.hurt(where, what, "corrupt")
+
+    def hurt(self, where: Iterable[int], what: str, count: str) -> None:
+        chunks = list(where)
+        before = self.tier.counts[count]
+        self.reader.expect_lost(self.tier, chunks, what)
+        self.reader.tally.expect(self.tier.counts[count] - before == len(chunks), f"{what}: not counted as {count}")
+
+    def values(self) -> None:
+        """Every value of a chunk truncated to every other length, longer, swapped, lost; headers of other chunks."""
+        admin, names = self.admin, self.names
+        for value in range(len(names[0])):
+            size = admin.strlen(names[0][value])
+            for length in range(0, size, 7):
+                admin.set(names[0][value], admin.getrange(names[0][value], 0, length - 1) if length else b"")
+                self.hurt([0], f"value {value} cut to {length}", "corrupt")
+            admin.append(names[1][value], b"\0")
+            self.hurt([1], f"value {value} one byte longer", "corrupt")
+            admin.copy(names[3][value], names[2][value], replace=True)
+            self.hurt([2], f"value {value} of another chunk", "corrupt")
+            admin.delete(names[4][value])
+            self.hurt([4], f"value {value} lost", "evicted" if value else "misses")
+        admin.copy(names[5][1], names[5][2], replace=True)
+        self.hurt([5], "parts swapped", "corrupt")
+
+
+def foreign_names(tally: Tally, admin: Any, link: Any, form: Any, keys: Sequence[ChunkKey]) -> None:
+    """Another version's and another model's chunks under names of their own: not seen, not touched."""
+    from kvtier.tiers.redis import RedisTier
+    from kvtier.tiers.redis_form import Form
+    from tests.redis_server import NAMESPACE
+
+    other_form = Form("kvtier", NAMESPACE[::-1], REDIS_PART)
+    other = RedisTier(link, other_form, 1 << 20, REDIS_CHUNK)
+    reader = Reader(tally, keys, REDIS_CHUNK)
+    for key in keys:
+        for name in form.names(key, REDIS_CHUNK):
+            admin.copy(name, name.replace(b"kvtier:1:", b"kvtier:2:"))
+    held = admin.dbsize()
+    tally.expect(list(other.recovered()) == [], "another model's chunks: recovered")
+    tally.expect(not any(reader.read(other, key) for key in keys), "another model's chunks: served")
+    tally.expect(other.counts["misses"] == len(keys), "another model's chunks: not counted")
+    for key in keys:
+        other.delete(key)
+    tally.expect(admin.dbsize() == held, "another model's chunks: deleted")
+    tally.cases += 2 * len(keys)

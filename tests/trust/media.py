@@ -1,0 +1,291 @@
+"""Simulated media: a plain tier that does everything wrong a tier may do, and a Redis under the real RedisTier.
+
+Both outlive the processes that use them, and others use them too: what is *shared* is written and deleted by peers.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import redis
+from xxhash import xxh3_64_intdigest
+
+from kvtier.chunk import ChunkKey
+from kvtier.tiers.base import Tier
+from tests.trust.scheduler import Process, ViolationError, World
+
+
+class Medium:
+    """Chunks by key with a checksum each; unsynced changes may be lost, in any order, by a power cut."""
+
+    def __init__(self, world: World, capacity: int, *, shared: bool) -> None:
+        self.world = world
+        self.capacity = capacity
+        self.shared = shared
+        self.held: dict[ChunkKey, tuple[bytes, int]] = {}
+        self.unsynced: list[tuple[ChunkKey, tuple[bytes, int] | None]] = []
+        """What each changed key had before."""
+        self.forgot = False
+        """A read failed for now: the Store believes less than is held."""
+
+    def set(self, key: ChunkKey, value: tuple[bytes, int] | None) -> None:
+        self.unsynced.append((key, self.held.pop(key, None)))
+        if value is not None:
+            self.held[key] = value
+        if self.world.rng.random() < 0.2:
+            self.unsynced.clear()
+
+    def power_cut(self) -> None:
+        if self.shared:
+            return  # it is another machine's
+        rng = self.world.rng
+        for key, before in reversed(self.unsynced):
+            if rng.random() < 0.5:
+                self.held.pop(key, None)
+                if before is not None and len(self.held) < self.capacity:
+                    self.held[key] = before
+        self.unsynced.clear()
+
+    def rot(self) -> None:
+        for key, (data, check) in self.held.items():
+            if self.world.fault("bit rot"):
+                at = self.world.rng.randrange(len(data))
+                self.held[key] = (data[:at] + bytes([data[at] ^ 8]) + data[at + 1 :], check)
+
+
+class SimTier:
+    """The promises of :mod:`kvtier.tiers.base`, kept over a medium that fails, tears, shortens, delays and repeats."""
+
+    def __init__(self, world: World, medium: Medium, name: str) -> None:
+        self.world, self.medium, self.name = world, medium, name
+        self.capacity, self.shared = medium.capacity, medium.shared
+        self.process = world.opening
+
+    def recovered(self) -> Sequence[ChunkKey]:
+        self._io("recover")
+        return list(self.medium.held)[-self.capacity :] if self.shared else list(self.medium.held)
+
+    def write(self, key: ChunkKey, data: memoryview) -> bool:
+        world, medium = self.world, self.medium
+        self._io("write")
+        if world.fault("write fails"):
+            return False
+        half = data.nbytes // 2
+        first = bytes(data[:half])
+        self._io("write, half")
+        whole = first + bytes(data[half:])
+        check = xxh3_64_intdigest(key + whole)
+        if world.fault("write short"):
+            whole = first
+        elif world.fault("write torn"):
+            whole = first + b"\xa5" * len(first)
+        if not self.shared and key not in medium.held and len(medium.held) >= self.capacity:
+            return False
+        medium.set(key, (whole, check))
+        if self.shared and world.fault("write repeated"):
+            world.spawn("late write", lambda: (world.sleep(world.rng.random()), medium.set(key, (whole, check))))
+        self._io("written")
+        return True
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool:
+        world, medium = self.world, self.medium
+        into[:] = b"\xee" * into.nbytes
+        self._io("read")
+        if world.fault("read fails"):
+            medium.forgot = True
+            return False
+        data, check = medium.held.get(key, (b"", 0))
+        half = into.nbytes // 2
+        into[: len(data[:half])] = data[:half]
+        self._io("read, half")
+        into[half : half + len(data[half:])] = data[half:]
+        if world.fault("read damaged"):
+            into[half] ^= 1
+        if xxh3_64_intdigest(key + bytes(into)) == check:
+            self._io("read, whole")
+            return True
+        if key in medium.held:
+            medium.set(key, None)
+        return False
+
+    def find(self, keys: Sequence[ChunkKey]) -> int:
+        self._io("find")
+        if self.world.fault("find fails"):
+            return 0
+        held = next((count for count, key in enumerate(keys) if key not in self.medium.held), len(keys))
+        self._io("found")
+        return held
+
+    def delete(self, key: ChunkKey) -> None:
+        self._io("delete")
+        if key in self.medium.held:
+            self.medium.set(key, None)
+
+    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
+        self._io("close")
+        self.medium.unsynced.clear()
+
+    def _io(self, what: str) -> None:
+        self.world.io(self.process, f"{self.name} {what}")
+        if self.world.fault(f"{self.name} slow"):
+            self.world.sleep(self.world.rng.choice((0.05, 1.0, 20.0)), self.process)
+
+
+class Watched:
+    """A tier whose caller is held to its part of :class:`kvtier.tiers.base.Tier`, and which is held to its word."""
+
+    def __init__(self, world: World, inner: Tier) -> None:
+        self.world, self.inner = world, inner
+        self.name, self.capacity, self.shared = inner.name, inner.capacity, inner.shared
+        self.writing: set[ChunkKey] = set()
+        self.deleting: Counter[ChunkKey] = Counter()
+
+    @property
+    def moving(self) -> set[ChunkKey]:
+        """Chunks in the middle of a write or delete, or that were when their process died."""
+        return self.writing | set(+self.deleting)
+
+    def recovered(self) -> Sequence[ChunkKey]:
+        return self.inner.recovered()
+
+    def write(self, key: ChunkKey, data: memoryview) -> bool:
+        if key in self.writing or self.deleting[key]:
+            raise ViolationError("two writes, or a write and a delete, of one chunk at once")
+        self.writing.add(key)
+        task = self.world.current
+        task.failed = False
+        stored = self.inner.write(key, data)
+        if stored and task.failed:
+            raise ViolationError("a write that failed counts as stored")
+        self.writing.discard(key)
+        return stored
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool:
+        return self.inner.read(key, into)
+
+    def find(self, keys: Sequence[ChunkKey]) -> int:
+        return self.inner.find(keys)
+
+    def delete(self, key: ChunkKey) -> None:
+        if key in self.writing:
+            raise ViolationError("a delete of a chunk that is being written")
+        self.deleting[key] += 1
+        self.inner.delete(key)
+        self.deleting[key] -= 1
+
+    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
+        self.inner.close(coldest_first)
+
+
+class SimRedis:
+    """One Redis server's values. It may be away, full, evict by itself, and do late what nobody waits for any more."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.values: dict[bytes, bytes] = {}
+        self.away_until = 0.0
+
+    def evict(self) -> None:
+        for name in list(self.values):
+            if self.world.fault("redis evicts"):
+                del self.values[name]
+
+    def do(self, command: tuple[Any, ...]) -> Any:
+        match command:
+            case ("INFO",):
+                return b"maxmemory:0\r\nmaxmemory_policy:noeviction\r\n"
+            case ("SET", name, value, *_):
+                self.values[name] = bytes(value)
+                return b"OK"
+            case ("GET", name):
+                return self.values.get(name)
+            case ("EXISTS", *names):
+                return sum(name in self.values for name in names)
+            case ("UNLINK", *names):
+                return sum(self.values.pop(name, None) is not None for name in names)
+            case ("SCAN", _, "MATCH", pattern, "COUNT", _):
+                return [0, [name for name in self.values if fnmatch.fnmatchcase(name, pattern)]]
+            case ("OBJECT", "IDLETIME", _):
+                return 0
+        raise ViolationError(f"Redis is asked {command[0]!r}, which this one does not know")
+
+
+class SimLink:
+    """:class:`kvtier.tiers.redis_link.Link`, as far as RedisTier sees it."""
+
+    label = "simulated"
+    is_cluster = False
+
+    def __init__(self, world: World, server: SimRedis) -> None:
+        self.world, self.server = world, server
+        self.process = world.opening
+
+    def node_of(self, name: bytes) -> str:
+        return self.label
+
+    @contextmanager
+    def wire(self, name: bytes) -> Iterator[SimWire]:
+        yield SimWire(self.world, self.server, self.process)
+
+    def wires(self) -> Generator[SimWire]:
+        yield SimWire(self.world, self.server, self.process)
+
+    def close(self) -> None:
+        pass
+
+
+class SimWire:
+    """One connection for one call: each command is a step, and may be lost before or after the server did it."""
+
+    def __init__(self, world: World, server: SimRedis, process: Process | None) -> None:
+        self.world, self.server, self.process = world, server, process
+
+    def _one(self, command: tuple[Any, ...]) -> Any:
+        world = self.world
+        world.io(self.process, f"redis {command[0]}")
+        if world.fault("redis goes away", 0.2):
+            self.server.away_until = world.now + world.rng.choice((0.2, 2.0, 60.0))
+        if world.now < self.server.away_until or world.fault("redis connection lost"):
+            world.current.failed |= command[0] == "SET"
+            raise redis.ConnectionError("simulated")
+        if world.fault("redis answers too late"):
+            if world.rng.random() < 0.5:
+                world.spawn("late command", lambda: (world.sleep(world.rng.random() * 3), self.server.do(command)))
+            else:
+                self.server.do(command)
+            world.current.failed |= command[0] == "SET"
+            raise redis.TimeoutError("simulated")
+        return self.server.do(command)
+
+    def ask(self, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
+        return [self._one(command) for command in list(commands)]
+
+    def put(self, items: Iterable[tuple[bytes, memoryview]], ttl_ms: int | None) -> redis.ResponseError | None:
+        for name, data in items:
+            if self.world.fault("redis full"):
+                self.world.current.failed = True
+                return redis.ResponseError("OOM simulated")
+            self._one(("SET", name, bytes(data)))
+        return None
+
+    def get(self, names: Sequence[bytes], into: Sequence[memoryview]) -> Generator[memoryview]:
+        for name, memory in zip(names, into, strict=True):
+            value = self._one(("GET", name))
+            if value is None:
+                return
+            if len(value) != memory.nbytes:
+                from kvtier.tiers.redis_link import WrongSizeError
+
+                raise WrongSizeError("simulated")
+            memory[:] = value
+            if self.world.fault("redis read damaged"):
+                memory[self.world.rng.randrange(memory.nbytes)] ^= 4
+            yield memory
+
+    def scan(self, pattern: bytes, count: int) -> Iterator[list[bytes]]:
+        (answer,) = self.ask([("SCAN", 0, "MATCH", pattern, "COUNT", count)])
+        yield answer[1]

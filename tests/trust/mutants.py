@@ -1,0 +1,388 @@
+"""Mutants: one-line defects of the parts that decide, each of which the quick suites must notice.
+
+``python -m tests.trust.mutants`` applies one after the other to a copy of the package (never to the tree), runs the
+suites of :data:`SUITES` there until one fails, and prints who killed it. Survivors are the suites' blind spots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("kvtier", "connectors", "autoconfig", "bench", "tests", "pyproject.toml")
+PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider")
+SUITES: dict[str, tuple[str, ...]] = {
+    "simulation": ("-m", "tests.trust.simulation", "--stop", "--seeds", "2500"),
+    "unit": (*PYTEST, "tests/unit/test_directory.py", "tests/unit/test_store.py", "tests/unit/test_chunk.py"),
+    "nvme": (*PYTEST, "tests/trust/test_corruption.py", "tests/fault/test_nvme_faults.py", "-k", "not redis"),
+    "machine": (*PYTEST, "tests/property/test_store_machine.py"),
+}
+"""In the order in which they are tried."""
+SUITE_S = 240
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """``old``, which stands once in ``file``, becomes ``new``; ``breaks``: what that does."""
+
+    file: str
+    old: str
+    new: str
+    breaks: str
+
+
+MUTANTS = (
+    # ---- directory -------------------------------------------------------------------------------------------------
+    Mutant(
+        "directory.py",
+        "        if entry.pins:\n            self._gone.add(entry)\n        else:\n            self._free_slot(entry)",
+        "        self._free_slot(entry)",
+        "a slot is reused under its readers",
+    ),
+    Mutant(
+        "directory.py",
+        "            self._gone.discard(entry)\n            self._free_slot(entry)",
+        "            self._gone.discard(entry)",
+        "the slot of a forgotten chunk is lost with its last reader",
+    ),
+    Mutant(
+        "directory.py",
+        "            if victim is None or victim in keep:",
+        "            if victim is None:",
+        "a run pushes out its own chunks",
+    ),
+    Mutant(
+        "directory.py",
+        "        tier.writing[entry.key] = entry.owner\n        self.pin(entry)",
+        "        tier.writing[entry.key] = entry.owner\n        entry.pins += 1",
+        "a chunk is evicted while it is spilled",
+    ),
+    Mutant(
+        "directory.py",
+        "        wanted = entry.state is not GONE",
+        "        wanted = True",
+        "a chunk forgotten while it is spilled comes back",
+    ),
+    Mutant(
+        "directory.py",
+        "        if spent or len(tier.order) + len(tier.writing) >= tier.capacity:",
+        "        if spent or len(tier.order) >= tier.capacity:",
+        "writes under way do not count against a tier's capacity",
+    ),
+    Mutant(
+        "directory.py",
+        "        if entry.key in tier.order or entry.key in tier.writing or entry.key in tier.leaving:",
+        "        if entry.key in tier.order or entry.key in tier.writing:",
+        "a chunk is written while its delete is still to come",
+    ),
+    Mutant(
+        "directory.py",
+        "            if entry is None or entry.state is not READY:\n                return index",
+        "            if entry is None:\n                return index",
+        "a match counts chunks that are being filled",
+    ),
+    Mutant(
+        "directory.py",
+        "        entry.pins += 1\n        self._evictable.discard(entry.key)",
+        "        entry.pins += 1",
+        "a pinned chunk stays evictable",
+    ),
+    Mutant(
+        "directory.py",
+        "        entry.pins -= 1\n        if entry.pins:\n            return",
+        "        entry.pins -= 1",
+        "the first of two readers to leave makes the chunk evictable",
+    ),
+    Mutant(
+        "directory.py",
+        "        entry.state = READY\n        if not entry.pins:",
+        "        entry.state = READY\n        if True:",
+        "a chunk that arrives under a waiter is evictable",
+    ),
+    Mutant(
+        "directory.py",
+        "        if entry is not None and entry.state is READY and _may(owner, entry.owner):",
+        "        if entry is not None and _may(owner, entry.owner):",
+        "a forget frees the slot that an engine is filling",
+    ),
+    Mutant(
+        "directory.py",
+        "        self._tiers[index].order.discard(key)\n",
+        "        pass\n",
+        "a chunk that a tier lost is promised for ever",
+    ),
+    Mutant(
+        "directory.py",
+        "            self._used[entry.owner] -= 1",
+        "            pass",
+        "an owner's quota is used up by chunks long gone",
+    ),
+    Mutant(
+        "directory.py",
+        "        tier = self._tiers[index]\n        del tier.writing[entry.key]",
+        "        tier = self._tiers[index]",
+        "a write never ends: its room is lost",
+    ),
+    Mutant(
+        "directory.py",
+        "        if stored and wanted:",
+        "        if wanted:",
+        "a failed write counts as held",
+    ),
+    # ---- store -----------------------------------------------------------------------------------------------------
+    Mutant(
+        "store.py",
+        "            elif entry.state is FILLING and entry.origin is None:\n                break",
+        "            elif False:\n                break",
+        "a load waits for a chunk that an engine may never finish",
+    ),
+    Mutant(
+        "store.py",
+        "            while ready < len(entries) and entries[ready].state is READY:",
+        "            while ready < len(entries) and entries[ready].state is not GONE:",
+        "a load serves chunks that have not arrived",
+    ),
+    Mutant(
+        "store.py",
+        "                self._unpin(entries[whole:])",
+        "                pass",
+        "a load that got shorter keeps its pins for ever",
+    ),
+    Mutant(
+        "store.py",
+        "            lease.closed = True\n            self._unpin(lease.entries)",
+        "            lease.closed = True",
+        "a closed load keeps its pins for ever",
+    ),
+    Mutant(
+        "store.py",
+        "            promotions = [] if lease.closed else self._claim(lease)",
+        "            promotions = self._claim(lease)",
+        "an answer that comes after the close pins chunks for nobody",
+    ),
+    Mutant(
+        "store.py",
+        '["promotion_refused"] += 1\n                    self._directory.fill_failed(entry)',
+        '["promotion_refused"] += 1',
+        "a full lane leaves chunks FILLING for ever",
+    ),
+    Mutant(
+        "store.py",
+        "            victims = self._directory.spill_begun(entry, index) if entry.state is READY else None",
+        "            victims = self._directory.spill_begun(entry, index)",
+        "a spill of a chunk that has left raises on its lane",
+    ),
+    Mutant("store.py", "        self._delete(index, victims)\n", "", "what a tier has no room for is never deleted"),
+    Mutant(
+        "store.py",
+        "            if arrived:\n                self.counts",
+        "            if True:\n                self.counts",
+        "a failed read is served",
+    ),
+    Mutant(
+        "store.py",
+        "                else:\n                    self._directory.fill_failed(entry)\n            if not commit:",
+        "                else:\n                    self._directory.filled(entry)\n            if not commit:",
+        "an aborted save is served",
+    ),
+    Mutant(
+        "store.py",
+        "                lease.asking = False\n        return lease",
+        "                pass\n        return lease",
+        "a question that a full lane refused is waited for for ever",
+    ),
+    Mutant(
+        "store.py",
+        "            self._promote_all([(entry, again)])",
+        "            pass",
+        "a failed read leaves the chunk FILLING when another tier has it too",
+    ),
+    Mutant(
+        "store.py",
+        "            if not self._directory.spill_ended(entry, index, stored):\n"
+        "                self._trash[index].append(entry.key)",
+        "            self._directory.spill_ended(entry, index, stored)",
+        "a chunk forgotten while it is spilled stays in the tier",
+    ),
+    # ---- lease, policy, chunk --------------------------------------------------------------------------------------
+    Mutant(
+        "lease.py",
+        "        self.open = False\n        self._store.end_save(self, commit=True)",
+        "        self._store.end_save(self, commit=True)",
+        "a committed lease that is closed takes its chunks back",
+    ),
+    Mutant(
+        "lease.py",
+        "        return [entry.slot for entry in self.entries[: self.ready]]",
+        "        return [entry.slot for entry in self.entries]",
+        "a load shows slots that are not there yet",
+    ),
+    Mutant("policy.py", "        self._order.pop(key, None)", "        pass", "a chunk that has left is evicted again"),
+    Mutant(
+        "policy.py",
+        "        for key in reversed(run):",
+        "        for key in run:",
+        "a prompt's beginning leaves before its end",
+    ),
+    Mutant(
+        "policy.py",
+        "        owner = self._owner.pop(key, 0)",
+        "        owner = self._owner.get(key, 0)",
+        "a chunk that came back belongs to who had it before",
+    ),
+    Mutant(
+        "chunk.py",
+        "packed[index * step : index * step + step]",
+        "packed[index * step : index * step + step - 4]",
+        "prompts that differ in a chunk's last token share keys",
+    ),
+    Mutant("chunk.py", "+ head + extra)", "+ head)", "salts and adapters share keys"),
+    # ---- NVMe ------------------------------------------------------------------------------------------------------
+    Mutant(
+        "tiers/nvme.py",
+        "            if payload_checksum(key, into) == checksum:",
+        "            if True:",
+        "damaged payloads are served",
+    ),
+    Mutant(
+        "tiers/nvme.py",
+        "                else:\n                    self._free.append(slot)",
+        "                else:\n                    pass",
+        "a failed write loses a slot",
+    ),
+    Mutant(
+        "tiers/nvme.py",
+        "            self._files.write_record(slot, EMPTY_RECORD)",
+        "            pass",
+        "what was deleted is back after a crash",
+    ),
+    Mutant(
+        "tiers/nvme.py",
+        "            if self._places.get(key) != place:",
+        "            if False:",
+        "a late reader drops a chunk that was written anew",
+    ),
+    Mutant(
+        "tiers/nvme.py",
+        "count=len(self._places)) % self.capacity] = False",
+        "count=len(self._places)) % self.capacity] = True",
+        "recovered chunks are written over",
+    ),
+    Mutant(
+        "tiers/nvme_files.py",
+        "        if os.pwritev(self._payload, parts, slot * self.slot_bytes) != wanted:",
+        "        if os.pwritev(self._payload, parts, slot * self.slot_bytes) < 0:",
+        "a short write counts as whole",
+    ),
+    Mutant(
+        "tiers/nvme_files.py",
+        "        if old and old.version == FORMAT_VERSION and old.slot_bytes == self.slot_bytes:",
+        "        if old and old.slot_bytes == self.slot_bytes:",
+        "a foreign version is believed",
+    ),
+    Mutant(
+        "tiers/nvme_index.py",
+        '    good = used[rows["check"][used] == np.array(checks, dtype=np.uint64)]',
+        "    good = used",
+        "damaged records are believed",
+    ),
+    Mutant(
+        "tiers/nvme_index.py",
+        'seed=int.from_bytes(own_link(key), "little")',
+        "seed=0",
+        "a payload is believed under another key",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    mutant: Mutant
+    killer: str
+    """The suite that noticed; empty: none."""
+    seconds: float
+
+
+def occurrences(mutant: Mutant) -> int:
+    return (ROOT / "kvtier" / mutant.file).read_text(encoding="utf-8").count(mutant.old)
+
+
+def copy_package(into: Path) -> None:
+    """The package as it lies in the tree, its links as links."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            skipped = shutil.ignore_patterns("__pycache__", "results", ".hypothesis")
+            shutil.copytree(source, into / name, symlinks=True, ignore=skipped)
+        else:
+            shutil.copy(source, into / name)
+
+
+def runs(suite: str, place: Path) -> bool:
+    """Does the suite pass there? One that hangs does not."""
+    environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        command = [sys.executable, *SUITES[suite]]
+        done = subprocess.run(
+            command, cwd=place, env=environment, capture_output=True, timeout=SUITE_S, check=False
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def judge(mutant: Mutant, place: Path, suites: Sequence[str] = tuple(SUITES)) -> Verdict:
+    """Apply it to the copy, ask the suites one after the other, take it back."""
+    file = place / "kvtier" / mutant.file
+    sound, begun = file.read_text(encoding="utf-8"), time.monotonic()
+    file.write_text(sound.replace(mutant.old, mutant.new), encoding="utf-8")
+    try:
+        killer = next((suite for suite in suites if not runs(suite, place)), "")
+    finally:
+        file.write_text(sound, encoding="utf-8")
+    return Verdict(mutant, killer, round(time.monotonic() - begun, 1))
+
+
+def main() -> int:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="mutants whose file or effect contains this")
+    parser.add_argument("--suites", nargs="*", choices=SUITES, default=list(SUITES))
+    parser.add_argument("--from", type=int, default=0, dest="first", help="start at this one")
+    given = parser.parse_args()
+    chosen = [each for each in MUTANTS if not given.only or given.only in f"{each.file} {each.breaks}"][given.first :]
+    verdicts = []
+    with tempfile.TemporaryDirectory(prefix="kvtier-mutants-") as folder:
+        place = Path(folder)
+        copy_package(place)
+        for suite in given.suites:
+            if not runs(suite, place):
+                raise SystemExit(f"{suite} fails without any mutant")
+        for mutant in chosen:
+            verdict = judge(mutant, place, given.suites)
+            verdicts.append(verdict)
+            fate = f"killed by {verdict.killer}" if verdict.killer else "SURVIVED"
+            sys.stdout.write(f"{fate:22} {verdict.seconds:6.1f} s  {mutant.file}: {mutant.breaks}\n")
+            sys.stdout.flush()
+    sys.stdout.write(json.dumps(score(verdicts)) + "\n")
+    return any(not verdict.killer for verdict in verdicts)
+
+
+def score(verdicts: Sequence[Verdict]) -> dict[str, object]:
+    killers = {suite: sum(verdict.killer == suite for verdict in verdicts) for suite in SUITES}
+    survivors = [f"{verdict.mutant.file}: {verdict.mutant.breaks}" for verdict in verdicts if not verdict.killer]
+    return {"mutants": len(verdicts), "killed": len(verdicts) - len(survivors), "by": killers, "survivors": survivors}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

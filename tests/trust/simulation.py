@@ -1,0 +1,478 @@
+"""The production Store, Directory, leases, lanes and tiers in a :class:`~tests.trust.scheduler.World` of faults.
+
+``python -m tests.trust.simulation --seed N`` replays one seed and prints its trace; ``--seeds N`` runs many.
+
+A seed draws a machine (slots, tiers, lanes, quotas), engines, faults and deaths. Engines save chunks whose bytes follow
+from their key alone, load, hold leases long, forget, clear and die; servers die between any two steps and open again on
+what their media kept; other servers use the shared media. After every step that may have changed something:
+
+- every READY chunk, and every byte under an open load lease, is exactly what was computed for its key;
+- the Directory's own rules hold (slots, capacities, quotas; see :mod:`kvtier.directory`), no lane work has raised;
+- no call of an engine waits for a lock or does I/O, and each ends within a number of steps that its keys bound.
+
+A kill (no power cut, no fault) loses nothing that was stored and brings back nothing that was deleted. At rest: nothing
+is FILLING, pinned, being written or deleted; NVMe and index agree; after faults end every tier can be filled to its
+capacity again; a clear leaves nothing behind; a close ends in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import logging
+import math
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import kvtier.tiers.nvme_files
+from kvtier.chunk import ChunkKey
+from kvtier.directory import READY
+from kvtier.errors import TierError
+from kvtier.lanes import Lane
+from kvtier.lease import LoadLease
+from kvtier.pool import Pool
+from kvtier.store import Store
+from kvtier.tiers.base import Tier
+from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.nvme_index import table_bytes
+from kvtier.tiers.redis import RedisTier
+from kvtier.tiers.redis_form import Form
+from tests.trust.clients import FRESH, RUNS, SLOT, Client, right
+from tests.trust.disk import SimDisk
+from tests.trust.media import Medium, SimLink, SimRedis, SimTier, Watched
+from tests.trust.scheduler import Process, Threading, Time, ViolationError, World
+
+FORM = Form("sim", b"model", SLOT // 2)
+KINDS = (
+    ("plain",), ("nvme",), ("nvme",), ("redis",), ("nvme", "redis"), ("nvme", "redis"), ("plain", "shared"),
+    ("nvme", "shared"), (),
+)  # fmt: skip
+CLOSE_S = 2.0
+
+
+@lru_cache(maxsize=1)
+def folder() -> Path:
+    """An empty folder that exists; the simulated files are beside it in name only."""
+    path = Path(tempfile.mkdtemp(prefix="kvtier-simulation-"))
+    atexit.register(path.rmdir)
+    return path
+
+
+@dataclass
+class Outcome:
+    """What one seed did."""
+
+    seed: int
+    steps: int
+    events: Counter[str] = field(default_factory=Counter)
+    injected: Counter[str] = field(default_factory=Counter)
+    violation: str = ""
+    trace: list[str] = field(default_factory=list)
+
+
+class Simulation:
+    """One seed."""
+
+    def __init__(self, seed: int, *, trace: bool = False) -> None:
+        self.world = world = World(seed, trace=trace)
+        rng = world.rng
+        self.events: Counter[str] = Counter()
+        self.slots = rng.choice((1, 2, 3, 4, 6, 8))
+        self.kinds = rng.choice(KINDS)
+        self.capacity = rng.choice((1, 2, 3, 4, 6, 8))
+        self.threads, self.bound = rng.randint(1, 3), rng.choice((1, 2, 4, 16))
+        self.share = rng.choice((None, None, 0.5))
+        self.engines = rng.randint(1, 3)
+        self.rate = rng.choice((0.0, 0.0, 0.01, 0.05, 0.2))
+        self.runs = rng.sample(RUNS, rng.randint(3, 7))
+        """Few, so that they meet again."""
+        self.crashes = rng.choice((0, 0, 1, 2))
+        self.disk, self.redis = SimDisk(world), SimRedis(world)
+        self.media = {name: Medium(world, self.capacity, shared=name == "shared") for name in ("plain", "shared")}
+        self.computed: set[ChunkKey] = set()
+        self.filling: set[int] = set()
+        self.loads: list[LoadLease] = []
+        self.store: Store | None = None
+        self.lanes: list[Lane] = []
+        self.tiers: list[Watched] = []
+        self.disks: list[NvmeTier] = []
+        self.process: Process | None = None
+        self.opened = 0
+        world.observe, world.ring = self.observe, self.crash
+
+    def owner(self, number: int) -> int:
+        return number + 1 if self.share else 0
+
+    def run_of_keys(self) -> list[ChunkKey]:
+        return self.runs[int(self.world.rng.random() * len(self.runs))]
+
+    # ---- invariants ----------------------------------------------------------------------------------------------
+
+    def observe(self) -> None:
+        store = self.store
+        if store is None:
+            return
+        directory = store._directory
+        directory.check()
+        for entry in directory._entries.values():
+            if entry.state is READY and bytes(store.pool.view(entry.slot)) != right(entry.key):
+                raise ViolationError(f"READY, but not whole: {entry.key.hex()[:8]} in slot {entry.slot}")
+        for lease in self.loads:
+            self.verify(lease)
+        for lane in self.lanes:
+            if lane.failures:
+                raise ViolationError(f"a work of lane {lane.name} raised")
+        if not self.media["plain"].forgot and len(self.media["plain"].held) > self.capacity:
+            raise ViolationError("the tier holds more than its capacity")
+
+    def verify(self, lease: LoadLease) -> None:
+        """No byte is served that was not computed for its key."""
+        for key, view in zip(lease.keys, lease.views(), strict=False):
+            if key not in self.computed or bytes(view) != right(key):
+                raise ViolationError(f"wrong bytes served for {key.hex()[:8]}")
+
+    # ---- birth and death -----------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        while self.store is None:
+            self.opened += 1
+            process = Process(f"server{self.opened}")
+            self.world.opening = process
+            self.world.say("opens")
+            try:
+                self._open(process)
+            except TierError as error:
+                self.world.say(f"refused: {error}")
+                self.events["opening refused"] += 1
+                self.world.kill(process)
+                self.world.fault_rate = 0.0
+            finally:
+                self.world.opening = None
+
+    def _open(self, process: Process) -> None:
+        self.lanes = []
+        tiers = [Watched(self.world, self.tier(kind)) for kind in self.kinds]
+        for tier in tiers:
+            self.lanes.append(Lane(tier.name, self.threads, urgent_bound=self.bound, bound=self.bound))
+        clock = Time(self.world).monotonic
+        places = list(zip(tiers, self.lanes, strict=True))
+        store = Store(Pool(self.slots, SLOT), places, share=self.share, clock=clock)
+        self.filling.clear()
+        self.loads.clear()
+        self.store, self.process, self.tiers = store, process, tiers
+
+    def tier(self, kind: str) -> Tier:
+        if kind == "nvme":
+            self.disks.append(NvmeTier(folder(), table_bytes(self.capacity) + self.capacity * SLOT, SLOT))
+            return self.disks[-1]
+        if kind == "redis":
+            link: Any = SimLink(self.world, self.redis)
+            clock = Time(self.world).monotonic
+            return RedisTier(link, FORM, self.capacity * FORM.room(SLOT), SLOT, clock=clock)
+        return SimTier(self.world, self.media[kind], kind)
+
+    def running(self) -> Store:
+        assert self.store is not None
+        return self.store
+
+    def crash(self) -> float:
+        """The server dies now, in the middle of whatever it does. Returns the step at which to do it again."""
+        assert self.process is not None
+        if self.store is None:
+            return self.world.steps + 20
+        self.world.say("DIES")
+        self.events["crashes"] += 1
+        self.loads.clear()
+        self.world.kill(self.process)
+        self.store = None
+        self.crashes -= 1
+        return self.world.steps + self.world.rng.randint(1, 400) if self.crashes else math.inf
+
+    def reopen(self, *, closed: bool = False) -> None:
+        """What was cut off unwinds; then the medium is as the death left it."""
+        dying, before = self.process, self.on_disk()
+        while any(task.process is dying for task in self.world.tasks):
+            self.world.sleep(0.01)
+        if self.world.rng.random() < 0.5:
+            self.world.say("power cut")
+            self.events["power cuts"] += 1
+            self.disk.power_cut()
+            for medium in self.media.values():
+                medium.power_cut()
+        self.open()
+        if not closed and not self.events["power cuts"] and not self.world.injected:
+            found, (held, moving) = self.on_disk()[0], before
+            if not held - moving <= found <= held | moving:
+                raise ViolationError(f"a kill made {len(held)} chunks on disk {len(found)}")
+
+    def on_disk(self) -> tuple[set[ChunkKey], set[ChunkKey]]:
+        """What the NVMe tier holds, and what is on its way there or away; nothing where there is none."""
+        if "nvme" not in self.kinds:
+            return set(), set()
+        return set(self.disks[-1]._places), self.tiers[self.kinds.index("nvme")].moving
+
+    def let_go(self) -> None:
+        """No simulated descriptor may outlive the simulated ``os``."""
+        self.world.failure = self.store = None
+        for tier in self.disks:
+            tier._files._index = tier._files._payload = -1
+        for lane in self.lanes:
+            for queue in lane._queues.values():
+                queue.clear()
+        self.disk.handles.clear()
+
+    # ---- the walk ------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        world, rng = self.world, self.world.rng
+        world.fault_rate = self.rate if rng.random() < 0.3 else 0.0
+        self.open()
+        world.fault_rate = self.rate
+        if self.crashes:
+            world.alarm_at = world.steps + rng.randint(1, 400)
+        working = [world.spawn(f"engine{number}", Client(self, number).run) for number in range(self.engines)]
+        if "shared" in self.kinds or "redis" in self.kinds:
+            world.spawn("peer", self.peer)
+        while any(task in world.tasks for task in working):
+            if self.store is None:
+                self.reopen()
+            elif rng.random() < 0.2:
+                self.rot()
+            world.sleep(0.02)
+        if self.store is None:
+            self.reopen()
+        world.alarm_at = math.inf
+        if rng.random() < 0.15:
+            self.close_in_the_middle()
+        self.rest()
+        if rng.random() < 0.4:
+            self.start_again()
+        if rng.random() < 0.5:
+            self.erase_and_fill()
+
+    def peer(self) -> None:
+        """Another server on the shared media."""
+        shared, world = self.media["shared"], self.world
+        tier = self.tier("redis") if "redis" in self.kinds else None
+        for _ in range(world.rng.randint(0, 3)):
+            world.sleep(world.rng.random() / 4)
+            keys = self.run_of_keys()
+            self.computed.update(keys)
+            for key in keys:
+                if tier is not None:
+                    tier.write(key, memoryview(right(key)))
+                else:
+                    shared.set(key, (right(key), _check(key)))
+            if world.rng.random() < 0.3:
+                shared.held.pop(keys[0], None)
+                self.redis.values.pop(FORM.header_name(keys[-1]), None)
+
+    def rot(self) -> None:
+        self.disk.rot()
+        self.redis.evict()
+        for medium in self.media.values():
+            medium.rot()
+
+    def rest(self) -> None:
+        """Faults end, everybody is done: nothing is left in between."""
+        world, store = self.world, self.running()
+        world.fault_rate = 0.0
+        self.redis.away_until = 0.0
+        world.settle()
+        self.idle(store)
+        if not world.injected and not self.events["crashes"] and "plain" in self.kinds:
+            held = store.stats()["plain_held"]
+            if held != len(self.media["plain"].held):
+                raise ViolationError(f"the tier holds {len(self.media['plain'].held)} chunks, the index {held}")
+
+    def idle(self, store: Store) -> None:
+        store.forget(())  # what asking a shared tier turned up beyond its room is deleted with the next deletion
+        self.world.settle()
+        self.world.quiet = True
+        try:
+            store.check(idle=True)
+        finally:
+            self.world.quiet = False
+        self.observe()
+        directory = store._directory
+        for order in (directory._evictable, *(tier.order for tier in directory._tiers)):
+            if not order._owner.keys() <= set(order):
+                raise ViolationError("chunks that have left still have owners")
+        if "nvme" in self.kinds:
+            tier, known = self.disks[-1], set(directory.order(self.kinds.index("nvme")))
+            if known != set(tier._places) or len(tier._places) + len(tier._free) != tier.capacity:
+                raise ViolationError(
+                    f"NVMe: {len(tier._places)} held and {len(tier._free)} free of {tier.capacity}, {len(known)} known"
+                )
+
+    def close_in_the_middle(self) -> None:
+        """A close among queued work and slow I/O ends in its time."""
+        store, begun = self.running(), self.world.now
+        self.loads.clear()
+        self.store = None
+        store.close(CLOSE_S)
+        took = self.world.now - begun
+        # Each tier's own end is one table of records: a few I/Os, each of which may be slow.
+        if took > CLOSE_S * len(self.kinds) + 100 * len(self.kinds) + 1.0:
+            raise ViolationError(f"close({CLOSE_S}) took {took:.1f} s")
+        self.events["closed in the middle"] += 1
+        assert self.process is not None
+        self.world.kill(self.process)
+        self.reopen(closed=True)
+
+    def start_again(self) -> None:
+        """A clean stop, a start, and a look at everything that was kept."""
+        store, held = self.running(), self.on_disk()[0]
+        self.store = None
+        if not store.close(CLOSE_S):
+            raise ViolationError("an idle store did not close in time")
+        assert self.process is not None
+        self.world.kill(self.process)
+        self.events["clean restarts"] += 1
+        self.open()
+        if self.on_disk()[0] != held:
+            raise ViolationError("a clean restart changed what is on disk")
+        store = self.running()
+        for keys in RUNS:
+            lease = store.load(keys)
+            self.loads.append(lease)
+            self.world.settle()
+            if lease.poll().coming:
+                raise ViolationError("a lane has run dry, but something is said to come")
+            self.verify(lease)
+            self.events["kept over a restart"] += lease.ready
+            self.loads.remove(lease)
+            lease.close()
+        self.world.settle()
+        self.idle(store)
+
+    def erase_and_fill(self) -> None:
+        """After a clear nothing is held; then every tier takes as much as it ever could."""
+        store, world = self.running(), self.world
+        store.clear()
+        world.sleep(120.0)
+        world.settle()
+        self.idle(store)
+        if any(store.match(keys) != (0, 0) for keys in RUNS) or any(
+            count for name, count in store.stats().items() if name.endswith("_held")
+        ):
+            raise ViolationError("chunks are left after a clear")
+        world.sleep(120.0)
+        for keys in FRESH[: self.capacity]:
+            with store.save(keys) as lease:
+                if not lease.slots:
+                    raise ViolationError("an idle store takes no chunk")
+                lease.views()[0][:] = right(keys[0])
+                self.computed.update(keys)
+                lease.commit()
+            world.settle()
+        for kind in {"nvme", "redis"} & set(self.kinds):
+            held = store.stats()[f"{kind}_held"]
+            if held != self.capacity:
+                raise ViolationError(f"{kind} takes {held} chunks, not {self.capacity}: room is lost")
+        self.events["filled again"] += 1
+
+
+def _check(key: ChunkKey) -> int:
+    from xxhash import xxh3_64_intdigest
+
+    return xxh3_64_intdigest(key + right(key))
+
+
+@contextmanager
+def replaced(sim: Simulation) -> Iterator[None]:
+    """The product's threads, clock and files are the simulation's."""
+    stand_ins = {"threading": Threading(sim.world), "time": Time(sim.world)}
+    modules = [module for name, module in sys.modules.items() if name.startswith("kvtier.")]
+    before: list[tuple[Any, str, Any]] = []
+    for module in modules:
+        before += [(module, name, vars(module)[name]) for name in stand_ins if name in vars(module)]
+    files = kvtier.tiers.nvme_files
+    before += [(files, name, vars(files)[name]) for name in ("os", "fcntl")]
+    for module, name, _ in before:
+        setattr(module, name, stand_ins.get(name, sim.disk))
+    try:
+        yield
+    finally:
+        for module, name, real in before:
+            setattr(module, name, real)
+
+
+def simulate(seed: int, *, trace: bool = False) -> Outcome:
+    """Run one seed to its end or its first violation."""
+    sim = Simulation(seed, trace=trace)
+    world = sim.world
+    violation = ""
+    with replaced(sim):
+        try:
+            sim.run()
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            violation = f"{type(error).__name__}: {error}"
+            world.say(f"VIOLATION {violation}")
+        finally:
+            world.end()
+            sim.let_go()
+    return Outcome(seed, world.steps, sim.events, world.injected, violation, world.trace or [])
+
+
+def many(seeds: Sequence[int], *, stop: bool = False) -> list[Outcome]:
+    """Outcomes of many seeds; ``stop`` at the first violation."""
+    outcomes = []
+    for seed in seeds:
+        outcomes.append(simulate(seed))
+        if stop and outcomes[-1].violation:
+            break
+    return outcomes
+
+
+def main() -> int:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, help="replay one seed and print its trace")
+    parser.add_argument("--seeds", type=int, default=1000, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--stop", action="store_true", help="stop at the first violation")
+    given = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        os.execve(sys.executable, [sys.executable, "-m", "tests.trust.simulation", *sys.argv[1:]],  # noqa: S606
+                  {**os.environ, "PYTHONHASHSEED": "0"})  # fmt: skip
+    logging.getLogger("kvtier").setLevel(logging.CRITICAL + 1)
+    if given.seed is not None:
+        outcome = simulate(given.seed, trace=True)
+        sys.stdout.write("\n".join(outcome.trace) + f"\n{outcome.violation or 'no violation'}\n")
+        return bool(outcome.violation)
+    begun = time.monotonic()
+    outcomes = many(range(given.first, given.first + given.seeds), stop=given.stop)
+    sys.stdout.write(summary(outcomes, time.monotonic() - begun) + "\n")
+    return any(outcome.violation for outcome in outcomes)
+
+
+def summary(outcomes: Sequence[Outcome], seconds: float) -> str:
+    """One line of JSON."""
+    import json
+
+    return json.dumps(
+        {
+            "seeds": len(outcomes),
+            "steps": sum(outcome.steps for outcome in outcomes),
+            "seconds": round(seconds, 1),
+            "events": dict(sum((outcome.events for outcome in outcomes), Counter())),
+            "injected": dict(sum((outcome.injected for outcome in outcomes), Counter())),
+            "violations": [f"seed {each.seed}: {each.violation}" for each in outcomes if each.violation],
+        }
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

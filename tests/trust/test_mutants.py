@@ -1,0 +1,27 @@
+"""The mutants still fit the source, and the simulation kills one; ``python -m tests.trust.mutants`` tries them all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.trust.mutants import MUTANTS, Mutant, copy_package, judge, occurrences
+
+
+def test_there_are_enough() -> None:
+    assert len(MUTANTS) >= 25
+    assert len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.file}: {mutant.breaks}")
+def test_each_fits_the_source_exactly_once(mutant: Mutant) -> None:
+    assert occurrences(mutant) == 1
+    assert mutant.old != mutant.new
+
+
+def test_the_simulation_kills_one(tmp_path: Path) -> None:
+    """Else every green run of it may mean nothing."""
+    copy_package(tmp_path)
+    mutant = next(mutant for mutant in MUTANTS if mutant.breaks == "a load serves chunks that have not arrived")
+    assert judge(mutant, tmp_path, ["simulation"]).killer == "simulation"
