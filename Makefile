@@ -35,9 +35,8 @@ demo: $(READY) redis-server  ## Long Doc QA on real vLLM: without kvtier, and wi
 test: $(READY) old-vllm peers redis-server  ## every test, on two vLLM versions
 	$(BIN)/python -m pytest
 
-trust: $(READY) redis-server  ## simulated faults, mutants, corruption, fuzz: all of it -> build/trust.json
-	@mkdir -p build
-	$(BIN)/python -m tests.trust --full --out build/trust.json
+trust: $(READY) redis-server  ## simulated faults, mutants, corruption, fuzz; minutes -> bench/results/trust.json
+	$(BIN)/python -m tests.trust --slice --out bench/results/trust.json
 
 lint: $(READY)  ## ruff, mypy --strict, the floors
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ from kvtier import wire
 from kvtier.chunk import ChunkKey
 from kvtier.dial import Door, enter
 from kvtier.errors import KVTierError, StateError, TierError
+from kvtier.forecast import NOTHING, Asking, Outlook
 from kvtier.lanes import Executor, Lane
 from kvtier.lease import Match
 from kvtier.link import Link, SharedPool
@@ -68,9 +69,20 @@ class Client:
 
     def match(self, keys: Sequence[ChunkKey]) -> Match:
         """See Store.match."""
+        outlook = self.forecast(keys)
+        return Match(outlook.ready, outlook.known - outlook.ready)
+
+    def forecast(self, keys: Sequence[ChunkKey]) -> Outlook:
+        """See Store.forecast."""
         with self._lock:
             answer = self._ask(wire.Extent, wire.Match, wire.joined(keys[: wire.MAX_KEYS]))
-            return Match(answer.ready, answer.coming) if answer is not None else Match(0, 0)
+        if answer is None:
+            return NOTHING
+        return Outlook(answer.steps, Asking(*answer.asking) if answer.asking is not None else None)
+
+    def decline(self, keys: Sequence[ChunkKey], reason: wire.Reason) -> None:
+        """See Store.decline."""
+        self.tell(self._link, wire.Decline(wire.joined(keys[: wire.MAX_KEYS]), reason))
 
     def save(self, keys: Sequence[ChunkKey]) -> SharedSave:
         """See Store.save."""
@@ -78,10 +90,10 @@ class Client:
             answer = self._ask(wire.Slots, wire.Save, wire.joined(keys[: wire.MAX_KEYS]))
             return SharedSave(self, self._link, keys, answer)
 
-    def load(self, keys: Sequence[ChunkKey], start: int = 0) -> SharedLoad:
+    def load(self, keys: Sequence[ChunkKey], start: int = 0, *, most: int = wire.MAX_KEYS) -> SharedLoad:
         """See Store.load."""
         with self._lock:
-            answer = self._ask(wire.Claim, wire.Load, wire.joined(keys[: wire.MAX_KEYS]), start)
+            answer = self._ask(wire.Claim, wire.Load, wire.joined(keys[: wire.MAX_KEYS]), start, most)
             return SharedLoad(self, self._link, keys[start:], answer)
 
     def check(self, idle: bool = False) -> None:

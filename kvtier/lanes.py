@@ -21,6 +21,9 @@ Work = Callable[[], None]
 class Executor(Protocol):
     """What the Store asks of a lane; :class:`kvtier.testing.ManualLane` is the one tests turn by hand."""
 
+    threads: int
+    """How much work it does at once."""
+
     def submit(self, work: Work, *, urgent: bool = False) -> bool:
         """Queue ``work`` if there is room; urgent work goes first. False: refused, nothing will happen."""
         ...
@@ -35,6 +38,7 @@ class Lane:
 
     def __init__(self, name: str, threads: int, *, urgent_bound: int, bound: int) -> None:
         self.name = name
+        self.threads = threads
         self._bounds = {True: urgent_bound, False: bound}
         self._queues: dict[bool, deque[Work]] = {True: deque(), False: deque()}
         self._changed = threading.Condition()
@@ -47,6 +51,11 @@ class Lane:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def queued(self) -> tuple[int, int]:
+        """Works that wait now: urgent ones, others."""
+        return len(self._queues[True]), len(self._queues[False])
 
     def submit(self, work: Work, *, urgent: bool = False) -> bool:
         with self._changed:

@@ -41,6 +41,7 @@ class Session:
             wire.End: self._end,
             wire.Forget: self._forget,
             wire.Clear: self._clear,
+            wire.Decline: self._decline,
         }
 
     @property
@@ -62,8 +63,8 @@ class Session:
     # ---- questions -----------------------------------------------------------------------------------------------
 
     def _match(self, question: wire.Match) -> wire.Answer:
-        ready, coming = self._store.match(wire.split(question.keys))
-        return wire.Extent(question.id, ready, coming)
+        outlook = self._store.forecast(wire.split(question.keys))
+        return wire.Extent(question.id, list(outlook.steps), outlook.asking)
 
     def _save(self, question: wire.Save) -> wire.Answer:
         keys = wire.split(question.keys)
@@ -80,7 +81,7 @@ class Session:
         keys = wire.split(question.keys)
         if self._is_full():
             return wire.Claim(question.id, 0, 0, [], b"")
-        lease = self._store.load(keys, question.start, self._owner)
+        lease = self._store.load(keys, question.start, self._owner, question.most)
         ready, coming = lease.poll()
         return self._claim(question.id, self._keep(lease, ready + coming), lease, 0, coming)
 
@@ -117,6 +118,9 @@ class Session:
 
     def _forget(self, message: wire.Forget) -> None:
         self._store.forget(wire.split(message.keys), self._owner)
+
+    def _decline(self, message: wire.Decline) -> None:
+        self._store.decline(wire.split(message.keys), message.reason)
 
     def _clear(self, message: wire.Clear) -> None:
         self._store.clear(self._owner)

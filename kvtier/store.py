@@ -6,18 +6,22 @@ and copies run without it. Everything here is safe to call from any thread; no c
 
 from __future__ import annotations
 
+import mmap
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from kvtier.chunk import ChunkKey
 from kvtier.directory import FILLING, GONE, READY, Directory, Entry
+from kvtier.forecast import Outlook, look
 from kvtier.lanes import Executor
 from kvtier.lease import LoadLease, Match, SaveLease
 from kvtier.policy import LRU, Policy
 from kvtier.pool import Pool
 from kvtier.tiers.base import Tier
+from kvtier.timed import TimedTier
 
 _POPULATE_BYTES = 32 << 20
 
@@ -27,7 +31,7 @@ class Store:
 
     ``recovered()`` of every tier is read here, once. :meth:`close` closes lanes, tiers and the pool. ``share`` and
     every ``owner``: see :mod:`kvtier.directory`; for servers. ``spare`` is a lane without a tier: it makes the pool's
-    pages present while nobody waits.
+    pages present while nobody waits. ``clock``: monotonic seconds, for forecasts.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class Store:
         policy: Callable[[], Policy] = LRU,
         share: float | None = None,
         spare: Executor | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
         self.tiers = [tier for tier, _ in tiers]
@@ -44,6 +49,8 @@ class Store:
         """Events in chunks since the start; see :meth:`stats`."""
         self._lanes = [lane for _, lane in tiers]
         self._spare = spare
+        self._timed = [TimedTier(tier, lane, clock) for tier, lane in tiers]
+        self._waits = [tier.wait for tier in self._timed]
         self._trash: list[list[ChunkKey]] = [[] for _ in tiers]
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
@@ -89,20 +96,20 @@ class Store:
             self.counts["save_refused"] += len(absent) - len(entries)
         return SaveLease(self, keys, entries)
 
-    def load(self, keys: Sequence[ChunkKey], start: int = 0, owner: int = 0) -> LoadLease:
-        """Pin what can be served of ``keys[start:]`` without a gap, and start promoting what lower tiers hold.
-
-        The lease pins each chunk from now (or its arrival) until it is closed: poll it, copy, close it.
-        """
-        lease = LoadLease(self, keys[start:], owner)
+    def load(self, keys: Sequence[ChunkKey], start: int = 0, owner: int = 0, most: int | None = None) -> LoadLease:
+        """Pin what can be served of ``keys[start:]`` without a gap, at most ``most`` chunks, and start promoting what
+        lower tiers hold. The lease pins each chunk from now (or its arrival) until it is closed: poll, copy, close."""
+        rest = keys[start:]
+        lease = LoadLease(self, rest[:most], owner)
         with self._lock:
             self._directory.touch(keys)
+            self.counts["load_asked"] += len(rest)
             promotions = self._claim(lease)
             unknown = lease.keys[len(lease.entries) :]
             asked = self._ask(unknown) if unknown else None
             lease.asking = asked is not None
         self._promote_all(promotions)
-        if asked is not None and not self._lanes[asked].submit(partial(self._find, lease, asked), urgent=True):
+        if asked is not None and not self._timed[asked].submit(partial(self._find, lease, asked)):
             with self._lock:
                 lease.asking = False
         return lease
@@ -134,6 +141,24 @@ class Store:
 
     # ---- the rest of the surface ---------------------------------------------------------------------------------
 
+    def forecast(self, keys: Sequence[ChunkKey]) -> Outlook:
+        """How far :meth:`load` would get with the run, and when. No effect; memory only."""
+        with self._lock:
+            outlook = look(self._directory, self._waits, keys)
+            asked = self._ask(keys[outlook.known :]) if outlook.known < len(keys) else None
+        if asked is None:
+            return outlook
+        return outlook._replace(asking=self._timed[asked].asking(len(keys) - outlook.known))
+
+    def decline(self, keys: Sequence[ChunkKey], reason: str) -> None:
+        """These chunks could be had and are computed instead; why. Counted, and now and then one of them is read in the
+        background, so that a tier that has become fast is found out."""
+        with self._lock:
+            self.counts[f"declined_{reason}"] += len(keys)
+            index = next(self._directory.holders(keys[0]), self._ask(keys)) if keys else None
+        if index is not None:
+            self._timed[index].probe(partial(self._probe, keys[0], index))
+
     def forget(self, keys: Iterable[ChunkKey], owner: int | None = None) -> None:
         """Drop these chunks everywhere: they are bad, or nobody may have them any more."""
         with self._lock:
@@ -148,6 +173,27 @@ class Store:
         with self._lock:
             keys = self._directory.keys(owner)
         self.forget(keys, owner)
+
+    def keys(self, owner: int | None = None) -> set[ChunkKey]:
+        """Every chunk in RAM or in a tier; of one owner: its own and nobody's. What :meth:`clear` drops."""
+        with self._lock:
+            return self._directory.keys(owner)
+
+    def unfinished(self, keys: set[ChunkKey], owner: int | None = None) -> int:
+        """How many of these chunks, forgotten before, are being filled, or not yet deleted below."""
+        with self._lock:
+            return self._directory.unfinished(keys, owner)
+
+    def reach(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """How many leading chunks of a run each place holds by itself: RAM, then every tier. No effect."""
+        with self._lock:
+            lower = [self._directory.held_first(index, keys) for index in range(len(self.tiers))]
+            return [self._directory.ready_run(keys), *lower]
+
+    @property
+    def lanes(self) -> Sequence[Executor]:
+        """The tiers' lanes, in the order of :attr:`tiers`."""
+        return self._lanes
 
     def wait(self, timeout_s: float) -> None:
         """Return when a promotion has ended since the last wait, or after ``timeout_s``. For one waiting thread."""
@@ -172,17 +218,16 @@ class Store:
     # ---- promotion: lower tier -> slot ---------------------------------------------------------------------------
 
     def _claim(self, lease: LoadLease) -> list[tuple[Entry, int]]:
-        """Under the lock: extend the lease as far as chunks are in RAM, on their way, or held lower."""
-        directory, promotions = self._directory, []
-        keep: frozenset[ChunkKey] = frozenset()
+        """Under the lock: extend the lease as far as chunks are in RAM, on their way, or held lower. Of a run that is
+        longer than RAM the end leaves for the beginning, after all else."""
+        directory, promotions, known = self._directory, list[tuple[Entry, int]](), len(lease.entries)
         for key in lease.keys[len(lease.entries) :]:
             entry = directory.get(key)
             if entry is None:
                 holder = next(directory.holders(key), None)
                 if holder is None:
                     break
-                keep = keep or frozenset(lease.keys)
-                entry = directory.reserve(key, keep, holder, lease.owner)
+                entry = directory.reserve(key, (), holder, lease.owner)
                 if entry is None:
                     self.counts["load_refused"] += 1
                     break
@@ -192,18 +237,24 @@ class Store:
             directory.pin(entry)
             lease.entries.append(entry)
             lease.origins.append(entry.origin if entry.state is FILLING else None)
+        self.counts["ram_loaded"] += len(lease.entries) - known - len(promotions)
         return promotions
 
     def _promote_all(self, promotions: Sequence[tuple[Entry, int]]) -> None:
         for entry, index in promotions:
-            if not self._lanes[index].submit(partial(self._promote, entry, index), urgent=True):
+            if not self._timed[index].submit(partial(self._promote, entry, index)):
                 with self._lock:
                     self.counts["promotion_refused"] += 1
                     self._directory.fill_failed(entry)
 
     def _promote(self, entry: Entry, index: int) -> None:
-        """On a lane thread. A failed read tries the next tier that holds the chunk; then it is a miss."""
-        arrived = self.tiers[index].read(entry.key, self.pool.view(entry.slot))
+        """On a lane thread. A failed read tries the next tier that holds the chunk; then it is a miss. A chunk that
+        nobody waits for any more is not read."""
+        with self._lock:
+            if not entry.pins:
+                self._directory.fill_failed(entry)
+                return
+        arrived = self._timed[index].read(entry.key, self.pool.view(entry.slot))
         with self._arrived:
             again = None
             if arrived:
@@ -231,7 +282,7 @@ class Store:
         """On a lane thread: learn what a shared tier holds of the rest of the lease's run, and claim it."""
         with self._lock:
             unknown = lease.keys[len(lease.entries) :]
-        found = unknown[: self.tiers[index].find(unknown)]
+        found = unknown[: self._timed[index].find(unknown)]
         with self._arrived:
             self._trash[index] += self._directory.found(index, found[::-1])
             promotions = [] if lease.closed else self._claim(lease)
@@ -240,6 +291,24 @@ class Store:
             self._arrived.notify_all()
         self._promote_all(promotions)
         self.on_arrival()
+        self._sweep(index)
+
+    def _probe(self, key: ChunkKey, index: int) -> None:
+        """On a lane thread: read one chunk into scratch memory, only to learn how fast the tier is."""
+        tier = self._timed[index]
+        with self._lock:
+            known = index in self._directory.holders(key)
+        if not known:
+            if not tier.find([key]):
+                return
+            with self._lock:
+                self._trash[index] += self._directory.found(index, [key])
+            self._sweep(index)
+        pages = mmap.mmap(-1, self.pool.slot_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+        # What was deleted and written anew while it was read is missed, and held.
+        if not tier.read(key, memoryview(pages)) and not tier.find([key]):
+            with self._lock:
+                self._directory.lost(index, key)
 
     # ---- spill: slot -> lower tier -------------------------------------------------------------------------------
 
@@ -272,7 +341,7 @@ class Store:
         if victims is None:
             return
         self._delete(index, victims)
-        stored = tier.write(entry.key, self.pool.view(entry.slot))
+        stored = self._timed[index].write(entry.key, self.pool.view(entry.slot))
         with self._lock:
             self.counts[f"{tier.name}_stored" if stored else f"{tier.name}_store_failed"] += 1
             if not self._directory.spill_ended(entry, index, stored):

@@ -28,7 +28,7 @@ import msgspec
 from kvtier.chunk import KEY_BYTES, ChunkKey
 from kvtier.errors import KVTierError
 
-VERSION = 1
+VERSION = 2
 MAX_KEYS = 32_768
 """Keys in one message: a million tokens in chunks of 32."""
 MAX_FRAME = MAX_KEYS * KEY_BYTES + 1024
@@ -50,7 +50,9 @@ Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Bytes16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Name = Annotated[str, msgspec.Meta(max_length=64)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)] | None
 Mode = Literal["attach", "stream"]
+Reason = Literal["slower", "deadline", "refused", "unasked"]
 Numbers32k = Annotated[list[Slot], msgspec.Meta(max_length=MAX_KEYS)]
 
 
@@ -90,9 +92,7 @@ class Welcome(Message, tag=3):
     proof: Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)] = b""
 
 
-class Refused(Message, tag=4):
-    """The last message of a connection: why it ends."""
-
+class Refused(Message, tag=4):  # the last message of a connection: why it ends
     reason: Annotated[str, msgspec.Meta(max_length=900)]
 
 
@@ -113,6 +113,7 @@ class Load(Message, tag=12):
     id: Number
     keys: Keys
     start: Number
+    most: Number = MAX_KEYS
 
 
 class Poll(Message, tag=13):
@@ -141,9 +142,7 @@ class Commit(Message, tag=17):
     lease: Number
 
 
-class End(Message, tag=18):
-    """Release of a load lease, abandon of a save lease."""
-
+class End(Message, tag=18):  # release of a load lease, abandon of a save lease
     lease: Number
 
 
@@ -155,17 +154,22 @@ class Clear(Message, tag=20):
     pass
 
 
-Question = Match | Save | Load | Poll | Wait | Stats | Check | Commit | End | Forget | Clear
+class Decline(Message, tag=21):
+    keys: Keys
+    reason: Reason
+
+
+Question = Match | Save | Load | Poll | Wait | Stats | Check | Commit | End | Forget | Clear | Decline
 
 # ---- attach: answers -----------------------------------------------------------------------------------------------
 
 
 class Extent(Message, tag=30):
-    """Answer to Match."""
+    """Answer to Match: an Outlook, see :mod:`kvtier.forecast`."""
 
     id: Number
-    ready: Number
-    coming: Number
+    steps: Annotated[list[tuple[Number, Seconds]], msgspec.Meta(min_length=1, max_length=64)]
+    asking: tuple[Seconds, Seconds, Annotated[float, msgspec.Meta(ge=0, le=1)]] | None = None
 
 
 class Slots(Message, tag=31):
@@ -221,9 +225,7 @@ class Put(Message, tag=42):
     key: Key
 
 
-class Seal(Message, tag=43):
-    """After the bytes of a chunk: their checksum, see :func:`checksum`."""
-
+class Seal(Message, tag=43):  # after the bytes of a chunk
     checksum: Bytes16
 
 

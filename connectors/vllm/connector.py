@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +19,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvtier.assemble import assemble
 from kvtier.autoconfig.explain import table
-from kvtier.autoconfig.start import plan_for_engine
+from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
 from kvtier.config import Config, filled, load
 from kvtier.connectors.vllm import layout, versions
+from kvtier.connectors.vllm.judge import Judge
 from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
+from kvtier.connectors.vllm.stats import TierMetrics, TierStats
 from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.errors import ConfigError
+from kvtier.forecast import Prefill
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger("kvtier.connectors.vllm")
@@ -53,6 +58,8 @@ class KVTierConnector(KVConnectorBase_V1):
         self._config = load(flags=transfer.kv_connector_extra_config, ranks=ranks)
         versions.log_like_vllm(self._config.log_level)
         block = layout.block_tokens(kv_cache_config)
+        if self._config.auto and "chunk_tokens" not in self._config.sources:
+            self._config = replace(self._config, chunk_tokens=chunk_tokens_for_engine(vllm_config, block))
         self._chunk_tokens = layout.chunk_tokens(self._config.chunk_tokens, Config().chunk_tokens, block)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -108,14 +115,14 @@ class KVTierConnector(KVConnectorBase_V1):
         """All ranks have told their layout: the store can be made now, before the first request."""
         ranks = {place: rank for place, rank in metadata.items() if isinstance(rank, RankLayout)}
         chunks, parts = layout.chunk_layout(self._vllm_config, self._kv_cache_config, ranks, self._chunk_tokens)
-        config = self._planned() if self._config.auto else self._config
+        config, prefill = self._planned() if self._config.auto else (self._config, Prefill())
         if config.namespace is not None:
             chunks = layout.of_namespace(chunks, config.namespace)
         self._scheduler = SchedulerHalf(
             assemble(config, chunks, self._vllm_config.parallel_config.data_parallel_index),
             chunks,
             parts,
-            load_timeout_s=self._config.load_timeout_ms / 1000,
+            Judge(self._config.load_timeout_ms / 1000, always=self._config.take_hits == "always", prefill=prefill),
             save_decode=self._config.save_decode,
         )
 
@@ -140,6 +147,19 @@ class KVTierConnector(KVConnectorBase_V1):
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         return versions.hit_sources(self._of_scheduler().sources(request))
 
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """vLLM asks both halves after every step."""
+        counts = self._scheduler.new_counts() if self._scheduler is not None else {}
+        return TierStats(data=counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return TierStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> KVConnectorPromMetrics:
+        return TierMetrics(*arguments)
+
     def reset_cache(self) -> bool | None:
         self._of_scheduler().clear()
         return True
@@ -153,17 +173,20 @@ class KVTierConnector(KVConnectorBase_V1):
         if self._worker is not None:
             self._worker.close()
 
-    def _planned(self) -> Config:
-        """Auto-config: what the machine can give, for every key that nobody set. Logged with its reasons."""
+    def _planned(self) -> tuple[Config, Prefill]:
+        """Auto-config: what the machine can give, for every key that nobody set, logged with its reasons; and how fast
+        the engine is held to be until its own steps are known."""
         given = self._config
         paths = [given.nvme_path] if given.nvme_path else []
-        plan = plan_for_engine(self._vllm_config, paths, given.redis_url)
+        plan = plan_for_engine(self._vllm_config, paths, given.redis_url, engines=given.host_engines)
         for line in table(plan).splitlines():
             logger.info("auto-config: %s", line)
         values = plan.values()
         if "ram_bytes" not in values and given.ram_bytes is None:
             raise ConfigError(f"auto-config finds no room for a RAM tier: {dict(plan.left_out)}; set ram_bytes by hand")
-        return filled(given, {key: value for key, value in values.items() if key != "chunk_tokens"}, "auto-config")
+        rate = next((float(row.value) for row in plan.derived if row.key == "prefill_tokens_per_second"), 0.0)
+        config = filled(given, {key: value for key, value in values.items() if key != "chunk_tokens"}, "auto-config")
+        return config, Prefill(1 / rate if rate > 0 else None)
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 

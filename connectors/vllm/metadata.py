@@ -58,13 +58,22 @@ class StepMetadata(KVConnectorMetadata):
     """The pool of jobs to come; workers let go of all others but those of this step's jobs."""
     loads: list[Job] = field(default_factory=list)
     saves: list[Job] = field(default_factory=list)
+    number: int = 0
+    """Of the step; see :class:`kvtier.forecast.StepClock`."""
     failures_seen: dict[int, int] = field(default_factory=dict)
     """For each rank, how many failed loads the scheduler knew of when it planned this step."""
 
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """Workers -> scheduler, merged over ranks: who has done or failed which job."""
+    """Workers -> scheduler, one a step, merged over ranks: who has done or failed which job, and what copies took."""
+
+    step: int = 0
+    """Number of the step, as in its metadata."""
+    loaded_blocks: int = 0
+    """Blocks copied from slots by one rank, and the seconds of the slowest rank for them."""
+    load_s: float = 0.0
+    save_s: float = 0.0
 
     done: Counter[int] = field(default_factory=Counter)
     failed: Counter[int] = field(default_factory=Counter)
@@ -77,4 +86,12 @@ class StepReport(KVConnectorWorkerMetadata):
             rank: max(self.failures.get(rank, 0), other.failures.get(rank, 0))
             for rank in self.failures.keys() | other.failures.keys()
         }
-        return StepReport(self.done + other.done, self.failed + other.failed, failures)
+        return StepReport(
+            step=max(self.step, other.step),
+            loaded_blocks=max(self.loaded_blocks, other.loaded_blocks),
+            load_s=max(self.load_s, other.load_s),
+            save_s=max(self.save_s, other.save_s),
+            done=self.done + other.done,
+            failed=self.failed + other.failed,
+            failures=failures,
+        )

@@ -1,15 +1,16 @@
 """The scheduler's half: requests -> keys -> leases. Runs in vLLM's scheduling loop, one thread; memory only, no waits.
 
-Life of a request here: :meth:`matched` claims what the store has (and asks vLLM to come back while chunks are on
-their way up); :meth:`allocated` turns the claim into a load job; every :meth:`step` turns newly finished chunks into
-save jobs; :meth:`report` ends the jobs' leases as workers confirm them; :meth:`finished` forgets the request. Leases
-belong to jobs once one exists, so an aborted request cannot free a slot that a worker is still copying.
+Life of a request here: :meth:`matched` claims as much of what the store has as pays, and asks vLLM to come back while
+chunks are on their way up, until a deadline; :meth:`allocated` turns the claim into a load job; every :meth:`step`
+turns newly finished chunks into save jobs; :meth:`report` ends the jobs' leases as workers confirm them;
+:meth:`finished` forgets the request. Leases belong to jobs once one exists, so an aborted request cannot free a slot
+that a worker is still copying.
 """
 
 from __future__ import annotations
 
 import logging
-import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +18,15 @@ from weakref import WeakKeyDictionary
 
 from kvtier.chunk import ChunkKey, ChunkLayout, KeyChain
 from kvtier.client import Client, SharedLoad, SharedSave
+from kvtier.connectors.vllm.judge import Judge
 from kvtier.connectors.vllm.metadata import Job, PoolAddress, StepMetadata, StepReport
 from kvtier.connectors.vllm.requests import Adapters, media_extra, request_extra
+from kvtier.forecast import Outlook
 from kvtier.lease import LoadLease, SaveLease
 from kvtier.link import SharedPool
 from kvtier.pool import Pool
 from kvtier.store import Store
+from kvtier.wire import Reason
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
@@ -43,11 +47,16 @@ class _Prompt:
     retried: bool = False
     """A failed save was offered again."""
     lease: LoadLease | SharedLoad | None = None
-    start: int = 0
-    """First chunk of the lease."""
+    start: int = -1
+    """First chunk of the run that was decided on."""
+    known: int = 0
+    """Chunks of that run that the store knew of then."""
+    taken: int = 0
+    """Of them, those that were claimed."""
+    until: float = 0.0
+    """When no chunk is waited for any more."""
     begin: int = 0
     """Tokens vLLM had by itself at the last look."""
-    asked_at: float = 0.0
     sources: dict[str, int] = field(default_factory=dict)
     """Tokens of the last load, by place."""
 
@@ -65,22 +74,22 @@ class _Pending:
 
 class SchedulerHalf:
     """``store`` is the engine's own, or a server's client. ``parts``: for each worker rank, first byte of its part of a
-    slot, and whether it writes that part."""
+    slot, and whether it writes that part. ``judge`` says what of a hit is taken."""
 
     def __init__(
         self,
         store: Store | Client,
         layout: ChunkLayout,
         parts: tuple[tuple[int, bool], ...],
+        judge: Judge,
         *,
-        load_timeout_s: float,
         save_decode: bool,
     ) -> None:
         self.store = store
         self._layout = layout
         self._parts = parts
         self._addresses: WeakKeyDictionary[Pool, PoolAddress] = WeakKeyDictionary()
-        self._load_timeout_s = load_timeout_s
+        self._judge = judge
         self._save_decode = save_decode
         self._adapters = Adapters()
         self._prompts: dict[str, _Prompt] = {}
@@ -89,6 +98,8 @@ class SchedulerHalf:
         self._loads: list[Job] = []
         self._failures_seen: dict[int, int] = {}
         self._waiting = False
+        self._counts: Counter[str] = Counter()
+        """Chunks ``loaded_<place>`` and ``declined_<reason>`` since :meth:`new_counts`."""
 
     # ---- lookup --------------------------------------------------------------------------------------------------
 
@@ -101,24 +112,63 @@ class SchedulerHalf:
         start, prompt.begin = computed // self._layout.chunk_tokens, computed
         lease = self._claim(prompt, keys, start)
         ready, coming = lease.poll()
-        if coming and time.monotonic() - prompt.asked_at < self._load_timeout_s:
+        if coming and self._judge.clock() < prompt.until:
             self._waiting = True
             return None, False
-        # At least one token must be left to compute; whole blocks, like vLLM's own prefix cache.
-        block = self._layout.block_tokens
-        usable = min((start + ready) * self._layout.chunk_tokens, (request.num_tokens - 1) // block * block)
-        return max(0, usable - computed), False
+        if coming or ready < prompt.taken:
+            ready = self._cut(prompt, keys, ready, coming)
+        return max(0, self._end_of(prompt, start + ready) - computed), False
+
+    def _end_of(self, prompt: _Prompt, chunks: int) -> int:
+        """Tokens there are with so many leading chunks of the prompt. At least one token must be left to compute;
+        whole blocks, like vLLM's own prefix cache."""
+        block, total = self._layout.block_tokens, prompt.request.num_tokens
+        return int(min(chunks * self._layout.chunk_tokens, (total - 1) // block * block))
 
     def _claim(self, prompt: _Prompt, keys: Sequence[ChunkKey], start: int) -> LoadLease | SharedLoad:
         """The request's lease; a new one when the old one starts elsewhere or the store has learnt of more since."""
-        lease = prompt.lease
+        lease, outlook = prompt.lease, None
         if lease is not None and prompt.start == start:
             ready, coming = lease.poll()
-            if coming or sum(self.store.match(keys[start:])) <= ready:
+            if coming:
+                return lease
+            outlook = self.store.forecast(keys[start:])
+            if outlook.ready <= ready and outlook.known <= prompt.known:
                 return lease
         self._drop(prompt)
-        prompt.lease, prompt.start, prompt.asked_at = self.store.load(keys, start), start, time.monotonic()
+        return self._decide(prompt, keys, start, outlook or self.store.forecast(keys[start:]))
+
+    def _decide(
+        self, prompt: _Prompt, keys: Sequence[ChunkKey], start: int, outlook: Outlook
+    ) -> LoadLease | SharedLoad:
+        """Claim the part of a run that is worth it, and no more: what is claimed starts to move."""
+        rest = keys[start:]
+        choice = self._judge.choose(outlook, len(rest), prompt.begin, lambda count: self._end_of(prompt, start + count))
+        prompt.lease = self.store.load(keys, start, most=len(rest) if choice.ask else choice.chunks)
+        prompt.start, prompt.known, prompt.taken = start, outlook.known, choice.chunks
+        prompt.until = self._judge.clock() + choice.within_s
+        if choice.chunks < outlook.known:
+            self._decline(rest[choice.chunks : outlook.known], "slower")
+        elif outlook.asking and not choice.ask:
+            self._decline(rest[outlook.known :], "unasked")
         return prompt.lease
+
+    def _cut(self, prompt: _Prompt, keys: Sequence[ChunkKey], ready: int, coming: int) -> int:
+        """Do with what is ready: the rest is not coming in time (``coming``), or not at all. Returns how many chunks
+        the request has now; none when a server does not answer."""
+        wanted = max(prompt.taken, ready + coming)
+        if coming:
+            lease = self.store.load(keys, prompt.start, most=ready)
+            ready = lease.poll().ready
+            self._drop(prompt)
+            prompt.lease = lease
+        prompt.taken = ready
+        self._decline(keys[prompt.start + ready : prompt.start + wanted], "deadline" if coming else "refused")
+        return ready
+
+    def _decline(self, keys: Sequence[ChunkKey], reason: Reason) -> None:
+        self._counts[f"declined_{reason}"] += len(keys)
+        self.store.decline(keys, reason)
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         """vLLM's ``update_state_after_alloc``: the request gets blocks; ``tokens`` of them are ours to load."""
@@ -137,6 +187,7 @@ class SchedulerHalf:
         job = Job(self._number(), place, lease.slots[:chunks], ids[first:last], first - prompt.start * per_chunk)
         self._pending[job.number] = _Pending(lease, request.request_id, lease.keys[:chunks])
         self._loads.append(job)
+        self._counts.update(f"loaded_{place}" for place in lease.sources[:chunks])
         prompt.sources = self._split(lease.sources[:chunks], job.first, last - first)
 
     def _split(self, sources: Sequence[str], first: int, count: int) -> dict[str, int]:
@@ -154,13 +205,18 @@ class SchedulerHalf:
         prompt = self._prompts.get(request.request_id)
         return prompt.sources if prompt is not None else {}
 
+    def new_counts(self) -> dict[str, int]:
+        """Chunks loaded by place and declined by reason since the last call."""
+        counts, self._counts = self._counts, Counter()
+        return dict(counts)
+
     # ---- one engine step -----------------------------------------------------------------------------------------
 
     def step(self, output: Any) -> StepMetadata:
         """vLLM's ``build_connector_meta``."""
         pool = self.store.pool
         address = self._address(pool) if pool is not None else None
-        metadata = StepMetadata(address, self._loads, [], dict(self._failures_seen))
+        metadata = StepMetadata(address, self._loads, [], self._judge.planned(_work(output)), dict(self._failures_seen))
         self._loads = []
         for new in output.scheduled_new_reqs:
             self._advance(metadata, output, new.req_id, list(new.block_ids[0]), new.num_computed_tokens)
@@ -220,6 +276,7 @@ class SchedulerHalf:
 
     def report(self, report: StepReport) -> None:
         """vLLM's ``update_connector_output``: what all ranks said of this step's jobs."""
+        self._judge.ended(report.step, report.loaded_blocks * self._layout.block_tokens, report.load_s, report.save_s)
         for rank, failures in report.failures.items():
             self._failures_seen[rank] = max(failures, self._failures_seen.get(rank, 0))
         for number in report.done.keys() | report.failed.keys():
@@ -308,3 +365,11 @@ class SchedulerHalf:
         if prompt.lease is not None:
             prompt.lease.close()
             prompt.lease = None
+
+
+def _work(output: Any) -> list[tuple[int, int]]:
+    """What a step computes: for each request its tokens, and how many were there before."""
+    there = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    there.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return [(tokens, there.get(request_id, 0)) for request_id, tokens in output.num_scheduled_tokens.items()]

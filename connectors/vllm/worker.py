@@ -8,6 +8,7 @@ before the scheduler heard of it. From the failure until the scheduler's metadat
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,10 +51,14 @@ class WorkerHalf:
     def load(self, metadata: StepMetadata) -> None:
         """vLLM's ``start_load_kv``: before the forward pass of the step that needs the blocks."""
         self._let_go({metadata.pool, *(job.pool for job in (*metadata.loads, *metadata.saves))})
+        self._report.step = metadata.number
         for job in metadata.loads:
             try:
-                self._blocks().load(self._copies(job)).wait()
+                copies, begun = self._copies(job), time.perf_counter()
+                self._blocks().load(copies).wait()
                 self._report.done[job.number] += 1
+                self._report.loaded_blocks += len(job.blocks)
+                self._report.load_s += time.perf_counter() - begun
             except Exception:
                 logger.exception("rank %d: load of %d blocks failed", self._rank, len(job.blocks))
                 self._failures += 1
@@ -64,6 +69,7 @@ class WorkerHalf:
     def save(self, metadata: StepMetadata) -> None:
         """vLLM's ``wait_for_save``: after the forward pass; returns when the blocks may be overwritten."""
         poisoned = metadata.failures_seen.get(self._rank, 0) < self._failures
+        begun = time.perf_counter()
         for job in metadata.saves:
             if poisoned:
                 self._report.failed[job.number] += 1
@@ -75,16 +81,17 @@ class WorkerHalf:
             except Exception:
                 logger.exception("rank %d: save of %d blocks failed", self._rank, len(job.blocks))
                 self._report.failed[job.number] += 1
+        self._report.save_s += time.perf_counter() - begun
 
     def bad_blocks(self) -> set[int]:
         """vLLM's ``get_block_ids_with_load_errors``: blocks of this step whose load failed."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
-    def report(self) -> StepReport | None:
-        """vLLM's ``build_connector_worker_meta``: what became of this step's jobs."""
+    def report(self) -> StepReport:
+        """vLLM's ``build_connector_worker_meta``: what became of this step's jobs, and that the step is over."""
         report, self._report = self._report, StepReport()
-        return report if report.done or report.failed else None
+        return report
 
     def close(self) -> None:
         self._let_go(set())

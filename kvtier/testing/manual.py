@@ -8,6 +8,8 @@ from kvtier.lanes import Work
 class ManualLane:
     """Queues like :class:`kvtier.lanes.Lane`, runs nothing by itself. Single-threaded."""
 
+    threads = 1
+
     def __init__(self, *, urgent_bound: int = 1024, bound: int = 1024) -> None:
         self._bounds = {True: urgent_bound, False: bound}
         self.queues: dict[bool, list[Work]] = {True: [], False: []}

@@ -113,6 +113,11 @@ class RedisTier:
         """Nodes that are left alone now because they failed."""
         return sum(breaker.open for breaker in list(self._breakers.values()))
 
+    @property
+    def owed(self) -> int:
+        """Deletes that wait until Redis can be reached."""
+        return len(self._owed)
+
     def recovered(self) -> Sequence[ChunkKey]:
         """See :meth:`Tier.recovered`. At most ``capacity`` keys, the most recently used: the rest may be another
         server's, and is found by asking. Bounded in time and number; on a fault, what was found so far."""

@@ -93,7 +93,7 @@ NOT_A_GREETING = {
     "a question": (wire.frame(wire.Stats(1)), "malformed"),
     "another version": (
         wire.frame(replace(hello(bytes(32), SLOT, stream=False), version=9)),
-        "the server speaks version 1, the client 9",
+        f"the server speaks version {wire.VERSION}, the client 9",
     ),
     "twice": (wire.frame(hello(bytes(32), SLOT, stream=False)) * 2, "before the Welcome"),
 }
@@ -109,7 +109,7 @@ def test_what_is_not_a_greeting(server: ServerProcess, client: Client, said: str
 
 
 NOT_A_QUESTION = {
-    "an answer": wire.frame(wire.Extent(1, 0, 0)),
+    "an answer": wire.frame(wire.Extent(1, [(0, 0.0)])),
     "a lease of nobody": wire.frame(wire.Commit(77)),
     "half a key": wire.frame(wire.Match(1, bytes(41))),
     "a long frame": (wire.MAX_FRAME + 1).to_bytes(4, "little"),

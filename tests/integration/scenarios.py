@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -212,6 +214,35 @@ def load_failure(model: str) -> Any:
     return rounds(Engine(model), times=4)
 
 
+def stalled(model: str) -> Any:
+    """A Redis that stops answering and then goes on: answers, and the connector's counts, before, meanwhile, after."""
+    redis, engine = int(os.environ["TEST_REDIS_PID"]), Engine(model, disable_log_stats=False)
+
+    def phase(answers: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"answers": answers, "counts": counts(engine)}
+
+    result = {"before": phase(rounds(engine, times=3))}
+    os.kill(redis, signal.SIGSTOP)
+    try:
+        result["stalled"] = phase(rounds(engine, times=3))
+    finally:
+        os.kill(redis, signal.SIGCONT)
+    loaded, until, answers = counts(engine)["loaded_redis"], time.monotonic() + 120, list[dict[str, Any]]()
+    while counts(engine)["loaded_redis"] == loaded and time.monotonic() < until:
+        answers += rounds(engine, times=1)
+    return result | {"after": phase(answers)}
+
+
+def counts(engine: Engine) -> dict[str, int]:
+    """The connector's counts as vLLM's own metrics show them."""
+    found = {}
+    for metric in engine.llm.get_metrics():
+        kind, _, rest = metric.name.removeprefix("vllm:kvtier_").partition("_")
+        if rest == "chunks":
+            found[f"{kind}_{metric.labels.get('reason') or metric.labels.get('place')}"] = int(metric.value)
+    return found
+
+
 def refused(model: str) -> Any:
     """A model kvtier does not keep: the engine must not start."""
     Engine(model)
@@ -232,6 +263,7 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
         abort,
         continued,
         load_failure,
+        stalled,
         refused,
     )
 }

@@ -25,9 +25,10 @@ SHAPE = [
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
-    )
+    """A model this small may be computed sooner than loaded: whether hits are right is tested, not whether they pay."""
+    environment = os.environ | {"KVTIER_TAKE_HITS": "always"}
+    command = (sys.executable, "-m", *command)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.redis_server import RedisServer
+
 pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +65,8 @@ def _start(name: str, out: Path, model: Path, kvtier: bool, old: bool, config: d
     else:
         environment["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
     if kvtier:
-        settings = {"chunk_tokens": CHUNK, "ram_bytes": "64MiB"} | config
+        # Most tests ask what is served, not how fast it would have been computed.
+        settings = {"chunk_tokens": CHUNK, "ram_bytes": "64MiB", "take_hits": "always"} | config
         environment |= {f"KVTIER_{key.upper()}": str(value) for key, value in settings.items()} | {"WITH_KVTIER": "1"}
     if old:
         environment["PYTHONPATH"] = str(old_vllm())
@@ -222,6 +225,28 @@ def test_failed_loads_are_recomputed_and_never_poison_the_cache(run: Run) -> Non
     for start in range(0, 12, 3):
         assert [answer["tokens"] for answer in ours[start : start + 3]] == [answer["tokens"] for answer in plain[:3]]
     assert hits(ours).count(DOCUMENT_HIT) >= 3, "nothing was hit, so nothing was tested"
+
+
+@pytest.mark.redis
+@pytest.mark.slow
+def test_a_stalled_tier_is_left_after_one_deadline_and_used_again_later(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RedisServer() as server:
+        monkeypatch.setenv("TEST_REDIS_PID", str(server.pid))
+        chunk = CHUNK * 16 * 1024
+        phases = run("stalled", model="demo", take_hits="auto", redis_url=server.url, redis_bytes="256MiB",
+                     ram_bytes=8 * chunk)  # fmt: skip
+    assert isinstance(phases, dict), str(phases)[-4000:]
+    plain = phases["before"]["answers"][:3]
+    for phase in phases.values():
+        for index, answer in enumerate(phase["answers"]):
+            assert answer["tokens"] == plain[index % 3]["tokens"]
+    before, stalled, after = (phases[name]["counts"] for name in ("before", "stalled", "after"))
+    assert before["loaded_redis"] > 0
+    assert stalled.get("declined_deadline", 0) - before.get("declined_deadline", 0) <= DOCUMENT_HIT // CHUNK
+    assert stalled["declined_slower"] > before.get("declined_slower", 0), "it was asked for, and known to be slow"
+    assert after["loaded_redis"] > stalled["loaded_redis"]
 
 
 def test_sliding_window_beside_full_attention_works(run: Run) -> None:

@@ -42,6 +42,7 @@ class LedEngine:
         environment |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
         environment |= {"WITH_KVTIER": "1", "KVTIER_SERVER": str(server.address), "KVTIER_CHUNK_TOKENS": "64"}
         # The tests ask what is served, not how fast: two ranks and a server on two cores keep each other waiting.
+        environment["KVTIER_TAKE_HITS"] = "always"
         environment["KVTIER_SERVER_TIMEOUT_MS"] = "5000"
         if ranks > 1:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"

@@ -73,7 +73,8 @@ class StoreMachine(RuleBasedStateMachine):
     def start(self, slots: int, capacity: int, tiers: int, bound: int) -> None:
         self.tiers = [RottenTier(capacity + index, shared=index == 1) for index in range(tiers)]
         self.lanes = [ManualLane(urgent_bound=bound, bound=bound) for _ in self.tiers]
-        self.store = Store(Pool(slots, SLOT), list(zip(self.tiers, self.lanes, strict=True)))
+        self.now = 0.0
+        self.store = Store(Pool(slots, SLOT), list(zip(self.tiers, self.lanes, strict=True)), clock=lambda: self.now)
         self.saved: set[ChunkKey] = set()
         self.meanwhile: list[list[int]] = []
         for tier in self.tiers:
@@ -131,9 +132,10 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.forget(keys_of(prompt)[:1] if len(prompt) == 1 else [])
             self.store.check()
 
-    @rule(target=loads, prompt=PROMPTS, start=st.integers(0, 1))
-    def load(self, prompt: list[int], start: int) -> LoadLease:
-        lease = self.store.load(keys_of(prompt), start)
+    @rule(target=loads, prompt=PROMPTS, start=st.integers(0, 1), most=st.none() | st.integers(0, 3))
+    def load(self, prompt: list[int], start: int, most: int | None) -> LoadLease:
+        lease = self.store.load(keys_of(prompt), start, most=most)
+        assert most is None or len(lease.entries) <= most
         self.open_loads.append(lease)
         return lease
 
@@ -162,6 +164,15 @@ class StoreMachine(RuleBasedStateMachine):
         ready, coming = self.store.match(keys)
         assert ready + coming <= len(keys)
         assert set(keys[:ready]) <= self.saved
+        outlook = self.store.forecast(keys)
+        assert (outlook.ready, outlook.known) == (ready, ready + coming)
+        assert all(seconds is None or seconds >= 0 for _, seconds in outlook.steps)
+
+    @rule(prompt=PROMPTS)
+    def decline(self, prompt: list[int]) -> None:
+        """Time passes, so that a trial read is due."""
+        self.now += 60
+        self.store.decline(keys_of(prompt), "slower")
 
     @rule(lane=st.integers(0, 1), index=st.integers(0, 3))
     def turn(self, lane: int, index: int) -> None:

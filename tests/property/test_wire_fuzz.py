@@ -27,7 +27,9 @@ FIELDS = {
     "key": KEYS,
     "idle": st.booleans(),
     "timeout_ms": st.integers(0, 10_000),
+    "reason": st.sampled_from(["slower", "deadline"]),
 }
+UNANSWERED = wire.Commit | wire.End | wire.Forget | wire.Clear | wire.Decline
 FIELDS |= {"checksum": st.binary(min_size=16, max_size=16)}
 
 
@@ -87,7 +89,7 @@ def test_a_session_may_ask_anything(asked: list[Any], data: st.DataObject) -> No
             answer = session.answer(question)
         except WireError:
             break
-        assert (answer is None) == isinstance(question, wire.Commit | wire.End | wire.Forget | wire.Clear)
+        assert (answer is None) == isinstance(question, UNANSWERED)
         assert answer is None or len(frame(answer)) < wire.MAX_FRAME
         if len(lane) and data.draw(st.booleans()):
             lane.turn(0)

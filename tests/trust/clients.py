@@ -126,6 +126,9 @@ class Client:
             ready, coming = store.match(keys)
         with self.call("forecast", len(keys)):
             store.forecast(keys)
+        if self.world.rng.random() < 0.7:
+            with self.call("decline", len(keys)):
+                store.decline(keys, "slower")
         if not 0 <= ready <= ready + coming <= len(keys) or not self.sim.computed.issuperset(keys[:ready]):
             raise ViolationError(f"match of {ready} + {coming} of {len(keys)} chunks")
 

@@ -87,7 +87,12 @@ class SimTier:
             return False
         medium.set(key, (whole, check))
         if self.shared and world.fault("write repeated"):
-            world.spawn("late write", lambda: (world.sleep(world.rng.random()), medium.set(key, (whole, check))))
+
+            def again() -> None:
+                world.sleep(world.rng.random())
+                medium.set(key, (whole, check))
+
+            world.spawn("late write", again)
         self._io("written")
         return True
 
@@ -254,7 +259,12 @@ class SimWire:
             raise redis.ConnectionError("simulated")
         if world.fault("redis answers too late"):
             if world.rng.random() < 0.5:
-                world.spawn("late command", lambda: (world.sleep(world.rng.random() * 3), self.server.do(command)))
+
+                def late() -> None:
+                    world.sleep(world.rng.random() * 3)
+                    self.server.do(command)
+
+                world.spawn("late command", late)
             else:
                 self.server.do(command)
             world.current.failed |= command[0] == "SET"

@@ -361,11 +361,11 @@ class Threading:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def Lock(self) -> Lock:  # noqa: N802 - the name it has there
-        return Lock(self._world)
-
-    def Condition(self, lock: Lock | None = None) -> Condition:  # noqa: N802
+    def Condition(self, lock: Lock | None = None) -> Condition:  # noqa: N802 - the name it has there
         return Condition(self._world, lock)
+
+    def Lock(self) -> Lock:  # noqa: N802
+        return Lock(self._world)
 
     def Thread(self, *, target: Callable[[], object], name: str, **_: Any) -> Thread:  # noqa: N802
         return Thread(self._world, target, name)

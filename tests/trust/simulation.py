@@ -295,8 +295,6 @@ class Simulation:
                 raise ViolationError(f"the tier holds {len(self.media['plain'].held)} chunks, the index {held}")
 
     def idle(self, store: Store) -> None:
-        store.forget(())  # what asking a shared tier turned up beyond its room is deleted with the next deletion
-        self.world.settle()
         self.world.quiet = True
         try:
             store.check(idle=True)

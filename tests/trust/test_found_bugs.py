@@ -40,7 +40,6 @@ def test_a_full_share_makes_room_for_what_another_server_wrote() -> None:
     store.check()
 
 
-@pytest.mark.xfail(reason="Store._find does not delete what it made room with")
 def test_what_left_for_it_is_deleted_by_itself() -> None:
     """It stayed until the tier's next write or delete: a store that only loads never came to rest."""
     store, tier, lane = full_shared_tier()
@@ -63,7 +62,6 @@ class Meanwhile(DictTier):
         return False
 
 
-@pytest.mark.xfail(reason="Store._probe disowns a chunk without asking the tier")
 def test_a_probe_that_misses_does_not_disown_what_was_written_meanwhile() -> None:
     """It did: the tier's place was taken for nobody, until the same chunk was saved again."""
     tier, lane = Meanwhile(2), ManualLane()

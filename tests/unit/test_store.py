@@ -40,6 +40,17 @@ def test_a_run_is_matched_up_to_its_first_gap() -> None:
     assert store.match(keys(9, 2)) == Match(0, 0)
 
 
+def test_of_a_run_longer_than_ram_the_beginning_is_served_though_the_end_is_there() -> None:
+    run = keys(1, 2, 3, 4, 5)
+    store, (lane,) = over(DictTier(64, held={key: key.ljust(SLOT, b"\0") for key in run}), slots=3)
+    fill(store, run[2:])
+    with store.load(run) as lease:
+        lane.run()
+        assert lease.poll() == Match(3, 0)
+        assert [bytes(view[:40]) for view in lease.views()] == run[:3]
+    store.check(idle=True)
+
+
 def test_saving_again_reserves_nothing() -> None:
     store, _ = over()
     assert fill(store, keys(1, 2)) == 2
