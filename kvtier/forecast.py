@@ -31,8 +31,9 @@ _DEPTHS_APART = 256.0
 
 _SAFETY = 0.9
 """Waiting must cost less than this part of what it saves: at the break-even point nothing is gained by either."""
-_PATIENCE, _LEAST_PATIENCE_S = 3.0, 0.02
-"""A load is given up after this multiple of what was forecast, and no sooner than this."""
+_PATIENCE, _LEAST_PATIENCE = 3.0, 1 / 8
+"""A load is given up after this multiple of what was forecast, and no sooner than this part of what it saves: the first
+reads of a tier open connections and touch memory, and to lose seconds of compute over milliseconds is no bargain."""
 
 
 class Average:
@@ -324,8 +325,9 @@ def choose(outlook: Outlook, rest: int, saved: Callable[[int], float | None]) ->
     and then all is taken. Only ends of the outlook's steps are looked at: between them waiting grows evenly while what
     a chunk saves grows with its depth, so the difference has its maximum at an end.
 
-    The deadline is a multiple of the forecast, and never more than what computing would have cost: waiting in vain at
-    most doubles the time to the first token, once (the competitive ratio 2 of ski rental, Karlin et al. 1988).
+    The deadline is a multiple of the forecast, at least an eighth and never more than what computing would have cost:
+    waiting in vain at most doubles the time to the first token, once (the competitive ratio 2 of ski rental, Karlin et
+    al. 1988).
     """
     ready = outlook.ready
     best, worth, wait = ready, saved(ready), 0.0
@@ -343,7 +345,7 @@ def choose(outlook: Outlook, rest: int, saved: Callable[[int], float | None]) ->
     if ask and outlook.asking is not None:
         soon = outlook.asking.arrive_s
     most = (saved(rest if ask else best) or 0.0) - at_once
-    patience = math.inf if soon is None else max(_PATIENCE * soon, _LEAST_PATIENCE_S)
+    patience = math.inf if soon is None else max(_PATIENCE * soon, _LEAST_PATIENCE * most)
     return Choice(best, ask, max(0.0, min(patience, most)))
 
 
