@@ -28,7 +28,13 @@ SHOWN = (
     ("nvme", "recovery of 100,000 chunks after kill -9", ""),
     ("redis", "TCP: write", "redis-benchmark SET"),
     ("redis", "TCP: read", "redis-benchmark GET"),
+    ("server", "match of 128 chunks, while another engine saves: median", ""),
+    ("server", "match of 128 chunks, while another engine saves: p99", ""),
+    ("server", "save, served", "an embedded Store"),
+    ("server", "load, served", "an embedded Store"),
     ("throughput", "vLLM with kvtier", "vLLM without kvtier"),
+    ("throttled", "slow tier: TTFT, always", "vLLM without kvtier"),
+    ("throttled", "slow tier: TTFT, auto", "vLLM without kvtier"),
     ("import_time", "import kvtier, more than bare", ""),
 )
 """(result file, beginning of the row's name, what its ratio is against) of README's second table."""

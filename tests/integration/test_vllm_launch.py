@@ -27,6 +27,8 @@ MEMORY = 8 * GIB
 DISK = 6 * GIB
 HIT = 512
 START_S = 300.0
+PLACES = ("/var/tmp", "/tmp")
+"""Where auto-config looks for a disk when none is named."""
 
 
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
@@ -64,8 +66,13 @@ def fence(tmp_path: Path) -> Iterator[tuple[Path, str]]:
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"no cgroup or mount can be made here: {error}")
         undo.callback(subprocess.run, ["umount", str(disk)], check=True)
-        enter = f"echo $$ > {group}/cgroup.procs && mount --bind {disk} /var/tmp && mount --bind {disk} /tmp"
-        yield disk, enter
+        steps = [f"echo $$ > {group}/cgroup.procs"]
+        for place in PLACES:
+            if ROOT.is_relative_to(place):  # what is tested stays where it was
+                inside = disk / ROOT.relative_to(place)
+                steps.append(f"mkdir -p {inside} && mount --bind {ROOT} {inside}")
+        steps += [f"mount --rbind {disk} {place}" for place in PLACES]
+        yield disk, " && ".join(steps)
 
 
 class Launched(VllmServer):
