@@ -50,13 +50,13 @@ bench: $(READY)  ## the micro benchmarks -> bench/results/
 		$(BIN)/python -m kvtier.bench.micro.$$(basename $$file .py); \
 	done
 
-SUITE := $(BIN)/python -m pytest bench/suite -q -p no:cacheprovider --benchmark-columns=median,iqr,ops --benchmark-sort=name
+SUITE := $(BIN)/python -m pytest bench/suite -q -p no:cacheprovider -W "ignore:Benchmark machine_info" --benchmark-columns=median,iqr,ops --benchmark-sort=name
 bench-suite: $(READY)  ## the hot paths one by one (pytest-benchmark), beside the committed baseline
 	$(SUITE) --benchmark-compare=bench/suite/baseline.json
 
 bench-suite-baseline: $(READY)  ## a new baseline, from this machine -> bench/suite/baseline.json
 	$(SUITE) --benchmark-json=build/suite.json
-	$(BIN)/python -m json.tool --no-ensure-ascii --indent 1 build/suite.json bench/suite/baseline.json
+	$(BIN)/python -m kvtier.bench.suite build/suite.json bench/suite/baseline.json
 
 old-vllm: $(OLD)/ready  ## the older vLLM that is supported, beside .venv
 
