@@ -52,11 +52,11 @@ bench: $(READY)  ## the micro benchmarks -> bench/results/
 
 SUITE := $(BIN)/python -m pytest bench/suite -q -p no:cacheprovider -W "ignore:Benchmark machine_info" --benchmark-columns=median,iqr,ops --benchmark-sort=name
 bench-suite: $(READY)  ## the hot paths one by one (pytest-benchmark), beside the committed baseline
-	$(SUITE) --benchmark-compare=bench/suite/baseline.json
+	$(SUITE) --benchmark-compare=bench/results/suite.json
 
-bench-suite-baseline: $(READY)  ## a new baseline, from this machine -> bench/suite/baseline.json
+bench-suite-baseline: $(READY)  ## a new baseline, from this machine -> bench/results/suite.json
 	$(SUITE) --benchmark-json=build/suite.json
-	$(BIN)/python -m kvtier.bench.suite build/suite.json bench/suite/baseline.json
+	$(BIN)/python -m kvtier.bench.suite build/suite.json bench/results/suite.json
 
 old-vllm: $(OLD)/ready  ## the older vLLM that is supported, beside .venv
 
