@@ -1,4 +1,4 @@
-"""A cache that outlives engines, beside an arm's servers: ``kvtier serve`` or ``redis-server``, on a Unix socket."""
+"""A process beside an arm's servers that outlives them: ``kvtier serve``, ``redis-server``, a peer's own server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,8 +16,8 @@ from kvtier.bench.servers import ServerError
 from kvtier.errors import ConfigError
 
 SOCKET = "sock"
-"""Where in its folder a companion listens."""
-_START_S, _STOP_S, _POLL_S = 20.0, 20.0, 0.02
+"""Where in its folder a companion listens, when it has a Unix socket."""
+_STOP_S, _POLL_S = 20.0, 0.02
 
 
 @contextmanager
@@ -28,10 +28,12 @@ def run_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def companion(command: Sequence[str], env: Mapping[str, str], folder: Path, log: Path) -> Iterator[None]:
-    """Run ``command`` until the end of the block; begun once it accepts connections at ``folder``/:data:`SOCKET`.
+def companion(
+    command: Sequence[str], env: Mapping[str, str], ready: Callable[[], bool], log: Path, start_s: float = 20.0
+) -> Iterator[int]:
+    """Run ``command`` until the end of the block, which begins when ``ready()`` holds; its process id.
 
-    Raises ConfigError when the program is not installed, ServerError with the log's end when it does not come up.
+    Raises ConfigError when the program is not installed, ServerError with the log's end when it is not ready in time.
     """
     if shutil.which(command[0]) is None:
         raise ConfigError(f"{command[0]} is not installed (Debian, Ubuntu: apt-get install {command[0]})")
@@ -39,8 +41,8 @@ def companion(command: Sequence[str], env: Mapping[str, str], folder: Path, log:
     with log.open("wb") as out:
         process = subprocess.Popen(["env", *settings, *command], stdout=out, stderr=subprocess.STDOUT)
     try:
-        _wait_listening(process, folder / SOCKET, log)
-        yield
+        _wait_ready(process, ready, log, start_s)
+        yield process.pid
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -49,15 +51,16 @@ def companion(command: Sequence[str], env: Mapping[str, str], folder: Path, log:
         process.wait()
 
 
-def _wait_listening(process: subprocess.Popen[bytes], path: Path, log: Path) -> None:
-    until = time.monotonic() + _START_S
-    while not _listens(path):
+def _wait_ready(process: subprocess.Popen[bytes], ready: Callable[[], bool], log: Path, start_s: float) -> None:
+    until = time.monotonic() + start_s
+    while not ready():
         if process.poll() is not None or time.monotonic() > until:
             said = log.read_text(encoding="utf-8", errors="replace")[-2000:]
-            raise ServerError(f"{process.args!r} did not listen at {path}. Its log:\n{said}")
+            raise ServerError(f"{process.args!r} was not ready within {start_s:.0f} s. Its log:\n{said}")
         time.sleep(_POLL_S)
 
 
-def _listens(path: Path) -> bool:
+def listens(path: Path) -> bool:
+    """Whether a process accepts connections at this Unix socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(str(path)) == 0

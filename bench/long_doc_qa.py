@@ -17,11 +17,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.bench import long_doc_qa_client as client
-from kvtier.bench.companion import companion, run_folder
+from kvtier.bench.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.long_doc_qa_arms import ARMS, Arm, Sizes, filled, installed, server_args
 from kvtier.bench.long_doc_qa_report import Round, print_table, summarise, verdict, write_csv, write_json
 from kvtier.bench.long_doc_qa_work import REPEAT_MODES, Ask, Workload
@@ -120,7 +121,8 @@ def _measure_own(args: argparse.Namespace, arm: Arm, progress: Progress) -> Roun
         names = sizes.names((place / "nvme").resolve(), run)
         if arm.beside:
             command = [word.format_map(names) for word in arm.beside]
-            ends.enter_context(companion(command, filled(arm.beside_env, names), run, place / "beside.log"))
+            ready = partial(listens, run / SOCKET)
+            ends.enter_context(companion(command, filled(arm.beside_env, names), ready, place / "beside.log"))
         first, second = (own_server(args, arm, sizes, names, place / log) for log in ("server.log", "second.log"))
         _start(arm, first, progress, ends)
         return _three_rounds(args, arm, _Engines(first, second, ends), progress)

@@ -16,18 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.bench.long_doc_qa_work import Workload
+from kvtier.launch import TRANSFER
 
 NONE = "none"
 GPU_HIT = "vllm-prefix-cache"
-_CONNECTOR = json.dumps(
-    {
-        "kv_connector": "KVTierConnector",
-        "kv_connector_module_path": "kvtier.connectors.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-    },
-    separators=(",", ":"),
-)
 _MIB = 2**20
 
 
@@ -147,7 +139,7 @@ def installed() -> list[Arm]:
 def server_args(arm: Arm, sizes: Sizes) -> list[str]:
     """vLLM's arguments that make this arm; what all arms share is :mod:`kvtier.bench.long_doc_qa`'s."""
     args = ["--max-model-len", str(sizes.max_model_len), "--num-gpu-blocks-override", str(sizes.gpu_blocks(arm))]
-    return args if arm.kvtier is None else [*args, "--kv-transfer-config", _CONNECTOR]
+    return args if arm.kvtier is None else [*args, "--kv-transfer-config", json.dumps(TRANSFER, separators=(",", ":"))]
 
 
 def filled(templates: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:

@@ -143,7 +143,7 @@ class VllmServer:
             status = self._process.poll() if self._process is not None else None
             if status is not None:
                 raise self._failure(f"ended with status {status} before it was healthy")
-            if _answers(f"{self.base_url}/health"):
+            if answers(f"{self.base_url}/health"):
                 return
             time.sleep(_POLL_SECONDS)
         raise self._failure(f"was not healthy within {self._deadline_s:.0f} s")
@@ -173,7 +173,8 @@ def _new_group(command: Sequence[str], out: IO[bytes]) -> subprocess.Popen[bytes
     )
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Whether this page is there (status 200)."""
     try:
         with urllib.request.urlopen(url, timeout=5) as reply:
             return bool(reply.status == 200)

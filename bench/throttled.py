@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 from kvtier.bench.micro.redis import redis_server
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
 from kvtier.bench.report import Row, spread, write_results
+from kvtier.launch import TRANSFER
 
 GOAL = 1.03
 _ARMS = ("none", "always", "auto")
@@ -46,8 +47,6 @@ that is asked next."""
 _CHUNK_TOKENS = 128
 _PIECE = 64 << 10
 _MARK = "@ "
-_CONNECTOR = {"kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.connectors.vllm",
-              "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}  # fmt: skip
 
 
 class Answer(NamedTuple):
@@ -64,7 +63,7 @@ def serve_documents(model: str, tokens: int, with_kvtier: bool) -> None:
     """Answer ``document`` numbers from stdin with TTFT and cached tokens, until stdin ends; then tell all counts."""
     from vllm import LLM, SamplingParams
 
-    more: dict[str, Any] = {"kv_transfer_config": _CONNECTOR} if with_kvtier else {}
+    more: dict[str, Any] = {"kv_transfer_config": TRANSFER} if with_kvtier else {}
     blocks = -(-tokens // 128) + 4  # one document and a little: vLLM's own cache never has the next one
     llm = LLM(model, dtype="float32", enforce_eager=True, block_size=128, max_model_len=tokens + 128,
               num_gpu_blocks_override=blocks, disable_log_stats=False, **more)  # fmt: skip

@@ -20,14 +20,9 @@ from typing import Any
 
 from kvtier.bench.model import make_model
 from kvtier.bench.report import Row, spread, write_results
+from kvtier.launch import TRANSFER
 
 _GOAL = 0.97
-_CONNECTOR = {
-    "kv_connector": "KVTierConnector",
-    "kv_connector_module_path": "kvtier.connectors.vllm",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
 
 
 def measure(model: str, prompts: int, tokens: int, kvtier: bool) -> float:
@@ -35,7 +30,7 @@ def measure(model: str, prompts: int, tokens: int, kvtier: bool) -> float:
     from vllm import LLM, SamplingParams
 
     blocks = 4 * -(-(tokens + 64) // 128)
-    more: dict[str, Any] = {"kv_transfer_config": _CONNECTOR} if kvtier else {}
+    more: dict[str, Any] = {"kv_transfer_config": TRANSFER} if kvtier else {}
     llm = LLM(
         model,
         dtype="bfloat16",

@@ -207,6 +207,13 @@ def check_ram() -> Finding:
     return Finding("self-test ram", "fail", wrong, do)
 
 
+def _tried(tier: str, wrong: str, do: str) -> Finding:
+    """What came of a tier's self-test; ``wrong`` is empty when all was well."""
+    if wrong:
+        return Finding(f"self-test {tier}", "fail", wrong, do)
+    return Finding(f"self-test {tier}", "ok", "chunks written, closed, read and compared by a second process")
+
+
 def check_nvme(config: Config) -> Iterator[Finding]:
     if not config.nvme_path:
         return
@@ -215,10 +222,8 @@ def check_nvme(config: Config) -> Iterator[Finding]:
     yield from findings
     if any(finding.state == "fail" for finding in findings):
         return
-    wrong = selftest.try_nvme(config)
-    seen = wrong or "chunks written, closed, read and compared by a second process"
-    do = f"look at the file system of {config.nvme_path} and the kernel's log (dmesg)" if wrong else ""
-    yield Finding("self-test nvme", "fail" if wrong else "ok", seen, do)
+    do = f"look at the file system of {config.nvme_path} and the kernel's log (dmesg)"
+    yield _tried("nvme", selftest.try_nvme(config), do)
 
 
 def judge_disk(config: Config, disk: Disk) -> Iterator[Finding]:
@@ -265,10 +270,7 @@ def check_redis(config: Config) -> Iterator[Finding]:
     yield from findings
     if any(finding.state == "fail" for finding in findings):
         return
-    wrong = selftest.try_redis(config)
-    seen = wrong or "chunks written, closed, read and compared by a second process"
-    do = "look at Redis's memory (maxmemory), rights (ACL) and log" if wrong else ""
-    yield Finding("self-test redis", "fail" if wrong else "ok", seen, do)
+    yield _tried("redis", selftest.try_redis(config), "look at Redis's memory (maxmemory), rights (ACL) and log")
 
 
 def judge_redis(config: Config, redis: Redis) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvtier.chunk import ChunkKey, ChunkLayout
 from kvtier.testing.check_tier import content
@@ -33,3 +34,12 @@ def holds(tier: NvmeTier, key: ChunkKey) -> bool:
 def held(tier: NvmeTier, keys: Sequence[ChunkKey]) -> set[int]:
     """Which of ``keys`` can be read."""
     return {index for index, key in enumerate(keys) if holds(tier, key)}
+
+
+def flip(file: Path, at: int) -> None:
+    """Damage one bit of the byte at ``at``."""
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        byte = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes([byte ^ 0x10]))

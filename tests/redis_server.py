@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -16,10 +15,12 @@ from typing import Any
 
 import redis
 
+from kvtier.bench.servers import free_port
 from kvtier.chunk import ChunkKey, ChunkLayout
 from kvtier.tiers.redis import RedisTier
 from kvtier.tiers.redis_form import Form
 from kvtier.tiers.redis_link import Link
+from tests.clock import Clock
 
 CHUNK_BYTES = 10_000
 PART_BYTES = 4_096
@@ -40,16 +41,6 @@ def holds(tier: RedisTier, key: ChunkKey) -> bool:
     held = tier.read(key, into)
     assert not held or into == chunk(key)
     return held
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class RedisServer:
@@ -137,12 +128,6 @@ class RedisServer:
         bytes_ = capacity * FORM.room(CHUNK_BYTES)
         self._tiers.append(RedisTier(link, FORM, bytes_, CHUNK_BYTES, ttl_s=ttl_s, clock=clock or Clock()))
         return self._tiers[-1]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:

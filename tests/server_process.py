@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from kvtier.bench.companion import listens
 from kvtier.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.client import Client
 from kvtier.dial import Address, Door, hello
@@ -118,8 +118,7 @@ class ServerProcess:
 
     def _listens(self) -> bool:
         assert self._process is not None and self._process.poll() is None, self.said()
-        with socket.socket(socket.AF_UNIX) as probe:
-            return probe.connect_ex(str(self.socket)) == 0
+        return listens(self.socket)
 
 
 @contextmanager
@@ -145,12 +144,6 @@ def serving(*listen: str, flags: Sequence[str] = (), **settings: object) -> Iter
     with ExitStack() as stack:
         folder = stack.enter_context(short_folder())
         yield stack.enter_context(ServerProcess(folder, *listen, flags=flags, **settings))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run(prompt: int, length: int, layout: ChunkLayout = LAYOUT) -> list[ChunkKey]:

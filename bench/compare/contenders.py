@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bench.long_doc_qa_arms import ARMS, GPU_HIT, NONE, Arm, Sizes
+from kvtier.launch import TRANSFER
 
 LMCACHE = "lmcache-0.5.6"
 _PEERS = Path(__file__).resolve().parents[2] / ".venv-peers"
 _OUR_COPIES = "its copier for vLLM-CPU is ours, as it has none: its RAM speed is not its own"
-_KVTIER = {"kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.connectors.vllm"}
 _LMCACHE = {"kv_connector": "LMCacheOnCPU", "kv_connector_module_path": "kvtier.bench.compare.lmcache_cpu"}
 _OFFLOADING = "kvtier.bench.compare.offloading_cpu"
 _LMCACHE_ENV = {
@@ -71,7 +71,7 @@ class Contender:
 
 
 def _ours(arm: Arm) -> Contender:
-    connector = _KVTIER if arm.kvtier is not None else None
+    connector = TRANSFER if arm.kvtier is not None else None
     return Contender(
         arm.name,
         arm.about.partition(";")[0],

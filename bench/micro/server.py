@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,8 +23,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
+from kvtier.bench.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.report import Row, spread, write_results
 from kvtier.chunk import ChunkKey, ChunkLayout
 from kvtier.client import Client
@@ -40,7 +41,6 @@ _SHARE, _TWO, _FAIR = 0.85, 1.5, 1.3
 _BASE_MB, _CHUNK_BYTES = 150, 400
 _TINY = 4096
 _PATIENT_S = 5.0
-_START_S = 10.0
 
 
 class BenchError(KVTierError):
@@ -62,27 +62,12 @@ def door_to(path: str, layout: ChunkLayout) -> Door:
 @contextmanager
 def server(ram_bytes: int, more: Mapping[str, str] | None = None) -> Iterator[tuple[str, int]]:
     """``kvtier serve``, over RAM only but for what ``more`` variables say; its socket and process id."""
-    with tempfile.TemporaryDirectory(prefix="kvt") as folder:
-        path = f"{folder}/run/sock"
-        settings = {"KVTIER_RAM_BYTES": str(ram_bytes), "KVTIER_LOG_LEVEL": "WARNING", **(more or {})}
-        command = ["env", *(f"{name}={value}" for name, value in settings.items()), sys.executable, "-m"]
-        command += ["kvtier.cli", "serve", "--listen", f"unix://{path}"]
-        process = subprocess.Popen(command)
-        try:
-            until = time.monotonic() + _START_S
-            while not listens(path):
-                if process.poll() is not None or time.monotonic() > until:
-                    raise BenchError("the server did not come up; its log is above")
-                time.sleep(0.01)
-            yield path, process.pid
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait()
-
-
-def listens(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(path) == 0
+    settings = {"KVTIER_RAM_BYTES": str(ram_bytes), "KVTIER_LOG_LEVEL": "WARNING", **(more or {})}
+    with run_folder() as folder:
+        path = folder / "run" / SOCKET
+        command = [sys.executable, "-m", "kvtier.cli", "serve", "--listen", f"unix://{path}"]
+        with companion(command, settings, partial(listens, path), folder / "log") as pid:
+            yield str(path), pid
 
 
 class Attached:

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvtier import connection, wire
+from kvtier.bench.servers import free_port
 from kvtier.client import Client
 from kvtier.dial import Address, Door, enter, hello
 from kvtier.lease import Match
@@ -27,7 +28,6 @@ from tests.server_process import (
     ServerProcess,
     at_rest,
     attached,
-    free_port,
     load,
     run,
     save,

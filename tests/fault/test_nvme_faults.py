@@ -15,7 +15,7 @@ from kvtier.errors import TierError
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme import NvmeTier
 from kvtier.tiers.nvme_index import RECORD_BYTES, Superblock, pack_record, payload_checksum
-from tests.nvme_place import LAYOUT, SLOT, fill, held, holds, room
+from tests.nvme_place import LAYOUT, SLOT, fill, flip, held, holds, room
 
 SLOTS = 8
 ROOM = room(SLOTS)
@@ -34,14 +34,6 @@ def place(tmp_path: Path) -> Path:
 
 def recovered(tier: NvmeTier) -> set[int]:
     return {KEYS.index(key) for key in tier.recovered()}
-
-
-def flip(file: Path, at: int) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(at)
-        byte = opened.read(1)[0]
-        opened.seek(at)
-        opened.write(bytes([byte ^ 0x10]))
 
 
 def swap(file: Path, first: int, second: int, size: int) -> None:

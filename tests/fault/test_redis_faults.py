@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from kvtier.bench.servers import free_port
 from kvtier.errors import TierError
 from kvtier.tiers.redis import RedisTier
 from kvtier.tiers.redis_form import CHECKSUM_BYTES, Form
 from kvtier.tiers.redis_link import Link
+from tests.clock import Clock
 from tests.redis_server import (
     CHUNK_BYTES,
     FORM,
@@ -22,10 +24,8 @@ from tests.redis_server import (
     NAMESPACE,
     PART_BYTES,
     PARTS,
-    Clock,
     RedisServer,
     chunk,
-    free_port,
     holds,
     make_certificate,
     redis_cluster,

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 from jsonschema import Draft202012Validator
 
+from kvtier.bench.servers import free_port
 from kvtier.chunk import ChunkLayout
 from kvtier.client import Client
 from kvtier.lease import Match
@@ -31,7 +32,6 @@ from tests.server_process import (
     SLOT,
     ServerProcess,
     attached,
-    free_port,
     load,
     run,
     save,

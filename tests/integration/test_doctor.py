@@ -6,8 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +16,13 @@ from kvtier import cli, doctor, selftest
 from kvtier.autoconfig import probe
 from kvtier.autoconfig.facts import Model, known
 from kvtier.bench.model import PRESETS
+from kvtier.bench.servers import free_port
 from kvtier.checks import Finding, judge_disk, planned
 from kvtier.config import Config, load
 from kvtier.pool import Pool
+from tests.mounts import mounted
 from tests.redis_server import RedisServer
-from tests.server_process import OTHER, attached, free_port, serving
+from tests.server_process import OTHER, attached, serving
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -46,18 +47,6 @@ def one(findings: Iterable[Finding], check: str) -> Finding:
 
 def tiers(**settings: object) -> list[Finding]:
     return list(doctor.tiers(load(env={}, flags=settings)))
-
-
-@contextmanager
-def mounted(point: Path, *arguments: str) -> Iterator[Path]:
-    point.mkdir()
-    done = subprocess.run(["mount", *arguments, str(point)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
-    try:
-        yield point
-    finally:
-        subprocess.run(["umount", str(point)], check=True)
 
 
 # -- the command ---------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from kvtier.fsck import Report, check, discard, tier_folders
 from kvtier.tiers.nvme import NvmeTier
 from kvtier.tiers.nvme_files import INDEX_NAME, SLOTS_NAME
 from kvtier.tiers.nvme_index import RECORD_BYTES, pack_record, payload_checksum
-from tests.nvme_place import LAYOUT, SLOT, fill, held, room
+from tests.nvme_place import LAYOUT, SLOT, fill, flip, held, room
 from tests.server_process import ServerProcess, attached, run, save, short_folder, wait_for
 
 SLOTS = 8
@@ -29,14 +29,6 @@ def filled(folder: Path) -> None:
     tier = NvmeTier(folder, room(SLOTS), SLOT)
     fill(tier, KEYS)
     tier.close()
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 0x10]))
 
 
 def counts(report: Report) -> tuple[int, int, int, int, int]:

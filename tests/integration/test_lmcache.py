@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from kvtier.bench.model import make_model
+from kvtier.bench.servers import free_port
 from kvtier.chunk import ChunkLayout
 from kvtier.client import Client
-from tests.server_process import ServerProcess, attached, free_port, serving, wait_for
+from tests.server_process import ServerProcess, attached, serving, wait_for
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-peers" / "lmcache-0.5.6" / "bin" / "python"

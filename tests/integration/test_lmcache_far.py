@@ -7,12 +7,13 @@ from contextlib import closing, contextmanager
 
 import pytest
 
+from kvtier.bench.servers import free_port
 from kvtier.chunk import ChunkKey
 from kvtier.connectors.lmcache import parcel
 from kvtier.connectors.lmcache.far import Attached, Far, Streamed
 from kvtier.dial import Address, Door, hello
 from kvtier.testing.check_tier import content
-from tests.server_process import LAYOUT, SLOT, ServerProcess, attached, free_port, serving, short_folder, wait_for
+from tests.server_process import LAYOUT, SLOT, ServerProcess, attached, serving, short_folder, wait_for
 
 
 def run(prompt: int, length: int) -> list[ChunkKey]:

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from kvtier.autoconfig.measure import measure
 from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.plan import make_plan
 from kvtier.errors import ConfigError
+from tests.mounts import mounted
 
 MIB, GIB = 1 << 20, 1 << 30
 MODELS = json.loads((Path(__file__).parents[1] / "data" / "model_configs.json").read_text())
@@ -122,18 +122,6 @@ def test_real_cgroup_limit_of_an_outer_group_is_found() -> None:
 
 
 # -- paths -------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def mounted(point: Path, *arguments: str) -> Iterator[Path]:
-    point.mkdir()
-    done = subprocess.run(["mount", *arguments, str(point)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
-    try:
-        yield point
-    finally:
-        subprocess.run(["umount", str(point)], check=True)
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from kvtier import wire
 from kvtier.assemble import assemble
+from kvtier.bench.servers import free_port
 from kvtier.chunk import ChunkKey, ChunkLayout
 from kvtier.client import Client
 from kvtier.config import Config
@@ -35,7 +36,6 @@ from tests.server_process import (
     ServerProcess,
     at_rest,
     attached,
-    free_port,
     load,
     run,
     save,

@@ -10,7 +10,8 @@ from itertools import count
 import pytest
 
 from kvtier.tiers.redis import RedisTier
-from tests.redis_server import KEYS, Clock, RedisServer, chunk, holds
+from tests.clock import Clock
+from tests.redis_server import KEYS, RedisServer, chunk, holds
 
 pytestmark = pytest.mark.redis
 

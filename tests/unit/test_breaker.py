@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from kvtier.tiers.breaker import Breaker
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.clock import Clock
 
 
 def test_faults_in_a_row_open_it_and_a_success_between_does_not() -> None:

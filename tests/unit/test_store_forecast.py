@@ -10,6 +10,7 @@ from kvtier.lease import Match
 from kvtier.pool import Pool
 from kvtier.store import Store
 from kvtier.testing import DictTier, ManualLane
+from tests.clock import Clock
 
 SLOT = 4096
 LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
@@ -17,16 +18,6 @@ LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
 
 def keys(*tokens: int) -> list[ChunkKey]:
     return LAYOUT.keys(list(tokens))
-
-
-class Clock:
-    """Seconds that pass when somebody says so."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class SlowTier(DictTier):

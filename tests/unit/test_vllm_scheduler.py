@@ -15,6 +15,7 @@ from kvtier.forecast import Prefill
 from kvtier.pool import Pool
 from kvtier.store import Store
 from kvtier.testing import DictTier, ManualLane
+from tests.clock import Clock
 
 pytestmark = pytest.mark.vllm
 
@@ -31,14 +32,6 @@ def imported() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("kvtier.connectors.vllm.scheduler")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class SlowTier(DictTier):
@@ -61,7 +54,7 @@ class Bench:
         from kvtier.connectors.vllm.judge import Judge
         from kvtier.connectors.vllm.scheduler import SchedulerHalf
 
-        self.clock = Clock()
+        self.clock = Clock(100.0)
         self.tier, self.lane = SlowTier(self.clock), ManualLane()
         self.store = Store(Pool(slots, SLOT), [(self.tier, self.lane)], clock=self.clock)
         self.judge = Judge(60.0, always=always, prefill=Prefill(PER_TOKEN if known else None), clock=self.clock)
