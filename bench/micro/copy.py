@@ -21,6 +21,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -143,8 +144,13 @@ class Bench:
         self.pool.close()
 
 
+class Moves(Protocol):
+    bytes: int
+    """What each of its works moves."""
+
+
 def measure(
-    bench: Bench, works: dict[str, Work], rounds: int, clock: Clock = time.thread_time
+    bench: Moves, works: dict[str, Work], rounds: int, clock: Clock = time.thread_time
 ) -> dict[str, list[float]]:
     """GB/s of every work in every round. Rounds alternate; each starts one work further."""
     names = list(works)

@@ -22,6 +22,8 @@ class RankLayout(KVConnectorHandshakeMetadata):
     block_bytes: int
     description: dict[str, Any]
     """JSON-able shape of the regions; part of the fingerprint."""
+    loads_regions: bool = False
+    """Whether some of a chunk's regions can be loaded by themselves."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,18 @@ class PoolAddress:
 
 
 @dataclass
+class Flow:
+    """Of a load whose chunks come part by part (:mod:`kvtier.layerwise`)."""
+
+    fillings: list[int]
+    """For each slot, the number of its filling; 0: it is whole already."""
+    regions: tuple[int, ...]
+    """For each part, how many regions of the KV cache are whole with it."""
+    until: float
+    """When to give up waiting (``time.monotonic``, which is one clock on one host)."""
+
+
+@dataclass
 class Job:
     """Copy chunks between slots and blocks. A load may start inside its first chunk and end inside its last."""
 
@@ -48,6 +62,7 @@ class Job:
     blocks: list[int]
     first: int = 0
     """Block of the first chunk at which ``blocks`` begins."""
+    flow: Flow | None = None
 
 
 @dataclass
@@ -74,6 +89,8 @@ class StepReport(KVConnectorWorkerMetadata):
     """Blocks copied from slots by one rank, and the seconds of the slowest rank for them."""
     load_s: float = 0.0
     save_s: float = 0.0
+    waited_s: float = 0.0
+    """Seconds in which the forward pass stood still because layers had not come."""
 
     done: Counter[int] = field(default_factory=Counter)
     failed: Counter[int] = field(default_factory=Counter)
@@ -91,6 +108,7 @@ class StepReport(KVConnectorWorkerMetadata):
             loaded_blocks=max(self.loaded_blocks, other.loaded_blocks),
             load_s=max(self.load_s, other.load_s),
             save_s=max(self.save_s, other.save_s),
+            waited_s=max(self.waited_s, other.waited_s),
             done=self.done + other.done,
             failed=self.failed + other.failed,
             failures=failures,

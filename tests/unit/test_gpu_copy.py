@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from kvtier import gpu
 from kvtier.errors import StateError
-from kvtier.gpu import PagedBlocks, pin, regions_of, slot_tensor, unpin
+from kvtier.gpu import PagedBlocks, regions_of, slot_tensor
+from kvtier.gpu.host import plan
+from kvtier.gpu.regions import merged
 from kvtier.pool import Pool
 from tests.unit.paged_engines import (
     BLOCKS,
@@ -28,30 +29,37 @@ from tests.unit.paged_engines import (
     keys_and_values_apart,
     one_backing,
 )
+from tests.unit.paged_streams import Held, Inline
 
 Make = Callable[["Engine"], PagedBlocks]
 
 
-@pytest.fixture(params=["host", "staged"])
-def place(request: pytest.FixtureRequest) -> tuple[torch.device, bool]:
-    """Where the blocks lie, and whether to force the staged copier."""
-    return torch.device("cpu"), request.param == "staged"
+Place = tuple[torch.device, Callable[[], dict[str, Any]]]
+"""Where the blocks lie, and what more :class:`PagedBlocks` is given there."""
+
+WAYS: dict[str, Callable[[], dict[str, Any]]] = {
+    "host": dict,
+    "staged": lambda: {"streams": Inline(), "pinned": lambda _: True},
+    "staged, slots not locked": lambda: {"streams": Inline()},
+    "staged, in any order": lambda: {"streams": Held(room=0, dice=random.Random(3)), "pinned": lambda _: True},
+    "staged, in any order, not locked": lambda: {"streams": Held(room=0, dice=random.Random(4))},
+}
+
+
+@pytest.fixture(params=WAYS)
+def place(request: pytest.FixtureRequest) -> Place:
+    return torch.device("cpu"), WAYS[request.param]
 
 
 @pytest.fixture
-def device(place: tuple[torch.device, bool]) -> torch.device:
+def device(place: Place) -> torch.device:
     return place[0]
 
 
 @pytest.fixture
-def make(place: tuple[torch.device, bool]) -> Make:
+def make(place: Place) -> Make:
     def paged_blocks(engine: Engine) -> PagedBlocks:
-        regions = regions_of(engine.caches, BLOCKS)
-        paged = PagedBlocks(regions, BLOCKS_PER_CHUNK)
-        if place[1]:
-            merged = gpu._merged([region.rows for region in regions])
-            paged._copier = gpu._StagedCopier(merged, BLOCKS_PER_CHUNK)
-        return paged
+        return PagedBlocks(regions_of(engine.caches, BLOCKS), BLOCKS_PER_CHUNK, **place[1]())
 
     return paged_blocks
 
@@ -133,9 +141,9 @@ def test_merged_and_separate_layers_give_the_same_slot(make: Make, device: torch
 def test_layers_of_one_backing_move_in_one_strided_copy(device: torch.device, order: str) -> None:
     regions = regions_of(one_backing(ORDERS[order], device).caches, BLOCKS)
 
-    merged = gpu._merged([region.rows for region in regions])
+    groups = merged([region.rows for region in regions])
 
-    assert [tuple(group.shape) for group in merged] == [(len(regions), BLOCKS, regions[0].rows.shape[1])]
+    assert [tuple(group.shape) for group in groups] == [(len(regions), BLOCKS, regions[0].rows.shape[1])]
 
 
 @pytest.mark.parametrize(
@@ -149,9 +157,9 @@ def test_layers_of_one_backing_move_in_one_strided_copy(device: torch.device, or
 def test_neighbouring_blocks_move_together(
     blocks: list[int], runs: list[tuple[int, int, int]], scattered: bool
 ) -> None:
-    plan, index = gpu._plan(2, blocks)
+    found, index = plan(2, blocks)
 
-    assert plan == runs
+    assert found == runs
     assert (index is not None) is scattered
 
 
@@ -249,44 +257,6 @@ def test_slot_tensor_is_the_pools_memory() -> None:
     assert bytes(pool.view(0)) == bytes(4096)
     with pytest.raises(StateError, match="read-only"):
         slot_tensor(pool.view(0).toreadonly())
-
-
-class Driver:
-    """Stands for ``torch.cuda.cudart()``: remembers what is registered; refuses from the ``limit``-th piece on."""
-
-    def __init__(self, limit: float = math.inf) -> None:
-        self.held: dict[int, int] = {}
-        self._limit = limit
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
-        if len(self.held) >= self._limit:
-            return 2
-        self.held[address] = size
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        del self.held[address]
-        return 0
-
-
-def test_pinning_covers_the_region_in_pieces_that_end_between_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_PIN_PIECE", 5 * 4096)
-    pool, driver = Pool(7, 2 * 4096), Driver()
-    base = slot_tensor(pool.buffer).data_ptr()
-
-    addresses = pin(pool.buffer, pool.slot_bytes, driver)
-
-    assert driver.held == {base + start * 4096: size * 4096 for start, size in ((0, 4), (4, 4), (8, 4), (12, 2))}
-    unpin(addresses, driver)
-    assert not driver.held
-
-
-def test_refused_pinning_leaves_nothing_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_PIN_PIECE", 1)
-    pool, driver = Pool(4, 4096), Driver(limit=2)
-
-    assert pin(pool.buffer, pool.slot_bytes, driver) == []
-    assert not driver.held
 
 
 def test_random_jobs_against_a_plain_model(make: Make, device: torch.device) -> None:

@@ -1,0 +1,58 @@
+"""The GPU path on this machine's GPU, in one run: copies, what they cost computing, and time to the first token.
+
+    python -m kvtier.bench.gpu [--rounds N] [--output FILE]
+
+Without a CUDA device it says so and exits with 2. Needs twice ``--megabytes`` of host memory, to be page-locked, and of
+device memory; the 1.5B engine of the last part takes what vLLM takes by default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from kvtier.bench.gpu.compute import measure_slowdown
+from kvtier.bench.gpu.copies import SHAPES, measure_copies
+from kvtier.bench.gpu.prefill import measure_prefill
+from kvtier.bench.micro.copy import show
+from kvtier.bench.report import write_results
+
+PARTS = ("copies", "compute", "prefill")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="kvtier.bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--megabytes", type=int, default=2048, help="bytes of slots, and as many of blocks")
+    parser.add_argument("--tokens", type=int, default=32768, help="of the prompt that is loaded")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--output", default="bench/results/gpu.json")
+    given = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print(
+            "kvtier.bench.gpu: no CUDA device is here (or torch is built without CUDA): nothing measured",
+            file=sys.stderr,
+        )
+        return 2
+    device = torch.device("cuda", torch.cuda.current_device())
+    rows = []
+    if "copies" in given.parts:
+        rows += measure_copies(given.shapes, given.megabytes, given.rounds, device)
+    if "compute" in given.parts:
+        rows += measure_slowdown(given.shapes, given.megabytes, given.rounds, device)
+    if "prefill" in given.parts:
+        torch.cuda.empty_cache()
+        found = measure_prefill(given.tokens, given.rounds, device)
+        show([row for row in found if row.value is not None])
+        rows += found
+    write_results(given.output, "gpu", rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

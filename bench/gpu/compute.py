@@ -1,0 +1,72 @@
+"""How much saving slows computing: steps of matrix products, as many as a prefill of the model takes, with and without
+the saves of what each step would have computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from kvtier.bench.gpu.copies import STEP_TOKENS, Paged, finish, geometry
+from kvtier.bench.micro.copy import show
+from kvtier.bench.report import Row, spread
+from kvtier.gpu import Copy
+
+WEIGHTS = {"1.5B": 1.5e9, "7B": 7.6e9, "72B": 72e9 / 8}
+"""Numbers that one rank multiplies by for each token. Eight ranks share the 72B model here, and its KV."""
+RANKS = {"1.5B": 1, "7B": 1, "72B": 8}
+GOAL_PERCENT = 3.0
+BLOCK_TOKENS = 16
+STEPS = 8
+
+
+class Steps:
+    """An engine's steps: products of two squares on the device's current stream."""
+
+    def __init__(self, paged: Paged, products: int, width: int) -> None:
+        kind = torch.bfloat16 if paged.device.type == "cuda" else torch.float32
+        self.paged, self.products = paged, products
+        self._square = torch.randn(width, width, dtype=kind, device=paged.device)
+        self._out = torch.empty_like(self._square)
+
+    def run(self, saving: int) -> float:
+        """Seconds until the last product is there. Each step begins ``saving`` saves of a step's worth; what they still
+        copy after the last product is waited for, and not counted: an engine goes on meanwhile."""
+        copies: list[Copy] = []
+        finish(self.paged.device)
+        begun = time.perf_counter()
+        for step in range(STEPS):
+            for _ in range(self.products):
+                torch.matmul(self._square, self._square, out=self._out)
+            copies += [self.paged.save_step(step) for _ in range(saving)]
+        if self.paged.device.type == "cuda":
+            torch.cuda.current_stream(self.paged.device).synchronize()
+        seconds = time.perf_counter() - begun
+        for copy in copies:
+            copy.wait()
+        return seconds
+
+
+def measure_slowdown(
+    names: Sequence[str], megabytes: int, rounds: int, device: torch.device, width: int = 8192
+) -> list[Row]:
+    """Percent by which a step of :data:`STEP_TOKENS` tokens takes longer when its KV is saved; rounds alternate."""
+    rows: list[Row] = []
+    for name in names:
+        shape = geometry(name, BLOCK_TOKENS, RANKS[name])
+        paged = Paged(shape, max(megabytes, 2 * STEP_TOKENS * shape.layers * shape.token_bytes >> 20), device)
+        products = max(1, round(WEIGHTS[name] * STEP_TOKENS / width**3))
+        steps = Steps(paged, products, width)
+        steps.run(1)
+        slower = []
+        for index in range(rounds):
+            order = (0, 1) if index % 2 else (1, 0)
+            seconds = {saving: steps.run(saving) for saving in order}
+            slower.append(100 * (seconds[1] / seconds[0] - 1))
+        paged.close()
+        value, low, high = spread(slower)
+        label = f"{shape.name}: a step of {STEP_TOKENS} tokens longer with saving, {products} products of {width}"
+        rows.append(Row(label, value, "%", limit=GOAL_PERCENT, min=low, max=high))
+        show(rows[-1:])
+    return rows

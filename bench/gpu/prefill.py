@@ -1,0 +1,137 @@
+"""Time to the first token of a long prompt: computed, and with its KV loaded from page-locked slots.
+
+With a vLLM that runs on CUDA the real connector is measured in a real engine (a 1.5B model with weights of its own
+making, which takes as long as the published one). Else transformers computes the prompt, and :class:`PagedBlocks` loads
+as many bytes before a forward pass of the last token.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvtier.bench.gpu.copies import Paged, finish
+from kvtier.bench.micro.copy import Geometry
+from kvtier.bench.report import Row, spread
+
+MODEL: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "vocab_size": 32768,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+"""Qwen2.5-1.5B's shapes with fewer words."""
+Pair = tuple[float, float]
+"""Seconds: computed, loaded."""
+
+
+def measure_prefill(tokens: int, rounds: int, device: torch.device, model: dict[str, Any] | None = None) -> list[Row]:
+    """TTFT computed and loaded; the loaded row's ratio is to the computed one. One row with a reason if neither can
+    run."""
+    arm = _arm()
+    if arm is None:
+        return [Row("TTFT: skipped, neither a CUDA build of vLLM nor transformers is installed", None, "s")]
+    name, run = arm
+    pairs = run(tokens, rounds, device, model or MODEL)
+    computed, loaded = spread([one for one, _ in pairs]), spread([two for _, two in pairs])
+    ratio = spread([two / one for one, two in pairs])[0]
+    return [
+        Row(f"TTFT of {tokens} tokens computed ({name})", computed[0], "s", min=computed[1], max=computed[2]),
+        Row(f"TTFT of {tokens} tokens loaded ({name})", loaded[0], "s", computed[0], ratio, loaded[1], loaded[2]),
+    ]
+
+
+def _arm() -> tuple[str, Callable[[int, int, torch.device, dict[str, Any]], list[Pair]]] | None:
+    if importlib.util.find_spec("vllm") is not None and torch.cuda.is_available():
+        return "vLLM", with_vllm
+    if importlib.util.find_spec("transformers") is not None:
+        return "transformers", with_transformers
+    return None
+
+
+def prompt(tokens: int, seed: int, words: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(10, words) for _ in range(tokens)]
+
+
+def with_vllm(tokens: int, rounds: int, _device: torch.device, model: dict[str, Any]) -> list[Pair]:
+    """vLLM's own prefix cache is emptied before the second time, so all but a rest of the prompt comes from slots."""
+    from vllm import LLM, SamplingParams
+
+    from kvtier.launch import TRANSFER
+
+    width = model["hidden_size"] // model["num_attention_heads"]
+    kv_bytes = 2 * 2 * model["num_key_value_heads"] * width * model["num_hidden_layers"]
+    extra = {"auto": False, "ram_bytes": 3 * (rounds + 1) * tokens * kv_bytes, "take_hits": "always"}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(model), encoding="utf-8")
+        llm = LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=tokens + 64,
+            kv_transfer_config=TRANSFER | {"kv_connector_extra_config": extra},
+        )
+        settings = SamplingParams(max_tokens=1, detokenize=False)
+
+        def ask(ids: list[int]) -> float:
+            begun = time.perf_counter()
+            llm.generate([{"prompt_token_ids": ids}], settings, use_tqdm=False)
+            return time.perf_counter() - begun
+
+        pairs = []
+        for seed in range(rounds + 1):
+            ids = prompt(tokens, seed, model["vocab_size"])
+            computed = ask(ids)
+            ask(prompt(64, seed, model["vocab_size"]))  # a step later everything is confirmed
+            llm.reset_prefix_cache()
+            pairs.append((computed, ask(ids)))
+        return pairs[1:]
+
+
+def with_transformers(tokens: int, rounds: int, device: torch.device, model: dict[str, Any]) -> list[Pair]:
+    """The forward pass of the last token runs over the KV that the prefill left; the load beside it is of its size."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**model)
+    engine = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device).eval()
+    layers, heads = model["num_hidden_layers"], model["num_key_value_heads"]
+    width = model["hidden_size"] // model["num_attention_heads"]
+    shape = Geometry("prefill", layers, 2 * 2 * heads * width, 16)
+    paged = Paged(shape, -(-tokens * layers * shape.token_bytes >> 20) + 1, device)
+    paged.save()
+    jobs = paged.jobs[: tokens // 256]
+    pairs = []
+    with torch.inference_mode():
+        for seed in range(rounds + 1):
+            ids = torch.tensor([prompt(tokens, seed, model["vocab_size"])], device=device)
+            finish(device)
+            begun = time.perf_counter()
+            done = engine(ids, use_cache=True, logits_to_keep=1)
+            first = int(done.logits.argmax())
+            computed = time.perf_counter() - begun
+            begun = time.perf_counter()
+            paged.copier.load(jobs)
+            last = engine(ids[:, -1:], past_key_values=done.past_key_values, use_cache=True, logits_to_keep=1)
+            assert first < model["vocab_size"] > int(last.logits.argmax())
+            pairs.append((computed, time.perf_counter() - begun))
+    paged.close()
+    return pairs[1:]

@@ -1,0 +1,119 @@
+"""PagedBlocks: one engine's blocks, and the copies between them and slots."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvtier.errors import LayoutError, StateError
+from kvtier.gpu.host import HostCopier
+from kvtier.gpu.regions import Region, merged
+from kvtier.gpu.slots import Copy, Job
+from kvtier.gpu.staged import StagedCopier
+from kvtier.gpu.streams import CudaStreams, Streams
+
+
+def nothing(_part: torch.Tensor) -> bool:
+    """No slot is page-locked."""
+    return False
+
+
+class PagedBlocks:
+    """Copies between an engine's paged blocks and slots; ``block_bytes`` is what one block takes in all regions.
+
+    Raises LayoutError when the regions cannot belong to one engine (none, several devices, unequal block counts).
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        blocks_per_chunk: int,
+        *,
+        pinned: Callable[[torch.Tensor], bool] = nothing,
+        streams: Streams | None = None,
+    ) -> None:
+        """``pinned`` tells whether a slot's part is page-locked; ``streams`` are the device's own unless a test brings
+        some."""
+        rows = [region.rows for region in regions]
+        kinds = sorted({f"{tensor.shape[0]} blocks on {tensor.device}" for tensor in rows})
+        if len(kinds) != 1:
+            raise LayoutError(f"KV regions have {kinds or 'no members'}; expected one block count on one device")
+        self.num_blocks = rows[0].shape[0]
+        self.blocks_per_chunk = blocks_per_chunk
+        self.block_bytes = sum(tensor.shape[1] for tensor in rows)
+        self._regions = list(regions)
+        self._device = rows[0].device
+        if streams is None and self._device.type != "cpu":
+            streams = CudaStreams(self._device)
+        self._copier: HostCopier | StagedCopier
+        if streams is None:
+            self._copier = HostCopier(merged(rows), blocks_per_chunk)
+        else:
+            self._copier = StagedCopier(merged(rows), blocks_per_chunk, streams, pinned)
+
+    def describe(self) -> dict[str, Any]:
+        """What decides the meaning of a slot part's bytes; JSON-able, equal for engines of unequal block counts.
+
+        CPU attention kernels pack keys by the instruction set they find, which no stride shows, so it is told too.
+        """
+        return {
+            "device": _device_kind(self._device),
+            "regions": len(self._regions),
+            "layers": [region.layer for region in self._regions],
+            "row_bytes": [region.rows.shape[1] for region in self._regions],
+            "interior": [[list(axis) for axis in region.interior] for region in self._regions],
+        }
+
+    def save(self, jobs: Sequence[Job]) -> Copy:
+        """Blocks -> slots. Every job names all blocks of its chunk. Raises StateError before any byte moves.
+
+        Runs after what is queued on the current stream; later work of that stream waits until the blocks are read.
+        """
+        self._check(jobs, fewest=self.blocks_per_chunk)
+        return self._copier.save(jobs)
+
+    def load(self, jobs: Sequence[Job], regions: range | None = None) -> Copy:
+        """Slots -> blocks. A job may cover a part of its chunk; no other block is touched. Raises StateError before
+        any byte moves. ``regions``: only these; where :attr:`loads_regions`.
+
+        Runs after what is queued on the current stream; later work of that stream waits for it.
+        """
+        self._check(jobs, fewest=1)
+        if isinstance(self._copier, HostCopier):
+            return self._copier.load(jobs, range(len(self._regions)) if regions is None else regions)
+        if regions is not None:
+            raise StateError(f"regions {regions} alone of a chunk: a chunk goes to {self._device} whole")
+        return self._copier.load(jobs)
+
+    @property
+    def loads_regions(self) -> bool:
+        """Whether some of a chunk's regions can be loaded by themselves."""
+        return isinstance(self._copier, HostCopier)
+
+    def region_ends(self) -> dict[str, int]:
+        """For each layer, how many regions there are with its last one. Layers that alias another's are missing."""
+        return {region.layer: number for number, region in enumerate(self._regions, start=1)}
+
+    def _check(self, jobs: Sequence[Job], fewest: int) -> None:
+        size, most = self.blocks_per_chunk * self.block_bytes, self.blocks_per_chunk
+        for part, first, blocks in jobs:
+            if part.dtype != torch.uint8 or part.numel() != size or not part.is_contiguous():
+                raise StateError(
+                    f"slot part has {part.numel()} of {part.dtype}, stride {part.stride()}; expected {size} dense uint8"
+                )
+            if first < 0 or not fewest <= len(blocks) <= most - first:
+                raise StateError(
+                    f"{len(blocks)} blocks from block {first} of a chunk on; expected {fewest} to {most}, all inside it"
+                )
+            if min(blocks) < 0 or max(blocks) >= self.num_blocks:
+                raise StateError(f"block ids {min(blocks)} .. {max(blocks)}; the engine has 0 .. {self.num_blocks - 1}")
+
+
+def _device_kind(device: torch.device) -> str:
+    if device.type != "cpu":
+        return str(device.type)
+    amx = "+AMX" if torch.cpu.get_capabilities().get("amx_tile") else ""
+    return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}{amx}"

@@ -1,0 +1,68 @@
+"""Copies between blocks and slots on CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvtier.chunk import PAGE_BYTES
+from kvtier.gpu.slots import Copy, Job, cut
+
+Array = np.ndarray[Any, Any]
+_SHORT_ROW = 8 * PAGE_BYTES
+
+
+class HostCopier:
+    """CPU memory, one thread. Of the ways measured (bench/NOTES.md) the simplest that is fast in all layouts.
+
+    Neighbouring blocks move as one strided copy over all regions; scattered ones are loaded by an assignment a region.
+    For short scattered rows a byte of every page is read first: page walks, else a stall a row, then overlap.
+    """
+
+    def __init__(self, groups: Sequence[torch.Tensor], blocks_per_chunk: int) -> None:
+        self._paged = [group.numpy() for group in groups]
+        self._shapes = [(group.shape[0], blocks_per_chunk, group.shape[2]) for group in groups]
+        self._all = range(sum(len(group) for group in groups))
+
+    def save(self, jobs: Sequence[Job]) -> Copy:
+        for part, first, blocks in jobs:
+            runs, scattered = plan(first, blocks)
+            for paged, slot in self._groups(part, scattered, self._all):
+                for at, block, count in runs:
+                    np.copyto(slot[:, at : at + count], paged[:, block : block + count])
+        return Copy(jobs)
+
+    def load(self, jobs: Sequence[Job], regions: range) -> Copy:
+        for part, first, blocks in jobs:
+            runs, scattered = plan(first, blocks)
+            for paged, slot in self._groups(part, scattered, regions):
+                if scattered is None:
+                    for at, block, count in runs:
+                        np.copyto(paged[:, block : block + count], slot[:, at : at + count])
+                else:
+                    for rows, source in zip(paged, slot[:, first : first + len(blocks)], strict=True):
+                        rows[scattered] = source
+        return Copy(jobs)
+
+    def _groups(self, part: torch.Tensor, scattered: Array | None, regions: range) -> Iterator[tuple[Array, Array]]:
+        at = 0
+        for paged, slot in zip(self._paged, cut(part.numpy(), self._shapes), strict=True):
+            own = slice(max(0, regions.start - at), max(0, regions.stop - at))
+            at += len(paged)
+            if scattered is not None and paged.shape[2] <= _SHORT_ROW:
+                paged[own, scattered, ::PAGE_BYTES]
+            yield paged[own], slot[own]
+
+
+def plan(at: int, blocks: Sequence[int]) -> tuple[list[tuple[int, int, int]], Array | None]:
+    """``(block in chunk, block id, count)`` of each stretch of neighbouring ids; if those are short, all ids too."""
+    runs, start = [], 0
+    for index in range(1, len(blocks) + 1):
+        if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:
+            runs.append((at + start, blocks[start], index - start))
+            start = index
+    short = len(runs) > 1 and 2 * len(runs) > len(blocks)
+    return runs, np.array(blocks, dtype=np.intp) if short else None

@@ -1,0 +1,47 @@
+"""A rank's part of a slot, jobs over it, and what the caller holds while a copy is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from kvtier.errors import StateError
+
+Job = tuple[torch.Tensor, int, Sequence[int]]
+"""(this rank's part of the slot, first block in the chunk, block ids from there on)."""
+
+
+def slot_tensor(view: memoryview) -> torch.Tensor:
+    """The slot's bytes as a uint8 tensor, zero copy; it keeps the mapping alive. Raises StateError if read-only."""
+    if view.readonly:
+        raise StateError("slot view is read-only; expected a writable view of the pool")
+    return torch.frombuffer(view, dtype=torch.uint8)
+
+
+class Copy:
+    """A save or load that is through, as all are on a CPU device; keeps the slots' memory mapped."""
+
+    seconds: float | None = None
+    """How long a load held the engine's stream up, once it is done; None where it ran on the caller's own time."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._parts = [part for part, _, _ in jobs]
+
+    def done(self) -> bool:
+        """Whether every byte has arrived; never waits for the device. To be asked by the thread that began the copy.
+        Raises RuntimeError when the device failed."""
+        return True
+
+    def wait(self) -> None:
+        """Block the calling thread until :meth:`done`."""
+
+
+def cut(part: Any, shapes: Sequence[tuple[int, int, int]]) -> Iterator[Any]:
+    """Views of a flat slot part (array or tensor), one a group of regions."""
+    start = 0
+    for shape in shapes:
+        end = start + shape[0] * shape[1] * shape[2]
+        yield part[start:end].reshape(shape)
+        start = end
