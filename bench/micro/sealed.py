@@ -1,0 +1,193 @@
+"""What encryption at rest costs: sealing and opening alone, and the NVMe tier with and without it.
+
+    python -m kvtier.bench.micro.sealed --path /fast/disk/folder
+
+- seal and open: :class:`SealedTier` over a tier that keeps nothing and gives back what it got, so that only the cipher
+  is measured, beside a plain copy (``memoryview`` assignment) of the same buffers by the same threads;
+- NVMe: write and read through :class:`NvmeTier`, plain, sealed, and through a copy in scratch memory as the sealed one
+  makes, same sizes and threads, in turns, and which goes first takes turns too. The ratio is to plain; the copy is the
+  control: on a virtual disk, whose host copies once more, a chunk that leaves from memory still in the CPU's cache is
+  written faster than one that comes from far, and so sealed can seem to cost less than nothing.
+
+Medians with lowest and highest.
+
+Needs room for three files of ``chunks * chunk_mib``; removes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import shutil
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtier.bench.micro.nvme import Work, gigabytes_per_second, make_buffers, make_keys
+from kvtier.bench.report import Row, spread, write_results
+from kvtier.chunk import ChunkKey
+from kvtier.testing import DictTier
+from kvtier.tiers.base import Tier
+from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.sealed import KEY_BYTES, SealedTier, sealed_bytes
+
+_MIB = 1 << 20
+
+
+class EchoTier(DictTier):
+    """Nothing is kept: a write is dropped, and a read finds in the sealed tier's scratch what was written last."""
+
+    def write(self, key: ChunkKey, data: memoryview) -> bool:
+        return True
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool:
+        return True
+
+
+class CopyTier(DictTier):
+    """Through scratch memory of each thread's own, without a cipher."""
+
+    def __init__(self, inner: Tier, chunk_bytes: int) -> None:
+        super().__init__(inner.capacity)
+        self._inner, self._size, self._scratch = inner, chunk_bytes, threading.local()
+
+    def write(self, key: ChunkKey, data: memoryview) -> bool:
+        room = self._room()
+        room[:] = data
+        return self._inner.write(key, room)
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+        room = self._room()
+        found = self._inner.read(key, room)
+        into[:] = room
+        return found
+
+    def delete(self, key: ChunkKey) -> None:
+        self._inner.delete(key)
+
+    def _room(self) -> memoryview:
+        if not hasattr(self._scratch, "room"):
+            self._scratch.room = memoryview(mmap.mmap(-1, self._size))
+        room: memoryview = self._scratch.room
+        return room
+
+
+def cipher(chunk_bytes: int, chunks: int, rounds: int, threads: int) -> list[Row]:
+    """Rows of sealing and opening, beside a copy."""
+    buffers = make_buffers(16, chunk_bytes)
+    targets = [memoryview(mmap.mmap(-1, chunk_bytes)) for _ in buffers]
+    pairs = {id(buffer): target for buffer, target in zip(buffers, targets, strict=True)}
+    tier = SealedTier(EchoTier(1), os.urandom(KEY_BYTES), chunk_bytes)
+    (key,) = make_keys(1)
+
+    def copy(_: int, buffer: memoryview) -> None:
+        pairs[id(buffer)][:] = buffer
+
+    def seal(_: int, buffer: memoryview) -> None:
+        _expect(tier.write(key, buffer))
+
+    def unseal(chunk: int, buffer: memoryview) -> None:
+        if not hasattr(tier._scratch, "room"):  # this thread's first: there is nothing to open yet
+            seal(chunk, buffer)
+        _expect(tier.read(key, pairs[id(buffer)]) is True)
+
+    seen = _in_turns([[copy, seal, unseal]], chunks, buffers, rounds, threads)
+    limit = spread(seen[copy])
+    return [
+        Row(f"copy, {_threads(threads)}", limit[0], "GB/s", min=limit[1], max=limit[2]),
+        _row(f"seal, {_threads(threads)} (ratio to copy)", seen[seal], limit[0]),
+        _row(f"open, {_threads(threads)} (ratio to copy)", seen[unseal], limit[0]),
+    ]
+
+
+def disk(folder: Path, chunk_bytes: int, chunks: int, rounds: int, threads: int) -> list[Row]:
+    """Rows of the NVMe tier: plain, through a copy, sealed."""
+    keys, buffers = make_keys(chunks), make_buffers(16, chunk_bytes)
+    stored = sealed_bytes(chunk_bytes)
+    plain, copied = (
+        NvmeTier(folder / name, chunks * (chunk_bytes + 4096) + _MIB, chunk_bytes) for name in ("plain", "copied")
+    )
+    sealed = SealedTier(
+        NvmeTier(folder / "sealed", chunks * (stored + 4096) + _MIB, stored), os.urandom(KEY_BYTES), chunk_bytes
+    )
+
+    def writing(tier: Tier) -> Work:
+        def work(chunk: int, buffer: memoryview) -> None:
+            tier.delete(keys[chunk])
+            _expect(tier.write(keys[chunk], buffer))
+
+        return work
+
+    def reading(tier: Tier) -> Work:
+        return lambda chunk, buffer: _expect(tier.read(keys[chunk], buffer) is True)
+
+    tiers: list[Tier] = [plain, CopyTier(copied, chunk_bytes), sealed]
+    writes, reads = [writing(tier) for tier in tiers], [reading(tier) for tier in tiers]
+    seen = _in_turns([writes, reads], chunks, buffers, rounds, threads)
+    for tier in (plain, copied, sealed):
+        tier.close()
+    rows = []
+    for verb, (without, control, with_) in (("write", writes), ("read", reads)):
+        limit = spread(seen[without])
+        rows.append(Row(f"NvmeTier {verb}, {_threads(threads)}", limit[0], "GB/s", min=limit[1], max=limit[2]))
+        rows.append(
+            _row(f"NvmeTier {verb} through a copy, {_threads(threads)} (ratio to plain)", seen[control], limit[0])
+        )
+        rows.append(_row(f"sealed NvmeTier {verb}, {_threads(threads)} (ratio to plain)", seen[with_], limit[0]))
+    return rows
+
+
+def _in_turns(
+    groups: Sequence[Sequence[Work]], chunks: int, buffers: Sequence[memoryview], rounds: int, threads: int
+) -> dict[Work, list[float]]:
+    """GB/s of every round of every work; the first round, which makes pages and blocks present, is left out."""
+    seen: dict[Work, list[float]] = {work: [] for group in groups for work in group}
+    for round_ in range(rounds + 1):
+        for group in groups:
+            first = round_ % len(group)
+            for work in (*group[first:], *group[:first]):
+                speed = gigabytes_per_second(work, chunks, buffers, threads)
+                if round_:
+                    seen[work].append(speed)
+    return seen
+
+
+def _row(name: str, values: Sequence[float], limit: float) -> Row:
+    value, low, high = spread(values)
+    return Row(name, value, "GB/s", limit, value / limit, low, high)
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' if count > 1 else ''}"
+
+
+def _expect(done: bool) -> None:
+    if not done:
+        raise RuntimeError("a chunk was not written or read: the numbers would mean nothing")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--path", type=Path, default=Path("build/bench-sealed"), help="a folder on the disk to measure")
+    parser.add_argument("--chunk-mib", type=float, default=7)
+    parser.add_argument("--chunks", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--out", default="bench/results/sealed.json")
+    given = parser.parse_args()
+    size = int(given.chunk_mib * _MIB)
+    rows: list[Row] = []
+    try:
+        for threads in given.threads:
+            rows += cipher(size, 4 * given.chunks, given.rounds, threads)
+            rows += disk(given.path / str(threads), size, given.chunks, given.rounds, threads)
+    finally:
+        shutil.rmtree(given.path, ignore_errors=True)
+    write_results(given.out, "sealed", rows)
+    for row in rows:
+        print(f"{row.name:60} {row.value:8.3f} {row.unit}{f'  {row.ratio:.1%}' if row.ratio else ''}")
+
+
+if __name__ == "__main__":
+    main()

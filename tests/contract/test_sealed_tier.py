@@ -1,0 +1,411 @@
+"""SealedTier: every promise of a tier over real NVMe and Redis, and its own: nothing readable below, nothing believed
+that was not sealed by our key for just this chunk."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.assemble import assemble
+from kvtier.chunk import PAGE_BYTES, ChunkKey, ChunkLayout
+from kvtier.config import ENCRYPTION_KEY, Config
+from kvtier.errors import ConfigError, StateError
+from kvtier.fsck import check
+from kvtier.store import Store
+from kvtier.testing import DictTier, check_tier
+from kvtier.testing.check_tier import content
+from kvtier.tiers.base import PartReader
+from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.nvme_files import SLOTS_NAME
+from kvtier.tiers.redis import RedisTier
+from kvtier.tiers.redis_form import Form
+from kvtier.tiers.redis_link import Link
+from kvtier.tiers.sealed import SealedTier, key_name, sealed_bytes
+from tests.nvme_place import LAYOUT, SLOT, flip, room
+from tests.redis_server import NAMESPACE, PART_BYTES, RedisServer
+from tests.server_process import ServerProcess, attached, load, run, save, short_folder, wait_for
+
+KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
+KEYS = LAYOUT.keys(range(6))
+SEALED = sealed_bytes(SLOT)
+
+
+def on_disk(path: Path, size: int = SLOT, key: bytes = KEY) -> SealedTier:
+    slot = -(-sealed_bytes(size) // PAGE_BYTES) * PAGE_BYTES
+    return SealedTier(NvmeTier(path, room(20, slot), slot), key, size)
+
+
+def in_redis(server: RedisServer, size: int = SLOT, key: bytes = KEY) -> SealedTier:
+    form = Form("kvtier", NAMESPACE + key_name(key), PART_BYTES)
+    return SealedTier(RedisTier(Link(server.url), form, 1 << 24, sealed_bytes(size)), key, size)
+
+
+def read(tier: SealedTier, key: ChunkKey) -> bool | None:
+    into = memoryview(bytearray(SLOT))
+    found = tier.read(key, into)
+    assert not found or into == content(key, SLOT), "a lie"
+    return found
+
+
+@pytest.fixture
+def below() -> DictTier:
+    """Where stored bytes can be damaged with no checksum of a tier's own in the way: as a forger would."""
+    return DictTier(16)
+
+
+@pytest.fixture
+def tier(below: DictTier) -> SealedTier:
+    tier = SealedTier(below, KEY, SLOT)
+    for key in KEYS:
+        assert tier.write(key, content(key, SLOT))
+    return tier
+
+
+# ---- the promises of every tier --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 4096, 5000, SLOT])
+def test_over_nvme_it_keeps_every_promise_of_a_tier(tmp_path: Path, size: int) -> None:
+    def make() -> SealedTier:
+        shutil.rmtree(tmp_path / "tier", ignore_errors=True)
+        return on_disk(tmp_path / "tier", size)
+
+    check_tier(make, chunk_bytes=size, reopen=lambda: on_disk(tmp_path / "tier", size))
+
+
+@pytest.mark.redis
+def test_over_redis_it_keeps_every_promise_of_a_tier() -> None:
+    with RedisServer() as server:
+
+        def make() -> SealedTier:
+            with server.admin() as admin:
+                admin.flushall()
+            return in_redis(server, 10_000)
+
+        check_tier(make, chunk_bytes=10_000)
+
+
+# ---- what lies below -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "aad", "sealed"),
+    [
+        (b"\1" * 32, b"", "ce546ef63c9cc60765923609b33a9a1974e96e52daf2fcf7075e2271"),
+        (b"\3" * 32, b"c2sp.org/XAES-256-GCM", "986ec1832593df5443a179437fd083bf3fdb41abd740a21f71eb769d"),
+    ],
+)
+def test_the_cipher_is_the_published_one(
+    monkeypatch: pytest.MonkeyPatch, key: bytes, aad: bytes, sealed: str, below: DictTier
+) -> None:
+    """The test vectors of https://c2sp.org/XAES-256-GCM."""
+    monkeypatch.setattr("os.urandom", lambda count: b"ABCDEFGHIJKLMNOPQRSTUVWX"[:count])
+    text = memoryview(b"XAES-256-GCM")
+    assert SealedTier(below, key, len(text)).write(ChunkKey(aad), text)
+    assert below.held[ChunkKey(aad)].startswith(bytes.fromhex(sealed) + b"ABCDEFGHIJKLMNOPQRSTUVWX")
+
+
+def test_what_is_stored_is_whole_pages_one_more_than_the_chunk(below: DictTier, tier: SealedTier) -> None:
+    assert {len(stored) for stored in below.held.values()} == {SLOT + PAGE_BYTES} == {SEALED}
+    assert [sealed_bytes(size) for size in (1, 4040, 4041, 1 << 20)] == [4096, 4096, 8192, (1 << 20) + 4096]
+
+
+def test_what_is_stored_tells_nothing_and_is_never_the_same_twice(below: DictTier, tier: SealedTier) -> None:
+    for key in KEYS:
+        plain, before = bytes(content(key, SLOT)), below.held[key]
+        assert not any(plain[at : at + 16] in before for at in range(0, SLOT, 16))
+        assert tier.write(key, memoryview(plain))
+        assert below.held[key][:SLOT] != before[:SLOT]
+        assert bytes(key) not in before and KEY not in before
+
+
+def test_the_tier_below_gets_page_aligned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that O_DIRECT needs no copy, whatever the caller's own memory is."""
+    from kvtier.tiers import nvme_files
+
+    copied: list[int] = []
+    segments = nvme_files._segments
+
+    def seen(view: memoryview) -> tuple[list[memoryview], int, memoryview | None]:
+        parts, own, spare = segments(view)
+        copied.append(0 if spare is None else spare.nbytes)
+        return parts, own, spare
+
+    monkeypatch.setattr(nvme_files, "_segments", seen)
+    tier = on_disk(tmp_path / "tier")
+    assert tier.write(KEYS[0], content(KEYS[0], SLOT))
+    assert read(tier, KEYS[0])
+    assert copied == [0, 0]
+    tier.close()
+
+
+# ---- what does not open ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, SLOT // 2, SLOT - 1, SLOT, SLOT + 15, SLOT + 16, SLOT + 39])
+def test_a_changed_bit_of_bytes_tag_or_nonce_is_a_counted_miss(below: DictTier, tier: SealedTier, at: int) -> None:
+    stored = bytearray(below.held[KEYS[0]])
+    stored[at] ^= 1
+    below.held[KEYS[0]] = bytes(stored)
+    assert read(tier, KEYS[0]) is False
+    assert KEYS[0] not in below.held, "deleted"
+    assert (tier.counts["unopened"], tier.counts["corrupt"]) == (1, 1)
+    assert all(read(tier, key) for key in KEYS[1:])
+
+
+def test_a_chunk_under_another_chunks_name_does_not_open(below: DictTier, tier: SealedTier) -> None:
+    below.held[KEYS[0]], below.held[KEYS[1]] = below.held[KEYS[1]], below.held[KEYS[0]]
+    assert [read(tier, key) for key in KEYS[:3]] == [False, False, True]
+
+
+@pytest.mark.parametrize("stored", [bytes(SEALED), b"\xff" * SEALED, bytes(content(KEYS[0], SEALED))])
+def test_bytes_that_were_never_sealed_do_not_open(below: DictTier, tier: SealedTier, stored: bytes) -> None:
+    below.held[KEYS[0]] = stored
+    assert read(tier, KEYS[0]) is False
+    assert tier.counts["unopened"] == 1
+
+
+def test_sealed_by_another_key_is_a_miss_and_the_log_says_so_once(
+    below: DictTier, tier: SealedTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = SealedTier(below, OTHER_KEY, SLOT)
+    assert [read(other, key) for key in KEYS] == [False] * len(KEYS)
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(told) == 1
+    assert "sealed by another key" in told[0]
+    assert other.counts["unopened"] == len(KEYS)
+
+
+def test_a_miss_below_is_no_broken_seal(tier: SealedTier) -> None:
+    assert read(tier, LAYOUT.keys([99])[0]) is False
+    assert tier.counts["unopened"] == tier.counts["corrupt"] == 0
+
+
+def test_not_now_is_passed_on_and_costs_nothing(
+    below: DictTier, tier: SealedTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(below, "read", lambda key, into: None)
+    assert read(tier, KEYS[0]) is None
+    assert KEYS[0] in below.held
+    assert tier.counts["unopened"] == 0
+
+
+def test_parts_of_a_chunk_are_not_read_past_the_seal(tmp_path: Path) -> None:
+    tier = on_disk(tmp_path / "tier")
+    assert isinstance(tier._inner, PartReader)
+    assert not isinstance(tier, PartReader)
+    tier.close()
+
+
+def test_a_chunk_of_another_size_is_a_bug(tier: SealedTier) -> None:
+    for call in (tier.write, tier.read):
+        with pytest.raises(StateError, match="a chunk of 5 bytes"):
+            call(KEYS[0], memoryview(bytearray(5)))
+    with pytest.raises(StateError, match="expected 32"):
+        SealedTier(DictTier(1), b"short", SLOT)
+
+
+# ---- a key that was changed ------------------------------------------------------------------------------------------
+
+
+def test_after_a_change_of_key_a_folder_starts_empty_and_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = on_disk(tmp_path / "tier")
+    assert all(tier.write(key, content(key, SLOT)) for key in KEYS)
+    tier.close()
+    changed = on_disk(tmp_path / "tier", key=OTHER_KEY)
+    assert list(changed.recovered()) == []
+    assert caplog.text.count("was the encryption key changed?") == 1
+    assert changed.find(KEYS) == 0
+    every = LAYOUT.keys(range(changed.capacity))
+    assert all(changed.write(key, content(key, SLOT)) for key in every), "all of its room is free"
+    assert all(read(changed, key) for key in every)
+    changed.close()
+    again = on_disk(tmp_path / "tier", key=OTHER_KEY)
+    assert len(again.recovered()) == len(every)
+    again.close()
+
+
+def test_one_damaged_chunk_is_not_taken_for_a_change_of_key(tmp_path: Path) -> None:
+    tier = on_disk(tmp_path / "tier")
+    assert all(tier.write(key, content(key, SLOT)) for key in KEYS)
+    tier.close(KEYS[::-1])
+    flip(tmp_path / "tier" / SLOTS_NAME, 77)
+    again = on_disk(tmp_path / "tier")
+    assert sorted(again.recovered()) == sorted(KEYS)
+    assert [read(again, key) for key in KEYS] == [False, *[True] * 5]
+    again.close()
+
+
+@pytest.mark.redis
+def test_servers_with_different_keys_share_a_redis_and_leave_each_other_alone() -> None:
+    with RedisServer() as server:
+        one, two = in_redis(server), in_redis(server, key=OTHER_KEY)
+        assert one.write(KEYS[0], content(KEYS[0], SLOT))
+        assert two.find(KEYS) == 0
+        assert read(two, KEYS[0]) is False
+        two.delete(KEYS[0])
+        assert read(one, KEYS[0])
+        for tier in (one, two):
+            tier.close()
+
+
+# ---- kvtier check ----------------------------------------------------------------------------------------------------
+
+
+def test_check_needs_no_key_to_find_damage(tmp_path: Path) -> None:
+    tier = on_disk(tmp_path / "tier")
+    assert all(tier.write(key, content(key, SLOT)) for key in KEYS)
+    tier.close()
+    report = check(tmp_path / "tier")
+    assert (report.slot_bytes, report.good, report.corrupt) == (SEALED, 6, 0)
+    flip(tmp_path / "tier" / SLOTS_NAME, 2 * SEALED + 5)
+    report = check(tmp_path / "tier")
+    assert (report.good, report.corrupt) == (5, 1)
+
+
+# ---- from the configuration ------------------------------------------------------------------------------------------
+
+
+def key_file(folder: Path, text: str = KEY.hex(), mode: int = 0o600) -> str:
+    path = folder / "key"
+    path.write_text(text + "\n")
+    path.chmod(mode)
+    return str(path)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    return {"ram_bytes": 8 * SLOT, "nvme_path": str(tmp_path / "nvme"), "nvme_bytes": room(8, SEALED)}
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "words"),
+    [
+        (KEY.hex(), 0o644, "open to every user: chmod 600"),
+        (KEY.hex()[1:], 0o600, "63 characters that are no key, expected 64 hexadecimal digits"),
+        ("", 0o600, "openssl rand -hex 32"),
+        ("x" * 64, 0o600, "are no key"),
+    ],
+)
+def test_a_key_file_that_is_none_is_refused_and_not_shown(
+    tmp_path: Path, settings: dict[str, Any], text: str, mode: int, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as raised:
+        assemble(Config(encryption_key_file=key_file(tmp_path, text, mode), **settings), LAYOUT)
+    assert not text or text not in str(raised.value)
+    assert not (tmp_path / "nvme").exists()
+
+
+def test_a_key_file_that_is_missing_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="encryption_key_file=/nowhere/key cannot be read"):
+        assemble(Config(encryption_key_file="/nowhere/key", **settings), LAYOUT)
+    assert not (tmp_path / "nvme").exists()
+
+
+def test_a_server_with_a_key_that_is_none_does_not_start() -> None:
+    with short_folder() as folder:
+        server = ServerProcess(folder, nvme_path=folder / "nvme", encryption_key="no key")
+        assert "has 6 characters that are no key" in server.refusal()
+
+
+@pytest.mark.parametrize(("given", "words"), [("", "has 0 characters"), (KEY.hex(), "two encryption keys")])
+def test_a_variable_that_is_empty_or_one_too_many_is_refused(
+    tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, given: str, words: str
+) -> None:
+    monkeypatch.setenv(ENCRYPTION_KEY, given)
+    both = key_file(tmp_path) if given else None
+    with pytest.raises(ConfigError, match=words):
+        assemble(Config(encryption_key_file=both, **settings), LAYOUT)
+
+
+def test_without_the_library_it_is_an_error_that_names_the_extra(
+    tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "kvtier.tiers.sealed", raising=False)
+    monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
+    with pytest.raises(ConfigError, match=r"install kvtier\[encryption\], or remove the key"):
+        assemble(Config(encryption_key_file=key_file(tmp_path), **settings), LAYOUT)
+
+
+def by_file(folder: Path) -> dict[str, Any]:
+    return {"encryption_key_file": key_file(folder)}
+
+
+def by_variable(_: Path) -> dict[str, Any]:
+    return {"encryption_key": KEY.hex() + "\n"}  # becomes KVTIER_ENCRYPTION_KEY of the server's process
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("way", [by_file, by_variable])
+def test_a_server_keeps_nothing_readable_and_finds_it_again_with_the_same_key_only(
+    way: Callable[[Path], dict[str, Any]],
+) -> None:
+    keys = run(1, 3)
+    with short_folder() as folder, RedisServer() as redis:
+        place: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": 1 << 20}
+        place |= {"redis_url": redis.url, "redis_bytes": 1 << 20}
+        server = ServerProcess(folder, **place, **way(folder))
+        with server, redis.admin() as behind, attached(server.door()) as client:
+            save(client, keys)
+            wait_for(lambda: client.stats().get("redis_held") == client.stats().get("nvme_held") == 3, "spilled")
+            below = [bytes(behind.get(name) or b"") for name in behind.scan_iter()]
+            below.append((folder / "nvme" / f"slots-{SLOT}" / SLOTS_NAME).read_bytes())
+            assert len(below) == 7
+            assert not any(bytes(content(key, SLOT)[at : at + 64]) in one
+                           for key in keys for at in (0, SLOT // 2) for one in below)  # fmt: skip
+            assert server.stop() == 0
+            assert KEY.hex() not in server.said()
+        with server, attached(server.door()) as client:
+            assert load(client, keys) == ["nvme"] * 3
+            assert server.stop() == 0
+        other = ServerProcess(folder, **place, encryption_key=OTHER_KEY.hex())
+        with other, attached(other.door()) as client:
+            assert load(client, keys) == []
+            assert save(client, keys) == 3
+            assert "was the encryption key changed?" in other.said()
+            with redis.admin() as behind:
+                wait_for(lambda: behind.dbsize() == 12, "beside the first server's, under names of its own")
+
+
+def test_switched_on_and_off_a_folder_starts_empty(
+    tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def held(*, encrypted: bool) -> int:
+        monkeypatch.setenv(ENCRYPTION_KEY, KEY.hex())
+        if not encrypted:
+            monkeypatch.delenv(ENCRYPTION_KEY)
+        store = assemble(Config(**settings), LAYOUT)
+        assert isinstance(store, Store)
+        found = store.stats()["nvme_held"]
+        save(store, KEYS[:1])
+        wait_for(lambda: store.stats()["nvme_held"] == 1, "spilled")
+        assert store.close()
+        return found
+
+    assert [held(encrypted=on) for on in (False, False, True, True, False)] == [0, 1, 0, 1, 0]
+
+
+def test_the_layouts_own_size_is_kept_to(tmp_path: Path) -> None:
+    """A chunk that is no whole number of pages: the Store's slots are, and so are sealed ones."""
+    layout = ChunkLayout(bytes(32), 1, 1, (5000,))
+    config = Config(ram_bytes=8 * SLOT, nvme_path=str(tmp_path), nvme_bytes=1 << 20,
+                    encryption_key_file=key_file(tmp_path))  # fmt: skip
+    store = assemble(config, layout)
+    assert isinstance(store, Store)
+    save(store, layout.keys([1, 2]))
+    wait_for(lambda: store.stats()["nvme_held"] == 2, "spilled")
+    assert store.close()
+    assert check(tmp_path).slot_bytes == layout.slot_bytes + PAGE_BYTES
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENCRYPTION_KEY, raising=False)

@@ -1,0 +1,287 @@
+"""A tenant who knows another's prompts word by word, and all names but one secret: on every tier it gets nothing, takes
+nothing, keeps nobody out, and learns nothing from how long an answer takes."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvtier import wire
+from kvtier.bench.servers import free_port
+from kvtier.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.dial import Address, Door, hello
+from kvtier.fsck import check
+from kvtier.pool import Pool
+from kvtier.session import Session
+from kvtier.store import Store
+from kvtier.testing import ManualLane
+from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.redis_form import Form
+from kvtier.tiers.remote import RemoteTier
+from tests.integration.test_admin import AdminServer
+from tests.nvme_place import room
+from tests.redis_server import RedisServer
+from tests.server_process import LAYOUT, SLOT, ServerProcess, attached, load, save, short_folder, wait_for
+
+TOKENS = [7, *range(5)]
+TIERS = ["ram", "nvme", pytest.param("redis", marks=pytest.mark.redis)]
+LOWER = TIERS[1:]
+
+
+def of_namespace(name: str) -> ChunkLayout:
+    """As the connector names a tenant's chunks; see the last test."""
+    return replace(LAYOUT, fingerprint=fingerprint({"of": LAYOUT.fingerprint.hex(), "namespace": name}))
+
+
+def extra(salt: str) -> bytes:
+    """As the connector names a request's salt; see the last test."""
+    return json.dumps({"lora": None, "salt": salt}, sort_keys=True).encode() if salt else b""
+
+
+class Tenant(NamedTuple):
+    """Who asks: the layout its engine names chunks by, the namespace it claims, the salt it knows."""
+
+    layout: ChunkLayout
+    namespace: str = ""
+    salt: str = ""
+
+    def keys(self, tokens: list[int]) -> list[ChunkKey]:
+        return self.layout.keys(tokens, extra(self.salt))
+
+    def door(self, address: Address) -> Door:
+        stream = not address.path
+        return Door(address, hello(self.layout.fingerprint, SLOT, stream=stream, namespace=self.namespace))
+
+
+SALT, ACME, EVIL = "s3cret", of_namespace("acme"), of_namespace("evil")
+VICTIM = Tenant(ACME, "acme", SALT)
+HOSTILE = {
+    "without its namespace": Tenant(LAYOUT, "", SALT),
+    "in a namespace of its own": Tenant(EVIL, "evil", SALT),
+    "claims the namespace, names chunks by its own": Tenant(EVIL, "acme", SALT),
+    "in the namespace, without the salt": Tenant(ACME, "acme"),
+    "in the namespace, with a guess at the salt": Tenant(ACME, "acme", "secret"),
+}
+
+
+class Place(NamedTuple):
+    """A server whose only lower tier is ``tier``."""
+
+    server: ServerProcess
+    far: Address
+    tier: str
+    folder: Path
+
+    def settle(self) -> None:
+        """Wait until all saves are below; then leave them only there (nothing to do for RAM)."""
+        if self.tier != "ram":
+            with attached(VICTIM.door(self.server.address)) as client:
+                wait_for(lambda: held(client.stats(), self.tier) >= client.stats()["saved"], "spilled")
+            assert self.server.stop() == 0
+            self.server.start()
+
+
+def held(stats: dict[str, int], tier: str) -> int:
+    return stats.get(f"{tier}_held", 0)
+
+
+def placed(stack: ExitStack, tier: str, slots: int = 64, **settings: Any) -> Place:
+    folder, port = stack.enter_context(short_folder()), free_port()
+    if tier == "nvme":
+        settings |= {"nvme_path": folder / "nvme", "nvme_bytes": room(slots)}
+    elif tier == "redis":
+        redis = stack.enter_context(RedisServer())
+        settings |= {"redis_url": redis.url, "redis_bytes": slots * Form("kvtier", bytes(8)).room(SLOT)}
+    server = ServerProcess(folder, f"tcp://127.0.0.1:{port}", flags=("--insecure",), **settings)
+    return Place(stack.enter_context(server), Address("", "127.0.0.1", port), tier, folder)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def gets(place: Place, tenant: Tenant) -> list[str]:
+    """What a tenant's engine on the server's host is served of the prompt, after it asked from another host too."""
+    keys = tenant.keys(TOKENS)
+    far = RemoteTier(tenant.door(place.far))
+    found = far.find(keys)
+    into = memoryview(bytearray(SLOT))
+    for key in keys[: found or None]:
+        assert bool(far.read(key, into)) == bool(found)
+    far.close()
+    with attached(tenant.door(place.server.address)) as client:
+        matched = sum(client.match(keys))
+        loaded = load(client, keys)
+    assert len(loaded) == found and matched in {0, found}
+    return loaded
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_who_knows_the_prompt_but_not_the_salt_or_namespace_gets_nothing(stack: ExitStack, tier: str) -> None:
+    place = placed(stack, tier)
+    with attached(VICTIM.door(place.server.address)) as client:
+        assert save(client, VICTIM.keys(TOKENS)) == len(TOKENS)
+    place.settle()
+    nothing: dict[str, list[str]] = {who: [] for who in HOSTILE}
+    assert {who: gets(place, tenant) for who, tenant in HOSTILE.items()} == nothing
+    assert gets(place, VICTIM) in ([tier] * len(TOKENS), ["ram"] * len(TOKENS))
+    assert {who: gets(place, tenant) for who, tenant in HOSTILE.items()} == nothing
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_who_has_even_the_keys_can_take_nothing_away(stack: ExitStack, tier: str) -> None:
+    """By every call that makes a server forget: near and far, and by writing other bytes under the same key."""
+    place, keys = placed(stack, tier), VICTIM.keys(TOKENS)
+    with attached(VICTIM.door(place.server.address)) as client:
+        save(client, keys)
+        if tier != "ram":
+            wait_for(lambda: held(client.stats(), tier) == len(keys), "spilled")
+        for tenant in (HOSTILE["without its namespace"], HOSTILE["in a namespace of its own"]):
+            far = RemoteTier(tenant.door(place.far))
+            assert far.write(keys[0], memoryview(bytes(SLOT))), "it is held: that is all it learns"
+            for key in keys:
+                far.delete(key)
+            far.close()
+            with attached(tenant.door(place.server.address)) as hostile:
+                hostile.forget(keys)
+                hostile.clear()
+                assert save(hostile, keys) == 0
+                assert sum(hostile.match(tenant.keys(TOKENS))) == 0, "its calls have arrived"
+        assert load(client, keys) == ["ram"] * len(keys)
+    place.settle()
+    with attached(VICTIM.door(place.server.address)) as client:
+        assert load(client, keys) == [tier] * len(keys), "byte by byte its own"
+
+
+@pytest.mark.parametrize("tier", LOWER)
+def test_who_floods_pushes_nobody_else_out_of_a_tier(stack: ExitStack, tier: str) -> None:
+    place, quiet = placed(stack, tier, slots=12, namespace_percent=50), VICTIM.keys(TOKENS)
+    loud = HOSTILE["in a namespace of its own"]
+    with attached(VICTIM.door(place.server.address)) as client, attached(loud.door(place.server.address)) as flood:
+        save(client, quiet)
+        wait_for(lambda: held(client.stats(), tier) == len(quiet), "spilled")
+        for prompt in range(100, 120):
+            save(flood, loud.keys([prompt, 1, 2, 3]))
+        wait_for(lambda: client.stats()[f"{tier}_stored"] >= len(quiet) + 6, "flooded")
+        assert place.server.stop() == 0
+    place.server.start()
+    with attached(loud.door(place.server.address)) as flood, attached(VICTIM.door(place.server.address)) as client:
+        assert load(client, quiet) == [tier] * len(quiet)
+        assert sum(len(load(flood, loud.keys([prompt, 1, 2, 3]))) for prompt in range(100, 120)) <= 6, "half of 12"
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+def test_one_tenant_is_erased_from_ram_nvme_and_redis_at_once(stack: ExitStack, encrypted: bool) -> None:
+    folder, redis = stack.enter_context(short_folder()), stack.enter_context(RedisServer())
+    settings = {"redis_url": redis.url, "redis_bytes": 1 << 20} | ({"encryption_key": "7e" * 32} if encrypted else {})
+    server = stack.enter_context(AdminServer(folder, **settings))
+    other = HOSTILE["in a namespace of its own"]
+    theirs, others = VICTIM.keys(TOKENS), other.keys(TOKENS)
+    tiers = ("ram", "nvme", "redis")
+    with attached(VICTIM.door(server.address)) as client, attached(other.door(server.address)) as neighbour:
+        save(client, theirs)
+        save(neighbour, others)
+        for tier in tiers[1:]:
+            wait_for(lambda tier=tier: held(client.stats(), tier) == 12, f"in {tier}")  # type: ignore[misc]
+        done = server.clear(namespace="acme")
+        assert (done["complete"], done["chunks"]) == (True, len(theirs))
+        for keys, left in ((theirs, 0), (others, len(others))):
+            (realm,) = server.lookup(keys=[key.hex() for key in keys])["realms"]
+            assert realm["tiers"] == [{"tier": tier, "chunks": left} for tier in tiers]
+    with redis.admin() as behind:
+        names = b" ".join(behind.scan_iter()).decode()
+    assert [key.hex() in names for key in theirs + others] == [False] * len(theirs) + [True] * len(others)
+    assert server.stop() == 0
+    assert check(folder / "nvme" / f"slots-{SLOT}").good == len(others)
+    server.start()
+    with attached(VICTIM.door(server.address)) as client, attached(other.door(server.address)) as neighbour:
+        assert load(client, theirs) == []
+        assert load(neighbour, others) == ["nvme"] * len(others)
+
+
+# ---- what a lookup costs ---------------------------------------------------------------------------------------------
+
+
+def lines(call: Callable[[], object]) -> list[tuple[str, int]]:
+    """Every line of Python that ``call`` runs, in order."""
+    seen: list[tuple[str, int]] = []
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        seen.append((f"{frame.f_code.co_filename}:{event}", frame.f_lineno))
+        return trace
+
+    before = sys.gettrace()
+    gc.collect()
+    gc.disable()  # or what others left behind is traced too
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+        gc.enable()
+    return seen
+
+
+QUESTIONS: dict[str, Callable[[bytes], wire.Question]] = {
+    "match": lambda keys: wire.Match(1, keys),
+    "load": lambda keys: wire.Load(1, keys, 0),
+    "save": lambda keys: wire.Save(1, keys),
+}
+
+
+@pytest.mark.parametrize("question", [*QUESTIONS, "forecast", "reach"])
+@pytest.mark.parametrize("who", HOSTILE)
+def test_asking_for_anothers_prompt_takes_the_same_steps_as_asking_for_one_that_nobody_had(
+    tmp_path: Path, question: str, who: str
+) -> None:
+    """No clock: the lines that run are the same, one by one. What is compared is a key of 40 bytes with a table of all
+    tenants' keys; a key of another namespace or salt differs from its first bytes on, wherever it is stored."""
+    lane = ManualLane()
+    store = Store(Pool(32, SLOT), [(NvmeTier(tmp_path / "nvme", room(32), SLOT), lane)])
+    hostile = Session(store, 2)
+    held, asked = VICTIM.keys(TOKENS), HOSTILE[who].keys(TOKENS)
+    save(store, held)
+    lane.run()
+    assert store.stats()["nvme_held"] == len(held)
+
+    def ask(keys: list[ChunkKey]) -> Callable[[], object]:
+        if question == "forecast":
+            return lambda: store.forecast(keys)
+        if question == "reach":
+            return lambda: store.reach(keys)
+        made = QUESTIONS[question](wire.joined(keys))
+        return lambda: hostile.answer(made)
+
+    lines(ask(HOSTILE[who].keys([11, *range(5)])))  # what is made once is made before
+    unknown = HOSTILE[who].keys([12, *range(5)])
+    assert lines(ask(asked)) == lines(ask(unknown)) != []
+    if question != "save":
+        assert lines(ask(asked)) != lines(ask(held)), "the trace does tell a hit from a miss"
+    lane.run()
+    store.close()
+
+
+@pytest.mark.vllm
+def test_tenants_are_named_here_as_the_connector_names_them() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM warns while it is imported
+        layout = importlib.import_module("kvtier.connectors.vllm.layout")
+        requests = importlib.import_module("kvtier.connectors.vllm.requests")
+    assert layout.of_namespace(LAYOUT, "acme") == ACME
+    for salt in ("", SALT):
+        request = SimpleNamespace(prompt_embeds=None, lora_request=None, cache_salt=salt)
+        assert requests.request_extra(request, requests.Adapters()) == extra(salt)
