@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+from collections.abc import Callable
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 from kvtier.autoconfig.probe import probe_disk, probe_memory
+from kvtier.below import Place
+from kvtier.budget import WriteBudget
 from kvtier.chunk import ChunkLayout
 from kvtier.client import Client
-from kvtier.config import Config, default_nvme_bytes, default_ram_bytes
+from kvtier.config import ENCRYPTION_KEY, Config, default_nvme_bytes, default_ram_bytes, encryption_key
 from kvtier.dial import Address, Door, client_tls, hello, read_token
 from kvtier.errors import ConfigError
 from kvtier.lanes import Lane
 from kvtier.pool import Pool
+from kvtier.private import read_secret
 from kvtier.store import Store
 from kvtier.tiers.base import Tier
 
@@ -50,45 +57,99 @@ def _store(config: Config, layout: ChunkLayout, replica: int) -> Store:
     with ExitStack() as undo:
         pool = Pool(slots, layout.slot_bytes)
         undo.callback(pool.close)
-        tiers: list[tuple[Tier, Lane]] = []
-        for tier, threads in _tiers(config, layout, replica):
+        tiers: list[Place] = []
+        for tier, threads, budget, on_evict in _tiers(config, layout, replica):
             undo.callback(tier.close)
             lane = Lane(tier.name, threads, urgent_bound=_READS_QUEUED, bound=max(64, slots))
             undo.callback(lane.close, 0.0)
-            tiers.append((tier, lane))
+            tiers.append(Place(tier, lane, budget, on_evict))
         share = config.namespace_percent / 100 if config.namespace_percent else None
         spare = Lane("pool", 1, urgent_bound=1, bound=1)
         undo.callback(spare.close, 0.0)
         store = Store(pool, tiers, share=share, spare=spare)
+        store.audit.one_in = config.audit_one_in
         undo.pop_all()
     _announce(store, layout)
     return store
 
 
-def _tiers(config: Config, layout: ChunkLayout, replica: int) -> list[tuple[Tier, int]]:
-    """Concrete lower tiers, fastest first, each with its number of threads."""
-    found: list[tuple[Tier, int]] = []
+class _Opened(NamedTuple):
+    tier: Tier
+    threads: int
+    budget: WriteBudget | None = None
+    on_evict: bool = False
+
+
+def _tiers(config: Config, layout: ChunkLayout, replica: int) -> list[_Opened]:
+    """Concrete lower tiers, fastest first."""
+    found: list[_Opened] = []
+    rest = _at_rest(config, layout)
     if config.nvme_path:
         from kvtier.tiers.nvme import NvmeTier
 
         path = Path(config.nvme_path) / f"replica{replica}" if replica else Path(config.nvme_path)
         disk = probe_disk(str(path))
         size = config.nvme_bytes or default_nvme_bytes((disk.free.value or 0) + (disk.own.value or 0))
-        found.append((NvmeTier(path, size, layout.slot_bytes), config.nvme_threads))
+        nvme, limit = rest.sealed(NvmeTier(path, size, rest.chunk_bytes)), config.nvme_write_limit
+        budget = WriteBudget(limit * layout.slot_bytes // rest.chunk_bytes, layout.slot_bytes) if limit else None
+        on_evict = (config.nvme_write or ("evict" if limit else "save")) == "evict"
+        found.append(_Opened(nvme, config.nvme_threads, budget, on_evict))
     if config.redis_url:
         from kvtier.tiers.redis import RedisTier
         from kvtier.tiers.redis_form import Form
         from kvtier.tiers.redis_link import Link
 
         link = Link(config.redis_url, connections=config.redis_threads)
-        form = Form(config.redis_prefix, layout.fingerprint[:_NAMESPACE_BYTES])
-        redis = RedisTier(link, form, config.redis_bytes, layout.slot_bytes, ttl_s=config.redis_ttl_s)
-        found.append((redis, config.redis_threads))
+        form = Form(config.redis_prefix, layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name)
+        redis = RedisTier(link, form, config.redis_bytes, rest.chunk_bytes, ttl_s=config.redis_ttl_s)
+        found.append(_Opened(rest.sealed(redis), config.redis_threads))
     if config.server is not None:
         from kvtier.tiers.remote import RemoteTier
 
-        found.append((RemoteTier(door(config, config.server, layout)), _REMOTE_THREADS))
+        found.append(_Opened(RemoteTier(door(config, config.server, layout)), _REMOTE_THREADS))
     return found
+
+
+class _AtRest(NamedTuple):
+    """How chunks lie in tiers that outlive us: as they are, or sealed."""
+
+    chunk_bytes: int
+    key_name: bytes = b""
+    """In the names in Redis: servers with different keys do not meet there."""
+    sealed: Callable[[Tier], Tier] = lambda tier: tier
+
+
+def _at_rest(config: Config, layout: ChunkLayout) -> _AtRest:
+    key, size = secret_key(config), layout.slot_bytes
+    if key is None:
+        return _AtRest(size)
+    from kvtier.tiers.sealed import SealedTier, key_name, sealed_bytes
+
+    return _AtRest(sealed_bytes(size), key_name(key), lambda tier: SealedTier(tier, key, size))
+
+
+def secret_key(config: Config) -> bytes | None:
+    """The key of encryption at rest; None: nothing is encrypted. Raises ConfigError for a key that is none, for two
+    keys, and where the library is missing."""
+    given, source = encryption_key(), ENCRYPTION_KEY
+    if config.encryption_key_file is not None:
+        if given is not None:
+            raise ConfigError(f"two encryption keys, of encryption_key_file and {ENCRYPTION_KEY}: remove one")
+        source = f"encryption_key_file={config.encryption_key_file}"
+        given = read_secret(config.encryption_key_file, "encryption_key_file").decode(errors="replace")
+    if given is None:
+        return None
+    given = given.strip()
+    if not re.fullmatch("[0-9a-fA-F]{64}", given):
+        raise ConfigError(
+            f"{source} has {len(given)} characters that are no key, expected 64 hexadecimal digits, such as from: "
+            "openssl rand -hex 32"
+        )
+    try:
+        import_module("kvtier.tiers.sealed")
+    except ImportError as error:
+        raise ConfigError(f"{source}: {error}; install kvtier[encryption], or remove the key") from error
+    return bytes.fromhex(given)
 
 
 def door(config: Config, server: str, layout: ChunkLayout) -> Door:

@@ -13,7 +13,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -25,13 +25,18 @@ from kvtier.autoconfig import probe
 from kvtier.autoconfig.facts import UNLIMITED, Disk, Facts, Model, Redis, Serving, known, size_text
 from kvtier.autoconfig.plan import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, make_plan
 from kvtier.chunk import ChunkLayout, fingerprint
+from kvtier.client import Client
 from kvtier.config import Config, default_nvme_bytes, environment, filled, masked, replaces_lmcache
 from kvtier.connectors.vllm import CONNECTOR, LMCACHE
-from kvtier.dial import client_tls, enter, read_token
+from kvtier.dial import Address, client_tls, enter, read_token
 from kvtier.errors import ConfigError, TierError
 from kvtier.installed import judged, look
+from kvtier.zero_hits import ZeroHits, totals
 
 State = Literal["ok", "warn", "fail"]
+
+_FEW_HITS = 0.01
+"""Of what was asked for; as good as none, and left out, for the self-test's own chunks are hits too."""
 
 _LOAD_TIMEOUT_S = 120
 _LOAD = f"""
@@ -317,10 +322,25 @@ def _one_server(config: Config, address: str) -> Iterator[Finding]:
         seen = "not tried: it has no chunks yet, and the first size it is asked for is the one it keeps"
         yield Finding("self-test server", "warn", seen, "run doctor again when an engine is attached")
         return
+    if Address.parse(address).path:
+        yield check_hits(config, address, min(sizes))
     wrong = selftest.try_server(config, address, min(sizes))
     seen = wrong or f"chunks of {min(sizes):,} bytes from one client were loaded and compared by another"
     do = "look at the server's log; 'kvtier serve' and engines must be of one version" if wrong else ""
     yield Finding("self-test server", "fail" if wrong else "ok", seen, do)
+
+
+def check_hits(config: Config, address: str, slot_bytes: int) -> Finding:
+    """Is what a server on this host keeps ever asked for again? Since its start."""
+    nobody = ChunkLayout(fingerprint({"doctor": os.getpid()}), 1, 1, (slot_bytes,))
+    with closing(Client(door(replace(config, namespace=None), address, nobody))) as client:
+        stats = client.stats()
+        zero = ZeroHits(f"RAM holds {client.pool.slots:,} chunks" if client.pool else "", seconds=0.0)
+    asked, hits, saved, reasons = totals(stats)
+    if hits < asked * _FEW_HITS and zero.look(asked - hits, 0, saved, reasons):
+        return Finding("hits", "warn", zero.verdict, "'kvtier stats --watch' shows whether a change helps")
+    part = f"{hits / asked:.1%} of {asked:,} chunks asked for were hits" if asked else "no chunk was asked for yet"
+    return Finding("hits", "ok", f"{part} since the server's start")
 
 
 def kept_sizes(config: Config, address: str) -> Sequence[int]:

@@ -78,7 +78,7 @@ class Client:
             answer = self._ask(wire.Extent, wire.Match, wire.joined(keys[: wire.MAX_KEYS]))
         if answer is None:
             return NOTHING
-        return Outlook(answer.steps, Asking(*answer.asking) if answer.asking is not None else None)
+        return Outlook(answer.steps, Asking(*answer.asking) if answer.asking is not None else None, answer.why)
 
     def decline(self, keys: Sequence[ChunkKey], reason: wire.Reason) -> None:
         """See Store.decline."""

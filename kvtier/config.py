@@ -6,7 +6,8 @@ see :mod:`kvtier.lmcache` and :mod:`kvtier.lmi`. A key nobody knows and a value 
 warnings.
 
 Variables that are no keys: ``KVTIER_CONFIG_FILE``; ``KVTIER_PROPERTIES_FILE``, an LMI ``serving.properties``;
-``KVTIER_REPLACE_LMCACHE``: serve vLLM's ``LMCacheConnectorV1``, and read every ``LMCACHE_<KEY>`` variable.
+``KVTIER_REPLACE_LMCACHE``: serve vLLM's ``LMCacheConnectorV1``, and read every ``LMCACHE_<KEY>`` variable;
+``KVTIER_ENCRYPTION_KEY``: the key that ``encryption_key_file`` would hold. A secret is no value that may be shown.
 
 Not keys, because the machine or a constant decides: direct I/O (always, buffered only where the file system refuses),
 slots (from ``ram_bytes`` and the model), queue bounds, checksums (always), the hash (SHA-256), the eviction order
@@ -31,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 _REPLACE = "KVTIER_REPLACE_LMCACHE"
-NO_KEYS = ("KVTIER_CONFIG_FILE", lmi.PROPERTIES_VARIABLE, _REPLACE)
+ENCRYPTION_KEY = "KVTIER_ENCRYPTION_KEY"
+NO_KEYS = ("KVTIER_CONFIG_FILE", lmi.PROPERTIES_VARIABLE, _REPLACE, ENCRYPTION_KEY)
 """Variables of ours that set no key."""
 
 
@@ -49,11 +51,14 @@ class Config:
     nvme_path: str | None = _key(None, "folder", "place of the NVMe tier; none: no such tier")
     nvme_bytes: int | None = _key(None, "bytes", "reserved at the start; none: half of what is free, at most 256 GiB")
     nvme_threads: int = _key(2, "threads", "I/Os in flight; two keep one SSD busy, arrays want more")
+    nvme_write_limit: int | None = _key(None, "bytes", "most that is written there a day, against wear; none: no limit")
+    nvme_write: str | None = _key(None, "moment", "save, or evict: when RAM drops it; none: save, with a limit evict")
     redis_url: str | None = _key(None, "url", "redis://, rediss:// or unix://, shared by hosts; none: no such tier")
     redis_bytes: int | None = _key(None, "bytes", "our share of its memory; none: what its maxmemory allows")
     redis_threads: int = _key(4, "threads", "connections in use at once; hides the network's round trip")
     redis_ttl_s: int | None = _key(None, "s", "chunks leave Redis after this time; none: when its memory is full")
     redis_prefix: str = _key("kvtier", "name", "first part of every Redis key, for access rules and clean-up")
+    encryption_key_file: str | None = _key(None, "file", "encrypts NVMe and Redis: 64 hex digits; none: not encrypted")
     load_timeout_ms: int = _key(2000, "ms", "longest a prompt waits for lower tiers before it is recomputed")
     take_hits: str = _key("auto", "when", "auto: as much of a hit as is served sooner than computed; always: all of it")
     save_decode: bool = _key(True, "flag", "keep KV of answers too, for the next turn; off: they never come back")
@@ -70,6 +75,8 @@ class Config:
     namespace_percent: int | None = _key(None, "percent", "most of a server's RAM and tiers for one of them; none: all")
     auto: bool = _key(False, "flag", "measure the machine at the start and fill in every key not set here")
     host_engines: int = _key(1, "engines", "engines like this one on this host; auto gives each an equal share")
+    self_test: bool = _key(False, "flag", "at the start save in one process, compare in another; a failure ends it")
+    audit_one_in: int = _key(0, "chunks", "one in so many loaded chunks is compared with its copy on NVMe; 0: none")
     log_level: str = _key("INFO", "level", "DEBUG, INFO, WARNING or ERROR")
     # fmt: on
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -153,6 +160,12 @@ def replaces_lmcache(env: Mapping[str, str] | None = None) -> bool:
         return _flag(given)
     except ValueError:
         raise ConfigError(f"{_REPLACE}={given!r}: expected true or false") from None
+
+
+def encryption_key(env: Mapping[str, str] | None = None) -> str | None:
+    """The environment's own encryption key, as given; empty is given too, and no key: a cache must not go in plain
+    because a secret was not there."""
+    return (os.environ if env is None else env).get(ENCRYPTION_KEY)
 
 
 def environment(**more: str | None) -> dict[str, str]:
@@ -239,6 +252,10 @@ def _from_lmcache(path: str | None, env: Mapping[str, str], ranks: int) -> Itera
         yield _Given(note.ours, note.value, source)
 
 
+_YAML_FAULTS = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
+"""What PyYAML raises besides its own errors: for 2001-99-99, !!int x, !!bool x, !!timestamp x, a thousand brackets."""
+
+
 def _read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     import yaml  # 15 ms that only a start with a file pays
 
@@ -246,7 +263,7 @@ def _read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration file {os.fspath(path)!r} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, *_YAML_FAULTS) as error:
         raise ConfigError(f"configuration file {os.fspath(path)!r} is not YAML: {error}") from error
     if not isinstance(content, dict | None):
         raise ConfigError(
@@ -291,7 +308,7 @@ def _parse(key: str, given: object, source: str) -> Any:
     parse, expected = _PARSERS[KEYS[key]["unit"]]
     try:
         return parse(given)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ConfigError(f"{key}={masked(given)!r} ({source}): expected {expected}; correct it or remove it") from None
 
 
@@ -350,6 +367,7 @@ _PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
     "s": (_count, "a whole number of seconds, at least 1"),
     "bytes": (parse_size, "a size such as 4GiB, 512MB or 1073741824 (bytes)"),
     "sizes": (_count, "a whole number of sizes, at least 1"),
+    "chunks": (lambda given: 0 if given in (0, "0") else _count(given), "a whole number of chunks, 0 for none"),
     "engines": (_count, "a whole number of engines, at least 1"),
     "percent": (_percent, "a whole number from 1 to 100"),
     "flag": (_flag, "true or false"),
@@ -363,6 +381,7 @@ _PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
     "address": (_text(r"(unix:///\S+|tcp://\S+:\d+)"), "unix:///path/kvtier.sock or tcp://host:port"),
     "name": (_text(r"[A-Za-z0-9._-]+"), "letters, digits, '.', '_' or '-'"),
     "when": (_text(r"auto|always"), "auto or always"),
+    "moment": (_text(r"save|evict"), "save or evict"),
     "level": (_text(r"DEBUG|INFO|WARNING|ERROR"), "DEBUG, INFO, WARNING or ERROR"),
 }
 

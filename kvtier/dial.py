@@ -7,7 +7,6 @@ import os
 import re
 import socket
 import ssl
-import stat
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ import msgspec
 
 from kvtier import wire
 from kvtier.errors import ConfigError, TierError
+from kvtier.private import read_secret
 
 _CONNECT_TIMEOUT_S = 2.0
 _WELCOME_TIMEOUT_S = 15.0
@@ -85,16 +85,8 @@ def client_tls(ca: str, certificate: str | None = None, key: str | None = None) 
 
 
 def read_token(path: str, key: str = "server_token_file") -> bytes:
-    """The secret in a file, without surrounding space. Raises ConfigError for a short one or a file others can read;
-    ``key`` is the configuration's word for it."""
-    try:
-        with open(path, "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            token = file.read(4096).strip()
-    except OSError as error:
-        raise ConfigError(f"{key}={path} cannot be read: {error}") from error
-    if mode & stat.S_IRWXO:
-        raise ConfigError(f"{key}={path} is open to every user: chmod 600 {path}")
+    """A secret of at least 16 bytes. Raises ConfigError for a shorter one, and as :func:`read_secret` does."""
+    token = read_secret(path, key)
     if len(token) < 16:  # of printable text; 128 bits would be 22
         raise ConfigError(
             f"{key}={path} has {len(token)} bytes, expected 16 or more, such as from: openssl rand -hex 32"

@@ -14,7 +14,8 @@ Besides, the set of tiers that hold a chunk: one Policy a tier, its keys being w
 Rules (``check`` asserts them):
 
 1. a slot is either free or belongs to exactly one entry;
-2. a READY entry without pins, and nothing else, is in the RAM policy (and so evictable);
+2. a READY entry without readers, and nothing else, is in the RAM policy; what is being spilled keeps its place there,
+   so that a write makes nothing hotter, and is passed over by evictions;
 3. no tier is asked to hold more than its capacity;
 4. at rest no entry is FILLING, pinned or GONE;
 5. no owner has more than its quota of slots, or of a tier's room.
@@ -30,10 +31,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from enum import Enum
+from itertools import islice
 
 from kvtier.chunk import ChunkKey
 from kvtier.errors import StateError
+from kvtier.holding import Holding, quota_of
 from kvtier.policy import LRU, Owned, Policy
+from kvtier.reasons import Left, Past
+
+_MOST_AHEAD = 512
+"""A longer walk would hold the Store's lock for more than 0.1 ms."""
 
 
 class State(Enum):
@@ -48,41 +55,21 @@ FILLING, READY, GONE = State.FILLING, State.READY, State.GONE
 class Entry:
     """One stay of one chunk in one slot. Fields are the Directory's to change."""
 
-    __slots__ = ("key", "origin", "owner", "pins", "slot", "state")
+    __slots__ = ("copies", "key", "offered", "origin", "owner", "pins", "slot", "state", "writes")
 
     def __init__(self, key: ChunkKey, slot: int, origin: int | None, owner: int) -> None:
         self.key = key
         self.owner = owner
         self.slot = slot
         self.state = FILLING
-        self.pins = 0
+        self.pins = self.writes = 0
+        """Who needs the slot as it is; how many of them only write it below."""
         self.origin = origin
         """The tier it is promoted from (FILLING takes bounded time); None when an engine fills it."""
-
-
-class Holding:
-    """What one lower tier holds: an order of leaving and a capacity in chunks."""
-
-    __slots__ = ("capacity", "leaving", "order", "quota", "writing")
-
-    def __init__(self, capacity: int, order: Owned, quota: int | None) -> None:
-        self.capacity = capacity
-        self.order = order
-        self.quota = quota
-        self.writing: dict[ChunkKey, int] = {}
-        """Being written now, and whose; counted against the capacity, not yet held."""
-        self.leaving: set[ChunkKey] = set()
-        """No longer held; the tier has yet to delete them. Not written again before that."""
-
-    def leave(self, key: ChunkKey) -> None:
-        self.order.discard(key)
-        self.leaving.add(key)
-
-    def is_full_for(self, owner: int) -> bool:
-        """The owner has used up its quota."""
-        if self.quota is None or not owner:
-            return False
-        return self.order.count(owner) + sum(whose == owner for whose in self.writing.values()) >= self.quota
+        self.offered = origin is not None
+        """It lies below, or tiers that write on eviction were asked to take it."""
+        self.copies = 0
+        """Tiers, as bits, that got their copy from this slot or gave it: exactly these bytes."""
 
 
 class Directory:
@@ -99,16 +86,17 @@ class Directory:
         share: float | None = None,
     ) -> None:
         self.slots = slots
-        self._quota = _quota(slots, share)
+        self._quota = quota_of(slots, share)
         self._used: Counter[int] = Counter()
         """Slots by owner, 0 not counted."""
         self._free = list(range(slots - 1, -1, -1))
         self._entries: dict[ChunkKey, Entry] = {}
         self._gone: set[Entry] = set()
+        self.evicted_unoffered = 0
+        """Chunks since the start that left RAM before :meth:`next_out` named them."""
+        self._past = Past(slots + sum(capacities))
         self._evictable = Owned(policy, share is not None)
-        self._tiers = [
-            Holding(capacity, Owned(policy, share is not None), _quota(capacity, share)) for capacity in capacities
-        ]
+        self._tiers = [Holding(capacity, policy, share) for capacity in capacities]
 
     # ---- looks: no effect ----------------------------------------------------------------------------------------
 
@@ -141,6 +129,12 @@ class Directory:
                 return index
         return len(keys)
 
+    def why(self, key: ChunkKey) -> str:
+        """The reason why a run ends before this chunk: see :mod:`kvtier.reasons`."""
+        if key in self._entries:
+            return "saving"
+        return "tier_down" if next(self.holders(key), None) is not None else self._past.why(key)
+
     # ---- RAM -----------------------------------------------------------------------------------------------------
 
     def reserve(
@@ -155,21 +149,25 @@ class Directory:
             raise StateError(f"reserve of a chunk that is {self._entries[key].state.value}: {key.hex()[:16]}")
         spent = self._quota is not None and owner != 0 and self._used[owner] >= self._quota
         if spent or not self._free:
-            victim = self._evictable.coldest(owner if spent else None)
+            order = self._evictable.part(owner) if spent else iter(self._evictable)
+            victim = next((key for key in order if not self._entries[key].pins), None)
             if victim is None or victim in keep:
                 return None
+            self._past.left(victim, Left.EVICTED)
+            self.evicted_unoffered += not self._entries[victim].offered
             self._remove(self._entries[victim])
         entry = self._entries[key] = Entry(key, self._free.pop(), origin, owner)
         if owner:
             self._used[owner] += 1
         return entry
 
-    def filled(self, entry: Entry) -> None:
-        """FILLING -> READY. No effect on an entry that is GONE meanwhile."""
+    def filled(self, entry: Entry, source: int | None = None) -> None:
+        """FILLING -> READY, by an engine or from tier ``source``. No effect on an entry that is GONE meanwhile."""
         if entry.state is GONE:
             return
         self._expect(entry, FILLING)
         entry.state = READY
+        entry.copies = 0 if source is None else 1 << source
         if not entry.pins:
             self._evictable.add(entry.key, entry.owner)
 
@@ -191,11 +189,10 @@ class Directory:
         if entry.pins < 1:
             raise StateError("unpin without a pin")
         entry.pins -= 1
-        if entry.pins:
-            return
-        if entry.state is READY:
-            self._evictable.add(entry.key, entry.owner)
-        elif entry.state is GONE:
+        if entry.state is READY and entry.pins == entry.writes:
+            if entry.key not in self._evictable:
+                self._evictable.add(entry.key, entry.owner)
+        elif entry.state is GONE and not entry.pins:
             self._gone.discard(entry)
             self._free_slot(entry)
 
@@ -217,7 +214,31 @@ class Directory:
         holders = [index for index in self.holders(key) if _may(owner, self._tiers[index].order.owner(key))]
         for index in holders:
             self._tiers[index].leave(key)
+        self._past.left(key, Left.FORGOTTEN)
         return holders
+
+    def next_out(self, owner: int = 0) -> list[Entry]:
+        """Chunks that leave RAM soon, coldest first, each named once in its stay: those that go when ``owner`` wants
+        half of RAM, or half of its quota, at most :data:`_MOST_AHEAD` slots."""
+        wanted = min(_MOST_AHEAD, -(-self.slots // 2)) - len(self._free)
+        keys = list(islice(self._evictable, max(0, wanted)))
+        if self._quota is not None and owner:
+            wanted = min(_MOST_AHEAD, -(-self._quota // 2)) - (self._quota - self._used[owner])
+            keys += islice(self._evictable.part(owner), max(0, wanted))
+        return self._offer(keys)
+
+    def all_out(self) -> list[Entry]:
+        """Every unpinned chunk in RAM that :meth:`next_out` has not named, hottest first."""
+        return self._offer(self._evictable)[::-1]
+
+    def _offer(self, keys: Iterable[ChunkKey]) -> list[Entry]:
+        entries = []
+        for key in keys:
+            entry = self._entries[key]
+            if not entry.offered:
+                entry.offered = True
+                entries.append(entry)
+        return entries
 
     # ---- lower tiers ---------------------------------------------------------------------------------------------
 
@@ -229,13 +250,16 @@ class Directory:
         """
         tier = self._tiers[index]
         for key in keys:
-            if not (key in tier.order or key in tier.writing or key in tier.leaving):
+            if tier.takes(key):
                 tier.order.add(key)
-        surplus: list[ChunkKey] = []
-        while len(tier.order) + len(tier.writing) > tier.capacity and (victim := tier.order.coldest()) is not None:
-            tier.leave(victim)
-            surplus.append(victim)
+        surplus = tier.shrink()
+        for victim in surplus:
+            self._past.left(victim, Left.EVICTED)
         return surplus
+
+    def takes(self, index: int, key: ChunkKey) -> bool:
+        """Tier ``index`` neither has the chunk nor is being given it nor has yet to delete it."""
+        return self._tiers[index].takes(key)
 
     def spill_begun(self, entry: Entry, index: int) -> list[ChunkKey] | None:
         """Tier ``index`` shall take this READY chunk: pins it and makes room.
@@ -245,18 +269,14 @@ class Directory:
         """
         self._expect(entry, READY)
         tier = self._tiers[index]
-        if entry.key in tier.order or entry.key in tier.writing or entry.key in tier.leaving:
+        victims = tier.make_room(entry.owner) if tier.takes(entry.key) else None
+        if victims is None:
             return None
-        victims: list[ChunkKey] = []
-        spent = tier.is_full_for(entry.owner)
-        if spent or len(tier.order) + len(tier.writing) >= tier.capacity:
-            victim = tier.order.coldest(entry.owner if spent else None)
-            if victim is None:
-                return None
-            tier.leave(victim)
-            victims.append(victim)
+        for victim in victims:
+            self._past.left(victim, Left.EVICTED)
         tier.writing[entry.key] = entry.owner
-        self.pin(entry)
+        entry.pins += 1
+        entry.writes += 1
         return victims
 
     def spill_ended(self, entry: Entry, index: int, stored: bool) -> bool:
@@ -269,8 +289,10 @@ class Directory:
         wanted = entry.state is not GONE
         if stored and wanted:
             tier.order.add(entry.key, entry.owner)
+            entry.copies |= 1 << index
         elif stored:
             tier.leaving.add(entry.key)
+        entry.writes -= 1
         self.unpin(entry)
         return wanted or not stored
 
@@ -282,9 +304,11 @@ class Directory:
         """Tier ``index`` has deleted ``keys``."""
         self._tiers[index].leaving.difference_update(keys)
 
-    def lost(self, index: int, key: ChunkKey) -> None:
-        """Tier ``index`` does not hold the chunk after all (a failed read)."""
+    def lost(self, index: int, key: ChunkKey, how: Left = Left.EVICTED) -> None:
+        """Tier ``index`` does not hold the chunk after all. Not for a tier that cannot be asked now: what it holds must
+        stay known, or no :meth:`forget` reaches it."""
         self._tiers[index].order.discard(key)
+        self._past.left(key, how)
 
     def order(self, index: int) -> Iterator[ChunkKey]:
         """What tier ``index`` holds, coldest first."""
@@ -331,13 +355,13 @@ class Directory:
         problems = []
         if slots != list(range(self.slots)):
             problems.append(f"slots lost or shared: {len(self._free)} free, {len(entries)} used of {self.slots}")
-        if {e.key for e in self._entries.values() if e.state is READY and not e.pins} != set(self._evictable):
-            problems.append("evictable chunks differ from READY chunks without pins")
+        if {e.key for e in self._entries.values() if e.state is READY and e.pins == e.writes} != set(self._evictable):
+            problems.append("the order of leaving differs from READY chunks without readers")
         used = Counter(entry.owner for entry in entries if entry.owner)
         if used != self._used or (self._quota is not None and max(used.values(), default=0) > self._quota):
             problems.append(f"owners have {dict(used)} slots, booked {dict(self._used)}, quota {self._quota}")
         for index, tier in enumerate(self._tiers):
-            if len(tier.order) + len(tier.writing) > tier.capacity:
+            if len(tier) > tier.capacity:
                 problems.append(f"tier {index} holds more than its {tier.capacity} chunks")
             if tier.quota is not None and any(tier.order.count(owner) > tier.quota for owner in self._used):
                 problems.append(f"an owner has more than its {tier.quota} chunks of tier {index}")
@@ -368,10 +392,6 @@ class Directory:
     def _expect(entry: Entry, state: State) -> None:
         if entry.state is not state:
             raise StateError(f"chunk is {entry.state.value}, expected {state.value}")
-
-
-def _quota(room: int, share: float | None) -> int | None:
-    return None if share is None else max(1, int(room * share))
 
 
 def _may(owner: int | None, whose: int) -> bool:

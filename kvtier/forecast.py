@@ -71,8 +71,8 @@ class Pace:
     """
 
     def __init__(self, threads: int) -> None:
-        self.queued = 0
-        """Reads submitted and not begun."""
+        self.queued = 0.0
+        """Reads, and parts of reads, submitted and not begun."""
         self.odds = 1.0
         """Which part of what a shared tier is asked for it turns out to hold."""
         self._threads = max(1, threads)
@@ -93,9 +93,9 @@ class Pace:
         self._begun[self._calls] = now
         return self._calls
 
-    def read(self, call: int, now: float, whole: bool) -> None:
-        """A read ended. One that failed says how slow the tier can be, never how fast."""
-        self._took(now - self._begun.pop(call), now, whole)
+    def read(self, call: int, now: float, whole: bool, parts: float = 1) -> None:
+        """A read ended, of one of so many parts. One that failed says how slow the tier can be, never how fast."""
+        self._took((now - self._begun.pop(call)) * parts, now, whole)
 
     def wrote(self, call: int, now: float, stored: bool) -> None:
         seconds = now - self._begun.pop(call)
@@ -163,6 +163,8 @@ class Outlook(NamedTuple):
     """``(chunks, seconds)``: so many leading chunks are in RAM so many seconds after they are claimed; None: unknown.
     The first step is what is there now, in no time; the last is all that is known of."""
     asking: Asking | None = None
+    why: str = ""
+    """The reason why there is no more of the run: see :mod:`kvtier.reasons`; "": there is all, or nobody answered."""
 
     @property
     def ready(self) -> int:

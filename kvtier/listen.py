@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from kvtier.dial import Address
 from kvtier.errors import ConfigError
+from kvtier.private import make_folder
 
 _BACKLOG = 128
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
@@ -41,7 +42,7 @@ def listen_unix(address: Address) -> Listener:
     A stale file is replaced; raises ConfigError when another server has it, or its folder is not safe.
     """
     path = Path(address.path)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(path.parent)
     _refuse_unsafe_folder(path.parent)
     lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     sock = socket.socket(socket.AF_UNIX)

@@ -8,7 +8,7 @@ imported by whoever serves metrics, and by nobody else.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -45,6 +45,8 @@ _TIER_ROWS = (
     _Row("refusals", _COUNTER, "Chunks not taken: no room, or no time.", lambda _, tier: tier.refused, below=False),
     _Row("load_misses", _COUNTER, "Chunks counted as held that could not be read.", lambda _, tier: tier.misses),
     _Row("late_spills", _COUNTER, "Chunks that left RAM before their spill.", lambda _, tier: tier.late),
+    _Row("over_budget", _COUNTER, "Chunks not written to spare the device.", lambda _, tier: tier.over_budget),
+    _Row("evicted_unread", _COUNTER, "Chunks written and deleted unread.", lambda _, tier: tier.evicted_unread),
     _Row("failures", _COUNTER, "Calls that failed with an I/O or network error.", lambda _, tier: tier.failed),
     _Row("corrupt_chunks", _COUNTER, "Checksums that did not match; never served.", lambda _, tier: tier.corrupt),
     _Row("read_bytes", _COUNTER, "Bytes read.", lambda _, tier: tier.bytes_read),
@@ -114,11 +116,15 @@ class _Scrape(Collector):
         yield self._realm(_COUNTER, "load_refusals", text, lambda realm: realm.loads_refused)
         text = "Chunks held below that a full lane did not fetch."
         yield self._realm(_COUNTER, "promotion_refusals", text, lambda realm: realm.promotions_refused)
-        reasons = [
-            ((str(realm.slot_bytes), reason), count) for realm in realms for reason, count in realm.declined.items()
-        ]
         text = "Chunks that could be had and were computed instead."
-        yield self._metric(_COUNTER, "declined_chunks", text, ("slot_bytes", "reason"), reasons)
+        yield self._reasons("declined_chunks", text, lambda realm: realm.declined)
+        yield self._reasons("missed_chunks", "Chunks that loads named and could not have.", lambda realm: realm.missed)
+        text = "1: not one chunk that was asked for has been a hit for long; kvtier stats says why."
+        yield self._realm(_GAUGE, "zero_hits", text, lambda realm: bool(realm.zero_hits))
+        text = "Loaded chunks compared with their copy below."
+        yield self._realm(_COUNTER, "audited_chunks", text, lambda realm: realm.audited)
+        text = "Audited chunks that had other bytes: bad memory, or a bug."
+        yield self._realm(_COUNTER, "audit_mismatches", text, lambda realm: realm.audit_mismatches)
 
     def _lanes(self) -> Iterator[Metric]:
         lanes = [
@@ -147,6 +153,14 @@ class _Scrape(Collector):
     def _realm(self, family: Family, name: str, text: str, value: Callable[[RealmStatus], float]) -> Metric:
         samples = [((str(realm.slot_bytes),), value(realm)) for realm in self._stats.realms]
         return self._metric(family, name, text, ("slot_bytes",), samples)
+
+    def _reasons(self, name: str, text: str, counts: Callable[[RealmStatus], Mapping[str, int]]) -> Metric:
+        samples = [
+            ((str(realm.slot_bytes), reason), count)
+            for realm in self._stats.realms
+            for reason, count in counts(realm).items()
+        ]
+        return self._metric(_COUNTER, name, text, ("slot_bytes", "reason"), samples)
 
     @staticmethod
     def _metric(family: Family, name: str, text: str, labels: tuple[str, ...], samples: Iterable[Sample]) -> Metric:

@@ -8,6 +8,7 @@ import http.client
 import ssl
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -175,6 +176,7 @@ def _realm(realm: RealmStatus, before: RealmStatus | None, seconds: float) -> It
         f"chunks of {_size(realm.slot_bytes)}: {_hits(realm, before)}, {realm.namespaces} namespaces, "
         f"slots {realm.free} free, {realm.filling} filling, {realm.pinned} pinned"
     )
+    yield from _misses(realm, before)
     per = "/s" if before else ""
     heads = ("tier", "held", "fill", f"loads{per}", f"stores{per}", f"read{per}", f"written{per}")
     yield _row([*heads, "missed", "refused", "failed", "corrupt", "queue"])
@@ -208,6 +210,20 @@ def _hits(realm: RealmStatus, before: RealmStatus | None) -> str:
     asked = realm.asked - (before.asked if before else 0)
     loads = _loads(realm) - (_loads(before) if before else 0)
     return f"{loads / asked:.1%} of {asked:,} chunks asked for were hits" if asked else "no chunk asked for"
+
+
+def _misses(realm: RealmStatus, before: RealmStatus | None) -> Iterator[str]:
+    """Why chunks were computed, the most common reason first; what the audit found; why there are no hits at all."""
+    counts = Counter(realm.missed) + Counter(realm.declined)
+    if before:
+        counts -= Counter(before.missed) + Counter(before.declined)
+    if counts:
+        whole = counts.total()
+        yield "computed: " + ", ".join(f"{count / whole:.0%} {reason}" for reason, count in counts.most_common())
+    if realm.audited:
+        yield f"audit: {realm.audited:,} chunks compared, {realm.audit_mismatches:,} had other bytes"
+    if realm.zero_hits:
+        yield f"NO HITS: {realm.zero_hits}"
 
 
 def _loads(realm: RealmStatus) -> int:

@@ -126,6 +126,10 @@ class Owned:
             return self._all.coldest()
         return self._parts[owner].coldest()
 
+    def part(self, owner: int) -> Iterator[ChunkKey]:
+        """One owner's keys, coldest first; only where split."""
+        return iter(self._parts[owner]) if self._parts is not None else iter(())
+
     def __contains__(self, key: object) -> bool:
         return key in self._all
 

@@ -16,6 +16,7 @@ from kvtier.chunk import PAGE_BYTES
 from kvtier.errors import ConfigError, TierError
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_WORD_BYTES = 8
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, Linux 5.14; not named by Python's mmap module
 
 
@@ -24,6 +25,10 @@ class Pool:
 
     Thread-safe: views are plain memory; who may read or write a slot is decided by leases. Raises ConfigError for
     impossible sizes and TierError when the memory cannot be had.
+
+    Attributes:
+        arrivals: one 64-bit word a slot behind the slots, for every process that maps them: how far a filling that
+            goes on part by part has come; see :mod:`kvtier.layerwise`.
     """
 
     def __init__(self, slots: int, slot_bytes: int, *, fd: int | None = None) -> None:
@@ -31,8 +36,11 @@ class Pool:
             raise ConfigError(f"pool of {slots} slots of {slot_bytes} bytes: expected >= 1 slot of whole 4 KiB pages")
         self.slots = slots
         self.slot_bytes = slot_bytes
-        size = slots * slot_bytes
-        self.fd = os.memfd_create("kvtier-pool", os.MFD_CLOEXEC) if fd is None else fd
+        size = slots * slot_bytes + -(-slots * _WORD_BYTES // PAGE_BYTES) * PAGE_BYTES
+        try:
+            self.fd = os.memfd_create("kvtier-pool", os.MFD_CLOEXEC) if fd is None else fd
+        except OSError as error:
+            raise TierError(f"cannot have {size} bytes of RAM for the pool: {error}") from error
         try:
             if fd is None:
                 os.ftruncate(self.fd, size)
@@ -46,7 +54,9 @@ class Pool:
             raise TierError(f"cannot map {size} bytes of RAM for the pool: {error}; lower ram_bytes") from error
         with contextlib.suppress(OSError, AttributeError):
             self._map.madvise(mmap.MADV_HUGEPAGE)
-        self._view = memoryview(self._map)
+        whole = memoryview(self._map)
+        self._view = whole[: slots * slot_bytes]
+        self.arrivals = whole[slots * slot_bytes :].cast("Q")
         self._closer = weakref.finalize(self, os.close, self.fd)
 
     @classmethod
@@ -65,7 +75,7 @@ class Pool:
 
     @property
     def buffer(self) -> memoryview:
-        """The whole region, writable."""
+        """All slots, writable."""
         return self._view
 
     def view(self, slot: int) -> memoryview:
@@ -82,6 +92,7 @@ class Pool:
     def close(self) -> None:
         """Unmap. Views must be gone; a view still held keeps the memory until it goes."""
         self._view.release()
+        self.arrivals.release()
         with contextlib.suppress(BufferError):
             self._map.close()
         self._closer()

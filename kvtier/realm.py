@@ -7,6 +7,8 @@ what ``clear`` is limited to.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,6 +18,9 @@ from kvtier.chunk import ChunkKey, own_link, parent_link
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.lanes import Lane
 from kvtier.store import Store
+from kvtier.zero_hits import ZeroHits, totals
+
+logger = logging.getLogger("kvtier.server")
 
 _MAX_OWNERS = 4096
 _MAX_LINKS = 65_536
@@ -32,7 +37,12 @@ class Realm:
     ``call_soon``: how a lane thread hands a call to that loop; from any thread.
     """
 
-    def __init__(self, store: Store, call_soon: Callable[[Listener], object]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        call_soon: Callable[[Listener], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.store = store
         self._call_soon = call_soon
         self._owners: dict[tuple[bytes, str], int] = {}
@@ -41,6 +51,7 @@ class Realm:
         self.arrivals = 0
         """Differs from what it was when promotions have ended since."""
         store.on_arrival = self._arrived
+        self.zero_hits = ZeroHits.of(store, clock)
 
     def owner(self, fingerprint: bytes, namespace: str) -> int:
         """The namespace's number, from 1. Raises ConfigError when there are too many."""
@@ -55,6 +66,11 @@ class Realm:
     def owners(self) -> Mapping[tuple[bytes, str], int]:
         """Number by fingerprint and tenant name, of every engine that was here since the start."""
         return self._owners
+
+    def look(self) -> None:
+        """Now and then: has nothing been hit for long? One line in the log each time that is so."""
+        if self.zero_hits.look(*totals(self.store.stats())):
+            logger.warning("%s", self.zero_hits.verdict)
 
     # ---- promotions that end -------------------------------------------------------------------------------------
 

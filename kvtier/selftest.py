@@ -1,4 +1,5 @@
-"""Save in one process, load and compare in another: what ``kvtier doctor`` does with every configured tier.
+"""Save in one process, load and compare in another: what ``kvtier doctor`` does with every configured tier, and a start
+with the key ``self_test``.
 
 ``python -m kvtier.selftest SIDE`` reads a :class:`Trial` from its standard input and prints what went wrong; nothing
 when all is well. Its chunks have keys of their own and are forgotten afterwards; a disk tier gets a folder of its own
@@ -7,6 +8,7 @@ below the configured one, so that no engine's files are touched.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -15,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +27,13 @@ from kvtier.assemble import assemble
 from kvtier.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.client import Client
 from kvtier.config import KEYS, Config
-from kvtier.errors import KVTierError
+from kvtier.dial import Address
+from kvtier.errors import KVTierError, TierError
 from kvtier.pool import Pool
 from kvtier.store import Store
 from kvtier.testing.check_tier import content
+
+logger = logging.getLogger("kvtier")
 
 SLOT_BYTES = 1 << 20
 CHUNKS = 3
@@ -110,6 +116,23 @@ def try_server(config: Config, address: str, slot_bytes: int) -> str:
     return there_and_back(trial(place, own, slot_bytes))
 
 
+def at_start(config: Config, slot_bytes: int | None = None) -> None:
+    """What the key ``self_test`` asks for: try every place for chunks that is configured, in some seconds; the server
+    of an engine with chunks of ``slot_bytes``. Raises TierError for the first that fails."""
+    attached = config.server is not None and bool(Address.parse(config.server).path)
+    trials: dict[str, Callable[[], str]] = {} if attached else {"ram": try_ram}
+    if config.nvme_path is not None and not attached:
+        trials["nvme"] = partial(try_nvme, config)
+    if config.redis_url is not None and not attached:
+        trials["redis"] = partial(try_redis, config)
+    if config.server is not None and slot_bytes is not None:
+        trials["server"] = partial(try_server, config, config.server, slot_bytes)
+    for place, one in trials.items():
+        if wrong := one():
+            raise TierError(f"self-test of {place}: {wrong}; 'kvtier doctor' says more, self_test=false starts without")
+        logger.info("self-test of %s: saved by one process, loaded and compared by another", place)
+
+
 def there_and_back(one: Trial) -> str:
     return run("save", one) or run("load", one)
 
@@ -133,6 +156,7 @@ def run(side: str, one: Trial) -> str:
 def _alone(config: Config) -> Config:
     """RAM for the trial, and no lower tier."""
     off: dict[str, Any] = {"nvme_path": None, "nvme_bytes": None, "redis_url": None, "redis_bytes": None}
+    off |= {"nvme_write": None, "nvme_write_limit": None}
     off |= {"redis_ttl_s": None, "server": None, "auto": False, "namespace_percent": None}
     return replace(config, **off, ram_bytes=_RAM_BYTES, sources={})
 

@@ -11,7 +11,8 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 
-from kvtier.assemble import assemble
+from kvtier import selftest
+from kvtier.assemble import assemble, secret_key
 from kvtier.chunk import ChunkLayout, fingerprint
 from kvtier.config import Config, load
 from kvtier.dial import Address, read_token
@@ -44,6 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not addresses:
         raise ConfigError("nowhere to listen: give --listen unix:///path/kvtier.sock, or the key 'server'")
     token = read_token(config.server_token_file) if config.server_token_file else None
+    if config.self_test:
+        selftest.at_start(replace(config, server=None))
+    secret_key(config)  # a key that is none stops the server, not the first engine that comes
     beside = admin_surface(config)  # first: who can attach can ask, too
     listeners = _listeners(config, addresses, token is not None, arguments.insecure)
     opener = partial(open_store, config)
@@ -88,6 +92,7 @@ def open_store(config: Config, slot_bytes: int) -> Store:
         server=None,
         ram_bytes=config.ram_bytes and config.ram_bytes // parts,
         nvme_bytes=config.nvme_bytes and config.nvme_bytes // parts,
+        nvme_write_limit=config.nvme_write_limit and max(1, config.nvme_write_limit // parts),
         nvme_path=config.nvme_path and f"{config.nvme_path}/slots-{slot_bytes}",
     )
     layout = ChunkLayout(fingerprint({"server": slot_bytes}), 1, 1, (slot_bytes,))

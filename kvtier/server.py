@@ -25,6 +25,8 @@ _MAX_CONNECTIONS = 512
 _HANDSHAKE_S = 10.0
 _LOG_LINES, _LOG_SECONDS = 10, 10.0
 _DRAIN_S = 2.0
+_LOOK_S = 60.0
+"""Between two looks at whether there are hits."""
 
 
 class Server:
@@ -60,7 +62,7 @@ class Server:
         self._empty = asyncio.Event()
         self.ready = False
         """Connections are accepted."""
-        self._accepting: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
         self._admitting: set[asyncio.Task[None]] = set()
         self._logged: list[float] = []
 
@@ -70,7 +72,8 @@ class Server:
         return {size: realm.store for size, realm in self.realms.open.items()}
 
     async def start(self) -> None:
-        self._accepting = [self.loop.create_task(self._accept(listener)) for listener in self.listeners]
+        self._tasks = [self.loop.create_task(self._accept(listener)) for listener in self.listeners]
+        self._tasks.append(self.loop.create_task(self._look()))
         self.ready = True
         logger.info("serving at %s", ", ".join(str(listener.address) for listener in self.listeners))
 
@@ -78,9 +81,9 @@ class Server:
         """Stop listening, let chunks on their way arrive, close every connection, write what is queued to the lower
         tiers. False: something was dropped."""
         self.ready = False
-        for task in (*self._accepting, *self._admitting):
+        for task in (*self._tasks, *self._admitting):
             task.cancel()
-        await asyncio.gather(*self._accepting, *self._admitting, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._admitting, return_exceptions=True)
         for listener in self.listeners:
             listener.close()
         await self._close_connections()
@@ -102,6 +105,12 @@ class Server:
         """Run ``call`` on the loop; from any thread. No effect once the loop is closed."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(call)
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for realm in self.realms.open.values():
+                realm.look()
 
     # ---- connections ---------------------------------------------------------------------------------------------
 

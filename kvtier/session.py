@@ -64,7 +64,7 @@ class Session:
 
     def _match(self, question: wire.Match) -> wire.Answer:
         outlook = self._store.forecast(wire.split(question.keys))
-        return wire.Extent(question.id, list(outlook.steps), outlook.asking)
+        return wire.Extent(question.id, list(outlook.steps), outlook.asking, outlook.why)
 
     def _save(self, question: wire.Save) -> wire.Answer:
         keys = wire.split(question.keys)

@@ -21,7 +21,7 @@ from kvtier.realm import Realm, Realms
 from kvtier.store import Store
 from kvtier.tiers.base import Tier as LowerTier
 
-_DECLINED = "declined_"
+_DECLINED, _MISSED = "declined_", "missed_"
 _FAILED = ("failed_reads", "failed_writes", "failed_finds", "failed_deletes", "failed")
 
 
@@ -51,6 +51,10 @@ class TierStatus(msgspec.Struct, frozen=True):
     """Not taken: no free slot, a full lane, or a tier that is full or left alone."""
     late: int
     """Spills that were not done, because the chunk had left RAM before its turn."""
+    over_budget: int
+    """Not written, because that would have been more than the tier may write in a day."""
+    evicted_unread: int
+    """Written, and deleted without ever having been read: what the device wore out for."""
     failed: int
     """Calls that failed with an I/O or network error."""
     corrupt: int
@@ -85,6 +89,15 @@ class RealmStatus(msgspec.Struct, frozen=True):
     """Held lower, but the lane was full."""
     declined: dict[str, int]
     """Chunks that could be had and were computed instead, by reason: computing them was faster."""
+    missed: dict[str, int]
+    """Chunks that loads named and could not have, by reason: see :mod:`kvtier.reasons`. Salt, adapter and media are
+    known to engines only."""
+    zero_hits: str
+    """Why not one chunk that was asked for has been a hit for long, in words; empty while all is well."""
+    audited: int
+    """Loaded chunks that were compared with their copy in a lower tier."""
+    audit_mismatches: int
+    """Of them, those that had other bytes: bad memory, or a bug. Dropped everywhere."""
     tiers: list[TierStatus]
     """RAM first."""
 
@@ -189,9 +202,17 @@ def _realm(realm: Realm) -> RealmStatus:
         asked=counts("load_asked"),
         loads_refused=counts("load_refused"),
         promotions_refused=counts("promotion_refused"),
-        declined={name.removeprefix(_DECLINED): stats[name] for name in stats if name.startswith(_DECLINED)},
+        declined=_by_reason(stats, _DECLINED),
+        missed=_by_reason(stats, _MISSED),
+        zero_hits=realm.zero_hits.verdict,
+        audited=counts("audited"),
+        audit_mismatches=counts("audit_mismatch"),
         tiers=[_ram(store, counts), *lower],
     )
+
+
+def _by_reason(stats: Mapping[str, int], kind: str) -> dict[str, int]:
+    return {name.removeprefix(kind): count for name, count in stats.items() if name.startswith(kind)}
 
 
 def _ram(store: Store, counts: Callable[[str], int]) -> TierStatus:
@@ -218,6 +239,8 @@ def _tier(tier: LowerTier, lane: Executor, counts: Callable[[str], int]) -> Tier
         stores=counts(f"{name}_stored"),
         refused=counts(f"{name}_spill_refused") + own["refused"],
         late=counts(f"{name}_spill_late"),
+        over_budget=counts(f"{name}_write_over_budget"),
+        evicted_unread=own["evicted_unread"],
         failed=sum(own[count] for count in _FAILED),
         corrupt=own["corrupt"],
         bytes_read=own["bytes_read"],

@@ -1,4 +1,4 @@
-"""Store: one lock + Directory + lanes; the only file that joins them.
+"""Store: one lock + Directory + lanes: the claims and leases; each lower tier's own part is a Below.
 
 Decide under the lock, act outside it: the Directory is changed with the lock held (memory only, microseconds), tiers
 and copies run without it. Everything here is safe to call from any thread; no call waits for a tier.
@@ -6,13 +6,14 @@ and copies run without it. Everything here is safe to call from any thread; no c
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from kvtier.audit import Audit
+from kvtier.below import Below, Core, Place
 from kvtier.chunk import ChunkKey
 from kvtier.directory import FILLING, GONE, READY, Directory, Entry
 from kvtier.forecast import Outlook, look
@@ -20,8 +21,8 @@ from kvtier.lanes import Executor
 from kvtier.lease import LoadLease, Match, SaveLease
 from kvtier.policy import LRU, Policy
 from kvtier.pool import Pool
+from kvtier.promote import Promotions
 from kvtier.tiers.base import Tier
-from kvtier.timed import TimedTier
 
 _POPULATE_BYTES = 32 << 20
 
@@ -37,21 +38,18 @@ class Store:
     def __init__(
         self,
         pool: Pool,
-        tiers: Sequence[tuple[Tier, Executor]] = (),
+        tiers: Sequence[Place | tuple[Tier, Executor]] = (),
         policy: Callable[[], Policy] = LRU,
         share: float | None = None,
         spare: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
-        self.tiers = [tier for tier, _ in tiers]
+        places = [Place(*each) for each in tiers]
+        self.tiers = [place.tier for place in places]
         self.counts: Counter[str] = Counter()
         """Events in chunks since the start; see :meth:`stats`."""
-        self._lanes = [lane for _, lane in tiers]
         self._spare = spare
-        self._timed = [TimedTier(tier, lane, clock) for tier, lane in tiers]
-        self._waits = [tier.wait for tier in self._timed]
-        self._trash: list[list[ChunkKey]] = [[] for _ in tiers]
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
         self._arrivals = 0
@@ -59,9 +57,18 @@ class Store:
         self.on_arrival: Callable[[], None] = _nothing
         """Called on a lane thread, without the lock, whenever :meth:`wait` would return."""
         self._directory = Directory(pool.slots, [tier.capacity for tier in self.tiers], policy, share)
-        for index, tier in enumerate(self.tiers):
-            self._trash[index] += self._directory.found(index, tier.recovered())
-            self._sweep_soon(index)
+        core = Core(self._lock, self._directory, pool, self.counts)
+        self._below = [Below(core, index, place, clock) for index, place in enumerate(places)]
+        self._on_save = [below for below in self._below if not below.on_evict]
+        self._on_evict = [below for below in self._below if below.on_evict]
+        self._looking: set[int] = set()
+        """Owners for whom a :meth:`_look_ahead` is queued."""
+        self._promotions = Promotions(core, self._below, self._note_arrival)
+        self.audit = Audit(core, self._below, self.forget)
+        self._waits = [below.timed.wait for below in self._below]
+        for below in self._below:
+            below.found(below.tier.recovered())
+            below.sweep_soon()
         if spare is not None:
             spare.submit(partial(self._populate, 0))
 
@@ -96,9 +103,19 @@ class Store:
             self.counts["save_refused"] += len(absent) - len(entries)
         return SaveLease(self, keys, entries)
 
-    def load(self, keys: Sequence[ChunkKey], start: int = 0, owner: int = 0, most: int | None = None) -> LoadLease:
+    def load(
+        self,
+        keys: Sequence[ChunkKey],
+        start: int = 0,
+        owner: int = 0,
+        most: int | None = None,
+        cuts: Sequence[int] = (),
+    ) -> LoadLease:
         """Pin what can be served of ``keys[start:]`` without a gap, at most ``most`` chunks, and start promoting what
-        lower tiers hold. The lease pins each chunk from now (or its arrival) until it is closed: poll, copy, close."""
+        lower tiers hold. The lease pins each chunk from now (or its arrival) until it is closed: poll, copy, close.
+
+        ``cuts``: part by part if all can come so, parts of a slot ending at these bytes; see ``LoadLease.fillings``.
+        """
         rest = keys[start:]
         lease = LoadLease(self, rest[:most], owner)
         with self._lock:
@@ -108,8 +125,13 @@ class Store:
             unknown = lease.keys[len(lease.entries) :]
             asked = self._ask(unknown) if unknown else None
             lease.asking = asked is not None
-        self._promote_all(promotions)
-        if asked is not None and not self._timed[asked].submit(partial(self._find, lease, asked)):
+            if asked is None:
+                self._miss(rest, len(lease.entries), most)
+            in_parts = self._promotions.in_parts(lease, promotions, cuts) if cuts and asked is None else None
+        (in_parts or partial(self._promotions.begin, promotions))()
+        if promotions:
+            self._look_ahead_soon(owner)
+        if asked is not None and not self._below[asked].timed.submit(partial(self._find, lease, asked)):
             with self._lock:
                 lease.asking = False
         return lease
@@ -128,13 +150,14 @@ class Store:
             if self._closed:
                 return True
             self._closed = True
+            left = self._directory.all_out() if self._on_evict else []
+        for below in self._on_evict:
+            below.offer(left[: below.tier.capacity], ())
         clean = True
-        for lane in [*self._lanes, *([self._spare] if self._spare else [])]:
+        for lane in [*self.lanes, *([self._spare] if self._spare else [])]:
             clean &= lane.close(timeout_s)
-        for index, tier in enumerate(self.tiers):
-            with self._lock:
-                order = list(self._directory.order(index))
-            tier.close(order)
+        for below in self._below:
+            below.close([entry.key for entry in left])
         if clean:
             self.pool.close()
         return clean
@@ -146,9 +169,10 @@ class Store:
         with self._lock:
             outlook = look(self._directory, self._waits, keys)
             asked = self._ask(keys[outlook.known :]) if outlook.known < len(keys) else None
+            outlook = outlook._replace(why=self._end_of(keys, outlook.ready, outlook.known)[1])
         if asked is None:
             return outlook
-        return outlook._replace(asking=self._timed[asked].asking(len(keys) - outlook.known))
+        return outlook._replace(asking=self._below[asked].timed.asking(len(keys) - outlook.known))
 
     def decline(self, keys: Sequence[ChunkKey], reason: str) -> None:
         """These chunks could be had and are computed instead; why. Counted, and now and then one of them is read in the
@@ -157,16 +181,16 @@ class Store:
             self.counts[f"declined_{reason}"] += len(keys)
             index = next(self._directory.holders(keys[0]), self._ask(keys)) if keys else None
         if index is not None:
-            self._timed[index].probe(partial(self._probe, keys[0], index))
+            self._below[index].probe(keys[0])
 
     def forget(self, keys: Iterable[ChunkKey], owner: int | None = None) -> None:
         """Drop these chunks everywhere: they are bad, or nobody may have them any more."""
         with self._lock:
             for key in keys:
                 for index in self._directory.forget(key, owner):
-                    self._trash[index].append(key)
-        for index in range(len(self._trash)):
-            self._sweep_soon(index)
+                    self._below[index].discard(key)
+        for below in self._below:
+            below.sweep_soon()
 
     def clear(self, owner: int | None = None) -> None:
         """Drop every chunk everywhere (those being filled right now excepted); of one owner: its own and nobody's."""
@@ -193,7 +217,7 @@ class Store:
     @property
     def lanes(self) -> Sequence[Executor]:
         """The tiers' lanes, in the order of :attr:`tiers`."""
-        return self._lanes
+        return [below.lane for below in self._below]
 
     def wait(self, timeout_s: float) -> None:
         """Return when a promotion has ended since the last wait, or after ``timeout_s``. For one waiting thread."""
@@ -206,7 +230,10 @@ class Store:
         """Chunks by place and state now, and events since the start (all in chunks)."""
         with self._lock:
             held = {f"{tier.name}_held": self._directory.held(index) for index, tier in enumerate(self.tiers)}
-            return {**self._directory.usage(), **held, **self.counts}
+            stats = Counter({**self._directory.usage(), **held, **self.counts})
+            for below in self._on_evict:
+                stats[f"{below.tier.name}_spill_late"] += self._directory.evicted_unoffered
+            return stats
 
     def _populate(self, first: int) -> None:
         """On the spare lane: some slots' pages, then the next ones as new work, so that a close comes in between."""
@@ -224,7 +251,7 @@ class Store:
         for key in lease.keys[len(lease.entries) :]:
             entry = directory.get(key)
             if entry is None:
-                holder = next(directory.holders(key), None)
+                holder = next((index for index in directory.holders(key) if self._below[index].may_read()), None)
                 if holder is None:
                     break
                 entry = directory.reserve(key, (), holder, lease.owner)
@@ -240,36 +267,11 @@ class Store:
         self.counts["ram_loaded"] += len(lease.entries) - known - len(promotions)
         return promotions
 
-    def _promote_all(self, promotions: Sequence[tuple[Entry, int]]) -> None:
-        for entry, index in promotions:
-            if not self._timed[index].submit(partial(self._promote, entry, index)):
-                with self._lock:
-                    self.counts["promotion_refused"] += 1
-                    self._directory.fill_failed(entry)
-
-    def _promote(self, entry: Entry, index: int) -> None:
-        """On a lane thread. A failed read tries the next tier that holds the chunk; then it is a miss. A chunk that
-        nobody waits for any more is not read."""
-        with self._lock:
-            if not entry.pins:
-                self._directory.fill_failed(entry)
-                return
-        arrived = self._timed[index].read(entry.key, self.pool.view(entry.slot))
+    def _note_arrival(self) -> None:
+        """A promotion has ended, or a question was answered."""
         with self._arrived:
-            again = None
-            if arrived:
-                self.counts[f"{self.tiers[index].name}_loaded"] += 1
-                self._directory.filled(entry)
-            else:
-                self.counts[f"{self.tiers[index].name}_missed"] += 1
-                self._directory.lost(index, entry.key)
-                again = next(self._directory.holders(entry.key), None)
-                if again is None:
-                    self._directory.fill_failed(entry)
             self._arrivals += 1
             self._arrived.notify_all()
-        if again is not None:
-            self._promote_all([(entry, again)])
         self.on_arrival()
 
     def _ask(self, unknown: Sequence[ChunkKey]) -> int | None:
@@ -282,35 +284,42 @@ class Store:
         """On a lane thread: learn what a shared tier holds of the rest of the lease's run, and claim it."""
         with self._lock:
             unknown = lease.keys[len(lease.entries) :]
-        found = unknown[: self._timed[index].find(unknown)]
+        below = self._below[index]
+        found = unknown[: below.timed.find(unknown)]
         with self._arrived:
-            self._trash[index] += self._directory.found(index, found[::-1])
+            below.found(found[::-1])
             promotions = [] if lease.closed else self._claim(lease)
+            self._miss(lease.keys, len(lease.entries))
             lease.asking = False
             self._arrivals += 1
             self._arrived.notify_all()
-        self._promote_all(promotions)
+        self._promotions.begin(promotions)
         self.on_arrival()
-        self._sweep(index)
+        below.sweep()
 
-    def _probe(self, key: ChunkKey, index: int) -> None:
-        """On a lane thread: read one chunk into scratch memory, only to learn how fast the tier is."""
-        tier = self._timed[index]
-        with self._lock:
-            known = index in self._directory.holders(key)
-        if not known:
-            if not tier.find([key]):
-                return
-            with self._lock:
-                self._trash[index] += self._directory.found(index, [key])
-            self._sweep(index)
-        pages = mmap.mmap(-1, self.pool.slot_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
-        # What was deleted and written anew while it was read is missed, and held.
-        if not tier.read(key, memoryview(pages)) and not tier.find([key]):
-            with self._lock:
-                self._directory.lost(index, key)
+    # ---- misses --------------------------------------------------------------------------------------------------
 
-    # ---- spill: slot -> lower tier -------------------------------------------------------------------------------
+    def _end_of(self, keys: Sequence[ChunkKey], ready: int, known: int) -> tuple[int, str]:
+        """Under the lock: how many leading chunks of a run can be had, of which ``ready`` are here and ``known`` here
+        or below; and the reason why no more, "" when that is all."""
+        directory, below = self._directory, self._below
+        if ready < len(keys) and directory.get(keys[ready]) is None:
+            holders = list(directory.holders(keys[ready]))
+            if holders and all(below[index].away for index in holders):
+                return ready, "tier_down"
+        if known == len(keys):
+            return known, ""
+        why = directory.why(keys[known])
+        unsure = why in {"cold", "evicted"} and any(one.away and one.tier.shared for one in below)
+        return known, "tier_down" if unsure else why
+
+    def _miss(self, keys: Sequence[ChunkKey], ready: int, most: int | None = None) -> None:
+        """Under the lock: count by reason what a load is short of, but for what was declined, beyond ``most``."""
+        end, why = self._end_of(keys, ready, self._directory.held_run(keys, ready))
+        if why and (most is None or most >= end):
+            self.counts[f"missed_{why}"] += len(keys) - end
+
+    # ---- for leases ----------------------------------------------------------------------------------------------
 
     def end_save(self, lease: SaveLease, commit: bool) -> None:
         """See :class:`kvtier.lease.Keeper`. Committed chunks are READY, and offered to every lower tier's lane."""
@@ -324,49 +333,26 @@ class Store:
                 return
             self._directory.touch(lease.run)
             self.counts["saved"] += len(lease.entries)
-        for index, lane in enumerate(self._lanes):
-            taken = sum(lane.submit(partial(self._spill, entry, index, lease.run)) for entry in lease.entries)
-            with self._lock:
-                self.counts[f"{self.tiers[index].name}_spill_refused"] += len(lease.entries) - taken
+        for below in self._on_save:
+            below.offer(lease.entries, lease.run)
+        if lease.entries:
+            self._look_ahead_soon(lease.entries[0].owner)
 
-    def _spill(self, entry: Entry, index: int, run: Sequence[ChunkKey]) -> None:
-        """On a lane thread. The chunk is pinned only from here on: a long queue holds no slots, and what was evicted
-        before its turn is simply not written. Afterwards its ``run`` is hottest below as it is above, leaf last."""
-        self._sweep(index)
-        tier = self.tiers[index]
+    def _look_ahead_soon(self, owner: int) -> None:
+        """``owner`` has taken slots: tiers that write on eviction shall have what leaves next before it leaves."""
+        if self._on_evict and owner not in self._looking:
+            self._looking.add(owner)
+            if not self._on_evict[0].lane.submit(partial(self._look_ahead, owner)):
+                self._looking.discard(owner)
+
+    def _look_ahead(self, owner: int) -> None:
+        """On a lane thread."""
+        self._on_evict[0].sweep()
         with self._lock:
-            victims = self._directory.spill_begun(entry, index) if entry.state is READY else None
-            if entry.state is GONE:
-                self.counts[f"{tier.name}_spill_late"] += 1
-        if victims is None:
-            return
-        self._delete(index, victims)
-        stored = self._timed[index].write(entry.key, self.pool.view(entry.slot))
-        with self._lock:
-            self.counts[f"{tier.name}_stored" if stored else f"{tier.name}_store_failed"] += 1
-            if not self._directory.spill_ended(entry, index, stored):
-                self._trash[index].append(entry.key)
-            self._directory.stored_with(index, run)
-        self._sweep(index)
-
-    def _sweep(self, index: int) -> None:
-        with self._lock:
-            keys, self._trash[index] = self._trash[index], []
-        self._delete(index, keys)
-
-    def _delete(self, index: int, keys: Sequence[ChunkKey]) -> None:
-        for key in keys:
-            self.tiers[index].delete(key)
-        if keys:
-            with self._lock:
-                self._directory.deleted(index, keys)
-
-    def _sweep_soon(self, index: int) -> None:
-        """Queue the tier's deletions if there are any. Refused: the lane's next write does them."""
-        if self._trash[index]:
-            self._lanes[index].submit(partial(self._sweep, index))
-
-    # ---- for leases ----------------------------------------------------------------------------------------------
+            self._looking.discard(owner)
+            entries = self._directory.next_out(owner)
+        for below in self._on_evict:
+            below.offer(entries, ())
 
     def poll_load(self, lease: LoadLease) -> Match:
         """See :meth:`LoadLease.poll`."""
@@ -386,14 +372,17 @@ class Store:
         """See :meth:`LoadLease.close`."""
         with self._lock:
             lease.closed = True
+            drawn = self.audit.drawn(lease.entries[: lease.ready])
             self._unpin(lease.entries)
             lease.entries = []
             lease.ready = 0
+        self.audit.begin(drawn)
 
     def _unpin(self, entries: Sequence[Entry]) -> None:
         """Last first, so that the beginning of the run ends up hottest."""
         for entry in reversed(entries):
             self._directory.unpin(entry)
+            self._promotions.unpinned(entry)
 
 
 def _nothing() -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from kvtier.chunk import ChunkKey
 from kvtier.forecast import Asking, Pace
 from kvtier.lanes import Executor, Work
-from kvtier.tiers.base import Tier
+from kvtier.tiers.base import PartReader, Tier
 
 
 class TimedTier:
@@ -22,6 +22,11 @@ class TimedTier:
         self._pace = Pace(lane.threads)
 
     # ---- forecasts -----------------------------------------------------------------------------------------------
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether a part of a chunk can be read by itself."""
+        return isinstance(self._tier, PartReader)
 
     def wait(self, reads: int) -> float | None:
         """See Pace.wait."""
@@ -36,20 +41,20 @@ class TimedTier:
 
     # ---- work for the lane ---------------------------------------------------------------------------------------
 
-    def submit(self, work: Work) -> bool:
-        """Queue a read, or a find, that somebody waits for. False: refused."""
+    def submit(self, work: Work, reads: float = 1) -> bool:
+        """Queue a read (or this part of one), or a find, that somebody waits for. False: refused."""
 
         def begin() -> None:
             with self._lock:
-                self._pace.queued -= 1
+                self._pace.queued -= reads
             work()
 
         with self._lock:
-            self._pace.queued += 1
+            self._pace.queued += reads
         if self._lane.submit(begin, urgent=True):
             return True
         with self._lock:
-            self._pace.queued -= 1
+            self._pace.queued -= reads
         return False
 
     def probe(self, work: Work) -> None:
@@ -68,14 +73,30 @@ class TimedTier:
 
     # ---- the tier's calls, on lane threads -----------------------------------------------------------------------
 
-    def read(self, key: ChunkKey, into: memoryview) -> bool:
-        call, whole = self._begun(), False
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+        call, whole = self._begun(), None
         try:
             whole = self._tier.read(key, into)
         finally:
             with self._lock:
-                self._pace.read(call, self._clock(), whole)
+                self._pace.read(call, self._clock(), bool(whole))
         return whole
+
+    def read_part(self, key: ChunkKey, slot: memoryview, begin: int, end: int) -> bool | None:
+        """Bytes ``begin`` to ``end`` of the chunk into those of the slot; the tier is a PartReader."""
+        assert isinstance(self._tier, PartReader)
+        call, come = self._begun(), None
+        try:
+            come = self._tier.read_part(key, slot, begin, end)
+        finally:
+            with self._lock:
+                self._pace.read(call, self._clock(), bool(come), slot.nbytes / (end - begin))
+        return come
+
+    def verify(self, key: ChunkKey, slot: memoryview) -> bool | None:
+        """See PartReader."""
+        assert isinstance(self._tier, PartReader)
+        return self._tier.verify(key, slot)
 
     def write(self, key: ChunkKey, data: memoryview) -> bool:
         call, stored = self._begun(), False

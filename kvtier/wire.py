@@ -28,7 +28,7 @@ import msgspec
 from kvtier.chunk import KEY_BYTES, ChunkKey
 from kvtier.errors import KVTierError
 
-VERSION = 2
+VERSION = 3
 MAX_KEYS = 32_768
 """Keys in one message: a million tokens in chunks of 32."""
 MAX_FRAME = MAX_KEYS * KEY_BYTES + 1024
@@ -170,6 +170,7 @@ class Extent(Message, tag=30):
     id: Number
     steps: Annotated[list[tuple[Number, Seconds]], msgspec.Meta(min_length=1, max_length=64)]
     asking: tuple[Seconds, Seconds, Annotated[float, msgspec.Meta(ge=0, le=1)]] | None = None
+    why: Name = ""
 
 
 class Slots(Message, tag=31):

@@ -21,6 +21,7 @@ from kvtier.chunk import ChunkKey
 from kvtier.client import Client
 from kvtier.dial import Address, Door, hello
 from kvtier.link import SharedPool
+from kvtier.store import Store
 from kvtier.testing.check_tier import content
 from tests.server_process import LAYOUT, SLOT, run
 
@@ -37,7 +38,7 @@ def say(letter: bytes) -> None:
     os.write(1, letter)
 
 
-def churn(client: Client, seed: int) -> None:
+def churn(client: Client | Store, seed: int) -> None:
     draw = random.Random(seed)
     going = [True]
     signal.signal(signal.SIGTERM, lambda *_: going.clear())
@@ -50,7 +51,7 @@ def churn(client: Client, seed: int) -> None:
     client.close()
 
 
-def load_some(client: Client, keys: list[ChunkKey]) -> None:
+def load_some(client: Client | Store, keys: list[ChunkKey]) -> None:
     with client.load(keys) as lease:
         until = time.monotonic() + _SLOW_S
         while lease.poll().coming and time.monotonic() < until:
@@ -62,7 +63,7 @@ def load_some(client: Client, keys: list[ChunkKey]) -> None:
                 sys.exit(3)
 
 
-def save_some(client: Client, keys: list[ChunkKey]) -> None:
+def save_some(client: Client | Store, keys: list[ChunkKey]) -> None:
     with client.save(keys) as lease:
         for key, view in zip(lease.keys, lease.views(), strict=True):
             view[:] = b"\xdd" * SLOT

@@ -35,8 +35,8 @@ def chunk(key: ChunkKey, size: int = CHUNK_BYTES) -> memoryview:
     return memoryview((key * (size // len(key) + 1))[:size])
 
 
-def holds(tier: RedisTier, key: ChunkKey) -> bool:
-    """Read a chunk; it must be the right one if there is one."""
+def holds(tier: RedisTier, key: ChunkKey) -> bool | None:
+    """Read a chunk; it must be the right one if there is one. None: Redis cannot be asked now."""
     into = memoryview(bytearray(CHUNK_BYTES))
     held = tier.read(key, into)
     assert not held or into == chunk(key)

@@ -68,8 +68,7 @@ class ServerProcess:
         return self._process.pid
 
     def start(self) -> None:
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, env=self._env, stdout=log, stderr=log)
+        self._process = self._spawn()
         try:
             wait_for(self._listens, "the server listens")
         except BaseException:
@@ -115,6 +114,10 @@ class ServerProcess:
     def door(self, layout: ChunkLayout = LAYOUT, namespace: str = "") -> Door:
         own = hello(layout.fingerprint, layout.chunk_bytes, stream=False, namespace=namespace, client="test")
         return Door(self.address, own)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            return subprocess.Popen(self._command, env=self._env, stdout=log, stderr=log)
 
     def _listens(self) -> bool:
         assert self._process is not None and self._process.poll() is None, self.said()

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvtier import selftest
 from kvtier.assemble import assemble
 from kvtier.autoconfig.explain import table
 from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
@@ -93,7 +94,7 @@ class KVTierConnector(KVConnectorBase_V1):
         self._of_worker().load(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        return
+        self._of_worker().layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         return
@@ -118,12 +119,15 @@ class KVTierConnector(KVConnectorBase_V1):
         config, prefill = self._planned() if self._config.auto else (self._config, Prefill())
         if config.namespace is not None:
             chunks = layout.of_namespace(chunks, config.namespace)
+        if config.self_test:
+            selftest.at_start(config, chunks.slot_bytes)
         self._scheduler = SchedulerHalf(
             assemble(config, chunks, self._vllm_config.parallel_config.data_parallel_index),
             chunks,
             parts,
             Judge(self._config.load_timeout_ms / 1000, always=self._config.take_hits == "always", prefill=prefill),
             save_decode=self._config.save_decode,
+            cuts=layout.layer_cuts(ranks, chunks),
         )
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -149,7 +153,7 @@ class KVTierConnector(KVConnectorBase_V1):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """vLLM asks both halves after every step."""
-        counts = self._scheduler.new_counts() if self._scheduler is not None else {}
+        counts = self._scheduler.misses.new() if self._scheduler is not None else {}
         return TierStats(data=counts) if counts else None
 
     @classmethod
@@ -159,6 +163,9 @@ class KVTierConnector(KVConnectorBase_V1):
     @classmethod
     def build_prom_metrics(cls, *arguments: Any) -> KVConnectorPromMetrics:
         return TierMetrics(*arguments)
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.expects_reports()
 
     def reset_cache(self) -> bool | None:
         self._of_scheduler().clear()

@@ -63,9 +63,10 @@ class Judge:
         """A step was planned that computes ``(tokens, tokens there before)`` of each request; its number."""
         return self._steps.plan(self.clock(), work)
 
-    def ended(self, step: int, loaded: int, load_s: float, save_s: float) -> None:
-        """A step's report came: ``loaded`` tokens were copied in ``load_s``, others saved in ``save_s``."""
+    def ended(self, step: int, loaded: int, load_s: float, elsewhere: float) -> None:
+        """A step's report came: ``loaded`` tokens were copied in ``load_s``; ``elsewhere``: seconds that went into
+        saves and into waiting."""
         now = self.clock()
         if loaded:
             self._copy.add(load_s / loaded, now)
-        self._steps.end(step, now, load_s + save_s)
+        self._steps.end(step, now, load_s + elsewhere)

@@ -7,12 +7,14 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from kvtier.chunk import ChunkLayout, fingerprint
+from kvtier.chunk import PAGE_BYTES, ChunkLayout, fingerprint
 from kvtier.connectors.vllm.metadata import RankLayout
 from kvtier.errors import LayoutError
+from kvtier.layerwise import cut
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
@@ -83,6 +85,20 @@ def chunk_layout(
     }
     layout = ChunkLayout(fingerprint(identity), chunk_tokens, tokens, tuple(parts))
     return layout, tuple((layout.rank_span(part)[0], writes) for part, writes in owners)
+
+
+def layer_cuts(
+    ranks: Mapping[tuple[int, int], RankLayout], layout: ChunkLayout
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """See :func:`kvtier.layerwise.cut`. None where layers cannot be loaded by themselves: with several ranks, whose
+    parts of a slot lie one behind the other, on GPUs, and in caches whose layers lie together in a block."""
+    if len(ranks) != 1:
+        return None
+    (rank,) = ranks.values()
+    rows = rank.description["row_bytes"]
+    if not rank.loads_regions or len(rows) < 2:
+        return None
+    return cut(list(accumulate(row * layout.blocks_per_chunk for row in rows)), PAGE_BYTES, layout.slot_bytes)
 
 
 def refuse_recurrent(model: Any) -> None:

@@ -57,6 +57,13 @@ def request_extra(request: Any, adapters: Adapters) -> bytes | None:
     return json.dumps({"lora": adapter, "salt": salt}, sort_keys=True).encode()
 
 
+def first_extras(request: Any, adapters: Adapters, media: dict[int, bytes]) -> tuple[bytes, ...]:
+    """What besides its tokens the key of a request's first chunk depends on, in the order of
+    :data:`kvtier.reasons.EXTRAS`."""
+    adapter = None if request.lora_request is None else adapters.identity(request.lora_request)
+    return (request.cache_salt or "").encode(), json.dumps(adapter).encode() if adapter else b"", media.get(0, b"")
+
+
 def media_extra(request: Any, chunk_tokens: int) -> dict[int, bytes]:
     """For each chunk that overlaps multimodal input: its content hashes and offsets, as canonical bytes."""
     found: dict[int, list[tuple[str, int]]] = {}

@@ -10,17 +10,17 @@ that a worker is still copying.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from kvtier.chunk import ChunkKey, ChunkLayout, KeyChain
+from kvtier.chunk import ChunkKey, ChunkLayout
 from kvtier.client import Client, SharedLoad, SharedSave
 from kvtier.connectors.vllm.judge import Judge
-from kvtier.connectors.vllm.metadata import Job, PoolAddress, StepMetadata, StepReport
-from kvtier.connectors.vllm.requests import Adapters, media_extra, request_extra
+from kvtier.connectors.vllm.metadata import Flow, Job, PoolAddress, StepMetadata, StepReport
+from kvtier.connectors.vllm.misses import Misses
+from kvtier.connectors.vllm.prompts import Pending, Prompt
+from kvtier.connectors.vllm.requests import Adapters, first_extras, media_extra, request_extra
 from kvtier.forecast import Outlook
 from kvtier.lease import LoadLease, SaveLease
 from kvtier.link import SharedPool
@@ -32,49 +32,15 @@ logger = logging.getLogger("kvtier.connectors.vllm")
 
 _IDLE_WAIT_S = 0.002
 """Longest pause of an engine step that has nothing to compute but chunks on their way; keeps it from spinning."""
-
-
-@dataclass(slots=True)
-class _Prompt:
-    """One live request."""
-
-    request: Any
-    chain: KeyChain | None
-    """None: this request is not cached."""
-    blocks: list[int] = field(default_factory=list)
-    saved: int = 0
-    """Chunks that were offered to the store, from the first on."""
-    retried: bool = False
-    """A failed save was offered again."""
-    lease: LoadLease | SharedLoad | None = None
-    start: int = -1
-    """First chunk of the run that was decided on."""
-    known: int = 0
-    """Chunks of that run that the store knew of then."""
-    taken: int = 0
-    """Of them, those that were claimed."""
-    until: float = 0.0
-    """When no chunk is waited for any more."""
-    begin: int = 0
-    """Tokens vLLM had by itself at the last look."""
-    sources: dict[str, int] = field(default_factory=dict)
-    """Tokens of the last load, by place."""
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A job that workers have not all confirmed."""
-
-    lease: LoadLease | SaveLease | SharedLoad | SharedSave
-    request_id: str
-    keys: Sequence[ChunkKey]
-    done: int = 0
-    failed: int = 0
+_REPORTS_S = 10.0
+"""How long after the last job an engine without work is kept stepping for the workers' reports."""
 
 
 class SchedulerHalf:
     """``store`` is the engine's own, or a server's client. ``parts``: for each worker rank, first byte of its part of a
-    slot, and whether it writes that part. ``judge`` says what of a hit is taken."""
+    slot, and whether it writes that part. ``judge`` says what of a hit is taken. ``cuts``: where a slot is cut for
+    loads by layer, and the regions that are whole with each part (:func:`kvtier.layerwise.cut`); None: no such loads.
+    """
 
     def __init__(
         self,
@@ -84,22 +50,26 @@ class SchedulerHalf:
         judge: Judge,
         *,
         save_decode: bool,
+        cuts: tuple[Sequence[int], tuple[int, ...]] | None = None,
     ) -> None:
         self.store = store
+        self._cuts = cuts
+        self._running: set[str] = set()
+        """Requests that the last step computed for and that have not finished."""
         self._layout = layout
         self._parts = parts
         self._addresses: WeakKeyDictionary[Pool, PoolAddress] = WeakKeyDictionary()
         self._judge = judge
         self._save_decode = save_decode
         self._adapters = Adapters()
-        self._prompts: dict[str, _Prompt] = {}
-        self._pending: dict[int, _Pending] = {}
+        self._prompts: dict[str, Prompt] = {}
+        self._pending: dict[int, Pending] = {}
         self._next_job = 0
+        self._reports_until = 0.0
         self._loads: list[Job] = []
         self._failures_seen: dict[int, int] = {}
         self._waiting = False
-        self._counts: Counter[str] = Counter()
-        """Chunks ``loaded_<place>`` and ``declined_<reason>`` since :meth:`new_counts`."""
+        self.misses = Misses(store, judge.clock)
 
     # ---- lookup --------------------------------------------------------------------------------------------------
 
@@ -112,20 +82,23 @@ class SchedulerHalf:
         start, prompt.begin = computed // self._layout.chunk_tokens, computed
         lease = self._claim(prompt, keys, start)
         ready, coming = lease.poll()
-        if coming and self._judge.clock() < prompt.until:
+        in_time = self._judge.clock() < prompt.until
+        if coming and in_time and isinstance(lease, LoadLease) and lease.fillings:
+            ready, coming = ready + coming, 0
+        if coming and in_time:
             self._waiting = True
             return None, False
         if coming or ready < prompt.taken:
             ready = self._cut(prompt, keys, ready, coming)
         return max(0, self._end_of(prompt, start + ready) - computed), False
 
-    def _end_of(self, prompt: _Prompt, chunks: int) -> int:
+    def _end_of(self, prompt: Prompt, chunks: int) -> int:
         """Tokens there are with so many leading chunks of the prompt. At least one token must be left to compute;
         whole blocks, like vLLM's own prefix cache."""
         block, total = self._layout.block_tokens, prompt.request.num_tokens
         return int(min(chunks * self._layout.chunk_tokens, (total - 1) // block * block))
 
-    def _claim(self, prompt: _Prompt, keys: Sequence[ChunkKey], start: int) -> LoadLease | SharedLoad:
+    def _claim(self, prompt: Prompt, keys: Sequence[ChunkKey], start: int) -> LoadLease | SharedLoad:
         """The request's lease; a new one when the old one starts elsewhere or the store has learnt of more since."""
         lease, outlook = prompt.lease, None
         if lease is not None and prompt.start == start:
@@ -133,42 +106,54 @@ class SchedulerHalf:
             if coming:
                 return lease
             outlook = self.store.forecast(keys[start:])
-            if outlook.ready <= ready and outlook.known <= prompt.known:
+            learned = outlook.ready > ready or outlook.known > prompt.known
+            prompt.why, prompt.known = outlook.why, outlook.known
+            if not learned:
                 return lease
         self._drop(prompt)
         return self._decide(prompt, keys, start, outlook or self.store.forecast(keys[start:]))
 
-    def _decide(
-        self, prompt: _Prompt, keys: Sequence[ChunkKey], start: int, outlook: Outlook
-    ) -> LoadLease | SharedLoad:
+    def _decide(self, prompt: Prompt, keys: Sequence[ChunkKey], start: int, outlook: Outlook) -> LoadLease | SharedLoad:
         """Claim the part of a run that is worth it, and no more: what is claimed starts to move."""
         rest = keys[start:]
         choice = self._judge.choose(outlook, len(rest), prompt.begin, lambda count: self._end_of(prompt, start + count))
-        prompt.lease = self.store.load(keys, start, most=len(rest) if choice.ask else choice.chunks)
+        most = len(rest) if choice.ask else choice.chunks
+        if self._cuts is not None and isinstance(self.store, Store) and self._is_alone(prompt):
+            prompt.lease = self.store.load(keys, start, most=most, cuts=self._cuts[0])
+        else:
+            prompt.lease = self.store.load(keys, start, most=most)
         prompt.start, prompt.known, prompt.taken = start, outlook.known, choice.chunks
+        prompt.why, prompt.declined = outlook.why, {}
         prompt.until = self._judge.clock() + choice.within_s
         if choice.chunks < outlook.known:
-            self._decline(rest[choice.chunks : outlook.known], "slower")
+            self._decline(prompt, rest[choice.chunks : outlook.known], "slower")
         elif outlook.asking and not choice.ask:
-            self._decline(rest[outlook.known :], "unasked")
+            self._decline(prompt, rest[outlook.known :], "unasked")
         return prompt.lease
 
-    def _cut(self, prompt: _Prompt, keys: Sequence[ChunkKey], ready: int, coming: int) -> int:
-        """Do with what is ready: the rest is not coming in time (``coming``), or not at all. Returns how many chunks
-        the request has now; none when a server does not answer."""
-        wanted = max(prompt.taken, ready + coming)
+    def _is_alone(self, prompt: Prompt) -> bool:
+        """Whether the engine would stand still until this prompt's chunks are there. If so it computes layer by layer
+        as they come; if not, others go on, and the prompt comes in when all of it is in RAM."""
+        return not self._loads and self._running <= {prompt.request.request_id}
+
+    def _cut(self, prompt: Prompt, keys: Sequence[ChunkKey], ready: int, coming: int) -> int:
+        """Do with what is ready: the rest is not coming in time (``coming``), or not at all: refused, or lost after it
+        was seen. Returns how many chunks the request has now; none when a server does not answer."""
+        held = 0 if prompt.why == "tier_down" else min(prompt.taken, prompt.known)
+        wanted = max(prompt.taken, ready + coming) if coming else held
         if coming:
             lease = self.store.load(keys, prompt.start, most=ready)
             ready = lease.poll().ready
             self._drop(prompt)
             prompt.lease = lease
         prompt.taken = ready
-        self._decline(keys[prompt.start + ready : prompt.start + wanted], "deadline" if coming else "refused")
+        self._decline(prompt, keys[prompt.start + ready : prompt.start + wanted], "deadline" if coming else "refused")
         return ready
 
-    def _decline(self, keys: Sequence[ChunkKey], reason: Reason) -> None:
-        self._counts[f"declined_{reason}"] += len(keys)
-        self.store.decline(keys, reason)
+    def _decline(self, prompt: Prompt, keys: Sequence[ChunkKey], reason: Reason) -> None:
+        if keys:
+            prompt.declined[reason] = prompt.declined.get(reason, 0) + len(keys)
+            self.store.decline(keys, reason)
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         """vLLM's ``update_state_after_alloc``: the request gets blocks; ``tokens`` of them are ours to load."""
@@ -177,6 +162,7 @@ class SchedulerHalf:
         if lease is None:
             return
         if tokens <= 0:
+            self._account(prompt, [])
             lease.close()
             return
         block, per_chunk = self._layout.block_tokens, self._layout.blocks_per_chunk
@@ -185,10 +171,26 @@ class SchedulerHalf:
         chunks = -(-last // per_chunk) - prompt.start
         place = self._address(lease.pool)
         job = Job(self._number(), place, lease.slots[:chunks], ids[first:last], first - prompt.start * per_chunk)
-        self._pending[job.number] = _Pending(lease, request.request_id, lease.keys[:chunks])
+        if isinstance(lease, LoadLease) and lease.fillings and self._cuts is not None:
+            job.flow = Flow(lease.fillings[:chunks], self._cuts[1], prompt.until)
+        self._pending[job.number] = Pending(lease, request.request_id, lease.keys[:chunks])
         self._loads.append(job)
-        self._counts.update(f"loaded_{place}" for place in lease.sources[:chunks])
+        self._account(prompt, lease.sources[:chunks])
         prompt.sources = self._split(lease.sources[:chunks], job.first, last - first)
+
+    def _account(self, prompt: Prompt, places: Sequence[str]) -> None:
+        """Every chunk from ``prompt.start`` on was loaded, declined, or is missing."""
+        request, size = prompt.request, self._layout.chunk_tokens
+        whole = request.num_tokens // size
+        if not whole:
+            self.misses.too_short()
+            return
+        asked = min(whole, -(-self._end_of(prompt, whole) // size)) - prompt.start
+        known = len(places) + sum(prompt.declined.values())
+        why = prompt.why or "tier_down"
+        if why == "cold" and not prompt.start + known:
+            why = self.misses.first.differs(request.all_token_ids[:size], prompt.extras) or why
+        self.misses.prompt(prompt.start, places, prompt.declined, (why, asked - known))
 
     def _split(self, sources: Sequence[str], first: int, count: int) -> dict[str, int]:
         """Tokens by place, for ``count`` blocks from block ``first`` of the first chunk on."""
@@ -205,11 +207,6 @@ class SchedulerHalf:
         prompt = self._prompts.get(request.request_id)
         return prompt.sources if prompt is not None else {}
 
-    def new_counts(self) -> dict[str, int]:
-        """Chunks loaded by place and declined by reason since the last call."""
-        counts, self._counts = self._counts, Counter()
-        return dict(counts)
-
     # ---- one engine step -----------------------------------------------------------------------------------------
 
     def step(self, output: Any) -> StepMetadata:
@@ -217,7 +214,7 @@ class SchedulerHalf:
         pool = self.store.pool
         address = self._address(pool) if pool is not None else None
         metadata = StepMetadata(address, self._loads, [], self._judge.planned(_work(output)), dict(self._failures_seen))
-        self._loads = []
+        self._loads, self._running = [], set(output.num_scheduled_tokens)
         for new in output.scheduled_new_reqs:
             self._advance(metadata, output, new.req_id, list(new.block_ids[0]), new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
@@ -255,6 +252,8 @@ class SchedulerHalf:
         if finished <= prompt.saved:
             return
         keys = self._keys(prompt, request.num_tokens)[:finished]
+        if not prompt.saved:
+            self.misses.first.saved(request.all_token_ids[: self._layout.chunk_tokens], prompt.extras)
         prompt.saved = finished
         lease = self.store.save(keys)
         if not lease.keys:
@@ -262,21 +261,22 @@ class SchedulerHalf:
             return
         self._save(metadata, prompt, lease, request_id)
 
-    def _save(self, metadata: StepMetadata, prompt: _Prompt, lease: SaveLease | SharedSave, request_id: str) -> None:
+    def _save(self, metadata: StepMetadata, prompt: Prompt, lease: SaveLease | SharedSave, request_id: str) -> None:
         per_chunk = self._layout.blocks_per_chunk
         place = {key: index for index, key in enumerate(lease.run)}
         blocks: list[int] = []
         for key in lease.keys:
             blocks += prompt.blocks[place[key] * per_chunk : (place[key] + 1) * per_chunk]
         job = Job(self._number(), self._address(lease.pool), lease.slots, blocks)
-        self._pending[job.number] = _Pending(lease, request_id, lease.keys)
+        self._pending[job.number] = Pending(lease, request_id, lease.keys)
         metadata.saves.append(job)
 
     # ---- ends ----------------------------------------------------------------------------------------------------
 
     def report(self, report: StepReport) -> None:
         """vLLM's ``update_connector_output``: what all ranks said of this step's jobs."""
-        self._judge.ended(report.step, report.loaded_blocks * self._layout.block_tokens, report.load_s, report.save_s)
+        elsewhere = report.save_s + report.waited_s
+        self._judge.ended(report.step, report.loaded_blocks * self._layout.block_tokens, report.load_s, elsewhere)
         for rank, failures in report.failures.items():
             self._failures_seen[rank] = max(failures, self._failures_seen.get(rank, 0))
         for number in report.done.keys() | report.failed.keys():
@@ -289,10 +289,11 @@ class SchedulerHalf:
                 del self._pending[number]
                 self._end(pending)
 
-    def _end(self, pending: _Pending) -> None:
+    def _end(self, pending: Pending) -> None:
         """A key enters the store only when every rank wrote its part; a chunk that one rank could not load goes."""
         if not pending.failed:
             if isinstance(pending.lease, SaveLease | SharedSave):
+                self.misses.saved(len(pending.keys))
                 pending.lease.commit()
             else:
                 pending.lease.close()
@@ -300,16 +301,22 @@ class SchedulerHalf:
         pending.lease.close()
         prompt = self._prompts.get(pending.request_id)
         failed_load = isinstance(pending.lease, LoadLease | SharedLoad)
-        if failed_load:
+        if failed_load and not (isinstance(pending.lease, LoadLease) and pending.lease.fillings):
             self.store.forget(pending.keys)
             logger.warning("load of %d chunks failed; they are dropped and recomputed", len(pending.keys))
         if prompt is not None and (failed_load or not prompt.retried):
             # Saves are refused for a while after a failed load, whosever it was: offer the chunks once more.
             prompt.saved, prompt.retried = 0, True
 
+    def expects_reports(self) -> bool:
+        """vLLM's ``has_pending_push_work``: whether to take steps even with nothing to compute, so that workers can say
+        that a copy is through. Not for ever after the last job: a report may never come."""
+        return bool(self._pending) and self._judge.clock() < self._reports_until
+
     def finished(self, request: Any) -> None:
         """vLLM's ``request_finished``: also for aborted requests, waiting or running."""
         prompt = self._prompts.pop(request.request_id, None)
+        self._running.discard(request.request_id)
         if prompt is not None:
             self._drop(prompt)
 
@@ -326,7 +333,7 @@ class SchedulerHalf:
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
-    def _prompt(self, request: Any) -> _Prompt:
+    def _prompt(self, request: Any) -> Prompt:
         prompt = self._prompts.get(request.request_id)
         if prompt is None or prompt.request is not request:
             if prompt is not None:
@@ -334,10 +341,11 @@ class SchedulerHalf:
             extra = request_extra(request, self._adapters)
             media = media_extra(request, self._layout.chunk_tokens)
             chain = None if extra is None else self._layout.chain(extra, media)
-            prompt = self._prompts[request.request_id] = _Prompt(request, chain)
+            extras = first_extras(request, self._adapters, media)
+            prompt = self._prompts[request.request_id] = Prompt(request, chain, extras)
         return prompt
 
-    def _keys(self, prompt: _Prompt, tokens: int) -> list[ChunkKey]:
+    def _keys(self, prompt: Prompt, tokens: int) -> list[ChunkKey]:
         """Keys of the request's whole chunks so far; hashes only what is new."""
         chain = prompt.chain
         assert chain is not None
@@ -357,11 +365,12 @@ class SchedulerHalf:
         return address
 
     def _number(self) -> int:
+        self._reports_until = self._judge.clock() + _REPORTS_S
         self._next_job += 1
         return self._next_job
 
     @staticmethod
-    def _drop(prompt: _Prompt) -> None:
+    def _drop(prompt: Prompt) -> None:
         if prompt.lease is not None:
             prompt.lease.close()
             prompt.lease = None

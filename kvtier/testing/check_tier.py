@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import shake_128
 from threading import Event
 
-from kvtier.chunk import ChunkKey, ChunkLayout
-from kvtier.tiers.base import Tier
+from kvtier.chunk import PAGE_BYTES, ChunkKey, ChunkLayout
+from kvtier.tiers.base import PartReader, Tier
 
 Make = Callable[[], Tier]
 _RUN = 6
@@ -32,6 +32,7 @@ def check_tier(make: Make, *, chunk_bytes: int, reopen: Make | None = None) -> N
     runs = [ChunkLayout(bytes(32), 1, 1, (chunk_bytes,)).keys([prompt] * _RUN) for prompt in range(_THREADS)]
     _check_face(make)
     _check_bytes(make, runs[0], chunk_bytes)
+    _check_parts(make, runs[0], chunk_bytes)
     _check_find(make, runs[0], chunk_bytes)
     _check_delete(make, runs[0], chunk_bytes)
     _check_names(make, runs[0], chunk_bytes)
@@ -61,8 +62,9 @@ def _holds(tier: Tier, key: ChunkKey, chunk_bytes: int) -> bool:
     """Read a chunk; AssertionError if the tier lies."""
     into = _aligned(chunk_bytes)
     held = tier.read(key, into)
-    _promise(not held or into == content(key, chunk_bytes), "a read is True only with exactly the bytes written")
-    return held
+    _promise(held is not None, "a medium that answers is never None")
+    _promise(held is False or into == content(key, chunk_bytes), "a read is True only with exactly the bytes written")
+    return bool(held)
 
 
 def _write_all(tier: Tier, keys: Sequence[ChunkKey], chunk_bytes: int) -> None:
@@ -94,11 +96,37 @@ def _check_bytes(make: Make, keys: Sequence[ChunkKey], chunk_bytes: int) -> None
     for start in (0, 1):
         room = memoryview(bytearray(b"\xee" * (chunk_bytes + 2 * _GUARD)))
         into = room[_GUARD + start : _GUARD + start + chunk_bytes]
-        _promise(tier.read(keys[0], into) and into == aligned, "a read fills memory of any alignment")
+        _promise(tier.read(keys[0], into) is True and into == aligned, "a read fills memory of any alignment")
         beside = bytes(room[: _GUARD + start]) + bytes(room[_GUARD + start + chunk_bytes :])
         _promise(beside == b"\xee" * (2 * _GUARD), "a read touches nothing but `into`")
     _promise(tier.write(keys[0], aligned), "a second write of a held key is True")
     _promise(_holds(tier, keys[0], chunk_bytes), "a second write of a held key leaves it whole")
+    tier.close()
+
+
+def _check_parts(make: Make, keys: Sequence[ChunkKey], chunk_bytes: int) -> None:
+    """Where a tier is a PartReader: the parts of a chunk make up the chunk, and what differs is not verified."""
+    tier = make()
+    tier.recovered()
+    if isinstance(tier, PartReader):
+        _write_all(tier, keys[:2], chunk_bytes)
+        cuts = [
+            *range(PAGE_BYTES, chunk_bytes, max(PAGE_BYTES, chunk_bytes // 3 // PAGE_BYTES * PAGE_BYTES)),
+            chunk_bytes,
+        ]
+        into = _aligned(chunk_bytes)
+        for begin, end in zip((0, *cuts), cuts, strict=False):
+            _promise(tier.read_part(keys[0], into, begin, end) is True, "a part of a held chunk can be read")
+            _promise(
+                into[:end] == content(keys[0], chunk_bytes)[:end], "parts in order bring all bytes up to their end"
+            )
+        _promise(tier.verify(keys[0], into) is True, "the bytes written for a key are verified")
+        _promise(tier.verify(keys[1], into) is False, "another chunk's bytes are not verified")
+        _promise(not _holds(tier, keys[1], chunk_bytes), "a chunk that is not verified is dropped")
+        _promise(tier.read_part(keys[1], into, 0, cuts[0]) is False, "a part of a key that is not held is a miss")
+        _promise(tier.verify(keys[1], into) is False, "a key that is not held is not verified")
+        into[chunk_bytes - 1] ^= 1
+        _promise(tier.verify(keys[0], into) is False, "one wrong bit is not verified")
     tier.close()
 
 

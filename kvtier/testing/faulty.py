@@ -22,7 +22,7 @@ class Fault(StrEnum):
     """What goes wrong with the bytes of one call."""
 
     FAIL = "fail"
-    """Refused at once: a write stores nothing, a read leaves the chunk where it is."""
+    """Refused at once: a write stores nothing, a read is None and leaves the chunk where it is."""
     SHORT = "short"
     """Only the first half arrives; the chunk is not longer than that."""
     TORN = "torn"
@@ -63,7 +63,8 @@ class DictTier:
             self.held[key] = bytes(data)
             return True
 
-    def read(self, key: ChunkKey, into: memoryview) -> bool:
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+        """See :meth:`Tier.read`. Never None by itself; tests make it so."""
         with self._lock:
             data = self.held.get(key)
             if data is None or len(data) != into.nbytes:
@@ -89,9 +90,10 @@ class DictTier:
 class FaultyTier:
     """``inner`` behind a medium that fails as ``plan`` says (see :func:`seeded`), and a checksum that finds it out.
 
-    A FAIL is False at once. Any other fault of a write is acknowledged, as a disk acknowledges a write that it loses;
-    the next read finds the damage, drops the chunk and is a miss. Any other fault of a read is found out at once.
-    After a False read ``into`` holds rubbish, so that a caller who uses it is caught. ``injected`` counts faults.
+    A FAIL is False, of a read None, at once. Any other fault of a write is acknowledged, as a disk acknowledges a
+    write that it loses; the next read finds the damage, drops the chunk and is a miss. Any other fault of a read is
+    found out at once. After a failed read ``into`` holds rubbish, so that a caller who uses it is caught. ``injected``
+    counts faults.
 
     Threads: as ``inner``; the plan must be safe for that too.
     """
@@ -116,11 +118,11 @@ class FaultyTier:
         self._written.pop(key, None)
         return False
 
-    def read(self, key: ChunkKey, into: memoryview) -> bool:
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
         fault = self._next("read", key)
         if fault is Fault.FAIL:
             into[:] = _rubbish(into.nbytes)
-            return False
+            return None
         if self.inner.read(key, into) and fault is None and self._written.get(key) in (None, _digest(into)):
             return True
         self.inner.delete(key)

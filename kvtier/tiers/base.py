@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvtier.chunk import ChunkKey
 
@@ -14,9 +14,9 @@ class Tier(Protocol):
     Threads: ``write``, ``read`` and ``delete`` come from several lane threads at once. The Store never runs two
     writes, or a write and a delete, of the *same* key at once; a ``read`` may race with a ``delete`` of its key.
 
-    Faults: no method raises for an I/O error. A failed write is ``False``, a failed read is ``False`` (a miss);
-    tiers count faults and log the first of a kind. Order and room are the Directory's: it never asks a tier to hold
-    more than ``capacity`` chunks, so a tier evicts nothing by itself.
+    Faults: no method raises for an I/O error. A failed write is ``False``, a failed read is ``False`` or ``None`` (a
+    miss both); tiers count faults and log the first of a kind. Order and room are the Directory's: it never asks a
+    tier to hold more than ``capacity`` chunks, so a tier evicts nothing by itself.
     """
 
     name: str
@@ -33,9 +33,11 @@ class Tier(Protocol):
         """Store the chunk. True: a later ``read`` finds it whole. False: it does not hold it (nor a part of it)."""
         ...
 
-    def read(self, key: ChunkKey, into: memoryview) -> bool:
-        """Fill ``into`` with the chunk. True only when it is exactly what was written for this key, checksum
-        verified; on False the content of ``into`` is undefined and the tier has dropped the chunk if it was bad."""
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+        """Fill ``into`` with the chunk. True only when it is exactly what was written for this key, checksum verified;
+        else the content of ``into`` is undefined. False: the tier does not hold the chunk, or has dropped it because it
+        was bad. None: not now; it may well be there, and stays known, so that a later delete reaches it. A medium that
+        answers is never None."""
         ...
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
@@ -49,4 +51,19 @@ class Tier(Protocol):
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
         """Release everything. A persistent tier keeps its chunks, and their order, for the next start."""
+        ...
+
+
+@runtime_checkable
+class PartReader(Protocol):
+    """What a tier promises besides when a part of a chunk can be read by itself. Threads and faults as in Tier."""
+
+    def read_part(self, key: ChunkKey, into: memoryview, begin: int, end: int) -> bool | None:
+        """Fill bytes ``begin`` to ``end`` (whole pages) of ``into``, which has room for the whole chunk, unverified.
+        Parts follow on each other: what the one before has brought may be left out, and bytes behind ``end`` may be
+        brought too. False, None: a miss, as in read."""
+        ...
+
+    def verify(self, key: ChunkKey, whole: memoryview) -> bool | None:
+        """Whether these are exactly the bytes that were written for this key; False and None as in read."""
         ...

@@ -33,6 +33,7 @@ _LOG = logging.getLogger(__name__)
 _MAX_SLOT_BYTES = 1 << 30
 _COUNTS = (
     "writes", "reads", "misses", "bytes_written", "bytes_read", "failed_writes", "failed_reads", "corrupt", "refused",
+    "evicted_unread",
 )  # fmt: skip
 
 
@@ -49,7 +50,8 @@ class NvmeTier:
 
     Threads: any number of lane threads. ``_lock`` guards the index and the counts, and is never held during I/O.
     A slot has one owner at any time: the free list, the write that fills it, the index, or the call that empties it.
-    ``counts`` holds plain integers since the start, for reading at any time.
+    ``counts`` holds plain integers since the start, for reading at any time; ``evicted_unread``: chunks that were
+    written and deleted and never read between, what a disk wore out for.
     """
 
     shared = False
@@ -74,6 +76,8 @@ class NvmeTier:
         # key -> place = seq * capacity + slot: one integer says where, and tells this filling of the slot from others.
         self._places: dict[ChunkKey, int] = {}
         self._checksums = bytearray(CHECKSUM_BYTES * slots)
+        self._unread = bytearray(slots)
+        """1 for every slot that was written since the start, and not read."""
         self._seq = 0
         self._recovered = self._recover()
 
@@ -101,6 +105,7 @@ class NvmeTier:
             with self._lock:
                 if held:
                     self._places[key] = place
+                    self._unread[slot] = 1
                     self.counts["writes"] += 1
                     self.counts["bytes_written"] += data.nbytes
                 else:
@@ -120,15 +125,42 @@ class NvmeTier:
         try:
             self._files.read_payload(slot, into)
             if payload_checksum(key, into) == checksum:
-                with self._lock:
-                    self.counts["reads"] += 1
-                    self.counts["bytes_read"] += into.nbytes
+                self._was_read(slot, into)
                 return True
             self._drop(key, place, "corrupt")
         except OSError as error:
             self._log_first("read", error)
             self._drop(key, place, "failed_reads")
         return False
+
+    def read_part(self, key: ChunkKey, into: memoryview, begin: int, end: int) -> bool:
+        """See :class:`~kvtier.tiers.base.PartReader`."""
+        with self._lock:
+            place = self._places.get(key)
+            if place is None:
+                self.counts["misses"] += 1
+                return False
+        try:
+            self._files.read_payload(place % self.capacity, into[begin:end], begin)
+        except OSError as error:
+            self._log_first("read", error)
+            self._drop(key, place, "failed_reads")
+            return False
+        return True
+
+    def verify(self, key: ChunkKey, whole: memoryview) -> bool:
+        """See :class:`~kvtier.tiers.base.PartReader`."""
+        with self._lock:
+            place = self._places.get(key)
+            if place is None:
+                self.counts["misses"] += 1
+                return False
+            checksum = self._checksum(place % self.capacity)
+        if payload_checksum(key, whole) != checksum:
+            self._drop(key, place, "corrupt")
+            return False
+        self._was_read(place % self.capacity, whole)
+        return True
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         places = self._places
@@ -140,6 +172,8 @@ class NvmeTier:
     def delete(self, key: ChunkKey) -> None:
         with self._lock:
             place = self._places.pop(key, None)
+            if place is not None:
+                self.counts["evicted_unread"] += self._unread[place % self.capacity]
         if place is not None:
             self._empty(place % self.capacity)
 
@@ -205,6 +239,12 @@ class NvmeTier:
             return False
         self._checksums[slot * CHECKSUM_BYTES : (slot + 1) * CHECKSUM_BYTES] = checksum
         return True
+
+    def _was_read(self, slot: int, chunk: memoryview) -> None:
+        with self._lock:
+            self._unread[slot] = 0
+            self.counts["reads"] += 1
+            self.counts["bytes_read"] += chunk.nbytes
 
     def _drop(self, key: ChunkKey, place: int, count: str) -> None:
         """Forget a bad chunk, unless it is not bad but was deleted, and maybe written anew, since we looked."""

@@ -21,6 +21,7 @@ import numpy as np
 
 from kvtier.chunk import PAGE_BYTES
 from kvtier.errors import TierError
+from kvtier.private import make_folder
 from kvtier.tiers.nvme_index import FORMAT_VERSION, RECORD_BYTES, Superblock, table_bytes
 
 _LOG = logging.getLogger(__name__)
@@ -46,11 +47,12 @@ class SlotFiles:
     def __init__(self, path: Path, slots: int, slot_bytes: int, *, direct: bool) -> None:
         self.path, self.slots, self.slot_bytes = path, slots, slot_bytes
         self.direct, self.kept, self.clean = False, 0, True
-        self._index = self._payload = -1
+        self._index = self._payload = self._null = -1
         self._locked = False
         made = [each for each in (path / SLOTS_NAME, path / INDEX_NAME, path, *path.parents) if not each.exists()]
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._null = os.open(os.devnull, os.O_RDONLY)  # now: letting go must not need one more descriptor
+            make_folder(path)
             self._index = os.open(path / INDEX_NAME, _FLAGS, 0o600)
             self._lock()
             self._payload = os.open(path / SLOTS_NAME, _FLAGS, 0o600)
@@ -79,11 +81,12 @@ class SlotFiles:
         if os.pwritev(self._payload, parts, slot * self.slot_bytes) != wanted:
             raise OSError(errno.ENOSPC, "short write")
 
-    def read_payload(self, slot: int, into: memoryview) -> None:
-        """Fill ``into`` from the start of a slot, without a copy when it is page-aligned. Raises OSError."""
+    def read_payload(self, slot: int, into: memoryview, start: int = 0) -> None:
+        """Fill ``into`` from byte ``start`` (whole pages) of a slot, without a copy when it is page-aligned. Raises
+        OSError."""
         parts, own, spare = _segments(into)
         wanted = sum(part.nbytes for part in parts)
-        if os.preadv(self._payload, parts, slot * self.slot_bytes) != wanted:
+        if os.preadv(self._payload, parts, slot * self.slot_bytes + start) != wanted:
             raise OSError(errno.EIO, "short read")
         if spare is not None:
             into[own:] = spare[: into.nbytes - own]
@@ -214,14 +217,12 @@ class SlotFiles:
     def _release(self) -> None:
         """Let go of files and lock but keep the descriptors' numbers: a call that comes late, from a thread that hung
         in an I/O, gets an error instead of whichever file has the number next. The numbers go with this object."""
-        null = os.open(os.devnull, os.O_RDONLY)
         for fd in (self._index, self._payload):
             if fd >= 0:
-                os.dup2(null, fd, inheritable=False)
-        os.close(null)
+                os.dup2(self._null, fd, inheritable=False)
 
     def __del__(self) -> None:
-        for fd in (self._index, self._payload):
+        for fd in (self._index, self._payload, self._null):
             if fd >= 0:
                 os.close(fd)
 

@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ from kvtier.recency import coldest_first
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.redis_form import CHECKSUM_BYTES, HEADER_BYTES, Form
 from kvtier.tiers.redis_link import FAULTS, Link, Reply, Wire, WrongSizeError
-from kvtier.tiers.redis_start import Facts, greet, room_for
+from kvtier.tiers.redis_start import Facts, greet, room_for, scan
 
 T = TypeVar("T")
 
@@ -49,10 +49,6 @@ _FULL_WAIT_S, _LONGEST_FULL_WAIT_S = 0.25, 8.0
 _SETTLED_AT_ONCE = 32
 _MOST_OWED = 65_536
 _FIND_AT_ONCE = 512
-_SCAN_COUNT = 1000
-_MOST_SCANNED = 2_000_000
-_SCAN_S = 5.0
-_ORPHAN_S = 60
 _TTL_GRACE_MS = 10_000
 
 
@@ -125,7 +121,7 @@ class RedisTier:
         try:
             with closing(self._link.wires()) as wires:
                 for wire in wires:
-                    self._scan(wire, stamps)
+                    scan(wire, self._form, self.chunk_bytes, stamps, self._clock, self._link.label)
         except FAULTS as error:
             self._failed(self._breaker(b""), "failed_finds", error)
         order = coldest_first(stamps.items())
@@ -156,16 +152,49 @@ class RedisTier:
         self._count("writes", "bytes_written", data.nbytes)
         return True
 
-    def read(self, key: ChunkKey, into: memoryview) -> bool:
-        """See :meth:`Tier.read`. ``into`` has exactly the size that was written."""
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+        """See :meth:`Tier.read`. ``into`` has exactly the size that was written. None while its node is away."""
         outcome = self._call("failed_reads", self._form.header_name(key), lambda wire: self._get(wire, key, into))
         if outcome is None:
-            return False
+            return None
         self._count(outcome, "bytes_read", into.nbytes if outcome == "reads" else 0)
         if outcome in {"corrupt", "evicted"}:
             self._log_first(outcome, key.hex())
             self.delete(key)
         return outcome == "reads"
+
+    def read_part(self, key: ChunkKey, into: memoryview, begin: int, end: int) -> bool | None:
+        """See :class:`~kvtier.tiers.base.PartReader`. Brings the values that begin within."""
+        size = self._form.part_bytes
+        values = slice(-(-begin // size), -(-end // size))
+        names, memories = self._form.part_names(key, into.nbytes)[values], self._form.split(into)[values]
+        if not names:
+            return True
+        arrived = self._call("failed_reads", self._form.header_name(key), lambda wire: _arrived(wire, names, memories))
+        if arrived is None:
+            return None
+        if arrived < len(names):
+            self._count("misses")
+        return arrived == len(names)
+
+    def verify(self, key: ChunkKey, whole: memoryview) -> bool | None:
+        """See :class:`~kvtier.tiers.base.PartReader`: against the header, as it is now."""
+        header, name = memoryview(bytearray(HEADER_BYTES)), self._form.header_name(key)
+        arrived = self._call("failed_reads", name, lambda wire: _arrived(wire, [name], [header]))
+        if arrived is None:
+            return None
+        if not arrived:
+            self._count("misses")
+            return False
+        digest = xxh3_128(key)
+        digest.update(whole)
+        if header != self._form.head(key, whole.nbytes) + digest.digest():
+            self._count("corrupt")
+            self._log_first("corrupt", key.hex())
+            self.delete(key)
+            return False
+        self._count("reads", "bytes_read", whole.nbytes)
+        return True
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         """See :meth:`Tier.find`: counts headers. Whether every part is there too shows when it is read."""
@@ -347,21 +376,11 @@ class RedisTier:
             self._failed(self._breaker(self._form.probe), "failed_finds", error)
             return []
 
-    def _scan(self, wire: Wire, stamps: dict[ChunkKey, int]) -> None:
-        """Stamp the chunks of one node with minus the seconds since they were last used, and take away parts that
-        have had no header for a minute: their writer died."""
-        until = self._clock() + _SCAN_S
-        headless: set[ChunkKey] = set()
-        for names in wire.scan(self._form.pattern, _SCAN_COUNT):
-            ours = [(name, parsed) for name in names if (parsed := self._form.parse(name)) is not None]
-            idle = wire.ask(("OBJECT", "IDLETIME", name) for name, _ in ours)
-            for (_, (key, is_header)), seconds in zip(ours, idle, strict=True):
-                if is_header:
-                    stamps[key] = -seconds if isinstance(seconds, int) else 0
-                elif isinstance(seconds, int) and seconds > _ORPHAN_S:
-                    headless.add(key)
-            if self._clock() > until or len(stamps) > _MOST_SCANNED:
-                _LOG.warning("Redis tier %s: only the first %d chunks were looked at in the time a start may take; "
-                             "the rest is found by asking", self._link.label, len(stamps))  # fmt: skip
-                return
-        wire.ask([("UNLINK", *self._form.names(key, self.chunk_bytes)) for key in headless - stamps.keys()])
+
+def _arrived(wire: Wire, names: Sequence[bytes], into: Sequence[memoryview]) -> int:
+    """How many of ``names``, from the first on, exist and are of the right size, and are in their memories now."""
+    count = 0
+    with suppress(WrongSizeError), closing(wire.get(names, into)) as memories:
+        for _ in memories:
+            count += 1
+    return count

@@ -1,22 +1,27 @@
-"""What a Redis tier asks at its start: may it work here, and how much does it hold?"""
+"""What a Redis tier asks at its start: may it work here, and what does it hold?"""
 
 from __future__ import annotations
 
 import logging
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 
 import redis
 from redis.exceptions import NoPermissionError
 
+from kvtier.chunk import ChunkKey
 from kvtier.errors import TierError
 from kvtier.tiers.redis_form import Form, judge
-from kvtier.tiers.redis_link import FAULTS, Link, Reply
+from kvtier.tiers.redis_link import FAULTS, Link, Reply, Wire
 
 _LOG = logging.getLogger(__name__)
 _SHARE_OF_MAXMEMORY = 0.9
 _PROBE_MS = 1000
+_SCAN_COUNT = 1000
+_MOST_SCANNED = 2_000_000
+_SCAN_S = 5.0
+_ORPHAN_S = 60
 
 Facts = Mapping[str, str]
 """What one node says of itself (INFO); empty where the user may not ask."""
@@ -98,3 +103,27 @@ def _hopeless(error: BaseException) -> str | None:
             return "this server is no Redis Cluster; write redis:// or rediss:// in redis_url"
         cause = cause.__cause__ or cause.__context__
     return None
+
+
+def scan(
+    wire: Wire, form: Form, chunk_bytes: int, stamps: dict[ChunkKey, int], clock: Callable[[], float], label: str
+) -> None:
+    """Stamp the chunks of one node with minus the seconds since they were last used, and take away parts that
+    have had no header for a minute: their writer died."""
+    until = clock() + _SCAN_S
+    headless: set[ChunkKey] = set()
+    for names in wire.scan(form.pattern, _SCAN_COUNT):
+        ours = [(name, parsed) for name in names if (parsed := form.parse(name)) is not None]
+        idle = wire.ask(("OBJECT", "IDLETIME", name) for name, _ in ours)
+        for (_, (key, is_header)), seconds in zip(ours, idle, strict=True):
+            if is_header:
+                stamps[key] = -seconds if isinstance(seconds, int) else 0
+            elif isinstance(seconds, int) and seconds > _ORPHAN_S:
+                headless.add(key)
+        if clock() > until or len(stamps) > _MOST_SCANNED:
+            _LOG.warning(
+                "Redis tier %s: only the first %d chunks were looked at in the time a start may take; the rest is "
+                "found by asking", label, len(stamps),
+            )  # fmt: skip
+            return
+    wire.ask([("UNLINK", *form.names(key, chunk_bytes)) for key in headless - stamps.keys()])

@@ -77,8 +77,9 @@ class RemoteTier:
     def write(self, key: ChunkKey, data: memoryview) -> bool:
         return self._call(lambda line: line.put(key, data), False)
 
-    def read(self, key: ChunkKey, into: memoryview) -> bool:
-        return self._call(lambda line: line.get(key, into), False)
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+        """See :meth:`Tier.read`. None too for bytes that were damaged on the way: the server has the right ones."""
+        return self._call(lambda line: line.get(key, into), None)
 
     def delete(self, key: ChunkKey) -> None:
         self._call(lambda line: line.delete(key), None)

@@ -37,14 +37,19 @@ def test_faulty_tier_without_faults_keeps_every_promise() -> None:
 
 class Lies(DictTier):
     def read(self, key: ChunkKey, into: memoryview) -> bool:
-        held = super().read(key, into)
+        held = bool(super().read(key, into))
         into[-1] ^= held
         return held
 
 
 class Invents(DictTier):
     def read(self, key: ChunkKey, into: memoryview) -> bool:
-        return super().read(key, into) or key not in KEYS
+        return bool(super().read(key, into)) or key not in KEYS
+
+
+class NeverNow(DictTier):
+    def read(self, key: ChunkKey, into: memoryview) -> None:
+        return None
 
 
 class MatchesDigestsOnly(DictTier):
@@ -52,7 +57,7 @@ class MatchesDigestsOnly(DictTier):
         return super().write(ChunkKey(key[:32]), data)
 
     def read(self, key: ChunkKey, into: memoryview) -> bool:
-        return super().read(ChunkKey(key[:32]), into)
+        return bool(super().read(ChunkKey(key[:32]), into))
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         return super().find([ChunkKey(key[:32]) for key in keys])
@@ -153,6 +158,7 @@ class LosesOneAtStart(DictTier):
     [
         (Lies, "exactly the bytes written"),
         (Invents, "exactly the bytes written|never written"),
+        (NeverNow, "never None"),
         (MatchesDigestsOnly, "matched whole"),
         (Evicts, "evicts nothing"),
         (KeepsTheDeleted, "deleted is a miss"),
@@ -201,7 +207,7 @@ def test_a_faulty_read_is_a_miss_that_leaves_rubbish(fault: Fault, kept: int) ->
     tier = FaultyTier(DictTier(16), once("read", fault))
     into = memoryview(bytearray(SIZE))
     assert tier.write(KEYS[0], DATA)
-    assert not tier.read(KEYS[0], into)
+    assert tier.read(KEYS[0], into) is (None if kept else False)
     assert bytes(into) == b"\xa5" * SIZE
     assert tier.find(KEYS[:1]) == kept
 

@@ -346,7 +346,7 @@ def test_a_read_whose_slot_is_filled_anew_is_a_miss_and_harms_nobody(tmp_path: P
     fill(tier, KEYS[:1])
     read = tier._files.read_payload
 
-    def overtaken(slot: int, into: memoryview) -> None:
+    def overtaken(slot: int, into: memoryview, start: int = 0) -> None:
         tier.delete(KEYS[0])
         fill(tier, KEYS[1:2])
         read(slot, into)
@@ -364,7 +364,7 @@ def test_a_torn_read_does_not_drop_the_same_key_written_anew(tmp_path: Path) -> 
     fill(tier, KEYS[:1])
     read = tier._files.read_payload
 
-    def torn(slot: int, into: memoryview) -> None:
+    def torn(slot: int, into: memoryview, start: int = 0) -> None:
         read(slot, into)
         into[5] ^= 1
         tier.delete(KEYS[0])

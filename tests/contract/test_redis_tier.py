@@ -135,7 +135,7 @@ def test_parts_without_a_header_are_a_miss(server: RedisServer) -> None:
 
 
 def holds_after_write(tier: RedisTier, key: ChunkKey) -> bool:
-    return tier.write(key, chunk(key)) and holds(tier, key)
+    return tier.write(key, chunk(key)) and holds(tier, key) is True
 
 
 def test_models_and_part_sizes_do_not_meet(server: RedisServer) -> None:

@@ -97,11 +97,12 @@ def plain(model: str) -> Any:
 
 def features(model: str) -> Any:
     """What one default engine must get right: salts, prompt logprobs, batches, multi-turn, chunked prefill."""
-    engine = Engine(model, max_num_batched_tokens=256, blocks=64)
+    engine = Engine(model, max_num_batched_tokens=256, blocks=64, disable_log_stats=False)
     engine.ask([document(seed) for seed in range(6)])
     result: dict[str, Any] = {"batch": engine.ask([document(seed) for seed in range(6)])}
     result["salt_a"] = engine.ask([document(0)], salt="a")
     result["salt_b"] = engine.ask([document(0)], salt="b")
+    result["counts"] = counts(engine)
     filler(engine)
     result["salt_a_again"] = engine.ask([document(0)], salt="a")
     result["prompt_logprobs"] = engine.ask([document(1)], prompt_logprobs=0)
@@ -157,10 +158,11 @@ def lora(model: str) -> Any:
     for index in (1, 2):
         make_lora(folder / f"lora{index}", model, seed=index)
         adapters.append(LoRARequest(f"lora{index}", index, str(folder / f"lora{index}")))
-    engine = Engine(model, enable_lora=True, max_loras=2, max_lora_rank=8)
+    engine = Engine(model, enable_lora=True, max_loras=2, max_lora_rank=8, disable_log_stats=False)
     first = [engine.ask([document(0)], lora=adapter)[0] for adapter in adapters]
     filler(engine)
-    return {"first": first, "second": [engine.ask([document(0)], lora=adapter)[0] for adapter in adapters]}
+    second = [engine.ask([document(0)], lora=adapter)[0] for adapter in adapters]
+    return {"first": first, "second": second, "counts": counts(engine)}
 
 
 def abort(model: str) -> Any:
@@ -201,14 +203,14 @@ def load_failure(model: str) -> Any:
 
     calls, load = [0], PagedBlocks.load
 
-    def failing(self: PagedBlocks, jobs: Any) -> Any:
+    def failing(self: PagedBlocks, jobs: Any, regions: Any = None) -> Any:
         calls[0] += 1
         if calls[0] % 3 == 2:
             for region in self._regions:
                 for _, _, ids in jobs:
                     region.rows[ids] = 0x7F
             raise OSError("injected: the slot could not be read")
-        return load(self, jobs)
+        return load(self, jobs, regions)
 
     PagedBlocks.load = failing  # type: ignore[method-assign]
     return rounds(Engine(model), times=4)

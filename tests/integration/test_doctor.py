@@ -19,7 +19,9 @@ from kvtier.bench.model import PRESETS
 from kvtier.bench.servers import free_port
 from kvtier.checks import Finding, judge_disk, planned
 from kvtier.config import Config, load
+from kvtier.errors import TierError
 from kvtier.pool import Pool
+from tests import server_process as engines
 from tests.mounts import mounted
 from tests.redis_server import RedisServer
 from tests.server_process import OTHER, attached, serving
@@ -215,6 +217,32 @@ def test_slots_that_another_process_sees_otherwise_are_seen() -> None:
     assert "cannot map the shared pool" in selftest.run("map", selftest.trial("/proc/1/fd/9999", Config()))
 
 
+def test_a_tier_that_writes_late_or_little_is_tried_all_the_same(tmp_path: Path) -> None:
+    found = tiers(nvme_path=f"{tmp_path}/t", nvme_bytes="64MiB", nvme_write="evict", nvme_write_limit="1MiB")
+    assert one(found, "self-test nvme").state == "ok", found
+
+
+# -- at the start: the key self_test -------------------------------------------------------------------------------
+
+
+def test_a_start_with_self_test_tries_every_place(tmp_path: Path) -> None:
+    with serving(self_test=True, nvme_path=tmp_path / "t", nvme_bytes=MIB) as server, attached(server.door()) as engine:
+        said = server.log.read_text()
+        for place in ("ram", "nvme"):
+            assert f"self-test of {place}: saved by one process, loaded and compared by another" in said
+        selftest.at_start(load(env={}, flags={"server": str(server.address)}), engines.SLOT)
+        assert engine.stats()["load_asked"] == selftest.CHUNKS
+
+
+def test_a_start_ends_when_its_self_test_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    own = engines.ServerProcess(tmp_path, self_test=True, nvme_path=tmp_path / "file/t", nvme_bytes=MIB)
+    assert "self-test of nvme: save: " in own.refusal()
+    nobody = {"server": f"unix://{tmp_path}/none.sock", "self_test": True}
+    with pytest.raises(TierError, match=r"self-test of server: save: .*self_test=false starts without"):
+        selftest.at_start(load(env={}, flags=nobody), engines.SLOT)
+
+
 # -- Redis ---------------------------------------------------------------------------------------------------------
 
 
@@ -265,6 +293,20 @@ def test_a_server_is_not_disturbed_before_an_engine_is_there_and_tried_afterward
             assert one(found, "self-test server").state == "ok", found
             assert "chunks of 8,192 bytes" in one(found, "self-test server").seen
             assert engine.stats()["ram_ready"] == 0, "the trial's chunks are still there"
+
+
+def test_a_server_whose_chunks_are_never_hit_says_why() -> None:
+    with serving() as server, attached(server.door()) as engine:
+        assert "no chunk was asked for yet" in one(tiers(server=str(server.address)), "hits").seen
+        engines.save(engine, engines.run(1, 2))
+        for number in range(2, 102):
+            assert engines.load(engine, engines.run(number, 20)) == []
+        found = one(tiers(server=str(server.address)), "hits")
+        assert found.state == "warn"
+        assert found.seen.startswith("0 of 2,000 chunks asked for were hits since the start: 100% cold: ")
+        for _ in range(20):
+            assert engines.load(engine, engines.run(1, 2)) == ["ram"] * 2
+        assert one(tiers(server=str(server.address)), "hits").state == "ok"
 
 
 def test_a_server_on_another_host_with_and_without_its_token(tmp_path: Path) -> None:

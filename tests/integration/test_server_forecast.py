@@ -13,7 +13,7 @@ def test_a_servers_forecast_and_what_was_declined_cross_the_wire() -> None:
     with short_folder() as folder, serving(nvme_path=folder / "nvme", nvme_bytes=1 << 20) as server:
         with attached(server.door()) as client:
             keys = run(1, 6)
-            assert client.forecast(keys) == NOTHING
+            assert client.forecast(keys) == NOTHING._replace(why="cold")
             save(client, keys)
             wait_for(lambda: client.stats().get("nvme_stored", 0) == 6, "written")
             assert client.forecast(keys).steps == [(6, 0.0)]

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.nvme_place import flip
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.vllm
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
 DOCUMENT_HIT = 512
 CHUNK = 64
+DEMO_CHUNK_BYTES = CHUNK * 16 * 1024
 
 Run = Callable[..., Any]
 
@@ -136,6 +138,18 @@ def test_a_restarted_engine_is_warm_from_nvme(run: Run, tmp_path: Path) -> None:
     assert hits(again) == [DOCUMENT_HIT] * 6
 
 
+def test_a_damaged_disk_costs_hits_and_no_answer(run: Run, tmp_path: Path) -> None:
+    """The last byte of every chunk is wrong: found when the first layers have long been computed with."""
+    disk = {"model": "demo", "nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
+    first = run("plain", **disk, ram_bytes="64MiB")
+    slots = tmp_path / "nvme" / "slots.kvtier"
+    for end in range(DEMO_CHUNK_BYTES, slots.stat().st_size + 1, DEMO_CHUNK_BYTES):
+        flip(slots, end - 1)
+    again = run("plain", **disk, ram_bytes="65MiB")
+    assert_same(again, first)
+    assert hits(again) == [0, 0, 0, DOCUMENT_HIT, DOCUMENT_HIT, DOCUMENT_HIT]
+
+
 def test_hits_come_from_nvme_when_ram_holds_one_document(run: Run, tmp_path: Path) -> None:
     small = run("plain", nvme_path=tmp_path / "nvme", nvme_bytes="64MiB", ram_bytes="3MiB")
     assert_same(small, run("plain", kvtier=False))
@@ -181,6 +195,7 @@ def test_lora_adapters_never_share(run: Run) -> None:
         assert_same(ours[which], plain[which], tolerance=1e-4)
     assert hits(ours["first"]) == [0, 0, 0]
     assert hits(ours["second"]) == [DOCUMENT_HIT] * 3
+    assert ours["counts"]["missed_adapter"] == 2 * DOCUMENT_HIT // CHUNK, "the same tokens under two more adapters"
 
 
 class TestFeatures:
@@ -204,6 +219,11 @@ class TestFeatures:
         for name in ("salt_a", "salt_b", "salt_a_again"):
             assert_same(ours[name], plain[name], tolerance=1e-4)
         assert [hits(ours[name]) for name in ("salt_a", "salt_b", "salt_a_again")] == [[0], [0], [DOCUMENT_HIT]]
+
+    def test_misses_are_told_by_reason_in_vllms_metrics(self, ours: Any) -> None:
+        chunks = DOCUMENT_HIT // CHUNK
+        missed = {name: count for name, count in ours["counts"].items() if name.startswith("missed")}
+        assert missed == {"missed_cold": 6 * chunks, "missed_salt": 2 * chunks}
 
     def test_prompt_logprobs_are_computed_not_loaded(self, ours: Any, plain: Any) -> None:
         (one,), (other,) = ours["prompt_logprobs"], plain["prompt_logprobs"]
@@ -234,9 +254,8 @@ def test_a_stalled_tier_is_left_after_one_deadline_and_used_again_later(
 ) -> None:
     with RedisServer() as server:
         monkeypatch.setenv("TEST_REDIS_PID", str(server.pid))
-        chunk = CHUNK * 16 * 1024
         phases = run("stalled", model="demo", take_hits="auto", redis_url=server.url, redis_bytes="256MiB",
-                     ram_bytes=8 * chunk)  # fmt: skip
+                     ram_bytes=8 * DEMO_CHUNK_BYTES)  # fmt: skip
     assert isinstance(phases, dict), str(phases)[-4000:]
     plain = phases["before"]["answers"][:3]
     for phase in phases.values():

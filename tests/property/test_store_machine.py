@@ -10,6 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
+from kvtier.below import Place
+from kvtier.budget import WriteBudget
 from kvtier.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.lease import LoadLease, SaveLease
 from kvtier.pool import Pool
@@ -40,7 +42,7 @@ class RottenTier(DictTier):
     def __init__(self, capacity: int, shared: bool) -> None:
         super().__init__(capacity, name="shared" if shared else "rotten")
         self.shared = shared
-        self.failing = self.ever_failed = False
+        self.failing = self.ever_failed = self.away = False
         self.during: Callable[[], None] = lambda: None
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
@@ -54,10 +56,13 @@ class RottenTier(DictTier):
 
     def write(self, key: ChunkKey, data: memoryview) -> bool:
         self.during()
-        return not self.failing and super().write(key, data)
+        return not (self.failing or self.away) and super().write(key, data)
 
-    def read(self, key: ChunkKey, into: memoryview) -> bool:
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
         self.during()
+        if self.away:
+            into[:] = b"\xee" * len(into)
+            return None
         if self.failing:
             into[:] = b"\xee" * len(into)
             self.delete(key)
@@ -69,12 +74,22 @@ class StoreMachine(RuleBasedStateMachine):
     saves = Bundle("saves")
     loads = Bundle("loads")
 
-    @initialize(slots=st.integers(1, 5), capacity=st.integers(1, 6), tiers=st.integers(1, 2), bound=st.integers(2, 8))
-    def start(self, slots: int, capacity: int, tiers: int, bound: int) -> None:
+    @initialize(
+        slots=st.integers(1, 5),
+        capacity=st.integers(1, 6),
+        tiers=st.integers(1, 2),
+        bound=st.integers(2, 8),
+        on_evict=st.booleans(),
+        budgeted=st.booleans(),
+    )
+    def start(self, slots: int, capacity: int, tiers: int, bound: int, on_evict: bool, budgeted: bool) -> None:
         self.tiers = [RottenTier(capacity + index, shared=index == 1) for index in range(tiers)]
         self.lanes = [ManualLane(urgent_bound=bound, bound=bound) for _ in self.tiers]
         self.now = 0.0
-        self.store = Store(Pool(slots, SLOT), list(zip(self.tiers, self.lanes, strict=True)), clock=lambda: self.now)
+        budget = WriteBudget(86_400 * SLOT // 60, SLOT) if budgeted else None  # ten chunks, then one a minute
+        places = [Place(*each) for each in zip(self.tiers, self.lanes, strict=True)]
+        places[0] = places[0]._replace(budget=budget, on_evict=on_evict)
+        self.store = Store(Pool(slots, SLOT), places, clock=lambda: self.now)
         self.saved: set[ChunkKey] = set()
         self.meanwhile: list[list[int]] = []
         for tier in self.tiers:
@@ -184,10 +199,10 @@ class StoreMachine(RuleBasedStateMachine):
         for lane in [*self.lanes, *self.lanes]:
             lane.run()
 
-    @rule(tier=st.integers(0, 1), failing=st.booleans())
-    def break_or_mend(self, tier: int, failing: bool) -> None:
+    @rule(tier=st.integers(0, 1), failing=st.booleans(), away=st.booleans())
+    def break_or_mend(self, tier: int, failing: bool, away: bool) -> None:
         if tier < len(self.tiers):
-            self.tiers[tier].failing = failing
+            self.tiers[tier].failing, self.tiers[tier].away = failing, away
             self.tiers[tier].ever_failed |= failing
 
     @invariant()
@@ -215,6 +230,7 @@ class StoreMachine(RuleBasedStateMachine):
             lease.close()
         for save in self.open_saves:
             save.close()
+        self.filling.clear()
         for lane in [*self.lanes, *self.lanes]:
             lane.run()
         self.store.check(idle=True)

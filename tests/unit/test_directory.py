@@ -172,3 +172,38 @@ def test_check_sees_what_is_not_at_rest() -> None:
     directory.check()
     with pytest.raises(StateError, match="not at rest"):
         directory.check(idle=True)
+
+
+def test_a_write_makes_a_chunk_no_hotter_and_evictions_pass_it_over() -> None:
+    directory = Directory(2, [8])
+    _, coldest = ready(directory, A, B)
+    assert directory.spill_begun(coldest, 0) == []
+    entry = directory.reserve(C, ())
+    assert entry is not None and (directory.get(A), directory.get(B)) == (None, coldest)
+    directory.filled(entry)
+    directory.spill_ended(coldest, 0, stored=True)
+    assert directory.reserve(D, ()) is not None
+    assert directory.get(B) is None, "it kept its place"
+    directory.check()
+
+
+def test_a_reader_that_leaves_during_a_write_makes_the_chunk_the_hottest() -> None:
+    directory = Directory(2, [8])
+    _, coldest = ready(directory, A, B)
+    directory.pin(coldest)
+    assert directory.spill_begun(coldest, 0) == []
+    directory.unpin(coldest)
+    directory.check()
+    directory.spill_ended(coldest, 0, stored=True)
+    directory.check(idle=True)
+    assert directory.reserve(C, ()) is not None
+    assert directory.get(A) is None and directory.get(B) is coldest
+
+
+def test_what_leaves_soon_is_named_once_coldest_first() -> None:
+    directory = Directory(4)
+    entries = ready(directory, A, B, C, D)
+    assert directory.next_out() == entries[:1:-1], "half of RAM, leaf first"
+    assert directory.next_out() == []
+    assert directory.all_out() == entries[:2]
+    assert directory.evicted_unoffered == 0

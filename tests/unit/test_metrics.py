@@ -15,7 +15,7 @@ import yaml
 from aiohttp import ClientSession
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtier import admin, metrics, operate, status
+from kvtier import admin, metrics, operate, server, status
 from kvtier.chunk import ChunkKey, ChunkLayout
 from kvtier.lanes import Lane
 from kvtier.pool import Pool
@@ -23,6 +23,8 @@ from kvtier.realm import Realm, Realms
 from kvtier.store import Store
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme import NvmeTier
+from kvtier.zero_hits import ZeroHits
+from tests.clock import Clock
 
 ROOT = Path(__file__).parents[2]
 SLOT = 4096
@@ -125,6 +127,54 @@ def test_the_document_says_what_happened(served: Served) -> None:
     assert nvme.lane == status.LaneStatus(0, 0, 0)
     assert stats.memory.process > 1 << 20
     assert stats.memory.pools >= 2 * SLOT
+
+
+def test_what_was_not_there_is_counted_by_reason(served: Served) -> None:
+    store = used(served)
+    store.decline(keys(1), "slower")
+    store.forget(keys(3, 4))
+    assert load(store, keys(3, 4)) == 0
+    (realm,) = status.read(served).realms
+    assert (realm.missed, realm.declined) == ({"cold": 1, "forgotten": 2}, {"slower": 1})
+    shown = samples(status.read(served))
+    assert shown["kvtier_missed_chunks_total", "cold"] == 1
+    assert shown["kvtier_missed_chunks_total", "forgotten"] == 2
+    assert shown["kvtier_declined_chunks_total", "slower"] == 1
+    assert "computed: 50% forgotten, 25% cold, 25% slower" in operate.screen(status.read(served))
+
+
+def test_what_the_audit_found_is_shown(served: Served) -> None:
+    store = used(served)
+    store.audit.one_in = 1
+    with store.load(keys(1, 2)) as lease:
+        while lease.poll().coming:
+            store.wait(1.0)
+        lease.views()[1][0] ^= 1
+    settled(store, "audit_mismatch", 1)
+    settled(store, "audited", 2)
+    shown = samples(status.read(served))
+    assert (shown["kvtier_audited_chunks_total",], shown["kvtier_audit_mismatches_total",]) == (2, 1)
+    assert "audit: 2 chunks compared, 1 had other bytes" in operate.screen(status.read(served))
+
+
+def test_a_server_that_never_hits_says_why_everywhere(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    realm, clock = served.realm(), Clock()
+    realm.zero_hits = ZeroHits.of(realm.store, clock)
+    save(realm.store, keys(1, 2))
+    for number in range(2000):
+        assert load(realm.store, keys(7, number)) == 0
+    realm.look()
+    assert samples(status.read(served))["kvtier_zero_hits",] == 0, "too soon"
+    clock.now = 600.0
+    realm.look()
+    realm.look()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("0 of 4,000 chunks asked for were hits in 10 min: 100% cold: never seen before")
+    assert samples(status.read(served))["kvtier_zero_hits",] == 1
+    assert f"NO HITS: {said}" in operate.screen(status.read(served))
+    assert load(realm.store, keys(1)) == 1
+    realm.look()
+    assert samples(status.read(served))["kvtier_zero_hits",] == 0
 
 
 def test_the_text_says_the_same(served: Served) -> None:
@@ -235,3 +285,17 @@ def test_a_bug_is_an_answer_in_words(served: Served, caplog: pytest.LogCaptureFi
     status_, problem = asyncio.run(_asked(served, "/v1/stats"))
     assert (status_, problem["what"]) == (500, "internal error")
     assert "a bug: GET /v1/stats" in caplog.text
+
+
+def test_a_server_looks_for_hits_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_LOOK_S", 0.001)
+
+    async def looked() -> None:
+        one, seen = server.Server(lambda size: Store(Pool(2, size)), []), asyncio.Event()
+        await one.start()
+        realm = await asyncio.wrap_future(one.realms.get(SLOT))
+        monkeypatch.setattr(realm, "look", seen.set)
+        await asyncio.wait_for(seen.wait(), 10.0)
+        assert await one.stop()
+
+    asyncio.run(looked())

@@ -38,7 +38,7 @@ def test_the_region_goes_with_its_owner() -> None:
 
 def test_a_smaller_region_than_told_is_refused() -> None:
     pool = Pool(1, PAGE)
-    with pytest.raises(ConfigError, match="expected 8192"):
+    with pytest.raises(ConfigError, match="expected 12288"):
         Pool.attach(pool.path, 2, PAGE)
 
 

@@ -10,6 +10,7 @@ from kvtier.lease import Match
 from kvtier.pool import Pool
 from kvtier.store import Store
 from kvtier.testing import DictTier, ManualLane
+from tests.clock import Clock
 
 SLOT = 4096
 LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
@@ -129,6 +130,90 @@ def test_the_next_tier_is_asked_when_one_fails() -> None:
         for lane in lanes:
             lane.run()
         assert lease.poll() == Match(1, 0)
+
+
+class AwayTier(DictTier):
+    """Cannot be asked while ``away``; counts how often it was."""
+
+    away = False
+    reads = 0
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+        self.reads += 1
+        assert self.reads < 100, "it is asked for ever"
+        return None if self.away else super().read(key, into)
+
+
+def spilled(tier: AwayTier, run: list[ChunkKey], clock: Clock, *more: DictTier) -> tuple[Store, list[ManualLane]]:
+    """A store whose tiers, and not RAM, hold ``run``; the first is away."""
+    lanes = [ManualLane() for _ in (tier, *more)]
+    store = Store(Pool(len(run), SLOT), list(zip((tier, *more), lanes, strict=True)), clock=clock)
+    fill(store, run)
+    for lane in lanes:
+        lane.run()
+    fill(store, keys(*range(900, 900 + len(run))))
+    tier.away = True
+    return store, lanes
+
+
+def test_what_cannot_be_read_now_is_a_miss_now_and_there_later() -> None:
+    run, clock, tier = keys(1, 2), Clock(), AwayTier(8)
+    store, (lane,) = spilled(tier, run, clock)
+    with store.load(run) as lease:
+        lane.run()
+        assert lease.poll() == Match(0, 0)
+    assert tier.reads == 2, "each is tried once"
+    assert store.match(run) == Match(0, 2)
+    tier.away = False
+    with store.load(run) as lease:
+        lane.run()
+        assert [bytes(view[:40]) for view in lease.views()] == [] and lease.poll() == Match(2, 0)
+        assert [bytes(view[:40]) for view in lease.views()] == run
+    store.check(idle=True)
+
+
+def test_a_tier_that_stays_away_costs_no_slots_and_is_tried_again_by_one_read() -> None:
+    run, clock, tier = keys(1, 2, 3, 4), Clock(), AwayTier(8)
+    store, (lane,) = spilled(tier, run, clock)
+    for _ in range(3):
+        with store.load(run):
+            lane.run()
+    assert tier.reads == 4, "after the first load it is left alone"
+    there = keys(*range(70, 74))
+    fill(store, there)
+    for _ in range(3):
+        with store.load(run) as lease:
+            assert lease.poll() == Match(0, 0)
+    assert store.match(there).ready == 4, "nobody left RAM for it"
+    tier.away = False
+    clock.now += 60
+    for ready in (1, 4):
+        with store.load(run) as lease:
+            lane.run()
+            assert lease.poll() == Match(ready, 0)
+    assert tier.reads == 4 + 1 + 3
+
+
+def test_a_chunk_that_no_tier_can_read_now_is_tried_once_in_each() -> None:
+    fast, slow = AwayTier(8, name="fast"), AwayTier(8, name="slow")
+    run = keys(1)
+    store, lanes = spilled(fast, run, Clock(), slow)
+    slow.away = True
+    with store.load(run) as lease:
+        for lane in lanes:
+            lane.run()
+        assert lease.poll() == Match(0, 0)
+    assert (fast.reads, slow.reads) == (1, 1)
+    slow.away = False
+    with store.load(run) as lease:
+        for lane in lanes:
+            lane.run()
+        assert lease.poll() == Match(1, 0)
+    store.clear()
+    for lane in lanes:
+        lane.run()
+    assert not fast.held and not slow.held, "a clear reaches what could not be read"
+    store.check(idle=True)
 
 
 def test_a_full_lane_costs_a_shorter_match_not_a_wait() -> None:

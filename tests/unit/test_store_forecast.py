@@ -28,7 +28,7 @@ class SlowTier(DictTier):
         self.clock, self.seconds = clock, seconds
         self.reads: list[ChunkKey] = []
 
-    def read(self, key: ChunkKey, into: memoryview) -> bool:
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
         self.reads.append(key)
         self.clock.now += self.seconds
         return super().read(key, into)
@@ -70,8 +70,8 @@ def spilled(clock: Clock, tier: DictTier, run: list[ChunkKey]) -> tuple[Store, M
 def test_a_forecast_agrees_with_match_and_the_first_step_is_what_is_there(clock: Clock) -> None:
     store, _ = over(clock)
     fill(store, keys(1, 2))
-    assert store.forecast(keys(1, 2, 3)) == Outlook([(2, 0.0)])
-    assert store.forecast(keys(7)) == Outlook([(0, 0.0)])
+    assert store.forecast(keys(1, 2, 3)) == Outlook([(2, 0.0)], why="cold")
+    assert store.forecast(keys(7)) == Outlook([(0, 0.0)], why="cold")
     assert store.forecast([]) == Outlook([(0, 0.0)])
 
 

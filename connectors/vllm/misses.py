@@ -1,0 +1,75 @@
+"""Misses: what became of every chunk that requests of one engine asked for, counted once under one reason."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from kvtier.client import Client
+from kvtier.reasons import FirstChunks
+from kvtier.store import Store
+from kvtier.zero_hits import ZeroHits
+
+logger = logging.getLogger("kvtier.connectors.vllm")
+
+ZERO_HITS = "zero_hits"
+
+
+class Misses:
+    """Counts for vLLM's metrics, and a warning when nothing is ever hit. Called by vLLM's scheduling loop, one thread.
+
+    ``clock``: monotonic seconds.
+    """
+
+    def __init__(self, store: Store | Client, clock: Callable[[], float]) -> None:
+        self.first = FirstChunks()
+        self._zero = _zero_hits(store, clock)
+        self._asked = self._hits = self._saved = 0
+        self._why: Counter[str] = Counter()
+        self._new: Counter[str] = Counter()
+        self._told = False
+        """What :meth:`new` has said last of :data:`ZERO_HITS`."""
+
+    def saved(self, chunks: int) -> None:
+        self._saved += chunks
+
+    def prompt(self, start: int, places: Sequence[str], declined: Mapping[str, int], missed: tuple[str, int]) -> None:
+        """A request got its blocks. From chunk ``start`` on: where each loaded chunk came from, then those that were
+        declined, and those that are missing, by reason."""
+        why, short = missed
+        self._new.update(f"loaded_{place}" for place in places)
+        for kind, counts in (("declined", declined), ("missed", {why: short} if short > 0 else {})):
+            for reason, count in counts.items():
+                self._new[f"{kind}_{reason}"] += count
+                self._why[reason] += count if not start else 0
+        self._hits += len(places)
+        if not start:  # else vLLM's own prefix cache has served its beginning, and all is well
+            self._asked += len(places) + sum(declined.values()) + max(0, short)
+        self._look()
+
+    def too_short(self) -> None:
+        """A prompt without a whole chunk came."""
+        self._asked += 1
+        self._why["short"] += 1
+        self._look()
+
+    def new(self) -> dict[str, int]:
+        """Chunks ``loaded_<place>``, ``declined_<reason>`` and ``missed_<reason>`` since the last call;
+        :data:`ZERO_HITS` 1 or 0 when that has changed."""
+        counts, self._new = dict(self._new), Counter()
+        if bool(self._zero.verdict) != self._told:
+            self._told = not self._told
+            counts[ZERO_HITS] = int(self._told)
+        return counts
+
+    def _look(self) -> None:
+        if self._zero.look(self._asked, self._hits, self._saved, self._why):
+            logger.warning("%s", self._zero.verdict)
+
+
+def _zero_hits(store: Store | Client, clock: Callable[[], float]) -> ZeroHits:
+    if isinstance(store, Store):
+        return ZeroHits.of(store, clock)
+    pool = store.pool
+    return ZeroHits(f"the server's RAM holds {pool.slots:,} chunks" if pool else "the server is full", clock=clock)

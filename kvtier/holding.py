@@ -1,0 +1,64 @@
+"""Holding: what one lower tier holds, is being given, and has yet to delete. Pure, as its Directory is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvtier.chunk import ChunkKey
+from kvtier.policy import Owned, Policy
+
+
+def quota_of(room: int, share: float | None) -> int | None:
+    """The part of ``room`` chunks that one owner may have; None: all."""
+    return None if share is None else max(1, int(room * share))
+
+
+class Holding:
+    """An order of leaving and a capacity in chunks; ``share``: see :class:`kvtier.directory.Directory`."""
+
+    __slots__ = ("capacity", "leaving", "order", "quota", "writing")
+
+    def __init__(self, capacity: int, policy: Callable[[], Policy], share: float | None) -> None:
+        self.capacity = capacity
+        self.order = Owned(policy, share is not None)
+        self.quota = quota_of(capacity, share)
+        self.writing: dict[ChunkKey, int] = {}
+        """Being written now, and whose; counted against the capacity, not yet held."""
+        self.leaving: set[ChunkKey] = set()
+        """No longer held; the tier has yet to delete them. Not written again before that."""
+
+    def __len__(self) -> int:
+        return len(self.order) + len(self.writing)
+
+    def takes(self, key: ChunkKey) -> bool:
+        """It neither holds the chunk nor is being given it nor has yet to delete it."""
+        return not (key in self.order or key in self.writing or key in self.leaving)
+
+    def leave(self, key: ChunkKey) -> None:
+        self.order.discard(key)
+        self.leaving.add(key)
+
+    def make_room(self, owner: int) -> list[ChunkKey] | None:
+        """Room for one more chunk of ``owner``: which chunks leave for it; None when there is none to be had."""
+        spent = self._is_spent(owner)
+        if not spent and len(self) < self.capacity:
+            return []
+        victim = self.order.coldest(owner if spent else None)
+        if victim is None:
+            return None
+        self.leave(victim)
+        return [victim]
+
+    def shrink(self) -> list[ChunkKey]:
+        """What leaves, coldest first, because it holds more than its capacity."""
+        surplus: list[ChunkKey] = []
+        while len(self) > self.capacity and (victim := self.order.coldest()) is not None:
+            self.leave(victim)
+            surplus.append(victim)
+        return surplus
+
+    def _is_spent(self, owner: int) -> bool:
+        """The owner has used up its quota."""
+        if self.quota is None or not owner:
+            return False
+        return self.order.count(owner) + sum(whose == owner for whose in self.writing.values()) >= self.quota
