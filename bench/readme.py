@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvtier.bench.long_doc_qa_arms import NONE
 from kvtier.config import KEYS, Config
 
 RESULTS = Path("bench/results")
@@ -69,6 +70,29 @@ def long_doc_qa() -> str:
     return table(rows) + "\n\n" + _origin(found)
 
 
+def compare() -> str:
+    """The peers' table."""
+    found = _read("compare")
+    values = {row["name"]: row for row in found["rows"]}
+    rows = [["arm", "TTFT mean", "load cost", "against kvtier's", "throughput, nothing reused", "answers unlike none"]]
+    for name, arm in found["arms"].items():
+        if arm["cannot_run"]:
+            rows.append([f"`{name}`", f"cannot run: {arm['cannot_run']}", "", "", "", ""])
+            continue
+        cost, fill = values[f"{name}: load cost"], values.get(f"{name}: throughput, nothing reused")
+        rows.append(
+            [
+                f"`{name}`",
+                number(values[f"{name}: ttft mean"]["value"], "s"),
+                "-" if cost["value"] is None or name == NONE else f"{cost['value'] * 1000:.0f} ms",
+                "-" if cost["ratio"] is None else f"{cost['ratio']:.2f} x",
+                "-" if fill is None else f"{fill['value']:,.0f} tokens/s",
+                "-" if arm["answers_unlike_none"] is None else str(arm["answers_unlike_none"]),
+            ]
+        )
+    return table(rows) + "\n\n" + _origin(found)
+
+
 def micro() -> str:
     """The numbers of :data:`SHOWN`; the result files have the rest."""
     rows = [["what", "measured", "against", "command"]]
@@ -91,7 +115,12 @@ def keys() -> str:
     return table(rows)
 
 
-PARTS: dict[str, Callable[[], str]] = {"long_doc_qa": long_doc_qa, "micro": micro, "keys": keys}
+PARTS: dict[str, Callable[[], str]] = {
+    "long_doc_qa": long_doc_qa,
+    "compare": compare,
+    "micro": micro,
+    "keys": keys,
+}
 
 
 def rewritten(text: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import os
 import shutil
 import signal
 import sys
@@ -22,7 +23,8 @@ from kvtier.bench import long_doc_qa_client as client
 from kvtier.bench.companion import run_folder
 from kvtier.bench.compare.beside import beside
 from kvtier.bench.compare.contenders import CONTENDERS, Contender, names, rendered
-from kvtier.bench.compare.table import Run, print_table, write
+from kvtier.bench.compare.plot import write_plot
+from kvtier.bench.compare.table import Run, print_table, standings, throughput, write
 from kvtier.bench.long_doc_qa_arms import Arm, Sizes, server_args
 from kvtier.bench.long_doc_qa_work import Workload
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
@@ -95,6 +97,7 @@ def compare(args: argparse.Namespace, model: Path) -> int:
     shape = {
         name: getattr(args, name) for name in ("num_documents", "document_length", "question_length", "output_len")
     }
+    shape |= {"kv_token_bytes": _token_bytes(model)}
     shape |= {"rounds": args.rounds, "dtype": _DTYPE, "block_tokens": _BLOCK_TOKENS, "chunk_tokens": _CHUNK_TOKENS}
     for number in range(args.rounds):
         for one in args.arms:
@@ -111,6 +114,9 @@ def compare(args: argparse.Namespace, model: Path) -> int:
                 print(f"  cannot run: {reasons[one.name]}", file=sys.stderr, flush=True)
             write(args.output, args.arms, runs, reasons, workload=shape | {"model": _MODEL})
     print_table(args.arms, runs, reasons)
+    if runs:
+        about = f"{args.num_documents} documents of {args.document_length:,} tokens, {args.rounds} rounds"
+        write_plot(args.output.with_suffix(".png"), args.arms, standings(args.arms, runs), about)
     print(f"Wrote {args.output}")
     return int(any(name.startswith("kvtier") for name in reasons))
 
@@ -118,7 +124,7 @@ def compare(args: argparse.Namespace, model: Path) -> int:
 def _earlier(kept: Path) -> list[Run]:
     lines = kept.read_text().splitlines() if kept.exists() else []
     told = [json.loads(line) for line in lines]
-    return [Run(one["arm"], [client.Outcome(**outcome) for outcome in one["outcomes"]]) for one in told]
+    return [Run(**(one | {"outcomes": [client.Outcome(**each) for each in one["outcomes"]]})) for one in told]
 
 
 def _run(args: argparse.Namespace, one: Contender, model: Path) -> Run:
@@ -142,12 +148,23 @@ def _three_rounds(args: argparse.Namespace, one: Contender, server: VllmServer) 
     """Pre-warm-up, warm-up (fills the caches), query (reads them; the only one that counts)."""
     asker, words = client.connect(server.base_url, _MODEL, _REQUEST_S)
     work = Workload.of(args, words)
+    fill = 0.0
     for asks in (work.pre_warm_up(), work.warm_up()):
-        for outcome in asker.run(asks, _INFLIGHT, _nothing):
+        outcomes = asker.run(asks, _INFLIGHT, _nothing)
+        for outcome in outcomes:
             if not outcome.successful:
                 raise client.RequestError(f"a request before the query round failed: {outcome.error}")
+        fill = throughput(outcomes)
     time.sleep(_SETTLE_S)
-    return Run(one.name, asker.run(work.queries(), _INFLIGHT, _nothing))
+    before = _cpu_s()
+    outcomes = asker.run(work.queries(), _INFLIGHT, _nothing)
+    return Run(one.name, outcomes, fill, _cpu_s() - before)
+
+
+def _cpu_s() -> float:
+    """CPU seconds of the whole machine since its start, the kernel's work for disks and sockets included."""
+    user, nice, system, _idle, _iowait, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def _server(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,16 @@ NAME = "compare"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The query round of one arm in one round of the comparison."""
+    """The query round of one arm in one round of the comparison.
+
+    ``fill``: prompt tokens a second of the round before, in which nothing could be reused. ``cpu_s``: CPU seconds of
+    the whole machine during the query round. None: not measured.
+    """
 
     arm: str
     outcomes: Sequence[Outcome]
+    fill: float | None = None
+    cpu_s: float | None = None
 
     @property
     def ttft(self) -> list[float]:
@@ -31,13 +37,20 @@ class Run:
     @property
     def throughput(self) -> float:
         """Prompt tokens a second."""
-        return sum(one.prompt_tokens for one in self.outcomes) / max(one.request_end for one in self.outcomes)
+        return throughput(self.outcomes)
+
+
+def throughput(outcomes: Sequence[Outcome]) -> float:
+    """Prompt tokens a second of one round."""
+    return sum(one.prompt_tokens for one in outcomes) / max(one.request_end for one in outcomes)
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
     """One arm over all rounds; seconds. ``load_cost``: what a hit costs more than one in vLLM's own cache.
 
+    ``fill``: prompt tokens a second when nothing can be reused. ``cpu_gib``: CPU seconds for each GiB of hits, beyond
+    those of the same answers from vLLM's own cache.
     ``times_ours``: this load cost as a multiple of that of the kvtier arm it is held against; above 1: ours is less.
     ``cached``: part of the prompt tokens that was served from a cache. ``differing``: answers unlike those of ``none``.
     """
@@ -49,6 +62,8 @@ class Standing:
     cached: float
     differing: int | None
     failed: int
+    fill: float | None = None
+    cpu_gib: float | None = None
     times_ours: float | None = None
 
     @property
@@ -60,15 +75,22 @@ class Standing:
         return statistics.median(self.ttft)
 
 
-def standings(arms: Sequence[Contender], runs: Sequence[Run]) -> dict[str, Standing]:
-    """By arm, of those that ran and had an answer."""
+def standings(arms: Sequence[Contender], runs: Sequence[Run], token_bytes: int = 0) -> dict[str, Standing]:
+    """By arm, of those that ran and had an answer. ``token_bytes`` of KV; 0: CPU time is not told."""
     by_arm = {one.name: [run for run in runs if run.arm == one.name and run.ttft] for one in arms}
     by_arm = {name: found for name, found in by_arm.items() if found}
     warm = by_arm.get(GPU_HIT)
     bound = statistics.fmean(value for run in warm for value in run.ttft) if warm else None
     reference = answers(by_arm[NONE][0].outcomes) if NONE in by_arm else None
     found = {name: _standing(name, own, bound, reference) for name, own in by_arm.items()}
+    found = {name: replace(one, cpu_gib=_cpu_gib(by_arm[name], warm or [], token_bytes)) for name, one in found.items()}
     return {name: _beside_ours(one, found, arms) for name, one in found.items()}
+
+
+def _cpu_gib(runs: Sequence[Run], warm: Sequence[Run], token_bytes: int) -> float | None:
+    own, bare = [[run.cpu_s for run in each if run.cpu_s is not None] for each in (runs, warm)]
+    gib = sum(one.cached_tokens or 0 for one in runs[0].outcomes) * token_bytes / 2**30
+    return (statistics.median(own) - statistics.median(bare)) / gib if own and bare and gib else None
 
 
 def _standing(
@@ -88,6 +110,7 @@ def _standing(
         cached=sum(one.cached_tokens or 0 for one in outcomes) / max(1, prompt),
         differing=differing,
         failed=sum(not one.successful for one in outcomes),
+        fill=statistics.median(fills) if (fills := [run.fill for run in runs if run.fill is not None]) else None,
     )
 
 
@@ -96,21 +119,14 @@ def _beside_ours(one: Standing, found: Mapping[str, Standing], arms: Sequence[Co
     ours = found.get(like) if like is not None else None
     if ours is None or not ours.load_cost or one.load_cost is None or ours.load_cost <= 0:
         return one
-    return Standing(
-        one.arm,
-        one.ttft,
-        one.throughput,
-        one.load_cost,
-        one.cached,
-        one.differing,
-        one.failed,
-        times_ours=one.load_cost / ours.load_cost,
-    )
+    return replace(one, times_ours=one.load_cost / ours.load_cost)
 
 
-def rows(arms: Sequence[Contender], runs: Sequence[Run]) -> list[Row]:
-    """Every arm, in order; None for what did not run. Load costs are held against kvtier's (``limit``)."""
-    found = standings(arms, runs)
+def rows(arms: Sequence[Contender], runs: Sequence[Run], token_bytes: int = 0) -> list[Row]:
+    """Every arm, in order; None for what did not run. Load costs are held against kvtier's (``limit``), throughputs
+    against vLLM's without any cache below its own."""
+    found = standings(arms, runs, token_bytes)
+    bare = found[NONE].fill if NONE in found else None
     warm, made = found.get(GPU_HIT), []
     for arm in arms:
         one = found.get(arm.name)
@@ -125,11 +141,18 @@ def rows(arms: Sequence[Contender], runs: Sequence[Run]) -> list[Row]:
         ours = found[arm.like].load_cost if arm.like in found else None
         span = (None, None) if bound is None or one.load_cost is None else (least - bound, most - bound)
         made.append(Row(f"{arm.name}: load cost", one.load_cost, "s", ours, one.times_ours, *span))
+        if one.fill is not None:
+            made.append(
+                Row(f"{arm.name}: throughput, nothing reused", one.fill, "tokens/s", bare, _part(one.fill, bare))
+            )
+        if one.cpu_gib is not None and arm.name not in (NONE, GPU_HIT):
+            made.append(Row(f"{arm.name}: CPU a GiB of hits", one.cpu_gib, "s"))
     return made
 
 
 def write(path: Path, arms: Sequence[Contender], runs: Sequence[Run], reasons: Mapping[str, str], **more: Any) -> None:
-    """Write the results form."""
+    """Write the results form. ``more`` has ``workload``, and with it ``kv_token_bytes``."""
+    token_bytes = more["workload"].get("kv_token_bytes", 0)
     found = standings(arms, runs)
     about = {
         arm.name: {
@@ -142,7 +165,7 @@ def write(path: Path, arms: Sequence[Contender], runs: Sequence[Run], reasons: M
         }
         for arm in arms
     }
-    write_results(path, NAME, rows(arms, runs), **more, arms=about)
+    write_results(path, NAME, rows(arms, runs, token_bytes), **more, arms=about)
 
 
 def _facts(one: Standing) -> dict[str, Any]:
@@ -161,7 +184,7 @@ def print_table(arms: Sequence[Contender], runs: Sequence[Run], reasons: Mapping
     found = standings(arms, runs)
     table = Table(title="The same long documents again: time to first token", title_justify="left")
     table.add_column("arm", no_wrap=True)
-    for column in ("TTFT mean", "p50", "load cost", "times kvtier's", "prompt tok/s", "cached", "unlike none"):
+    for column in ("TTFT mean", "p50", "load cost", "times kvtier's", "tok/s, no reuse", "cached", "unlike none"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("note")
     for arm in arms:
@@ -177,7 +200,7 @@ def _cells(one: Standing | None) -> list[str]:
         f"{one.ttft_p50:.3f} s",
         "" if one.load_cost is None else f"{one.load_cost * 1000:.0f} ms",
         "" if one.times_ours is None else f"{one.times_ours:.2f} x",
-        f"{one.throughput:,.0f}",
+        "" if one.fill is None else f"{one.fill:,.0f}",
         f"{one.cached:.0%}",
         "" if one.differing is None else str(one.differing),
     ]

@@ -1,6 +1,7 @@
 """``python -m tests.trust [--slice | --full] [--out FILE]``: every suite, one table, one results file.
 
-Exit status 1 when a promise was broken or a mutant survived. ``--slice`` is for every change, ``--full`` for a release.
+Exit status 1 when a promise was broken or a mutant survived. ``--slice`` is for every change and leaves out what needs
+a real engine (``python -m tests.trust.stuck``, five minutes); ``--full`` is for a release.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -44,12 +46,18 @@ class Extent:
     nvme_bits: int
     redis_bits: int
     frames: int
+    kills: int
+    cuts: int
     suites: tuple[str, ...]
     """Those that mutants have to face."""
 
 
-SLICE = Extent(2_500, 7_000, 4_000, 50_000, ("simulation", "unit", "nvme"))
-FULL = Extent(100_000, 100_000, 50_000, 1_000_000, tuple(mutants.SUITES))
+SLICE = Extent(2_500, 7_000, 4_000, 50_000, 240, 4_000, ("simulation", "unit", "nvme"))
+STUCK_TESTS = (
+    "tests/trust/test_stuck.py", "tests/fault/test_nvme_disks.py", "tests/fault/test_redis_faults.py",
+    "tests/fault/test_hostile_clients.py",
+)  # fmt: skip
+FULL = Extent(100_000, 100_000, 50_000, 1_000_000, 5_000, 100_000, tuple(mutants.SUITES))
 
 
 def simulation(extent: Extent) -> Finding:
@@ -76,6 +84,43 @@ def corrupt_redis(extent: Extent) -> Finding:
     return Finding("corruption: Redis", tally.cases, "damaged chunks", 1, tally.bits, tally.violations)
 
 
+def kills(extent: Extent) -> Finding:
+    """kill -9 of servers and engines under load."""
+    if shutil.which("redis-server") is None:
+        return Finding("kill -9", detail={"skipped": "there is no redis-server"})
+    told = asked("tests.trust.crash", "--kills", str(extent.kills))
+    return Finding(
+        "kill -9", told["restarts"], "restarts", told["seeds"], told["kills"], told["violations"], detail=told
+    )
+
+
+def cuts(extent: Extent) -> Finding:
+    """Power cuts on what the NVMe tier has written."""
+    told = asked("tests.trust.power", "--cuts", str(extent.cuts))
+    return Finding(
+        "power cuts", told["cuts"], "images", told["seeds"], told["sectors"], told["violations"], detail=told
+    )
+
+
+def stuck_parts(extent: Extent) -> Finding:
+    """Tiers, servers and whole stores whose backends, disks, clients or descriptors fail them."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *STUCK_TESTS]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    passed = re.search(r"(\d+) passed", done.stdout)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    violations = failed or ([] if done.returncode == 0 else [f"pytest ended with status {done.returncode}"])
+    cases = int(passed[1]) if passed else 0
+    return Finding("stuck parts", cases, "tests", 0, cases + len(failed), violations)
+
+
+def stuck(extent: Extent) -> Finding:
+    """A real engine whose Redis is paused, slow, dead or flapping."""
+    told = asked("tests.trust.stuck")
+    return Finding(
+        "stuck, real engine", told["questions"], "questions", 1, told["plights"], told["missed"], detail=told
+    )
+
+
 def wire(extent: Extent) -> Finding:
     """Frames at random against a live server."""
     told = asked("tests.stress.fuzz_wire", "--frames", str(extent.frames), "--seed", "1")
@@ -90,8 +135,10 @@ def defects(extent: Extent) -> Finding:
 
 
 SUITES: dict[str, Callable[[Extent], Finding]] = {
-    "simulation": simulation, "nvme": corrupt_nvme, "redis": corrupt_redis, "wire": wire, "mutants": defects,
+    "simulation": simulation, "kills": kills, "cuts": cuts, "nvme": corrupt_nvme, "redis": corrupt_redis, "wire": wire,
+    "parts": stuck_parts, "mutants": defects, "stuck": stuck,
 }  # fmt: skip
+NOT_IN_A_SLICE = {"stuck"}
 
 
 def asked(module: str, *words: str) -> dict[str, Any]:
@@ -134,14 +181,17 @@ def main() -> int:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--slice", action="store_true", help="minutes (the default)")
     size.add_argument("--full", action="store_true", help="an hour or so")
-    parser.add_argument("--only", nargs="*", choices=SUITES, default=list(SUITES))
+    parser.add_argument("--only", nargs="*", choices=SUITES)
     parser.add_argument("--out", type=Path, help="results file")
     given = parser.parse_args()
     logging.getLogger("kvtier").setLevel(logging.CRITICAL + 1)
     findings = []
-    for name in given.only:
+    for name in given.only or [name for name in SUITES if given.full or name not in NOT_IN_A_SLICE]:
         begun = time.monotonic()
-        findings.append(SUITES[name](FULL if given.full else SLICE))
+        try:
+            findings.append(SUITES[name](FULL if given.full else SLICE))
+        except RuntimeError as error:
+            findings.append(Finding(name, violations=[str(error)]))
         findings[-1].seconds = round(time.monotonic() - begun, 1)
         sys.stderr.write(f"{findings[-1].suite}: {len(findings[-1].violations)} violations\n")
     sys.stdout.write(table(findings) + "\n")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from kvtier.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.chunk import PAGE_BYTES, ChunkKey, ChunkLayout, fingerprint
 from kvtier.lease import LoadLease, SaveLease
 from kvtier.store import Store
 from kvtier.testing.check_tier import content
@@ -16,7 +16,8 @@ from tests.trust.scheduler import Dead, Process, ViolationError
 if TYPE_CHECKING:
     from tests.trust.simulation import Simulation
 
-SLOT = 4096
+SLOT = 2 * PAGE_BYTES
+CUTS = (PAGE_BYTES, SLOT)
 LAYOUT = ChunkLayout(fingerprint({"model": "simulation"}), 1, 1, (SLOT,))
 PROMPTS = (
     [0], [0, 0], [0, 0, 0], [0, 0, 0, 0], [0, 1], [0, 1, 1], [1, 0, 1], [1, 1, 1, 1, 1], [2], [3, 3], [4], [5, 5],
@@ -99,7 +100,7 @@ class Client:
     def load(self, store: Store) -> None:
         keys, rng = self.sim.run_of_keys(), self.world.rng
         with self.call("load", len(keys)):
-            lease = store.load(keys, rng.choice((0, 0, 1)), self.sim.owner(self.number))
+            lease = store.load(keys, rng.choice((0, 0, 1)), self.sim.owner(self.number), cuts=rng.choice(((), CUTS)))
         self.loads.append(lease)
         self.sim.loads.append(lease)
         for _ in range(rng.randint(0, 12)):
@@ -115,6 +116,7 @@ class Client:
             else:
                 self.world.sleep(rng.choice((0.01, 0.1)))
         self.sim.verify(lease)
+        self.sim.events["fillings by parts"] += sum(map(bool, lease.fillings))
         self.sim.events["served"] += lease.ready
         self.sim.events["served from below"] += sum(source != "ram" for source in lease.sources)
         if rng.random() < 0.75:

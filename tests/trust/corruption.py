@@ -52,7 +52,7 @@ class Reader:
         self._into = memoryview(bytearray(size))
 
     def read(self, tier: Tier, key: ChunkKey) -> bool:
-        held = tier.read(key, self._into)
+        held = bool(tier.read(key, self._into))
         self.tally.expect(not held or self._into == self.right[key], f"{tier.name} serves wrong bytes")
         return held
 
@@ -231,6 +231,16 @@ def foreign_files(place: Place) -> None:
         place.tally.expect(not any(strangers.read(tier, key) for key in other), "another model's file: served")
         place.tally.expect(tier.counts["misses"] - before == SLOTS, "another model's file: not counted")
         place.tally.cases += SLOTS
+    foreign = NvmeTier(place.path.with_name("foreign"), ROOM, SLOT, direct=False)
+    for key in other:
+        foreign.write(key, content(key, SLOT))
+    foreign.close(other)
+    for name in (INDEX, PAYLOAD):
+        place.restore()
+        shutil.copy(place.path.with_name("foreign") / name, place.path / name)
+        with place.opened() as tier:
+            place.tally.expect(not any(strangers.read(tier, key) for key in other), f"another model's {name}: served")
+            place.reader.expect_lost(tier, range(SLOTS), f"another model's {name} beside our other file")
 
 
 # ---- Redis -----------------------------------------------------------------------------------------------------------

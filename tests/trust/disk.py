@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 from collections.abc import Sequence
 from itertools import count
 from types import SimpleNamespace
@@ -39,6 +40,23 @@ class SimFile:
         self.data.extend(bytes(size - len(self.data)))
         self.unsynced = {sector: held for sector, held in self.unsynced.items() if (sector + 1) * SECTOR <= size}
 
+    def power_cut(self, rng: random.Random, keep: float) -> int:
+        """Lose unsynced sectors, each kept with probability ``keep``; how many are not what was written last."""
+        lost = 0
+        for sector, before in self.unsynced.items():
+            start = sector * SECTOR
+            now = bytes(self.data[start : start + SECTOR])
+            if rng.random() < keep:
+                continue
+            left = rng.choice(before)
+            if rng.random() < 0.1:
+                cut = rng.randrange(SECTOR)
+                left = now[:cut] + left[cut:]
+            lost += left != now
+            self.data[start : start + SECTOR] = left
+        self.unsynced.clear()
+        return lost
+
 
 class Handle:
     def __init__(self, file: SimFile | None, process: Process | None) -> None:
@@ -59,19 +77,7 @@ class SimDisk:
     def power_cut(self) -> None:
         rng = self.world.rng
         keep = rng.choice((0.1, 0.5, 0.9))
-        for file in self.files.values():
-            for sector, before in file.unsynced.items():
-                start = sector * SECTOR
-                now = bytes(file.data[start : start + SECTOR])
-                if rng.random() < keep:
-                    continue
-                left = rng.choice(before)
-                if rng.random() < 0.1:
-                    cut = rng.randrange(SECTOR)
-                    left = now[:cut] + left[cut:]
-                self.lost_sectors += left != now
-                file.data[start : start + SECTOR] = left
-            file.unsynced.clear()
+        self.lost_sectors += sum(file.power_cut(rng, keep) for file in self.files.values())
 
     def rot(self) -> None:
         """A bit of a stored payload or record turns over."""

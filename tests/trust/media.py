@@ -9,13 +9,13 @@ import fnmatch
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import redis
 from xxhash import xxh3_64_intdigest
 
 from kvtier.chunk import ChunkKey
-from kvtier.tiers.base import Tier
+from kvtier.tiers.base import PartReader, Tier
 from tests.trust.scheduler import Process, ViolationError, World
 
 
@@ -29,8 +29,6 @@ class Medium:
         self.held: dict[ChunkKey, tuple[bytes, int]] = {}
         self.unsynced: list[tuple[ChunkKey, tuple[bytes, int] | None]] = []
         """What each changed key had before."""
-        self.forgot = False
-        """A read failed for now: the Store believes less than is held."""
 
     def set(self, key: ChunkKey, value: tuple[bytes, int] | None) -> None:
         self.unsynced.append((key, self.held.pop(key, None)))
@@ -96,13 +94,12 @@ class SimTier:
         self._io("written")
         return True
 
-    def read(self, key: ChunkKey, into: memoryview) -> bool:
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
         world, medium = self.world, self.medium
         into[:] = b"\xee" * into.nbytes
         self._io("read")
         if world.fault("read fails"):
-            medium.forgot = True
-            return False
+            return None
         data, check = medium.held.get(key, (b"", 0))
         half = into.nbytes // 2
         into[: len(data[:half])] = data[:half]
@@ -169,7 +166,7 @@ class Watched:
         self.writing.discard(key)
         return stored
 
-    def read(self, key: ChunkKey, into: memoryview) -> bool:
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
         return self.inner.read(key, into)
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
@@ -184,6 +181,22 @@ class Watched:
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
         self.inner.close(coldest_first)
+
+
+class WatchedParts(Watched):
+    """One that is a PartReader too."""
+
+    inner: Any
+
+    def read_part(self, key: ChunkKey, into: memoryview, begin: int, end: int) -> bool | None:
+        return cast("bool | None", self.inner.read_part(key, into, begin, end))
+
+    def verify(self, key: ChunkKey, whole: memoryview) -> bool | None:
+        return cast("bool | None", self.inner.verify(key, whole))
+
+
+def watched(world: World, inner: Tier) -> Watched:
+    return WatchedParts(world, inner) if isinstance(inner, PartReader) else Watched(world, inner)
 
 
 class SimRedis:

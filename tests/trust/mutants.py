@@ -23,7 +23,14 @@ COPIED = ("kvtier", "connectors", "autoconfig", "bench", "tests", "pyproject.tom
 PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider")
 SUITES: dict[str, tuple[str, ...]] = {
     "simulation": ("-m", "tests.trust.simulation", "--stop", "--seeds", "2500"),
-    "unit": (*PYTEST, "tests/unit/test_directory.py", "tests/unit/test_store.py", "tests/unit/test_chunk.py"),
+    "unit": (
+        *PYTEST,
+        "tests/unit/test_directory.py",
+        "tests/unit/test_store.py",
+        "tests/unit/test_store_writing.py",
+        "tests/unit/test_chunk.py",
+        "tests/unit/test_layerwise.py",
+    ),
     "nvme": (*PYTEST, "tests/trust/test_corruption.py", "tests/fault/test_nvme_faults.py", "-k", "not redis"),
     "machine": (*PYTEST, "tests/property/test_store_machine.py"),
 }
@@ -63,8 +70,8 @@ MUTANTS = (
     ),
     Mutant(
         "directory.py",
-        "        tier.writing[entry.key] = entry.owner\n        self.pin(entry)",
-        "        tier.writing[entry.key] = entry.owner\n        entry.pins += 1",
+        "            victim = next((key for key in order if not self._entries[key].pins), None)",
+        "            victim = next(order, None)",
         "a chunk is evicted while it is spilled",
     ),
     Mutant(
@@ -74,15 +81,15 @@ MUTANTS = (
         "a chunk forgotten while it is spilled comes back",
     ),
     Mutant(
-        "directory.py",
-        "        if spent or len(tier.order) + len(tier.writing) >= tier.capacity:",
-        "        if spent or len(tier.order) >= tier.capacity:",
+        "holding.py",
+        "        if not spent and len(self) < self.capacity:",
+        "        if not spent and len(self.order) < self.capacity:",
         "writes under way do not count against a tier's capacity",
     ),
     Mutant(
-        "directory.py",
-        "        if entry.key in tier.order or entry.key in tier.writing or entry.key in tier.leaving:",
-        "        if entry.key in tier.order or entry.key in tier.writing:",
+        "holding.py",
+        "        return not (key in self.order or key in self.writing or key in self.leaving)",
+        "        return not (key in self.order or key in self.writing)",
         "a chunk is written while its delete is still to come",
     ),
     Mutant(
@@ -99,14 +106,14 @@ MUTANTS = (
     ),
     Mutant(
         "directory.py",
-        "        entry.pins -= 1\n        if entry.pins:\n            return",
-        "        entry.pins -= 1",
+        "        if entry.state is READY and entry.pins == entry.writes:\n            if entry.key not in",
+        "        if entry.state is READY:\n            if entry.key not in",
         "the first of two readers to leave makes the chunk evictable",
     ),
     Mutant(
         "directory.py",
-        "        entry.state = READY\n        if not entry.pins:",
-        "        entry.state = READY\n        if True:",
+        "        if not entry.pins:\n            self._evictable.add(entry.key, entry.owner)\n\n    def fill_failed",
+        "        if True:\n            self._evictable.add(entry.key, entry.owner)\n\n    def fill_failed",
         "a chunk that arrives under a waiter is evictable",
     ),
     Mutant(
@@ -139,6 +146,18 @@ MUTANTS = (
         "        if wanted:",
         "a failed write counts as held",
     ),
+    Mutant(
+        "directory.py",
+        "            if entry.key not in self._evictable:\n                self",
+        "            if True:\n                self",
+        "what was just written below becomes the hottest in RAM",
+    ),
+    Mutant(
+        "directory.py",
+        "                entry.offered = True\n",
+        "                pass\n",
+        "what a tier refused is offered to it for ever",
+    ),
     # ---- store -----------------------------------------------------------------------------------------------------
     Mutant(
         "store.py",
@@ -160,8 +179,8 @@ MUTANTS = (
     ),
     Mutant(
         "store.py",
-        "            lease.closed = True\n            self._unpin(lease.entries)",
-        "            lease.closed = True",
+        "            self._unpin(lease.entries)\n            lease.entries = []",
+        "            lease.entries = []",
         "a closed load keeps its pins for ever",
     ),
     Mutant(
@@ -171,22 +190,22 @@ MUTANTS = (
         "an answer that comes after the close pins chunks for nobody",
     ),
     Mutant(
-        "store.py",
-        '["promotion_refused"] += 1\n                    self._directory.fill_failed(entry)',
+        "promote.py",
+        '["promotion_refused"] += 1\n            self._core.directory.fill_failed(entry)',
         '["promotion_refused"] += 1',
         "a full lane leaves chunks FILLING for ever",
     ),
     Mutant(
-        "store.py",
-        "            victims = self._directory.spill_begun(entry, index) if entry.state is READY else None",
-        "            victims = self._directory.spill_begun(entry, index)",
+        "below.py",
+        "            takes = entry.state is READY and self._affords(entry.key)",
+        "            takes = self._affords(entry.key)",
         "a spill of a chunk that has left raises on its lane",
     ),
-    Mutant("store.py", "        self._delete(index, victims)\n", "", "what a tier has no room for is never deleted"),
+    Mutant("below.py", "        self._delete(victims)\n", "", "what a tier has no room for is never deleted"),
     Mutant(
-        "store.py",
-        "            if arrived:\n                self.counts",
-        "            if True:\n                self.counts",
+        "below.py",
+        "        if whole:\n            self._counts",
+        "        if True:\n            self._counts",
         "a failed read is served",
     ),
     Mutant(
@@ -202,17 +221,47 @@ MUTANTS = (
         "a question that a full lane refused is waited for for ever",
     ),
     Mutant(
-        "store.py",
-        "            self._promote_all([(entry, again)])",
+        "promote.py",
+        "            self.begin([(entry, again)])",
         "            pass",
         "a failed read leaves the chunk FILLING when another tier has it too",
     ),
     Mutant(
-        "store.py",
-        "            if not self._directory.spill_ended(entry, index, stored):\n"
-        "                self._trash[index].append(entry.key)",
-        "            self._directory.spill_ended(entry, index, stored)",
+        "below.py",
+        "            if not self._directory.spill_ended(entry, self._index, stored):\n"
+        "                self._trash.append(entry.key)",
+        "            self._directory.spill_ended(entry, self._index, stored)",
         "a chunk forgotten while it is spilled stays in the tier",
+    ),
+    Mutant(
+        "below.py",
+        "        if whole is False:\n            self._directory.lost",
+        "        if True:\n            self._directory.lost",
+        "a clear does not reach what a tier could not read for a moment",
+    ),
+    Mutant(
+        "below.py",
+        "            self._away.fault()",
+        "            pass",
+        "a tier that is away takes slots from RAM for every load",
+    ),
+    Mutant(
+        "promote.py",
+        "                again = next((other for other in directory.holders(entry.key) if other > index), None)",
+        "                again = next(directory.holders(entry.key), None)",
+        "a tier that is away is asked for one chunk for ever",
+    ),
+    Mutant(
+        "below.py",
+        "            takes = entry.state is READY and self._affords(entry.key)",
+        "            takes = entry.state is READY",
+        "a tier writes more than its budget",
+    ),
+    Mutant(
+        "store.py",
+        "            left = self._directory.all_out() if self._on_evict else []",
+        "            left = []",
+        "a restart of a store that writes on eviction is cold",
     ),
     # ---- lease, policy, chunk --------------------------------------------------------------------------------------
     Mutant(
@@ -223,8 +272,8 @@ MUTANTS = (
     ),
     Mutant(
         "lease.py",
-        "        return [entry.slot for entry in self.entries[: self.ready]]",
-        "        return [entry.slot for entry in self.entries]",
+        "        return self.entries if self.fillings else self.entries[: self.ready]",
+        "        return self.entries",
         "a load shows slots that are not there yet",
     ),
     Mutant("policy.py", "        self._order.pop(key, None)", "        pass", "a chunk that has left is evicted again"),
@@ -301,6 +350,37 @@ MUTANTS = (
         'seed=int.from_bytes(own_link(key), "little")',
         "seed=0",
         "a payload is believed under another key",
+    ),
+    # ---- layer by layer --------------------------------------------------------------------------------------------
+    Mutant(
+        "layerwise.py",
+        "        self._tell(filling, CONFIRMED if right else BROKEN)",
+        "        self._tell(filling, CONFIRMED)",
+        "a chunk that came by parts and is bad is confirmed",
+    ),
+    Mutant(
+        "layerwise.py",
+        "        if last:\n            self._finish(",
+        "        if last or not come:\n            self._finish(",
+        "a slot is given back while reads of other parts still write into it",
+    ),
+    Mutant(
+        "layerwise.py",
+        "        if number > filling or (number == filling and come == BROKEN):",
+        "        if number == filling and come == BROKEN:",
+        "a slot that has gone to another filling is waited for until the deadline",
+    ),
+    Mutant(
+        "layerwise.py",
+        "        if number == filling and come >= parts:",
+        "        if come >= parts:",
+        "parts of an earlier filling of the slot count",
+    ),
+    Mutant(
+        "promote.py",
+        "waited != len(promotions) or not",
+        "not",
+        "a chunk that comes whole is taken to be there while the first parts of others come",
     ),
 )
 

@@ -1,0 +1,159 @@
+"""What backends come to while they are used: a Redis that is paused, slow to a byte a second, dead or flapping; a disk
+that hangs; a process without free descriptors. Each is a context; when it ends, the backend is well again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import kvtier.tiers.nvme_files
+from kvtier.bench.throttled import Throttle
+from tests.redis_server import RedisServer
+
+_PIECE = 64 << 10
+_ON_S, _OFF_S = 0.3, 0.7
+
+
+class Passage(Throttle):
+    """A proxy before Redis. ``rate``: single bytes a second of its answers; None: all there is. A Redis that is not
+    there is one that refuses: the connection is closed."""
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await super()._serve(reader, writer)
+        except OSError:
+            writer.close()
+
+    async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slowed: bool) -> None:
+        try:
+            while piece := await reader.read(_PIECE):
+                while slowed and piece and (rate := self.rate) is not None:
+                    writer.write(piece[:1])
+                    await writer.drain()
+                    piece = piece[1:]
+                    await asyncio.sleep(1 / rate)
+                writer.write(piece)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+
+@contextmanager
+def paused(redis: RedisServer, passage: Passage) -> Iterator[None]:
+    """SIGSTOP."""
+    redis.pause()
+    try:
+        yield
+    finally:
+        redis.resume()
+
+
+@contextmanager
+def dripping(redis: RedisServer, passage: Passage) -> Iterator[None]:
+    """One byte a second."""
+    passage.rate = 1.0
+    try:
+        yield
+    finally:
+        passage.rate = None
+
+
+@contextmanager
+def dead(redis: RedisServer, passage: Passage) -> Iterator[None]:
+    """kill -9; it comes back empty."""
+    redis.kill()
+    try:
+        yield
+    finally:
+        redis.start()
+
+
+@contextmanager
+def flapping(redis: RedisServer, passage: Passage) -> Iterator[None]:
+    """SIGSTOP and SIGCONT in turns, for ever."""
+    over = threading.Event()
+
+    def flap() -> None:
+        while not over.is_set():
+            redis.pause()
+            over.wait(_OFF_S)
+            redis.resume()
+            over.wait(_ON_S)
+
+    thread = threading.Thread(target=flap)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+Plight = Callable[[RedisServer, Passage], contextlib.AbstractContextManager[None]]
+REDIS_PLIGHTS: dict[str, Plight] = {
+    "paused": paused, "1 byte/s": dripping, "dead": dead, "flapping": flapping,
+}  # fmt: skip
+
+
+class HangingDisk:
+    """Stands in for ``os`` in :mod:`kvtier.tiers.nvme_files`: while ``hangs``, no payload comes or goes."""
+
+    def __init__(self) -> None:
+        self._goes = threading.Event()
+        self._goes.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def pwritev(self, fd: int, parts: Sequence[memoryview], at: int) -> int:
+        self._goes.wait()
+        return os.pwritev(fd, parts, at)
+
+    def preadv(self, fd: int, parts: Sequence[memoryview], at: int) -> int:
+        self._goes.wait()
+        return os.preadv(fd, parts, at)
+
+    @contextmanager
+    def hangs(self) -> Iterator[None]:
+        self._goes.clear()
+        try:
+            yield
+        finally:
+            self._goes.set()
+
+
+@contextmanager
+def hanging_disk() -> Iterator[HangingDisk]:
+    """NVMe tiers lie on it."""
+    files: Any = kvtier.tiers.nvme_files
+    files.os = disk = HangingDisk()
+    try:
+        yield disk
+    finally:
+        files.os = os
+
+
+@contextmanager
+def nothing_more_to_open(pid: int, free: int = 0) -> Iterator[None]:
+    """The process keeps what it has open and may have so many descriptors more; then it gets EMFILE."""
+    gc.collect()  # if it is this one: nothing that was forgotten shall free any meanwhile
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    folder = f"/proc/{pid}/fd"
+    taken = {int(number) for number in os.listdir(folder) if os.path.lexists(f"{folder}/{number}")}
+    numbers = (number for number in count() if number not in taken)
+    lowest = [next(numbers) for _ in range(free + 1)]
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest[-1], before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)

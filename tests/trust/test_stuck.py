@@ -1,0 +1,212 @@
+"""Stuck backends under a whole store, and hosts out of descriptors: no call waits for them, all comes back by itself.
+
+What single parts do about it is tested beside them: full and failing disks in ``tests/fault/test_nvme_disks.py``, a
+Redis that hangs, dies, is full or talks nonsense in ``tests/fault/test_redis_faults.py``, clients that stall in
+``tests/fault/test_hostile_clients.py``, a server that hangs in ``tests/integration/test_server.py``. What it costs a
+real engine is measured by ``python -m tests.trust.stuck``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvtier.lanes import Lane
+from kvtier.pool import Pool
+from kvtier.store import Store
+from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.redis import RedisTier
+from kvtier.tiers.redis_form import Form
+from kvtier.tiers.redis_link import Link
+from tests.clock import Clock
+from tests.mounts import mounted
+from tests.nvme_place import room
+from tests.redis_server import NAMESPACE, RedisServer
+from tests.server_process import DEADLINE_S, SLOT, at_rest, attached, load, run, save, short_folder, wait_for
+from tests.trust.crash import TIGHT, descriptors, is_idle, settings
+from tests.trust.plights import REDIS_PLIGHTS, Passage, Plight, hanging_disk, nothing_more_to_open
+from tests.trust.victims import Engine, ForkedServer
+
+TIMEOUT_S = 0.3
+"""Of a call to Redis. All verbs of :func:`use` together would take far more than DEADLINE_S if each waited so long."""
+ROUNDS = 60
+SLOTS = 12
+HOT, COLD = run(1, 2), run(2, 3)
+
+
+def use(store: Store) -> None:
+    """Every verb, many times; AssertionError when they do not come to an end. ``HOT`` stays in RAM and is served."""
+    lane = Lane("engine", 1, urgent_bound=1, bound=1)
+    served: list[int] = []
+
+    def verbs() -> None:
+        for turn in range(ROUNDS):
+            store.match(COLD)
+            store.forecast(COLD)
+            store.load(COLD).close()
+            store.decline(COLD, "slower")
+            save(store, run(100 + turn % 3, 1))
+            store.forget(run(100 + turn % 3, 1))
+            with store.load(HOT) as lease:
+                served.append(lease.poll().ready)
+
+    lane.submit(verbs)
+    assert lane.close(DEADLINE_S), "a verb waits for what is stuck"
+    assert served == [len(HOT)] * ROUNDS, "what is in RAM is served at once"
+
+
+def push_out(store: Store) -> None:
+    """Leave ``COLD`` to the lower tier, and ``HOT`` in RAM."""
+    for keys in (COLD, *(run(prompt, 2) for prompt in range(200, 200 + SLOTS // 2)), HOT):
+        save(store, keys)
+        wait_for(lambda keys=keys: store.reach(keys)[1] == len(keys), "it is written")  # type: ignore[misc]
+    assert store.reach(COLD) == [0, len(COLD)]
+
+
+def asked(store: Store) -> bool:
+    """Give a shared tier something to do: look for what nobody knows of."""
+    store.load(run(999, 1)).close()
+    return True
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("plight", REDIS_PLIGHTS.values(), ids=REDIS_PLIGHTS)
+def test_no_call_waits_for_a_stuck_redis_and_it_is_used_again(plight: Plight) -> None:
+    clock = Clock()
+    with RedisServer() as redis:
+        passage = Passage(redis.port)
+        link = Link(f"redis://127.0.0.1:{passage.port}", connections=2, timeout_s=TIMEOUT_S)
+        tier = RedisTier(link, Form("kvtier", NAMESPACE), 1 << 20, SLOT, clock=clock)
+        store = Store(Pool(SLOTS, SLOT), [(tier, Lane("redis", 2, urgent_bound=16, bound=16))])
+        push_out(store)
+        with plight(redis, passage):
+            use(store)
+            wait_for(lambda: asked(store) and tier.counts["breaker_trips"] > 0, "the breaker opens")
+
+        def back() -> bool:
+            clock.now += 1.0
+            save(store, COLD[:1])
+            return bool(load(store, COLD)) and not tier.open_breakers
+
+        wait_for(back, "it is used again")
+        wait_for(lambda: is_idle(store), "the store is at rest")
+        store.check(idle=True)
+        assert store.close()
+        passage.close()
+
+
+def test_no_call_waits_for_a_stuck_disk_and_it_is_used_again(tmp_path: Path) -> None:
+    with hanging_disk() as disk:
+        tier = NvmeTier(tmp_path / "nvme", room(32), SLOT)
+        store = Store(Pool(SLOTS, SLOT), [(tier, Lane("nvme", 2, urgent_bound=4, bound=4))])
+        push_out(store)
+        with disk.hangs():
+            use(store)
+            with store.load(COLD) as lease:
+                assert lease.poll().ready == 0
+        wait_for(lambda: len(load(store, COLD)) == len(COLD), "the disk is used again")
+        wait_for(lambda: is_idle(store), "the store is at rest")
+        store.check(idle=True)
+        assert store.close()
+
+
+@pytest.fixture
+def freezable(tmp_path: Path) -> Iterator[Path]:
+    """A file system on a loop device, whose writes ``fsfreeze`` can stop."""
+    if os.geteuid() or shutil.which("mkfs.ext4") is None:
+        pytest.skip("mounting a file system needs root and mkfs.ext4")
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(32 << 20)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    with mounted(tmp_path / "disk", "-o", "loop", str(image)) as disk:
+        yield disk
+
+
+def test_engines_go_on_while_their_servers_disk_is_frozen(freezable: Path) -> None:
+    with ExitStack() as stack:
+        folder = stack.enter_context(short_folder())
+        server = stack.enter_context(ForkedServer(folder, nvme_path=freezable / "nvme", nvme_bytes=TIGHT))
+        engine = Engine(server.socket, 1)
+        engine.hear_until(b"h")
+        with frozen(freezable), attached(server.door()) as client:
+            for _ in range(20):
+                engine.hear_until(b"c")
+            for prompt in range(500, 530):
+                save(client, run(prompt, 2))
+                with client.load(run(prompt, 2)) as lease:
+                    assert lease.ready == 2, "RAM goes on"
+        engine.hear_until(b"h")
+        engine.kill()
+        with attached(server.door()) as client:
+            at_rest(client)
+            assert client.stats()["nvme_held"] > 0
+        assert server.stop() == 0
+
+
+@contextmanager
+def frozen(disk: Path) -> Iterator[None]:
+    subprocess.run(["fsfreeze", "--freeze", str(disk)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", str(disk)], check=True)
+
+
+# ---- out of descriptors ----------------------------------------------------------------------------------------------
+
+
+def test_a_server_out_of_descriptors_serves_those_it_has_and_then_the_others() -> None:
+    with ExitStack() as stack:
+        folder = stack.enter_context(short_folder())
+        server = stack.enter_context(ForkedServer(folder, nvme_path=folder / "nvme", nvme_bytes=TIGHT))
+        with attached(server.door()) as client:
+            save(client, run(1, 3))
+            with nothing_more_to_open(server.pid):
+                late = Engine(server.socket, 1)
+                wait_for(lambda: "cannot accept" in server.said(), "it says what is wrong")
+                for prompt in range(30):
+                    save(client, run(prompt, 3))
+                    assert len(load(client, run(prompt, 3))) == 3
+            late.hear_until(b"h")
+            late.kill()
+            at_rest(client)
+
+
+def test_an_engine_out_of_descriptors_comes_back_to_its_server_and_keeps_none() -> None:
+    with short_folder() as folder, ForkedServer(folder) as server:
+        engine = Engine(server.socket, 1)
+        engine.hear_until(b"h")
+        before = len(descriptors(engine.pid))
+        server.kill()
+        engine.hear_until(b"m")
+        with nothing_more_to_open(engine.pid):
+            server.start()
+            engine.hear(1000)
+        engine.hear_until(b"h")
+        assert len(descriptors(engine.pid)) <= before, "each attempt keeps something"
+        engine.kill()
+
+
+@pytest.mark.redis
+def test_a_store_out_of_descriptors_goes_on_without_redis_and_gets_it_back() -> None:
+    with short_folder() as folder, RedisServer() as redis:
+        engine = Engine(settings(folder, redis), 1)
+        engine.hear_until(b"h")
+        redis.kill()
+        engine.hear(500)  # it has noticed, and let go of its connections
+        with nothing_more_to_open(engine.pid):
+            redis.start()
+            engine.hear(2000)
+            engine.hear_until(b"h")
+        with redis.admin() as admin:
+            while not admin.dbsize():
+                engine.hear(100)
+        engine.hear_until(b"h")
+        engine.kill()
