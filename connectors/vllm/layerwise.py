@@ -37,9 +37,11 @@ class Flowing:
             self._parts += 1
 
     def confirm(self) -> None:
-        """Return when everything that was copied is known to be right; after the forward pass."""
-        if self._parts < len(self._flow.regions):
-            raise TierError(f"the forward pass asked for {self._parts} of {len(self._flow.regions)} parts only")
+        """After the forward pass: return when all layers are in the blocks (a draft model's are asked for later) and
+        everything is known to be right."""
+        if not self._parts:
+            raise TierError("the forward pass did not ask for its layers")
+        self.advance(self._flow.regions[-1])
         self._await(CONFIRMED)
 
     def _await(self, parts: int) -> None:

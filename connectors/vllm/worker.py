@@ -156,7 +156,9 @@ class WorkerHalf:
         self._report.save_s += time.perf_counter() - begun
 
     def bad_blocks(self) -> set[int]:
-        """vLLM's ``get_block_ids_with_load_errors``: blocks of this step whose load failed."""
+        """vLLM's ``get_block_ids_with_load_errors``: blocks of this step whose load failed. With a draft model it is
+        called before ``wait_for_save``, and all has to be known here."""
+        self._confirm_flows()
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 

@@ -149,6 +149,31 @@ def test_a_bad_byte_in_the_last_layer_is_found_before_the_answer_counts(engine: 
     assert engine.store.match(KEYS) == (1, 0), "the bad chunk is gone, its neighbours are not"
 
 
+def test_with_a_draft_model_errors_are_known_when_vllm_asks_for_them(engine: Engine) -> None:
+    """vLLM then asks before it calls ``wait_for_save``, and the draft model's layer comes after both."""
+    place = engine.tier._places[KEYS[2]] % engine.tier.capacity
+    flip(engine.path / "slots.kvtier", place * SLOT)
+    metadata = engine.begin()
+    engine.worker.load(metadata)
+    for _ in range(CHUNKS * (LAYERS - 1)):
+        engine.lane.turn()
+    engine.worker.layer("layer.2")
+    engine.lane.run()
+    assert engine.worker.bad_blocks() == set(TARGET)
+    engine.worker.layer("layer.3")
+    assert not engine.end(metadata).done
+
+
+def test_a_draft_models_layer_that_nobody_asked_for_yet_is_loaded(engine: Engine) -> None:
+    metadata = engine.begin()
+    engine.worker.load(metadata)
+    engine.lane.run()
+    engine.worker.layer("layer.2")
+    assert engine.worker.bad_blocks() == set()
+    assert engine.loaded(LAYERS - 1)
+    assert engine.end(metadata).done
+
+
 def test_layers_that_never_come_are_given_up_at_the_deadline(engine: Engine) -> None:
     metadata = engine.begin()
     metadata.loads[0].flow.until = 0.0
