@@ -106,6 +106,16 @@ def micro() -> str:
     return table(rows)
 
 
+def trust() -> str:
+    """What the trust suites did."""
+    found = _read("trust")
+    rows = [["suite", "cases", "seeds", "faults injected", "violations"]]
+    for one in found["suites"]:
+        cases = f"{one['cases']:,} {one['unit']}"
+        rows.append([one["suite"], cases, f"{one['seeds']:,}", f"{one['faults']:,}", str(len(one["violations"]))])
+    return table(rows) + "\n\n" + _origin(found)
+
+
 def keys() -> str:
     """Every configuration key."""
     rows = [["key", "default", "unit", "what for"]]
@@ -119,6 +129,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "long_doc_qa": long_doc_qa,
     "compare": compare,
     "micro": micro,
+    "trust": trust,
     "keys": keys,
 }
 

@@ -476,7 +476,10 @@ def test_stats_and_clear_from_a_terminal(server: AdminServer) -> None:
 
 
 def test_watch_goes_on_until_it_is_interrupted(server: AdminServer) -> None:
-    command = [sys.executable, "-m", "kvtier.cli", "stats", "--watch", "--json", "--admin", server.url]
+    # A shell that runs the tests in the background makes them, and their children, ignore SIGINT.
+    code = "import signal, sys; from kvtier.cli import main; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    words = ["stats", "--watch", "--json", "--admin", server.url]
+    command = [sys.executable, "-c", code + "sys.exit(main())", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
         first, second = (json.loads(watching.stdout.readline()) for _ in range(2))
