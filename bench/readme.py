@@ -27,6 +27,8 @@ SHOWN = (
     ("nvme", "NvmeTier write, 2 threads", "raw O_DIRECT"),
     ("nvme", "NvmeTier read, 2 threads", "raw O_DIRECT"),
     ("nvme", "recovery of 100,000 chunks after kill -9", ""),
+    ("sealed", "sealed NvmeTier write, 2 threads", "the same without encryption"),
+    ("sealed", "sealed NvmeTier read, 2 threads", "the same without encryption"),
     ("redis", "TCP: write", "redis-benchmark SET"),
     ("redis", "TCP: read", "redis-benchmark GET"),
     ("server", "match of 128 chunks, while another engine saves: median", ""),
