@@ -37,8 +37,9 @@ demo: $(READY) redis-server  ## Long Doc QA on real vLLM: without kvtier, and wi
 test: $(READY) old-vllm peers redis-server  ## every test, on two vLLM versions
 	$(BIN)/python -m pytest
 
+TRUST ?= --slice --out bench/results/trust.json
 trust: $(READY) redis-server  ## simulated faults, kill -9, power cuts, corruption, fuzz, mutants; minutes -> bench/results/trust.json
-	$(BIN)/python -m tests.trust --slice --out bench/results/trust.json
+	$(BIN)/python -m tests.trust $(TRUST)
 
 lint: $(READY)  ## ruff, mypy --strict, the floors
 	$(BIN)/ruff check .
