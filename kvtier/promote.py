@@ -40,6 +40,8 @@ class Promotions:
         waited = sum(entry.state is FILLING for entry in lease.entries)
         if len(tiers) != 1 or waited != len(promotions) or not self._below[min(tiers)].timed.in_parts:
             return None
+        if self._below[min(tiers)].away:  # a step that began with its first layers would be thrown away
+            return None
         index, entries = min(tiers), [entry for entry, _ in promotions]
         numbers = {entry.key: next(self._fillings) for entry in entries}
         lease.fillings = [numbers.get(entry.key, 0) for entry in lease.entries]

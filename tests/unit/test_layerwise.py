@@ -193,6 +193,20 @@ def test_a_tier_that_cannot_be_asked_keeps_its_chunks_and_the_wait_ends(
     bench.store.check(idle=True)
 
 
+def test_nothing_is_begun_in_hope_of_a_tier_that_has_just_failed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as away:
+        away.setattr(Watched, "read_part", lambda *_: None)
+        with bench.store.load(KEYS[:1], cuts=CUTS):
+            bench.lane.run()
+    lease = bench.load()
+    assert not lease.fillings
+    bench.lane.run()
+    assert lease.poll() == (CHUNKS, 0)
+    lease.close()
+    bench.store.clear()
+    bench.lane.run()
+
+
 def test_what_a_full_lane_refuses_is_given_up_and_said_so(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "nvme")
     bench.lane._bounds[True] = CHUNKS + 1
