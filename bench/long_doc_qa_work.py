@@ -77,14 +77,14 @@ class Workload:
             for index in range(self.num_documents)
         ]
 
-    def queries(self) -> list[Ask]:
-        """Every document ``repeat_count`` times, each time with another question; between them, as ``hit_miss``
-        says, documents that were never seen."""
+    def queries(self, first: int = 0) -> list[Ask]:
+        """Every document ``repeat_count`` times, each time with another question, from question ``first`` on; between
+        them, as ``hit_miss`` says, documents that were never seen."""
         asks: list[Ask] = []
         hits, misses = self.hit_miss
         fresh = self.num_documents
         for count, (document, question) in enumerate(self._order(), start=1):
-            asks.append(self._ask(document, question))
+            asks.append(self._ask(document, first + question))
             if count % hits == 0:
                 asks += [self._ask(fresh + extra, 0, is_miss=True) for extra in range(misses)]
                 fresh += misses

@@ -7,7 +7,7 @@ fails when README and the result files or the code say different things.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,26 +73,57 @@ def long_doc_qa() -> str:
 
 
 def compare() -> str:
-    """The peers' table."""
+    """The peers' table. Columns of what was not measured are left out."""
     found = _read("compare")
     values = {row["name"]: row for row in found["rows"]}
-    rows = [["arm", "TTFT mean", "load cost", "against kvtier's", "throughput, nothing reused", "answers unlike none"]]
+    columns = [name for name in _COMPARED if any(row.endswith(f": {_COMPARED[name]}") for row in values)]
+    head = ["arm", "TTFT mean", "load cost", "against kvtier's", *columns, "answers unlike none"]
+    rows = [head]
     for name, arm in found["arms"].items():
         if arm["cannot_run"]:
-            rows.append([f"`{name}`", f"cannot run: {arm['cannot_run']}", "", "", "", ""])
+            rows.append([f"`{name}`", f"cannot run: {arm['cannot_run']}", *[""] * (len(head) - 2)])
             continue
-        cost, fill = values[f"{name}: load cost"], values.get(f"{name}: throughput, nothing reused")
+        cost = values[f"{name}: load cost"]
         rows.append(
             [
                 f"`{name}`",
                 number(values[f"{name}: ttft mean"]["value"], "s"),
                 "-" if cost["value"] is None or name == NONE else f"{cost['value'] * 1000:.0f} ms",
                 "-" if cost["ratio"] is None else f"{cost['ratio']:.2f} x",
-                "-" if fill is None else f"{fill['value']:,.0f} tokens/s",
+                *(_compared(values, name, column) for column in columns),
                 "-" if arm["answers_unlike_none"] is None else str(arm["answers_unlike_none"]),
             ]
         )
-    return table(rows) + "\n\n" + _origin(found)
+    return table(rows) + "\n\n" + _origin(found) + _limits(found["rows"])
+
+
+_RESTARTED = "after a restart, ttft mean"
+_COMPARED = {
+    "throughput, nothing reused": "throughput, nothing reused",
+    "half reused": "throughput, half reused",
+    "TTFT after a restart": _RESTARTED,
+    "memory beyond budget": "memory beyond budget",
+}
+"""Column of the peers' table -> the end of its rows' names."""
+
+
+def _compared(values: Mapping[str, Any], arm: str, column: str) -> str:
+    """A cell. After a restart an arm that has lost everything is cold, however long that takes."""
+    row = values.get(f"{arm}: {_COMPARED[column]}")
+    if row is None:
+        return "-"
+    if row["value"] is None:
+        return "failed"
+    if _COMPARED[column] == _RESTARTED and not values[f"{arm}: after a restart, cached"]["value"]:
+        return "cold"
+    return number(row["value"], row["unit"]) if row["unit"] == "s" else f"{row['value']:,.0f} {row['unit']}"
+
+
+def _limits(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the machine could do in the same run; empty where that was not measured."""
+    told = [(row["name"].removeprefix("limit: "), row) for row in rows if row["name"].startswith("limit: ")]
+    parts = ", ".join(f"{name} {number(row['value'], row['unit'])}" for name, row in told)
+    return f"\nLimits in the same run: {parts}." if parts else ""
 
 
 def micro() -> str:

@@ -70,6 +70,11 @@ class VllmServer:
     def base_url(self) -> str:
         return f"http://{_HOST}:{self.port}"
 
+    @property
+    def pid(self) -> int | None:
+        """Of the group's first process; None while none runs."""
+        return self._process.pid if self._process is not None else None
+
     def __enter__(self) -> VllmServer:
         self.log.unlink(missing_ok=True)
         self.start()

@@ -1,7 +1,9 @@
 """``python -m kvtier.bench.compare``: Long Doc QA over every arm of :mod:`kvtier.bench.compare.contenders`, in turns.
 
 Same machine, model, prompts and memory budget; every round runs every arm once, so that what the machine does besides
-falls on all. An arm that cannot run is a row that says why. Results: the one form of bench/report.py, and a table.
+falls on all, and measures the machine's limits before them. The last round goes on with every arm: documents asked
+again between new ones, and the engine's restart. An arm that cannot run is a row that says why. Results: the one form
+of bench/report.py, and a table.
 """
 
 from __future__ import annotations
@@ -9,43 +11,39 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
-import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from kvtier.bench import long_doc_qa_client as client
 from kvtier.bench.companion import run_folder
+from kvtier.bench.compare import limits
 from kvtier.bench.compare.beside import beside
 from kvtier.bench.compare.contenders import CONTENDERS, Contender, names, rendered
+from kvtier.bench.compare.measures import Run
 from kvtier.bench.compare.plot import write_plot
-from kvtier.bench.compare.table import Run, print_table, standings, throughput, write
+from kvtier.bench.compare.rounds import INFLIGHT, MIXED, MODEL, Serving, first_cause, measured
+from kvtier.bench.compare.table import print_table, standings, write
 from kvtier.bench.long_doc_qa_arms import Arm, Sizes, server_args
 from kvtier.bench.long_doc_qa_work import Workload
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
 from kvtier.bench.servers import VllmServer, free_port
 from kvtier.errors import KVTierError
 
-_MODEL = "qwen"
 _DTYPE, _DTYPE_BYTES = "bfloat16", 2
 _BLOCK_TOKENS, _CHUNK_TOKENS = 128, 256
-_INFLIGHT = 1
-_SETTLE_S = 3.0
 _START_S = 300.0
-_REQUEST_S = 300.0
-_REASON_CHARACTERS = 400
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the servers, as Ctrl-C does
     try:
-        model = make_model(args.output_dir / _MODEL, _MODEL)
+        model = make_model(args.output_dir / MODEL, MODEL)
         return compare(args, model)
     except KVTierError as error:
         print(f"compare: {error}", file=sys.stderr)
@@ -89,89 +87,100 @@ def _arms(text: str) -> list[Contender]:
 
 def compare(args: argparse.Namespace, model: Path) -> int:
     """Run all arms, in turns; results are written after each, so that what ran is kept. 1 when one of ours failed."""
-    kept = args.output_dir / "runs.jsonl"
-    runs = _earlier(kept) if args.resume else []
-    if not args.resume:
-        kept.unlink(missing_ok=True)
+    kept = _Kept(args)
     reasons = {one.name: one.obstacle for one in args.arms if one.obstacle}
-    shape = {
-        name: getattr(args, name) for name in ("num_documents", "document_length", "question_length", "output_len")
-    }
-    shape |= {"kv_token_bytes": _token_bytes(model)}
-    shape |= {"rounds": args.rounds, "dtype": _DTYPE, "block_tokens": _BLOCK_TOKENS, "chunk_tokens": _CHUNK_TOKENS}
+    token_bytes = _token_bytes(model)
+    shape = _shape(args) | {"kv_token_bytes": token_bytes}
     for number in range(args.rounds):
+        if len(kept.limits) <= number:
+            print(f"round {number + 1} of {args.rounds}: limits", file=sys.stderr, flush=True)
+            kept.keep_limits(_limits(args, _CHUNK_TOKENS * token_bytes))
         for one in args.arms:
-            if one.name in reasons or sum(run.arm == one.name for run in runs) > number:
+            if one.name in reasons or sum(run.arm == one.name for run in kept.runs) > number:
                 continue
             print(f"round {number + 1} of {args.rounds}: {one.name}", file=sys.stderr, flush=True)
             try:
                 with _lock(args.lock):
-                    runs.append(_run(args, one, model))
-                with kept.open("a") as file:
-                    file.write(json.dumps(asdict(runs[-1])) + "\n")
+                    kept.keep_run(_run(args, one, model, last=number == args.rounds - 1))
             except (KVTierError, OSError) as error:
-                reasons[one.name] = _short(error)
+                reasons[one.name] = first_cause(error)
                 print(f"  cannot run: {reasons[one.name]}", file=sys.stderr, flush=True)
-            write(args.output, args.arms, runs, reasons, workload=shape | {"model": _MODEL})
-    print_table(args.arms, runs, reasons)
-    if runs:
+            write(args.output, args.arms, kept.runs, reasons, kept.limits, workload=shape)
+    write(args.output, args.arms, kept.runs, reasons, kept.limits, workload=shape)
+    print_table(args.arms, kept.runs, reasons, token_bytes, kept.limits)
+    if kept.runs:
         about = f"{args.num_documents} documents of {args.document_length:,} tokens, {args.rounds} rounds"
-        write_plot(args.output.with_suffix(".png"), args.arms, standings(args.arms, runs), about)
+        write_plot(args.output.with_suffix(".png"), args.arms, standings(args.arms, kept.runs), about)
     print(f"Wrote {args.output}")
     return int(any(name.startswith("kvtier") for name in reasons))
 
 
-def _earlier(kept: Path) -> list[Run]:
-    lines = kept.read_text().splitlines() if kept.exists() else []
-    told = [json.loads(line) for line in lines]
-    return [Run(**(one | {"outcomes": [client.Outcome(**each) for each in one["outcomes"]]})) for one in told]
+def _limits(args: argparse.Namespace, chunk_bytes: int) -> dict[str, float]:
+    """Nothing when a tool fails: the arms can run without."""
+    try:
+        with _lock(args.lock):
+            return limits.measured(args.output_dir, chunk_bytes)
+    except OSError as error:
+        print(f"  no limits: {first_cause(error)}", file=sys.stderr, flush=True)
+        return {}
 
 
-def _run(args: argparse.Namespace, one: Contender, model: Path) -> Run:
+def _shape(args: argparse.Namespace) -> dict[str, Any]:
+    told = ("num_documents", "document_length", "question_length", "output_len", "rounds")
+    shape = {name: getattr(args, name) for name in told}
+    return shape | {"model": MODEL, "dtype": _DTYPE, "block_tokens": _BLOCK_TOKENS, "chunk_tokens": _CHUNK_TOKENS}
+
+
+class _Kept:
+    """What ran so far, here and on disk: an interrupted comparison goes on from there (``--resume``)."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._runs, self._limits = args.output_dir / "runs.jsonl", args.output_dir / "limits.jsonl"
+        if not args.resume:
+            self._runs.unlink(missing_ok=True)
+            self._limits.unlink(missing_ok=True)
+        self.runs = [Run.told(one) for one in _lines(self._runs)]
+        self.limits: list[dict[str, float]] = _lines(self._limits)
+
+    def keep_run(self, run: Run) -> None:
+        self.runs.append(run)
+        _append(self._runs, asdict(run))
+
+    def keep_limits(self, found: dict[str, float]) -> None:
+        self.limits.append(found)
+        _append(self._limits, found)
+
+
+def _lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _append(path: Path, one: object) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(one) + "\n")
+
+
+def _run(args: argparse.Namespace, one: Contender, model: Path, last: bool) -> Run:
     """One arm from its server's start to its stop."""
     place = (args.output_dir / one.name).resolve()
     shutil.rmtree(place, ignore_errors=True)
     (place / "nvme").mkdir(parents=True)
-    sizes = Sizes(Workload.of(args, [0]), _INFLIGHT, _BLOCK_TOKENS, _CHUNK_TOKENS, _token_bytes(model))
+    everything = replace(Workload.of(args, [0]), hit_miss=MIXED)  # room for the mixed round's new documents, for all
+    sizes = Sizes(everything, INFLIGHT, _BLOCK_TOKENS, _CHUNK_TOKENS, _token_bytes(model))
     with run_folder() as run, ExitStack() as ends:
         ends.callback(shutil.rmtree, place / "nvme", ignore_errors=True)
         values = names(sizes, place, run, (free_port(), free_port(), free_port()))
         if one.yaml is not None:
             (place / "lmcache.yaml").write_text(json.dumps(rendered(one.yaml, values)))  # JSON is YAML
-        if one.beside:
-            ends.enter_context(beside(one, values, run, place / "beside.log"))
-        server = ends.enter_context(_server(args, one, model, sizes, values))
-        return _three_rounds(args, one, server)
+        aside = ends.enter_context(beside(one, values, run, place / "beside.log")) if one.beside else None
+        server = ends.enter_context(_server(one, model, sizes, values))
+        budget = sum(int(values[name]) for name in one.ram)
+        return measured(args, Serving(one, server, aside, run, budget), last)
 
 
-def _three_rounds(args: argparse.Namespace, one: Contender, server: VllmServer) -> Run:
-    """Pre-warm-up, warm-up (fills the caches), query (reads them; the only one that counts)."""
-    asker, words = client.connect(server.base_url, _MODEL, _REQUEST_S)
-    work = Workload.of(args, words)
-    fill = 0.0
-    for asks in (work.pre_warm_up(), work.warm_up()):
-        outcomes = asker.run(asks, _INFLIGHT, _nothing)
-        for outcome in outcomes:
-            if not outcome.successful:
-                raise client.RequestError(f"a request before the query round failed: {outcome.error}")
-        fill = throughput(outcomes)
-    time.sleep(_SETTLE_S)
-    before = _cpu_s()
-    outcomes = asker.run(work.queries(), _INFLIGHT, _nothing)
-    return Run(one.name, outcomes, fill, _cpu_s() - before)
-
-
-def _cpu_s() -> float:
-    """CPU seconds of the whole machine since its start, the kernel's work for disks and sockets included."""
-    user, nice, system, _idle, _iowait, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-
-
-def _server(
-    args: argparse.Namespace, one: Contender, model: Path, sizes: Sizes, values: Mapping[str, str]
-) -> VllmServer:
+def _server(one: Contender, model: Path, sizes: Sizes, values: Mapping[str, str]) -> VllmServer:
     arm = Arm(one.name, one.about, keeps_all_on_gpu=one.keeps_all_on_gpu)
-    command = ["--served-model-name", _MODEL, "--dtype", _DTYPE, "--block-size", str(_BLOCK_TOKENS), "--enforce-eager"]
+    command = ["--served-model-name", MODEL, "--dtype", _DTYPE, "--block-size", str(_BLOCK_TOKENS), "--enforce-eager"]
     command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", *server_args(arm, sizes)]
     if one.connector is not None:
         connector = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"} | rendered(one.connector, values)
@@ -196,17 +205,6 @@ def _lock(path: Path | None) -> Iterator[None]:
 
 def _token_bytes(model: Path) -> int:
     return kv_token_bytes(read_config(str(model)), _DTYPE_BYTES)
-
-
-def _short(error: Exception) -> str:
-    """The first of the causes that a server's log tells, or the beginning of the message."""
-    lines = str(error).splitlines()
-    causes = lines[lines.index("its first errors:") + 1 :][:1] if "its first errors:" in lines else lines[:1]
-    return " ".join(causes)[:_REASON_CHARACTERS]
-
-
-def _nothing() -> None:
-    """Nobody watches."""
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvtier.bench.compare.limits import DISK_READ, MEMCPY, REDIS_TCP, REDIS_UNIX
 from kvtier.bench.long_doc_qa_arms import ARMS, GPU_HIT, NONE, Arm, Sizes
 from kvtier.launch import TRANSFER
 
@@ -41,6 +42,8 @@ class Contender:
         peer: name of the environment it runs in; None: ours.
         beside, beside_env, health: a process of its own, ready when it listens at ``{run}/sock``, or when ``health``
             (a URL) answers.
+        limit: what its loads are held against, of :mod:`kvtier.bench.compare.limits`; empty: it loads nothing.
+        ram: which of :func:`names` are its budget of RAM.
         cannot: why it is not run at all.
     """
 
@@ -55,12 +58,19 @@ class Contender:
     beside_env: Mapping[str, str] = field(default_factory=dict)
     health: str | None = None
     keeps_all_on_gpu: bool = False
+    limit: str = ""
+    ram: tuple[str, ...] = ()
     note: str = ""
     cannot: str = ""
 
     @property
     def interpreter(self) -> str:
         return sys.executable if self.peer is None else str(_PEERS / self.peer / "bin" / "python")
+
+    @property
+    def outlives(self) -> bool:
+        """Whether what it caches may outlive the engine's process: it lies on a disk or in another process."""
+        return bool(self.beside) or self.limit == DISK_READ
 
     @property
     def obstacle(self) -> str:
@@ -70,8 +80,9 @@ class Contender:
         return self.cannot
 
 
-def _ours(arm: Arm) -> Contender:
+def _ours(arm: Arm, limit: str = "") -> Contender:
     connector = TRANSFER if arm.kvtier is not None else None
+    sizes = [env["KVTIER_RAM_BYTES"] for env in (arm.kvtier or {}, arm.beside_env) if "KVTIER_RAM_BYTES" in env]
     return Contender(
         arm.name,
         arm.about.partition(";")[0],
@@ -80,13 +91,15 @@ def _ours(arm: Arm) -> Contender:
         beside=arm.beside,
         beside_env=arm.beside_env,
         keeps_all_on_gpu=arm.keeps_all_on_gpu,
+        limit=limit,
+        ram=tuple(f"{size.strip('{}')}_bytes" for size in sizes),
     )
 
 
-def _offloading(name: str, spec: str, like: str, more: Mapping[str, Any], about: str) -> Contender:
-    extra = {"spec_name": spec, "spec_module_path": _OFFLOADING} | dict(more)
+def _offloading(name: str, spec: str, like: str, extra: Mapping[str, Any], about: str, **more: Any) -> Contender:
+    extra = {"spec_name": spec, "spec_module_path": _OFFLOADING} | dict(extra)
     connector = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
-    return Contender(name, about, like, connector, note=_OUR_COPIES)
+    return Contender(name, about, like, connector, note=_OUR_COPIES, **more)
 
 
 def _lmcache(name: str, like: str, yaml: Mapping[str, Any], about: str, **more: Any) -> Contender:
@@ -95,6 +108,7 @@ def _lmcache(name: str, like: str, yaml: Mapping[str, Any], about: str, **more: 
     return Contender(name, about, like, _LMCACHE, env, own, LMCACHE, note=_OUR_COPIES, **more)
 
 
+_ALL_RAM, _FEW_RAM = ("ram_all_bytes",), ("ram_few_bytes",)
 _FEW = {"local_cpu": False, "max_local_cpu_size": "{ram_few_gib}"}
 _REDIS = "redis-server --port {port} --bind 127.0.0.1 --unixsocket {run}/sock --save --maxmemory {redis_bytes}"
 _LMCACHE_SERVER = (
@@ -120,6 +134,8 @@ CONTENDERS: dict[str, Contender] = {
             "kvtier-ram",
             {"cpu_bytes_to_use": "{ram_all_bytes}"},
             "vLLM's OffloadingConnector, RAM",
+            limit=MEMCPY,
+            ram=_ALL_RAM,
         ),
         _offloading(
             "vllm-offloading-disk",
@@ -130,12 +146,16 @@ CONTENDERS: dict[str, Contender] = {
                 "secondary_tiers": [{"type": "fs", "root_dir": "{nvme_path}"}],
             },
             "vLLM's OffloadingConnector, RAM over files",
+            limit=DISK_READ,
+            ram=_FEW_RAM,
         ),
         _lmcache(
             "lmcache-ram",
             "kvtier-ram",
             {"local_cpu": True, "max_local_cpu_size": "{ram_all_gib}"},
             "LMCache in the engine, RAM",
+            limit=MEMCPY,
+            ram=_ALL_RAM,
         ),
         _lmcache(
             "lmcache-disk",
@@ -147,12 +167,16 @@ CONTENDERS: dict[str, Contender] = {
                 "extra_config": {"use_odirect": True},
             },
             "LMCache in the engine, disk with direct I/O",
+            limit=DISK_READ,
+            ram=_FEW_RAM,
         ),
         _lmcache(
             "lmcache-redis",
             "kvtier-redis",
             _FEW | {"remote_url": "redis://127.0.0.1:{port}", "remote_serde": "naive"},
             "LMCache in the engine, Redis by redis-py",
+            limit=REDIS_TCP,
+            ram=_FEW_RAM,
             beside=tuple(_REDIS.split()),
         ),
         Contender(
@@ -172,6 +196,8 @@ CONTENDERS: dict[str, Contender] = {
             beside=tuple(_LMCACHE_SERVER.split()),
             beside_env=_LMCACHE_ENV,
             health="http://127.0.0.1:{http_port}/healthcheck",
+            limit=MEMCPY,
+            ram=_ALL_RAM,
         ),
         _lmcache(
             "lmcache-on-kvtier",
@@ -186,10 +212,15 @@ CONTENDERS: dict[str, Contender] = {
                 },
             },
             "LMCache in the engine, a kvtier server as its remote storage",
+            limit=MEMCPY,
+            ram=(*_FEW_RAM, *_ALL_RAM),
             beside=ARMS["kvtier-server"].beside,
             beside_env=ARMS["kvtier-server"].beside_env,
         ),
-        *(_ours(ARMS[name]) for name in ("kvtier-ram", "kvtier-nvme", "kvtier-server", "kvtier-redis")),
+        _ours(ARMS["kvtier-ram"], MEMCPY),
+        _ours(ARMS["kvtier-nvme"], DISK_READ),
+        _ours(ARMS["kvtier-server"], MEMCPY),
+        _ours(ARMS["kvtier-redis"], REDIS_UNIX),
     )
 }
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.bench.compare.contenders import CONTENDERS, Contender, names, rendered
-from kvtier.bench.compare.table import Run, rows, standings, write
+from kvtier.bench.compare.measures import Run
+from kvtier.bench.compare.table import rows, standings, write
 from kvtier.bench.long_doc_qa_arms import ARMS, Sizes
 from kvtier.bench.long_doc_qa_client import Outcome
 from kvtier.bench.long_doc_qa_work import Workload
@@ -33,20 +34,20 @@ ALL = arms("none", "vllm-prefix-cache", "lmcache-ram", "lmcache-redis", "kvtier-
 RUNS = [
     Run("none", outcomes(10.0, 12.0, cached=0)),
     Run("vllm-prefix-cache", outcomes(1.0, 1.2)),
-    Run("lmcache-ram", outcomes(1.5, 1.7)),
-    Run("kvtier-ram", outcomes(1.2, 1.4)),
+    Run("lmcache-ram", outcomes(1.5, 1.7), pairs=outcomes(1.4, 1.0, 1.8, 1.2)),
+    Run("kvtier-ram", outcomes(1.2, 1.4), pairs=outcomes(1.2, 1.0, 2.4, 2.2)),
     Run("vllm-prefix-cache", outcomes(1.0, 1.2)),
-    Run("lmcache-ram", outcomes(1.5, 1.7, tokens=8)),
-    Run("kvtier-ram", outcomes(1.3, 1.5)),
+    Run("lmcache-ram", outcomes(1.5, 1.7, tokens=8), pairs=outcomes(1.5, 1.0)),
+    Run("kvtier-ram", outcomes(1.3, 1.5), pairs=outcomes(1.3, 1.0, 9.25, 9.0)),
 ]
 
 
-def test_load_cost_is_what_a_hit_costs_more_than_a_warm_one() -> None:
+def test_load_cost_is_what_a_hit_costs_more_than_a_warm_one_in_the_same_process() -> None:
     found = standings(ALL, RUNS)
     assert found["vllm-prefix-cache"].load_cost is None
     assert found["lmcache-ram"].load_cost == pytest.approx(0.5)
-    assert found["kvtier-ram"].load_cost == pytest.approx(0.25)
-    assert found["lmcache-ram"].times_ours == pytest.approx(2.0)
+    assert found["kvtier-ram"].load_cost == pytest.approx(0.225), "the median of .2 .2 .3 .25"
+    assert found["lmcache-ram"].times_ours == pytest.approx(0.5 / 0.225)
     assert found["none"].times_ours is None
     assert found["lmcache-ram"].throughput == pytest.approx(200 / 3.2)
 
@@ -68,7 +69,7 @@ def test_an_arm_that_did_not_run_is_a_row_that_says_why(tmp_path: Path) -> None:
 
 def test_load_costs_are_held_against_the_same_kind_of_place() -> None:
     by_name = {row.name: row for row in rows(ALL, RUNS)}
-    assert by_name["lmcache-ram: load cost"].limit == pytest.approx(0.25)
+    assert by_name["lmcache-ram: load cost"].limit == pytest.approx(0.225)
     assert (by_name["lmcache-ram: load cost"].min, by_name["lmcache-ram: load cost"].max) == pytest.approx((0.4, 0.6))
     assert by_name["kvtier-ram: ttft mean"].limit == pytest.approx(1.1)
     assert {one.like for one in CONTENDERS.values()} - {None} <= CONTENDERS.keys()

@@ -1,0 +1,113 @@
+"""How much RAM processes really have: their own and shared pages by ``/proc``, and Redis's word for its data.
+
+Pages of the page cache are not counted, whoever maps them. Shared pages are divided among those who map them
+(proportional set size), so that a sum counts each once.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+LARGE = 32 << 20
+"""Bytes of a mapping that may be a pool: beyond a thread's stack."""
+_OWN = re.compile(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", re.MULTILINE)
+_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ (\S+) (\d+) *(.*)$")
+_RSS = re.compile(r"^Rss:\s+(\d+) kB")
+_USED = re.compile(rb"^used_memory:(\d+)\r$", re.MULTILINE)
+_SHARED = ("/memfd:", "/dev/shm/", "/dev/zero", "/SYSV")  # noqa: S108 what mappings are called, no file is opened
+_REPLY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """A writable piece of memory that no disk holds. ``name``: of what is shared; empty for private memory."""
+
+    name: str
+    size: int
+    resident: int
+
+
+def family(roots: Iterable[int]) -> set[int]:
+    """The processes and all that descend from them."""
+    children = defaultdict(list)
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            continue  # it ended while we looked
+        children[parent].append(int(stat.parent.name))
+    found, todo = set(), list(roots)
+    while todo:
+        one = todo.pop()
+        found.add(one)
+        todo += children[one]
+    return found
+
+
+def in_use(processes: Iterable[int]) -> tuple[int, int]:
+    """``(touched, untouched)`` bytes of these processes together; one that has ended has none.
+
+    Untouched are the pages of large writable mappings (:data:`LARGE`) that nobody has put in place yet.
+    Raises PermissionError for the processes of another user.
+    """
+    touched, pieces = 0, list[Mapping]()
+    for one in processes:
+        place = Path(f"/proc/{one}")
+        try:
+            touched += own_bytes((place / "smaps_rollup").read_text())
+            pieces += mappings((place / "smaps").read_text())
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return touched, untouched(pieces)
+
+
+def own_bytes(rollup: str) -> int:
+    """Bytes of anonymous and shared memory, from a ``smaps_rollup``."""
+    return sum(map(int, _OWN.findall(rollup))) << 10
+
+
+def mappings(smaps: str) -> Iterator[Mapping]:
+    """The writable mappings without a file on a disk, from a ``smaps``."""
+    name, size = None, 0
+    for line in smaps.splitlines():
+        if head := _MAPPING.match(line):
+            begin, end, access, device, inode, path = head.groups()
+            size, shared = int(end, 16) - int(begin, 16), path.startswith(_SHARED)
+            writable = access.startswith("rw") and (inode == "0" or shared)
+            name = (f"{device}:{inode}" if shared else "") if writable else None
+        elif name is not None and (resident := _RSS.match(line)):
+            yield Mapping(name, size, int(resident[1]) << 10)
+
+
+def untouched(pieces: Iterable[Mapping]) -> int:
+    """Bytes of large mappings that are not there yet. What several processes share is one mapping, and touched is
+    what any of them touched."""
+    spared, shared = 0, dict[str, int]()
+    for one in pieces:
+        if one.size >= LARGE:
+            left = one.size - one.resident
+            if one.name:
+                shared[one.name] = min(left, shared.get(one.name, left))
+            else:
+                spared += left
+    return spared + sum(shared.values())
+
+
+def redis_data(path: Path) -> int:
+    """Bytes that the Redis server at this Unix socket says it uses. Raises OSError, ValueError."""
+    said = b""
+    with socket.socket(socket.AF_UNIX) as link:
+        link.settimeout(_REPLY_S)
+        link.connect(str(path))
+        link.sendall(b"INFO memory\r\n")
+        while not (used := _USED.search(said)):
+            piece = link.recv(1 << 16)
+            if not piece:
+                raise ValueError(f"the Redis server at {path} does not tell used_memory: {said[:100]!r}")
+            said += piece
+    return int(used[1])
