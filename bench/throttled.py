@@ -11,6 +11,10 @@ be slowed while they run. Three phases:
 - slow: the proxy lets a document's KV through in ``--slow`` times what computing it takes; ``auto`` must stay within
   3 % of ``none``, its first answers, from which it learns, included;
 - fast again: how many answers until ``auto`` is served from Redis again.
+
+Two processes of the very same engine differ by up to a tenth in speed, for as long as they live. So before each phase
+the engines are also asked with kvtier kept out of it (``kvtier.cache: false``), and what is told as a ratio to
+another engine is divided by the ratio that they have then.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ from kvtier.launch import TRANSFER
 GOAL = 1.03
 _ARMS = ("none", "always", "auto")
 _FAST_ROUNDS = 3
+_APART = 6
+"""Documents for which kvtier is kept out of it, an engine and phase."""
 _REST_S = 1.2
 """Before each question: a worker of vLLM spins on its core for a second after its last step, which would slow the one
 that is asked next."""
@@ -60,21 +66,23 @@ class Answer(NamedTuple):
 
 
 def serve_documents(model: str, tokens: int, with_kvtier: bool) -> None:
-    """Answer ``document`` numbers from stdin with TTFT and cached tokens, until stdin ends; then tell all counts."""
+    """Answer ``document`` numbers from stdin with TTFT and cached tokens, until stdin ends; then tell all counts. A
+    negative one is asked with kvtier kept out of it."""
     from vllm import LLM, SamplingParams
 
     more: dict[str, Any] = {"kv_transfer_config": TRANSFER} if with_kvtier else {}
     blocks = -(-tokens // 128) + 4  # one document and a little: vLLM's own cache never has the next one
     llm = LLM(model, dtype="float32", enforce_eager=True, block_size=128, max_model_len=tokens + 128,
               num_gpu_blocks_override=blocks, disable_log_stats=False, **more)  # fmt: skip
-    settings = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    apart = {"kv_transfer_params": {"kvtier.cache": False}}
+    settings = [SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, extra_args=more) for more in (None, apart)]
     vocabulary = llm.get_tokenizer().vocab_size
     tell("ready")
     for line in sys.stdin:
         draw = random.Random(int(line))
         prompt: Any = {"prompt_token_ids": [draw.randrange(10, vocabulary) for _ in range(tokens)]}
         begun = time.perf_counter()
-        (output,) = llm.generate(prompt, settings, use_tqdm=False)
+        (output,) = llm.generate(prompt, settings[int(line) < 0], use_tqdm=False)
         tell([time.perf_counter() - begun, output.num_cached_tokens])
     counts = {}
     for metric in llm.get_metrics():
@@ -210,6 +218,25 @@ class Setup(NamedTuple):
     document_bytes: int
 
 
+Answers = dict[str, list[Answer]]
+
+
+class Phase(NamedTuple):
+    """``apart``: the same engines' answers just before it with kvtier kept out of it."""
+
+    answers: Answers
+    apart: Answers
+
+    def later(self) -> Phase:
+        """Without its first question."""
+        return Phase({arm: given[1:] for arm, given in self.answers.items()}, self.apart)
+
+    def luck(self, arm: str, against: str) -> float:
+        """How much slower the one process is than the other by itself."""
+        middle = {one: statistics.median(answer.seconds for answer in self.apart[one]) for one in (arm, against)}
+        return middle[arm] / middle[against]
+
+
 @contextmanager
 def started(arguments: argparse.Namespace) -> Iterator[Setup]:
     """Redis, the proxy and the engines, which start side by side."""
@@ -228,20 +255,30 @@ def started(arguments: argparse.Namespace) -> Iterator[Setup]:
         yield Setup(engines, throttle, arguments.tokens * kv_token_bytes(read_config(model), 4))
 
 
-def ask_all(setup: Setup, documents: int, rounds: int, arms: Sequence[str] = _ARMS) -> dict[str, list[Answer]]:
+def ask_all(setup: Setup, documents: int, rounds: int, arms: Sequence[str] = _ARMS) -> Phase:
     """Every document in turn, by every arm in an order that is drawn anew: what one arm leaves running in the
     background must not always meet the same other."""
-    answers: dict[str, list[Answer]] = {arm: [] for arm in arms}
-    draw = random.Random(rounds)
-    for _ in range(rounds):
-        for document in range(documents):
-            for arm in draw.sample(arms, len(arms)):
-                answers[arm].append(setup.engines[arm].ask(document))
+    before = asked_apart(setup, arms)
+    return Phase(asked(setup, [*range(documents)] * rounds, arms), before)
+
+
+def asked_apart(setup: Setup, arms: Sequence[str]) -> Answers:
+    """How fast the engines are by themselves."""
+    return asked(setup, [-1 - document for document in range(_APART)], arms, ", kvtier kept out")
+
+
+def asked(setup: Setup, documents: Sequence[int], arms: Sequence[str], how: str = "") -> Answers:
+    """Answers by arm, in the order of ``documents``."""
+    answers: Answers = {arm: [] for arm in arms}
+    draw = random.Random(len(documents))
+    for document in documents:
+        for arm in draw.sample(arms, len(arms)):
+            answers[arm].append(setup.engines[arm].ask(document))
     for arm, given in answers.items():
         seconds = [answer.seconds for answer in given]
         cached = statistics.mean(answer.cached for answer in given)
         print(f"  {arm:7} {statistics.median(seconds):.3f} s (mean {statistics.mean(seconds):.3f}), "
-              f"{cached:.0f} tokens cached", flush=True)  # fmt: skip
+              f"{cached:.0f} tokens cached{how}", flush=True)  # fmt: skip
     return answers
 
 
@@ -253,26 +290,30 @@ def until_hit(setup: Setup, documents: int, most: int) -> int:
     return most + 1
 
 
-def rows_of(phase: str, answers: dict[str, list[Answer]], against: str, limit: float | None) -> list[Row]:
+def rows_of(phase: str, heard: Phase, against: str, limit: float | None) -> list[Row]:
     """One row an arm; the ratio is to the arm ``against``, median of the pairs for the same document."""
     rows = []
-    for arm, given in answers.items():
+    for arm, given in heard.answers.items():
         middle, low, high = spread([answer.seconds for answer in given])
-        pairs = [one.seconds / other.seconds for one, other in zip(given, answers[against], strict=True)]
-        asked = limit if arm == "auto" else None
-        rows.append(Row(f"{phase}: TTFT, {arm}", middle, "s", asked, statistics.median(pairs), low, high))
+        pairs = [one.seconds / other.seconds for one, other in zip(given, heard.answers[against], strict=True)]
+        asked, luck = limit if arm == "auto" else None, heard.luck(arm, against)
+        rows.append(Row(f"{phase}: TTFT, {arm}", middle, "s", asked, statistics.median(pairs) / luck, low, high))
+        if arm != against:
+            rows.append(Row(f"{phase}: TTFT without kvtier in it, {arm} / {against}", luck, ""))
     return rows
 
 
-def mean_ratio(answers: dict[str, list[Answer]], arm: str, against: str) -> float:
-    return sum(one.seconds for one in answers[arm]) / sum(one.seconds for one in answers[against])
+def sum_ratio(heard: Phase, arm: str, against: str) -> float:
+    """Of all TTFT."""
+    total = {one: sum(answer.seconds for answer in heard.answers[one]) for one in (arm, against)}
+    return total[arm] / total[against] / heard.luck(arm, against)
 
 
 def run(arguments: argparse.Namespace) -> int:
     with started(arguments) as setup:
         print("cold:")
         cold = ask_all(setup, arguments.documents, 1)
-        computing = statistics.median(answer.seconds for answer in cold["none"])
+        computing = statistics.median(answer.seconds for answer in cold.answers["none"])
         print("fast tier:")
         fast = ask_all(setup, arguments.documents, _FAST_ROUNDS, ("always", "auto"))
         setup.throttle.rate = setup.document_bytes / (arguments.slow * computing)
@@ -285,7 +326,7 @@ def run(arguments: argparse.Namespace) -> int:
         *rows_of("cold", cold, "none", None),
         *rows_of("fast tier", fast, "always", GOAL),
         *rows_of("slow tier", slow, "none", GOAL),
-        Row("slow tier: sum of all TTFT, auto / none", mean_ratio(slow, "auto", "none"), "", GOAL),
+        Row("slow tier: sum of all TTFT, auto / none", sum_ratio(slow, "auto", "none"), "", GOAL),
         Row("fast again: answers until auto is served by the tier", recovered, "answers"),
     ]
     write_results(arguments.output, "throttled", rows, counts=counts, rate_bytes_per_second=rate,

@@ -11,6 +11,9 @@ from kvtier.connectors.vllm.layout import files_digest
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
+CACHE = "kvtier.cache"
+"""In a request's ``kv_transfer_params``: false keeps kvtier out of it. Nothing is loaded for it, nothing is kept."""
+
 
 class Adapters:
     """Names LoRA adapters by content, so that a renamed adapter is shared and a replaced one is not.
@@ -44,8 +47,11 @@ class Adapters:
 def request_extra(request: Any, adapters: Adapters) -> bytes | None:
     """Canonical bytes of what decides a whole request's KV besides its tokens.
 
-    None: its KV cannot be named (prompt embeddings, an adapter that changed) and is left alone.
+    None: its KV cannot be named (prompt embeddings, an adapter that changed), or it asks not to be kept
+    (:data:`CACHE`; whatever is not plainly true counts as a no). It is left alone.
     """
+    if (request.kv_transfer_params or {}).get(CACHE, True) is not True:
+        return None
     if getattr(request, "prompt_embeds", None) is not None:
         return None
     lora, salt = request.lora_request, request.cache_salt

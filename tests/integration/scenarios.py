@@ -103,6 +103,10 @@ def features(model: str) -> Any:
     result["salt_a"] = engine.ask([document(0)], salt="a")
     result["salt_b"] = engine.ask([document(0)], salt="b")
     result["counts"] = counts(engine)
+    apart: dict[str, Any] = {"extra_args": {"kv_transfer_params": {"kvtier.cache": False}}}
+    result["apart"] = engine.ask([document(9)], **apart)
+    filler(engine)
+    result["apart"] += engine.ask([document(9)]) + engine.ask([document(0)], salt="a", **apart)
     filler(engine)
     result["salt_a_again"] = engine.ask([document(0)], salt="a")
     result["prompt_logprobs"] = engine.ask([document(1)], prompt_logprobs=0)

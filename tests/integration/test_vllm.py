@@ -223,6 +223,10 @@ class TestFeatures:
             assert_same(ours[name], plain[name], tolerance=1e-4)
         assert [hits(ours[name]) for name in ("salt_a", "salt_b", "salt_a_again")] == [[0], [0], [DOCUMENT_HIT]]
 
+    def test_a_request_that_keeps_kvtier_out_is_not_kept_and_not_served(self, ours: Any, plain: Any) -> None:
+        assert_same(ours["apart"], plain["apart"], tolerance=1e-4)
+        assert hits(ours["apart"]) == [0, 0, 0]
+
     def test_misses_are_told_by_reason_in_vllms_metrics(self, ours: Any) -> None:
         chunks = DOCUMENT_HIT // CHUNK
         missed = {name: count for name, count in ours["counts"].items() if name.startswith("missed")}

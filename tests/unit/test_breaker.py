@@ -41,8 +41,27 @@ def test_each_failed_trial_doubles_the_wait_up_to_the_longest() -> None:
     assert waits == [1.0, 2.0, 4.0, 5.0, 5.0]
     clock.now += 5.0
     assert breaker.allows()
-    breaker.ok()
-    assert breaker.wait_s == 1.0
+    assert breaker.ok()
+
+
+def test_a_place_that_comes_and_goes_is_left_alone_longer_each_time_until_it_has_stayed() -> None:
+    clock = Clock()
+    breaker = Breaker(2, 1.0, 5.0, clock)
+    waits = []
+    for _ in range(4):
+        breaker.fault()
+        assert breaker.fault()
+        waits.append(breaker.wait_s)
+        clock.now += breaker.wait_s
+        assert breaker.allows()
+        assert breaker.ok()
+        clock.now += 4.9
+        assert not breaker.ok(), "closed, and well for a while"
+    assert waits == [1.0, 2.0, 4.0, 5.0]
+    clock.now += 0.1
+    breaker.fault()
+    assert breaker.fault()
+    assert breaker.wait_s == 1.0, "it had stayed"
 
 
 def test_calls_that_began_before_it_opened_do_not_lengthen_the_wait() -> None:

@@ -235,6 +235,7 @@ def prompt() -> Any:
     return SimpleNamespace(
         request_id="one", num_tokens=len(tokens), num_prompt_tokens=len(tokens), all_token_ids=tokens,
         skip_reading_prefix_cache=False, prompt_embeds=None, lora_request=None, cache_salt=None, mm_features=None,
+        kv_transfer_params=None,
     )  # fmt: skip
 
 

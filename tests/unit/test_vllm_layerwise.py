@@ -69,6 +69,7 @@ class Engine:
         self.request = SimpleNamespace(
             request_id="a", all_token_ids=PROMPT, num_tokens=len(PROMPT), num_prompt_tokens=len(PROMPT),
             skip_reading_prefix_cache=False, cache_salt=None, lora_request=None, mm_features=[], prompt_embeds=None,
+            kv_transfer_params=None,
         )  # fmt: skip
 
     def begin(self) -> Any:

@@ -135,6 +135,7 @@ def prompt(chunks: int, request_id: str = "one", *, salt: str | None = None, fir
     return SimpleNamespace(
         request_id=request_id, num_tokens=len(tokens), num_prompt_tokens=len(tokens), all_token_ids=tokens,
         skip_reading_prefix_cache=False, prompt_embeds=None, lora_request=None, cache_salt=salt, mm_features=None,
+        kv_transfer_params=None,
     )  # fmt: skip
 
 
@@ -165,6 +166,21 @@ def test_a_hit_that_is_faster_is_waited_for_and_taken_whole() -> None:
     assert bench.waits_until_idle(request) == 6 * CHUNK
     assert bench.counts() == {}
     done(bench, request)
+
+
+@pytest.mark.parametrize("no", [False, 0, None, "false", "true"])
+def test_a_request_that_asks_not_to_be_kept_leaves_no_trace_and_is_served_nothing(no: object) -> None:
+    bench, request = Bench(), prompt(6)
+    bench.hold(request.all_token_ids[:-1], read_s=0.1)
+    request.kv_transfer_params = {"kvtier.cache": no}
+    assert bench.served(request) == {}
+    private, held = prompt(6, "private", first=1), bench.store.keys()
+    private.kv_transfer_params = {"kvtier.cache": no}
+    assert bench.served(private) == {}
+    assert bench.store.keys() == held, "nothing was kept"
+    private.kv_transfer_params, private.request_id = {"kvtier.cache": True}, "yes"
+    assert bench.served(private) == {"missed_cold": 6}
+    assert len(bench.store.keys() - held) == 6
 
 
 def test_what_is_in_ram_is_taken_and_the_slow_rest_left() -> None:
