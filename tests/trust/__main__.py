@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bench.report import Row, write_results
-from tests.trust import corruption, mutants
+from tests.trust import corruption, fuzzed, mutants
 
 
 @dataclass
@@ -127,6 +127,12 @@ def wire(extent: Extent) -> Finding:
     return Finding("wire fuzz", told["frames"], "frames", 1, told["refused"], told["bugs"], detail=told)
 
 
+def parsers(extent: Extent) -> Finding:
+    """Anything at all to whatever reads what others wrote, and how much of that code it reached."""
+    told = asked("tests.trust.fuzzed")
+    return Finding("fuzz", told["tests"], "properties", 0, told["tests"], fuzzed.violations(told), detail=told)
+
+
 def defects(extent: Extent) -> Finding:
     """Mutants of the product, each of which a suite must notice."""
     told = asked("tests.trust.mutants", "--suites", *extent.suites)
@@ -136,7 +142,7 @@ def defects(extent: Extent) -> Finding:
 
 SUITES: dict[str, Callable[[Extent], Finding]] = {
     "simulation": simulation, "kills": kills, "cuts": cuts, "nvme": corrupt_nvme, "redis": corrupt_redis, "wire": wire,
-    "parts": stuck_parts, "mutants": defects, "stuck": stuck,
+    "fuzz": parsers, "parts": stuck_parts, "mutants": defects, "stuck": stuck,
 }  # fmt: skip
 NOT_IN_A_SLICE = {"stuck"}
 
