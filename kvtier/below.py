@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from kvtier.directory import GONE, READY, Directory, Entry
 from kvtier.lanes import Executor
 from kvtier.pool import Pool
 from kvtier.reasons import Left
-from kvtier.tiers.base import Tier
+from kvtier.tiers.base import SharedKeeper, Tier
 from kvtier.tiers.breaker import Breaker
 from kvtier.timed import TimedTier
 
@@ -105,9 +106,10 @@ class Below:
         before, self._corrupt = self._corrupt, _corrupt(self.tier)
         return Left.CORRUPT if self._corrupt > before else Left.EVICTED
 
-    def found(self, keys: Sequence[ChunkKey]) -> None:
-        """Under the lock: it turned out to hold ``keys``, coldest first; what leaves for them is trash from now on."""
-        self._trash += self._directory.found(self._index, keys)
+    def found(self, keys: Sequence[ChunkKey], owners: Sequence[int]) -> None:
+        """Under the lock: it turned out to hold ``keys``, coldest first, and whose they are; what leaves for them is
+        trash from now on."""
+        self._trash += self._directory.found(self._index, keys, owners)
 
     def probe(self, key: ChunkKey) -> None:
         """If it is time to: read one chunk that nobody waits for, only to learn how fast the tier is."""
@@ -121,8 +123,9 @@ class Below:
         if not known:
             if not self.timed.find([key]):
                 return
+            owners = self.timed.owners([key])
             with self._lock:
-                self.found([key])
+                self.found([key], owners)
             self.sweep()
         self.try_read(key)
 
@@ -160,7 +163,7 @@ class Below:
         if victims is None:
             return
         self._delete(victims)
-        stored = self.timed.write(entry.key, self._core.pool.view(entry.slot))
+        stored = self.timed.write(entry.key, self._core.pool.view(entry.slot), entry.owner)
         with self._lock:
             self._counts[f"{name}_stored" if stored else f"{name}_store_failed"] += 1
             if not self._directory.spill_ended(entry, self._index, stored):
@@ -180,6 +183,28 @@ class Below:
     def discard(self, key: ChunkKey) -> None:
         """Under the lock: the tier shall delete this chunk, at the next :meth:`sweep`."""
         self._trash.append(key)
+
+    def forget_unseen(self, owner: int | None) -> Future[tuple[int, bool]]:
+        """Delete what a shared tier has of ``owner``'s and nobody here knows of: how many chunks, and whether it was
+        searched to the end. On the lane, where it takes seconds; what is being written is left to who knows of it."""
+        future: Future[tuple[int, bool]] = Future()
+        if not isinstance(self.tier, SharedKeeper) or not self.tier.shared:
+            future.set_result((0, not self.tier.shared))
+        elif not self.lane.submit(partial(self._forget_unseen, owner, future)):
+            future.set_result((0, False))
+        return future
+
+    def _forget_unseen(self, owner: int | None, future: Future[tuple[int, bool]]) -> None:
+        """On a lane thread."""
+        assert isinstance(self.tier, SharedKeeper)
+        going, whole = list[ChunkKey](), False
+        try:
+            keys, whole = self.tier.held_of(owner)
+            with self._lock:
+                going = self._directory.unwanted(self._index, keys)
+            self._delete(going)
+        finally:
+            future.set_result((len(going), whole))
 
     def sweep(self) -> None:
         """On a lane thread: delete what is trash."""

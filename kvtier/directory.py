@@ -20,8 +20,8 @@ Rules (``check`` asserts them):
 4. at rest no entry is FILLING, pinned or GONE;
 5. no owner has more than its quota of slots, or of a tier's room.
 
-Owners (small ints, 0 is nobody) are whom a server keeps apart: one embedded Store has no use for them. A chunk belongs
-to who saved it; what a tier turns out to hold is nobody's, counts against no quota and leaves like everything else.
+Owners (:mod:`kvtier.owner`; 0 is nobody) are whom a server keeps apart. A chunk belongs to who saved it, in RAM again
+when it is promoted. Nobody's counts against no quota and leaves like everything else; in RAM it is who asked for it's.
 
 Not thread-safe: the Store's lock guards every call.
 """
@@ -31,11 +31,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from enum import Enum
-from itertools import islice
+from itertools import islice, repeat
 
 from kvtier.chunk import ChunkKey
 from kvtier.errors import StateError
 from kvtier.holding import Holding, quota_of
+from kvtier.owner import may
 from kvtier.policy import LRU, Owned, Policy
 from kvtier.reasons import Left, Past
 
@@ -147,6 +148,7 @@ class Directory:
         """
         if key in self._entries:
             raise StateError(f"reserve of a chunk that is {self._entries[key].state.value}: {key.hex()[:16]}")
+        owner = owner if origin is None else self._tiers[origin].order.owner(key) or owner
         spent = self._quota is not None and owner != 0 and self._used[owner] >= self._quota
         if spent or not self._free:
             order = self._evictable.part(owner) if spent else iter(self._evictable)
@@ -209,9 +211,9 @@ class Directory:
         progress is caught by :meth:`spill_ended`.
         """
         entry = self._entries.get(key)
-        if entry is not None and entry.state is READY and _may(owner, entry.owner):
+        if entry is not None and entry.state is READY and may(owner, entry.owner):
             self._remove(entry)
-        holders = [index for index in self.holders(key) if _may(owner, self._tiers[index].order.owner(key))]
+        holders = [index for index in self.holders(key) if may(owner, self._tiers[index].order.owner(key))]
         for index in holders:
             self._tiers[index].leave(key)
         self._past.left(key, Left.FORGOTTEN)
@@ -242,20 +244,24 @@ class Directory:
 
     # ---- lower tiers ---------------------------------------------------------------------------------------------
 
-    def found(self, index: int, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+    def found(self, index: int, keys: Sequence[ChunkKey], owners: Iterable[int] = repeat(0)) -> list[ChunkKey]:
         """Tier ``index`` turned out to hold ``keys`` (at start, or by asking a shared tier), coldest first; all of them
-        are hotter than what it was known to hold.
-
-        Returns the keys that leave for it; the tier must delete them, then :meth:`deleted`.
+        are hotter than what it was known to hold. ``owners``: whose each of them is. Returns the keys that leave for
+        it; the tier must delete them, then :meth:`deleted`.
         """
-        tier = self._tiers[index]
-        for key in keys:
+        tier, grown = self._tiers[index], set[int]()
+        for key, owner in zip(keys, owners, strict=False):
             if tier.takes(key):
-                tier.order.add(key)
-        surplus = tier.shrink()
+                tier.order.add(key, owner)
+                grown.add(owner)
+        surplus = tier.shrink(grown)
         for victim in surplus:
             self._past.left(victim, Left.EVICTED)
         return surplus
+
+    def unwanted(self, index: int, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+        """Tier ``index`` has ``keys``, known here or not. Returns those it must delete, then :meth:`deleted`."""
+        return self._tiers[index].leave_all(keys)
 
     def takes(self, index: int, key: ChunkKey) -> bool:
         """Tier ``index`` neither has the chunk nor is being given it nor has yet to delete it."""
@@ -330,12 +336,12 @@ class Directory:
         """Every chunk in RAM or in a tier; with ``owner``: those that are this owner's or nobody's."""
         if owner is None:
             return set(self._entries).union(*(tier.order for tier in self._tiers))
-        held = {key for key, entry in self._entries.items() if _may(owner, entry.owner)}
-        return held.union(*((key for key in tier.order if _may(owner, tier.order.owner(key))) for tier in self._tiers))
+        held = {key for key, entry in self._entries.items() if may(owner, entry.owner)}
+        return held.union(*((key for key in tier.order if may(owner, tier.order.owner(key))) for tier in self._tiers))
 
     def unfinished(self, keys: set[ChunkKey], owner: int | None = None) -> int:
         """How many of ``keys`` outlive a :meth:`forget` for now: being filled, written or deleted."""
-        filling = {key for key in self._entries.keys() & keys if _may(owner, self._entries[key].owner)}
+        filling = {key for key in self._entries.keys() & keys if may(owner, self._entries[key].owner)}
         moving = [part for tier in self._tiers for part in (tier.leaving & keys, tier.writing.keys() & keys)]
         return len(filling.union(*moving))
 
@@ -392,8 +398,3 @@ class Directory:
     def _expect(entry: Entry, state: State) -> None:
         if entry.state is not state:
             raise StateError(f"chunk is {entry.state.value}, expected {state.value}")
-
-
-def _may(owner: int | None, whose: int) -> bool:
-    """What ``owner`` may drop: its own and nobody's; None may drop everything."""
-    return owner is None or whose in (0, owner)

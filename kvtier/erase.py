@@ -15,41 +15,38 @@ from kvtier.chunk import ChunkKey
 from kvtier.errors import TierError
 from kvtier.fsck import discard
 from kvtier.openapi import Cleared
-from kvtier.realm import Realm, Realms
+from kvtier.owner import tenant
+from kvtier.realm import Realms
 from kvtier.store import Store
 from kvtier.tiers.nvme_files import INDEX_NAME
 
 _BATCH = 1024
+_SEARCH_S = 15.0
 _WAITS_S = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0, 1.0, 1.0)
-_NOBODY = 0
 
 
 async def erase(realms: Realms, namespace: str | None, nvme_path: str | None) -> Cleared:
-    """Forget the tenant ``namespace``; None: everything. On the server's loop; at most about five seconds a realm and
-    model. Raises KVTierError when the server is closing."""
-    chunks, busy = await asyncio.wrap_future(realms.aside(partial(_discard_closed, nvme_path)))
+    """Forget the tenant ``namespace``; None: everything. On the server's loop; at most about 25 seconds a realm.
+    Raises KVTierError when the server is closing."""
+    owner = None if namespace is None else tenant(namespace)
+    chunks, busy = await asyncio.wrap_future(realms.aside(partial(_discard_closed, nvme_path, owner)))
     opened = realms.open
-    left = owed = 0
-    for realm in opened.values():
-        for owner in _owners(realm, namespace):
-            dropped, unfinished = await _forget(realm.store, owner)
-            chunks += dropped
-            left += unfinished
-        owed += sum(int(getattr(tier, "owed", 0)) for tier in realm.store.tiers)
     untouched = [str(folder) for folder in busy if folder.name not in {f"slots-{size}" for size in opened}]
+    left = owed = 0
+    for size, realm in opened.items():
+        seen: set[ChunkKey] = set()
+        await _forget(realm.store, owner, seen)
+        unseen, unsearched = await _forget_unseen(realm.store, owner)
+        unfinished = await _forget(realm.store, owner, seen)  # and what engines loaded before it was deleted below
+        chunks += len(seen) - unfinished + unseen
+        left += unfinished
+        untouched += [f"{name}, chunks of {size} bytes" for name in unsearched]
+        owed += sum(int(getattr(tier, "owed", 0)) for tier in realm.store.tiers)
     return Cleared(not (left or owed or untouched), chunks, left, owed, untouched)
 
 
-def _owners(realm: Realm, namespace: str | None) -> list[int | None]:
-    """Whose chunks go; every owner's erasure takes nobody's too."""
-    if namespace is None:
-        return [None]
-    return [number for (_, name), number in realm.owners.items() if name == namespace] or [_NOBODY]
-
-
-async def _forget(store: Store, owner: int | None) -> tuple[int, int]:
-    """Chunks forgotten, and chunks left."""
-    seen: set[ChunkKey] = set()
+async def _forget(store: Store, owner: int | None, seen: set[ChunkKey]) -> int:
+    """Adds the chunks that were there to ``seen``; how many of those are left."""
     left = 0
     for wait_s in _WAITS_S:
         await asyncio.sleep(wait_s)
@@ -61,15 +58,25 @@ async def _forget(store: Store, owner: int | None) -> tuple[int, int]:
         left = store.unfinished(seen, owner)
         if not left:
             break
-    return len(seen) - left, left
+    return left
 
 
-def _discard_closed(nvme_path: str | None) -> tuple[int, list[Path]]:
-    """On the lane that opens realms: chunks removed with the files of realms that are not open, and the others."""
+async def _forget_unseen(store: Store, owner: int | None) -> tuple[int, list[str]]:
+    """Chunks deleted in shared tiers that nobody here knew of, and the tiers that were not searched to the end."""
+    searches = [asyncio.wrap_future(search) for search in store.forget_unseen(owner)]
+    if searches:
+        await asyncio.wait(searches, timeout=_SEARCH_S)
+    told = [search.result() if search.done() else (0, False) for search in searches]
+    names = [tier.name for tier, (_, whole) in zip(store.tiers, told, strict=True) if not whole]
+    return sum(count for count, _ in told), names
+
+
+def _discard_closed(nvme_path: str | None, owner: int | None) -> tuple[int, list[Path]]:
+    """On the lane that opens realms: chunks removed from the files of realms that are not open, and the others."""
     chunks, busy = 0, []
     for index in sorted(Path(nvme_path).glob(f"slots-*/{INDEX_NAME}")) if nvme_path else []:
         try:
-            chunks += discard(index.parent)
+            chunks += discard(index.parent, owner)
         except TierError:
             busy.append(index.parent)
     return chunks, busy

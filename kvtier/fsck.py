@@ -25,6 +25,7 @@ import numpy as np
 from kvtier.chunk import PAGE_BYTES
 from kvtier.config import load
 from kvtier.errors import ConfigError, TierError
+from kvtier.owner import may
 from kvtier.tiers.nvme_files import INDEX_NAME, SLOTS_NAME
 from kvtier.tiers.nvme_index import (
     EMPTY_RECORD,
@@ -128,14 +129,21 @@ def check(folder: Path, *, repair: bool = False) -> Report:
         return report
 
 
-def discard(folder: Path) -> int:
-    """Remove a tier's folder that is not in use; how many chunks it had. Raises TierError when it is in use."""
-    with _locked(folder, os.O_RDONLY) as index:
+def discard(folder: Path, owner: int | None = None) -> int:
+    """Remove a tier's folder that is not in use, or of its chunks ``owner``'s (see :func:`kvtier.owner.may`); how many
+    chunks went. A folder of another format is removed in any case. Raises TierError when it is in use."""
+    with _locked(folder, os.O_RDWR) as index:
         superblock = Superblock.unpack(os.pread(index, PAGE_BYTES, 0))
         chunks = 0
         if superblock is not None and superblock.version == FORMAT_VERSION:
             table = _table(index, superblock.slots)
-            chunks = len(set(read_records(table, superblock.slots, superblock.slot_bytes).keys))
+            records = read_records(table, superblock.slots, superblock.slot_bytes)
+            whose = [int.from_bytes(each.tobytes(), "little") for each in records.owners]
+            going = [at for at, each in enumerate(whose) if may(owner, each)]
+            chunks = len({records.keys[at] for at in going})
+            if len(going) < len(whose):
+                _make_free(index, [int(records.slots[at]) for at in going])
+                return chunks
         for name in (SLOTS_NAME, INDEX_NAME):
             (folder / name).unlink(missing_ok=True)
         with suppress(OSError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvtier.chunk import ChunkKey
 from kvtier.policy import Owned, Policy
@@ -38,6 +38,13 @@ class Holding:
         self.order.discard(key)
         self.leaving.add(key)
 
+    def leave_all(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+        """Those of ``keys``, known or not, that the tier must delete now: it neither writes nor deletes them."""
+        going = [key for key in keys if key not in self.writing and key not in self.leaving]
+        for key in going:
+            self.leave(key)
+        return going
+
     def make_room(self, owner: int) -> list[ChunkKey] | None:
         """Room for one more chunk of ``owner``: which chunks leave for it; None when there is none to be had."""
         spent = self._is_spent(owner)
@@ -49,16 +56,22 @@ class Holding:
         self.leave(victim)
         return [victim]
 
-    def shrink(self) -> list[ChunkKey]:
-        """What leaves, coldest first, because it holds more than its capacity."""
+    def shrink(self, owners: Iterable[int]) -> list[ChunkKey]:
+        """What leaves because it holds more than its capacity, or of one of ``owners`` more than the quota; of each
+        the coldest first."""
         surplus: list[ChunkKey] = []
+        for owner in owners:
+            while self._is_spent(owner, 1) and (victim := self.order.coldest(owner)) is not None:
+                self.leave(victim)
+                surplus.append(victim)
         while len(self) > self.capacity and (victim := self.order.coldest()) is not None:
             self.leave(victim)
             surplus.append(victim)
         return surplus
 
-    def _is_spent(self, owner: int) -> bool:
-        """The owner has used up its quota."""
+    def _is_spent(self, owner: int, beyond: int = 0) -> bool:
+        """The owner has used up its quota, and so many chunks more."""
         if self.quota is None or not owner:
             return False
-        return self.order.count(owner) + sum(whose == owner for whose in self.writing.values()) >= self.quota
+        count = self.order.count(owner) + sum(whose == owner for whose in self.writing.values())
+        return count >= self.quota + beyond

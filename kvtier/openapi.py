@@ -99,7 +99,7 @@ class Cleared(msgspec.Struct, frozen=True):
     owed_deletes: int
     """Deletes that Redis gets when it can be reached again; lost if the server ends before."""
     untouched: list[str]
-    """Folders of closed realms that another process has open."""
+    """Folders of closed realms that another process has open; shared tiers that were not searched to the end."""
 
 
 class Namespace(msgspec.Struct, frozen=True):
@@ -128,18 +128,21 @@ class Route(NamedTuple):
 
 
 _ERASE = """
-Forgets chunks in RAM and in the lower tiers, again and again until nothing is left or about five seconds are over. A
+Forgets chunks in RAM and in the lower tiers, again and again until nothing is left or about ten seconds are over. A
 chunk that was forgotten is never served again by this server, nor after its restart.
 
-With `namespace`: everything that engines of this tenant saved through this server. Keys do not name a tenant, so
-chunks found in a tier (after a restart, or written to Redis by another server) are nobody's, and all of them are
-forgotten too: other tenants' may be among them, which costs them misses. Not covered, because this server cannot know
-of them: chunks in Redis that it has not seen (call every server of that Redis; the rest leaves by redis_ttl_s), the
-RAM of engines on other hosts, and what engines save after the call. A request's cache_salt is not a tenant here.
+With `namespace`: everything that engines of this tenant saved, of all models, before the server's last start too, and
+nothing of others: the tiers keep a hash of the tenant's name with every chunk. In the Redis of a realm that is open
+this includes what other servers wrote there; it is searched for at most ten seconds a node, and named in `untouched`
+when that was not enough. Where a tier did not say whose a chunk is (a damaged header, Redis away when it was found,
+chunks from before this was kept) it is nobody's and goes with any tenant: that costs misses. Not covered: chunks in
+Redis of realms of which no engine has come since the start, or that a kvtier with another format of names (kvtier:1:)
+left there; the RAM and disks of other servers (call each of them), the RAM of engines on other hosts, and what engines
+save after the call. A request's cache_salt is not a tenant here.
 
 On a disk, a forgotten chunk's record is emptied; its bytes stay in the slot, unreachable, until they are overwritten.
 A power cut within the kernel's write-back time can undo the emptying. Realms of which no engine has come since the
-start lose their files.
+start are erased on the disk, and lose their files when nothing is left in them.
 """
 
 ROUTES = (

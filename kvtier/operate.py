@@ -123,7 +123,7 @@ class ClearCommand:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_arguments(parser)
-        parser.add_argument("--namespace", metavar="NAME", help="only this tenant's chunks, and those found in tiers")
+        parser.add_argument("--namespace", metavar="NAME", help="only this tenant's chunks, and nobody's")
         parser.add_argument("--everything", action="store_true", help="all chunks of all tenants")
 
     @staticmethod
@@ -138,8 +138,8 @@ class ClearCommand:
             print(f"{done.left:,} are being saved or deleted still: stop the engines, or run this again")
         if done.owed_deletes:
             print(f"{done.owed_deletes:,} deletes wait for Redis to be back: keep the server running until then")
-        for folder in done.untouched:
-            print(f"{folder} is in use by another process and was left alone")
+        for place in done.untouched:
+            print(f"{place}: in use by another process, or not searched to the end")
         return 0 if done.complete else 1
 
 

@@ -81,23 +81,25 @@ class LRU:
 
 
 class Owned:
-    """A Policy's order, in which every key belongs to an owner: a small int, 0 for nobody.
+    """A Policy's order, in which every key belongs to an owner (:mod:`kvtier.owner`), 0 for nobody.
 
     ``split`` keeps an order per owner besides, so that :meth:`coldest` and :meth:`count` can ask for one owner's; it
     costs memory, so it is for places where owners have quotas.
     """
 
-    __slots__ = ("_all", "_owner", "_parts")
+    __slots__ = ("_all", "_once", "_owner", "_parts")
 
     def __init__(self, policy: Callable[[], Policy], split: bool) -> None:
         self._all = policy()
         self._owner: dict[ChunkKey, int] = {}
+        self._once: dict[int, int] = {}
+        """Every owner's number: one object for all its keys, not one of 44 bytes for each."""
         self._parts: defaultdict[int, Policy] | None = defaultdict(policy) if split else None
 
     def add(self, key: ChunkKey, owner: int = 0) -> None:
         self._all.add(key)
         if owner:
-            self._owner[key] = owner
+            self._owner[key] = self._once.setdefault(owner, owner)
             if self._parts is not None:
                 self._parts[owner].add(key)
 

@@ -1,8 +1,8 @@
 """Realm: one Store of a server with what its sessions share. Realms: a bounded number of them, by slot size.
 
 Engines whose slots are equally large share one Store; keys contain the engines' fingerprints, so chunks of different
-models cannot meet. An *owner* is a namespace (fingerprint and tenant name) as a small number: what quotas count, and
-what ``clear`` is limited to.
+models cannot meet. An *owner* is a namespace (fingerprint and tenant name) as a number: what quotas count, and what
+``clear`` is limited to; see :mod:`kvtier.owner`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TypeVar
 from kvtier.chunk import ChunkKey, own_link, parent_link
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.lanes import Lane
+from kvtier.owner import owner_of
 from kvtier.store import Store
 from kvtier.zero_hits import ZeroHits, totals
 
@@ -54,13 +55,13 @@ class Realm:
         self.zero_hits = ZeroHits.of(store, clock)
 
     def owner(self, fingerprint: bytes, namespace: str) -> int:
-        """The namespace's number, from 1. Raises ConfigError when there are too many."""
+        """The namespace's number. Raises ConfigError when there are too many."""
         name = fingerprint, namespace
         if name not in self._owners and len(self._owners) >= _MAX_OWNERS:
             raise ConfigError(
                 f"more than {_MAX_OWNERS} namespaces since the server's start; restart it to forget old ones"
             )
-        return self._owners.setdefault(name, len(self._owners) + 1)
+        return self._owners.setdefault(name, owner_of(fingerprint, namespace))
 
     @property
     def owners(self) -> Mapping[tuple[bytes, str], int]:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from functools import partial
 
 from kvtier.audit import Audit
@@ -67,7 +68,8 @@ class Store:
         self.audit = Audit(core, self._below, self.forget)
         self._waits = [below.timed.wait for below in self._below]
         for below in self._below:
-            below.found(below.tier.recovered())
+            keys = below.tier.recovered()
+            below.found(keys, below.timed.owners(keys))
             below.sweep_soon()
         if spare is not None:
             spare.submit(partial(self._populate, 0))
@@ -203,6 +205,10 @@ class Store:
         with self._lock:
             return self._directory.keys(owner)
 
+    def forget_unseen(self, owner: int | None) -> list[Future[tuple[int, bool]]]:
+        """For every tier: see :meth:`kvtier.below.Below.forget_unseen`."""
+        return [below.forget_unseen(owner) for below in self._below]
+
     def unfinished(self, keys: set[ChunkKey], owner: int | None = None) -> int:
         """How many of these chunks, forgotten before, are being filled, or not yet deleted below."""
         with self._lock:
@@ -285,9 +291,10 @@ class Store:
         with self._lock:
             unknown = lease.keys[len(lease.entries) :]
         below = self._below[index]
-        found = unknown[: below.timed.find(unknown)]
+        found = unknown[: below.timed.find(unknown)][::-1]
+        owners = below.timed.owners(found)
         with self._arrived:
-            below.found(found[::-1])
+            below.found(found, owners)
             promotions = [] if lease.closed else self._claim(lease)
             self._miss(lease.keys, len(lease.entries))
             lease.asking = False

@@ -9,7 +9,8 @@ from functools import partial
 from kvtier.chunk import ChunkKey
 from kvtier.forecast import Asking, Pace
 from kvtier.lanes import Executor, Work
-from kvtier.tiers.base import PartReader, Tier
+from kvtier.owner import NOBODY
+from kvtier.tiers.base import OwnerKeeper, PartReader, Tier
 
 
 class TimedTier:
@@ -18,6 +19,7 @@ class TimedTier:
 
     def __init__(self, tier: Tier, lane: Executor, clock: Callable[[], float]) -> None:
         self._tier, self._lane, self._clock = tier, lane, clock
+        self._keeper = tier if isinstance(tier, OwnerKeeper) else None
         self._lock = threading.Lock()
         self._pace = Pace(lane.threads)
 
@@ -98,10 +100,10 @@ class TimedTier:
         assert isinstance(self._tier, PartReader)
         return self._tier.verify(key, slot)
 
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int) -> bool:
         call, stored = self._begun(), False
         try:
-            stored = self._tier.write(key, data)
+            stored = self._tier.write(key, data) if self._keeper is None else self._keeper.write(key, data, owner)
         finally:
             with self._lock:
                 self._pace.wrote(call, self._clock(), stored)
@@ -115,6 +117,10 @@ class TimedTier:
             with self._lock:
                 self._pace.asked(call, self._clock(), found / max(1, len(keys)))
         return found
+
+    def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
+        """Whose chunks these are, 0 for nobody's; see OwnerKeeper. At the start too."""
+        return [NOBODY] * len(keys) if self._keeper is None or not keys else self._keeper.owners(keys)
 
     def _begun(self) -> int:
         with self._lock:

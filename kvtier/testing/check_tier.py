@@ -9,7 +9,8 @@ from hashlib import shake_128
 from threading import Event
 
 from kvtier.chunk import PAGE_BYTES, ChunkKey, ChunkLayout
-from kvtier.tiers.base import PartReader, Tier
+from kvtier.owner import NOBODY, owner_of, tenant
+from kvtier.tiers.base import OwnerKeeper, PartReader, SharedKeeper, Tier
 
 Make = Callable[[], Tier]
 _RUN = 6
@@ -36,6 +37,7 @@ def check_tier(make: Make, *, chunk_bytes: int, reopen: Make | None = None) -> N
     _check_find(make, runs[0], chunk_bytes)
     _check_delete(make, runs[0], chunk_bytes)
     _check_names(make, runs[0], chunk_bytes)
+    _check_owners(make, reopen, runs[0], chunk_bytes)
     _check_capacity(make, chunk_bytes)
     _check_threads(make, runs, chunk_bytes)
     _check_race(make, runs[0], chunk_bytes)
@@ -166,6 +168,35 @@ def _check_names(make: Make, keys: Sequence[ChunkKey], chunk_bytes: int) -> None
         tier.delete(key)
     _promise(_holds(tier, keys[1], chunk_bytes), "a delete of a nearly equal key takes nothing")
     tier.close()
+
+
+def _check_owners(make: Make, reopen: Make | None, keys: Sequence[ChunkKey], chunk_bytes: int) -> None:
+    """Where a tier is an OwnerKeeper: whose a chunk is, it says while it has it, and after a restart."""
+    tier = make()
+    tier.recovered()
+    if not isinstance(tier, OwnerKeeper):
+        tier.close()
+        return
+    one, other = owner_of(bytes(32), "one"), owner_of(bytes(32), "other")
+    whose = [one, other, NOBODY, one]
+    for key, owner in zip(keys, whose, strict=False):
+        _promise(tier.write(key, content(key, chunk_bytes), owner), "a write within capacity is True")
+    _promise(list(tier.owners(keys)) == [*whose, NOBODY, NOBODY], "a chunk is whose it was written for, or nobody's")
+    _promise(all(_holds(tier, key, chunk_bytes) for key in keys[:4]), "a chunk is whole, whose ever it is")
+    if isinstance(tier, SharedKeeper) and tier.shared:
+        found, whole = tier.held_of(tenant("one"))
+        _promise(sorted(found) == sorted([keys[0], *keys[2:4]]) and whole, "held_of is the owner's and nobody's")
+        _promise(sorted(tier.held_of(None)[0]) == sorted(keys[:4]), "held_of None is everything")
+    tier.delete(keys[1])
+    _promise(tier.write(keys[1], content(keys[1], chunk_bytes), one), "a write within capacity is True")
+    whose[1] = one
+    _promise(list(tier.owners(keys[:4])) == whose, "what is written anew is whose it is now")
+    tier.close()
+    if reopen is not None:
+        again = reopen()
+        again.recovered()
+        _promise(isinstance(again, OwnerKeeper) and list(again.owners(keys[:4])) == whose, "a restart keeps the owners")
+        again.close()
 
 
 def _check_capacity(make: Make, chunk_bytes: int) -> None:

@@ -55,6 +55,31 @@ class Tier(Protocol):
 
 
 @runtime_checkable
+class OwnerKeeper(Protocol):
+    """What a tier promises besides when it keeps with every chunk whose it is (:mod:`kvtier.owner`). Chunks of other
+    tiers are nobody's after a restart."""
+
+    def write(self, key: ChunkKey, data: memoryview, owner: int = 0) -> bool:
+        """See Tier.write. A chunk that is held already keeps its owner, or gets this one."""
+        ...
+
+    def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
+        """Whose these chunks are; 0 for nobody's, for one that is not held, and where that cannot be told now. May
+        block: called at the start and by lane threads."""
+        ...
+
+
+@runtime_checkable
+class SharedKeeper(Protocol):
+    """What an OwnerKeeper that others write to promises besides: it can be searched for what nobody here knows of."""
+
+    def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
+        """Chunks that ``owner`` may drop (:func:`kvtier.owner.may`), whoever wrote them; False when the search was cut
+        short by a fault or by time. Takes seconds: called by lane threads only."""
+        ...
+
+
+@runtime_checkable
 class PartReader(Protocol):
     """What a tier promises besides when a part of a chunk can be read by itself. Threads and faults as in Tier."""
 

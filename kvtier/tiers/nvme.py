@@ -1,6 +1,6 @@
 """NvmeTier: chunks on a local disk, in preallocated slots, found again after a restart or a crash.
 
-The index lives in memory (one dict entry and 20 packed bytes a chunk) and, record by record, on disk; the payload
+The index lives in memory (one dict entry and 36 packed bytes a chunk) and, record by record, on disk; the payload
 goes between the caller's pages and the disk without a copy. See :mod:`kvtier.tiers.nvme_index` for what is believed
 after a crash, :mod:`kvtier.tiers.nvme_files` for the files.
 """
@@ -17,6 +17,7 @@ import numpy as np
 
 from kvtier.chunk import PAGE_BYTES, ChunkKey
 from kvtier.errors import StateError, TierError
+from kvtier.owner import NOBODY, OWNER_BYTES
 from kvtier.tiers.nvme_files import SlotFiles
 from kvtier.tiers.nvme_index import (
     CHECKSUM_BYTES,
@@ -76,6 +77,7 @@ class NvmeTier:
         # key -> place = seq * capacity + slot: one integer says where, and tells this filling of the slot from others.
         self._places: dict[ChunkKey, int] = {}
         self._checksums = bytearray(CHECKSUM_BYTES * slots)
+        self._owners = bytearray(OWNER_BYTES * slots)
         self._unread = bytearray(slots)
         """1 for every slot that was written since the start, and not read."""
         self._seq = 0
@@ -85,7 +87,13 @@ class NvmeTier:
         keys, self._recovered = self._recovered, []
         return keys
 
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
+    def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """See :class:`~kvtier.tiers.base.OwnerKeeper`."""
+        with self._lock:
+            places = [self._places.get(key) for key in keys]
+            return [NOBODY if place is None else self._owner(place % self.capacity) for place in places]
+
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         """See :meth:`Tier.write`. A key that is held is not written again. Raises StateError for a wrong size."""
         if not 0 < data.nbytes <= self.slot_bytes:
             raise StateError(f"a chunk of {data.nbytes} bytes for slots of {self.slot_bytes} bytes")
@@ -100,7 +108,7 @@ class NvmeTier:
             place = self._seq * self.capacity + slot
         held = False
         try:
-            held = self._fill(key, place, data)
+            held = self._fill(key, place, data, owner)
         finally:
             with self._lock:
                 if held:
@@ -189,7 +197,7 @@ class NvmeTier:
         table = bytearray(RECORD_BYTES * self.capacity)
         for seq, key in enumerate(order, start=1):
             slot = places[key] % self.capacity
-            record = pack_record(slot, self.slot_bytes, key, self._checksum(slot), seq)
+            record = pack_record(slot, self.slot_bytes, key, self._checksum(slot), seq, self._owner(slot))
             table[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES] = record
         try:
             self._files.close(memoryview(table))
@@ -204,6 +212,7 @@ class NvmeTier:
             zip(records.keys, (records.seqs.astype(np.int64) * self.capacity + records.slots).tolist(), strict=True)
         )
         np.frombuffer(self._checksums, dtype=np.uint8).reshape(-1, CHECKSUM_BYTES)[records.slots] = records.checksums
+        np.frombuffer(self._owners, dtype=np.uint8).reshape(-1, OWNER_BYTES)[records.slots] = records.owners
         self._seq = int(records.seqs[-1]) if len(records.seqs) else 0
         unused = np.ones(self.capacity, dtype=bool)
         unused[np.fromiter(self._places.values(), dtype=np.int64, count=len(self._places)) % self.capacity] = False
@@ -224,20 +233,21 @@ class NvmeTier:
             self._files.kept = 0
             return memoryview(b"")
 
-    def _fill(self, key: ChunkKey, place: int, data: memoryview) -> bool:
+    def _fill(self, key: ChunkKey, place: int, data: memoryview, owner: int) -> bool:
         """Payload, then record. The slot's old record is gone or (power cut) names a payload that is no longer there,
         so at no moment can anybody believe something false about this slot."""
         seq, slot = divmod(place, self.capacity)
         checksum = payload_checksum(key, data)
         try:
             self._files.write_payload(slot, data)
-            self._files.write_record(slot, pack_record(slot, self.slot_bytes, key, checksum, seq))
+            self._files.write_record(slot, pack_record(slot, self.slot_bytes, key, checksum, seq, owner))
         except OSError as error:
             self._log_first("write", error)
             with self._lock:
                 self.counts["failed_writes"] += 1
             return False
         self._checksums[slot * CHECKSUM_BYTES : (slot + 1) * CHECKSUM_BYTES] = checksum
+        self._owners[slot * OWNER_BYTES : (slot + 1) * OWNER_BYTES] = owner.to_bytes(OWNER_BYTES, "little")
         return True
 
     def _was_read(self, slot: int, chunk: memoryview) -> None:
@@ -268,6 +278,9 @@ class NvmeTier:
 
     def _checksum(self, slot: int) -> bytes:
         return bytes(self._checksums[slot * CHECKSUM_BYTES : (slot + 1) * CHECKSUM_BYTES])
+
+    def _owner(self, slot: int) -> int:
+        return int.from_bytes(self._owners[slot * OWNER_BYTES : (slot + 1) * OWNER_BYTES], "little")
 
     def _log_first(self, kind: str, what: object) -> None:
         if kind not in self._logged:

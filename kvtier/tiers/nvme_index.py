@@ -6,7 +6,8 @@ slot order. A record never crosses a page, so one small write replaces it whole.
 What is believed, and why it is enough after ``kill -9`` and after a power cut:
 
 - A record carries a checksum over itself, seeded with its slot number and the slot size. A torn, flipped, moved or
-  swapped record is no record.
+  swapped record is no record. So its owner (:mod:`kvtier.owner`) is never another one's; records from before there
+  were owners have zeros there, which is nobody.
 - A record carries the checksum of key and payload (and so of its length, which is stored nowhere). The payload is
   written before its record, but nothing forces the device to keep that order in a power cut; a payload that did not
   arrive, arrived in part, or was overwritten under a stale record fails that checksum when read, and is a miss.
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from kvtier.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey, own_link, parent_link
+from kvtier.owner import NOBODY, OWNER_BYTES
 
 FORMAT_VERSION = 1
 RECORD_BYTES = 128
@@ -32,13 +34,13 @@ CHECKSUM_BYTES = 16
 EMPTY_RECORD = bytes(RECORD_BYTES)
 
 _BODY_BYTES = RECORD_BYTES - 8
-_BODY = struct.Struct("<40s16sQ56x")
+_BODY = struct.Struct(f"<40s16sQ{OWNER_BYTES}s40x")
 _CHECK = struct.Struct("<Q")
 _ROW = np.dtype(
     {
-        "names": ["key", "checksum", "seq", "check"],
-        "formats": [f"V{KEY_BYTES}", f"V{CHECKSUM_BYTES}", "<u8", "<u8"],
-        "offsets": [0, 40, 56, _BODY_BYTES],
+        "names": ["key", "checksum", "seq", "owner", "check"],
+        "formats": [f"V{KEY_BYTES}", f"V{CHECKSUM_BYTES}", "<u8", f"V{OWNER_BYTES}", "<u8"],
+        "offsets": [0, 40, 56, 64, _BODY_BYTES],
         "itemsize": RECORD_BYTES,
     }
 )
@@ -95,9 +97,9 @@ def payload_checksum(key: ChunkKey, payload: memoryview) -> bytes:
     return xxh3_128_digest(payload, seed=int.from_bytes(own_link(key), "little"))
 
 
-def pack_record(slot: int, slot_bytes: int, key: ChunkKey, checksum: bytes, seq: int) -> bytes:
+def pack_record(slot: int, slot_bytes: int, key: ChunkKey, checksum: bytes, seq: int, owner: int = NOBODY) -> bytes:
     """The 128 bytes of one record; ``seq`` orders records by age, larger is newer, and is never 0."""
-    body = _BODY.pack(key, checksum, seq)
+    body = _BODY.pack(key, checksum, seq, owner.to_bytes(OWNER_BYTES, "little"))
     return body + _CHECK.pack(xxh3_64_intdigest(body, seed=_seed(slot, slot_bytes)))
 
 
@@ -110,6 +112,8 @@ class Records:
     seqs: NDArray[np.uint64]
     checksums: NDArray[np.uint8]
     """Shape ``(records, 16)``."""
+    owners: NDArray[np.uint8]
+    """Shape ``(records, 16)``, each little-endian."""
     damaged: int
 
 
@@ -133,6 +137,7 @@ def read_records(table: memoryview, slots: int, slot_bytes: int) -> Records:
         slots=good,
         seqs=rows["seq"][good],
         checksums=np.frombuffer(rows["checksum"][good].tobytes(), dtype=np.uint8).reshape(-1, CHECKSUM_BYTES),
+        owners=np.frombuffer(rows["owner"][good].tobytes(), dtype=np.uint8).reshape(-1, OWNER_BYTES),
         damaged=len(used) - len(good),
     )
 

@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -28,11 +28,12 @@ from xxhash import xxh3_128
 
 from kvtier.chunk import ChunkKey
 from kvtier.errors import StateError, TierError
+from kvtier.owner import NOBODY
 from kvtier.recency import coldest_first
 from kvtier.tiers.breaker import Breaker
-from kvtier.tiers.redis_form import CHECKSUM_BYTES, HEADER_BYTES, Form
-from kvtier.tiers.redis_link import FAULTS, Link, Reply, Wire, WrongSizeError
-from kvtier.tiers.redis_start import Facts, greet, room_for, scan
+from kvtier.tiers.redis_form import HEADER_BYTES, Form
+from kvtier.tiers.redis_link import FAULTS, Link, Reply, Wire, WrongSizeError, arrived
+from kvtier.tiers.redis_start import Facts, greet, room_for, scan, search
 
 T = TypeVar("T")
 
@@ -41,7 +42,6 @@ _COUNTS = (
     "writes", "reads", "misses", "bytes_written", "bytes_read", "failed_writes", "failed_reads", "failed_finds",
     "failed_deletes", "corrupt", "evicted", "refused", "breaker_trips",
 )  # fmt: skip
-_HEAD_BYTES = HEADER_BYTES - CHECKSUM_BYTES
 _MAX_CHUNK_BYTES = 1 << 30
 _FAULTS_TO_OPEN = 3
 _WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
@@ -131,7 +131,25 @@ class RedisTier:
                       self._link.label, len(order), more)  # fmt: skip
         return order[-self.capacity :]
 
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
+    def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """See :class:`~kvtier.tiers.base.OwnerKeeper`."""
+        runs = [keys[start : start + _FIND_AT_ONCE] for start in range(0, len(keys), _FIND_AT_ONCE)]
+        headers = [header for run in runs for header in self._of_headers("GET", run)]
+        return [self._form.owner(header, key) for header, key in zip(headers, keys, strict=True)]
+
+    def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
+        """See :class:`~kvtier.tiers.base.SharedKeeper`. At most ten seconds a node."""
+        found, whole = list[ChunkKey](), True
+        try:
+            with closing(self._link.wires()) as wires:
+                for wire in wires:
+                    whole &= search(wire, self._form, owner, found, self._clock)
+        except FAULTS as error:
+            self._failed(self._breaker(b""), "failed_finds", error)
+            whole = False
+        return found, whole
+
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         """See :meth:`Tier.write`. Raises StateError for a wrong size."""
         if not 0 < data.nbytes <= self.chunk_bytes:
             raise StateError(f"a chunk of {data.nbytes} bytes for a tier of chunks of {self.chunk_bytes} bytes")
@@ -141,7 +159,7 @@ class RedisTier:
                 return False
             self._owed.pop(key, None)
         name = self._form.header_name(key)
-        refusal = self._call("failed_writes", name, lambda wire: [self._put(wire, key, data)])
+        refusal = self._call("failed_writes", name, lambda wire: [self._put(wire, key, data, owner)])
         if refusal is None:  # a fault: parts of it may be there
             self._owe([key])
             return False
@@ -170,25 +188,25 @@ class RedisTier:
         names, memories = self._form.part_names(key, into.nbytes)[values], self._form.split(into)[values]
         if not names:
             return True
-        arrived = self._call("failed_reads", self._form.header_name(key), lambda wire: _arrived(wire, names, memories))
-        if arrived is None:
+        count = self._call("failed_reads", self._form.header_name(key), lambda wire: arrived(wire, names, memories))
+        if count is None:
             return None
-        if arrived < len(names):
+        if count < len(names):
             self._count("misses")
-        return arrived == len(names)
+        return count == len(names)
 
     def verify(self, key: ChunkKey, whole: memoryview) -> bool | None:
         """See :class:`~kvtier.tiers.base.PartReader`: against the header, as it is now."""
         header, name = memoryview(bytearray(HEADER_BYTES)), self._form.header_name(key)
-        arrived = self._call("failed_reads", name, lambda wire: _arrived(wire, [name], [header]))
-        if arrived is None:
+        count = self._call("failed_reads", name, lambda wire: arrived(wire, [name], [header]))
+        if count is None:
             return None
-        if not arrived:
+        if not count:
             self._count("misses")
             return False
         digest = xxh3_128(key)
         digest.update(whole)
-        if header != self._form.head(key, whole.nbytes) + digest.digest():
+        if self._form.checksum(bytes(header), key, whole.nbytes) != digest.digest():
             self._count("corrupt")
             self._log_first("corrupt", key.hex())
             self.delete(key)
@@ -217,7 +235,7 @@ class RedisTier:
 
     # ---- one chunk -----------------------------------------------------------------------------------------------
 
-    def _put(self, wire: Wire, key: ChunkKey, data: memoryview) -> redis.ResponseError | None:
+    def _put(self, wire: Wire, key: ChunkKey, data: memoryview, owner: int) -> redis.ResponseError | None:
         """Parts, then the header; on a refusal the parts are taken back."""
         digest = xxh3_128(key)
 
@@ -229,7 +247,7 @@ class RedisTier:
         # Parts outlive their header, so that a chunk whose time is over is a miss and not a torn chunk.
         refusal = wire.put(parts(), None if self._ttl_ms is None else self._ttl_ms + _TTL_GRACE_MS)
         if refusal is None:
-            header = memoryview(self._form.head(key, data.nbytes) + digest.digest())
+            header = memoryview(self._form.header(key, data.nbytes, digest.digest(), owner))
             refusal = wire.put([(self._form.header_name(key), header)], self._ttl_ms)
         if refusal is not None:
             wire.ask([("UNLINK", *self._form.names(key, data.nbytes))])
@@ -239,23 +257,23 @@ class RedisTier:
         """Header and parts; which count the read falls under."""
         header = memoryview(bytearray(HEADER_BYTES))
         digest = xxh3_128(key)
-        parts = self._form.split(into)
-        arrived = 0
+        parts, checksum = self._form.split(into), None
+        come = 0
         try:
             with closing(wire.get(self._form.names(key, into.nbytes), [header, *parts])) as memories:
                 for memory in memories:
-                    if arrived:
+                    if come:
                         digest.update(memory)
-                    elif header[:_HEAD_BYTES] != self._form.head(key, into.nbytes):
+                    elif (checksum := self._form.checksum(bytes(header), key, into.nbytes)) is None:
                         return "corrupt"
-                    arrived += 1
+                    come += 1
         except WrongSizeError:
             return "corrupt"
-        if arrived == 0:
+        if come == 0:
             return "misses"
-        if arrived <= len(parts):
+        if come <= len(parts):
             return "evicted" if self._is_torn(wire, key, into.nbytes) else "misses"
-        return "reads" if header[_HEAD_BYTES:] == digest.digest() else "corrupt"
+        return "reads" if checksum == digest.digest() else "corrupt"
 
     def _is_torn(self, wire: Wire, key: ChunkKey, length: int) -> bool:
         """Is there a header without one of its parts? If not, the chunk was deleted, and maybe written anew, while it
@@ -267,13 +285,18 @@ class RedisTier:
 
     def _held(self, keys: Sequence[ChunkKey]) -> int:
         """How many of ``keys``, from the first on, have a header."""
+        replies = self._of_headers("EXISTS", keys)
+        return next((index for index, reply in enumerate(replies) if reply != 1), len(replies))
+
+    def _of_headers(self, command: str, keys: Sequence[ChunkKey]) -> list[Reply]:
+        """One small command about each header; None where its node fails."""
         names = [self._form.header_name(key) for key in keys]
-        held = [False] * len(keys)
+        found: list[Reply] = [None] * len(keys)
         for indices in self._by_node(names):
-            replies = self._ask("failed_finds", [("EXISTS", names[index]) for index in indices])
+            replies = self._ask("failed_finds", [(command, names[index]) for index in indices])
             for index, reply in zip(indices, replies or (), strict=False):
-                held[index] = reply == 1
-        return next((index for index, found in enumerate(held) if not found), len(held))
+                found[index] = reply
+        return found
 
     def _by_node(self, names: Sequence[bytes]) -> list[list[int]]:
         groups: dict[str, list[int]] = {}
@@ -375,12 +398,3 @@ class RedisTier:
         except FAULTS as error:
             self._failed(self._breaker(self._form.probe), "failed_finds", error)
             return []
-
-
-def _arrived(wire: Wire, names: Sequence[bytes], into: Sequence[memoryview]) -> int:
-    """How many of ``names``, from the first on, exist and are of the right size, and are in their memories now."""
-    count = 0
-    with suppress(WrongSizeError), closing(wire.get(names, into)) as memories:
-        for _ in memories:
-            count += 1
-    return count

@@ -2,12 +2,13 @@
 
 A chunk is one small header key and its payload in part keys, all named by content::
 
-    kvtier:1:<namespace>:{<key>}                     header, 80 bytes, written last
-    kvtier:1:<namespace>:{<key>}:<part bytes>:<i>    part i of the payload
+    kvtier:2:<namespace>:{<key>}                     header, 104 bytes, written last
+    kvtier:2:<namespace>:{<key>}:<part bytes>:<i>    part i of the payload
 
 The braces are Redis Cluster's hash tag: header and parts of one chunk lie on one node. The format's version and the
 part size are in the names, so that servers of different versions or settings share a Redis without ever reading, or
-mixing, each other's bytes. Two servers that write one chunk at once write the same bytes under the same names.
+mixing, each other's bytes. Two servers that write one chunk at once write the same parts under the same names, and the
+later header stays.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from xxhash import xxh3_64_intdigest
+
 from kvtier.chunk import KEY_BYTES, ChunkKey
 from kvtier.errors import ConfigError
+from kvtier.owner import NOBODY, OWNER_BYTES
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CHECKSUM_BYTES = 16
 PART_BYTES = (1 << 20) - 64
 """Payload bytes of a part. Measured from 64 KiB to 2 MiB: from 512 KiB on a lane is as fast as it gets, and a part of
@@ -29,7 +33,10 @@ own 12 bytes would otherwise push it into jemalloc's next size class, a quarter 
 
 _MAGIC = b"kvtier/R"
 _HEAD = struct.Struct(f"<8sHHIQ{KEY_BYTES}s")
-HEADER_BYTES = _HEAD.size + CHECKSUM_BYTES
+_CHECK = struct.Struct("<Q")
+_OWNER_AT = _HEAD.size + CHECKSUM_BYTES
+_CHECK_AT = _OWNER_AT + OWNER_BYTES
+HEADER_BYTES = _CHECK_AT + _CHECK.size
 _VALUE_OVERHEAD = 12
 _KEY_OVERHEAD = 256
 """A name of up to 150 bytes, its dictionary entry and its object; measured: about 230 bytes."""
@@ -82,8 +89,24 @@ class Form:
         """The parts of a chunk, views of the same memory."""
         return [chunk[start : start + self.part_bytes] for start in range(0, chunk.nbytes, self.part_bytes)]
 
-    def head(self, key: ChunkKey, length: int) -> bytes:
-        """The header without its checksum, which is XXH3-128 over key and payload and follows it."""
+    def header(self, key: ChunkKey, length: int, checksum: bytes, owner: int) -> bytes:
+        """``checksum``: XXH3-128 over key and payload. The owner may be told by a header alone, without the payload;
+        so a header has a checksum of its own."""
+        body = self._head(key, length) + checksum + owner.to_bytes(OWNER_BYTES, "little")
+        return body + _CHECK.pack(xxh3_64_intdigest(body))
+
+    def checksum(self, header: bytes, key: ChunkKey, length: int) -> bytes | None:
+        """What key and payload have to match; None for a header that is not this chunk's, or damaged."""
+        whole = header.startswith(self._head(key, length)) and _is_whole(header)
+        return header[_HEAD.size : _OWNER_AT] if whole else None
+
+    def owner(self, header: object, key: ChunkKey) -> int:
+        """Whose the chunk is; nobody's where the header is none, not its, or damaged."""
+        if not isinstance(header, bytes) or not header[: _HEAD.size].endswith(key) or not _is_whole(header):
+            return NOBODY
+        return int.from_bytes(header[_OWNER_AT:_CHECK_AT], "little")
+
+    def _head(self, key: ChunkKey, length: int) -> bytes:
         return _HEAD.pack(_MAGIC, FORMAT_VERSION, 0, self.part_bytes, length, key)
 
     def parse(self, name: bytes) -> tuple[ChunkKey, bool] | None:
@@ -104,6 +127,10 @@ class Form:
             length % self.part_bytes > 0
         )
         return sum(_allocated(size + _VALUE_OVERHEAD) + _KEY_OVERHEAD for size in [HEADER_BYTES, *sizes])
+
+
+def _is_whole(header: bytes) -> bool:
+    return len(header) == HEADER_BYTES and header[_CHECK_AT:] == _CHECK.pack(xxh3_64_intdigest(header[:_CHECK_AT]))
 
 
 def _allocated(size: int) -> int:

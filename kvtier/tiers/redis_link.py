@@ -12,7 +12,7 @@ import ssl
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -315,3 +315,12 @@ class Wire:
     def _check_deadline(self) -> None:
         if time.monotonic() > self._deadline:
             raise redis.TimeoutError("the transfer takes longer than the time allowed")
+
+
+def arrived(wire: Wire, names: Sequence[bytes], into: Sequence[memoryview]) -> int:
+    """How many of ``names``, from the first on, exist and are of the right size, and are in their memories now."""
+    count = 0
+    with suppress(WrongSizeError), closing(wire.get(names, into)) as memories:
+        for _ in memories:
+            count += 1
+    return count

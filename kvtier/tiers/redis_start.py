@@ -1,4 +1,4 @@
-"""What a Redis tier asks at its start: may it work here, and what does it hold?"""
+"""What a Redis tier asks at its start: may it work here, and what does it hold? And later: what of it is whose?"""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from redis.exceptions import NoPermissionError
 
 from kvtier.chunk import ChunkKey
 from kvtier.errors import TierError
+from kvtier.owner import may
 from kvtier.tiers.redis_form import Form, judge
 from kvtier.tiers.redis_link import FAULTS, Link, Reply, Wire
 
@@ -21,6 +22,7 @@ _PROBE_MS = 1000
 _SCAN_COUNT = 1000
 _MOST_SCANNED = 2_000_000
 _SCAN_S = 5.0
+_SEARCH_S = 10.0
 _ORPHAN_S = 60
 
 Facts = Mapping[str, str]
@@ -127,3 +129,17 @@ def scan(
             )  # fmt: skip
             return
     wire.ask([("UNLINK", *form.names(key, chunk_bytes)) for key in headless - stamps.keys()])
+
+
+def search(wire: Wire, form: Form, owner: int | None, found: list[ChunkKey], clock: Callable[[], float]) -> bool:
+    """Add the chunks of one node that ``owner`` may drop; False when there was no time for all."""
+    until = clock() + _SEARCH_S
+    for names in wire.scan(form.pattern, _SCAN_COUNT):
+        if clock() > until:
+            return False
+        keys = [parsed[0] for name in names if (parsed := form.parse(name)) is not None and parsed[1]]
+        headers = wire.ask(("GET", form.header_name(key)) for key in keys)
+        for key, header in zip(keys, headers, strict=True):
+            if may(owner, form.owner(header, key)):
+                found.append(key)
+    return True

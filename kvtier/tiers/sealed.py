@@ -12,7 +12,8 @@ write a thousand chunks a second are there in half a day, and none of them could
 are as safe, so nothing is counted and no key need ever be changed for its age. It costs 4 us a chunk.
 
 The chunk's key is the additional authenticated data: a chunk under another key's name, from another model or tenant,
-does not open. What does not open is a miss, counted and deleted; it is never served and never an error.
+does not open. What does not open is a miss, counted and deleted; it is never served and never an error. Keys and
+owners, which are hashes, are not encrypted.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from cryptography.hazmat.primitives.cmac import CMAC
 
 from kvtier.chunk import PAGE_BYTES, ChunkKey
 from kvtier.errors import StateError
-from kvtier.tiers.base import Tier
+from kvtier.owner import NOBODY
+from kvtier.tiers.base import OwnerKeeper, SharedKeeper, Tier
 
 _LOG = logging.getLogger(__name__)
 KEY_BYTES = 32
@@ -71,6 +73,7 @@ class SealedTier:
             raise StateError(f"an encryption key of {len(key)} bytes, expected {KEY_BYTES}")
         self.name, self.capacity, self.shared = inner.name, inner.capacity, inner.shared
         self._inner, self._key, self._chunk_bytes = inner, key, chunk_bytes
+        self._keeper = inner if isinstance(inner, OwnerKeeper) else None
         self._sign = _MARK + key_name(key)
         self._scratch = threading.local()
         self._lock = threading.Lock()
@@ -109,14 +112,22 @@ class SealedTier:
             self._inner.delete(key)
         return []
 
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
+    def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
+        """See :class:`~kvtier.tiers.base.OwnerKeeper`; nobody's where the inner tier keeps none."""
+        return self._keeper.owners(keys) if self._keeper is not None else [NOBODY] * len(keys)
+
+    def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
+        """See :class:`~kvtier.tiers.base.SharedKeeper`."""
+        return self._inner.held_of(owner) if isinstance(self._inner, SharedKeeper) else ([], not self.shared)
+
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         """See :meth:`Tier.write`. Raises StateError for a wrong size."""
         self._check_size(data)
         stored, end = self._room(), self._chunk_bytes + _TAG_BYTES
         nonce = os.urandom(_NONCE_BYTES)
         self._cipher(nonce).encrypt_into(nonce[_DERIVING_BYTES:], data, key, stored[:end])
         stored[end:] = (nonce + self._sign).ljust(len(stored) - end, b"\0")
-        return self._inner.write(key, stored)
+        return self._inner.write(key, stored) if self._keeper is None else self._keeper.write(key, stored, owner)
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
         """See :meth:`Tier.read`. Raises StateError for a wrong size. Always whole: one tag covers all of a chunk,

@@ -153,6 +153,14 @@ class LosesOneAtStart(DictTier):
         return super().recovered()[1:]
 
 
+class ForgetsOwners(DictTier):
+    def write(self, key: ChunkKey, data: memoryview, owner: int = 0) -> bool:
+        return super().write(key, data)
+
+    def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
+        return [0] * len(keys)
+
+
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
@@ -168,6 +176,7 @@ class LosesOneAtStart(DictTier):
         (ReadsReusedRoom, "exactly the bytes written"),
         (OneForAll, "exactly the bytes written"),
         (Nameless, "name is a word"),
+        (ForgetsOwners, "whose it was written for"),
         (LosesOrder, "order given to close"),
         (LosesOneAtStart, "exactly what was held"),
     ],

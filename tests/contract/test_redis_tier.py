@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.chunk import ChunkKey, ChunkLayout
 from kvtier.errors import ConfigError, StateError, TierError
+from kvtier.owner import NOBODY, owner_of, tenant
 from kvtier.testing import check_tier
 from kvtier.tiers.redis import RedisTier
 from kvtier.tiers.redis_form import Form
@@ -186,6 +187,30 @@ def test_after_close_nothing_is_held_and_nothing_connects(server: RedisServer) -
 
 
 # ---- room and order --------------------------------------------------------------------------------------------------
+
+
+def test_a_header_that_is_damaged_or_anothers_makes_its_chunk_nobodys(server: RedisServer) -> None:
+    """So every tenant's erasure takes it: what cannot be told to be theirs must not stay."""
+    tier, owner = server.tier(), owner_of(bytes(32), "acme")
+    for key in KEYS:
+        assert tier.write(key, chunk(key), owner)
+    assert tier.owners(KEYS) == [owner] * len(KEYS)
+    assert tier.held_of(tenant("else")) == ([], True)
+    names = [FORM.header_name(key) for key in KEYS]
+    with server.admin() as admin:
+        admin.setrange(names[0], 80, b"\xff")
+        admin.set(names[1], b"")
+        admin.delete(names[2])
+        admin.hset(names[2], "a", "hash")
+        admin.copy(names[4], names[3], replace=True)
+    assert tier.owners(KEYS) == [NOBODY] * 4 + [owner] * (len(KEYS) - 4)
+    found, whole = tier.held_of(tenant("else"))
+    assert (sorted(found), whole) == (sorted(KEYS[:4]), True)
+    server.kill()
+    assert tier.owners(KEYS[:1]) == [NOBODY]
+    assert tier.held_of(None) == ([], False)
+    server.start()
+    tier.close()
 
 
 @pytest.mark.parametrize("chunk_bytes", [7 << 20, 1 << 20, 300_000])

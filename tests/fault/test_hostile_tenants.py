@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -202,15 +203,78 @@ def test_one_tenant_is_erased_from_ram_nvme_and_redis_at_once(stack: ExitStack, 
         for keys, left in ((theirs, 0), (others, len(others))):
             (realm,) = server.lookup(keys=[key.hex() for key in keys])["realms"]
             assert realm["tiers"] == [{"tier": tier, "chunks": left} for tier in tiers]
-    with redis.admin() as behind:
-        names = b" ".join(behind.scan_iter()).decode()
-    assert [key.hex() in names for key in theirs + others] == [False] * len(theirs) + [True] * len(others)
+    assert names_in(redis, theirs + others) == [False] * len(theirs) + [True] * len(others)
     assert server.stop() == 0
     assert check(folder / "nvme" / f"slots-{SLOT}").good == len(others)
     server.start()
     with attached(VICTIM.door(server.address)) as client, attached(other.door(server.address)) as neighbour:
         assert load(client, theirs) == []
         assert load(neighbour, others) == ["nvme"] * len(others)
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize(("end", "encrypted"), [("kill", False), ("stop", True)])
+def test_after_a_restart_one_tenant_is_erased_and_the_other_is_served(
+    stack: ExitStack, end: str, encrypted: bool
+) -> None:
+    folder, redis = stack.enter_context(short_folder()), stack.enter_context(RedisServer())
+    settings = {"redis_url": redis.url, "redis_bytes": 1 << 20} | ({"encryption_key": "7e" * 32} if encrypted else {})
+    server = stack.enter_context(AdminServer(folder, **settings))
+    other = HOSTILE["in a namespace of its own"]
+    theirs, others = VICTIM.keys(TOKENS), other.keys(TOKENS)
+    with attached(VICTIM.door(server.address)) as client, attached(other.door(server.address)) as neighbour:
+        save(client, theirs)
+        save(neighbour, others)
+        for tier in ("nvme", "redis"):
+            wait_for(lambda tier=tier: held(client.stats(), tier) == 12, f"in {tier}")  # type: ignore[misc]
+    getattr(server, end)()
+    server.start()
+    with attached(other.door(server.address)) as neighbour:
+        done = server.clear(namespace="acme")
+        assert (done["complete"], done["chunks"]) == (True, len(theirs))
+        assert names_in(redis, theirs + others) == [False] * len(theirs) + [True] * len(others)
+        assert load(neighbour, others) == ["nvme"] * len(others)
+    for lost in ("nothing", "nvme"):
+        getattr(server, end)()
+        if lost == "nvme":
+            shutil.rmtree(folder / "nvme")
+        server.start()
+        with attached(VICTIM.door(server.address)) as client, attached(other.door(server.address)) as neighbour:
+            assert load(client, theirs) == []
+            assert load(neighbour, others) == ["redis" if lost == "nvme" else "nvme"] * len(others)
+
+
+@pytest.mark.redis
+def test_a_tenant_is_erased_in_a_redis_where_another_server_wrote(stack: ExitStack) -> None:
+    """Of these chunks this server has never heard: more came after its start than it asked for."""
+    redis = stack.enter_context(RedisServer())
+    settings = {"redis_url": redis.url, "redis_bytes": 1 << 20, "nvme_path": None, "nvme_bytes": None}
+    writer, eraser = (stack.enter_context(AdminServer(stack.enter_context(short_folder()), **settings)) for _ in "12")
+    other = HOSTILE["in a namespace of its own"]
+    theirs, others = VICTIM.keys(TOKENS), other.keys(TOKENS)
+    with (
+        attached(other.door(eraser.address)) as here,
+        attached(VICTIM.door(writer.address)) as client,
+        attached(other.door(writer.address)) as neighbour,
+    ):
+        save(client, theirs)
+        save(neighbour, others)
+        wait_for(lambda: held(client.stats(), "redis") == 12, "in Redis")
+        assert load(here, others[:2]) == ["redis"] * 2, "some it has asked for"
+        done = eraser.clear(namespace="acme")
+        assert (done["complete"], done["chunks"]) == (True, len(theirs))
+        assert names_in(redis, theirs + others) == [False] * len(theirs) + [True] * len(others)
+        assert eraser.clear(namespace="acme")["chunks"] == 0
+        assert load(here, others) == ["ram"] * 2 + ["redis"] * 4
+        assert eraser.clear(everything=True)["complete"]
+        assert names_in(redis, theirs + others) == [False] * 12
+
+
+def names_in(redis: RedisServer, keys: list[ChunkKey]) -> list[bool]:
+    """Which of these chunks Redis has any bytes of."""
+    with redis.admin() as behind:
+        names = b" ".join(behind.scan_iter()).decode()
+    return [key.hex() in names for key in keys]
 
 
 # ---- what a lookup costs ---------------------------------------------------------------------------------------------
@@ -283,5 +347,5 @@ def test_tenants_are_named_here_as_the_connector_names_them() -> None:
         requests = importlib.import_module("kvtier.connectors.vllm.requests")
     assert layout.of_namespace(LAYOUT, "acme") == ACME
     for salt in ("", SALT):
-        request = SimpleNamespace(prompt_embeds=None, lora_request=None, cache_salt=salt)
+        request = SimpleNamespace(prompt_embeds=None, lora_request=None, cache_salt=salt, kv_transfer_params=None)
         assert requests.request_extra(request, requests.Adapters()) == extra(salt)

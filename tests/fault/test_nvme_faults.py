@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import random
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from kvtier.chunk import PAGE_BYTES, ChunkKey
 from kvtier.errors import TierError
+from kvtier.owner import NOBODY, owner_of
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme import NvmeTier
 from kvtier.tiers.nvme_index import RECORD_BYTES, Superblock, pack_record, payload_checksum
@@ -98,6 +101,37 @@ def test_a_flipped_bit_of_the_superblock_costs_all_with_one_warning(
     assert recovered(tier) == held(tier, KEYS) == set()
     fill(tier, KEYS)
     assert held(tier, KEYS) == set(range(SLOTS))
+    tier.close()
+
+
+def test_records_from_before_there_were_owners_are_nobodys(place: Path) -> None:
+    """And a reader from then takes today's records: it never looked at those bytes."""
+    check, seed = struct.Struct("<Q"), SLOT << 32
+    with (place / "index.kvtier").open("r+b") as table:
+        for slot, key in enumerate(KEYS):
+            body = struct.pack("<40s16sQ56x", key, payload_checksum(key, content(key, SLOT)), slot + 1)
+            table.seek(record_at(slot))
+            table.write(body + check.pack(xxh3_64_intdigest(body, seed=seed + slot)))
+    tier = NvmeTier(place, ROOM, SLOT)
+    assert recovered(tier) == held(tier, KEYS) == set(range(SLOTS))
+    assert tier.owners(KEYS) == [NOBODY] * SLOTS
+    tier.close()
+
+
+def test_owners_outlive_a_crash_and_a_name_cannot_be_read_from_the_disk(tmp_path: Path) -> None:
+    whose = [owner_of(LAYOUT.fingerprint, f"tenant{slot % 2}") for slot in range(SLOTS)]
+    tier = NvmeTier(tmp_path / "tier", ROOM, SLOT)
+    for key, owner in zip(KEYS, whose, strict=True):
+        assert tier.write(key, content(key, SLOT), owner)
+    del tier  # no close
+    tier = NvmeTier(tmp_path / "tier", ROOM, SLOT)
+    assert tier.owners(KEYS) == whose
+    tier.close()
+    assert b"tenant" not in (tmp_path / "tier" / "index.kvtier").read_bytes()
+    flip(tmp_path / "tier" / "index.kvtier", record_at(3) + 64)
+    tier = NvmeTier(tmp_path / "tier", ROOM, SLOT)
+    assert tier.owners(KEYS) == [*whose[:3], NOBODY, *whose[4:]]
+    assert held(tier, KEYS) == set(range(SLOTS)) - {3}, "a record with another owner is no record"
     tier.close()
 
 

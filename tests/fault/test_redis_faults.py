@@ -13,6 +13,7 @@ import pytest
 
 from kvtier.bench.servers import free_port
 from kvtier.errors import TierError
+from kvtier.owner import NOBODY
 from kvtier.tiers.redis import RedisTier
 from kvtier.tiers.redis_form import CHECKSUM_BYTES, Form
 from kvtier.tiers.redis_link import Link
@@ -367,7 +368,7 @@ def impostor(answer: Callable[[socket.socket], None]) -> Iterator[str]:
 
 def dripping(client: socket.socket) -> None:
     """The header as asked for, then the first part a byte at a time: slower than any time-out of a single byte."""
-    header = FORM.head(KEYS[0], CHUNK_BYTES) + bytes(CHECKSUM_BYTES)
+    header = FORM.header(KEYS[0], CHUNK_BYTES, bytes(CHECKSUM_BYTES), NOBODY)
     client.sendall(b"$%d\r\n%s\r\n$%d\r\n" % (len(header), header, PART_BYTES))
     stop = threading.Event()
     while not stop.wait(0.02):

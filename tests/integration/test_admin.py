@@ -256,33 +256,45 @@ def test_a_tenant_is_erased_and_the_others_are_not(server: AdminServer) -> None:
         assert client.match(theirs) == Match(0, 0), "nor after a restart"
 
 
-def test_after_a_restart_a_tenant_is_erased_with_all_that_is_nobodys(server: AdminServer) -> None:
-    """A key does not say whose it is: to forget a tenant for certain, others' chunks are forgotten too."""
-    with attached(server.door(namespace="acme")) as client:
-        save(client, run(1, 4))
-        spilled(server, 4)
-    server.kill()
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_after_a_restart_just_the_tenant_is_erased_and_no_engine_of_it_need_come(server: AdminServer, end: str) -> None:
+    theirs, others = run(1, 4), run(1, 4, OTHER)
+    with attached(server.door(namespace="acme")) as client, attached(server.door(OTHER, "else")) as other:
+        save(client, theirs)
+        save(other, others)
+        spilled(server, 8)
+    getattr(server, end)()
     server.start()
     with attached(server.door(OTHER, "else")) as other:
-        save(other, run(9, 2, OTHER))
-        assert server.clear(namespace="acme")["chunks"] == 4
-        assert other.match(run(9, 2, OTHER)) == Match(2, 0), "saved since the start: known to be somebody else's"
-    with attached(server.door(namespace="acme")) as client:
-        assert client.match(run(1, 4)) == Match(0, 0)
+        done = server.clear(namespace="acme")
+        assert done == {"complete": True, "chunks": 4, "left": 0, "owed_deletes": 0, "untouched": []}
+        assert load(other, others) == ["nvme"] * 4
+    getattr(server, end)()
+    server.start()
+    with attached(server.door(namespace="acme")) as client, attached(server.door(OTHER, "else")) as other:
+        assert client.match(theirs) == Match(0, 0)
+        assert other.match(others) == Match(0, 4)
 
 
 def test_a_realm_that_no_engine_has_opened_yet_is_erased_on_disk(server: AdminServer) -> None:
-    with attached(server.door(namespace="acme")) as client:
-        save(client, run(1, 4))
-        spilled(server, 4)
+    theirs, others = run(1, 4), run(1, 3, OTHER)
+    with attached(server.door(namespace="acme")) as client, attached(server.door(OTHER, "else")) as other:
+        save(client, theirs)
+        save(other, others)
+        spilled(server, 7)
     server.stop()
     server.start()
-    assert server.clear(namespace="acme") == {
-        "complete": True, "chunks": 4, "left": 0, "owed_deletes": 0, "untouched": [],
-    }  # fmt: skip
-    assert not list((server.socket.parents[1] / "nvme").glob("slots-*/*"))
-    with attached(server.door(namespace="acme")) as client:
-        assert client.match(run(1, 4)) == Match(0, 0)
+    for namespace, chunks in (("unknown", 0), ("acme", 4), ("acme", 0)):
+        assert server.clear(namespace=namespace) == {
+            "complete": True, "chunks": chunks, "left": 0, "owed_deletes": 0, "untouched": [],
+        }  # fmt: skip
+    with attached(server.door(namespace="acme")) as client, attached(server.door(OTHER, "else")) as other:
+        assert client.match(theirs) == Match(0, 0)
+        assert load(other, others) == ["nvme"] * 3
+    server.stop()
+    server.start()
+    assert server.clear(namespace="else")["chunks"] == 3
+    assert not list((server.socket.parents[1] / "nvme").glob("slots-*/*")), "nothing is left in them"
 
 
 def test_a_save_in_progress_is_waited_for(server: AdminServer) -> None:

@@ -125,9 +125,9 @@ def redis_tier(server: RedisServer) -> RedisTier:
 @given(
     header=st.one_of(
         st.binary(max_size=2 * HEADER_BYTES),
-        st.binary(min_size=16, max_size=16).map(lambda checksum: FORM.head(KEYS[0], CHUNK_BYTES) + checksum),
-        st.integers(0, 2**63).map(lambda length: FORM.head(KEYS[0], length) + bytes(16)),
-        st.sampled_from(KEYS[1:]).map(lambda key: FORM.head(key, CHUNK_BYTES) + bytes(16)),
+        st.binary(min_size=16, max_size=16).map(lambda checksum: FORM.header(KEYS[0], CHUNK_BYTES, checksum, 1)),
+        st.integers(0, 2**63).map(lambda length: FORM.header(KEYS[0], length, bytes(16), 1)),
+        st.sampled_from(KEYS[1:]).map(lambda key: FORM.header(key, CHUNK_BYTES, bytes(16), 1)),
     )
 )
 @FUZZ

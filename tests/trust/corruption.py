@@ -333,7 +333,7 @@ def foreign_names(tally: Tally, admin: Any, link: Any, form: Any, keys: Sequence
     reader = Reader(tally, keys, REDIS_CHUNK)
     for key in keys:
         for name in form.names(key, REDIS_CHUNK):
-            admin.copy(name, name.replace(b"kvtier:1:", b"kvtier:2:"))
+            admin.copy(name, name.replace(b"kvtier:2:", b"kvtier:1:"))
     held = admin.dbsize()
     tally.expect(list(other.recovered()) == [], "another model's chunks: recovered")
     tally.expect(not any(reader.read(other, key) for key in keys), "another model's chunks: served")

@@ -15,7 +15,7 @@ import redis
 from xxhash import xxh3_64_intdigest
 
 from kvtier.chunk import ChunkKey
-from kvtier.tiers.base import PartReader, Tier
+from kvtier.tiers.base import OwnerKeeper, PartReader, Tier
 from tests.trust.scheduler import Process, ViolationError, World
 
 
@@ -154,13 +154,17 @@ class Watched:
     def recovered(self) -> Sequence[ChunkKey]:
         return self.inner.recovered()
 
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
+    def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
+        return self.inner.owners(keys) if isinstance(self.inner, OwnerKeeper) else [0] * len(keys)
+
+    def write(self, key: ChunkKey, data: memoryview, owner: int = 0) -> bool:
         if key in self.writing or self.deleting[key]:
             raise ViolationError("two writes, or a write and a delete, of one chunk at once")
         self.writing.add(key)
         task = self.world.current
         task.failed = False
-        stored = self.inner.write(key, data)
+        keeper = self.inner if isinstance(self.inner, OwnerKeeper) else None
+        stored = self.inner.write(key, data) if keeper is None else keeper.write(key, data, owner)
         if stored and task.failed:
             raise ViolationError("a write that failed counts as stored")
         self.writing.discard(key)

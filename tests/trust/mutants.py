@@ -118,8 +118,8 @@ MUTANTS = (
     ),
     Mutant(
         "directory.py",
-        "        if entry is not None and entry.state is READY and _may(owner, entry.owner):",
-        "        if entry is not None and _may(owner, entry.owner):",
+        "        if entry is not None and entry.state is READY and may(owner, entry.owner):",
+        "        if entry is not None and may(owner, entry.owner):",
         "a forget frees the slot that an engine is filling",
     ),
     Mutant(
@@ -277,6 +277,30 @@ MUTANTS = (
         "a load shows slots that are not there yet",
     ),
     Mutant("policy.py", "        self._order.pop(key, None)", "        pass", "a chunk that has left is evicted again"),
+    Mutant(
+        "directory.py",
+        "                tier.order.add(key, owner)\n                grown",
+        "                tier.order.add(key)\n                grown",
+        "after a restart every chunk is nobody's",
+    ),
+    Mutant(
+        "directory.py",
+        "self._tiers[origin].order.owner(key) or owner",
+        "owner",
+        "a promoted chunk is whose who asked for it, and outlives its owner's erasure",
+    ),
+    Mutant(
+        "holding.py",
+        "        for owner in owners:\n",
+        "        for owner in ():\n",
+        "what a tier turns out to hold of an owner counts against no quota",
+    ),
+    Mutant(
+        "tiers/nvme.py",
+        "key, self._checksum(slot), seq, self._owner(slot))",
+        "key, self._checksum(slot), seq)",
+        "a clean close makes every chunk nobody's",
+    ),
     Mutant(
         "policy.py",
         "        for key in reversed(run):",

@@ -326,6 +326,9 @@ class Simulation:
                 raise ViolationError(
                     f"NVMe: {len(tier._places)} held and {len(tier._free)} free of {tier.capacity}, {len(known)} known"
                 )
+            owners = directory._tiers[self.kinds.index("nvme")].order.owner
+            if any(owners(key) != whose for key, whose in zip(known, tier.owners(list(known)), strict=True)):
+                raise ViolationError("NVMe: the disk says other owners than the index")
 
     def close_in_the_middle(self) -> None:
         """A close among queued work and slow I/O ends in its time."""

@@ -144,6 +144,41 @@ def test_forget_names_every_tier_that_must_delete() -> None:
     assert directory.held_run([A]) == 0
 
 
+def test_what_is_promoted_is_whose_it_was_and_nobodys_is_who_asked_for_its() -> None:
+    directory = Directory(2, [2])
+    directory.found(0, [A, B], [7, 0])
+    entries = [directory.reserve(key, (), origin=0, owner=8) for key in (A, B)]
+    assert [entry and entry.owner for entry in entries] == [7, 8]
+    assert directory.keys(8) == {B}
+    assert directory.keys(7) == {A, B}, "in the tier B is nobody's still"
+
+
+def test_found_chunks_beyond_an_owners_quota_are_given_back_coldest_first() -> None:
+    directory = Directory(1, [4], share=0.5)
+    assert directory.found(0, [A, B, C], [7, 7, 7]) == [A]
+    directory.deleted(0, [A])
+    assert directory.found(0, [D], [7]) == [B]
+    directory.deleted(0, [B])
+    assert directory.found(0, [A, B], [0, 0]) == [], "nobody has no quota"
+    directory.check(idle=True)
+
+
+def test_unwanted_chunks_leave_known_or_not_but_not_while_they_are_written() -> None:
+    directory = Directory(1, [4])
+    directory.found(0, [A])
+    entry = directory.reserve(B, ())
+    assert entry is not None
+    directory.filled(entry)
+    assert directory.spill_begun(entry, 0) == []
+    assert directory.unwanted(0, [A, B, C]) == [A, C]
+    assert directory.unwanted(0, [A, B, C]) == [], "they are being deleted"
+    assert not directory.takes(0, C), "nor may anybody write them meanwhile"
+    directory.deleted(0, [A, C])
+    directory.spill_ended(entry, 0, stored=True)
+    assert list(directory.order(0)) == [B]
+    directory.check(idle=True)
+
+
 def test_found_chunks_beyond_the_capacity_are_given_back_coldest_first() -> None:
     directory = Directory(1, [2])
     assert directory.found(0, [A, B, C]) == [A]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvtier import session as session_module
 from kvtier import wire
 from kvtier.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.owner import owner_of, tenant
 from kvtier.pool import Pool
 from kvtier.realm import Realm
 from kvtier.session import Session
 from kvtier.store import Store
 from kvtier.testing import DictTier, ManualLane
+from kvtier.tiers.nvme import NvmeTier
 from kvtier.wire import WireError
+from tests.nvme_place import room
 
 SLOT = 4096
 LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
@@ -155,6 +160,35 @@ def test_a_quota_holds_in_ram_and_in_every_tier() -> None:
     assert sum(key in tier.held for token in range(10, 20) for key in LAYOUT.keys([token])) == 3
     assert all(key in tier.held for key in LAYOUT.keys([1, 2, 3]))
     store.check(idle=True)
+
+
+def test_quotas_and_promotions_know_whose_the_recovered_chunks_are(tmp_path: Path) -> None:
+    loud, quiet, keys = owner_of(bytes(32), "loud"), owner_of(bytes(32), "quiet"), LAYOUT.keys(range(12))
+
+    def opened(share: float | None) -> tuple[Store, NvmeTier, ManualLane]:
+        tier, lane = NvmeTier(tmp_path / "nvme", room(12, SLOT), SLOT), ManualLane(urgent_bound=64, bound=64)
+        return Store(Pool(12, SLOT), [(tier, lane)], share=share), tier, lane
+
+    store, tier, lane = opened(None)
+    for owner, run in ((loud, keys[:8]), (quiet, keys[8:])):
+        with store.save(run, owner) as lease:
+            lease.commit()
+    lane.run()
+    store.close()
+    store, tier, lane = opened(0.5)
+    lane.run()
+    store.check(idle=True)
+    assert [tier.owners(keys).count(owner) for owner in (loud, quiet)] == [6, 4], "half of 12"
+    with store.load(keys[:6], 0, quiet) as load:
+        lane.run()
+        assert load.poll().ready == 6
+    assert store.keys(loud) == set(keys[:6]), "in RAM, too, they are whose they were, not who asked for them's"
+    store.forget(keys, quiet)
+    assert store.match(keys).ready == 6
+    store.forget(keys, tenant("loud"))
+    lane.run()
+    assert (sum(store.match(keys)), tier.owners(keys).count(loud)) == (0, 0)
+    store.close()
 
 
 def test_a_run_that_comes_chunk_by_chunk_is_put_together_again() -> None:
