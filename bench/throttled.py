@@ -79,7 +79,7 @@ def serve_documents(model: str, tokens: int, with_kvtier: bool) -> None:
     vocabulary = llm.get_tokenizer().vocab_size
     tell("ready")
     for line in sys.stdin:
-        draw = random.Random(int(line))
+        draw = random.Random(line)  # of a number its sign would be lost
         prompt: Any = {"prompt_token_ids": [draw.randrange(10, vocabulary) for _ in range(tokens)]}
         begun = time.perf_counter()
         (output,) = llm.generate(prompt, settings[int(line) < 0], use_tqdm=False)
