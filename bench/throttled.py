@@ -296,8 +296,8 @@ def rows_of(phase: str, heard: Phase, against: str, limit: float | None) -> list
     for arm, given in heard.answers.items():
         middle, low, high = spread([answer.seconds for answer in given])
         pairs = [one.seconds / other.seconds for one, other in zip(given, heard.answers[against], strict=True)]
-        asked, luck = limit if arm == "auto" else None, heard.luck(arm, against)
-        rows.append(Row(f"{phase}: TTFT, {arm}", middle, "s", asked, statistics.median(pairs) / luck, low, high))
+        bound, luck = limit if arm == "auto" else None, heard.luck(arm, against)
+        rows.append(Row(f"{phase}: TTFT, {arm}", middle, "s", bound, statistics.median(pairs) / luck, low, high))
         if arm != against:
             rows.append(Row(f"{phase}: TTFT without kvtier in it, {arm} / {against}", luck, ""))
     return rows
