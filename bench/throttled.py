@@ -32,7 +32,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,7 +99,8 @@ def tell(what: object) -> None:
 class Arm:
     """The other end of :func:`serve_documents`."""
 
-    def __init__(self, arm: str, model: Path, tokens: int, redis_port: int, log: Path) -> None:
+    def __init__(self, arm: str, model: Path, tokens: int, tier: Mapping[str, str], log: Path) -> None:
+        """``tier``: the environment that says where its lower tier is."""
         self._log = log
         chunk = _CHUNK_TOKENS * kv_token_bytes(read_config(model), 4)
         # With a connector vLLM reserves other CPU cores than without: all arms get the same.
@@ -109,12 +110,9 @@ class Arm:
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
             "KVTIER_CHUNK_TOKENS": str(_CHUNK_TOKENS),
             "KVTIER_RAM_BYTES": str((tokens // _CHUNK_TOKENS + 2) * chunk),
-            "KVTIER_REDIS_URL": f"redis://127.0.0.1:{redis_port}",
-            "KVTIER_REDIS_BYTES": "4GiB",
-            "KVTIER_REDIS_THREADS": "2",
-            "KVTIER_REDIS_PREFIX": arm,
             "KVTIER_TAKE_HITS": "auto" if arm == "none" else arm,
         }
+        environment |= tier
         call = json.dumps([str(model), tokens, arm != "none"])
         command = [sys.executable, "-m", "kvtier.bench.throttled", "--engine", call]
         with log.open("w") as errors:
@@ -122,6 +120,10 @@ class Arm:
                 command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
                 process_group=0,
             )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def wait(self) -> None:
         """Until it is ready."""
@@ -156,6 +158,16 @@ class Arm:
             if line.startswith(_MARK):
                 return json.loads(line.removeprefix(_MARK))
         sys.exit(f"an engine failed:\n{self._log.read_text()[-3000:]}")
+
+
+def redis_tier(arm: str, port: int) -> dict[str, str]:
+    """A Redis on this port, shared with other arms, under this one's own names."""
+    return {
+        "KVTIER_REDIS_URL": f"redis://127.0.0.1:{port}",
+        "KVTIER_REDIS_BYTES": "4GiB",
+        "KVTIER_REDIS_THREADS": "2",
+        "KVTIER_REDIS_PREFIX": arm,
+    }
 
 
 # ---- a slow network --------------------------------------------------------------------------------------------------
@@ -212,8 +224,11 @@ class Throttle:
 # ---- the experiment --------------------------------------------------------------------------------------------------
 
 
+Engines = Mapping[str, Arm]
+
+
 class Setup(NamedTuple):
-    engines: dict[str, Arm]
+    engines: Engines
     throttle: Throttle
     document_bytes: int
 
@@ -248,32 +263,32 @@ def started(arguments: argparse.Namespace) -> Iterator[Setup]:
         stack.callback(throttle.close)
         engines = {}
         for arm in _ARMS:
-            engines[arm] = Arm(arm, model, arguments.tokens, throttle.port, folder / f"{arm}.log")
+            engines[arm] = Arm(arm, model, arguments.tokens, redis_tier(arm, throttle.port), folder / f"{arm}.log")
             stack.callback(engines[arm].stop)
         for engine in engines.values():
             engine.wait()
         yield Setup(engines, throttle, arguments.tokens * kv_token_bytes(read_config(model), 4))
 
 
-def ask_all(setup: Setup, documents: int, rounds: int, arms: Sequence[str] = _ARMS) -> Phase:
+def ask_all(engines: Engines, documents: int, rounds: int, arms: Sequence[str] = _ARMS) -> Phase:
     """Every document in turn, by every arm in an order that is drawn anew: what one arm leaves running in the
     background must not always meet the same other."""
-    before = asked_apart(setup, arms)
-    return Phase(asked(setup, [*range(documents)] * rounds, arms), before)
+    before = asked_apart(engines, arms)
+    return Phase(asked(engines, [*range(documents)] * rounds, arms), before)
 
 
-def asked_apart(setup: Setup, arms: Sequence[str]) -> Answers:
+def asked_apart(engines: Engines, arms: Sequence[str]) -> Answers:
     """How fast the engines are by themselves."""
-    return asked(setup, [-1 - document for document in range(_APART)], arms, ", kvtier kept out")
+    return asked(engines, [-1 - document for document in range(_APART)], arms, ", kvtier kept out")
 
 
-def asked(setup: Setup, documents: Sequence[int], arms: Sequence[str], how: str = "") -> Answers:
+def asked(engines: Engines, documents: Sequence[int], arms: Sequence[str], how: str = "") -> Answers:
     """Answers by arm, in the order of ``documents``."""
     answers: Answers = {arm: [] for arm in arms}
     draw = random.Random(len(documents))
     for document in documents:
         for arm in draw.sample(arms, len(arms)):
-            answers[arm].append(setup.engines[arm].ask(document))
+            answers[arm].append(engines[arm].ask(document))
     for arm, given in answers.items():
         seconds = [answer.seconds for answer in given]
         cached = statistics.mean(answer.cached for answer in given)
@@ -282,10 +297,10 @@ def asked(setup: Setup, documents: Sequence[int], arms: Sequence[str], how: str 
     return answers
 
 
-def until_hit(setup: Setup, documents: int, most: int) -> int:
+def until_hit(engines: Engines, documents: int, most: int) -> int:
     """How many answers of ``auto`` until one comes from the tier; ``most`` + 1 if none did."""
     for count in range(1, most + 1):
-        if setup.engines["auto"].ask(count % documents).cached:
+        if engines["auto"].ask(count % documents).cached:
             return count
     return most + 1
 
@@ -312,15 +327,15 @@ def sum_ratio(heard: Phase, arm: str, against: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     with started(arguments) as setup:
         print("cold:")
-        cold = ask_all(setup, arguments.documents, 1)
+        cold = ask_all(setup.engines, arguments.documents, 1)
         computing = statistics.median(answer.seconds for answer in cold.answers["none"])
         print("fast tier:")
-        fast = ask_all(setup, arguments.documents, _FAST_ROUNDS, ("always", "auto"))
+        fast = ask_all(setup.engines, arguments.documents, _FAST_ROUNDS, ("always", "auto"))
         setup.throttle.rate = setup.document_bytes / (arguments.slow * computing)
         print(f"slow tier, {setup.throttle.rate / 1e6:.1f} MB/s:")
-        slow = ask_all(setup, arguments.documents, arguments.rounds)
+        slow = ask_all(setup.engines, arguments.documents, arguments.rounds)
         rate, setup.throttle.rate = setup.throttle.rate, None
-        recovered = until_hit(setup, arguments.documents, 20)
+        recovered = until_hit(setup.engines, arguments.documents, 20)
         counts = {arm: setup.engines[arm].finish() for arm in ("always", "auto")}
     rows = [
         *rows_of("cold", cold, "none", None),

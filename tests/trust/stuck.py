@@ -1,16 +1,17 @@
-"""Never stuck: vLLM's time to first token while kvtier's Redis is paused, slow to a byte a second, dead or flapping.
+"""Never stuck: vLLM's time to first token while what is below kvtier's RAM is stuck: a Redis that is paused, slow to a
+byte a second, dead or flapping, a disk that has stopped.
 
-    python -m tests.trust.stuck [--rounds 2] [--plights paused dead]
+    python -m tests.trust.stuck [--rounds 2] [--plights paused dead disk]
 
 Two engines are asked for the same documents in turn, in an order that is drawn anew for each question: one without
-kvtier, and one with kvtier as it comes, whose RAM keeps one document and whose Redis, behind a proxy, keeps all. First
-each document is computed, then served from Redis. Then Redis comes to each plight in turn and stays in it for all
-rounds (two of them: about 45 s): the question during which it happens may wait for one deadline; those after it must
-stay within 5 % of the engine without kvtier (the two processes' own difference in speed is measured before each plight,
-on requests that keep kvtier out, and divided out). When it ends, nothing is restarted: how many questions until one is
-served from Redis again is counted.
+kvtier, and one with kvtier as it comes, whose RAM keeps one document and whose lower tier keeps all: a Redis behind a
+proxy, then a disk of its own (:mod:`tests.trust.stopped_disk`). First each document is computed, then served from
+there. Then that comes to each plight in turn and stays in it for all rounds (two of them: about 45 s): the question
+during which it happens may wait for one deadline; those after it must stay within 5 % of the engine without kvtier (the
+two processes' own difference in speed is measured before each plight, on requests that keep kvtier out, and divided
+out). When it ends, nothing is restarted: how many questions until one is served from the tier again is counted.
 
-A benchmark, with its limits in the results; the exit status is 1 when one is not met or Redis is not used again.
+A benchmark, with its limits in the results; the exit status is 1 when one is not met or a tier is not used again.
 """
 
 from __future__ import annotations
@@ -19,38 +20,80 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
-from kvtier.bench.model import kv_token_bytes, make_model, read_config
+from kvtier.bench.model import make_model
 from kvtier.bench.report import Row, write_results
-from kvtier.bench.throttled import Arm, Phase, Setup, ask_all, asked, asked_apart, rows_of, sum_ratio, until_hit
+from kvtier.bench.throttled import (
+    Arm,
+    Engines,
+    Phase,
+    ask_all,
+    asked,
+    asked_apart,
+    redis_tier,
+    rows_of,
+    sum_ratio,
+    until_hit,
+)  # fmt: skip
 from tests.redis_server import RedisServer
+from tests.trust import stopped_disk
 from tests.trust.plights import REDIS_PLIGHTS, Passage
 
 GOAL = 1.05
 MOST_ANSWERS = 30
-"""Until Redis must be used again: with a rest before each about a minute, and the breaker waits 30 s at most."""
+"""Until a tier must be used again: with a rest before each about a minute, and a breaker waits 30 s at most."""
+DISK = "disk"
+_DISK_BYTES = 1 << 30
 _ARMS = ("none", "auto")
+Plights = Mapping[str, Callable[[], AbstractContextManager[None]]]
 
 
 @contextmanager
-def started(given: argparse.Namespace) -> Iterator[tuple[Setup, RedisServer, Passage]]:
-    """Redis, the proxy, and both engines, which start side by side."""
-    model = make_model(Path(given.models) / given.preset, given.preset)
+def over_redis(given: argparse.Namespace) -> Iterator[tuple[Engines, Plights]]:
+    """Redis, the proxy, and both engines."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-stuck-")))
         redis = stack.enter_context(RedisServer())
         passage = Passage(redis.port)
         stack.callback(passage.close)
+        engines = stack.enter_context(started(given, lambda arm: redis_tier(arm, passage.port), folder))
+        named = [name for name in given.plights if name in REDIS_PLIGHTS]
+        yield engines, {name: partial(REDIS_PLIGHTS[name], redis, passage) for name in named}
+
+
+@contextmanager
+def over_disk(given: argparse.Namespace) -> Iterator[tuple[Engines, Plights]]:
+    """The disk, and both engines."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-stuck-", dir=given.disk_folder)))
+        disk = stack.enter_context(stopped_disk.disk(folder, _DISK_BYTES))
+        tier = {"KVTIER_NVME_PATH": str(disk.folder / "kvtier"), "KVTIER_NVME_BYTES": "512MiB"}
+        engines = stack.enter_context(started(given, lambda _arm: tier, folder, disk.take))
+        yield engines, {DISK: disk.stopped}
+
+
+@contextmanager
+def started(
+    given: argparse.Namespace,
+    tier: Callable[[str], Mapping[str, str]],
+    folder: Path,
+    begun: Callable[[int], None] = lambda _pid: None,
+) -> Iterator[Engines]:
+    """Both engines, side by side; ``begun`` is told each one's process before it does anything."""
+    model = make_model(Path(given.models) / given.preset, given.preset)
+    with ExitStack() as stack:
         engines = {}
         for arm in _ARMS:
-            engines[arm] = Arm(arm, model, given.tokens, passage.port, folder / f"{arm}.log")
+            engines[arm] = Arm(arm, model, given.tokens, tier(arm), folder / f"{arm}.log")
             stack.callback(engines[arm].stop)
+            begun(engines[arm].pid)
         for engine in engines.values():
             engine.wait()
-        yield Setup(engines, passage, given.tokens * kv_token_bytes(read_config(model), 4)), redis, passage
+        yield engines
 
 
 def rows_for(plight: str, heard: Phase, recovered: int) -> list[Row]:
@@ -61,26 +104,41 @@ def rows_for(plight: str, heard: Phase, recovered: int) -> list[Row]:
         *rows_of(plight, later, "none", GOAL),
         Row(f"{plight}: sum of all later TTFT, auto / none", sum_ratio(later, "auto", "none"), "", GOAL),
         Row(f"{plight}: first question, more than none", first["auto"] - first["none"], "s"),
-        Row(f"{plight}: answers until Redis is used again", recovered, "answers", MOST_ANSWERS),
+        Row(f"{plight}: answers until the tier is used again", recovered, "answers", MOST_ANSWERS),
     ]
+
+
+def measured(given: argparse.Namespace, engines: Engines, plights: Plights) -> tuple[list[Row], dict[str, Phase]]:
+    """Every plight in turn, and each documents' answers before it."""
+    rows: list[Row] = []
+    heard: dict[str, Phase] = {}
+    tell("cold:")
+    ask_all(engines, given.documents, 1, _ARMS)
+    tell("served from below:")
+    rows += rows_of(f"well before {next(iter(plights))}", ask_all(engines, given.documents, 1, _ARMS), "none", None)
+    for name, plight in plights.items():
+        tell(f"{name}:")
+        apart = asked_apart(engines, _ARMS)
+        with plight():
+            heard[name] = Phase(asked(engines, [*range(given.documents)] * given.rounds, _ARMS), apart)
+        rows += rows_for(name, heard[name], until_hit(engines, given.documents, MOST_ANSWERS))
+        engines["auto"].ask(given.documents - 1)  # so that RAM has not the one that is asked next
+    return rows, heard
 
 
 def run(given: argparse.Namespace) -> int:
     rows: list[Row] = []
     heard: dict[str, Phase] = {}
-    with started(given) as (setup, redis, passage):
-        tell("cold:")
-        ask_all(setup, given.documents, 1, _ARMS)
-        tell("served from Redis:")
-        rows += rows_of("well", ask_all(setup, given.documents, 1, _ARMS), "none", None)
-        for name in given.plights:
-            tell(f"{name}:")
-            apart = asked_apart(setup, _ARMS)
-            with REDIS_PLIGHTS[name](redis, passage):
-                heard[name] = Phase(asked(setup, [*range(given.documents)] * given.rounds, _ARMS), apart)
-            rows += rows_for(name, heard[name], until_hit(setup, given.documents, MOST_ANSWERS))
-            setup.engines["auto"].ask(given.documents - 1)  # so that RAM has not the one that is asked next
-        counts = setup.engines["auto"].finish()
+    counts: dict[str, dict[str, int]] = {}
+    skipped = stopped_disk.obstacle() if DISK in given.plights else ""
+    for name, setting in (("redis", over_redis), (DISK, over_disk)):
+        if not [one for one in given.plights if (one == DISK) == (name == DISK)] or (name == DISK and skipped):
+            continue
+        with setting(given) as (engines, plights):
+            found, answers = measured(given, engines, plights)
+            counts[name] = engines["auto"].finish()
+        rows += found
+        heard |= answers
     missed = [row.name for row in rows if row.limit is not None and not within(row)]
     write_results(
         given.output,
@@ -88,6 +146,7 @@ def run(given: argparse.Namespace) -> int:
         rows,
         counts=counts,
         missed=missed,
+        disk_skipped=skipped,
         answers={name: one._asdict() for name, one in heard.items()},
         tokens=given.tokens,
         model=given.preset,
@@ -95,8 +154,10 @@ def run(given: argparse.Namespace) -> int:
     for row in rows:
         ratio = "" if row.ratio is None else f"  ratio {row.ratio:.3f}"
         tell(f"{row.name:60} {row.value:7.3f} {row.unit}{ratio}")
-    questions = len(_ARMS) * given.documents * given.rounds * len(given.plights)
-    tell(json.dumps({"questions": questions, "plights": len(given.plights), "missed": missed, "counts": counts}))
+    if skipped:
+        tell(f"no stopped disk: {skipped}")
+    questions = len(_ARMS) * given.documents * given.rounds * len(heard)
+    tell(json.dumps({"questions": questions, "plights": len(heard), "missed": missed, "counts": counts}))
     return bool(missed)
 
 
@@ -116,9 +177,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2, help="times every document is asked in a plight")
     parser.add_argument("--documents", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=2048 + 64, help="a document")
-    parser.add_argument("--plights", nargs="*", choices=REDIS_PLIGHTS, default=list(REDIS_PLIGHTS))
+    parser.add_argument("--plights", nargs="*", choices=[*REDIS_PLIGHTS, DISK], default=[*REDIS_PLIGHTS, DISK])
     parser.add_argument("--preset", default="demo", help="model, see kvtier.bench.model")
     parser.add_argument("--models", default="build/models")
+    parser.add_argument("--disk-folder", default="build", help="where the image of the disk lies")
     parser.add_argument("--output", default="bench/results/stuck.json")
     return run(parser.parse_args())
 
