@@ -149,6 +149,19 @@ def trust() -> str:
     return table(rows) + "\n\n" + _origin(found)
 
 
+def stuck() -> str:
+    """What each plight of a lower tier cost a real engine."""
+    found = _read("stuck")
+    values = {row["name"]: row for row in found["rows"]}
+    rows = [["plight", "TTFT, against no kvtier", "the question when it begins", "answers until it is used again"]]
+    for name in found["answers"]:
+        first = values[f"{name}: first question, more than none"]
+        again = values[f"{name}: answers until the tier is used again"]["value"]
+        ratio = f"{values[f'{name}: TTFT, auto']['ratio']:.2f} x"
+        rows.append([name, ratio, f"{first['value']:+.2f} s", str(int(again))])
+    return table(rows) + "\n\n" + _origin(found)
+
+
 def keys() -> str:
     """Every configuration key."""
     rows = [["key", "default", "unit", "what for"]]
@@ -163,6 +176,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "compare": compare,
     "micro": micro,
     "trust": trust,
+    "stuck": stuck,
     "keys": keys,
 }
 

@@ -69,7 +69,11 @@ def over_redis(given: argparse.Namespace) -> Iterator[tuple[Engines, Plights]]:
 def over_disk(given: argparse.Namespace) -> Iterator[tuple[Engines, Plights]]:
     """The disk, and both engines."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-stuck-", dir=given.disk_folder)))
+        folder = Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="kvtier-stuck-", dir=Path(given.disk_folder).resolve())
+            )
+        )
         disk = stack.enter_context(stopped_disk.disk(folder, _DISK_BYTES))
         tier = {"KVTIER_NVME_PATH": str(disk.folder / "kvtier"), "KVTIER_NVME_BYTES": "512MiB"}
         engines = stack.enter_context(started(given, lambda _arm: tier, folder, disk.take))
@@ -131,7 +135,7 @@ def run(given: argparse.Namespace) -> int:
     heard: dict[str, Phase] = {}
     counts: dict[str, dict[str, int]] = {}
     skipped = stopped_disk.obstacle() if DISK in given.plights else ""
-    for name, setting in (("redis", over_redis), (DISK, over_disk)):
+    for name, setting in ((DISK, over_disk), ("redis", over_redis)):
         if not [one for one in given.plights if (one == DISK) == (name == DISK)] or (name == DISK and skipped):
             continue
         with setting(given) as (engines, plights):
