@@ -6,7 +6,6 @@ the disk is measured by a loop of our own.
 
 from __future__ import annotations
 
-import csv
 import ctypes
 import json
 import mmap
@@ -32,7 +31,7 @@ _TURNS = 3
 """Of what is quick and varies much; the best counts."""
 _MEMCPY_BYTES = 512 << 20
 _FILE_BYTES, _FIO_S, _THREADS = 448 << 20, 1.5, 2
-_PART_BYTES, _PARTS, _REQUESTS = 1 << 20, 128, 1000
+_PART_BYTES, _PARTS = 1 << 20, 128
 _PATIENCE_S = 30.0
 
 
@@ -100,7 +99,9 @@ def _fio(file: Path, chunk_bytes: int, count: int, name: str) -> float:
     command = ["fio", "--name=limit", f"--filename={file}", f"--rw={way}", f"--bs={chunk_bytes}", "--direct=1"]
     command += [f"--size={chunk_bytes * count}", "--ioengine=psync", f"--numjobs={_THREADS}", "--group_reporting"]
     command += ["--time_based", f"--runtime={_FIO_S}", "--output-format=json", "--refill_buffers"]
-    said = json.loads(_said(command))
+    with _explained("fio"):
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_PATIENCE_S)
+    said = json.loads(told.stdout)
     return float(said["jobs"][0][way]["bw_bytes"]) / 1e9
 
 
@@ -118,31 +119,25 @@ def redis() -> dict[str, float]:
     """GET and SET over a Unix socket and TCP; nothing where Redis's programs are not installed."""
     if not shutil.which("redis-benchmark") or not shutil.which("redis-server"):
         return {}
-    from kvtier.bench.micro.redis import redis_server
+    from kvtier.bench.micro.redis import redis_benchmark, redis_server
 
     found: dict[str, float] = {}
-    with redis_server() as (port, path):
+    with redis_server() as (port, path), _explained("redis-benchmark"):
         for _ in range(_TURNS):
             for way, where in (("Unix socket", ["-s", path]), ("TCP", ["-p", port])):
                 for test in ("SET", "GET"):
-                    name = f"redis {test}, {way}"
-                    found[name] = max(found.get(name, 0.0), _redis_benchmark(where, test))
+                    name, speed = f"redis {test}, {way}", redis_benchmark(where, test, _PART_BYTES, _PARTS, _THREADS)
+                    found[name] = max(found.get(name, 0.0), speed)
     return found
 
 
-def _redis_benchmark(where: Sequence[str], test: str) -> float:
-    sizes = ["-d", str(_PART_BYTES), "-r", str(_PARTS), "-n", str(_REQUESTS)]
-    said = _said(["redis-benchmark", *where, "-t", test.lower(), *sizes, "-c", str(_THREADS), "--csv"])
-    (row,) = csv.DictReader(said.splitlines())
-    return float(row["rps"]) * _PART_BYTES / 1e9
-
-
-def _said(command: Sequence[str]) -> str:
+@contextmanager
+def _explained(program: str) -> Iterator[None]:
     """Raises OSError when the program fails: an arm's number would have no limit without a reason."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_PATIENCE_S).stdout
+        yield
     except subprocess.SubprocessError as error:
-        raise OSError(f"{command[0]} could not measure its limit: {error}") from error
+        raise OSError(f"{program} could not measure its limit: {error}") from error
 
 
 def _expect(done: bool) -> None:

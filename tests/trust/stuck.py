@@ -38,7 +38,7 @@ from kvtier.bench.throttled import (
     rows_of,
     sum_ratio,
     until_hit,
-)  # fmt: skip
+)
 from tests.redis_server import RedisServer
 from tests.trust import stopped_disk
 from tests.trust.plights import REDIS_PLIGHTS, Passage
@@ -69,11 +69,8 @@ def over_redis(given: argparse.Namespace) -> Iterator[tuple[Engines, Plights]]:
 def over_disk(given: argparse.Namespace) -> Iterator[tuple[Engines, Plights]]:
     """The disk, and both engines."""
     with ExitStack() as stack:
-        folder = Path(
-            stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="kvtier-stuck-", dir=Path(given.disk_folder).resolve())
-            )
-        )
+        place = Path(given.disk_folder).resolve()
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-stuck-", dir=place)))
         disk = stack.enter_context(stopped_disk.disk(folder, _DISK_BYTES))
         tier = {"KVTIER_NVME_PATH": str(disk.folder / "kvtier"), "KVTIER_NVME_BYTES": "512MiB"}
         engines = stack.enter_context(started(given, lambda _arm: tier, folder, disk.take))
@@ -113,7 +110,7 @@ def rows_for(plight: str, heard: Phase, recovered: int) -> list[Row]:
 
 
 def measured(given: argparse.Namespace, engines: Engines, plights: Plights) -> tuple[list[Row], dict[str, Phase]]:
-    """Every plight in turn, and each documents' answers before it."""
+    """Every plight in turn, and the same engines' answers before it."""
     rows: list[Row] = []
     heard: dict[str, Phase] = {}
     tell("cold:")

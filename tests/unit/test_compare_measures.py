@@ -196,8 +196,8 @@ def test_the_disks_limits_leave_nothing_behind(tool: str, tmp_path: Path, monkey
 
 
 def test_a_limit_that_cannot_be_measured_says_which_tool_failed(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="false could not measure its limit"):
-        limits._said(["false"])
+    with pytest.raises(OSError, match="false could not measure its limit"), limits._explained("false"):
+        subprocess.run(["false"], check=True)
     assert limits.medians([]) == {} and limits.rows([{}]) == []
 
 
