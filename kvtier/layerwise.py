@@ -162,10 +162,10 @@ class Layerwise:
         self._pool.arrivals[filling.entry.slot] = filling.number << _SHIFT | parts
 
 
-def cut(ends: Sequence[int], page: int, whole: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def cut(ends: Sequence[int], page: int, whole: int, most: int = MOST_PARTS) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Where to cut a slot of ``whole`` bytes whose layers end at ``ends``: ``(bytes, layers)``, for each part where it
-    ends, rounded up to ``page``, and how many layers are whole with it. At most 8 parts of about equal size."""
-    size = max(_LEAST_PART_BYTES, -(-whole // MOST_PARTS))
+    ends, rounded up to ``page``, and how many layers are whole with it. At most ``most`` parts of about equal size."""
+    size = max(_LEAST_PART_BYTES, -(-whole // most))
     at: list[int] = []
     layers: list[int] = []
     for number, end in enumerate(ends, start=1):

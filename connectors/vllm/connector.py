@@ -24,6 +24,7 @@ from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
 from kvtier.config import Config, filled, load
 from kvtier.connectors.vllm import layout, versions
 from kvtier.connectors.vllm.judge import Judge
+from kvtier.connectors.vllm.layerwise import asks_for_layers
 from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
 from kvtier.connectors.vllm.stats import TierMetrics, TierStats
@@ -91,10 +92,13 @@ class KVTierConnector(KVConnectorBase_V1):
         return self._of_worker().layout()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._of_worker().load(self._step())
+        self._of_worker().load(self._step(), layered=asks_for_layers(forward_context))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._of_worker().layer(layer_name)
+
+    def finish_forward(self) -> None:
+        self._of_worker().forward_ended()
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         return

@@ -1,16 +1,64 @@
-"""A load whose chunks are still on their way: the layers are copied as they come, while the forward pass runs."""
+"""Loads that go on while the forward pass runs: what it has to wait for when it comes to a layer, and afterwards.
+
+:class:`Flowing`, on a CPU device: chunks that are on their way from a lower tier are copied as they come.
+:class:`Ahead`, on a GPU: all is in RAM, and the device brings it layer by layer.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 from kvtier.connectors.vllm.metadata import Flow, Job
 from kvtier.errors import TierError
+from kvtier.gpu import Copy, PagedBlocks
 from kvtier.gpu import Job as Copies
-from kvtier.gpu import PagedBlocks
-from kvtier.layerwise import CONFIRMED, await_parts
+from kvtier.layerwise import CONFIRMED, await_parts, cut
 from kvtier.pool import Pool
+
+_AHEAD_PARTS = 4
+"""Every part of every chunk is a DMA and a kernel that the host has to queue before the forward pass begins: with 4,
+three quarters of a load can be hidden for about the queueing that whole chunks take."""
+
+
+def asks_for_layers(forward_context: Any) -> bool:
+    """Whether vLLM's forward pass will call ``wait_for_layer_load``: there is one, and not as one CUDA graph, which
+    calls nobody. (A graph is meant for decoding; prompts with a hit are computed in pieces, between which it calls.)"""
+    mode = getattr(getattr(forward_context, "cudagraph_runtime_mode", None), "name", "FULL")
+    return mode != "FULL" and getattr(forward_context, "attn_metadata", None) is not None
+
+
+def ahead_ends(paged: PagedBlocks) -> tuple[int, ...]:
+    """Where :meth:`PagedBlocks.load_ahead` cuts chunks; empty where it cannot, or where one part would be all."""
+    if not paged.runs_ahead:
+        return ()
+    ends = list(accumulate(row * paged.blocks_per_chunk for row in paged.describe()["row_bytes"]))
+    _, parts = cut(ends, 1, ends[-1], _AHEAD_PARTS)
+    return parts if len(parts) > 1 else ()
+
+
+class Ahead:
+    """One job of one rank that the device works on while the forward pass runs; its worker's thread."""
+
+    def __init__(self, job: Job, copy: Copy) -> None:
+        self.job, self.copy = job, copy
+        self._asked = False
+
+    def advance(self, regions: int) -> None:
+        """What the device does from now on finds the first ``regions`` regions in the blocks."""
+        self.copy.need(regions)
+        self._asked = True
+
+    def confirm(self, regions: int) -> None:
+        """After the forward pass; ``regions`` are all (a draft model's are asked for later). Raises TierError when the
+        pass asked for none: it ran over garbage. Then the copy is through."""
+        if self._asked:
+            self.copy.need(regions)
+            return
+        self.copy.wait()
+        raise TierError("the forward pass did not ask for its layers")
 
 
 class Flowing:

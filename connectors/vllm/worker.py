@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvtier.connectors.vllm.layerwise import Flowing
+from kvtier.connectors.vllm.layerwise import Ahead, Flowing, ahead_ends
 from kvtier.connectors.vllm.metadata import Job, PoolAddress, RankLayout, StepMetadata, StepReport
 from kvtier.errors import TierError
 from kvtier.gpu import Copy, PagedBlocks, Pinning, regions_of, slot_tensor
@@ -60,6 +60,10 @@ class WorkerHalf:
         self._pools: dict[PoolAddress, _MappedPool] = {}
         self._under_way: deque[_UnderWay] = deque()
         self._flowing: list[Flowing] = []
+        self._ahead: list[Ahead] = []
+        """This step's."""
+        self._ends: tuple[int, ...] = ()
+        """Where loads that run ahead of the forward pass are cut; none do without."""
         self._region_ends: dict[str, int] = {}
         self._block_s: float | None = None
         """Seconds a block of the last load that ran on the device by itself."""
@@ -75,8 +79,7 @@ class WorkerHalf:
             self._paged = PagedBlocks(regions, self._blocks_per_chunk, pinned=self._pinning.covers)
         else:
             self._paged = PagedBlocks(regions, self._blocks_per_chunk)
-
-        self._region_ends = self._paged.region_ends()
+        self._region_ends, self._ends = self._paged.region_ends(), ahead_ends(self._paged)
 
     def layout(self) -> RankLayout | None:
         """vLLM's ``get_handshake_metadata``."""
@@ -85,8 +88,9 @@ class WorkerHalf:
         shape = self._paged.describe() | {"backends": self._backends()}
         return RankLayout(self._paged.block_bytes, shape, self._paged.loads_regions)
 
-    def load(self, metadata: StepMetadata) -> None:
-        """vLLM's ``start_load_kv``: before the forward pass of the step that needs the blocks."""
+    def load(self, metadata: StepMetadata, *, layered: bool = False) -> None:
+        """vLLM's ``start_load_kv``: before the forward pass of the step that needs the blocks. ``layered``: that pass
+        will call :meth:`layer`, so it may begin before all is there."""
         self._let_go({metadata.pool, *(job.pool for job in (*metadata.loads, *metadata.saves))})
         self._report.step = metadata.number
         for job in metadata.loads:
@@ -95,18 +99,41 @@ class WorkerHalf:
                 if job.flow is not None:
                     self._flowing.append(Flowing(job, job.flow, self._mapped(job.pool).pool, self._blocks(), copies))
                     continue
-                copy = self._blocks().load(copies)
+                copy = self._begin(job, copies, layered)
                 self._count_load(len(job.blocks), time.perf_counter() - begun if copy.done() else None)
                 self._under_way.append(_UnderWay(job, copy, is_load=True))
             except Exception:
                 logger.exception("rank %d: load of %d blocks failed", self._rank, len(job.blocks))
                 self._load_failed(job)
 
+    def _begin(self, job: Job, copies: list[SlotJob], layered: bool) -> Copy:
+        if not (layered and self._ends):
+            return self._blocks().load(copies)
+        copy = self._blocks().load_ahead(copies, self._ends)
+        self._ahead.append(Ahead(job, copy))
+        return copy
+
     def layer(self, name: str) -> None:
         """vLLM's ``wait_for_layer_load``: before this layer reads its KV."""
+        regions = self._region_ends.get(name, max(self._region_ends.values()))
+        for ahead in self._ahead:
+            ahead.advance(regions)
         for flowing in list(self._flowing):
-            regions = self._region_ends.get(name, max(self._region_ends.values()))
             self._go_on(flowing, partial(Flowing.advance, regions=regions))
+
+    def forward_ended(self) -> None:
+        """vLLM's ``finish_forward``, or the first call after it: what the forward pass computed with counts only if all
+        of it was right, and whatever comes next finds all of it in the blocks."""
+        self._confirm_flows()
+        ahead, self._ahead = self._ahead, []
+        for one in ahead:
+            try:
+                one.confirm(max(self._region_ends.values()))
+            except TierError:
+                logger.exception("rank %d: loads wait for all layers from now on", self._rank)
+                self._ends = ()
+                self._under_way = deque(other for other in self._under_way if other.copy is not one.copy)
+                self._load_failed(one.job)
 
     def _go_on(self, flowing: Flowing, step: Callable[[Flowing], None]) -> bool:
         try:
@@ -123,7 +150,6 @@ class WorkerHalf:
         return False
 
     def _confirm_flows(self) -> None:
-        """After the forward pass: what it computed with counts only if all of it was right."""
         for flowing in list(self._flowing):
             if self._go_on(flowing, Flowing.confirm):
                 self._flowing.remove(flowing)
@@ -137,7 +163,7 @@ class WorkerHalf:
 
     def save(self, metadata: StepMetadata) -> None:
         """vLLM's ``wait_for_save``: after the forward pass; returns when the engine may go on and overwrite blocks."""
-        self._confirm_flows()
+        self.forward_ended()
         self._confirm()
         poisoned = metadata.failures_seen.get(self._rank, 0) < self._failures
         begun = time.perf_counter()
@@ -158,7 +184,7 @@ class WorkerHalf:
     def bad_blocks(self) -> set[int]:
         """vLLM's ``get_block_ids_with_load_errors``: blocks of this step whose load failed. With a draft model it is
         called before ``wait_for_save``, and all has to be known here."""
-        self._confirm_flows()
+        self.forward_ended()
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 

@@ -37,6 +37,10 @@ class Copy:
     def wait(self) -> None:
         """Block the calling thread until :meth:`done`."""
 
+    def need(self, regions: int) -> None:
+        """Of a load that runs ahead: what is queued on the current stream from now on sees the first ``regions``
+        regions. The host does not wait."""
+
 
 def cut(part: Any, shapes: Sequence[tuple[int, int, int]]) -> Iterator[Any]:
     """Views of a flat slot part (array or tensor), one a group of regions."""

@@ -13,9 +13,10 @@ a load's scatter        its DMA                                            the e
 the engine's stream     the scatters
 ======================  =================================================  =========================================
 
-One event ends a whole load. Letting layer ``n`` start when its part is there would need a slot cut by layer (a chunk's
-layers lie together, so one DMA brings them all) and the engine's per-layer hook, which keeps it from running its
-forward pass as one CUDA graph.
+A load that runs ahead brings the first regions of all its chunks first, then the next ones, with an event behind each
+part; the engine's stream waits for it when the forward pass comes to its layers (:meth:`Copy.need`), and so computes
+with the first layers while the last ones are on their way. As many bytes of one part as a staging buffer holds, from
+several chunks, are one stretch of DMAs and scatters.
 
 A slot that is not page-locked (yet) goes through one of two page-locked buffers; the host copies between buffer and
 slot, for a save when somebody asks :meth:`Copy.done`. Such copies are slower, and from the third of a call on the host
@@ -27,7 +28,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import cycle
+from itertools import accumulate, cycle, pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -58,6 +60,8 @@ class StagedCopier:
         self._paged = [group.view(word) for group in groups]
         shapes = [(paged.shape[0], blocks_per_chunk, paged.shape[2]) for paged in self._paged]
         words = sum(layers * blocks * width for layers, blocks, width in shapes)
+        regions = [blocks * width for layers, blocks, width in shapes for _ in range(layers)]
+        self._shapes, self._starts = shapes, list(accumulate(regions, initial=0))
         self._streams, self._pinned = streams, pinned
         self._gathering, self._leaving, self._coming, self._scattering = (streams.side() for _ in range(4))
         fit = max(2, min(_MOST_SAVING, streams.room // (words * word.itemsize)))
@@ -74,16 +78,17 @@ class StagedCopier:
         with self._nothing_left():
             engine, legs = self._streams.current(), list[_LastLeg]()
             self._gathering.wait_event(self._streams.record(engine))
-            for part, _, blocks in jobs:
-                legs += self._save_chunk(part, blocks)
+            ids = self._ids(jobs)
+            for number, (part, _, _) in enumerate(jobs):
+                legs += self._save_chunk(part, partial(ids, number))
             engine.wait_event(self._streams.record(self._gathering))
             end = self._streams.record(self._leaving)
             return StagedCopy(jobs, end, end, legs)
 
-    def _save_chunk(self, part: torch.Tensor, blocks: Sequence[int]) -> list[_LastLeg]:
+    def _save_chunk(self, part: torch.Tensor, ids: Callable[[], torch.Tensor]) -> list[_LastLeg]:
         staging, legs = next(self._saving), list[_LastLeg]()
         staging.refill_on(self._gathering)
-        self._streams.do(self._gathering, partial(self._gather, staging, blocks))
+        self._streams.do(self._gathering, partial(self._gather, staging, ids))
         self._leaving.wait_event(self._streams.record(self._gathering))
         if self._pinned(part):
             self._streams.do(self._leaving, partial(_move, part, staging.bytes))
@@ -95,26 +100,31 @@ class StagedCopier:
         staging.user = self._streams.record(self._leaving)
         return legs
 
-    def _gather(self, staging: _Staging, blocks: Sequence[int]) -> None:
+    def _gather(self, staging: _Staging, ids: Callable[[], torch.Tensor]) -> None:
         with torch.inference_mode():
-            index = self._index(blocks)
             for paged, rows in zip(self._paged, staging.rows, strict=True):
-                torch.index_select(paged, 1, index, out=rows)
+                torch.index_select(paged, 1, ids(), out=rows)
 
     # ---- loads ---------------------------------------------------------------------------------------------------
 
-    def load(self, jobs: Sequence[Job]) -> Copy:
+    def load(self, jobs: Sequence[Job], ends: Sequence[int] = ()) -> Copy:
+        """With ``ends``, ahead of the forward pass; where a slot is not page-locked, the engine waits for all."""
         with self._nothing_left():
-            engine = self._streams.current()
+            engine, ids = self._streams.current(), self._ids(jobs)
             self._scattering.wait_event(self._streams.record(engine))
             start = self._streams.record(self._scattering, timing=True)
-            for job in jobs:
-                self._load_chunk(*job)
+            if ends and all(self._pinned(part) for part, _, _ in jobs):
+                parts = [(last, self._load_part(jobs, ids, span)) for last, span in self._spans(ends)]
+            else:
+                for number, (part, first, blocks) in enumerate(jobs):
+                    self._load_chunk(part, first, len(blocks), partial(ids, number))
+                parts = []
             end = self._streams.record(self._scattering, timing=True)
-            engine.wait_event(end)
-            return StagedCopy(jobs, start, end, [])
+            if not parts:
+                engine.wait_event(end)
+            return StagedCopy(jobs, start, end, [], partial(self._need, parts))
 
-    def _load_chunk(self, part: torch.Tensor, first: int, blocks: Sequence[int]) -> None:
+    def _load_chunk(self, part: torch.Tensor, first: int, count: int, ids: Callable[[], torch.Tensor]) -> None:
         staging, bounce = next(self._loading), None
         staging.refill_on(self._coming)
         if not self._pinned(part):
@@ -126,21 +136,75 @@ class StagedCopier:
         if bounce is not None:
             bounce.user = arrived.synchronize
         self._scattering.wait_event(arrived)
-        self._streams.do(self._scattering, partial(self._scatter, staging, first, blocks))
+        self._streams.do(self._scattering, partial(self._scatter, self._paged, staging.rows, first, count, ids))
         staging.user = self._streams.record(self._scattering)
 
-    def _scatter(self, staging: _Staging, first: int, blocks: Sequence[int]) -> None:
+    def _scatter(
+        self,
+        paged: Sequence[torch.Tensor],
+        rows: Sequence[torch.Tensor],
+        first: int,
+        count: int,
+        ids: Callable[[], torch.Tensor],
+    ) -> None:
         with torch.inference_mode():
-            index = self._index(blocks)
-            for paged, rows in zip(self._paged, staging.rows, strict=True):
-                paged.index_copy_(1, index, rows[:, first : first + len(blocks)])
+            for target, source in zip(paged, rows, strict=True):
+                target.index_copy_(1, ids(), source[:, first : first + count])
+
+    # ---- loads ahead ---------------------------------------------------------------------------------------------
+
+    def _spans(self, ends: Sequence[int]) -> list[tuple[int, _Span]]:
+        """For each part the region it ends before, and what it is."""
+        found = []
+        for begin, end in pairwise((0, *ends)):
+            paged, shapes, at = [], [], 0
+            for group, (layers, blocks, width) in zip(self._paged, self._shapes, strict=True):
+                own = group[max(0, begin - at) : max(0, end - at)]
+                at += layers
+                if len(own):
+                    paged.append(own)
+                    shapes.append((len(own), blocks, width))
+            found.append((end, _Span(self._starts[begin], self._starts[end], paged, shapes)))
+        return found
+
+    def _load_part(self, jobs: Sequence[Job], ids: Callable[[int], torch.Tensor], span: _Span) -> Event:
+        """One part of all chunks; the event behind it."""
+        fit = max(1, self._starts[-1] // span.words)
+        for at in range(0, len(jobs), fit):
+            staging, some = next(self._loading), jobs[at : at + fit]
+            staging.refill_on(self._coming)
+            self._streams.do(self._coming, partial(staging.take, [part for part, _, _ in some], span))
+            self._scattering.wait_event(self._streams.record(self._coming))
+            for place, (_, first, blocks) in enumerate(some):
+                rows = list(cut(staging.words[place * span.words : (place + 1) * span.words], span.shapes))
+                work = partial(self._scatter, span.paged, rows, first, len(blocks), partial(ids, at + place))
+                self._streams.do(self._scattering, work)
+            staging.user = self._streams.record(self._scattering)
+        return self._streams.record(self._scattering)
+
+    def _need(self, parts: Sequence[tuple[int, Event]], regions: int) -> None:
+        """Every time it is asked: the current stream need not be the one that asked before."""
+        for end, arrived in parts:
+            if end >= regions:
+                self._streams.current().wait_event(arrived)
+                return
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
-    def _index(self, blocks: Sequence[int]) -> torch.Tensor:
-        """Block ids on the device; from page-locked memory, so the host does not wait."""
-        ids = torch.tensor(blocks, dtype=torch.int64)
-        return ids.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else ids
+    def _ids(self, jobs: Sequence[Job]) -> Callable[[int], torch.Tensor]:
+        """``number`` of a job -> its block ids on the device. They go there together, from page-locked memory so that
+        the host does not wait, on the stream that asks first: no other may ask."""
+        every, made = [block for _, _, blocks in jobs for block in blocks], list[torch.Tensor]()
+        starts = list(accumulate((len(blocks) for _, _, blocks in jobs), initial=0))
+
+        def of(number: int) -> torch.Tensor:
+            if not made:
+                ids = torch.tensor(every, dtype=torch.int64)
+                cuda = self._device.type == "cuda"
+                made.append(ids.pin_memory().to(self._device, non_blocking=True) if cuda else ids)
+            return made[0][starts[number] : starts[number + 1]]
+
+        return of
 
     @contextlib.contextmanager
     def _nothing_left(self) -> Iterator[None]:
@@ -158,9 +222,16 @@ class StagedCopier:
 class StagedCopy(Copy):
     """A save or load under way."""
 
-    def __init__(self, jobs: Sequence[Job], start: Event, end: Event, legs: Sequence[_LastLeg]) -> None:
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        start: Event,
+        end: Event,
+        legs: Sequence[_LastLeg],
+        need: Callable[[int], None] | None = None,
+    ) -> None:
         super().__init__(jobs)
-        self._start, self._end, self._legs = start, end, legs
+        self._start, self._end, self._legs, self._need = start, end, legs, need
 
     def done(self) -> bool:
         if not all(leg.done() for leg in self._legs) or not self._end.query():
@@ -174,22 +245,48 @@ class StagedCopy(Copy):
             leg.wait()
         self._end.synchronize()
 
+    def need(self, regions: int) -> None:
+        if self._need is not None:
+            self._need(regions)
+
 
 class _Staging:
-    """One chunk in device memory, whole (``bytes``) and as each group's rows. ``user``: its last user is through."""
+    """One chunk in device memory, whole (``words``, ``bytes``) and as each group's rows. ``user``: its last user is
+    through."""
 
     def __init__(
         self, words: int, word: torch.dtype, device: torch.device, shapes: Sequence[tuple[int, int, int]]
     ) -> None:
-        buffer = torch.empty(words, dtype=word, device=device)
-        self.bytes = buffer.view(torch.uint8)
-        self.rows = list(cut(buffer, shapes))
+        self.words = torch.empty(words, dtype=word, device=device)
+        self.bytes = self.words.view(torch.uint8)
+        self.rows = list(cut(self.words, shapes))
         self.user: Event | None = None
 
     def refill_on(self, stream: torch.cuda.Stream) -> None:
         """What is queued on ``stream`` from now on may fill it."""
         if self.user is not None:
             stream.wait_event(self.user)
+
+    def take(self, parts: Sequence[torch.Tensor], span: _Span) -> None:
+        """The same span of several slots' parts, one behind the other."""
+        size = self.words.itemsize
+        begin, end = span.begin * size, span.end * size
+        for place, part in enumerate(parts):
+            at = place * (end - begin)
+            _move(self.bytes[at : at + end - begin], part[begin:end])
+
+
+class _Span(NamedTuple):
+    """Some neighbouring regions: where they lie in a chunk (in words), and their rows in the engine's memory."""
+
+    begin: int
+    end: int
+    paged: list[torch.Tensor]
+    shapes: list[tuple[int, int, int]]
+
+    @property
+    def words(self) -> int:
+        return self.end - self.begin
 
 
 class _Bounce:
