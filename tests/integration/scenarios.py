@@ -157,7 +157,7 @@ def lora(model: str) -> Any:
 
     from kvtier.bench.model import make_lora
 
-    folder = Path(os.environ["TEST_LORAS"])
+    folder = Path(os.environ["TEST_FOLDER"])
     adapters = [None]
     for index in (1, 2):
         make_lora(folder / f"lora{index}", model, seed=index)
@@ -202,7 +202,49 @@ def continued(model: str) -> Any:
 
 
 def load_failure(model: str) -> Any:
-    """The second load of every worker scribbles over its blocks and fails, once a round; answers must not change."""
+    """Every third load of a worker scribbles over its blocks and fails; answers must not change. And how many did."""
+    answers = rounds(_with_patch("failing_loads", model), times=4)
+    return {"answers": answers, "failures": _noted()}
+
+
+def device(model: str) -> Any:
+    """KV moves as on a GPU, by streams and staging buffers, which here are threads. And how often a layer waited for
+    its part of a load."""
+    answers = rounds(_with_patch("threaded_streams", model), times=3)
+    return {"answers": answers, "waits": _noted(), "layers": _layers(model)}
+
+
+def device_unasked(model: str) -> Any:
+    """The same, but the first forward pass over a load asks for no layer, as if it were replayed as one graph."""
+    answers = rounds(_with_patch("unasked_layers", model), times=3)
+    return {"answers": answers, "waits": _noted()}
+
+
+def _with_patch(patch: str, model: str) -> Engine:
+    """vLLM spawns the engine's process on CPUs: it has patched kvtier when it imports this file (:data:`PATCHES`)."""
+    os.environ["TEST_PATCH"] = patch
+    return Engine(model)
+
+
+def _note() -> None:
+    """In the engine's process: something that the test wants to have happened has."""
+    with _notes().open("a") as file:
+        file.write(".")
+
+
+def _noted() -> int:
+    return len(_notes().read_text()) if _notes().exists() else 0
+
+
+def _notes() -> Path:
+    return Path(os.environ["TEST_FOLDER"]) / "notes"
+
+
+def _layers(model: str) -> int:
+    return int(json.loads((Path(model) / "config.json").read_text())["num_hidden_layers"])
+
+
+def failing_loads() -> None:
     from kvtier.gpu import PagedBlocks
 
     calls, load = [0], PagedBlocks.load
@@ -210,6 +252,7 @@ def load_failure(model: str) -> Any:
     def failing(self: PagedBlocks, jobs: Any, regions: Any = None) -> Any:
         calls[0] += 1
         if calls[0] % 3 == 2:
+            _note()
             for region in self._regions:
                 for _, _, ids in jobs:
                     region.rows[ids] = 0x7F
@@ -217,7 +260,43 @@ def load_failure(model: str) -> Any:
         return load(self, jobs, regions)
 
     PagedBlocks.load = failing  # type: ignore[method-assign]
-    return rounds(Engine(model), times=4)
+
+
+def threaded_streams() -> None:
+    from kvtier.gpu import PagedBlocks
+    from kvtier.gpu.staged import StagedCopy
+    from tests.threaded_streams import ThreadedStreams
+
+    make, need = PagedBlocks.__init__, StagedCopy.need
+
+    def on_threads(self: PagedBlocks, regions: Any, per_chunk: int) -> None:
+        make(self, regions, per_chunk, pinned=lambda _: True, streams=ThreadedStreams())
+
+    def noted(self: StagedCopy, regions: int) -> None:
+        _note()
+        need(self, regions)
+
+    PagedBlocks.__init__, StagedCopy.need = on_threads, noted  # type: ignore[method-assign]
+
+
+def unasked_layers() -> None:
+    from kvtier.connectors.vllm.worker import WorkerHalf
+
+    threaded_streams()
+    passes, load, layer = [0], WorkerHalf.load, WorkerHalf.layer
+
+    def counted(self: WorkerHalf, metadata: Any, *, layered: bool = False) -> None:
+        load(self, metadata, layered=layered)
+        passes[0] += bool(self._ahead)
+
+    def silent(self: WorkerHalf, name: str) -> None:
+        if passes[0] > 1:
+            layer(self, name)
+
+    WorkerHalf.load, WorkerHalf.layer = counted, silent  # type: ignore[method-assign]
+
+
+PATCHES = {function.__name__: function for function in (failing_loads, threaded_streams, unasked_layers)}
 
 
 def stalled(model: str) -> Any:
@@ -269,6 +348,8 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
         abort,
         continued,
         load_failure,
+        device,
+        device_unasked,
         stalled,
         refused,
     )
@@ -280,5 +361,7 @@ def main() -> None:
     Path(out).write_text(json.dumps(SCENARIOS[name](model)))
 
 
+if __name__ == "__mp_main__" and "TEST_PATCH" in os.environ:
+    PATCHES[os.environ["TEST_PATCH"]]()
 if __name__ == "__main__":
     main()

@@ -31,7 +31,7 @@ PLACES = ("/var/tmp", "/tmp")
 """Where auto-config looks for a disk when none is named."""
 
 
-QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 @pytest.fixture(autouse=True)
