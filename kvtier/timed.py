@@ -9,8 +9,7 @@ from functools import partial
 from kvtier.chunk import ChunkKey
 from kvtier.forecast import Asking, Pace
 from kvtier.lanes import Executor, Work
-from kvtier.owner import NOBODY
-from kvtier.tiers.base import OwnerKeeper, PartReader, Tier
+from kvtier.tiers.base import PartReader, Tier, owners_in, write_for
 
 
 class TimedTier:
@@ -19,7 +18,6 @@ class TimedTier:
 
     def __init__(self, tier: Tier, lane: Executor, clock: Callable[[], float]) -> None:
         self._tier, self._lane, self._clock = tier, lane, clock
-        self._keeper = tier if isinstance(tier, OwnerKeeper) else None
         self._lock = threading.Lock()
         self._pace = Pace(lane.threads)
 
@@ -103,7 +101,7 @@ class TimedTier:
     def write(self, key: ChunkKey, data: memoryview, owner: int) -> bool:
         call, stored = self._begun(), False
         try:
-            stored = self._tier.write(key, data) if self._keeper is None else self._keeper.write(key, data, owner)
+            stored = write_for(self._tier, key, data, owner)
         finally:
             with self._lock:
                 self._pace.wrote(call, self._clock(), stored)
@@ -120,7 +118,7 @@ class TimedTier:
 
     def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
         """Whose chunks these are, 0 for nobody's; see OwnerKeeper. At the start too."""
-        return [NOBODY] * len(keys) if self._keeper is None or not keys else self._keeper.owners(keys)
+        return owners_in(self._tier, keys)
 
     def _begun(self) -> int:
         with self._lock:

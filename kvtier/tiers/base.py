@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from kvtier.chunk import ChunkKey
+from kvtier.owner import NOBODY
 
 
 class Tier(Protocol):
@@ -59,7 +60,7 @@ class OwnerKeeper(Protocol):
     """What a tier promises besides when it keeps with every chunk whose it is (:mod:`kvtier.owner`). Chunks of other
     tiers are nobody's after a restart."""
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = 0) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         """See Tier.write. A chunk that is held already keeps its owner, or gets this one."""
         ...
 
@@ -67,6 +68,16 @@ class OwnerKeeper(Protocol):
         """Whose these chunks are; 0 for nobody's, for one that is not held, and where that cannot be told now. May
         block: called at the start and by lane threads."""
         ...
+
+
+def write_for(tier: Tier, key: ChunkKey, data: memoryview, owner: int) -> bool:
+    """See Tier.write; the owner is kept where the tier keeps owners."""
+    return tier.write(key, data, owner) if isinstance(tier, OwnerKeeper) else tier.write(key, data)
+
+
+def owners_in(tier: Tier, keys: Sequence[ChunkKey]) -> Sequence[int]:
+    """See OwnerKeeper.owners; nobody's where the tier keeps none."""
+    return tier.owners(keys) if keys and isinstance(tier, OwnerKeeper) else [NOBODY] * len(keys)
 
 
 @runtime_checkable

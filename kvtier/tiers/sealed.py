@@ -34,7 +34,7 @@ from cryptography.hazmat.primitives.cmac import CMAC
 from kvtier.chunk import PAGE_BYTES, ChunkKey
 from kvtier.errors import StateError
 from kvtier.owner import NOBODY
-from kvtier.tiers.base import OwnerKeeper, SharedKeeper, Tier
+from kvtier.tiers.base import SharedKeeper, Tier, owners_in, write_for
 
 _LOG = logging.getLogger(__name__)
 KEY_BYTES = 32
@@ -73,7 +73,6 @@ class SealedTier:
             raise StateError(f"an encryption key of {len(key)} bytes, expected {KEY_BYTES}")
         self.name, self.capacity, self.shared = inner.name, inner.capacity, inner.shared
         self._inner, self._key, self._chunk_bytes = inner, key, chunk_bytes
-        self._keeper = inner if isinstance(inner, OwnerKeeper) else None
         self._sign = _MARK + key_name(key)
         self._scratch = threading.local()
         self._lock = threading.Lock()
@@ -114,7 +113,7 @@ class SealedTier:
 
     def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
         """See :class:`~kvtier.tiers.base.OwnerKeeper`; nobody's where the inner tier keeps none."""
-        return self._keeper.owners(keys) if self._keeper is not None else [NOBODY] * len(keys)
+        return owners_in(self._inner, keys)
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
         """See :class:`~kvtier.tiers.base.SharedKeeper`."""
@@ -127,7 +126,7 @@ class SealedTier:
         nonce = os.urandom(_NONCE_BYTES)
         self._cipher(nonce).encrypt_into(nonce[_DERIVING_BYTES:], data, key, stored[:end])
         stored[end:] = (nonce + self._sign).ljust(len(stored) - end, b"\0")
-        return self._inner.write(key, stored) if self._keeper is None else self._keeper.write(key, stored, owner)
+        return write_for(self._inner, key, stored, owner)
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
         """See :meth:`Tier.read`. Raises StateError for a wrong size. Always whole: one tag covers all of a chunk,

@@ -15,7 +15,7 @@ import redis
 from xxhash import xxh3_64_intdigest
 
 from kvtier.chunk import ChunkKey
-from kvtier.tiers.base import OwnerKeeper, PartReader, Tier
+from kvtier.tiers.base import PartReader, Tier, owners_in, write_for
 from tests.trust.scheduler import Process, ViolationError, World
 
 
@@ -155,7 +155,7 @@ class Watched:
         return self.inner.recovered()
 
     def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
-        return self.inner.owners(keys) if isinstance(self.inner, OwnerKeeper) else [0] * len(keys)
+        return owners_in(self.inner, keys)
 
     def write(self, key: ChunkKey, data: memoryview, owner: int = 0) -> bool:
         if key in self.writing or self.deleting[key]:
@@ -163,8 +163,7 @@ class Watched:
         self.writing.add(key)
         task = self.world.current
         task.failed = False
-        keeper = self.inner if isinstance(self.inner, OwnerKeeper) else None
-        stored = self.inner.write(key, data) if keeper is None else keeper.write(key, data, owner)
+        stored = write_for(self.inner, key, data, owner)
         if stored and task.failed:
             raise ViolationError("a write that failed counts as stored")
         self.writing.discard(key)
