@@ -17,8 +17,12 @@ from kvtier.chunk import ChunkKey
 class Policy(Protocol):
     """Which key leaves next. Not thread-safe: the owner's lock guards it."""
 
-    def add(self, key: ChunkKey) -> None:
-        """Know ``key`` as the hottest."""
+    def add(self, key: ChunkKey, owner: int = 0) -> None:
+        """Know ``key`` as the hottest, and whose it is."""
+        ...
+
+    def owner(self, key: ChunkKey) -> int:
+        """Whose ``key`` is; 0 also for one that is not known."""
         ...
 
     def touch(self, run: Sequence[ChunkKey]) -> None:
@@ -46,17 +50,20 @@ class LRU:
     """Least recently used leaves first.
 
     An OrderedDict, not a dict: taking the front of a dict walks over the places of all deleted keys (measured
-    40 times slower at 100,000 keys), and ``move_to_end`` is one step.
+    40 times slower at 100,000 keys), and ``move_to_end`` is one step. Its values are the owners.
     """
 
     __slots__ = ("_order",)
 
     def __init__(self) -> None:
-        self._order: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._order: OrderedDict[ChunkKey, int] = OrderedDict()
 
-    def add(self, key: ChunkKey) -> None:
-        self._order[key] = None
+    def add(self, key: ChunkKey, owner: int = 0) -> None:
+        self._order[key] = owner
         self._order.move_to_end(key)
+
+    def owner(self, key: ChunkKey) -> int:
+        return self._order.get(key, 0)
 
     def touch(self, run: Sequence[ChunkKey]) -> None:
         order = self._order
@@ -87,36 +94,32 @@ class Owned:
     costs memory, so it is for places where owners have quotas.
     """
 
-    __slots__ = ("_all", "_once", "_owner", "_parts")
+    __slots__ = ("_all", "_once", "_parts")
 
     def __init__(self, policy: Callable[[], Policy], split: bool) -> None:
         self._all = policy()
-        self._owner: dict[ChunkKey, int] = {}
         self._once: dict[int, int] = {}
         """Every owner's number: one object for all its keys, not one of 44 bytes for each."""
         self._parts: defaultdict[int, Policy] | None = defaultdict(policy) if split else None
 
     def add(self, key: ChunkKey, owner: int = 0) -> None:
-        self._all.add(key)
-        if owner:
-            self._owner[key] = self._once.setdefault(owner, owner)
-            if self._parts is not None:
-                self._parts[owner].add(key)
+        self._all.add(key, self._once.setdefault(owner, owner) if owner else 0)
+        if owner and self._parts is not None:
+            self._parts[owner].add(key)
 
     def touch(self, run: Sequence[ChunkKey]) -> None:
         self._all.touch(run)
         if self._parts:
-            for owner in {self._owner.get(key, 0) for key in run} - {0}:
+            for owner in {self._all.owner(key) for key in run} - {0}:
                 self._parts[owner].touch(run)
 
     def discard(self, key: ChunkKey) -> None:
-        self._all.discard(key)
-        owner = self._owner.pop(key, 0)
-        if owner and self._parts is not None:
+        if self._parts is not None and (owner := self._all.owner(key)):
             self._parts[owner].discard(key)
+        self._all.discard(key)
 
     def owner(self, key: ChunkKey) -> int:
-        return self._owner.get(key, 0)
+        return self._all.owner(key)
 
     def count(self, owner: int) -> int:
         """Keys of this owner; only where split."""

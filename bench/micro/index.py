@@ -20,6 +20,8 @@ from kvtier.store import Store
 from kvtier.testing import DictTier, ManualLane
 
 TOKENS, CHUNK, SLOT = 32_768, 256, 4096
+OWNER = 1 << 127
+"""As a server's chunks have: a number of 128 bits."""
 LAYOUT = ChunkLayout(fingerprint({"benchmark": "index"}), CHUNK, 16, (16,))
 
 
@@ -37,7 +39,7 @@ def milliseconds(work: Callable[[], object], rounds: int) -> list[float]:
 
 
 def fill(store: Store, keys: Sequence[ChunkKey]) -> None:
-    with store.save(keys) as lease:
+    with store.save(keys, OWNER) as lease:
         lease.commit()
 
 
@@ -82,8 +84,8 @@ def memory_rows(chunks: int) -> list[Row]:
     nvme = (tracemalloc.get_traced_memory()[0] - before + keys_only) / pool.slots
     tracemalloc.stop()
     return [
-        Row("index memory of a chunk in RAM, key included", ram, "bytes", limit=400),
-        Row("index memory of a chunk on NVMe only, key included, without the tier's own", nvme, "bytes", limit=400),
+        Row("index memory of a chunk in RAM, key and owner included", ram, "bytes", limit=400),
+        Row("index memory of a chunk on NVMe only, key and owner included, without the tier's own", nvme, "bytes", limit=400),
     ]
 
 

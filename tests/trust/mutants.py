@@ -309,9 +309,9 @@ MUTANTS = (
     ),
     Mutant(
         "policy.py",
-        "        owner = self._owner.pop(key, 0)",
-        "        owner = self._owner.get(key, 0)",
-        "a chunk that came back belongs to who had it before",
+        "self._all.add(key, self._once.setdefault(owner, owner) if owner else 0)",
+        "self._all.add(key)",
+        "whose a chunk is is forgotten when it may leave",
     ),
     Mutant(
         "chunk.py",

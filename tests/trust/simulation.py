@@ -318,8 +318,9 @@ class Simulation:
         self.observe()
         directory = store._directory
         for order in (directory._evictable, *(tier.order for tier in directory._tiers)):
-            if not order._owner.keys() <= set(order):
-                raise ViolationError("chunks that have left still have owners")
+            parts = {key: owner for owner, part in (order._parts or {}).items() for key in part}
+            if order._parts is not None and parts != {key: order.owner(key) for key in order if order.owner(key)}:
+                raise ViolationError("an owner's own order is not the part of all that is the owner's")
         if "nvme" in self.kinds:
             tier, known = self.disks[-1], set(directory.order(self.kinds.index("nvme")))
             if known != set(tier._places) or len(tier._places) + len(tier._free) != tier.capacity:
