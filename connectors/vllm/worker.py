@@ -262,11 +262,11 @@ class WorkerHalf:
 
     def _copies(self, job: Job) -> list[SlotJob]:
         """Cut a job's run of blocks into (slot part, first block in the chunk, block ids), one a chunk."""
-        parts = self._mapped(job.pool).parts
+        mapped = self._mapped(job.pool)
         copies, first, taken = list[SlotJob](), job.first, 0
         for slot in job.slots:
             count = min(self._blocks_per_chunk - first, len(job.blocks) - taken)
-            copies.append((parts[slot], first, job.blocks[taken : taken + count]))
+            copies.append((mapped.part(slot), first, job.blocks[taken : taken + count]))
             first, taken = 0, taken + count
         return copies
 
@@ -274,7 +274,8 @@ class WorkerHalf:
 class _MappedPool:
     """One pool as one rank maps it. Raises TierError when it cannot be mapped (any more).
 
-    Its pages are made present by the pool's owner, not here: a worker shares its cores with the model.
+    Its pages are made present by the pool's owner, not here: a worker shares its cores with the model. Here they are
+    mapped: by the driver that page-locks them, or a slot when it is first used.
     """
 
     def __init__(self, address: PoolAddress, rank: int, block_bytes: int, pinning: Pinning | None) -> None:
@@ -283,16 +284,24 @@ class _MappedPool:
         else:
             self.pool = SharedPool.join(address.path, address.witness_path, address.slots, address.slot_bytes)
         start, self.writes = address.parts[rank]
-        size = block_bytes * address.blocks_per_chunk
-        self.parts = [slot_tensor(self.pool.view(slot)[start : start + size]) for slot in range(address.slots)]
-        """This rank's part of each slot."""
+        self._span = start, start + block_bytes * address.blocks_per_chunk
+        views = (self.pool.view(slot) for slot in range(address.slots))
+        self._parts = [slot_tensor(view[slice(*self._span)]) for view in views]
+        self._untouched = set(range(address.slots) if pinning is None else ())
         self._pinning = pinning
         if pinning is not None:
             pinning.begin(self.pool.buffer, address.slot_bytes)
 
+    def part(self, slot: int) -> torch.Tensor:
+        """This rank's part of a slot."""
+        if slot in self._untouched:
+            self._untouched.remove(slot)
+            self.pool.touch(slot, *self._span)
+        return self._parts[slot]
+
     def close(self) -> None:
         """Unmap, when no copy from or to it is under way."""
-        self.parts.clear()
+        self._parts.clear()
         if self._pinning is not None:
             self._pinning.end(self.pool.buffer)
         self.pool.close()

@@ -276,7 +276,8 @@ def threaded_streams() -> None:
         _note()
         need(self, regions)
 
-    PagedBlocks.__init__, StagedCopy.need = on_threads, noted  # type: ignore[method-assign]
+    PagedBlocks.__init__ = on_threads  # type: ignore[assignment, method-assign]
+    StagedCopy.need = noted  # type: ignore[method-assign]
 
 
 def unasked_layers() -> None:

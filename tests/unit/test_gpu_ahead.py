@@ -158,6 +158,7 @@ def test_on_a_cpu_device_nothing_runs_ahead() -> None:
 
 ROWS = 1 << 18
 """Bytes of a row in the worker's tests: parts have a least size."""
+LAST = f"layer.{LAYERS - 1}"
 
 
 @pytest.fixture(scope="module")
@@ -195,8 +196,12 @@ class Rank:
         """The pass looks at these layers; the hook comes before."""
         for name in layers:
             self.half.layer(name)
-            rows = self.layers[name]
-            self.streams.do(self.streams.engine, lambda rows=rows: self.seen.append(set(rows[2:4].unique().tolist())))
+            self.look(name, slice(2, 4))
+
+    def look(self, name: str, blocks: slice) -> None:
+        """Queue a look at what these blocks of a layer hold."""
+        rows = self.layers[name][blocks]
+        self.streams.do(self.streams.engine, lambda: self.seen.append(set(rows.unique().tolist())))
 
 
 @pytest.fixture
@@ -231,8 +236,7 @@ def test_after_the_forward_pass_everything_waits_for_all_of_a_load(rank: Rank) -
     rank.half.load(rank.metadata, layered=True)
     rank.forward("layer.0")
     rank.half.forward_ended()
-    last = rank.layers[f"layer.{LAYERS - 1}"]
-    rank.streams.do(rank.streams.engine, lambda: rank.seen.append(set(last[2:4].unique().tolist())))
+    rank.look(LAST, slice(2, 4))
     rank.streams.run()
     assert rank.seen == [{7}, {7}], "a draft model's layer"
     rank.half.save(rank.metadata)
@@ -251,8 +255,7 @@ def test_a_forward_pass_that_asked_for_no_layer_is_done_again_and_the_next_load_
     assert not report.done
 
     rank.half.load(rank.plain, layered=True)
-    last = rank.layers[f"layer.{LAYERS - 1}"]
-    rank.streams.do(rank.streams.engine, lambda: rank.seen.append(set(last[0:2].unique().tolist())))
+    rank.look(LAST, slice(0, 2))
     rank.half.save(rank.plain)
     rank.streams.run()
     assert rank.seen == [{7}]
@@ -262,8 +265,7 @@ def test_a_forward_pass_that_asked_for_no_layer_is_done_again_and_the_next_load_
 @pytest.mark.vllm
 def test_a_pass_that_will_not_ask_for_layers_finds_all_of_them(rank: Rank) -> None:
     rank.half.load(rank.metadata)
-    last = rank.layers[f"layer.{LAYERS - 1}"]
-    rank.streams.do(rank.streams.engine, lambda: rank.seen.append(set(last[2:4].unique().tolist())))
+    rank.look(LAST, slice(2, 4))
     rank.streams.run()
     assert rank.seen == [{7}]
     rank.half.save(rank.metadata)

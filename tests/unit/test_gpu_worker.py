@@ -114,6 +114,21 @@ def test_on_cpu_tensors_every_copy_is_confirmed_by_its_own_step() -> None:
     rank.half.close()
 
 
+def test_a_slots_pages_are_mapped_when_it_is_first_used_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, touched, touch = Rank(held=False), list[tuple[int, int, int]](), Pool.touch
+
+    def noted(pool: Pool, slot: int, begin: int, end: int) -> None:
+        touched.append((slot, begin, end))
+        touch(pool, slot, begin, end)
+
+    monkeypatch.setattr(Pool, "touch", noted)
+    for number, slots in enumerate(([0], [1, 0], [1])):
+        rank.step(saves=[rank.job(number, slots, [2, 3, 4, 5][: 2 * len(slots)])])
+    rank.step([rank.job(9, [3], [6, 7])])
+    assert touched == [(0, 0, SLOT), (1, 0, SLOT), (3, 0, SLOT)]
+    rank.half.close()
+
+
 def test_a_save_is_confirmed_by_the_first_step_that_finds_its_dma_through(rank: Rank) -> None:
     assert not rank.step(saves=[rank.job(1, [0], [2, 3])], forward=rank.fill(2, 7)).done
     assert not rank.step(forward=rank.fill(2, 9)).done

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,7 +55,29 @@ def test_too_much_memory_is_refused_with_the_remedy() -> None:
         Pool(1 << 40, 1 << 20)
 
 
+def mapped_pages(pool: Pool) -> int:
+    """Pages of the region that this mapping of it has."""
+    base = ctypes.addressof(ctypes.c_char.from_buffer(pool.buffer))
+    for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE):
+        if mapping and int(mapping.split("-")[0], 16) <= base < int(re.split("[- ]", mapping)[1], 16):
+            (kilobytes,) = re.findall(r"^Rss: +(\d+) kB", mapping, re.MULTILINE)
+            return int(kilobytes) * 1024 // PAGE
+    raise AssertionError("the pool is not mapped")
+
+
 def test_populate_makes_pages_present() -> None:
-    pool = Pool(4, PAGE)
-    pool.populate(0, 4)
-    assert bytes(pool.view(3)) == bytes(PAGE)
+    pool = Pool(40, PAGE)
+    assert mapped_pages(pool) == 0
+    pool.populate(0, 30)
+    assert mapped_pages(pool) == 30
+
+
+def test_another_process_maps_pages_that_are_there_and_writes_them() -> None:
+    owner = Pool(4, 64 * PAGE)
+    owner.populate(0, 4)
+    other = Pool.attach(owner.path, 4, 64 * PAGE)
+    assert mapped_pages(other) == 0
+    other.touch(2, 3 * PAGE + 5, 40 * PAGE)
+    assert 37 <= mapped_pages(other) < 80
+    other.view(2)[39 * PAGE] = 7
+    assert owner.view(2)[39 * PAGE] == 7
