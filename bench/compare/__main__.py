@@ -2,8 +2,9 @@
 
 Same machine, model, prompts and memory budget; every round runs every arm once, so that what the machine does besides
 falls on all, and measures the machine's limits before them. The last round goes on with every arm: documents asked
-again between new ones, and the engine's restart. An arm that cannot run is a row that says why. Results: the one form
-of bench/report.py, and a table.
+again between new ones, a second engine beside the first, and the engine's restart. Every arm's connector is timed by
+:mod:`kvtier.bench.compare.calls`. An arm that cannot run is a row that says why. Results: the one form of
+bench/report.py, and two tables.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bench.companion import run_folder
-from kvtier.bench.compare import limits
+from kvtier.bench.compare import calls, limits
 from kvtier.bench.compare.beside import beside
 from kvtier.bench.compare.contenders import CONTENDERS, Contender, names, rendered
 from kvtier.bench.compare.measures import Run
 from kvtier.bench.compare.plot import write_plot
 from kvtier.bench.compare.rounds import INFLIGHT, MIXED, MODEL, Serving, first_cause, measured
-from kvtier.bench.compare.table import print_table, standings, write
+from kvtier.bench.compare.rows import write
+from kvtier.bench.compare.standing import standings
+from kvtier.bench.compare.table import print_tables
 from kvtier.bench.long_doc_qa_arms import Arm, Sizes, server_args
 from kvtier.bench.long_doc_qa_work import Workload
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
@@ -107,7 +110,7 @@ def compare(args: argparse.Namespace, model: Path) -> int:
                 print(f"  cannot run: {reasons[one.name]}", file=sys.stderr, flush=True)
             write(args.output, args.arms, kept.runs, reasons, kept.limits, workload=shape)
     write(args.output, args.arms, kept.runs, reasons, kept.limits, workload=shape)
-    print_table(args.arms, kept.runs, reasons, token_bytes, kept.limits)
+    print_tables(args.arms, kept.runs, reasons, token_bytes, kept.limits)
     if kept.runs:
         about = f"{args.num_documents} documents of {args.document_length:,} tokens, {args.rounds} rounds"
         write_plot(args.output.with_suffix(".png"), args.arms, standings(args.arms, kept.runs), about)
@@ -173,23 +176,32 @@ def _run(args: argparse.Namespace, one: Contender, model: Path, last: bool) -> R
         if one.yaml is not None:
             (place / "lmcache.yaml").write_text(json.dumps(rendered(one.yaml, values)))  # JSON is YAML
         aside = ends.enter_context(beside(one, values, run, place / "beside.log")) if one.beside else None
-        server = ends.enter_context(_server(one, model, sizes, values))
+        server, second = (_server(one, model, sizes, values, name) for name in ("server", "second"))
+        ends.enter_context(server)
         budget = sum(int(values[name]) for name in one.ram)
-        return measured(args, Serving(one, server, aside, run, budget), last)
+        return measured(args, Serving(one, server, second, aside, run, budget, _calls(place, "server")), last)
 
 
-def _server(one: Contender, model: Path, sizes: Sizes, values: Mapping[str, str]) -> VllmServer:
+def _server(one: Contender, model: Path, sizes: Sizes, values: Mapping[str, str], name: str) -> VllmServer:
+    """Not started. ``name``: of its log, and of the file of its calls."""
     arm = Arm(one.name, one.about, keeps_all_on_gpu=one.keeps_all_on_gpu)
     command = ["--served-model-name", MODEL, "--dtype", _DTYPE, "--block-size", str(_BLOCK_TOKENS), "--enforce-eager"]
     command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", *server_args(arm, sizes)]
+    env = {name: template.format_map(values) for name, template in one.env.items()}
+    place = Path(values["place"])
     if one.connector is not None:
         connector = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"} | rendered(one.connector, values)
+        env[calls.CONNECTOR] = connector.get("kv_connector_module_path", "")
+        env[calls.CALLS] = str(_calls(place, name))
+        connector["kv_connector_module_path"] = calls.MODULE
         command += ["--kv-transfer-config", json.dumps(connector, separators=(",", ":"))]
-    env = {name: template.format_map(values) for name, template in one.env.items()}
     env["VLLM_CPU_KVCACHE_SPACE"] = str(sizes.gpu_gib(arm))
     env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"  # with a connector vLLM reserves other cores than without
-    log = Path(values["place"]) / "server.log"
-    return VllmServer(str(model), command, env, log, _START_S, one.interpreter)
+    return VllmServer(str(model), command, env, place / f"{name}.log", _START_S, one.interpreter)
+
+
+def _calls(place: Path, name: str) -> Path:
+    return place / f"{name}-calls.jsonl"
 
 
 @contextmanager

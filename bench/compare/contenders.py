@@ -44,6 +44,7 @@ class Contender:
             (a URL) answers.
         limit: what its loads are held against, of :mod:`kvtier.bench.compare.limits`; empty: it loads nothing.
         ram: which of :func:`names` are its budget of RAM.
+        alone: why a second engine cannot have what the first one cached, where it is so by design.
         cannot: why it is not run at all.
     """
 
@@ -61,6 +62,7 @@ class Contender:
     limit: str = ""
     ram: tuple[str, ...] = ()
     note: str = ""
+    alone: str = ""
     cannot: str = ""
 
     @property
@@ -73,6 +75,11 @@ class Contender:
         return bool(self.beside) or self.limit == DISK_READ
 
     @property
+    def shares(self) -> bool:
+        """Whether a second engine may have what it caches."""
+        return self.outlives and not self.alone
+
+    @property
     def obstacle(self) -> str:
         """Why it cannot run here; empty when it can."""
         if not self.cannot and self.peer is not None and not (_PEERS / self.peer / "ready").exists():
@@ -80,7 +87,7 @@ class Contender:
         return self.cannot
 
 
-def _ours(arm: Arm, limit: str = "") -> Contender:
+def _ours(arm: Arm, limit: str = "", alone: str = "") -> Contender:
     connector = TRANSFER if arm.kvtier is not None else None
     sizes = [env["KVTIER_RAM_BYTES"] for env in (arm.kvtier or {}, arm.beside_env) if "KVTIER_RAM_BYTES" in env]
     return Contender(
@@ -93,6 +100,7 @@ def _ours(arm: Arm, limit: str = "") -> Contender:
         keeps_all_on_gpu=arm.keeps_all_on_gpu,
         limit=limit,
         ram=tuple(f"{size.strip('{}')}_bytes" for size in sizes),
+        alone=alone,
     )
 
 
@@ -218,7 +226,9 @@ CONTENDERS: dict[str, Contender] = {
             beside_env=ARMS["kvtier-server"].beside_env,
         ),
         _ours(ARMS["kvtier-ram"], MEMCPY),
-        _ours(ARMS["kvtier-nvme"], DISK_READ),
+        _ours(
+            ARMS["kvtier-nvme"], DISK_READ, "an engine with kvtier in it owns its folder; they share by kvtier serve"
+        ),
         _ours(ARMS["kvtier-server"], MEMCPY),
         _ours(ARMS["kvtier-redis"], REDIS_UNIX),
     )

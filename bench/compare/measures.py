@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+from kvtier.bench.compare.calls import Step
 from kvtier.bench.long_doc_qa_client import Outcome
 
 
@@ -34,8 +37,9 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Restart:
-    """The engine stopped and started again, its companion not, and every document asked about once more.
+class Again:
+    """Every document asked about once more, by an engine that has seen none of them: the one that was stopped and
+    started again, or a second one beside the first. The arm's companion and its folder stayed as they were.
 
     ``ready_s``: from the start of the process until it answers. ``error``: why it could not be measured.
     """
@@ -43,6 +47,10 @@ class Restart:
     ready_s: float = 0.0
     outcomes: Sequence[Outcome] = ()
     error: str = ""
+
+    @classmethod
+    def told(cls, one: Mapping[str, Any] | None) -> Again | None:
+        return cls(one["ready_s"], _outcomes(one["outcomes"]), one["error"]) if one else None
 
     @property
     def first(self) -> float | None:
@@ -60,37 +68,102 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True)
+class Effort:
+    """What one answer took, from the answer before it until the engine rested; seconds.
+
+    ``cpu_s``: CPU seconds of the engine's and its companion's processes. ``calls``: of the engine in its connector, by
+    entry point (:mod:`kvtier.bench.compare.calls`). ``look_up_s``: from the first question to the connector, what it
+    holds of the prompt, to a definite answer; where an arm answers when it has fetched it from a lower place, that is
+    in it. None: not measured.
+    """
+
+    cpu_s: float | None
+    calls: Mapping[str, float] | None = None
+    look_up_s: float | None = None
+
+    @property
+    def in_connector(self) -> float | None:
+        return None if self.calls is None else sum(self.calls.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A question whose document had to be loaded, and one whose document was in vLLM's own cache since."""
+
+    loaded: Outcome
+    warm: Outcome
+    load: Effort | None = None
+    rest: Effort | None = None
+
+    @property
+    def cost(self) -> float:
+        """By how much the first was slower to its first token; seconds."""
+        assert self.loaded.ttft is not None and self.warm.ttft is not None
+        return self.loaded.ttft - self.warm.ttft
+
+    @property
+    def more_cpu_s(self) -> float | None:
+        """By how many CPU seconds the first took more."""
+        if self.load is None or self.rest is None or self.load.cpu_s is None or self.rest.cpu_s is None:
+            return None
+        return self.load.cpu_s - self.rest.cpu_s
+
+    @property
+    def in_connector(self) -> float | None:
+        """By how much longer the engine was in its connector; seconds."""
+        if self.load is None or self.rest is None or self.load.in_connector is None or self.rest.in_connector is None:
+            return None
+        return self.load.in_connector - self.rest.in_connector
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A median over pairs, and between which of them the true one lies in 19 cases of 20."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """One arm in one round of the comparison; ``outcomes`` are those of its query round.
 
-    ``fill``: prompt tokens a second of the round before, in which nothing could be reused. ``cpu_s``: CPU seconds of
-    the whole machine during the query round. ``pairs``: in turn a question whose document has to be loaded, and one
-    whose document is in vLLM's own cache since then. ``mixed``: a round in which each document is followed by one that
-    was never seen. None: not measured.
+    ``fill``: prompt tokens a second of the round before, in which nothing could be reused; ``fill_tokens``,
+    ``fill_efforts``: its prompt tokens, and what its answers took. ``pairs``: in turn a question whose document has to
+    be loaded, and one whose document is in vLLM's own cache since then; ``pair_efforts``: what these took. ``mixed``:
+    a round in which each document is followed by one that was never seen. ``second``: what another engine beside this
+    one found; ``restart``: what this one found after a restart. None and empty: not measured.
     """
 
     arm: str
     outcomes: Sequence[Outcome]
     fill: float | None = None
-    cpu_s: float | None = None
     memory: Memory | None = None
     pairs: Sequence[Outcome] = ()
     mixed: Sequence[Outcome] = ()
-    restart: Restart | None = None
+    restart: Again | None = None
+    second: Again | None = None
+    fill_tokens: int = 0
+    fill_efforts: Sequence[Effort] = ()
+    pair_efforts: Sequence[Effort] = ()
 
     @classmethod
     def told(cls, one: Mapping[str, Any]) -> Run:
         """From its JSON; measures that it does not have were not taken."""
-        memory, restart = one.get("memory"), one.get("restart")
+        memory = one.get("memory")
         return cls(
-            one["arm"],
-            _outcomes(one["outcomes"]),
-            one.get("fill"),
-            one.get("cpu_s"),
-            Memory(**memory) if memory else None,
-            _outcomes(one.get("pairs", ())),
-            _outcomes(one.get("mixed", ())),
-            Restart(restart["ready_s"], _outcomes(restart["outcomes"]), restart["error"]) if restart else None,
+            arm=one["arm"],
+            outcomes=_outcomes(one["outcomes"]),
+            fill=one.get("fill"),
+            memory=Memory(**memory) if memory else None,
+            pairs=_outcomes(one.get("pairs", ())),
+            mixed=_outcomes(one.get("mixed", ())),
+            restart=Again.told(one.get("restart")),
+            second=Again.told(one.get("second")),
+            fill_tokens=one.get("fill_tokens", 0),
+            fill_efforts=[Effort(**effort) for effort in one.get("fill_efforts", ())],
+            pair_efforts=[Effort(**effort) for effort in one.get("pair_efforts", ())],
         )
 
     @property
@@ -98,10 +171,12 @@ class Run:
         return [one.ttft for one in self.outcomes if one.ttft is not None]
 
     @property
-    def load_costs(self) -> list[float]:
-        """By how much the first of each pair was slower to its first token; seconds."""
-        twos = zip(self.pairs[::2], self.pairs[1::2], strict=True)
-        return [one.ttft - other.ttft for one, other in twos if one.ttft is not None and other.ttft is not None]
+    def twos(self) -> list[Pair]:
+        """The pairs of which both were answered."""
+        efforts: Sequence[Effort | None] = self.pair_efforts or [None] * len(self.pairs)
+        parts = (self.pairs[::2], self.pairs[1::2], efforts[::2], efforts[1::2])
+        twos = [Pair(*four) for four in zip(*parts, strict=True)]
+        return [two for two in twos if two.loaded.ttft is not None and two.warm.ttft is not None]
 
     @property
     def throughput(self) -> float:
@@ -111,7 +186,13 @@ class Run:
     @property
     def answered(self) -> list[Outcome]:
         """The requests of all its rounds whose answers are compared."""
-        return [*self.outcomes, *self.mixed, *(self.restart.outcomes if self.restart else ())]
+        return [one for outcomes in self.compared for one in outcomes]
+
+    @property
+    def compared(self) -> list[Sequence[Outcome]]:
+        """The same by round: a question may be asked in more than one."""
+        again = [one.outcomes for one in (self.second, self.restart) if one is not None]
+        return [self.outcomes, self.mixed, *again]
 
 
 def throughput(outcomes: Sequence[Outcome]) -> float:
@@ -130,6 +211,57 @@ def load_speed(outcomes: Sequence[Outcome], load_cost: float | None, token_bytes
     if not asked or not token_bytes or load_cost is None or load_cost <= 0:
         return None
     return statistics.fmean(one.cached_tokens or 0 for one in asked) * token_bytes / load_cost / 1e9
+
+
+def efforts(notes: Sequence[tuple[float, float | None]], steps: Sequence[Step] | None) -> list[Effort]:
+    """One an answer. ``notes``: ``time.perf_counter()`` and CPU seconds so far, before the first question and after
+    each answer. A step belongs to the answer before whose note it ended, one after the last note to the last;
+    ``steps``: of the same engine, None where they could not be read."""
+    made = []
+    for place, ((begun, cpu), (ended, cpu_then)) in enumerate(pairwise(notes), start=2):
+        cpu_s = cpu_then - cpu if cpu is not None and cpu_then is not None else None
+        if steps is None:
+            made.append(Effort(cpu_s))
+            continue
+        last = place == len(notes)
+        own = [step for step in steps if begun < step.at and (last or step.at <= ended)]
+        calls: dict[str, float] = {}
+        for name, spent in (one for step in own for one in step.calls.items()):
+            calls[name] = calls.get(name, 0.0) + spent
+        look_ups = [one for step in own for one in step.look_ups]
+        made.append(Effort(cpu_s, calls or None, sum(look_ups) if look_ups else None))
+    return made
+
+
+def cpu_gib(pairs: Sequence[Pair], token_bytes: int) -> Estimate | None:
+    """CPU seconds for each GiB of hits, beyond those of the same answers from vLLM's own cache: what the loaded one of
+    a pair took more than the warm one, by the bytes that came. Pairs without a hit are left out. None without two."""
+    more = [(one.more_cpu_s, (one.loaded.cached_tokens or 0) * token_bytes / 2**30) for one in pairs]
+    each = sorted(cpu_s / gib for cpu_s, gib in more if cpu_s is not None and gib)
+    if len(each) < 2:
+        return None
+    rank = max(0, round(len(each) / 2 - 0.98 * math.sqrt(len(each))) - 1)  # of a median's bounds, by the binomial law
+    return Estimate(statistics.median(each), each[rank], each[-1 - rank])
+
+
+def calls_of_load(pairs: Sequence[Pair]) -> dict[str, float]:
+    """Seconds that a load took of the engine, by entry point of the connector: medians over pairs of what the loaded
+    one took more than the warm one."""
+    both = [(one.load.calls, one.rest.calls) for one in pairs if one.load and one.rest]
+    told = [(load, rest) for load, rest in both if load is not None and rest is not None]
+    names = dict.fromkeys(name for load, rest in told for name in (*load, *rest))
+    return {name: statistics.median(load.get(name, 0.0) - rest.get(name, 0.0) for load, rest in told) for name in names}
+
+
+def calls_of_filling(runs: Sequence[Run]) -> dict[str, float]:
+    """Seconds of the engine for each prompt token of the fills, by entry point of the connector. Empty where they
+    could not be read."""
+    seen = [run for run in runs if run.fill_efforts and all(one.calls is not None for one in run.fill_efforts)]
+    found: dict[str, float] = {}
+    tokens = sum(run.fill_tokens for run in seen)
+    for name, spent in (one for run in seen for effort in run.fill_efforts for one in (effort.calls or {}).items()):
+        found[name] = found.get(name, 0.0) + spent / tokens
+    return found
 
 
 def _outcomes(told: Sequence[Mapping[str, Any]]) -> list[Outcome]:

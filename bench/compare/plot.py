@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bench.compare.contenders import Contender
-from kvtier.bench.compare.table import Standing
+from kvtier.bench.compare.standing import Standing
 
 # Okabe and Ito's palette: distinct also to colour-blind readers.
 _OURS, _PEERS = "#009e73", "#9a9a9a"

@@ -1,25 +1,25 @@
-"""The rounds of one arm: fill, query, and in the comparison's last round a mixed one and the engine's restart.
+"""The rounds of one arm: fill, query, pairs; in the comparison's last round a mixed one, a second engine, a restart.
 
 Requests are asked one at a time. What counts for the time to the first token is the query round alone. What a load
 costs is taken from pairs: a question about a document that has to be loaded, and at once another one, for which the
 document lies in vLLM's own cache. Both are answered by the same process: processes of the very same engine differ by
-more than a load costs. The two rounds that follow cost minutes on a slow machine and are therefore measured once.
+more than a load costs, in time as in CPU time. After each of them the engine has a moment to end what it began, so that
+this is counted where it belongs. What follows the pairs costs minutes on a slow machine and is measured once.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvtier.bench import long_doc_qa_client as client
 from kvtier.bench.companion import SOCKET
-from kvtier.bench.compare import memory
+from kvtier.bench.compare import calls, memory
 from kvtier.bench.compare.contenders import Contender
-from kvtier.bench.compare.measures import Memory, Restart, Run, throughput
+from kvtier.bench.compare.measures import Again, Effort, Memory, Run, efforts, throughput
 from kvtier.bench.long_doc_qa_work import Ask, Workload
 from kvtier.bench.servers import VllmServer
 from kvtier.errors import KVTierError
@@ -28,47 +28,82 @@ MODEL = "qwen"
 INFLIGHT = 1
 MIXED = (1, 1)
 """Documents asked again to documents that were never seen, in the mixed round."""
-_MIXED_FIRST, _RESTART_FIRST, _FIRST_PAIR = 1, 2, 3
+_MIXED_FIRST, _RESTART_FIRST, _SECOND_FIRST, _FIRST_PAIR = 1, 2, 3, 4
 """Questions that nobody has asked before."""
-_PAIRS = 4
-"""Of each document."""
-_SETTLE_S = 3.0
+_PAIRS = 12
+"""Of each document: what a load takes of a CPU is little beside what two answers differ by."""
+_SETTLE_S, _REST_S = 3.0, 0.05
+"""After the fill, and after each question of the pairs."""
 _REQUEST_S = 300.0
 _REASON_CHARACTERS = 400
+_ALL_THREADS = 2
+"""With a process's number: Linux's clock of its CPU time (``clock_getcpuclockid``, CPUCLOCK_SCHED)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """An arm that runs. ``beside``: its companion's process; ``folder``: where that listens; ``budget``: RAM, bytes."""
+    """An arm that runs. ``second``: another engine of it, not started; ``beside``: its companion's process; ``folder``:
+    where that listens; ``budget``: RAM, bytes; ``calls``: the file of the engine's calls of its connector."""
 
     one: Contender
     server: VllmServer
+    second: VllmServer
     beside: int | None
     folder: Path
     budget: int
+    calls: Path
+
+    @property
+    def roots(self) -> list[int]:
+        """The engine's first process and the companion's."""
+        return [one for one in (self.server.pid, self.beside) if one is not None]
 
 
 def measured(args: argparse.Namespace, serving: Serving, last: bool) -> Run:
-    """Pre-warm-up, warm-up (fills the caches), query (reads them); in the ``last`` round of the comparison more."""
+    """Pre-warm-up, warm-up (fills the caches), query (reads them), pairs; in the comparison's ``last`` round more."""
     asker, words = client.connect(serving.server.base_url, MODEL, _REQUEST_S)
     work = Workload.of(args, words)
-    fill = 0.0
-    for asks in (work.pre_warm_up(), work.warm_up()):
-        outcomes = _asked(asker, asks)
-        for outcome in outcomes:
-            if not outcome.successful:
-                raise client.RequestError(f"a request before the query round failed: {outcome.error}")
-        fill = throughput(outcomes)
-    time.sleep(_SETTLE_S)
-    before = _cpu_s()
-    outcomes = _asked(asker, work.queries())
-    run = Run(serving.one.name, outcomes, fill, _cpu_s() - before, _memory(serving))
+    _succeeded(_asked(asker, work.pre_warm_up()))
+    filled, fill_efforts = _watched(asker, work.warm_up(), serving, _SETTLE_S)
+    fill = throughput(_succeeded(filled))
+    run = Run(serving.one.name, _asked(asker, work.queries()), fill)
+    run = replace(run, memory=_memory(serving))
     if serving.one.connector is not None:
-        run = replace(run, pairs=_asked(asker, _paired(work)))
+        pairs, pair_efforts = _watched(asker, _paired(work), serving, 0.0, _REST_S)
+        tokens = sum(one.prompt_tokens for one in filled)
+        run = replace(run, fill_tokens=tokens, fill_efforts=fill_efforts, pairs=pairs, pair_efforts=pair_efforts)
     if not last:
         return run
     run = replace(run, mixed=_asked(asker, replace(work, hit_miss=MIXED).queries(first=_MIXED_FIRST)))
+    if serving.one.shares:
+        run = replace(run, second=_second(serving, work))
     return replace(run, restart=_restarted(serving, work)) if serving.one.outlives else run
+
+
+def _succeeded(outcomes: list[client.Outcome]) -> list[client.Outcome]:
+    for outcome in outcomes:
+        if not outcome.successful:
+            raise client.RequestError(f"a request before the query round failed: {outcome.error}")
+    return outcomes
+
+
+def _watched(
+    asker: client.Client, asks: Sequence[Ask], serving: Serving, settle_s: float, rest_s: float = 0.0
+) -> tuple[list[client.Outcome], list[Effort]]:
+    """What the answers took, too. ``rest_s``: until the next is asked; ``settle_s``: after the last."""
+    processes = memory.family(serving.roots)
+
+    def note() -> tuple[float, float | None]:
+        return time.perf_counter(), _cpu_s(processes)
+
+    def answered() -> None:
+        time.sleep(rest_s)
+        notes.append(note())
+
+    notes = [note()]
+    outcomes = asker.run(asks, INFLIGHT, answered)
+    time.sleep(settle_s)
+    return outcomes, efforts(notes, calls.read(serving.calls))
 
 
 def _paired(work: Workload) -> list[Ask]:
@@ -77,18 +112,31 @@ def _paired(work: Workload) -> list[Ask]:
     return [ask for turn in range(_PAIRS) for ask in twice.queries(first=_FIRST_PAIR + 2 * turn)]
 
 
-def _restarted(serving: Serving, work: Workload) -> Restart:
-    """SIGTERM to all of the engine's processes, then a start. A failure is the arm's, and told. The questions are new
-    ones: a question that was asked before would be in some caches and not in others."""
+def _second(serving: Serving, work: Workload) -> Again:
+    """Another engine, while the first has nothing to do; it is stopped."""
     try:
-        serving.server.stop()
+        return _again(serving.second, work, _SECOND_FIRST)
+    finally:
+        serving.second.stop()
+
+
+def _restarted(serving: Serving, work: Workload) -> Again:
+    """SIGTERM to all of the engine's processes, then a start."""
+    serving.server.stop()
+    return _again(serving.server, work, _RESTART_FIRST)
+
+
+def _again(server: VllmServer, work: Workload, first: int) -> Again:
+    """A failure is the arm's, and told. The questions are new ones: a question that was asked before would be in some
+    caches and not in others."""
+    try:
         begun = time.perf_counter()
-        serving.server.start()
+        server.start()
         ready = time.perf_counter() - begun
-        asker, _ = client.connect(serving.server.base_url, MODEL, _REQUEST_S)
+        asker, _ = client.connect(server.base_url, MODEL, _REQUEST_S)
     except KVTierError as error:
-        return Restart(error=first_cause(error))
-    return Restart(ready, _asked(asker, work.queries(first=_RESTART_FIRST)))
+        return Again(error=first_cause(error))
+    return Again(ready, _asked(asker, work.queries(first=first)))
 
 
 def _asked(asker: client.Client, asks: Sequence[Ask]) -> list[client.Outcome]:
@@ -97,19 +145,21 @@ def _asked(asker: client.Client, asks: Sequence[Ask]) -> list[client.Outcome]:
 
 def _memory(serving: Serving) -> Memory | None:
     """None where it cannot be read."""
-    roots = [one for one in (serving.server.pid, serving.beside) if one is not None]
     try:
-        touched, untouched = memory.in_use(memory.family(roots))
+        touched, untouched = memory.in_use(memory.family(serving.roots))
         redis = serving.one.beside[:1] == ("redis-server",)
         return Memory(touched, untouched, serving.budget + (memory.redis_data(serving.folder / SOCKET) if redis else 0))
     except (OSError, ValueError):
         return None
 
 
-def _cpu_s() -> float:
-    """CPU seconds of the whole machine since its start, the kernel's work for disks and sockets included."""
-    user, nice, system, _idle, _iowait, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+def _cpu_s(processes: Iterable[int]) -> float | None:
+    """CPU seconds of these processes since their starts, to the nanosecond, threads that have ended included; what
+    other processes and the kernel's own threads do is not in it. None when one has ended."""
+    try:
+        return sum(time.clock_gettime(~one << 3 | _ALL_THREADS) for one in processes)
+    except OSError:
+        return None
 
 
 def first_cause(error: Exception) -> str:

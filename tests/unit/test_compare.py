@@ -10,7 +10,8 @@ import pytest
 
 from kvtier.bench.compare.contenders import CONTENDERS, Contender, names, rendered
 from kvtier.bench.compare.measures import Run
-from kvtier.bench.compare.table import rows, standings, write
+from kvtier.bench.compare.rows import rows, write
+from kvtier.bench.compare.standing import standings
 from kvtier.bench.long_doc_qa_arms import ARMS, Sizes
 from kvtier.bench.long_doc_qa_client import Outcome
 from kvtier.bench.long_doc_qa_work import Workload

@@ -19,8 +19,9 @@ import pytest
 from kvtier.bench import readme
 from kvtier.bench.compare import limits, memory
 from kvtier.bench.compare.contenders import CONTENDERS
-from kvtier.bench.compare.measures import Memory, Restart, Run, load_speed
-from kvtier.bench.compare.table import rows, standings, write
+from kvtier.bench.compare.measures import Again, Memory, Run, load_speed
+from kvtier.bench.compare.rows import rows, write
+from kvtier.bench.compare.standing import standings
 from kvtier.bench.long_doc_qa_client import Outcome
 from kvtier.bench.long_doc_qa_work import Workload
 
@@ -33,11 +34,18 @@ def outcome(document: int, ttft: float, end: float, *, question: int = 0, cached
 
 
 def run(
-    arm: str, ttft: float, used: Memory, *, cached: int = 80, mixed_end: float = 2.0, restart: Restart | None = None
+    arm: str,
+    ttft: float,
+    used: Memory,
+    *,
+    cached: int = 80,
+    mixed_end: float = 2.0,
+    restart: Again | None = None,
+    second: Again | None = None,
 ) -> Run:
     mixed = [outcome(0, ttft, ttft, question=1, cached=cached), outcome(2, 1.0, mixed_end)]
     pairs = [outcome(0, ttft, ttft, question=3, cached=cached), outcome(0, 0.1, 0.1, question=4, cached=cached)]
-    return Run(arm, [outcome(0, ttft, ttft, cached=cached)], 50.0, 1.0, used, pairs, mixed, restart)
+    return Run(arm, [outcome(0, ttft, ttft, cached=cached)], 50.0, used, pairs, mixed, restart, second)
 
 
 BARE = Memory(1000 * MIB, 100 * MIB, 0)
@@ -49,14 +57,15 @@ RUNS = [
         0.3,
         Memory(1300 * MIB, 100 * MIB, 200 * MIB),
         mixed_end=4.0,
-        restart=Restart(9.0, [outcome(0, 1.2, 1.2), outcome(1, 1.0, 2.2)]),
+        restart=Again(9.0, [outcome(0, 1.2, 1.2), outcome(1, 1.0, 2.2)]),
+        second=Again(9.5, [outcome(0, 0.6, 0.6, cached=40), outcome(1, 0.3, 0.9, cached=80)]),
     ),
     run("kvtier-ram", 0.12, Memory(1150 * MIB, 150 * MIB, 200 * MIB)),
     run(
         "kvtier-nvme",
         0.2,
         Memory(1210 * MIB, 100 * MIB, 200 * MIB),
-        restart=Restart(8.0, [outcome(0, 0.4, 0.4, cached=80), outcome(1, 0.2, 0.6, cached=80, token=8)]),
+        restart=Again(8.0, [outcome(0, 0.4, 0.4, cached=80), outcome(1, 0.2, 0.6, cached=80, token=8)]),
     ),
 ]
 BY_NAME = {row.name: row for row in rows(ALL, RUNS, 1000, [{"disk read": 2e-6, "memcpy": 1.0}, {"disk read": 4e-6}])}
@@ -162,12 +171,27 @@ def test_a_restart_tells_its_times_and_what_was_left() -> None:
     assert "kvtier-ram: restart until ready" not in BY_NAME
 
 
+def test_a_second_engine_tells_what_it_found() -> None:
+    first, mean = (BY_NAME[f"lmcache-disk: second engine, ttft {what}"] for what in ("first", "mean"))
+    assert (first.value, first.limit, first.ratio) == pytest.approx((0.6, 0.3, 2.0))
+    assert mean.value == pytest.approx(0.45) and mean.ratio == pytest.approx(1.5)
+    assert BY_NAME["lmcache-disk: second engine, cached"].value == pytest.approx(60.0)
+    assert "kvtier-nvme: second engine, ttft mean" not in BY_NAME
+    failed = Run("lmcache-disk", RUNS[2].outcomes, second=Again(error="no port"))
+    found = {row.name: row.value for row in rows(ALL, [*RUNS[:2], failed])}
+    assert found["lmcache-disk: second engine, ttft mean"] is None
+    assert "lmcache-disk: second engine, cached" not in found
+
+
 def test_answers_of_every_round_are_compared() -> None:
     assert standings(ALL, RUNS)["kvtier-nvme"].differing == 1  # lmcache-disk, cold, computed the same question anew
     mixed = [outcome(0, 0.2, 0.2, question=1, cached=80, token=9)]
-    after = Restart(8.0, [outcome(0, 0.4, 0.4, cached=80, token=9)])
+    after = Again(8.0, [outcome(0, 0.4, 0.4, cached=80, token=9)])
     found = standings(ALL, [*RUNS, Run("kvtier-ram", [outcome(0, 0.2, 0.2)], mixed=mixed, restart=after)])
     assert found["kvtier-ram"].differing == 2
+    beside = Again(8.0, [outcome(0, 0.4, 0.4, cached=80, token=9), outcome(1, 0.4, 0.4, cached=80)])
+    found = standings(ALL, [*RUNS, Run("kvtier-ram", [outcome(0, 0.2, 0.2)], second=beside)])
+    assert found["kvtier-ram"].differing == 1
 
 
 def test_loads_are_held_against_the_machine() -> None:
@@ -208,22 +232,27 @@ def test_a_run_survives_its_file() -> None:
     for one in RUNS:
         assert Run.told(json.loads(json.dumps(asdict(one)))) == Run.told(asdict(one))
     assert Run.told(asdict(RUNS[-1])).restart == RUNS[-1].restart
+    assert Run.told(asdict(RUNS[2])).second == RUNS[2].second
 
 
 def test_a_run_of_before_these_measures_is_read() -> None:
-    told = {"arm": "none", "outcomes": [asdict(outcome(0, 1.0, 1.0))], "fill": 5.0, "cpu_s": None}
+    told = {"arm": "none", "outcomes": [asdict(outcome(0, 1.0, 1.0))], "fill": 5.0, "cpu_s": 3.5, "pairs": []}
     old = Run.told(told)
-    assert (old.fill, old.memory, old.mixed, old.restart) == (5.0, None, [], None)
+    assert (old.fill, old.memory, old.mixed, old.restart, old.second) == (5.0, None, [], None, None)
+    assert old.twos == [] and old.pair_efforts == []
     assert not [row for row in rows(ALL, [old]) if "half" in row.name or "memory" in row.name]
 
 
 def test_the_results_say_what_a_restart_left(tmp_path: Path) -> None:
-    failed = Run("kvtier-nvme", RUNS[-1].outcomes, restart=Restart(error="no port"))
+    failed = Run("kvtier-nvme", RUNS[-1].outcomes, restart=Again(error="no port"))
     write(tmp_path / "compare.json", ALL, [*RUNS[:-1], failed], {}, workload={})
     told = json.loads((tmp_path / "compare.json").read_text())["arms"]
     assert told["lmcache-disk"]["after_a_restart"] == "cached 0%"
     assert told["kvtier-nvme"]["after_a_restart"] == "failed: no port"
     assert told["kvtier-ram"]["after_a_restart"].startswith("not tried: what it caches is memory of the engine")
+    assert told["kvtier-ram"]["second_engine"] == told["kvtier-ram"]["after_a_restart"]
+    assert told["kvtier-nvme"]["second_engine"].startswith("not tried: an engine with kvtier in it owns its folder")
+    assert told["lmcache-disk"]["second_engine"] == "cached 60%"
 
 
 def test_readmes_table_has_columns_for_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

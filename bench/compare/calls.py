@@ -1,0 +1,172 @@
+"""How long an engine is in its KV connector: any connector of vLLM's, with its entry points timed.
+
+The engine imports this as ``kv_connector_module_path``: a class asked for by name is a subclass, of the same name, of
+the real one, which is looked for in the module that :data:`CONNECTOR` names, or, where that is empty, in vLLM's
+registry. The process of the scheduler and that of the worker each append a line of JSON for every step to the file that
+:data:`CALLS` names; :func:`read` reads them. What a connector does on threads or in processes of its own is not in it:
+it is not the engine that waits.
+
+Imported in every arm's environment, so nothing but the standard library is imported here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MODULE = "kvtier.bench.compare.calls"
+CONNECTOR, CALLS = "COMPARE_CONNECTOR", "COMPARE_CALLS"
+"""Environment variables: the real connector's module; the file."""
+_LOOK_UP = "get_num_new_matched_tokens"
+_STEP_ENDS = ("take_events", "clear_connector_metadata")
+"""What vLLM's scheduler and its worker call once a step, after everything else."""
+ENTRIES = (
+    # Of the scheduler's half.
+    "on_new_request",
+    _LOOK_UP,
+    "get_external_cache_hit_sources",
+    "get_loaded_kv_cache_group_ids",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished",
+    "request_finished_all_groups",
+    "register_finished_partial_tail",
+    "has_pending_block_frees",
+    "has_pending_push_work",
+    "take_events",
+    # Of the worker's half.
+    "handle_preemptions",
+    "bind_connector_metadata",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "finish_forward",
+    "wait_for_save",
+    "get_finished",
+    "get_transfer_results",
+    "get_block_ids_with_load_errors",
+    "get_kv_connector_stats",
+    "get_kv_connector_kv_cache_events",
+    "build_connector_worker_meta",
+    "clear_connector_metadata",
+)
+"""What an engine's step calls of ``KVConnectorBase_V1``, in vLLM 0.32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One half's. ``at``: when it ended, by ``time.perf_counter``, which all processes of a machine share: before what
+    it answered is sent. ``calls``: seconds by entry point. ``look_ups``: seconds from a request's first question to
+    its definite answer."""
+
+    at: float
+    calls: Mapping[str, float]
+    look_ups: Sequence[float]
+
+
+def read(path: Path) -> list[Step] | None:
+    """The steps in this file; None where there is none, or no steps in it."""
+    try:
+        return [Step(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()] or None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def __getattr__(name: str) -> Any:
+    """The timed class of a connector. Raises AttributeError for what is no name of a class."""
+    if not name[:1].isupper():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    module = os.environ[CONNECTOR]
+    if module:
+        real = getattr(importlib.import_module(module), name)
+    else:
+        real = KVConnectorFactory.get_connector_class_by_name(name)
+    made = timed(real, KVConnectorBase_V1, Spent(Path(os.environ[CALLS])))
+    globals()[name] = made
+    return made
+
+
+def timed(real: type, base: type, spent: Spent) -> type:
+    """A subclass of ``real`` whose entry points are timed, but those that it has from ``base``, which do nothing."""
+    own = {name for name in ENTRIES if hasattr(real, name) and getattr(real, name) is not getattr(base, name, None)}
+    methods: dict[str, Any] = {name: _timed(name, getattr(real, name), spent) for name in own.union(_STEP_ENDS)}
+    methods[_LOOK_UP] = _looked_up(methods[_LOOK_UP], spent)
+    for name in _STEP_ENDS:
+        methods[name] = _ending_step(methods[name], spent)
+    return types.new_class(real.__name__, (real,), {}, lambda members: members.update(methods, __module__=MODULE))
+
+
+@dataclass(slots=True)
+class Spent:
+    """What this process spent since the last line. One thread: the engine's."""
+
+    path: Path
+    file: int = -1
+    inside: bool = False
+    calls: dict[str, float] = field(default_factory=dict)
+    asked: dict[str, float] = field(default_factory=dict)
+    look_ups: list[float] = field(default_factory=list)
+
+    def write(self) -> None:
+        """The line is whole when a reader sees it: one write of an appending file."""
+        if self.file < 0:
+            self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        line = json.dumps({"at": time.perf_counter(), "calls": self.calls, "look_ups": self.look_ups})
+        os.write(self.file, line.encode() + b"\n")
+        self.calls, self.look_ups = {}, []
+
+
+def _timed(name: str, call: Callable[..., Any], spent: Spent) -> Callable[..., Any]:
+    """Outermost calls count; what one entry point calls of another is in its own time."""
+
+    @functools.wraps(call)
+    def outer(*args: Any, **more: Any) -> Any:
+        if spent.inside:
+            return call(*args, **more)
+        spent.inside = True
+        begun = time.perf_counter()
+        try:
+            return call(*args, **more)
+        finally:
+            spent.calls[name] = spent.calls.get(name, 0.0) + time.perf_counter() - begun
+            spent.inside = False
+
+    return outer
+
+
+def _looked_up(call: Callable[..., Any], spent: Spent) -> Callable[..., Any]:
+    """None as the number of tokens means: ask again."""
+
+    @functools.wraps(call)
+    def outer(connector: Any, request: Any, *args: Any, **more: Any) -> Any:
+        begun = time.perf_counter()
+        answer = call(connector, request, *args, **more)
+        if answer[0] is None:
+            spent.asked.setdefault(request.request_id, begun)
+        else:
+            spent.look_ups.append(time.perf_counter() - spent.asked.pop(request.request_id, begun))
+        return answer
+
+    return outer
+
+
+def _ending_step(call: Callable[..., Any], spent: Spent) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def outer(*args: Any, **more: Any) -> Any:
+        answer = call(*args, **more)
+        spent.write()
+        return answer
+
+    return outer
