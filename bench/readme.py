@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier.bench.long_doc_qa_arms import NONE
 from kvtier.config import KEYS, Config
 
 RESULTS = Path("bench/results")
@@ -73,50 +72,61 @@ def long_doc_qa() -> str:
 
 
 def compare() -> str:
-    """The peers' table. Columns of what was not measured are left out."""
+    """The peers: what an answer takes, and what else an arm does and costs."""
     found = _read("compare")
     values = {row["name"]: row for row in found["rows"]}
-    columns = [name for name in _COMPARED if any(row.endswith(f": {_COMPARED[name]}") for row in values)]
-    head = ["arm", "TTFT mean", "load cost", "against kvtier's", *columns, "answers unlike none"]
-    rows = [head]
-    for name, arm in found["arms"].items():
-        if arm["cannot_run"]:
-            rows.append([f"`{name}`", f"cannot run: {arm['cannot_run']}", *[""] * (len(head) - 2)])
-            continue
-        cost = values[f"{name}: load cost"]
-        rows.append(
-            [
-                f"`{name}`",
-                number(values[f"{name}: ttft mean"]["value"], "s"),
-                "-" if cost["value"] is None or name == NONE else f"{cost['value'] * 1000:.0f} ms",
-                "-" if cost["ratio"] is None else f"{cost['ratio']:.2f} x",
-                *(_compared(values, name, column) for column in columns),
-                "-" if arm["answers_unlike_none"] is None else str(arm["answers_unlike_none"]),
-            ]
-        )
-    return table(rows) + "\n\n" + _origin(found) + _limits(found["rows"])
+    tables = []
+    for columns in (_ANSWERS, _BESIDES):
+        rows = [["arm", *columns]]
+        for name, arm in found["arms"].items():
+            if not arm["cannot_run"]:
+                rows.append([f"`{name}`", *(_compared(values, arm, name, row) for row in columns.values())])
+        tables.append(table(rows))
+    out = [f"`{name}` cannot run: {arm['cannot_run']}." for name, arm in found["arms"].items() if arm["cannot_run"]]
+    return "\n\n".join([*tables, *out, _origin(found) + _limits(found["rows"])])
 
 
-_RESTARTED = "after a restart, ttft mean"
-_COMPARED = {
-    "throughput, nothing reused": "throughput, nothing reused",
-    "half reused": "throughput, half reused",
-    "TTFT after a restart": _RESTARTED,
-    "memory beyond budget": "memory beyond budget",
+_ANSWERS = {
+    "TTFT mean": "ttft mean",
+    "load cost": "load cost",
+    "against kvtier's": "load cost, ratio",
+    "CPU s a GiB": "CPU a GiB of hits",
+    "against kvtier's CPU": "CPU a GiB of hits, ratio",
+    "nothing reused, tokens/s": "throughput, nothing reused",
+    "of it in the connector": "connector, of the fill",
+    "half reused, tokens/s": "throughput, half reused",
 }
-"""Column of the peers' table -> the end of its rows' names."""
+_BESIDES = {
+    "look-up": "look-up",
+    "nothing there": "look-up, cold",
+    "engine's time a load": "connector, a load",
+    "second engine, TTFT": "second engine, ttft mean",
+    "after a restart, TTFT": "after a restart, ttft mean",
+    "memory beyond budget": "memory beyond budget",
+    "answers unlike none": "answers_unlike_none",
+}
+"""Column of the peers' tables -> the end of its rows' names, or what is told of the arm."""
 
 
-def _compared(values: Mapping[str, Any], arm: str, column: str) -> str:
-    """A cell. After a restart an arm that has lost everything is cold, however long that takes."""
-    row = values.get(f"{arm}: {_COMPARED[column]}")
+def _compared(values: Mapping[str, Any], arm: Mapping[str, Any], name: str, what: str) -> str:
+    """A cell. An engine that finds nothing of what another has cached is cold, however long its answer takes."""
+    if what in arm:
+        return "-" if arm[what] is None else str(arm[what])
+    row = values.get(f"{name}: {what.removesuffix(', ratio')}")
     if row is None:
         return "-"
+    if what.endswith(", ratio"):
+        return "-" if row["ratio"] is None else f"{row['ratio']:.2f} x"
+    again = values.get(f"{name}: {what.removesuffix(', ttft mean')}, cached")
     if row["value"] is None:
-        return "failed"
-    if _COMPARED[column] == _RESTARTED and not values[f"{arm}: after a restart, cached"]["value"]:
+        return "failed" if what.endswith("ttft mean") else "-"
+    if again is not None and not again["value"]:
         return "cold"
-    return number(row["value"], row["unit"]) if row["unit"] == "s" else f"{row['value']:,.0f} {row['unit']}"
+    if what == "load cost":
+        return f"{row['value'] * 1000:.0f} ms"
+    digits = {"s": "", "ms": ".2f", "%": ".1f"}.get(row["unit"], ",.0f")
+    unit = "" if row["unit"] == "tokens/s" else row["unit"]
+    return f"{row['value']:{digits}} {unit}".strip() if digits else number(row["value"], row["unit"])
 
 
 def _limits(rows: Sequence[Mapping[str, Any]]) -> str:
