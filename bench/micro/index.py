@@ -85,7 +85,12 @@ def memory_rows(chunks: int) -> list[Row]:
     tracemalloc.stop()
     return [
         Row("index memory of a chunk in RAM, key and owner included", ram, "bytes", limit=400),
-        Row("index memory of a chunk on NVMe only, key and owner included, without the tier's own", nvme, "bytes", limit=400),
+        Row(
+            "index memory of a chunk on NVMe only, key and owner included, without the tier's own",
+            nvme,
+            "bytes",
+            limit=400,
+        ),
     ]
 
 

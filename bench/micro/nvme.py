@@ -5,7 +5,7 @@
 Four numbers:
 
 - write and read bandwidth through the tier (checksums included) beside the raw limit: plain O_DIRECT ``pwritev`` and
-  ``preadv`` of the same sizes, from and into the same buffers, with as many threads, on a preallocated file of the
+  ``preadv`` of the same sizes, from and into huge pages, with as many threads, on a preallocated file of the
   same file system; rounds of raw and tier alternate, and so does which goes first. Medians with lowest and highest.
 - recovery: seconds from the constructor to the last recovered key, after ``kill -9`` and after ``close``, with the
   table out of the page cache.
@@ -25,8 +25,9 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvtier.bench.report import Row, spread, write_results
@@ -49,9 +50,16 @@ def make_keys(chunks: int) -> list[ChunkKey]:
     return keys[:chunks]
 
 
-def make_buffers(count: int, size: int) -> list[memoryview]:
-    """Page-aligned buffers of incompressible bytes; together larger than the CPU's caches."""
-    buffers = [memoryview(mmap.mmap(-1, size)) for _ in range(count)]
+def make_buffers(count: int, size: int, *, huge: bool = False) -> list[memoryview]:
+    """Page-aligned buffers of incompressible bytes; together larger than the CPU's caches. In shared memory, as a
+    pool's slots are, whose pages are small and lie anywhere; ``huge``: in huge pages, the best a disk can be given."""
+    if huge:
+        step = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        region = mmap.mmap(-1, count * step, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        region.madvise(mmap.MADV_HUGEPAGE)
+        buffers = [memoryview(region)[at * step : at * step + size] for at in range(count)]
+    else:
+        buffers = [memoryview(mmap.mmap(-1, size)) for _ in range(count)]
     for buffer in buffers:
         buffer[:] = os.urandom(size)
     return buffers
@@ -73,19 +81,34 @@ def gigabytes_per_second(work: Work, chunks: int, buffers: Sequence[memoryview],
         return chunks * buffers[0].nbytes / (time.perf_counter() - start) / 1e9
 
 
+@contextmanager
+def raw_disk(file: Path, chunk_bytes: int, chunks: int) -> Iterator[tuple[Work, Work]]:
+    """Plain O_DIRECT writing and reading of a preallocated file, which stays. Raises OSError, also for a part."""
+    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+
+    def write(chunk: int, buffer: memoryview) -> None:
+        _expect_all(os.pwritev(fd, [buffer], chunk * chunk_bytes), chunk_bytes)
+
+    def read(chunk: int, buffer: memoryview) -> None:
+        _expect_all(os.preadv(fd, [buffer], chunk * chunk_bytes), chunk_bytes)
+
+    try:
+        os.posix_fallocate(fd, 0, chunks * chunk_bytes)
+        yield write, read
+    finally:
+        os.close(fd)
+
+
+def _expect_all(moved: int, of: int) -> None:
+    if moved != of:
+        raise OSError(f"the disk wrote or read {moved:,} bytes of {of:,}")
+
+
 def bandwidth(folder: Path, chunk_bytes: int, chunks: int, rounds: int, threads: int) -> list[Row]:
     """Rows of write and read: tier beside raw."""
-    keys, buffers = make_keys(chunks), make_buffers(16, chunk_bytes)
+    keys, slots, best = make_keys(chunks), make_buffers(16, chunk_bytes), make_buffers(16, chunk_bytes, huge=True)
     folder.mkdir()
-    raw_fd = os.open(folder / "raw", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-    os.posix_fallocate(raw_fd, 0, chunks * chunk_bytes)
     tier = NvmeTier(folder / "tier", chunks * (chunk_bytes + 4096) + (1 << 20), chunk_bytes)
-
-    def raw_write(chunk: int, buffer: memoryview) -> None:
-        _expect(os.pwritev(raw_fd, [buffer], chunk * chunk_bytes) == chunk_bytes)
-
-    def raw_read(chunk: int, buffer: memoryview) -> None:
-        _expect(os.preadv(raw_fd, [buffer], chunk * chunk_bytes) == chunk_bytes)
 
     def tier_write(chunk: int, buffer: memoryview) -> None:
         _expect(tier.write(keys[chunk], buffer))
@@ -93,18 +116,19 @@ def bandwidth(folder: Path, chunk_bytes: int, chunks: int, rounds: int, threads:
     def tier_read(chunk: int, buffer: memoryview) -> None:
         _expect(tier.read(keys[chunk], buffer))
 
-    seen: dict[Work, list[float]] = {work: [] for work in (raw_write, tier_write, raw_read, tier_read)}
-    for round_ in range(rounds + 1):
-        for pair in ((raw_write, tier_write), (raw_read, tier_read)):
-            for work in pair if round_ % 2 else pair[::-1]:
-                if work is tier_write:
-                    for key in keys:
-                        tier.delete(key)
-                speed = gigabytes_per_second(work, chunks, buffers, threads)
-                if round_:  # the first round gives the preallocated blocks their first content
-                    seen[work].append(speed)
+    with raw_disk(folder / "raw", chunk_bytes, chunks) as (raw_write, raw_read):
+        seen: dict[Work, list[float]] = {work: [] for work in (raw_write, tier_write, raw_read, tier_read)}
+        for round_ in range(rounds + 1):
+            for pair in ((raw_write, tier_write), (raw_read, tier_read)):
+                for work in pair if round_ % 2 else pair[::-1]:
+                    if work is tier_write:
+                        for key in keys:
+                            tier.delete(key)
+                    buffers = slots if work in (tier_write, tier_read) else best
+                    speed = gigabytes_per_second(work, chunks, buffers, threads)
+                    if round_:  # the first round gives the preallocated blocks their first content
+                        seen[work].append(speed)
     tier.close()
-    os.close(raw_fd)
     return [
         *_pair(f"write, {threads} threads", seen[raw_write], seen[tier_write], _WRITE_SHARE),
         *_pair(f"read, {threads} threads", seen[raw_read], seen[tier_read], _READ_SHARE),

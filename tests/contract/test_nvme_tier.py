@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.chunk import ChunkKey, ChunkLayout, own_link, parent_link
+from kvtier.chunk import PAGE_BYTES, ChunkKey, ChunkLayout, own_link, parent_link
 from kvtier.errors import StateError, TierError
 from kvtier.testing import check_tier
 from kvtier.testing.check_tier import content
@@ -84,6 +84,22 @@ def test_payloads_bypass_the_page_cache(tmp_path: Path) -> None:
         pytest.skip("this file system refuses O_DIRECT")
     flags = Path(f"/proc/self/fdinfo/{tier._files._payload}").read_text(encoding="utf-8").split()[3]
     assert int(flags, 8) & os.O_DIRECT
+    tier.close()
+
+
+@pytest.mark.parametrize("size", [(4 << 20) - 1, 4 << 20, (9 << 20) + 5])
+def test_a_chunk_that_is_longer_than_a_threads_buffer_comes_back_whole_and_in_parts(tmp_path: Path, size: int) -> None:
+    tier, (key, other) = NvmeTier(tmp_path / "tier", 64 << 20, -(-size // PAGE_BYTES) * PAGE_BYTES), KEYS[:2]
+    chunk, later = (memoryview(os.urandom(size)) for _ in range(2))
+    assert tier.write(key, chunk)
+    assert tier.write(other, later)
+    into = memoryview(bytearray(size + 1))[1:]  # no page's beginning: any memory will do
+    assert tier.read(key, into)
+    assert into == chunk
+    begin, end = PAGE_BYTES, min(size, 6 << 20)
+    into[:] = bytes(size)
+    assert tier.read_part(other, into, begin, end)
+    assert into[begin:end] == later[begin:end]
     tier.close()
 
 

@@ -125,26 +125,6 @@ def test_what_is_stored_tells_nothing_and_is_never_the_same_twice(below: DictTie
         assert bytes(key) not in before and KEY not in before
 
 
-def test_the_tier_below_gets_page_aligned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that O_DIRECT needs no copy, whatever the caller's own memory is."""
-    from kvtier.tiers import nvme_files
-
-    copied: list[int] = []
-    segments = nvme_files._segments
-
-    def seen(view: memoryview) -> tuple[list[memoryview], int, memoryview | None]:
-        parts, own, spare = segments(view)
-        copied.append(0 if spare is None else spare.nbytes)
-        return parts, own, spare
-
-    monkeypatch.setattr(nvme_files, "_segments", seen)
-    tier = on_disk(tmp_path / "tier")
-    assert tier.write(KEYS[0], content(KEYS[0], SLOT))
-    assert read(tier, KEYS[0])
-    assert copied == [0, 0]
-    tier.close()
-
-
 # ---- what does not open ----------------------------------------------------------------------------------------------
 
 

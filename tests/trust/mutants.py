@@ -353,8 +353,8 @@ MUTANTS = (
     ),
     Mutant(
         "tiers/nvme_files.py",
-        "        if os.pwritev(self._payload, parts, slot * self.slot_bytes) != wanted:",
-        "        if os.pwritev(self._payload, parts, slot * self.slot_bytes) < 0:",
+        "[room.data], slot * self.slot_bytes + start) != room.nbytes:",
+        "[room.data], slot * self.slot_bytes + start) < 0:",
         "a short write counts as whole",
     ),
     Mutant(
