@@ -87,7 +87,8 @@ $(LMCACHE)/ready: requirements/peers/lmcache.txt | $(READY)
 bench-gpu: $(READY)  ## the GPU path; needs a CUDA device -> bench/results/gpu.json
 	$(BIN)/python -m kvtier.bench.gpu
 
-bench-compare: $(LMCACHE)/ready redis-server  ## LMCache, vLLM's own offloading and kvtier, in turns -> bench/results/compare.json
+bench-compare: $(LMCACHE)/ready redis-server  ## LMCache, vLLM's own offloading and kvtier, in turns -> bench/results/compare*.json
+	$(BIN)/python -m kvtier.bench.compare.alone --output bench/results/compare_alone.json
 	$(BIN)/python -m kvtier.bench.compare --output bench/results/compare.json
 
 clean:  ## remove what was built and cached (.venv and .venv-old stay)

@@ -129,6 +129,39 @@ def _compared(values: Mapping[str, Any], arm: Mapping[str, Any], name: str, what
     return f"{row['value']:{digits}} {unit}".strip() if digits else number(row["value"], row["unit"])
 
 
+def compare_alone() -> str:
+    """The tiers without an engine."""
+    found = _read("compare_alone")
+    values = {row["name"]: row for row in found["rows"]}
+    rows = [["arm", *_ALONE]]
+    for name, arm in found["arms"].items():
+        if not arm["cannot_run"]:
+            rows.append([f"`{name}`", *(_part_of_limit(values.get(f"{name}: {what}")) for what in _ALONE.values())])
+    out = [f"`{name}` cannot run: {arm['cannot_run']}." for name, arm in found["arms"].items() if arm["cannot_run"]]
+    return "\n\n".join([table(rows), *out, _origin(found) + _limits(found["rows"])])
+
+
+_ALONE = {
+    "save": "save",
+    "all below RAM": "write",
+    "and synced": "durable write",
+    "load": "load",
+    "CPU a GiB saved": "CPU a GiB saved",
+    "loaded": "CPU a GiB loaded",
+    "look-up, hit": "look-up, hit",
+    "miss": "look-up, miss",
+    "asked again": "match alone, hit",
+}
+"""Column of the tiers' table -> the end of its rows' names."""
+
+
+def _part_of_limit(row: Mapping[str, Any] | None) -> str:
+    if row is None or row["value"] is None:
+        return "-"
+    part = "" if row["ratio"] is None else f" ({row['ratio']:.0%})"
+    return number(row["value"], row["unit"]) + part
+
+
 def _limits(rows: Sequence[Mapping[str, Any]]) -> str:
     """What the machine could do in the same run; empty where that was not measured."""
     told = [(row["name"].removeprefix("limit: "), row) for row in rows if row["name"].startswith("limit: ")]
@@ -184,6 +217,7 @@ def keys() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "long_doc_qa": long_doc_qa,
     "compare": compare,
+    "compare_alone": compare_alone,
     "micro": micro,
     "trust": trust,
     "stuck": stuck,
