@@ -1,8 +1,8 @@
 """NvmeTier: chunks on a local disk, in preallocated slots, found again after a restart or a crash.
 
-The index lives in memory (one dict entry and 36 packed bytes a chunk) and, record by record, on disk; the payload
-goes between the caller's pages and the disk without a copy. See :mod:`kvtier.tiers.nvme_index` for what is believed
-after a crash, :mod:`kvtier.tiers.nvme_files` for the files.
+The index lives in memory (one dict entry and 36 packed bytes a chunk) and, record by record, on disk. See
+:mod:`kvtier.tiers.nvme_index` for what is believed after a crash, :mod:`kvtier.tiers.nvme_files` for the files and how
+payloads get there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """SealedTier: any tier, with its chunks encrypted before they reach it and authenticated when they come back.
 
-A stored chunk is whole pages, so that a tier with O_DIRECT takes it without a copy::
+A stored chunk is whole pages, as disks take them::
 
     ciphertext, as long as the chunk | tag, 16 | nonce, 24 | mark, 8 | key's name, 8 | zeros up to a page
 
@@ -159,7 +159,7 @@ class SealedTier:
             raise StateError(f"a chunk of {chunk.nbytes} bytes for a tier of chunks of {self._chunk_bytes} bytes")
 
     def _room(self) -> memoryview:
-        """This thread's page-aligned memory for one sealed chunk."""
+        """This thread's memory for one sealed chunk."""
         if not hasattr(self._scratch, "room"):
             self._scratch.room = memoryview(mmap.mmap(-1, sealed_bytes(self._chunk_bytes)))
         room: memoryview = self._scratch.room
