@@ -172,7 +172,7 @@ def _run(args: argparse.Namespace, one: Contender, model: Path, last: bool) -> R
     sizes = Sizes(everything, INFLIGHT, _BLOCK_TOKENS, _CHUNK_TOKENS, _token_bytes(model))
     with run_folder() as run, ExitStack() as ends:
         ends.callback(shutil.rmtree, place / "nvme", ignore_errors=True)
-        values = names(sizes, place, run, (free_port(), free_port(), free_port(), free_port()))
+        values = names(sizes, place, run, (free_port(), free_port(), free_port()))
         if one.yaml is not None:
             (place / "lmcache.yaml").write_text(json.dumps(rendered(one.yaml, values)))  # JSON is YAML
         aside = ends.enter_context(beside(one, values, run, place / "beside.log")) if one.beside else None

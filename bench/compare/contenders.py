@@ -121,16 +121,8 @@ _FEW = {"local_cpu": False, "max_local_cpu_size": "{ram_few_gib}"}
 _REDIS = "redis-server --port {port} --bind 127.0.0.1 --unixsocket {run}/sock --save --maxmemory {redis_bytes}"
 _LMCACHE_SERVER = (
     "{peer_python} -m lmcache.cli.main server --host 127.0.0.1 --port {port} --http-port {http_port}"
-    " --prometheus-port {metrics_port} --eviction-policy LRU --supported-transfer-mode auto --shm-name kvt{port}"
-)
-_L2_DISK = '{{"type":"fs","base_path":"{nvme_path}","use_odirect":true}}'
-_L2_REDIS = '{{"type":"resp","host":"127.0.0.1","port":{redis_port},"num_workers":4}}'
-_KEEPING_ALL = (*_LMCACHE_SERVER.split(), "--l1-size-gb", "{ram_all_gib}")
-_OVER_DISK = (*_LMCACHE_SERVER.split(), "--l1-size-gb", "{ram_few_gib}", "--l2-adapter", _L2_DISK)
-_WITH_REDIS = (
-    "redis-server --port {redis_port} --bind 127.0.0.1 --save '' --maxmemory {redis_bytes} & redis=$!;"
-    " trap 'kill $redis $server' TERM; "
-    f"{_LMCACHE_SERVER} --l1-size-gb {{ram_few_gib}} --l2-adapter '{_L2_REDIS}' & server=$!; wait $server"
+    " --prometheus-port {metrics_port} --l1-size-gb {ram_all_gib} --eviction-policy LRU"
+    " --supported-transfer-mode auto --shm-name kvt{port}"
 )
 _LMCACHE_MP = {
     "kv_connector": "LMCacheMPConnector",
@@ -138,25 +130,6 @@ _LMCACHE_MP = {
     "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": "{port}"},
 }
 _PLUGIN = "remote_storage_plugin.kvtier."
-
-
-def _lmcache_server(
-    place: str, like: str, about: str, beside: tuple[str, ...], limit: str, ram: tuple[str, ...]
-) -> Contender:
-    return Contender(
-        f"lmcache-server-{place}",
-        f"LMCache's own server, {about}",
-        like,
-        _LMCACHE_MP,
-        _LMCACHE_ENV,
-        peer=LMCACHE,
-        beside=beside,
-        beside_env=_LMCACHE_ENV,
-        health="http://127.0.0.1:{http_port}/healthcheck",
-        limit=limit,
-        ram=ram,
-    )
-
 
 CONTENDERS: dict[str, Contender] = {
     one.name: one
@@ -221,15 +194,18 @@ CONTENDERS: dict[str, Contender] = {
             peer=LMCACHE,
             cannot="resp:// in the engine hung in its look-up, five runs of five: a completion is lost",
         ),
-        _lmcache_server("ram", "kvtier-server", "RAM, shared memory", _KEEPING_ALL, MEMCPY, _ALL_RAM),
-        _lmcache_server("disk", "kvtier-nvme", "disk with direct I/O below RAM", _OVER_DISK, DISK_READ, _FEW_RAM),
-        _lmcache_server(
-            "redis",
-            "kvtier-redis",
-            "Redis by its native client below RAM",
-            ("sh", "-c", _WITH_REDIS),
-            REDIS_TCP,
-            (*_FEW_RAM, "redis_bytes"),
+        Contender(
+            "lmcache-server-ram",
+            "LMCache's own server, RAM, shared memory",
+            "kvtier-server",
+            _LMCACHE_MP,
+            _LMCACHE_ENV,
+            peer=LMCACHE,
+            beside=tuple(_LMCACHE_SERVER.split()),
+            beside_env=_LMCACHE_ENV,
+            health="http://127.0.0.1:{http_port}/healthcheck",
+            limit=MEMCPY,
+            ram=_ALL_RAM,
         ),
         _lmcache(
             "lmcache-on-kvtier",
@@ -259,7 +235,7 @@ CONTENDERS: dict[str, Contender] = {
 }
 
 
-def names(sizes: Sizes, place: Path, run: Path, ports: tuple[int, int, int, int]) -> dict[str, str]:
+def names(sizes: Sizes, place: Path, run: Path, ports: tuple[int, int, int]) -> dict[str, str]:
     """What templates may name. ``place``: the arm's folder; ``run``: that of its companion's socket."""
     own = sizes.names(place / "nvme", run)
     byte_counts = {name: int(own[name].removesuffix("MiB")) << 20 for name in ("ram_all", "ram_few", "nvme_bytes")}
@@ -269,7 +245,6 @@ def names(sizes: Sizes, place: Path, run: Path, ports: tuple[int, int, int, int]
         "port": str(ports[0]),
         "http_port": str(ports[1]),
         "metrics_port": str(ports[2]),
-        "redis_port": str(ports[3]),
         "ram_all_bytes": str(byte_counts["ram_all"]),
         "ram_few_bytes": str(byte_counts["ram_few"]),
         "ram_all_gib": _gib(byte_counts["ram_all"]),

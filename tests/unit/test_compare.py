@@ -17,7 +17,7 @@ from kvtier.bench.long_doc_qa_client import Outcome
 from kvtier.bench.long_doc_qa_work import Workload
 
 SIZES = Sizes(Workload([1], 4, 8192, 128, 8), 1, 128, 256, 28 << 10)
-VALUES = names(SIZES, Path("/place"), Path("/run"), (1001, 1002, 1003, 1004))
+VALUES = names(SIZES, Path("/place"), Path("/run"), (1001, 1002, 1003))
 
 
 def outcomes(*ttft: float, tokens: int = 7, cached: int = 50) -> list[Outcome]:

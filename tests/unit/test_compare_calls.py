@@ -221,7 +221,7 @@ def test_every_arms_connector_is_timed() -> None:
     for one in CONTENDERS.values():
         if one.connector is None:
             continue
-        values = names(SIZES, Path("/place"), Path("/run"), (1, 2, 3, 4))
+        values = names(SIZES, Path("/place"), Path("/run"), (1, 2, 3))
         server = main._server(one, Path("/model"), SIZES, values, "second")
         given = json.loads(server._command[server._command.index("--kv-transfer-config") + 1])
         assert given["kv_connector"] == one.connector["kv_connector"]
