@@ -258,7 +258,7 @@ def started(arguments: argparse.Namespace) -> Iterator[Setup]:
     model = make_model(Path(arguments.models) / arguments.preset, arguments.preset)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-")))
-        port, _ = stack.enter_context(redis_server())
+        port, _, _ = stack.enter_context(redis_server())
         throttle = Throttle(int(port))
         stack.callback(throttle.close)
         engines = {}

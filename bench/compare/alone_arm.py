@@ -15,10 +15,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+from kvtier.bench.compare.memory import cpu_seconds
 
 GIB = 1 << 30
 SAVE, WRITE, DURABLE, LOAD = "save", "write", "durable write", "load"
@@ -131,15 +134,9 @@ class Cache(Protocol):
         ...
 
 
-Clock = Callable[[], float]
-
-
-def cpu_clock(beside: int | None) -> Clock:
+def cpu_clock(beside: int | None) -> Callable[[], float]:
     """CPU seconds of this process with its threads, and of the process ``beside`` it."""
-    if beside is None:
-        return time.process_time
-    other = (~beside << 3) | 2  # clock_getcpuclockid(3) gives the same, by nanoseconds; /proc/PID/stat counts 10 ms
-    return lambda: time.process_time() + time.clock_gettime(other)
+    return partial(cpu_seconds, [os.getpid(), *([] if beside is None else [beside])])
 
 
 def engine_kv(sizes: Sizes) -> torch.Tensor:

@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from kvtier.bench.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.compare import alone_kvtier as ours
 from kvtier.bench.compare.alone_arm import DURABLE, LOAD, MATCH_HIT, MATCH_MISS, SAVE, WRITE, Setting, Sizes
 from kvtier.bench.compare.contenders import CONTENDERS, Contender
 from kvtier.bench.compare.limits import DISK_READ, DISK_WRITE, MEMCPY, REDIS_TCP, REDIS_UNIX
 from kvtier.bench.micro.server import server
-from kvtier.bench.servers import free_port
 from kvtier.errors import KVTierError
 
 _KVTIER, _LMCACHE = "kvtier.bench.compare.alone_kvtier", "kvtier.bench.compare.alone_lmcache"
@@ -56,12 +54,10 @@ def _folder(folder: Path, sizes: Sizes) -> Iterator[tuple[str, None]]:
 
 @contextmanager
 def _redis(folder: Path, sizes: Sizes, *, tcp: bool) -> Iterator[tuple[str, int]]:
-    port = str(free_port())
-    with run_folder() as run:
-        command = ["redis-server", "--port", port, "--bind", "127.0.0.1", "--unixsocket", str(run / SOCKET)]
-        command += ["--save", "", "--appendonly", "no", "--dir", str(run)]
-        with companion(command, _KEEP_MEMORY, partial(listens, run / SOCKET), folder / "redis.log") as pid:
-            yield f"redis://127.0.0.1:{port}" if tcp else f"unix://{run / SOCKET}", pid
+    from kvtier.bench.micro.redis import redis_server
+
+    with redis_server(_KEEP_MEMORY) as (port, path, pid):
+        yield f"redis://127.0.0.1:{port}" if tcp else f"unix://{path}", pid
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def redis() -> dict[str, float]:
     from kvtier.bench.micro.redis import redis_benchmark, redis_server
 
     found: dict[str, float] = {}
-    with redis_server() as (port, path), _explained("redis-benchmark"):
+    with redis_server() as (port, path, _), _explained("redis-benchmark"):
         for _ in range(_TURNS):
             for way, where in (("Unix socket", ["-s", path]), ("TCP", ["-p", port])):
                 for test in ("SET", "GET"):

@@ -36,8 +36,6 @@ _SETTLE_S, _REST_S = 3.0, 0.05
 """After the fill, and after each question of the pairs."""
 _REQUEST_S = 300.0
 _REASON_CHARACTERS = 400
-_ALL_THREADS = 2
-"""With a process's number: Linux's clock of its CPU time (``clock_getcpuclockid``, CPUCLOCK_SCHED)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +152,9 @@ def _memory(serving: Serving) -> Memory | None:
 
 
 def _cpu_s(processes: Iterable[int]) -> float | None:
-    """CPU seconds of these processes since their starts, to the nanosecond, threads that have ended included; what
-    other processes and the kernel's own threads do is not in it. None when one has ended."""
+    """None when one has ended."""
     try:
-        return sum(time.clock_gettime(~one << 3 | _ALL_THREADS) for one in processes)
+        return memory.cpu_seconds(processes)
     except OSError:
         return None
 

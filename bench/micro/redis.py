@@ -17,21 +17,22 @@ import argparse
 import csv
 import mmap
 import os
-import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import redis
 
+from kvtier.bench.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.report import Row, spread, write_results
+from kvtier.bench.servers import free_port
 from kvtier.chunk import ChunkKey, ChunkLayout
 from kvtier.tiers.redis import RedisTier
 from kvtier.tiers.redis_form import PART_BYTES, Form
@@ -49,22 +50,15 @@ Lane = Callable[[int, ChunkKey, memoryview], None]
 
 
 @contextmanager
-def redis_server() -> Iterator[tuple[str, str]]:
-    """A redis-server without persistence: its port and the path of its Unix socket."""
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port, path = str(probe.getsockname()[1]), f"{folder}/redis.sock"
-        probe.close()
-        command = ["redis-server", "--port", port, "--unixsocket", path, "--save", "", "--appendonly", "no"]
-        with subprocess.Popen([*command, "--dir", folder], stdout=subprocess.PIPE, text=True) as server:
-            assert server.stdout is not None
-            for line in server.stdout:
-                if "eady to accept connections" in line:
-                    break
-            try:
-                yield port, path
-            finally:
-                server.kill()
+def redis_server(env: Mapping[str, str] | None = None) -> Iterator[tuple[str, str, int]]:
+    """A redis-server without persistence: its port, the path of its Unix socket, its process id."""
+    port = str(free_port())
+    with run_folder() as run:
+        path = run / SOCKET
+        command = ["redis-server", "--port", port, "--bind", "127.0.0.1", "--unixsocket", str(path)]
+        command += ["--save", "", "--appendonly", "no", "--dir", str(run)]
+        with companion(command, env or {}, partial(listens, path), run / "log") as pid:
+            yield port, str(path), pid
 
 
 def redis_benchmark(where: Sequence[str], test: str, value_bytes: int, names: int, connections: int) -> float:
@@ -185,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     form = Form("kvtier", b"bench", args.part_bytes)
     rows: list[Row] = []
-    with redis_server() as (port, path):
+    with redis_server() as (port, path, _):
         for name, url, where in (
             ("TCP", f"redis://127.0.0.1:{port}", ["-p", port]),
             ("Unix socket", f"unix://{path}", ["-s", path]),

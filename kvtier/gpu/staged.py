@@ -109,49 +109,17 @@ class StagedCopier:
 
     def load(self, jobs: Sequence[Job], ends: Sequence[int] = ()) -> Copy:
         """With ``ends``, ahead of the forward pass; where a slot is not page-locked, the engine waits for all."""
+        ahead = bool(ends) and all(self._pinned(part) for part, _, _ in jobs)
         with self._nothing_left():
             engine, ids = self._streams.current(), self._ids(jobs)
             self._scattering.wait_event(self._streams.record(engine))
             start = self._streams.record(self._scattering, timing=True)
-            if ends and all(self._pinned(part) for part, _, _ in jobs):
-                parts = [(last, self._load_part(jobs, ids, span)) for last, span in self._spans(ends)]
-            else:
-                for number, (part, first, blocks) in enumerate(jobs):
-                    self._load_chunk(part, first, len(blocks), partial(ids, number))
-                parts = []
+            spans = self._spans(ends if ahead else (len(self._starts) - 1,))
+            parts = [(last, self._load_part(jobs, ids, span)) for last, span in spans]
             end = self._streams.record(self._scattering, timing=True)
-            if not parts:
+            if not ahead:
                 engine.wait_event(end)
             return StagedCopy(jobs, start, end, [], partial(self._need, parts))
-
-    def _load_chunk(self, part: torch.Tensor, first: int, count: int, ids: Callable[[], torch.Tensor]) -> None:
-        staging, bounce = next(self._loading), None
-        staging.refill_on(self._coming)
-        if not self._pinned(part):
-            bounce = next(self._bouncing).free()
-            _move(bounce.bytes, part)
-        source = part if bounce is None else bounce.bytes
-        self._streams.do(self._coming, partial(_move, staging.bytes, source))
-        arrived = self._streams.record(self._coming)
-        if bounce is not None:
-            bounce.user = arrived.synchronize
-        self._scattering.wait_event(arrived)
-        self._streams.do(self._scattering, partial(self._scatter, self._paged, staging.rows, first, count, ids))
-        staging.user = self._streams.record(self._scattering)
-
-    def _scatter(
-        self,
-        paged: Sequence[torch.Tensor],
-        rows: Sequence[torch.Tensor],
-        first: int,
-        count: int,
-        ids: Callable[[], torch.Tensor],
-    ) -> None:
-        with torch.inference_mode():
-            for target, source in zip(paged, rows, strict=True):
-                target.index_copy_(1, ids(), source[:, first : first + count])
-
-    # ---- loads ahead ---------------------------------------------------------------------------------------------
 
     def _spans(self, ends: Sequence[int]) -> list[tuple[int, _Span]]:
         """For each part the region it ends before, and what it is."""
@@ -168,19 +136,39 @@ class StagedCopier:
         return found
 
     def _load_part(self, jobs: Sequence[Job], ids: Callable[[int], torch.Tensor], span: _Span) -> Event:
-        """One part of all chunks; the event behind it."""
+        """One part of all chunks; the event behind it. A slot that is not page-locked comes whole, by a buffer."""
         fit = max(1, self._starts[-1] // span.words)
         for at in range(0, len(jobs), fit):
-            staging, some = next(self._loading), jobs[at : at + fit]
+            staging, some, bounce = next(self._loading), jobs[at : at + fit], None
             staging.refill_on(self._coming)
-            self._streams.do(self._coming, partial(staging.take, [part for part, _, _ in some], span))
-            self._scattering.wait_event(self._streams.record(self._coming))
+            sources = [part for part, _, _ in some]
+            if fit == 1 and not self._pinned(sources[0]):
+                bounce = next(self._bouncing).free()
+                _move(bounce.bytes, sources[0])
+                sources = [bounce.bytes]
+            self._streams.do(self._coming, partial(staging.take, sources, span))
+            arrived = self._streams.record(self._coming)
+            if bounce is not None:
+                bounce.user = arrived.synchronize
+            self._scattering.wait_event(arrived)
             for place, (_, first, blocks) in enumerate(some):
                 rows = list(cut(staging.words[place * span.words : (place + 1) * span.words], span.shapes))
                 work = partial(self._scatter, span.paged, rows, first, len(blocks), partial(ids, at + place))
                 self._streams.do(self._scattering, work)
             staging.user = self._streams.record(self._scattering)
         return self._streams.record(self._scattering)
+
+    def _scatter(
+        self,
+        paged: Sequence[torch.Tensor],
+        rows: Sequence[torch.Tensor],
+        first: int,
+        count: int,
+        ids: Callable[[], torch.Tensor],
+    ) -> None:
+        with torch.inference_mode():
+            for target, source in zip(paged, rows, strict=True):
+                target.index_copy_(1, ids(), source[:, first : first + count])
 
     def _need(self, parts: Sequence[tuple[int, Event]], regions: int) -> None:
         """Every time it is asked: the current stream need not be the one that asked before."""

@@ -17,8 +17,10 @@ import logging
 import mmap
 import os
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +30,7 @@ from kvtier.private import make_folder
 from kvtier.tiers.nvme_index import FORMAT_VERSION, RECORD_BYTES, Superblock, table_bytes
 
 _LOG = logging.getLogger(__name__)
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 _GIB = 1 << 30
 _READ_STEP = 8 << 20
@@ -78,9 +81,7 @@ class SlotFiles:
 
     def write_payload(self, slot: int, data: memoryview) -> None:
         """Write ``data`` at the start of a slot, and zeros up to the next page. Raises OSError."""
-        for start in range(0, data.nbytes, _STAGING_BYTES):
-            part = np.frombuffer(data[start : start + _STAGING_BYTES], np.uint8)
-            room = _staging.room[: -(-part.nbytes // PAGE_BYTES) * PAGE_BYTES]
+        for start, part, room in _pieces(data):
             room[: part.nbytes] = part
             room[part.nbytes :] = 0
             if os.pwritev(self._payload, [room.data], slot * self.slot_bytes + start) != room.nbytes:
@@ -88,9 +89,7 @@ class SlotFiles:
 
     def read_payload(self, slot: int, into: memoryview, start: int = 0) -> None:
         """Fill ``into`` from byte ``start`` (whole pages) of a slot. Raises OSError."""
-        for begin in range(0, into.nbytes, _STAGING_BYTES):
-            part = np.frombuffer(into[begin : begin + _STAGING_BYTES], np.uint8)
-            room = _staging.room[: -(-part.nbytes // PAGE_BYTES) * PAGE_BYTES]
+        for begin, part, room in _pieces(into):
             if os.preadv(self._payload, [room.data], slot * self.slot_bytes + start + begin) != room.nbytes:
                 raise OSError(errno.EIO, "short read")
             part[:] = room[: part.nbytes]
@@ -244,3 +243,10 @@ class _Staging(threading.local):
 
 
 _staging = _Staging()
+
+
+def _pieces(view: memoryview) -> Iterator[tuple[int, Bytes, Bytes]]:
+    """``(first byte, piece, room)``: a view cut into what this thread's buffer holds; whole pages of that buffer."""
+    for start in range(0, view.nbytes, _STAGING_BYTES):
+        part = np.frombuffer(view[start : start + _STAGING_BYTES], np.uint8)
+        yield start, part, _staging.room[: -(-part.nbytes // PAGE_BYTES) * PAGE_BYTES]
