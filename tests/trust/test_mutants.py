@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.trust.mutants import MUTANTS, Mutant, copy_package, judge, occurrences
+from tests.trust.mutants import MUTANTS, ROOMS, copy_package, judge, occurrences
+from tests.trust.mutations.room import Mutant
 
 
 def test_there_are_enough() -> None:
@@ -24,4 +25,4 @@ def test_the_simulation_kills_one(tmp_path: Path) -> None:
     """Else every green run of it may mean nothing."""
     copy_package(tmp_path)
     mutant = next(mutant for mutant in MUTANTS if mutant.breaks == "a load serves chunks that have not arrived")
-    assert judge(mutant, tmp_path, ["simulation"]).killer == "simulation"
+    assert judge(mutant, tmp_path, {"simulation": ROOMS["decisions"].suites["simulation"]}).killer == "simulation"

@@ -1,0 +1,1 @@
+"""Mutants by room: every module here but ``room`` has one ``ROOM``."""

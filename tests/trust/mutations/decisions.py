@@ -1,0 +1,383 @@
+"""The parts that decide: directory, store, leases, lower tiers, the NVMe tier, names of chunks."""
+
+from __future__ import annotations
+
+from tests.trust.mutations.room import PYTEST, Mutant, Room
+
+ROOM = Room(
+    {
+        "simulation": ("-m", "tests.trust.simulation", "--stop", "--seeds", "2500"),
+        "unit": (
+            *PYTEST,
+            "tests/unit/test_directory.py",
+            "tests/unit/test_store.py",
+            "tests/unit/test_store_writing.py",
+            "tests/unit/test_chunk.py",
+            "tests/unit/test_layerwise.py",
+        ),
+        "nvme": (*PYTEST, "tests/trust/test_corruption.py", "tests/fault/test_nvme_faults.py", "-k", "not redis"),
+        "machine": (*PYTEST, "tests/property/test_store_machine.py"),
+    },
+    slow=("machine",),
+    mutants=(
+        # ---- directory ---
+        Mutant(
+            "directory.py",
+            "        if entry.pins:\n            self._gone.add(entry)\n        else:\n            self._free_slot(entry)",
+            "        self._free_slot(entry)",
+            "a slot is reused under its readers",
+        ),
+        Mutant(
+            "directory.py",
+            "            self._gone.discard(entry)\n            self._free_slot(entry)",
+            "            self._gone.discard(entry)",
+            "the slot of a forgotten chunk is lost with its last reader",
+        ),
+        Mutant(
+            "directory.py",
+            "            if victim is None or victim in keep:",
+            "            if victim is None:",
+            "a run pushes out its own chunks",
+        ),
+        Mutant(
+            "directory.py",
+            "            victim = next((key for key in order if not self._entries[key].pins), None)",
+            "            victim = next(order, None)",
+            "a chunk is evicted while it is spilled",
+        ),
+        Mutant(
+            "directory.py",
+            "        wanted = entry.state is not GONE",
+            "        wanted = True",
+            "a chunk forgotten while it is spilled comes back",
+        ),
+        Mutant(
+            "holding.py",
+            "        if not spent and len(self) < self.capacity:",
+            "        if not spent and len(self.order) < self.capacity:",
+            "writes under way do not count against a tier's capacity",
+        ),
+        Mutant(
+            "holding.py",
+            "        return not (key in self.order or key in self.writing or key in self.leaving)",
+            "        return not (key in self.order or key in self.writing)",
+            "a chunk is written while its delete is still to come",
+        ),
+        Mutant(
+            "directory.py",
+            "            if entry is None or entry.state is not READY:\n                return index",
+            "            if entry is None:\n                return index",
+            "a match counts chunks that are being filled",
+        ),
+        Mutant(
+            "directory.py",
+            "        entry.pins += 1\n        self._evictable.discard(entry.key)",
+            "        entry.pins += 1",
+            "a pinned chunk stays evictable",
+        ),
+        Mutant(
+            "directory.py",
+            "        if entry.state is READY and entry.pins == entry.writes:\n            if entry.key not in",
+            "        if entry.state is READY:\n            if entry.key not in",
+            "the first of two readers to leave makes the chunk evictable",
+        ),
+        Mutant(
+            "directory.py",
+            "        if not entry.pins:\n            self._evictable.add(entry.key, entry.owner)\n\n    def fill_failed",
+            "        if True:\n            self._evictable.add(entry.key, entry.owner)\n\n    def fill_failed",
+            "a chunk that arrives under a waiter is evictable",
+        ),
+        Mutant(
+            "directory.py",
+            "        if entry is not None and entry.state is READY and may(owner, entry.owner):",
+            "        if entry is not None and may(owner, entry.owner):",
+            "a forget frees the slot that an engine is filling",
+        ),
+        Mutant(
+            "directory.py",
+            "        self._tiers[index].order.discard(key)\n",
+            "        pass\n",
+            "a chunk that a tier lost is promised for ever",
+        ),
+        Mutant(
+            "directory.py",
+            "            self._used[entry.owner] -= 1",
+            "            pass",
+            "an owner's quota is used up by chunks long gone",
+        ),
+        Mutant(
+            "directory.py",
+            "        tier = self._tiers[index]\n        del tier.writing[entry.key]",
+            "        tier = self._tiers[index]",
+            "a write never ends: its room is lost",
+        ),
+        Mutant(
+            "directory.py",
+            "        if stored and wanted:",
+            "        if wanted:",
+            "a failed write counts as held",
+        ),
+        Mutant(
+            "directory.py",
+            "            if entry.key not in self._evictable:\n                self",
+            "            if True:\n                self",
+            "what was just written below becomes the hottest in RAM",
+        ),
+        Mutant(
+            "directory.py",
+            "                entry.offered = True\n",
+            "                pass\n",
+            "what a tier refused is offered to it for ever",
+        ),
+        # ---- store ---
+        Mutant(
+            "store.py",
+            "            elif entry.state is FILLING and entry.origin is None:\n                break",
+            "            elif False:\n                break",
+            "a load waits for a chunk that an engine may never finish",
+        ),
+        Mutant(
+            "store.py",
+            "            while ready < len(entries) and entries[ready].state is READY:",
+            "            while ready < len(entries) and entries[ready].state is not GONE:",
+            "a load serves chunks that have not arrived",
+        ),
+        Mutant(
+            "store.py",
+            "                self._unpin(entries[whole:])",
+            "                pass",
+            "a load that got shorter keeps its pins for ever",
+        ),
+        Mutant(
+            "store.py",
+            "            self._unpin(lease.entries)\n            lease.entries = []",
+            "            lease.entries = []",
+            "a closed load keeps its pins for ever",
+        ),
+        Mutant(
+            "store.py",
+            "            promotions = [] if lease.closed else self._claim(lease)",
+            "            promotions = self._claim(lease)",
+            "an answer that comes after the close pins chunks for nobody",
+        ),
+        Mutant(
+            "promote.py",
+            '["promotion_refused"] += 1\n            self._core.directory.fill_failed(entry)',
+            '["promotion_refused"] += 1',
+            "a full lane leaves chunks FILLING for ever",
+        ),
+        Mutant(
+            "below.py",
+            "            takes = entry.state is READY and self._affords(entry.key)",
+            "            takes = self._affords(entry.key)",
+            "a spill of a chunk that has left raises on its lane",
+        ),
+        Mutant("below.py", "        self._delete(victims)\n", "", "what a tier has no room for is never deleted"),
+        Mutant(
+            "below.py",
+            "        if whole:\n            self._counts",
+            "        if True:\n            self._counts",
+            "a failed read is served",
+        ),
+        Mutant(
+            "store.py",
+            "                else:\n                    self._directory.fill_failed(entry)\n            if not commit:",
+            "                else:\n                    self._directory.filled(entry)\n            if not commit:",
+            "an aborted save is served",
+        ),
+        Mutant(
+            "store.py",
+            "                lease.asking = False\n        return lease",
+            "                pass\n        return lease",
+            "a question that a full lane refused is waited for for ever",
+        ),
+        Mutant(
+            "promote.py",
+            "            self.begin([(entry, again)])",
+            "            pass",
+            "a failed read leaves the chunk FILLING when another tier has it too",
+        ),
+        Mutant(
+            "below.py",
+            "            if not self._directory.spill_ended(entry, self._index, stored):\n"
+            "                self._trash.append(entry.key)",
+            "            self._directory.spill_ended(entry, self._index, stored)",
+            "a chunk forgotten while it is spilled stays in the tier",
+        ),
+        Mutant(
+            "below.py",
+            "        if whole is False:\n            self._directory.lost",
+            "        if True:\n            self._directory.lost",
+            "a clear does not reach what a tier could not read for a moment",
+        ),
+        Mutant(
+            "below.py",
+            "            self._away.fault()",
+            "            pass",
+            "a tier that is away takes slots from RAM for every load",
+        ),
+        Mutant(
+            "promote.py",
+            "                again = next((other for other in directory.holders(entry.key) if other > index), None)",
+            "                again = next(directory.holders(entry.key), None)",
+            "a tier that is away is asked for one chunk for ever",
+        ),
+        Mutant(
+            "below.py",
+            "            takes = entry.state is READY and self._affords(entry.key)",
+            "            takes = entry.state is READY",
+            "a tier writes more than its budget",
+        ),
+        Mutant(
+            "store.py",
+            "            left = self._directory.all_out() if self._on_evict else []",
+            "            left = []",
+            "a restart of a store that writes on eviction is cold",
+        ),
+        # ---- lease, policy, chunk ---
+        Mutant(
+            "lease.py",
+            "        self.open = False\n        self._store.end_save(self, commit=True)",
+            "        self._store.end_save(self, commit=True)",
+            "a committed lease that is closed takes its chunks back",
+        ),
+        Mutant(
+            "lease.py",
+            "        return self.entries if self.fillings else self.entries[: self.ready]",
+            "        return self.entries",
+            "a load shows slots that are not there yet",
+        ),
+        Mutant(
+            "policy.py", "        self._order.pop(key, None)", "        pass", "a chunk that has left is evicted again"
+        ),
+        Mutant(
+            "directory.py",
+            "                tier.order.add(key, owner)\n                grown",
+            "                tier.order.add(key)\n                grown",
+            "after a restart every chunk is nobody's",
+        ),
+        Mutant(
+            "directory.py",
+            "self._tiers[origin].order.owner(key) or owner",
+            "owner",
+            "a promoted chunk is whose who asked for it, and outlives its owner's erasure",
+        ),
+        Mutant(
+            "holding.py",
+            "        for owner in owners:\n",
+            "        for owner in ():\n",
+            "what a tier turns out to hold of an owner counts against no quota",
+        ),
+        Mutant(
+            "tiers/nvme.py",
+            "key, self._checksum(slot), seq, self._owner(slot))",
+            "key, self._checksum(slot), seq)",
+            "a clean close makes every chunk nobody's",
+        ),
+        Mutant(
+            "policy.py",
+            "        for key in reversed(run):",
+            "        for key in run:",
+            "a prompt's beginning leaves before its end",
+        ),
+        Mutant(
+            "policy.py",
+            "self._all.add(key, self._once.setdefault(owner, owner) if owner else 0)",
+            "self._all.add(key)",
+            "whose a chunk is is forgotten when it may leave",
+        ),
+        Mutant(
+            "chunk.py",
+            "packed[index * step : index * step + step]",
+            "packed[index * step : index * step + step - 4]",
+            "prompts that differ in a chunk's last token share keys",
+        ),
+        Mutant("chunk.py", "+ head + extra)", "+ head)", "salts and adapters share keys"),
+        # ---- NVMe ---
+        Mutant(
+            "tiers/nvme.py",
+            "            if payload_checksum(key, into) == checksum:",
+            "            if True:",
+            "damaged payloads are served",
+        ),
+        Mutant(
+            "tiers/nvme.py",
+            "                else:\n                    self._free.append(slot)",
+            "                else:\n                    pass",
+            "a failed write loses a slot",
+        ),
+        Mutant(
+            "tiers/nvme.py",
+            "            self._files.write_record(slot, EMPTY_RECORD)",
+            "            pass",
+            "what was deleted is back after a crash",
+        ),
+        Mutant(
+            "tiers/nvme.py",
+            "            if self._places.get(key) != place:",
+            "            if False:",
+            "a late reader drops a chunk that was written anew",
+        ),
+        Mutant(
+            "tiers/nvme.py",
+            "count=len(self._places)) % self.capacity] = False",
+            "count=len(self._places)) % self.capacity] = True",
+            "recovered chunks are written over",
+        ),
+        Mutant(
+            "tiers/nvme_files.py",
+            "[room.data], slot * self.slot_bytes + start) != room.nbytes:",
+            "[room.data], slot * self.slot_bytes + start) < 0:",
+            "a short write counts as whole",
+        ),
+        Mutant(
+            "tiers/nvme_files.py",
+            "        if old and old.version == FORMAT_VERSION and old.slot_bytes == self.slot_bytes:",
+            "        if old and old.slot_bytes == self.slot_bytes:",
+            "a foreign version is believed",
+        ),
+        Mutant(
+            "tiers/nvme_index.py",
+            '    good = used[rows["check"][used] == np.array(checks, dtype=np.uint64)]',
+            "    good = used",
+            "damaged records are believed",
+        ),
+        Mutant(
+            "tiers/nvme_index.py",
+            'seed=int.from_bytes(own_link(key), "little")',
+            "seed=0",
+            "a payload is believed under another key",
+        ),
+        # ---- layer by layer ---
+        Mutant(
+            "layerwise.py",
+            "        self._tell(filling, CONFIRMED if right else BROKEN)",
+            "        self._tell(filling, CONFIRMED)",
+            "a chunk that came by parts and is bad is confirmed",
+        ),
+        Mutant(
+            "layerwise.py",
+            "        if last:\n            self._finish(",
+            "        if last or not come:\n            self._finish(",
+            "a slot is given back while reads of other parts still write into it",
+        ),
+        Mutant(
+            "layerwise.py",
+            "        if number > filling or (number == filling and come == BROKEN):",
+            "        if number == filling and come == BROKEN:",
+            "a slot that has gone to another filling is waited for until the deadline",
+        ),
+        Mutant(
+            "layerwise.py",
+            "        if number == filling and come >= parts:",
+            "        if come >= parts:",
+            "parts of an earlier filling of the slot count",
+        ),
+        Mutant(
+            "promote.py",
+            "waited != len(promotions) or not",
+            "not",
+            "a chunk that comes whole is taken to be there while the first parts of others come",
+        ),
+    ),
+)

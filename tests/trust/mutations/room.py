@@ -1,0 +1,35 @@
+"""What a mutant is, and which tests face the mutants of a room."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider")
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A one-line defect.
+
+    ``file`` is relative to ``kvtier/``. ``old`` stands there exactly once and becomes ``new``. ``breaks`` says what
+    that does to a user.
+    """
+
+    file: str
+    old: str
+    new: str
+    breaks: str
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Mutants that face the same suites.
+
+    ``suites`` maps a suite's name to the arguments for Python. They run in this order until one fails. The suites in
+    ``slow`` run in ``make trust TRUST=--full`` only.
+    """
+
+    suites: Mapping[str, tuple[str, ...]]
+    mutants: tuple[Mutant, ...]
+    slow: tuple[str, ...] = ()
