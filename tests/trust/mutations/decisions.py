@@ -23,7 +23,8 @@ ROOM = Room(
         # ---- directory ---
         Mutant(
             "directory.py",
-            "        if entry.pins:\n            self._gone.add(entry)\n        else:\n            self._free_slot(entry)",
+            "        if entry.pins:\n            self._gone.add(entry)\n"
+            "        else:\n            self._free_slot(entry)",
             "        self._free_slot(entry)",
             "a slot is reused under its readers",
         ),
@@ -83,7 +84,8 @@ ROOM = Room(
         ),
         Mutant(
             "directory.py",
-            "        if not entry.pins:\n            self._evictable.add(entry.key, entry.owner)\n\n    def fill_failed",
+            "        if not entry.pins:\n            self._evictable.add(entry.key, entry.owner)\n"
+            "\n    def fill_failed",
             "        if True:\n            self._evictable.add(entry.key, entry.owner)\n\n    def fill_failed",
             "a chunk that arrives under a waiter is evictable",
         ),
