@@ -23,8 +23,10 @@ from kvtier.autoconfig.explain import table
 from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
 from kvtier.config import Config, filled, load
 from kvtier.connectors.vllm import layout, versions
+from kvtier.connectors.vllm.idle import IdleHalf
 from kvtier.connectors.vllm.judge import Judge
 from kvtier.connectors.vllm.layerwise import asks_for_layers
+from kvtier.connectors.vllm.loaded import LoadedModel
 from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
 from kvtier.connectors.vllm.stats import TierMetrics, TierStats
@@ -63,13 +65,13 @@ class KVTierConnector(KVConnectorBase_V1):
         if self._config.auto and "chunk_tokens" not in self._config.sources:
             self._config = replace(self._config, chunk_tokens=chunk_tokens_for_engine(vllm_config, block))
         self._chunk_tokens = layout.chunk_tokens(self._config.chunk_tokens, Config().chunk_tokens, block)
-        self._scheduler: SchedulerHalf | None = None
+        self._scheduler: SchedulerHalf | IdleHalf | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.WORKER:
             rank = vllm_config.parallel_config.rank
             per_chunk = max(1, self._chunk_tokens // block)
-            backends = partial(layout.attention_backends, vllm_config)
-            self._worker = WorkerHalf(rank, kv_cache_config.num_blocks, per_chunk, backends)
+            model = partial(LoadedModel, vllm_config)
+            self._worker = WorkerHalf(rank, kv_cache_config.num_blocks, per_chunk, model)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -118,6 +120,11 @@ class KVTierConnector(KVConnectorBase_V1):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """All ranks have told their layout: the store can be made now, before the first request."""
+        why = layout.why_no_prefixes(self._vllm_config)
+        if why:
+            logger.warning("%s: kvtier keeps and serves nothing in this engine", why)
+            self._scheduler = IdleHalf()
+            return
         ranks = {place: rank for place, rank in metadata.items() if isinstance(rank, RankLayout)}
         chunks, parts = layout.chunk_layout(self._vllm_config, self._kv_cache_config, ranks, self._chunk_tokens)
         config, prefill = self._planned() if self._config.auto else (self._config, Prefill())
@@ -157,7 +164,7 @@ class KVTierConnector(KVConnectorBase_V1):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """vLLM asks both halves after every step."""
-        counts = self._scheduler.misses.new() if self._scheduler is not None else {}
+        counts = self._scheduler.counts() if self._scheduler is not None else {}
         return TierStats(data=counts) if counts else None
 
     @classmethod
@@ -205,7 +212,7 @@ class KVTierConnector(KVConnectorBase_V1):
         assert self._worker is not None, "a worker's hook was called on the scheduler's half"
         return self._worker
 
-    def _of_scheduler(self) -> SchedulerHalf:
+    def _of_scheduler(self) -> SchedulerHalf | IdleHalf:
         assert self._scheduler is not None, "called before the workers told their KV layout"
         return self._scheduler
 

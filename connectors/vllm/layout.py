@@ -1,28 +1,19 @@
-"""vLLM's KV cache configuration -> ChunkLayout: what makes KV bytes equal, and which models are refused by name."""
+"""vLLM's KV cache configuration -> ChunkLayout, and which models are refused or left alone, by name."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from kvtier.chunk import PAGE_BYTES, ChunkLayout, fingerprint
+from kvtier.connectors.vllm.identity import identity, start_word
 from kvtier.connectors.vllm.metadata import RankLayout
 from kvtier.errors import LayoutError
 from kvtier.layerwise import cut
 
-logger = logging.getLogger("kvtier.connectors.vllm")
-
 _ONLY_FULL = "kvtier keeps full-attention KV only (MHA, GQA, MLA). Run this model without the kvtier connector"
-_FORMAT = 1
-"""Version of the bytes inside a slot; raise it when their meaning changes."""
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def block_tokens(kv_cache_config: Any) -> int:
@@ -64,6 +55,12 @@ def chunk_layout(
     one part, written by the first of them.
     """
     tokens = block_tokens(kv_cache_config)
+    if not ranks:
+        raise LayoutError(
+            "no worker told kvtier how its KV cache lies. vLLM asks one connector only: where KVTierConnector stands in "
+            "a MultiConnector behind one that tells something of its own (NixlConnector), it is that one. Use kvtier "
+            "without it, or put KVTierConnector first in 'connectors'"
+        )
     _refuse_context_parallel(vllm_config.parallel_config)
     replicated = bool(vllm_config.model_config.use_mla)
     parts: list[int] = []
@@ -79,11 +76,11 @@ def chunk_layout(
             owners.append((len(parts) - 1, True))
         else:
             owners.append((shared, False))
-    identity = _identity(vllm_config) | {
+    found = identity(vllm_config, ranks) | {
         "block_tokens": tokens,
-        "ranks": [[*place, rank.block_bytes, rank.description] for place, rank in sorted(ranks.items())],
+        "ranks": [[*place, rank.block_bytes, rank.description, rank.model] for place, rank in sorted(ranks.items())],
     }
-    layout = ChunkLayout(fingerprint(identity), chunk_tokens, tokens, tuple(parts))
+    layout = ChunkLayout(fingerprint(found), chunk_tokens, tokens, tuple(parts))
     return layout, tuple((layout.rank_span(part)[0], writes) for part, writes in owners)
 
 
@@ -110,18 +107,28 @@ def refuse_recurrent(model: Any) -> None:
         )
 
 
-def attention_backends(vllm_config: Any) -> list[str]:
-    """Names of the attention backends of this process's layers; a worker's, after the model is loaded."""
-    from vllm.config import get_layers_from_vllm_config
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+def why_no_prefixes(vllm_config: Any) -> str:
+    """Why kvtier has to leave this engine alone: the platform has turned prefix caching off because its kernels do not
+    continue a prefix as they computed it. "" when it may serve; also when it was the user who turned it off."""
+    from vllm.platforms import CpuArchEnum, current_platform
 
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
-    return sorted({layer.get_attn_backend().get_name() for layer in layers.values()})
+    if vllm_config.cache_config.enable_prefix_caching or not current_platform.is_cpu():
+        return ""
+    if vllm_config.model_config.use_mla:
+        return "vLLM allows no prefix caching for MLA on this CPU"
+    if current_platform.get_cpu_architecture() == CpuArchEnum.RISCV:
+        return "vLLM allows no prefix caching on RISC-V"
+    return ""
 
 
 def of_namespace(layout: ChunkLayout, namespace: str) -> ChunkLayout:
     """The same layout with keys of its own, which nobody outside the namespace can name."""
     return replace(layout, fingerprint=fingerprint({"of": layout.fingerprint.hex(), "namespace": namespace}))
+
+
+def start_only(layout: ChunkLayout, why: str) -> ChunkLayout:
+    """The same layout with keys that no other start of any engine can name."""
+    return replace(layout, fingerprint=fingerprint({"of": layout.fingerprint.hex(), "start": start_word(why)}))
 
 
 def _refuse_context_parallel(parallel: Any) -> None:
@@ -130,73 +137,3 @@ def _refuse_context_parallel(parallel: Any) -> None:
             raise LayoutError(
                 f"{name}={getattr(parallel, name)}: kvtier does not keep context-parallel KV; set it to 1"
             )
-
-
-def _identity(vllm_config: Any) -> dict[str, Any]:
-    """Everything but the layout that decides KV bytes. Ids of machine, process and path are left out on purpose."""
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    speculative = vllm_config.speculative_config
-    draft = getattr(speculative, "draft_model_config", None) if speculative else None
-    return {
-        "format": _FORMAT,
-        "model": _model_identity(model, vllm_config.load_config),
-        "draft": _model_identity(draft, vllm_config.load_config) if draft is not None else None,
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
-        "cache_dtype": str(cache.cache_dtype),
-        "kv_scales": bool(getattr(cache, "calculate_kv_scales", False)),
-        "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
-    }
-
-
-def _model_identity(model: Any, load: Any) -> dict[str, Any]:
-    config = model.hf_config.to_dict()
-    for volatile in ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype"):
-        config.pop(volatile, None)
-    identity = {"config": json.loads(json.dumps(config, sort_keys=True, default=str))}
-    if str(load.load_format).endswith("dummy"):
-        return identity | {"dummy_seed": model.seed}
-    folder = _model_folder(model)
-    if folder is None:
-        logger.warning("no local weight files of %s: its cache is keyed by name and revision only", model.model)
-        return identity | {"name": model.model, "revision": model.revision}
-    return identity | {"weights": weights_digest(folder)}
-
-
-def _model_folder(model: Any) -> Path | None:
-    folder = Path(model.model)
-    if folder.exists():
-        return folder
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
-    return Path(cached).parent if isinstance(cached, str) else None
-
-
-def weights_digest(path: Path) -> str:
-    """Hex digest of the weight files under ``path``: every file's name and size, and 64 samples of 4 KiB of each.
-
-    A sample, not a full read: 70B weights take milliseconds. Another checkpoint of the same model differs nearly
-    everywhere, so it differs in the samples.
-    """
-    return files_digest(_weight_files(path))
-
-
-def files_digest(files: Iterable[Path]) -> str:
-    """See :func:`weights_digest`. Raises OSError when a file cannot be read."""
-    digest = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
-        with file.open("rb") as stream:
-            for index in range(_SAMPLES):
-                stream.seek(max(0, size - _SAMPLE_BYTES) * index // (_SAMPLES - 1))
-                digest.update(stream.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
-
-
-def _weight_files(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-    else:
-        yield from sorted(file for file in path.iterdir() if file.suffix in _WEIGHTS)

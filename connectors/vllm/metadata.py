@@ -24,6 +24,11 @@ class RankLayout(KVConnectorHandshakeMetadata):
     """JSON-able shape of the regions; part of the fingerprint."""
     loads_regions: bool = False
     """Whether some of a chunk's regions can be loaded by themselves."""
+    model: dict[str, Any] | None = None
+    """What the loaded model's layers resolved to (:mod:`kvtier.connectors.vllm.loaded`); part of the fingerprint. None:
+    it cannot be looked at."""
+    weights: str | None = None
+    """Digest of the loaded parameters; None where they cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,8 @@ class StepReport(KVConnectorWorkerMetadata):
     failed: Counter[int] = field(default_factory=Counter)
     failures: dict[int, int] = field(default_factory=dict)
     """For each rank, failed loads since its start."""
+    replaced: bool = False
+    """Some rank's weights are not those that it had at the last step's report."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)
@@ -112,4 +119,5 @@ class StepReport(KVConnectorWorkerMetadata):
             done=self.done + other.done,
             failed=self.failed + other.failed,
             failures=failures,
+            replaced=self.replaced or other.replaced,
         )

@@ -20,6 +20,8 @@ class Prompt:
     """None: this request is not cached."""
     extras: tuple[bytes, ...] = ()
     """Of its first chunk, see :data:`kvtier.reasons.EXTRAS`."""
+    shape: tuple[int, int] = (0, 0)
+    """Tokens and media of the prompt that the keys are made of."""
     blocks: list[int] = field(default_factory=list)
     saved: int = 0
     """Chunks that were offered to the store, from the first on."""

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from kvtier.connectors.vllm.layout import files_digest
+from kvtier.connectors.vllm.identity import files_digest
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 

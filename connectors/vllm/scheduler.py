@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from kvtier.chunk import ChunkKey, ChunkLayout
+from kvtier.chunk import ChunkKey, ChunkLayout, KeyChain
 from kvtier.client import Client, SharedLoad, SharedSave
 from kvtier.connectors.vllm.judge import Judge
+from kvtier.connectors.vllm.layout import start_only
 from kvtier.connectors.vllm.metadata import Flow, Job, PoolAddress, StepMetadata, StepReport
 from kvtier.connectors.vllm.misses import Misses
 from kvtier.connectors.vllm.prompts import Pending, Prompt
@@ -69,6 +70,8 @@ class SchedulerHalf:
         self._loads: list[Job] = []
         self._failures_seen: dict[int, int] = {}
         self._waiting = False
+        self._old_blocks = False
+        """vLLM's own cache may hold blocks that other weights have computed."""
         self.misses = Misses(store, judge.clock)
 
     # ---- lookup --------------------------------------------------------------------------------------------------
@@ -76,6 +79,8 @@ class SchedulerHalf:
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """vLLM's ``get_num_new_matched_tokens``: tokens loadable beyond the first ``computed``; None = ask again."""
         prompt = self._prompt(request)
+        if self._old_blocks and computed:
+            prompt.chain = None  # Nobody can tell which weights have computed what vLLM found in its own cache.
         if prompt.chain is None or request.skip_reading_prefix_cache:
             return 0, False
         keys = self._keys(prompt, request.num_tokens)
@@ -244,6 +249,7 @@ class SchedulerHalf:
         if prompt is None:
             return
         prompt.blocks = blocks
+        self._follow(prompt)
         if prompt.chain is None:
             return
         request = prompt.request
@@ -279,6 +285,8 @@ class SchedulerHalf:
         self._judge.ended(report.step, report.loaded_blocks * self._layout.block_tokens, report.load_s, elsewhere)
         for rank, failures in report.failures.items():
             self._failures_seen[rank] = max(failures, self._failures_seen.get(rank, 0))
+        if report.replaced:
+            self._renew()
         for number in report.done.keys() | report.failed.keys():
             pending = self._pending.get(number)
             if pending is None:
@@ -308,6 +316,16 @@ class SchedulerHalf:
             # Saves are refused for a while after a failed load, whosever it was: offer the chunks once more.
             prompt.saved, prompt.retried = 0, True
 
+    def _renew(self) -> None:
+        """The model has other weights: nothing that was saved before may be served, and nothing that a live request has
+        in its blocks may be saved. Keys are this start's own from now on."""
+        self._layout = start_only(self._layout, "the model's weights were replaced under the running engine")
+        self._old_blocks = True
+        for prompt in self._prompts.values():
+            self._drop(prompt)
+            prompt.chain = None
+        self._prompts = {name: prompt for name, prompt in self._prompts.items() if prompt.blocks}
+
     def expects_reports(self) -> bool:
         """vLLM's ``has_pending_push_work``: whether to take steps even with nothing to compute, so that workers can say
         that a copy is through. Not for ever after the last job: a report may never come."""
@@ -319,6 +337,10 @@ class SchedulerHalf:
         self._running.discard(request.request_id)
         if prompt is not None:
             self._drop(prompt)
+
+    def counts(self) -> dict[str, int]:
+        """See :meth:`kvtier.connectors.vllm.misses.Misses.new`."""
+        return self.misses.new()
 
     def clear(self) -> None:
         """Forget every cached chunk, in every tier."""
@@ -338,12 +360,26 @@ class SchedulerHalf:
         if prompt is None or prompt.request is not request:
             if prompt is not None:
                 self._drop(prompt)
-            extra = request_extra(request, self._adapters)
-            media = media_extra(request, self._layout.chunk_tokens)
-            chain = None if extra is None else self._layout.chain(extra, media)
-            extras = first_extras(request, self._adapters, media)
-            prompt = self._prompts[request.request_id] = Prompt(request, chain, extras)
+            prompt = self._prompts[request.request_id] = Prompt(request, *self._named(request), shape=_shape(request))
+        self._follow(prompt)
         return prompt
+
+    def _named(self, request: Any) -> tuple[KeyChain | None, tuple[bytes, ...]]:
+        """A chain for the request's keys, and what else its first key depends on."""
+        extra = request_extra(request, self._adapters)
+        media = media_extra(request, self._layout.chunk_tokens)
+        chain = None if extra is None else self._layout.chain(extra, media)
+        return chain, first_extras(request, self._adapters, media)
+
+    def _follow(self, prompt: Prompt) -> None:
+        """A streaming session goes on: vLLM has taken back the token it sampled last, and added tokens and media to the
+        request. Its keys are made anew."""
+        shape = _shape(prompt.request)
+        if prompt.chain is None or shape == prompt.shape:
+            return
+        self._drop(prompt)
+        prompt.chain, prompt.extras = self._named(prompt.request)
+        prompt.shape, prompt.saved = shape, 0
 
     def _keys(self, prompt: Prompt, tokens: int) -> list[ChunkKey]:
         """Keys of the request's whole chunks so far; hashes only what is new."""
@@ -374,6 +410,11 @@ class SchedulerHalf:
         if prompt.lease is not None:
             prompt.lease.close()
             prompt.lease = None
+
+
+def _shape(request: Any) -> tuple[int, int]:
+    """What changes of a request when its session goes on, and never else."""
+    return request.num_prompt_tokens, len(request.mm_features or ())
 
 
 def _work(output: Any) -> list[tuple[int, int]]:

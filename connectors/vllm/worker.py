@@ -7,7 +7,9 @@ is READY a step after its DMA also when nobody asks anything more; the host wait
 
 Poison rule: when a load fails, the forward pass of that step runs over garbage, and so may steps that were planned
 before the scheduler heard of it. From the failure until the scheduler's metadata shows that it knows
-(``failures_seen``), nothing is saved: no KV computed from garbage can get under a valid key. Whatever the host can see
+(``failures_seen``), nothing is saved. The same holds when the model's weights turn out to be others than before, which
+is looked for at the beginning of every step that has chunks to move. So no KV computed from garbage can get under a
+valid key. Whatever the host can see
 to be wrong with a load is known before the forward pass begins. A load that fails on the device after that is found
 when its copy is confirmed, and confirming goes in the order of beginning: saves begun after it fail with it. (On CUDA
 the forward pass itself then gives no result: the device's errors are sticky.)
@@ -25,6 +27,7 @@ from typing import NamedTuple
 import torch
 
 from kvtier.connectors.vllm.layerwise import Ahead, Flowing, ahead_ends
+from kvtier.connectors.vllm.loaded import LoadedModel
 from kvtier.connectors.vllm.metadata import Job, PoolAddress, RankLayout, StepMetadata, StepReport
 from kvtier.errors import TierError
 from kvtier.gpu import Copy, PagedBlocks, Pinning, regions_of, slot_tensor
@@ -48,11 +51,11 @@ class _UnderWay(NamedTuple):
 class WorkerHalf:
     """One rank. Called by vLLM's worker thread only."""
 
-    def __init__(self, rank: int, num_blocks: int, blocks_per_chunk: int, backends: Callable[[], list[str]]) -> None:
-        """``backends`` names the attention backends, once the KV caches are registered: they decide how a block is
-        packed where no stride shows it."""
+    def __init__(self, rank: int, num_blocks: int, blocks_per_chunk: int, model: Callable[[], LoadedModel]) -> None:
+        """``model``: the loaded model, once the KV caches are registered."""
         self._rank = rank
-        self._backends = backends
+        self._find_model = model
+        self._model: LoadedModel | None = None
         self._num_blocks = num_blocks
         self._blocks_per_chunk = blocks_per_chunk
         self._paged: PagedBlocks | None = None
@@ -80,19 +83,30 @@ class WorkerHalf:
         else:
             self._paged = PagedBlocks(regions, self._blocks_per_chunk)
         self._region_ends, self._ends = self._paged.region_ends(), ahead_ends(self._paged)
+        self._model = self._find_model()
 
     def layout(self) -> RankLayout | None:
         """vLLM's ``get_handshake_metadata``."""
-        if self._paged is None:
+        if self._paged is None or self._model is None:
             return None
-        shape = self._paged.describe() | {"backends": self._backends()}
-        return RankLayout(self._paged.block_bytes, shape, self._paged.loads_regions)
+        shape = self._paged.describe() | {"backends": self._model.backends()}
+        return RankLayout(
+            self._paged.block_bytes,
+            shape,
+            self._paged.loads_regions,
+            model=self._model.resolved(),
+            weights=self._model.weights(),
+        )
 
     def load(self, metadata: StepMetadata, *, layered: bool = False) -> None:
         """vLLM's ``start_load_kv``: before the forward pass of the step that needs the blocks. ``layered``: that pass
         will call :meth:`layer`, so it may begin before all is there."""
         self._let_go({metadata.pool, *(job.pool for job in (*metadata.loads, *metadata.saves))})
         self._report.step = metadata.number
+        if self._has_other_weights(metadata):
+            for job in metadata.loads:
+                self._load_failed(job)
+            return
         for job in metadata.loads:
             try:
                 copies, begun = self._copies(job), time.perf_counter()
@@ -105,6 +119,15 @@ class WorkerHalf:
             except Exception:
                 logger.exception("rank %d: load of %d blocks failed", self._rank, len(job.blocks))
                 self._load_failed(job)
+
+    def _has_other_weights(self, metadata: StepMetadata) -> bool:
+        """Whether the weights were replaced since the last look. It comes before anything is loaded, and whatever the
+        scheduler plans before it knows of it is refused, as after a failed load."""
+        if self._model is None or not self._model.replaced(looks=bool(metadata.loads or metadata.saves)):
+            return False
+        self._report.replaced = True
+        self._failed_once()
+        return True
 
     def _begin(self, job: Job, copies: list[SlotJob], layered: bool) -> Copy:
         if not (layered and self._ends):
@@ -230,9 +253,13 @@ class WorkerHalf:
             self._report.failed[job.number] += 1
 
     def _load_failed(self, job: Job) -> None:
-        self._failures += 1
+        self._failed_once()
         self._bad_blocks.update(job.blocks)
         self._report.failed[job.number] += 1
+
+    def _failed_once(self) -> None:
+        """No saves until the scheduler knows."""
+        self._failures += 1
         self._report.failures[self._rank] = self._failures
 
     def _count_load(self, blocks: int, seconds: float | None) -> None:

@@ -17,6 +17,7 @@ from kvtier.errors import StateError
 from kvtier.gpu import Copy, PagedBlocks, regions_of
 from kvtier.gpu.staged import StagedCopier
 from tests.unit.paged_streams import Held
+from tests.unit.still_model import StillModel
 
 LAYERS, BLOCKS, PER_CHUNK, ROW = 5, 12, 2, 16
 ENDS = (2, 3, 5)
@@ -181,7 +182,7 @@ class Rank:
         self.pool, self.streams = Pool(2, slot), Held(1 << 30)
         address = PoolAddress(self.pool.path, None, 2, slot, PER_CHUNK, ((0, True),))
         self.layers = {f"layer.{number}": torch.zeros(4, ROWS, dtype=torch.uint8) for number in range(LAYERS)}
-        self.half = module.WorkerHalf(0, 4, PER_CHUNK, lambda: ["test"])
+        self.half = module.WorkerHalf(0, 4, PER_CHUNK, StillModel)
         self.half.register(self.layers)
         paged = PagedBlocks(regions_of(self.layers, 4), PER_CHUNK, pinned=lambda _: True, streams=self.streams)
         self.half._paged, self.half._ends = paged, ahead_ends(paged)

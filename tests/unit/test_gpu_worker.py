@@ -19,6 +19,7 @@ from kvtier.store import Store
 from kvtier.testing import ManualLane
 from tests.clock import Clock
 from tests.unit.paged_streams import Held
+from tests.unit.still_model import StillModel
 from tests.unit.test_gpu_pinning import Driver
 
 pytestmark = pytest.mark.vllm
@@ -48,7 +49,7 @@ class Rank:
         self.address = PoolAddress(self.pool.path, None, 4, SLOT, PER_CHUNK, ((0, True),))
         self.cache = torch.zeros(BLOCKS, ROW, dtype=torch.uint8)
         self.streams = Held()
-        self.half = WorkerHalf(0, BLOCKS, PER_CHUNK, lambda: ["test"])
+        self.half = WorkerHalf(0, BLOCKS, PER_CHUNK, StillModel)
         self.half.register({"layer.0": self.cache})
         regions = regions_of({"layer.0": self.cache}, BLOCKS)
         if held:

@@ -21,6 +21,7 @@ from kvtier.testing import ManualLane
 from kvtier.tiers.nvme import NvmeTier
 from tests.clock import Clock
 from tests.nvme_place import flip, room
+from tests.unit.still_model import StillModel
 
 pytestmark = pytest.mark.vllm
 
@@ -63,7 +64,7 @@ class Engine:
         self.store._directory.found(0, KEYS[::-1])
         judge = Judge(60.0, always=True, clock=self.clock)
         self.scheduler = SchedulerHalf(self.store, LAYOUT, ((0, True),), judge, save_decode=True, cuts=CUTS)
-        self.worker = WorkerHalf(0, BLOCKS, PER_CHUNK, lambda: ["test"])
+        self.worker = WorkerHalf(0, BLOCKS, PER_CHUNK, StillModel)
         self.cache = {f"layer.{number}": torch.zeros(BLOCKS, ROW, dtype=torch.uint8) for number in range(LAYERS)}
         self.worker.register(self.cache)
         self.request = SimpleNamespace(

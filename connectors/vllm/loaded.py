@@ -1,0 +1,271 @@
+"""A worker's loaded model: what its layers resolved to, which weights it has, and whether these were replaced.
+
+A model's configuration does not tell all that decides its KV: vLLM picks rotary tables by the engine's longest prompt,
+and scales, windows and kernels by flags and platform. So the worker looks at the layers themselves. vLLM hands a
+connector its attention layers only. The modules above them are found among the process's objects, once, at the start.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+_RUNS, _RUN = 64, 128
+"""A digest reads so many runs of so many elements of each tensor, evenly spread from its first to its last."""
+_LOOKED_AT, _SEEN = 16, 64
+"""Each look for replaced weights compares so many parameters, by so many elements each, and goes round."""
+_ROTARY = re.compile("rotary|rope", re.IGNORECASE)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class LoadedModel:
+    """Made after the model was loaded. Belongs to the worker's thread.
+
+    It keeps no weights alive: an engine that replaces them must not hold them twice.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        from vllm.config import get_layers_from_vllm_config
+        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+        self._layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+        self._longest = vllm_config.model_config.max_model_len
+        self._roots = models_with(list(self._layers.values()))
+        self._watch = Watch(self._roots, moves=_moves(vllm_config))
+
+    def backends(self) -> list[str]:
+        """Names of the attention backends. They decide how a block is packed where no stride shows it."""
+        return sorted({layer.get_attn_backend().get_name() for layer in self._layers.values()})
+
+    def resolved(self) -> dict[str, str] | None:
+        """Digests of what decides K and V for given tokens and weights. None where the model was not found."""
+        if not self._roots:
+            return None
+        attention = {name: attention_facts(layer) for name, layer in self._layers.items()}
+        rotary = [rotary_facts(root, self._longest) for root in self._roots]
+        return {"attention": _digest(attention), "rotary": _digest(rotary)}
+
+    def weights(self) -> str | None:
+        """Hex digest of samples of every parameter. None where some cannot be read: kernels of vLLM's CPU backend keep
+        weights packed in a form of their own."""
+        return weights_digest(self._roots)
+
+    def replaced(self, *, looks: bool) -> bool:
+        """Whether the weights are others than at the last call; see :class:`Watch`."""
+        return self._watch.replaced(looks=looks)
+
+
+def models_with(layers: list[nn.Module]) -> list[nn.Module]:
+    """The outermost modules that contain some of these layers: the model, and a draft model beside it."""
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    inside = {id(child) for module in modules for child in module.children()}
+    wanted = {id(layer) for layer in layers}
+    outermost = [module for module in modules if id(module) not in inside and id(module) not in wanted]
+    found = [root for root in outermost if any(id(module) in wanted for module in root.modules())]
+    seen = {id(module) for root in found for module in root.modules()}
+    if not wanted or not wanted <= seen:
+        return []
+    return sorted(found, key=lambda root: (type(root).__qualname__, next(_names(root, wanted))))
+
+
+def _names(root: nn.Module, wanted: set[int]) -> Iterator[str]:
+    return (name for name, module in root.named_modules() if id(module) in wanted)
+
+
+# ---- what layers resolved to ---------------------------------------------------------------------------------------
+
+
+def attention_facts(layer: Any) -> dict[str, Any]:
+    """Scale, soft cap, window, cache type, scales of K and V: all that is plain in the layer and its kernel."""
+    buffers = {name: sampled(tensor) for name, tensor in layer.named_buffers()}
+    return {"layer": _plain(layer), "kernel": _plain(getattr(layer, "impl", None)), "buffers": buffers}
+
+
+def rotary_facts(root: nn.Module, longest: int) -> dict[str, Any]:
+    """For each rotary module of a model: its plain attributes and samples of its tables.
+
+    One without any table that could be read counts with the engine's longest prompt instead, which is what such tables
+    are chosen by.
+    """
+    found: dict[str, Any] = {}
+    for name, module in root.named_modules():
+        inner = any(name.startswith(f"{outer}.") for outer in found)
+        if inner or not (_ROTARY.search(name.rpartition(".")[2]) or _ROTARY.search(type(module).__name__)):
+            continue
+        tensors = dict(module.named_buffers())
+        tensors |= {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
+        tables = {key: sampled(tensor) for key, tensor in sorted(tensors.items())}
+        facts = {"class": type(module).__qualname__, "plain": _plain(module), "tables": tables}
+        found[name] = facts if tables else facts | {"longest": longest}
+    return found
+
+
+def _plain(thing: Any) -> dict[str, str]:
+    """The public attributes that are numbers, words, or lists of such."""
+    attributes = vars(thing) if hasattr(thing, "__dict__") else {}
+    return {
+        name: repr(value) for name, value in attributes.items() if not name.startswith("_") and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(one) for one in value)
+    return value is None or isinstance(value, int | float | str | Enum | torch.dtype)
+
+
+def _digest(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+# ---- weights -------------------------------------------------------------------------------------------------------
+
+
+def weights_digest(roots: list[nn.Module]) -> str | None:
+    """See :meth:`LoadedModel.weights`."""
+    digest, count = hashlib.sha256(), 0
+    for root in roots:
+        for name, tensor in root.named_parameters():
+            if tensor.is_meta or not tensor.numel():
+                return None
+            digest.update(f"{name}\0{sampled(tensor)}\0".encode())
+            count += 1
+    return digest.hexdigest() if count else None
+
+
+@torch.no_grad()
+def sampled(tensor: torch.Tensor) -> str:
+    """Shape, type, and a digest of elements spread over the whole tensor."""
+    bits = tensor.detach()
+    if bits.dtype in (torch.bool, torch.complex64, torch.complex128) or bits.dtype.itemsize not in _INTEGERS:
+        bits = torch.view_as_real(bits).double() if bits.is_complex() else bits.to(torch.uint8)
+    bits = bits.view(_INTEGERS[bits.dtype.itemsize])
+    if bits.numel():
+        last = max(0, bits.numel() - _RUN)
+        starts = torch.tensor([last * run // (_RUNS - 1) for run in range(_RUNS)])
+        places = (starts[:, None] + torch.arange(min(_RUN, bits.numel()))).flatten().to(bits.device)
+        bits = bits[torch.unravel_index(places, bits.shape)] if bits.dim() else bits.reshape(1)
+    content = hashlib.sha256(bits.cpu().contiguous().numpy().tobytes()).hexdigest()
+    return f"{list(tensor.shape)} {tensor.dtype} {content}"
+
+
+class _Seen(NamedTuple):
+    """A parameter as it was at the last look; ``module`` and ``name`` are where it is found."""
+
+    module: nn.Module
+    name: str
+    address: int
+    version: int
+
+
+class Watch:
+    """Notices that weights were replaced under a running engine.
+
+    - The model's ``load_weights`` was called: vLLM's reloads and most weight transfers do.
+    - A parameter is another tensor, lies elsewhere, or was written in place (torch counts that).
+    - Its elements differ. That shows writes which torch does not count (``parameter.data.copy_``): each look compares
+      some parameters by some elements, and goes round, so a change of one layer alone may be seen some looks later.
+
+    It cannot see writes of the last kind to elements that it does not compare, to weights that a kernel keeps outside
+    the module's parameters, and, with ``moves`` (the engine itself moves weights about), any but the first kind.
+    """
+
+    def __init__(self, roots: list[nn.Module], *, moves: bool = False) -> None:
+        self._roots = roots
+        self._moves = moves
+        self._loaded = False
+        self._next = 0
+        for root in roots:
+            self._listen(root)
+        self._seen: list[_Seen] = []
+        self._elements: list[bytes] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._remember()
+
+    def replaced(self, *, looks: bool) -> bool:
+        """Whether something was noticed since the last call. ``looks``: compare, too; some 0.1 ms."""
+        if not (self._loaded or (looks and not self._moves and self._differs())):
+            return False
+        self._loaded = False
+        self._remember()
+        return True
+
+    def _listen(self, root: nn.Module) -> None:
+        load = getattr(root, "load_weights", None)
+        if load is None:
+            return
+
+        @functools.wraps(load)
+        def noted(*arguments: Any, **more: Any) -> Any:
+            self._loaded = True
+            return load(*arguments, **more)
+
+        root.load_weights = noted  # type: ignore[assignment]
+
+    def _remember(self) -> None:
+        self._seen = [] if self._moves else [
+            _Seen(module, name, *_place(parameter))
+            for root in self._roots
+            for module in root.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.numel() and not parameter.is_meta
+        ]  # fmt: skip
+        devices = {module._parameters[name].device for module, name, *_ in self._seen}  # type: ignore[union-attr]
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+                self._stream = torch.cuda.Stream(device, priority=-1)
+        self._elements = [self._read([one]) for one in self._seen]
+
+    def _differs(self) -> bool:
+        for module, name, address, version in self._seen:
+            parameter = module._parameters.get(name)
+            if parameter is None or _place(parameter) != (address, version):
+                return True
+        chosen = range(self._next, min(self._next + _LOOKED_AT, len(self._seen)))
+        self._next = chosen.stop if chosen.stop < len(self._seen) else 0
+        now = self._read([self._seen[index] for index in chosen])
+        return now != b"".join(self._elements[index] for index in chosen)
+
+    def _read(self, parameters: list[_Seen]) -> bytes:
+        """On a GPU by a stream of their own, so that the look waits for no step of the model."""
+        if self._stream is None:
+            return _elements(parameters)
+        with torch.cuda.stream(self._stream):
+            return _elements(parameters)
+
+
+def _place(parameter: torch.Tensor) -> tuple[int, int]:
+    return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
+
+
+@torch.no_grad()
+def _elements(parameters: list[_Seen]) -> bytes:
+    """Some elements of each, in order."""
+    parts = []
+    for module, name, *_ in parameters:
+        tensor = module._parameters[name]
+        assert tensor is not None
+        flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[..., 0].reshape(-1)
+        parts.append(flat[:: max(1, flat.numel() // _SEEN)][:_SEEN].float())
+    if not parts:
+        return b""
+    return torch.cat(parts).cpu().numpy().tobytes()
+
+
+def _moves(vllm_config: Any) -> bool:
+    """Whether the engine moves weights about while it runs: expert balancing, or layers that are fetched ahead."""
+    offload = getattr(vllm_config, "offload_config", None)
+    prefetch = getattr(getattr(offload, "prefetch", None), "offload_group_size", 0) > 0
+    balances = bool(getattr(vllm_config.parallel_config, "enable_eplb", False))
+    elastic = bool(getattr(vllm_config.parallel_config, "enable_elastic_ep", False))
+    return prefetch or balances or elastic or getattr(offload, "offload_backend", "") == "prefetch"

@@ -1,0 +1,22 @@
+"""What a worker is told of its model, where a test has none."""
+
+from __future__ import annotations
+
+
+class StillModel:
+    """Its weights are replaced when a test sets ``other``."""
+
+    other = False
+
+    def backends(self) -> list[str]:
+        return ["test"]
+
+    def resolved(self) -> dict[str, str] | None:
+        return {}
+
+    def weights(self) -> str | None:
+        return None
+
+    def replaced(self, *, looks: bool) -> bool:
+        other, self.other = self.other and looks, False
+        return other
