@@ -74,6 +74,26 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 128,
     },
+    # Rotary tables as in Phi-3's long-context models: vLLM takes other factors where the engine's longest prompt is
+    # beyond what the model was trained on.
+    "longrope": _GQA_BASE
+    | {
+        "model_type": "llama",
+        "max_position_embeddings": 4096,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 1024,
+            "short_factor": [1.0] * 16,
+            "long_factor": [1.0 + 0.5 * index for index in range(16)],
+        },
+    },
     # Multi-head latent attention as in DeepSeek-V2; every layer dense.
     "mla": _GQA_BASE
     | {

@@ -57,9 +57,9 @@ def chunk_layout(
     tokens = block_tokens(kv_cache_config)
     if not ranks:
         raise LayoutError(
-            "no worker told kvtier how its KV cache lies. vLLM asks one connector only: where KVTierConnector stands in "
-            "a MultiConnector behind one that tells something of its own (NixlConnector), it is that one. Use kvtier "
-            "without it, or put KVTierConnector first in 'connectors'"
+            "no worker told kvtier how its KV cache lies. vLLM asks one connector only: where KVTierConnector stands "
+            "in a MultiConnector behind one that tells something of its own (NixlConnector), it is that one. Use "
+            "kvtier without it, or put KVTierConnector first in 'connectors'"
         )
     _refuse_context_parallel(vllm_config.parallel_config)
     replicated = bool(vllm_config.model_config.use_mla)

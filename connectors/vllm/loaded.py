@@ -112,9 +112,7 @@ def rotary_facts(root: nn.Module, longest: int) -> dict[str, Any]:
 def _plain(thing: Any) -> dict[str, str]:
     """The public attributes that are numbers, words, or lists of such."""
     attributes = vars(thing) if hasattr(thing, "__dict__") else {}
-    return {
-        name: repr(value) for name, value in attributes.items() if not name.startswith("_") and _is_plain(value)
-    }
+    return {name: repr(value) for name, value in attributes.items() if not name.startswith("_") and _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:

@@ -58,6 +58,15 @@ def run(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory)
 
 
 def _start(name: str, out: Path, model: Path, kvtier: bool, old: bool, config: dict[str, Any]) -> Any:
+    return start(f"scenarios {name}", out, model, config if kvtier else None, old=old)
+
+
+def start(
+    scenario: str, out: Path, model: Path, config: dict[str, Any] | None, *, old: bool = False, **more: str
+) -> Any:
+    """``scenario`` is a module of ``tests.integration`` and a name in it. ``config``: kvtier's keys; None: without
+    kvtier. ``more`` goes into its environment. Its log lies beside ``out``."""
+    module, name = scenario.split()
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("KVTIER_", "LMCACHE_"))}
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment |= {"TEST_FOLDER": str(out.parent)}
@@ -66,17 +75,19 @@ def _start(name: str, out: Path, model: Path, kvtier: bool, old: bool, config: d
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     else:
         environment["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
-    if kvtier:
+    if config is not None:
         # Most tests ask what is served, not how fast it would have been computed.
         settings = {"chunk_tokens": CHUNK, "ram_bytes": "64MiB", "take_hits": "always"} | config
         environment |= {f"KVTIER_{key.upper()}": str(value) for key, value in settings.items()} | {"WITH_KVTIER": "1"}
     if old:
         environment["PYTHONPATH"] = str(old_vllm())
-    command = [sys.executable, "-m", "tests.integration.scenarios", name, str(out), str(model)]
+    environment |= more
+    command = [sys.executable, "-m", f"tests.integration.{module}", name, str(out), str(model)]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     log = done.stdout + done.stderr
+    out.with_suffix(".log").write_text(log)
     if done.returncode:
         return EngineFailed(log)
     return json.loads(out.read_text())

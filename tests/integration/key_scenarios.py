@@ -1,0 +1,104 @@
+"""Engines whose configuration says less than what decides their KV: run as ``python -m tests.integration.key_scenarios
+NAME OUT MODEL``, as :mod:`tests.integration.scenarios` is, whose engine they use.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.integration.scenarios import Engine, rounds
+
+SCHEME = "object-store://"
+"""Of weights that no local file holds, as the test's streamer names them."""
+
+
+def short(model: str) -> Any:
+    """The engine's longest prompt is within what a LongRoPE model was trained on."""
+    return rounds(Engine(model))
+
+
+def long(model: str) -> Any:
+    """The engine's longest prompt is beyond that: vLLM takes other factors for every position."""
+    return rounds(Engine(model, max_model_len=1536))
+
+
+def streamed(model: str) -> Any:
+    """The model's folder has a configuration only. Its weights come from elsewhere (``TEST_WEIGHTS``)."""
+    weights = SCHEME + os.environ["TEST_WEIGHTS"]
+    register_streamer()
+    os.environ["TEST_PATCH"] = register_streamer.__name__
+    return rounds(Engine(model, load_format="test_streamer", model_weights=weights, disable_log_stats=False))
+
+
+def dummy(model: str) -> Any:
+    return rounds(Engine(model, load_format="dummy"))
+
+
+def reloaded(model: str) -> Any:
+    """Other weights (``TEST_WEIGHTS``) are loaded into a running engine by vLLM's own call."""
+    return _replaced(model, lambda engine: engine.llm.collective_rpc(
+        "reload_weights", kwargs={"weights_path": os.environ["TEST_WEIGHTS"]}))  # fmt: skip
+
+
+def written(model: str) -> Any:
+    """The running engine's embeddings are written over in place, past everything that vLLM or torch counts."""
+    return _replaced(model, lambda engine: engine.llm.collective_rpc("write_embeddings"))
+
+
+def _replaced(model: str, change: Callable[[Engine], Any]) -> Any:
+    engine = Engine(model, worker_extension_cls="tests.integration.key_scenarios.Writer")
+    before = rounds(engine)
+    change(engine)
+    assert engine.llm.reset_prefix_cache()
+    return {"before": before, "after": rounds(engine, times=3)}
+
+
+class Writer:
+    """What a trainer adds to vLLM's workers."""
+
+    model_runner: Any
+
+    def write_embeddings(self) -> None:
+        for name, parameter in self.model_runner.model.named_parameters():
+            if "embed_tokens" in name:
+                parameter.data.copy_(parameter.data.roll(1, dims=0))
+
+
+def register_streamer() -> None:
+    """A loader that takes weights from where ``model_weights`` says, as vLLM's object-storage streamer does."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    class Streamer(DefaultModelLoader):
+        def __init__(self, load_config: Any) -> None:
+            super().__init__(replace(load_config, load_format="safetensors"))
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            there = copy.copy(model_config)
+            there.model = model_config.model_weights.removeprefix(SCHEME)
+            super().load_weights(model, there)
+
+    register_model_loader("test_streamer")(Streamer)
+
+
+SCENARIOS: dict[str, Callable[[str], Any]] = {
+    function.__name__: function for function in (short, long, streamed, dummy, reloaded, written)
+}
+
+
+def main() -> None:
+    name, out, model = sys.argv[1:4]
+    Path(out).write_text(json.dumps(SCENARIOS[name](model)))
+
+
+if __name__ == "__mp_main__" and os.environ.get("TEST_PATCH") == register_streamer.__name__:
+    register_streamer()
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Real vLLM engines over one NVMe folder that look alike to kvtier and compute other KV for the same tokens: they
+never meet. And engines that change while they run: what was kept before is never served.
+
+Each is compared with the same engine without kvtier.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.bench.model import make_model
+from tests.integration.test_vllm import DOCUMENT_HIT, assert_same, hits, start
+
+pytestmark = pytest.mark.vllm
+
+Run = Callable[..., Any]
+WEIGHTS = ".safetensors"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """``run(scenario, model, kvtier=True, **environment)``: its answers. All runs have one NVMe folder."""
+    numbers = itertools.count()
+    disk = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
+
+    def once(name: str, model: Path, *, kvtier: bool = True, **more: str) -> Any:
+        out = tmp_path / f"run{next(numbers)}" / "answers.json"
+        out.parent.mkdir()
+        answers = start(f"key_scenarios {name}", out, model, disk if kvtier else None, **more)
+        assert not isinstance(answers, str), str(answers)[-4000:]
+        return answers
+
+    return once
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Path:
+    return make_model(tmp_path / "first", "tiny", seed=0)
+
+
+@pytest.fixture
+def second(tmp_path: Path) -> Path:
+    return make_model(tmp_path / "second", "tiny", seed=1)
+
+
+def without_weights(model: Path, into: Path) -> Path:
+    """A copy of the model's folder as vLLM's object-storage streamer makes it: no file of weights."""
+    return Path(shutil.copytree(model, into, ignore=lambda _, names: [name for name in names if WEIGHTS in name]))
+
+
+def differ(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
+    return all(left["tokens"] != right["tokens"] for left, right in zip(one, other, strict=True))
+
+
+def test_longrope_engines_of_two_lengths_never_meet_and_of_one_do(run: Run, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "longrope", "longrope")
+    short, long = run("short", model), run("long", model)
+    plain_long = run("long", model, kvtier=False)
+    assert differ(short, plain_long), "the factors make no difference, so nothing was tested"
+    assert_same(long, plain_long)
+    assert hits(long)[:3] == [0, 0, 0]
+    assert_same(short, run("short", model, kvtier=False))
+    for name, before in (("short", short), ("long", long)):
+        again = run(name, model)
+        assert hits(again) == [DOCUMENT_HIT] * 6
+        assert_same(again, [*before[3:], *before[3:]])
+
+
+def test_checkpoints_without_local_weights_never_meet(run: Run, first: Path, second: Path, tmp_path: Path) -> None:
+    """Both are streamed from elsewhere, under configurations that are equal to the byte."""
+    folder = without_weights(first, tmp_path / "folder")
+    one = run("streamed", folder, TEST_WEIGHTS=str(first))
+    two = run("streamed", folder, TEST_WEIGHTS=str(second))
+    plain = run("streamed", folder, kvtier=False, TEST_WEIGHTS=str(second))
+    assert differ(one, plain), "the weights make no difference, so nothing was tested"
+    assert_same(two, plain)
+    assert hits(two) == [0, 0, 0, *[DOCUMENT_HIT] * 3]
+
+
+def test_a_place_whose_content_was_replaced_is_another_checkpoint(
+    run: Run, first: Path, second: Path, tmp_path: Path
+) -> None:
+    folder, place = without_weights(first, tmp_path / "folder"), tmp_path / "place"
+    shutil.copytree(first, place)
+    run("streamed", folder, TEST_WEIGHTS=str(place))
+    shutil.copytree(second, place, dirs_exist_ok=True)
+    two = run("streamed", folder, TEST_WEIGHTS=str(place))
+    assert_same(two, run("streamed", folder, kvtier=False, TEST_WEIGHTS=str(second)))
+    assert hits(two)[:3] == [0, 0, 0]
+
+
+def test_random_weights_beside_real_ones_never_meet(run: Run, first: Path) -> None:
+    """Dummy weights lie in no file, though the folder holds files of the model."""
+    run("short", first)
+    random = run("dummy", first)
+    assert hits(random)[:3] == [0, 0, 0]
+    assert_same(random, run("dummy", first, kvtier=False))
+
+
+@pytest.mark.parametrize("scenario", ["reloaded", "written"])
+def test_weights_replaced_under_a_running_engine_are_never_answered_with_old_kv(
+    run: Run, first: Path, second: Path, scenario: str
+) -> None:
+    ours = run(scenario, first, TEST_WEIGHTS=str(second))
+    plain = run(scenario, first, kvtier=False, TEST_WEIGHTS=str(second))
+    assert differ(plain["before"][:3], plain["after"][:3]), "the weights make no difference, so nothing was tested"
+    assert_same(ours["before"], plain["before"])
+    assert_same(ours["after"], plain["after"])
+    assert hits(ours["after"])[6:] == [DOCUMENT_HIT] * 3, "the cache goes on with the new weights"
+    restarted = run("short", first)
+    assert_same(restarted[:3], ours["before"][3:])
+    assert hits(restarted) == [DOCUMENT_HIT] * 6, "what the old weights computed is there for them"

@@ -1,0 +1,110 @@
+"""vLLM's own Scheduler with kvtier's connector in it, and no model: steps are answered as workers would."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BLOCK, CHUNK = 16, 32
+
+
+class Core:
+    """A scheduler of one rank. The model's every answer is the token 7."""
+
+    def __init__(self, model: Path) -> None:
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        from kvtier.connectors.vllm.metadata import RankLayout
+
+        settings = {"chunk_tokens": CHUNK, "ram_bytes": "8MiB", "take_hits": "always"}
+        transfer = KVTransferConfig(
+            kv_connector="KVTierConnector", kv_connector_module_path="kvtier.connectors.vllm", kv_role="kv_both",
+            kv_load_failure_policy="recompute", kv_connector_extra_config=settings,
+        )  # fmt: skip
+        arguments = EngineArgs(
+            model=str(model), block_size=BLOCK, max_model_len=736, kv_transfer_config=transfer, dtype="float32",
+            enforce_eager=True, max_num_batched_tokens=1024,
+        )  # fmt: skip
+        config = arguments.create_engine_config()
+        config.cache_config.num_gpu_blocks = 64
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        groups = [KVCacheGroupSpec(["layer"], spec)]
+        cache = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups)
+        self.scheduler: Any = Scheduler(config, cache, StructuredOutputManager(config), BLOCK, log_stats=False)
+        self.scheduler._try_schedule_encoder_inputs = lambda request, start, tokens, budget, *_, **__: (
+            [], tokens, budget, [], None,
+        )  # fmt: skip
+        self.connector: Any = self.scheduler.connector
+        rank = RankLayout(4096, {"row_bytes": [4096]}, model={"attention": "", "rotary": ""})
+        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): rank})
+        self.failures = 0
+
+    def request(self, name: str, tokens: list[int], media: dict[int, str] | None = None, **more: Any) -> Any:
+        """``media``: for each image its first token and its name. Each is 8 tokens long."""
+        from vllm import SamplingParams
+        from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.request import Request
+
+        init_none_hash(sha256)
+        features = [
+            MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset=offset, length=8))
+            for offset, identifier in (media or {}).items()
+        ]
+        limits = SamplingParams(max_tokens=more.pop("max_tokens", 1), ignore_eos=True)
+        hasher = get_request_block_hasher(BLOCK, sha256)
+        return Request(name, tokens, limits, None, mm_features=features, block_hasher=hasher, **more)
+
+    def add(self, request: Any) -> None:
+        self.scheduler.add_request(request)
+
+    def step(self, *, replaced: bool = False) -> Any:
+        """One step of the engine: what was scheduled. Workers do every job, or have ``replaced`` weights and none."""
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        from kvtier.connectors.vllm.metadata import StepReport
+
+        output = self.scheduler.schedule()
+        metadata = output.kv_connector_metadata
+        jobs = Counter({job.number: 1 for job in (*metadata.loads, *metadata.saves)})
+        self.failures += replaced
+        told = StepReport(step=metadata.number, replaced=replaced, failures={0: self.failures} if replaced else {})
+        told.failed, told.done = (jobs, Counter()) if replaced else (Counter(), jobs)
+        names = list(output.num_scheduled_tokens)
+        sampled = [[7] if self._ends(name) else [] for name in names]
+        answer = ModelRunnerOutput(
+            req_ids=names, req_id_to_index={name: index for index, name in enumerate(names)}, sampled_token_ids=sampled,
+            kv_connector_output=KVConnectorOutput(
+                kv_connector_worker_meta=told,
+                invalid_block_ids={block for job in metadata.loads for block in job.blocks} if replaced else set(),
+            ),
+        )  # fmt: skip
+        self.scheduler.update_from_output(output, answer)
+        return output
+
+    def _ends(self, name: str) -> bool:
+        request = self.scheduler.requests[name]
+        return bool(request.num_computed_tokens >= request.num_tokens)
+
+    def run(self, name: str) -> None:
+        """Step until this request waits for more, or is over."""
+        for _ in range(100):
+            request = self.scheduler.requests.get(name)
+            if request is None or request.status.name == "WAITING_FOR_STREAMING_REQ":
+                return
+            self.step()
+        raise AssertionError(f"{name} never ends")
+
+    def hit(self, request: Any) -> int:
+        """Tokens that kvtier would load for it."""
+        tokens, _ = self.connector.get_num_new_matched_tokens(request, 0)
+        self.connector.request_finished(request, [])
+        return int(tokens)

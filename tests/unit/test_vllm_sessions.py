@@ -1,0 +1,118 @@
+"""vLLM's own Scheduler and requests: streaming sessions that go on, and weights that are replaced between steps."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from pathlib import Path
+
+import pytest
+
+from kvtier.bench.model import make_model
+from tests.unit.real_scheduler import CHUNK, Core
+
+pytestmark = pytest.mark.vllm
+
+FIRST, MORE = list(range(100, 200)), list(range(300, 400))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """vLLM warns while it is imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("vllm.v1.core.sched.scheduler")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
+
+
+@pytest.fixture
+def core(model: Path) -> Core:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Core(model)
+
+
+class TestSessions:
+    """The session's first input has 100 tokens; then ten are sampled, of which vLLM keeps nine; then 100 more come."""
+
+    def test_an_image_that_comes_later_is_in_the_keys(self, core: Core) -> None:
+        core.add(core.request("session", FIRST.copy(), max_tokens=10, resumable=True))
+        core.run("session")
+        core.add(core.request("session", MORE.copy(), {4: "cat"}, max_tokens=10, resumable=True))
+        core.run("session")
+        session = core.scheduler.requests["session"]
+        tokens, at = session.all_token_ids[:], session.mm_features[0].mm_position.offset
+        before = at // CHUNK * CHUNK
+        assert before < at + 8 <= before + CHUNK
+        assert core.hit(core.request("cat", tokens[:], {at: "cat"})) == len(tokens) // CHUNK * CHUNK
+        assert core.hit(core.request("dog", tokens[:], {at: "dog"})) == before
+        assert core.hit(core.request("elsewhere", tokens[:], {at - 1: "cat"})) == before
+        assert core.hit(core.request("text", tokens[:])) == before, "saved before there was an image"
+
+    def test_the_token_that_vllm_takes_back_is_in_no_key(self, core: Core) -> None:
+        """The sampled tokens end a chunk: the last of them is replaced by the next input's first."""
+        start = list(range(100, 100 + 3 * CHUNK - 4))
+        core.add(core.request("session", start[:], max_tokens=4, resumable=True))
+        core.run("session")
+        assert core.scheduler.requests["session"].num_tokens == 3 * CHUNK
+        core.add(core.request("session", MORE.copy(), max_tokens=10, resumable=True))
+        core.run("session")
+        tokens = core.scheduler.requests["session"].all_token_ids[:]
+        assert tokens[: 3 * CHUNK] == [*start, 7, 7, 7, MORE[0]]
+        whole = len(tokens) // CHUNK * CHUNK
+        assert core.hit(core.request("same", tokens[:])) == whole
+        assert core.hit(core.request("taken back", [*start, 7, 7, 7, 7, *MORE])) == 2 * CHUNK
+
+    def test_an_adapter_and_a_salt_stay_a_session_s(self, core: Core) -> None:
+        core.add(core.request("session", FIRST.copy(), max_tokens=10, resumable=True, cache_salt="mine"))
+        core.run("session")
+        core.add(core.request("session", MORE.copy(), max_tokens=10, resumable=True, cache_salt="mine"))
+        core.run("session")
+        tokens = core.scheduler.requests["session"].all_token_ids[:]
+        whole = len(tokens) // CHUNK * CHUNK
+        assert core.hit(core.request("mine", tokens[:], cache_salt="mine")) == whole
+        assert core.hit(core.request("other", tokens[:], cache_salt="other")) == 0
+
+
+class TestReplacedWeights:
+    def test_what_was_kept_before_is_never_served_again(self, core: Core) -> None:
+        core.add(core.request("one", FIRST.copy()))
+        core.run("one")
+        assert core.hit(core.request("hit", FIRST.copy())) == 3 * CHUNK
+        core.add(core.request("two", MORE.copy()))
+        core.step(replaced=True)
+        core.run("two")
+        assert core.hit(core.request("three", FIRST.copy())) == 0
+
+    def test_a_request_that_was_running_is_not_kept(self, core: Core) -> None:
+        core.add(core.request("one", FIRST.copy(), max_tokens=2 * CHUNK))
+        core.step()
+        core.step(replaced=True)
+        core.run("one")
+        assert core.hit(core.request("two", FIRST.copy())) == 0
+
+    def test_a_request_that_was_waiting_is_kept_under_the_new_keys(self, core: Core) -> None:
+        core.add(core.request("one", FIRST.copy()))
+        early = core.request("waiting", MORE.copy())
+        core.connector.get_num_new_matched_tokens(early, 0)
+        core.step(replaced=True)
+        core.add(early)
+        core.run("waiting")
+        assert core.hit(core.request("two", MORE.copy())) == 3 * CHUNK
+
+    def test_what_vllm_s_own_cache_still_has_of_before_is_not_kept(self, core: Core) -> None:
+        core.add(core.request("one", FIRST.copy()))
+        core.run("one")
+        core.add(core.request("two", MORE.copy()))
+        core.step(replaced=True)
+        core.add(core.request("three", [*FIRST, *MORE]))
+        core.run("three")
+        assert core.hit(core.request("four", [*FIRST, *MORE])) == 0, "its first blocks are the old weights'"
+        assert core.scheduler.reset_prefix_cache()
+        core.add(core.request("five", [*FIRST, *MORE]))
+        core.run("five")
+        assert core.hit(core.request("six", [*FIRST, *MORE])) == 6 * CHUNK
