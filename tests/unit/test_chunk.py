@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,15 +15,57 @@ from kvtier.chunk import KEY_BYTES, ChunkLayout, fingerprint, own_link, parent_l
 from kvtier.errors import ConfigError, LayoutError
 
 LAYOUT = ChunkLayout(fingerprint({"model": "a"}), 4, 2, (100, 30))
-KNOWN = ["bbbee2e2dd8d420d", "3ab0e965f0cd93d9"]
+KNOWN: list[tuple[bytes, dict[int, bytes], list[str]]] = [
+    (b"", {}, ["6818a140f18fef62", "4484b34617a4a497"]),
+    (b"salt", {}, ["bbbee2e2dd8d420d", "3ab0e965f0cd93d9"]),
+    (b"salt", {0: b"cat"}, ["9335fa67602a3c6b", "8fb49695a3b4aa86"]),
+    (b"", {1: b"cat"}, ["ed7b5d63cb81ac4f", "14944b1174fc773a"]),
+    (b"", {0: b"cat", 1: b"dog"}, ["553c012c028119f0", "8bfd6ebbc38faaea"]),
+]
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
-def test_known_keys_never_change() -> None:
+@pytest.mark.parametrize(("extra", "media", "known"), KNOWN)
+def test_known_keys_never_change(extra: bytes, media: dict[int, bytes], known: list[str]) -> None:
     """A key that changes makes every stored chunk worthless: these were computed once and are written down."""
-    keys = LAYOUT.keys(list(range(10)), b"salt")
-    assert [key.hex()[:16] for key in keys] == KNOWN
+    keys = LAYOUT.keys(list(range(10)), extra, media)
+    assert [key.hex()[:16] for key in keys] == known
     assert all(len(key) == KEY_BYTES for key in keys)
+
+
+CHUNK_BYTES = 4 * LAYOUT.chunk_tokens
+"""What the tokens of one chunk are hashed as."""
+SPLIT = st.tuples(*[st.integers(0, 12)] * 3)
+
+
+def cut(flat: bytes, split: tuple[int, int, int]) -> tuple[bytes, dict[int, bytes], list[int]]:
+    """Read a run of bytes as a prompt: so many of the extra, of the first chunk's media and of the second's, each
+    before what belongs to it."""
+    parts, at = [], 0
+    for size in (split[0], split[1], CHUNK_BYTES, split[2], CHUNK_BYTES):
+        parts.append(flat[at : at + size])
+        at += size
+    extra, first, one, second, two = parts
+    media = {index: what for index, what in enumerate((first, second)) if what}
+    return extra, media, list(struct.unpack(f"<{2 * LAYOUT.chunk_tokens}I", one + two))
+
+
+@given(st.binary(min_size=64, max_size=64), SPLIT, SPLIT)
+def test_no_two_readings_of_the_same_bytes_share_a_key(flat: bytes, one: Any, other: Any) -> None:
+    """Salts, media and tokens lie one behind the other in what is hashed. Where one ends is in it, too."""
+    flat += bytes(CHUNK_BYTES)
+    left, right = cut(flat, one), cut(flat, other)
+    keys = [LAYOUT.keys(tokens, extra, media)[-1] for extra, media, tokens in (left, right)]
+    assert (keys[0] == keys[1]) == (left == right)
+
+
+def test_media_end_where_they_end() -> None:
+    """An image's name that goes on as another's tokens do."""
+    split = [(0, 1, 8), (0, 5, 4), (4, 1, 4), (0, 9, 0), (9, 0, 0), (0, 0, 9), (5, 4, 0), (4, 0, 5)]
+    flat = bytes([1] * 9 + [0] * 2 * CHUNK_BYTES)
+    read = [cut(bytes([1]) * len(flat), one) for one in split]
+    keys = {LAYOUT.keys(tokens, extra, media)[-1] for extra, media, tokens in read}
+    assert len(keys) == len(split)
 
 
 def test_keys_do_not_depend_on_the_process() -> None:
