@@ -12,9 +12,10 @@ import logging
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvtier.connectors.vllm.metadata import RankLayout
+if TYPE_CHECKING:
+    from kvtier.connectors.vllm.metadata import RankLayout
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
@@ -29,10 +30,8 @@ _FROM_FOLDER = (
 """vLLM's load formats that read the weight files of the model's own folder, unless ``model_weights`` names another
 place."""
 
-Ranks = Mapping[tuple[int, int], RankLayout]
 
-
-def identity(vllm_config: Any, ranks: Ranks) -> dict[str, Any]:
+def identity(vllm_config: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> dict[str, Any]:
     """JSON-able. Ids of machine and process and the names of local folders are left out on purpose."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     models = _models(vllm_config)
@@ -55,7 +54,7 @@ def start_word(why: str) -> str:
     return secrets.token_hex(16)
 
 
-def _unknown(vllm_config: Any, ranks: Ranks) -> str:
+def _unknown(vllm_config: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> str:
     """Why equal identities might not mean equal bytes in this engine; "" when they do."""
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         return "calculate_kv_scales takes the KV scales from the first prompts"
@@ -87,7 +86,7 @@ def _model(model: Any) -> dict[str, Any]:
 # ---- weights -------------------------------------------------------------------------------------------------------
 
 
-def _weights(model: Any, load: Any, ranks: Ranks) -> dict[str, Any]:
+def _weights(model: Any, load: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> dict[str, Any]:
     """By the content of the files that vLLM reads. Where those are not local: by their name, and by what every rank
     sees in the model it has loaded."""
     files = _files(model, load)

@@ -194,6 +194,38 @@ def test_what_is_saved_after_a_load_that_failed_on_the_device_fails_too_until_th
     assert dict(rank.step(seen=1).done) == {6: 1}
 
 
+def test_nothing_is_loaded_or_saved_after_the_weights_were_replaced_until_the_scheduler_knows(rank: Rank) -> None:
+    rank.step(saves=[rank.job(1, [0], [0, 1])], forward=rank.fill(0, 3))
+    rank.streams.run()
+    rank.half._model.other = True  # type: ignore[union-attr]
+    report = rank.step([rank.job(2, [0], [4, 5])], saves=[rank.job(3, [2], [4, 5])])
+    rank.streams.run()
+    assert report.replaced
+    assert rank.bad == {4, 5}
+    assert dict(report.failed) == {2: 1, 3: 1} and dict(report.done) == {1: 1}
+    assert not rank.cache[4:6].any(), "old KV is in the blocks"
+    late = rank.step(saves=[rank.job(4, [3], [6, 7])])
+    assert dict(late.failed) == {4: 1} and not late.replaced, "planned before the scheduler knew"
+    rank.step(saves=[rank.job(5, [3], [6, 7])], seen=max(report.failures.values()))
+    rank.streams.run()
+    assert dict(rank.step(seen=9).done) == {5: 1}
+
+
+def test_what_one_rank_says_of_its_weights_is_said_of_all() -> None:
+    from kvtier.connectors.vllm.metadata import StepReport
+
+    for one, other in ((True, False), (False, True), (False, False)):
+        merged = StepReport(replaced=one).aggregate(StepReport(replaced=other))
+        assert merged.replaced is (one or other)
+
+
+def test_a_worker_tells_what_its_model_resolved_to(rank: Rank) -> None:
+    told = rank.half.layout()
+    assert told is not None
+    assert (told.model, told.weights) == ({}, None)
+    assert told.description["backends"] == ["test"]
+
+
 def test_a_save_that_failed_on_the_device_spoils_no_other(rank: Rank) -> None:
     rank.step(saves=[rank.job(1, [0], [0, 1])])
     rank.streams.all[2].error = RuntimeError("CUDA error: injected")  # the stream of DMAs to slots

@@ -4,8 +4,6 @@ notices replaced weights."""
 from __future__ import annotations
 
 import gc
-import importlib
-import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-pytestmark = pytest.mark.vllm
+import kvtier.connectors.vllm.loaded
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture
 def loaded() -> Any:
-    """vLLM warns while it is imported."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return importlib.import_module("kvtier.connectors.vllm.loaded")
+    return kvtier.connectors.vllm.loaded
 
 
 class Kernel:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import warnings
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,20 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvtier.connectors.vllm.requests
 from kvtier.chunk import ChunkLayout, fingerprint
-
-pytestmark = pytest.mark.vllm
 
 LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 32, 16, (4096,))
 TOKENS = list(range(128))
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture
 def requests() -> Any:
-    """vLLM warns while it is imported."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return importlib.import_module("kvtier.connectors.vllm.requests")
+    return kvtier.connectors.vllm.requests
 
 
 def image(identifier: str, offset: int, length: int = 8) -> Any:
@@ -79,8 +73,7 @@ class TestMedia:
         st.lists(st.tuples(st.text(max_size=6), st.integers(0, 31)), max_size=3),
     )
     def test_equal_bytes_mean_equal_media(self, one: list[tuple[str, int]], other: list[tuple[str, int]]) -> None:
-        from kvtier.connectors.vllm.requests import media_extra
-
+        media_extra = kvtier.connectors.vllm.requests.media_extra
         said = [media_extra(asked(mm_features=[image(*each, 1) for each in media]), 32) for media in (one, other)]
         assert (said[0] == said[1]) == (sorted(one) == sorted(other))
 

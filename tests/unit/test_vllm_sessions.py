@@ -116,3 +116,23 @@ class TestReplacedWeights:
         core.add(core.request("five", [*FIRST, *MORE]))
         core.run("five")
         assert core.hit(core.request("six", [*FIRST, *MORE])) == 6 * CHUNK
+
+
+def test_an_engine_that_may_keep_no_prefixes_runs_on_and_keeps_none(
+    core: Core, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from kvtier.connectors.vllm import layout
+
+    monkeypatch.setattr(layout, "why_no_prefixes", lambda _: "the platform forbids it")
+    monkeypatch.setattr(core.connector, "_scheduler", None)
+    core.connector.set_xfer_handshake_metadata_pp_aware({})
+    assert "the platform forbids it: kvtier keeps and serves nothing in this engine" in caplog.text
+    for name in ("one", "two"):
+        core.add(core.request(name, FIRST.copy()))
+        core.run(name)
+        assert core.scheduler.reset_prefix_cache(reset_connector=True)
+    assert core.hit(core.request("three", FIRST.copy())) == 0
+    assert core.connector.get_kv_connector_stats() is None
+    assert not core.connector.has_pending_push_work()
+    assert core.connector.get_external_cache_hit_sources(core.request("four", FIRST.copy()), 0) == {}
+    core.connector.shutdown()

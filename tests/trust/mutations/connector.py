@@ -1,0 +1,235 @@
+"""The connector's two halves: what is served and saved of a request, and what is not after something failed."""
+
+from __future__ import annotations
+
+from tests.trust.mutations.room import PYTEST, Mutant, Room
+
+_SCHEDULER = "connectors/vllm/scheduler.py"
+_WORKER = "connectors/vllm/worker.py"
+_METADATA = "connectors/vllm/metadata.py"
+
+ROOM = Room(
+    {
+        "rules": (*PYTEST, "tests/unit/test_vllm_rules.py", "tests/unit/test_vllm_sessions.py"),
+        "worker": (*PYTEST, "tests/unit/test_gpu_worker.py"),
+        "scheduler": (*PYTEST, "tests/unit/test_vllm_scheduler.py", "tests/unit/test_vllm_layerwise.py"),
+    },
+    (
+        # ---- scheduler: what is served ---
+        Mutant(
+            _SCHEDULER,
+            "if prompt.chain is None or request.skip_reading_prefix_cache:",
+            "if prompt.chain is None:",
+            "prompt logprobs are asked of a prompt that is not computed",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "(total - 1) // block * block",
+            "total // block * block",
+            "no token is left to compute",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "first, last = prompt.begin // block, (prompt.begin + tokens) // block",
+            "first, last = prompt.start * per_chunk, (prompt.begin + tokens) // block",
+            "a load writes over blocks that other requests use",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "ids[first:last], first - prompt.start * per_chunk)",
+            "ids[first:last], 0)",
+            "a chunk's first blocks are loaded where its last belong",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "self._failures_seen[rank] = max(",
+            "self._failures_seen[-1] = max(",
+            "after one failed load nothing is saved any more",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "            self.store.forget(pending.keys)\n",
+            "",
+            "a chunk that cannot be loaded is offered for ever",
+        ),
+        # ---- scheduler: what is saved ---
+        Mutant(
+            _SCHEDULER,
+            "min(computed + output.num_scheduled_tokens[request_id], known) // self._layout.chunk_tokens",
+            "known // self._layout.chunk_tokens",
+            "chunks are saved before they are computed",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "min(computed + output.num_scheduled_tokens[request_id], known) // self._layout.chunk_tokens",
+            "(computed + output.num_scheduled_tokens[request_id]) // self._layout.chunk_tokens",
+            "drafts are saved before they are accepted",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "min(computed + output.num_scheduled_tokens[request_id], known) // self._layout.chunk_tokens",
+            "min(computed + output.num_scheduled_tokens[request_id] + 1, known) // self._layout.chunk_tokens",
+            "the newest token's chunk is saved without its last token",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "known = request.num_tokens if self._save_decode else request.num_prompt_tokens",
+            "known = request.num_tokens",
+            "answers are kept where the configuration says not to",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "                prompt.saved = 0\n            else:\n                blocks = prompt.blocks + blocks",
+            "                blocks = prompt.blocks + blocks\n            else:\n"
+            "                blocks = prompt.blocks + blocks",
+            "a request that was preempted is saved from blocks that are others' now",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "                prompt.saved = 0\n            else:\n                blocks",
+            "                pass\n            else:\n                blocks",
+            "what a preempted request had saved is never offered again",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "            if pending.done + pending.failed == len(self._parts):",
+            "            if pending.done + pending.failed >= 1:",
+            "a chunk is served when one of two ranks has written it",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "        if not pending.failed:\n",
+            "        if pending.done or not pending.failed:\n",
+            "a chunk that one rank could not write is served",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "            pending.failed += report.failed[number]",
+            "            pending.done += report.failed[number]",
+            "failed saves and loads count as done",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "            prompt.saved, prompt.retried = 0, True",
+            "            prompt.retried = True",
+            "chunks whose save was refused are never offered again",
+        ),
+        # ---- scheduler: sessions and replaced weights ---
+        Mutant(
+            _SCHEDULER,
+            "if prompt.chain is None or shape == prompt.shape:",
+            "if True:",
+            "images that a session adds later are in no key",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "return request.num_prompt_tokens, len(request.mm_features or ())",
+            "return 0, len(request.mm_features or ())",
+            "tokens that vLLM takes back from a session stay in its keys",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "        if report.replaced:\n            self._renew()\n",
+            "",
+            "what old weights computed is served after they were replaced",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "        self._old_blocks = True\n",
+            "",
+            "what old weights left in vLLM's own cache is saved as the new ones'",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "            self._drop(prompt)\n            prompt.chain = None\n",
+            "            self._drop(prompt)\n",
+            "what a running request had of the old weights is saved",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "        self._prompts = {name: prompt for name, prompt in self._prompts.items() if prompt.blocks}\n",
+            "",
+            "requests that waited while weights were replaced are never kept",
+        ),
+        # ---- what ranks say together ---
+        Mutant(
+            _METADATA,
+            "replaced=self.replaced or other.replaced",
+            "replaced=self.replaced",
+            "weights that one rank saw replaced are held to be the old ones",
+        ),
+        Mutant(
+            _METADATA,
+            "            done=self.done + other.done,",
+            "            done=self.done | other.done,",
+            "a rank's word is lost in another's",
+        ),
+        # ---- worker ---
+        Mutant(
+            _WORKER,
+            "metadata.failures_seen.get(self._rank, 0) < self._failures",
+            "False",
+            "what was computed from a failed load is saved",
+        ),
+        Mutant(
+            _WORKER,
+            "            if poisoned:\n",
+            "            if poisoned and metadata.loads:\n",
+            "steps that were planned before the scheduler knew of a failure save what they computed",
+        ),
+        Mutant(
+            _WORKER,
+            "        self._bad_blocks.update(job.blocks)\n",
+            "",
+            "vLLM computes on with blocks that were not loaded",
+        ),
+        Mutant(
+            _WORKER,
+            "            self._under_way = deque(one._replace(sound=one.is_load) for one in self._under_way)\n",
+            "            pass\n",
+            "saves begun after a load that failed on the device are kept",
+        ),
+        Mutant(
+            _WORKER,
+            "            for job in metadata.loads:\n                self._load_failed(job)\n            return",
+            "            pass",
+            "old KV is loaded into a model whose weights were replaced",
+        ),
+        Mutant(
+            _WORKER,
+            "        self._report.replaced = True\n        self._failed_once()\n",
+            "        self._report.replaced = True\n",
+            "what new weights computed is saved under the old ones' keys",
+        ),
+        Mutant(
+            _WORKER,
+            "        self._report.replaced = True\n",
+            "",
+            "the scheduler never hears that weights were replaced",
+        ),
+        Mutant(
+            _WORKER,
+            "looks=bool(metadata.loads or metadata.saves)",
+            "looks=False",
+            "weights that are written in place are not noticed",
+        ),
+        Mutant(
+            _WORKER,
+            "model=self._model.resolved(),",
+            "model=None,",
+            "no start of any engine finds what another has kept",
+        ),
+        Mutant(
+            _WORKER,
+            "job.blocks[taken : taken + count]))",
+            "job.blocks[:count]))",
+            "chunks of one load all go to the first one's blocks",
+        ),
+        Mutant(
+            _WORKER,
+            "            first, taken = 0, taken + count",
+            "            taken = taken + count",
+            "of later chunks the wrong part is loaded",
+        ),
+    ),
+)
