@@ -41,6 +41,17 @@ def dummy(model: str) -> Any:
     return rounds(Engine(model, load_format="dummy"))
 
 
+def modes(model: str) -> Any:
+    """An engine's answers, and which of its modes are in force whatever was asked for."""
+    engine = Engine(model, enable_prefix_caching=True, async_scheduling=True)
+    config = engine.llm.llm_engine.vllm_config
+    return {
+        "answers": rounds(engine),
+        "prefix_caching": config.cache_config.enable_prefix_caching,
+        "async_scheduling": config.scheduler_config.async_scheduling,
+    }
+
+
 def reloaded(model: str) -> Any:
     """Other weights (``TEST_WEIGHTS``) are loaded into a running engine by vLLM's own call."""
     return _replaced(model, lambda engine: engine.llm.collective_rpc(
@@ -89,7 +100,7 @@ def register_streamer() -> None:
 
 
 SCENARIOS: dict[str, Callable[[str], Any]] = {
-    function.__name__: function for function in (short, long, streamed, dummy, reloaded, written)
+    function.__name__: function for function in (short, long, streamed, dummy, modes, reloaded, written)
 }
 
 

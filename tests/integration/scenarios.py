@@ -135,11 +135,11 @@ def no_prefix_caching(model: str) -> Any:
     return rounds(Engine(model, enable_prefix_caching=False))
 
 
-def no_async(model: str) -> Any:
-    """Also without naming kvtier's module: the entry point must have made the connector's name known."""
+def bare_name(model: str) -> Any:
+    """Without naming kvtier's module: the entry point must have made the connector's name known."""
     transfer = {"kv_connector": "KVTierConnector", "kv_role": "kv_both"}
     more: dict[str, Any] = {"kv_transfer_config": transfer} if os.environ.get("WITH_KVTIER") == "1" else {}
-    return rounds(Engine(model, async_scheduling=False, **more))
+    return rounds(Engine(model, **more))
 
 
 def speculative(model: str) -> Any:
@@ -189,8 +189,10 @@ def continued(model: str) -> Any:
     """Each prompt is asked again with its answer's first token: what follows must be what followed before.
 
     The one way to check MLA on the CPU backend to the bit: there vLLM's decode kernel differs from its own prefill, so
-    an answer after a hit may only be compared with a decoded one.
+    an answer after a hit may only be compared with a decoded one. That is why vLLM turns prefix caching off there and
+    kvtier declines. Here it is turned on again, as it is on GPUs.
     """
+    allow_prefixes()
     engine = Engine(model)
     result = []
     for seed in range(2):
@@ -199,6 +201,20 @@ def continued(model: str) -> Any:
         filler(engine)
         result += engine.ask([prompt + result[-1]["tokens"][:1]])
     return result
+
+
+def allow_prefixes() -> None:
+    """The platform has no say about prefix caching."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def checked(vllm_config: Any) -> None:
+        wanted = vllm_config.cache_config.enable_prefix_caching
+        check(vllm_config)
+        vllm_config.cache_config.enable_prefix_caching = wanted
+
+    CpuPlatform.check_and_update_config = staticmethod(checked)  # type: ignore[method-assign, assignment]
 
 
 def load_failure(model: str) -> Any:
@@ -342,7 +358,7 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
         features,
         preemption,
         no_prefix_caching,
-        no_async,
+        bare_name,
         speculative,
         tensor_parallel,
         lora,

@@ -116,3 +116,22 @@ def test_weights_replaced_under_a_running_engine_are_never_answered_with_old_kv(
     restarted = run("short", first)
     assert_same(restarted[:3], ours["before"][3:])
     assert hits(restarted) == [DOCUMENT_HIT] * 6, "what the old weights computed is there for them"
+
+
+def test_mla_on_a_cpu_is_left_alone_where_vllm_has_turned_prefixes_off(run: Run, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "mla", "mla")
+    ours, plain = run("modes", model), run("modes", model, kvtier=False)
+    if plain["prefix_caching"]:
+        pytest.skip("this CPU has AMX: vLLM allows MLA's prefixes here")
+    assert ours["prefix_caching"] is False
+    assert_same(ours["answers"], plain["answers"])
+    assert not any(hits(ours["answers"]))
+    log = next(tmp_path.glob("run0/answers.log")).read_text()
+    assert log.count("MLA on this CPU: kvtier keeps and serves nothing in this engine") == 1
+
+
+def test_the_cpu_backend_turns_async_scheduling_off_whatever_is_asked_for(run: Run, first: Path) -> None:
+    """So no test here can say anything of it. When this fails, they can."""
+    ours = run("modes", first)
+    assert ours["async_scheduling"] is False
+    assert hits(ours["answers"])[3:] == [DOCUMENT_HIT] * 3
