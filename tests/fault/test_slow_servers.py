@@ -53,7 +53,7 @@ def test_a_challenge_that_comes_byte_by_byte(near: bool, monkeypatch: pytest.Mon
     with (
         short_folder() as folder,
         rogue(folder / "sock" if near else None, script) as address,
-        pytest.raises(TierError, match="timed out|not done within"),
+        pytest.raises(TierError, match=r"timed out|not done within"),
     ):
         enter(door(address))
 
@@ -70,7 +70,7 @@ def test_a_welcome_that_comes_byte_by_byte(near: bool) -> None:
     with (
         short_folder() as folder,
         rogue(folder / "sock" if near else None, script) as address,
-        pytest.raises(TierError, match="timed out|not done within"),
+        pytest.raises(TierError, match=r"timed out|not done within"),
     ):
         enter(door(address), BOUND_S)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 import ssl
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from kvtier.errors import ConfigError
 from kvtier.store import Store
 from kvtier.testing.check_tier import content
 from kvtier.tiers.remote import RemoteTier
+from tests.certificates import make_certificates
 from tests.integration.test_server_tcp import TOKEN, engine, far, relay
 from tests.rogue_server import greet, rogue
 from tests.server_process import (
@@ -53,25 +53,9 @@ def token_file(tmp_path: Path) -> Path:
     return file
 
 
-def openssl(folder: Path, *words: str) -> None:
-    subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
-
-
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two authorities, ``ours`` and ``theirs``, and of each a certificate for localhost, ``ours-host`` and so on, and
-    one for another name, ``ours-other``."""
-    folder = tmp_path_factory.mktemp("certificates")
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-    for who in ("ours", "theirs"):
-        openssl(folder, "req", "-x509", *curve, "-subj", f"/CN={who}", "-keyout", f"{who}.key", "-out", f"{who}.pem")
-        for kind, name in (("host", "localhost"), ("other", "elsewhere")):
-            openssl(
-                folder, "req", "-x509", *curve, "-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name}",
-                "-addext", "basicConstraints=critical,CA:FALSE", "-CA", f"{who}.pem", "-CAkey", f"{who}.key",
-                "-keyout", f"{who}-{kind}.key", "-out", f"{who}-{kind}.pem",
-            )  # fmt: skip
-    return folder
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture
