@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 import time
@@ -96,9 +97,15 @@ def test_a_server_that_passes_descriptors_without_end() -> None:
             time.sleep(0.01)
 
     with short_folder() as folder, rogue(folder / "sock", script) as address:
+        before = descriptors()
         with pytest.raises(TierError, match="the server passed 4 descriptors"):
             enter(door(address, stream=False))
         assert len(passed) < len(challenge)
+        wait_for(lambda: descriptors() == before, "closed, and the thread's socket too")
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def test_a_tls_handshake_that_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:

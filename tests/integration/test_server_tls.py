@@ -120,6 +120,13 @@ def test_a_client_without_tls_gets_nothing_from_a_server_with_it(tls_server: Ser
     tier.close()
 
 
+def test_a_server_that_asks_clients_for_nothing_is_refused(port: int, certificates: Path) -> None:
+    """Encrypted, and to anybody."""
+    keys = {"server_cert": certificates / "ours-host.pem", "server_key": certificates / "ours-host.key"}
+    with short_folder() as folder:
+        assert "would serve KV to anybody" in ServerProcess(folder, f"tcp://127.0.0.1:{port}", **keys).refusal()
+
+
 def test_a_certificate_for_another_host_is_refused(port: int, certificates: Path, token_file: Path) -> None:
     """Whoever has any certificate of our authority could else stand in for the server."""
     with serving(

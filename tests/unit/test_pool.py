@@ -146,6 +146,17 @@ def test_a_pool_that_nobody_has_any_more_lets_go() -> None:
     os.close(witness)
 
 
+def test_the_end_of_a_process_closes_the_witness_last() -> None:
+    """Python ends before its threads do: one of them may still copy when everything else has been put away."""
+    code = (
+        "import atexit, os; atexit.register(lambda: print(os.fstat(theirs).st_nlink)); ours, theirs = os.pipe();"
+        "from kvtier.link import SharedPool; from kvtier.pool import Pool;"
+        f"owner = Pool(1, {PAGE}); pool = SharedPool(1, {PAGE}, os.dup(owner.fd), theirs)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("1\n", "")
+
+
 def test_a_shared_pool_that_is_refused_closes_both_descriptors() -> None:
     owner, (ours, theirs) = Pool(2, PAGE), os.pipe()
     before = descriptors()
