@@ -159,7 +159,7 @@ def door(config: Config, server: str, layout: ChunkLayout) -> Door:
     own = hello(layout.fingerprint, layout.slot_bytes, stream=stream, namespace=config.namespace or "", client=name)
     token = read_token(config.server_token_file) if config.server_token_file else None
     tls = client_tls(config.server_ca, config.server_cert, config.server_key) if config.server_ca and stream else None
-    return Door(address, own, token, tls)
+    return Door(address, own, token, tls, config.server_unencrypted)
 
 
 def ram_bytes(config: Config) -> int:

@@ -5,7 +5,8 @@ the connection comes back by itself in the background, with another pool. Calls 
 forget, clear) are sent and not waited for; all others take one round trip.
 
 When an answer does not come in time, the call is a miss and the connection stays: until that answer comes, further
-calls are misses too, without waiting. A server that owes an answer for ten seconds is given up.
+calls are misses too, without waiting. A server that owes an answer for ten seconds is given up, and so is one that
+answers what was not asked.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from kvtier import wire
+from kvtier.answers import check_claim, check_extent, check_number, check_slots
 from kvtier.chunk import ChunkKey
 from kvtier.dial import Door, enter
 from kvtier.errors import KVTierError, StateError, TierError
@@ -74,8 +77,10 @@ class Client:
 
     def forecast(self, keys: Sequence[ChunkKey]) -> Outlook:
         """See Store.forecast."""
+        asked = keys[: wire.MAX_KEYS]
+        check = partial(check_extent, chunks=len(asked))
         with self._lock:
-            answer = self._ask(wire.Extent, wire.Match, wire.joined(keys[: wire.MAX_KEYS]))
+            answer = self._ask(wire.Extent, wire.Match, wire.joined(asked), check=check)
         if answer is None:
             return NOTHING
         return Outlook(answer.steps, Asking(*answer.asking) if answer.asking is not None else None, answer.why)
@@ -86,14 +91,18 @@ class Client:
 
     def save(self, keys: Sequence[ChunkKey]) -> SharedSave:
         """See Store.save."""
+        asked = keys[: wire.MAX_KEYS]
         with self._lock:
-            answer = self._ask(wire.Slots, wire.Save, wire.joined(keys[: wire.MAX_KEYS]))
+            check = partial(check_slots, chunks=len(asked), pool_slots=self._pool_slots)
+            answer = self._ask(wire.Slots, wire.Save, wire.joined(asked), check=check)
             return SharedSave(self, self._link, keys, answer)
 
     def load(self, keys: Sequence[ChunkKey], start: int = 0, *, most: int = wire.MAX_KEYS) -> SharedLoad:
         """See Store.load."""
+        asked = keys[: wire.MAX_KEYS]
         with self._lock:
-            answer = self._ask(wire.Claim, wire.Load, wire.joined(keys[: wire.MAX_KEYS]), start, most)
+            check = self._claims(max(0, len(asked) - start))
+            answer = self._ask(wire.Claim, wire.Load, wire.joined(asked), start, most, check=check)
             return SharedLoad(self, self._link, keys[start:], answer)
 
     def check(self, idle: bool = False) -> None:
@@ -153,12 +162,13 @@ class Client:
             if not link.settled:
                 self._nurse_soon(link)
 
-    def poll(self, link: Link, lease: int, known: int) -> wire.Claim | None:
-        """What became ready of a load lease; None when that cannot be asked now, or ever again if the link is lost."""
+    def poll(self, link: Link, lease: int, known: int, chunks: int) -> wire.Claim | None:
+        """What became ready of a load lease of ``chunks``, beyond the ``known`` ones; None when that cannot be asked
+        now, or ever again if the link is lost."""
         with self._lock:
             if link.lost or link is not self._link:
                 return None
-            return self._ask(wire.Claim, wire.Poll, lease, known)
+            return self._ask(wire.Claim, wire.Poll, lease, known, check=self._claims(chunks - known))
 
     def end(self, link: Link, lease: int, message: wire.Message) -> None:
         """The last message of a lease, after which its link may go."""
@@ -168,10 +178,25 @@ class Client:
 
     # ---- questions -----------------------------------------------------------------------------------------------
 
+    @property
+    def _pool_slots(self) -> int:
+        return self._link.pool.slots if self._link is not None else 0
+
+    def _claims(self, chunks: int) -> Callable[[wire.Claim], None]:
+        """Under the lock: what a Claim is compared with."""
+        places = len(self._link.places) if self._link is not None else 0
+        return partial(check_claim, chunks=chunks, pool_slots=self._pool_slots, places=places)
+
     def _ask(
-        self, kind: type[A], question: Callable[..., wire.Message], *fields: Any, timeout_s: float = 0.0
+        self,
+        kind: type[A],
+        question: Callable[..., wire.Message],
+        *fields: Any,
+        check: Callable[[A], None] | None = None,
+        timeout_s: float = 0.0,
     ) -> A | None:
-        """Under the lock: the answer, or None when there is none in time."""
+        """Under the lock: the answer, or None when there is none in time. ``check`` raises WireError for an answer that
+        this question cannot have."""
         link = self._link
         if link is None:
             return None
@@ -182,6 +207,8 @@ class Client:
                 link.put(asked)
                 answer = self._answer(link, asked, timeout_s or self._timeout_s)
                 if isinstance(answer, kind):
+                    if check is not None:
+                        check(answer)
                     return answer
                 if answer is not None:
                     raise wire.WireError(f"{type(answer).__name__} for a {type(question).__name__}")
@@ -191,22 +218,23 @@ class Client:
         return None
 
     def _answer(self, link: Link, asked: Any, timeout_s: float) -> wire.Answer | None:
-        until = time.monotonic() + timeout_s
-        while (answer := link.take(until - time.monotonic())) is not None:
-            if answer.id == asked.id:
-                return answer
-        link.awaited, link.overdue_since = asked, time.monotonic()
-        self._nurse_soon(link)
-        return None
+        answer = link.take(timeout_s)
+        if answer is None:
+            link.awaited, link.overdue_since = asked, time.monotonic()
+            self._nurse_soon(link)
+        else:
+            check_number(answer, asked.id)
+        return answer
 
     def _caught_up(self, link: Link) -> bool:
         """Under the lock: the overdue answer has come. Its lease, if it is one, goes back: nobody waits for it."""
-        while (answer := link.take(0.0)) is not None:
-            if answer.id == link.awaited.id:
-                if isinstance(link.awaited, wire.Save | wire.Load) and isinstance(answer, wire.Slots | wire.Claim):
-                    self._give_back(link, answer.lease)
-                link.awaited = None
-                return True
+        answer = link.take(0.0)
+        if answer is not None:
+            check_number(answer, link.awaited.id)
+            if isinstance(link.awaited, wire.Save | wire.Load) and isinstance(answer, wire.Slots | wire.Claim):
+                self._give_back(link, answer.lease)
+            link.awaited = None
+            return True
         if time.monotonic() - link.overdue_since > _GIVE_UP_S:
             raise TierError(f"the server has owed an answer for {_GIVE_UP_S:.0f} s")
         return False
@@ -348,7 +376,7 @@ class SharedLoad:
     def poll(self) -> Match:
         """Where the claim stands; asks the server only while something is coming."""
         if self._coming and self._link is not None and not self.closed:
-            answer = self._client.poll(self._link, self._lease, self.ready)
+            answer = self._client.poll(self._link, self._lease, self.ready, len(self.keys))
             if answer is not None:
                 self._learn(self._link, answer)
             elif self._link.lost:

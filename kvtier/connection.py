@@ -38,7 +38,7 @@ _MESSAGES_A_TURN = 64
 """Messages of one connection before the others have their turn."""
 _UNSENT_BYTES = 1 << 20
 """Answers a client has not read: an attached one is dropped, a stream waits."""
-_GREETING_S = 30.0
+_GREETING_S = 4.0
 _STALLED_S = 30.0
 """A chunk that does not move for this long ends its connection."""
 _FLUSH_S = 2.0
@@ -58,6 +58,10 @@ class Host(Protocol):
 
     def dropped(self, listener: Listener, reason: str) -> None:
         """A client did what it should not."""
+        ...
+
+    def greeted(self, one: Connection) -> None:
+        """The client has shown that it may come in."""
         ...
 
     def closed(self, one: Connection) -> None:
@@ -213,6 +217,11 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.close()
         self._timers.append(self._host.loop.call_later(_FLUSH_S, self._transport.abort))
 
+    def cut(self) -> None:
+        """End a connection that may still be in its TLS handshake, at once and without a word."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
     @property
     def leases(self) -> int:
         """How many leases the client has open."""
@@ -227,8 +236,7 @@ class Connection(asyncio.BufferedProtocol):
         """Every now and then: a greeting or a chunk that does not get on."""
         if self._closed:
             return
-        welcomed = self._session is not None or self._stream is not None
-        if not welcomed:
+        if not self._greeted:
             self.drop(f"no greeting within {_GREETING_S:.0f} s")
         elif self.busy and time.monotonic() - self._moved_at > _STALLED_S:
             self.drop(f"a chunk has not moved for {_STALLED_S:.0f} s")
@@ -249,6 +257,7 @@ class Connection(asyncio.BufferedProtocol):
             assert token is not None
             if not wire.proven(wire.client_proof(token, self._challenge, hello), hello.proof):
                 raise wire.WireError("the client does not know the server's token (server_token_file)")
+        self._host.greeted(self)
         proof = b"" if token is None else wire.server_proof(token, self._challenge, hello)
         slot_bytes = -(-hello.chunk_bytes // PAGE_BYTES) * PAGE_BYTES
 

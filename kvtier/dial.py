@@ -1,8 +1,12 @@
-"""Connect to a kvtier server and be welcomed: addresses, TLS and the greeting, on blocking sockets with deadlines."""
+"""Connect to a kvtier server and be welcomed: addresses, TLS and the greeting, on blocking sockets.
+
+Each step has a total bound in time and in bytes, whatever the other side does.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import re
 import socket
@@ -13,13 +17,17 @@ from typing import NamedTuple
 import msgspec
 
 from kvtier import wire
+from kvtier.deadline import Deadline
 from kvtier.errors import ConfigError, TierError
-from kvtier.private import read_secret
+from kvtier.private import peer_uid, read_secret
 
-_CONNECT_TIMEOUT_S = 2.0
-_WELCOME_TIMEOUT_S = 15.0
+_CONNECT_S = 2.0
+"""For all addresses of a host together, and for the TLS handshake again. Looking up a name is the system's affair."""
+_CHALLENGE_S = 2.0
+_WELCOME_S = 15.0
 """A server that opens a large NVMe tier takes its time; when it is too long, the next attempt finds it open."""
 _ATTACH_DESCRIPTORS = 2
+PLAIN = "%s is not encrypted (server_unencrypted): who sees the network between can read and forge chunks"
 
 
 class Address(NamedTuple):
@@ -39,6 +47,16 @@ class Address(NamedTuple):
             raise ConfigError(f"address {text!r}: expected unix:///path/kvtier.sock or tcp://host:port")
         return cls("", found[1] or found[2], int(found[3]))
 
+    @property
+    def is_loopback(self) -> bool:
+        """TCP that does not leave this host. A name other than ``localhost`` may mean anything."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"unix://{self.path}" if self.path else f"tcp://{host}:{self.port}"
@@ -46,12 +64,40 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Where a server is and how to be let in. ``hello`` without nonce and proof; ``tls`` for tcp:// only."""
+    """Where a server is and how to be let in. ``hello`` without nonce and proof; ``tls`` for tcp:// only.
+
+    ``unencrypted``: the operator gave up encryption beyond loopback. Raises ConfigError where nobody did, and where
+    there is not even a token then.
+    """
 
     address: Address
     hello: wire.Hello
     token: bytes | None = None
     tls: ssl.SSLContext | None = None
+    unencrypted: bool = False
+
+    def __post_init__(self) -> None:
+        if self.is_plain:
+            refuse_plain(self.address, "server_ca", unencrypted=self.unencrypted)
+            if self.token is None:
+                raise ConfigError(
+                    f"{self.address} is not encrypted and there is no token: set server_token_file, because "
+                    "server_unencrypted gives up encryption only"
+                )
+
+    @property
+    def is_plain(self) -> bool:
+        """Chunks would cross a network as they are."""
+        return not self.address.path and not self.address.is_loopback and self.tls is None
+
+
+def refuse_plain(address: Address, keys: str, *, unencrypted: bool) -> None:
+    """For TCP beyond loopback without TLS. Raises ConfigError unless ``unencrypted``; ``keys`` would give TLS."""
+    if not unencrypted:
+        raise ConfigError(
+            f"{address} is beyond this host and not encrypted: who sees the network could read and forge chunks, also "
+            f"with a token; set {keys} for TLS. server_unencrypted=true goes without"
+        )
 
 
 class Entered(NamedTuple):
@@ -94,11 +140,11 @@ def read_token(path: str, key: str = "server_token_file") -> bytes:
     return token
 
 
-def enter(door: Door) -> Entered:
-    """Connect and greet.
+def enter(door: Door, welcome_s: float = _WELCOME_S) -> Entered:
+    """Connect and greet. Blocks for six seconds and ``welcome_s`` at most, and less than a second as a rule.
 
     Raises TierError when the server cannot be reached or talks nonsense (try again later), ConfigError when it does
-    not let us in, or cannot show that it has our token.
+    not let us in, or when it is not ours: it runs as somebody else, or cannot show that it has our token.
     """
     descriptors: list[int] = []
     try:
@@ -106,7 +152,7 @@ def enter(door: Door) -> Entered:
     except OSError as error:
         raise TierError(f"no kvtier server at {door.address}: {error}") from error
     try:
-        welcome = _greet(sock, door, descriptors)
+        welcome = _greet(sock, door, descriptors, welcome_s)
     except BaseException as error:
         sock.close()
         for descriptor in descriptors:
@@ -118,32 +164,55 @@ def enter(door: Door) -> Entered:
 
 
 def _connect(door: Door) -> socket.socket:
-    path, host, port = door.address
-    if not path:
-        sock = socket.create_connection((host, port), _CONNECT_TIMEOUT_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if door.tls is None:
+    with contextlib.ExitStack() as undo:
+        if door.address.path:
+            sock = undo.enter_context(socket.socket(socket.AF_UNIX))
+            sock.settimeout(_CONNECT_S)
+            sock.connect(door.address.path)
+            _refuse_stranger(sock, door)
+        else:
+            sock = undo.enter_context(_connect_tcp(door.address))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if door.tls is not None:
+                sock.settimeout(_CONNECT_S)
+                sock = undo.enter_context(door.tls.wrap_socket(sock, server_hostname=door.address.host))
+        undo.pop_all()
+        return sock
+
+
+def _connect_tcp(address: Address) -> socket.socket:
+    """The first address of the host that answers. Raises OSError."""
+    deadline, failure = Deadline(_CONNECT_S), OSError("the name has no address")
+    for family, kind, protocol, _, place in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(deadline.left())
+            sock.connect(place)
+        except OSError as error:
+            sock.close()
+            failure = error
+        else:
             return sock
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(sock)
-            wrapped = door.tls.wrap_socket(sock, server_hostname=host)
-            undo.pop_all()
-            return wrapped
-    sock = socket.socket(socket.AF_UNIX)
-    try:
-        sock.settimeout(_CONNECT_TIMEOUT_S)
-        sock.connect(path)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+    raise failure
 
 
-def _greet(sock: socket.socket, door: Door, descriptors: list[int]) -> wire.Welcome:
+def _refuse_stranger(sock: socket.socket, door: Door) -> None:
+    """Raises ConfigError when a Unix socket is somebody else's: chunks would lie in their memory, and be what they
+    want. With a token it is enough that the server has it, which is proven later."""
+    uid = peer_uid(sock)
+    if uid not in (os.geteuid(), 0) and door.token is None:
+        raise ConfigError(
+            f"the server at {door.address} runs as user {uid}, expected user {os.geteuid()} or root; it gets no KV. "
+            "Run it as the engine's user, or set server_token_file at both"
+        )
+
+
+def _greet(sock: socket.socket, door: Door, descriptors: list[int], welcome_s: float) -> wire.Welcome:
     inbox: wire.Inbox[wire.Challenge | wire.Welcome | wire.Refused] = wire.Inbox(
         wire.Challenge | wire.Welcome | wire.Refused, wire.MAX_GREETING
     )
-    challenge = _receive(sock, inbox, descriptors)
+    deadline = Deadline(_CHALLENGE_S)
+    challenge = _receive(sock, inbox, descriptors, deadline)
     if not isinstance(challenge, wire.Challenge):
         raise _unwelcome(challenge, door)
     if challenge.version != wire.VERSION:
@@ -154,35 +223,40 @@ def _greet(sock: socket.socket, door: Door, descriptors: list[int]) -> wire.Welc
     hello = msgspec.structs.replace(door.hello, nonce=os.urandom(wire.NONCE_BYTES))
     if door.token is not None:
         hello = msgspec.structs.replace(hello, proof=wire.client_proof(door.token, challenge, hello))
-    sock.sendall(wire.frame(hello))
-    sock.settimeout(_WELCOME_TIMEOUT_S)
-    welcome = _receive(sock, inbox, descriptors)
+    deadline.send(sock, wire.frame(hello))
+    welcome = _receive(sock, inbox, descriptors, Deadline(welcome_s))
     if not isinstance(welcome, wire.Welcome):
         raise _unwelcome(welcome, door)
-    if door.token is not None and not door.address.path:
-        expected = wire.server_proof(door.token, challenge, hello)
-        if not wire.proven(expected, welcome.proof):
-            raise ConfigError(f"the server at {door.address} does not know our token; it gets no KV")
+    if door.token is not None and not wire.proven(wire.server_proof(door.token, challenge, hello), welcome.proof):
+        raise ConfigError(
+            f"the server at {door.address} does not know our token; it gets no KV. Give both ends the same "
+            "server_token_file"
+        )
     if len(descriptors) != (_ATTACH_DESCRIPTORS if hello.mode == "attach" else 0):
         raise wire.WireError(f"the server passed {len(descriptors)} descriptors")
     return welcome
 
 
 def _receive(
-    sock: socket.socket, inbox: wire.Inbox[wire.Challenge | wire.Welcome | wire.Refused], descriptors: list[int]
+    sock: socket.socket,
+    inbox: wire.Inbox[wire.Challenge | wire.Welcome | wire.Refused],
+    descriptors: list[int],
+    deadline: Deadline,
 ) -> wire.Challenge | wire.Welcome | wire.Refused:
     while (message := inbox.next()) is None:
         room = inbox.room()
-        if sock.family == socket.AF_UNIX:
-            data, passed, _, _ = socket.recv_fds(sock, len(room), _ATTACH_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-            descriptors += passed
-            count = len(data)
-            room[:count] = data
-        else:
-            count = sock.recv_into(room)
-        if not count:
+        if sock.family != socket.AF_UNIX:
+            inbox.filled(deadline.receive(sock, room))
+            continue
+        sock.settimeout(deadline.left())
+        data, passed, _, _ = socket.recv_fds(sock, len(room), _ATTACH_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        descriptors += passed
+        if len(descriptors) > _ATTACH_DESCRIPTORS:
+            raise wire.WireError(f"the server passed {len(descriptors)} descriptors")
+        if not data:
             raise ConnectionResetError("it closed the connection")
-        inbox.filled(count)
+        room[: len(data)] = data
+        inbox.filled(len(data))
     return message
 
 

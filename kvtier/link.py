@@ -19,13 +19,19 @@ _UNSENT_BYTES = 4 * wire.MAX_FRAME
 
 
 class SharedPool(Pool):
-    """A pool that belongs to a server. Every process that maps it must hold its witness open as long as it does: when
-    the last one lets go, the server knows that no slot is read or written any more."""
+    """A pool that belongs to a server. Every process that maps it holds its witness open as long as it does: when the
+    last one lets go, the server knows that no slot is read or written any more. A view that is still held keeps the
+    memory mapped, so it keeps the witness open too. Both descriptors are the pool's own, also when it is refused."""
 
     def __init__(self, slots: int, slot_bytes: int, fd: int, witness: int) -> None:
         self._witness = witness
-        self._let_go = weakref.finalize(self, os.close, witness)
-        super().__init__(slots, slot_bytes, fd=fd)
+        try:
+            super().__init__(slots, slot_bytes, fd=fd)
+        except BaseException:
+            os.close(witness)
+            raise
+        let_go = weakref.finalize(self._map, os.close, witness)
+        let_go.atexit = False  # at the end of a process a thread may still copy; the kernel closes it after that
 
     @classmethod
     def join(cls, path: str, witness_path: str, slots: int, slot_bytes: int) -> SharedPool:
@@ -45,11 +51,6 @@ class SharedPool(Pool):
     def witness_path(self) -> str:
         """Where another process of the same user can open the witness for writing while this one holds it."""
         return f"/proc/{os.getpid()}/fd/{self._witness}"
-
-    def close(self) -> None:
-        """Unmap, then let go. Safe to call twice."""
-        super().close()
-        self._let_go()
 
 
 class Link:
@@ -88,15 +89,17 @@ class Link:
         self.flush()
 
     def take(self, timeout_s: float) -> wire.Answer | None:
-        """The next answer; None when there is none within ``timeout_s``.
+        """The next answer; None when there is none within ``timeout_s``. With no time left it reads once more.
 
         Raises OSError, TierError or WireError when the server is gone or talks nonsense.
         """
-        until = time.monotonic() + timeout_s
+        until, left = time.monotonic() + timeout_s, 1.0
         while (answer := self._inbox.next()) is None:
-            left = max(0.0, until - time.monotonic())
+            if left <= 0:
+                return None
+            left = until - time.monotonic()
             poll = self._both if self._unsent else self._readable
-            if not poll.poll(left * 1000):
+            if not poll.poll(max(0.0, left) * 1000):
                 return None
             if self._unsent:
                 self.flush()

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import socket
 import ssl
-import stat
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.dial import Address
+from kvtier.dial import PLAIN, Address, refuse_plain
 from kvtier.errors import ConfigError
-from kvtier.private import make_folder
+from kvtier.private import make_folder, refuse_shared_folder
+
+logger = logging.getLogger("kvtier.server")
 
 _BACKLOG = 128
-_PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
 
 
 class Listener(NamedTuple):
@@ -37,13 +37,14 @@ class Listener(NamedTuple):
 
 
 def listen_unix(address: Address) -> Listener:
-    """A socket file of mode 0600, in a folder that nobody else may write (made with mode 0700 if it is missing).
+    """A socket file of mode 0600, in a folder of ours or root's that nobody else may write (made with mode 0700 if it
+    is missing). A folder such as /tmp is refused.
 
     A stale file is replaced; raises ConfigError when another server has it, or its folder is not safe.
     """
     path = Path(address.path)
     make_folder(path.parent)
-    _refuse_unsafe_folder(path.parent)
+    refuse_shared_folder(path.parent)
     lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     sock = socket.socket(socket.AF_UNIX)
     try:
@@ -71,17 +72,24 @@ def listen_unix(address: Address) -> Listener:
     return Listener(sock, address, None, False, close)
 
 
-def listen_tcp(address: Address, *, token: bool, tls: ssl.SSLContext | None, insecure: bool = False) -> Listener:
+def listen_tcp(
+    address: Address, *, token: bool, tls: ssl.SSLContext | None, insecure: bool = False, unencrypted: bool = False
+) -> Listener:
     """A TCP port. ``token``: the server has one, which clients must know.
 
-    Raises ConfigError without a token or client certificates, unless bound to loopback and told ``insecure``.
+    Raises ConfigError where anybody could come in: without a token and client certificates, unless bound to loopback
+    and told ``insecure``. Raises it too where anybody could read along: beyond loopback without TLS, unless told
+    ``unencrypted``, which is said in the log.
     """
     named = tls is not None and tls.verify_mode is ssl.CERT_REQUIRED
-    if not token and not named and not (insecure and _is_loopback(address.host)):
+    if not token and not named and not (insecure and address.is_loopback):
         raise ConfigError(
-            f"{address} would serve KV to anybody: set server_token_file (and server_cert, server_key for TLS), or "
-            "server_ca for client certificates. On a loopback address, --insecure serves without"
+            f"{address} would serve KV to anybody: set server_token_file, or server_ca for client certificates; beyond "
+            "loopback also server_cert and server_key for TLS. On a loopback address, --insecure serves without"
         )
+    if tls is None and not address.is_loopback:
+        refuse_plain(address, "server_cert and server_key", unencrypted=unencrypted)
+        logger.warning(PLAIN, address)
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
         sock = socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG)
@@ -106,19 +114,6 @@ def server_tls(certificate: str, key: str, ca: str | None = None) -> ssl.SSLCont
     return context
 
 
-def peer_uid(sock: socket.socket) -> int:
-    """The user at the other end of a Unix socket, as the kernel saw it connect."""
-    _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return int(uid)
-
-
-def _refuse_unsafe_folder(folder: Path) -> None:
-    status = folder.stat()
-    others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if others and not status.st_mode & stat.S_ISVTX:
-        raise ConfigError(f"others may write in {folder}, and so put their own socket there: chmod 700 {folder}")
-
-
 def _remove_stale(path: Path) -> None:
     """Remove a socket file nobody listens at. Raises ConfigError when somebody does, or it is another kind of file."""
     if not path.exists():
@@ -130,7 +125,3 @@ def _remove_stale(path: Path) -> None:
         probe.connect(os.fspath(path))
         raise ConfigError(f"cannot listen at {path}: another process does")
     path.unlink()
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "localhost" or host.startswith("127.") or host == "::1"

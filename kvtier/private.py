@@ -1,14 +1,18 @@
-"""What is nobody else's: folders that only this user may enter, and secrets in files that others cannot read."""
+"""What is nobody else's: folders that only this user may enter, secrets in files that others cannot read, and who is at
+the other end of a Unix socket."""
 
 from __future__ import annotations
 
 import os
+import socket
 import stat
+import struct
 from pathlib import Path
 
 from kvtier.errors import ConfigError
 
 _MOST_SECRET_BYTES = 4096
+_PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
 
 
 def make_folder(folder: Path) -> None:
@@ -17,6 +21,29 @@ def make_folder(folder: Path) -> None:
     for each in (*reversed(folder.parents), folder):
         if not each.exists():
             each.mkdir(mode=0o700, exist_ok=True)
+
+
+def refuse_shared_folder(folder: Path) -> None:
+    """For a folder that holds a socket. Raises ConfigError where others could put their own socket in its place: they
+    may write in the folder, or own it. The sticky bit does not help: they may be there first. Raises OSError."""
+    status = folder.stat()
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(
+            f"{folder} belongs to user {status.st_uid}, expected user {os.geteuid()} or root: they could put their own "
+            "socket there; give the socket a folder of its own"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mend = "" if status.st_mode & stat.S_ISVTX else f", or chmod 700 {folder}"
+        raise ConfigError(
+            f"others may write in {folder} (mode {stat.S_IMODE(status.st_mode):o}), and so put their own socket there: "
+            f"give the socket a folder of its own{mend}"
+        )
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """The user at the other end of a Unix socket: who connected, or who began to listen."""
+    _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return int(uid)
 
 
 def read_secret(path: str, key: str) -> bytes:

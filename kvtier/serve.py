@@ -110,7 +110,8 @@ def _listeners(config: Config, addresses: Sequence[str], token: bool, insecure: 
             if address.path:
                 listener = listen_unix(address)
             else:
-                listener = listen_tcp(address, token=token, tls=_tls(config), insecure=insecure)
+                plain = config.server_unencrypted
+                listener = listen_tcp(address, token=token, tls=_tls(config), insecure=insecure, unencrypted=plain)
             undo.callback(listener.close)
             listeners.append(listener)
         undo.pop_all()

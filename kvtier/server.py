@@ -14,15 +14,18 @@ from collections.abc import Callable, Sequence
 
 from kvtier.connection import Connection
 from kvtier.errors import ConfigError
-from kvtier.listen import Listener, peer_uid
+from kvtier.handshakes import Handshakes
+from kvtier.listen import Listener
+from kvtier.private import peer_uid
 from kvtier.realm import Realms
 from kvtier.store import Store
 
 logger = logging.getLogger("kvtier.server")
 
 _MAX_CONNECTIONS = 512
-"""Through Unix sockets, and as many again through TCP."""
-_HANDSHAKE_S = 10.0
+"""Through Unix sockets, and as many again through TCP that were let in."""
+_HANDSHAKE_S = 4.0
+"""For TLS; the greeting has its own bound after it."""
 _LOG_LINES, _LOG_SECONDS = 10, 10.0
 _DRAIN_S = 2.0
 _LOOK_S = 60.0
@@ -56,6 +59,8 @@ class Server:
         self.counts: Counter[str] = Counter()
         """Events since the start: connections by ``accepted``, ``rejected``, ``dropped``, ``ended``."""
         self.connections: set[Connection] = set()
+        self.handshakes: Handshakes[Connection] = Handshakes()
+        """Connections through TCP that have not shown yet that they may come in."""
         self.lingering: set[Connection] = set()
         """Attached engines whose connection is closed while some of their processes have the pool mapped."""
         self.started = time.monotonic()
@@ -117,7 +122,7 @@ class Server:
     async def _accept(self, listener: Listener) -> None:
         while True:
             try:
-                sock, _ = await self.loop.sock_accept(listener.socket)
+                sock, peer = await self.loop.sock_accept(listener.socket)
                 welcome = self._may_enter(listener, sock)
             except OSError as error:
                 self._log("cannot accept at %s: %s", listener.address, error)
@@ -130,6 +135,8 @@ class Server:
                 continue
             one = Connection(self, listener, sock)
             self.connections.add(one)
+            if not listener.local:
+                self._make_place(one, peer[0])
             task = self.loop.create_task(self._admit(one, sock))
             self._admitting.add(task)
             task.add_done_callback(self._admitting.discard)
@@ -137,7 +144,8 @@ class Server:
 
     def _may_enter(self, listener: Listener, sock: socket.socket) -> bool:
         local = listener.local
-        taken = sum(one.listener.local == local for one in self.connections | self.lingering)
+        there = [one for one in self.connections | self.lingering if one not in self.handshakes]
+        taken = sum(one.listener.local == local for one in there)
         if taken >= _MAX_CONNECTIONS:
             self._log("%s: %d connections are open; one more was closed", listener.address, taken)
             return False
@@ -145,6 +153,13 @@ class Server:
             self._log("%s: user %d may not attach, only user %d", listener.address, peer_uid(sock), os.getuid())
             return False
         return True
+
+    def _make_place(self, one: Connection, address: str) -> None:
+        oldest = self.handshakes.enter(one, address)
+        if oldest is not None:
+            self.counts["rejected"] += 1
+            self._log("%s: too many clients have not said who they are; the oldest was closed", one.listener.address)
+            oldest.cut()
 
     async def _admit(self, one: Connection, sock: socket.socket) -> None:
         listener = one.listener
@@ -161,6 +176,9 @@ class Server:
             self.dropped(listener, f"no connection: {error}")
             sock.close()
 
+    def greeted(self, one: Connection) -> None:
+        self.handshakes.leave(one)
+
     def closed(self, one: Connection) -> None:
         self.counts["ended"] += 1
         self._forget(one)
@@ -169,6 +187,7 @@ class Server:
 
     def _forget(self, one: Connection) -> None:
         self.connections.discard(one)
+        self.handshakes.leave(one)
         if not self.connections:
             self._empty.set()
 

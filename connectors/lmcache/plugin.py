@@ -27,6 +27,7 @@ _KEYS = (
     "server_ca",
     "server_cert",
     "server_key",
+    "server_unencrypted",
     "load_timeout_ms",
     "namespace",
 )

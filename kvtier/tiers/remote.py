@@ -1,8 +1,9 @@
 """RemoteTier: a kvtier server on another host as the lowest tier of an engine's own Store.
 
 Each call uses one connection, kept for the next call; so there are as many connections as lane threads. The bytes of a
-chunk cross once, straight between socket and slot, hashed piece by piece on the way; both ends check the hash. The
-server decides what it keeps; other engines write there too, so what it holds of a run is found by asking.
+chunk cross once, straight between socket and slot, hashed piece by piece on the way; both ends check the hash. A call
+ends in time however slowly the server gives its bytes, because a lane thread and a slot wait for it. The server decides
+what it keeps; other engines write there too, so what it holds of a run is found by asking.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ import xxhash
 
 from kvtier import wire
 from kvtier.chunk import ChunkKey
-from kvtier.dial import Door, enter
+from kvtier.deadline import Deadline
+from kvtier.dial import PLAIN, Door, enter
 from kvtier.errors import KVTierError, TierError
 
 logger = logging.getLogger("kvtier.tiers.remote")
 
 _PIECE_BYTES = 512 * 1024
-_TIMEOUT_S = 5.0
-"""For the server to take or give the next piece."""
+_CALL_S = 5.0
+"""For a question and its answer, and for a new connection's Welcome."""
+_SLOWEST = 4 << 20
+"""Bytes a second: a chunk has as long as it takes at this rate, besides."""
+_MAX_ANSWER = 4096
 _BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
 _REMEMBERED, _REMEMBERED_AT_LEAST = 2, 131_072
 """Chunks this engine's directory may know of in the server: so many for each one that fits there, and at least so
@@ -59,6 +64,8 @@ class RemoteTier:
         self._backoff_s = _BACKOFF_S
         self._down_until = 0.0
         self.capacity = _REMEMBERED_AT_LEAST
+        if door.is_plain:
+            logger.warning(PLAIN, door.address)
         try:
             entered = enter(door)
         except TierError as error:
@@ -139,7 +146,7 @@ class RemoteTier:
                 raise TierError("the server was not there a moment ago")
         for line in stale:
             line.close()
-        line = _Line(enter(self._door).socket)
+        line = _Line(enter(self._door, _CALL_S).socket)
         with self._lock:
             self._backoff_s, self._down_until = _BACKOFF_S, 0.0
         return line
@@ -166,23 +173,27 @@ class _CorruptError(KVTierError):
 
 
 class _Line:
-    """One connection past its greeting. Any exception leaves it unusable."""
+    """One connection past its greeting. Any exception leaves it unusable. Each call has a total bound in time: a call
+    without a chunk five seconds, one with a chunk those and what its bytes take at 4 MiB/s."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.calls = 0
         self._socket = sock
         self._number = 0
-        self._inbox: wire.Inbox[wire.StreamAnswer] = wire.Inbox(wire.StreamAnswer)
-        sock.settimeout(_TIMEOUT_S)
+        self._inbox: wire.Inbox[wire.StreamAnswer] = wire.Inbox(wire.StreamAnswer, _MAX_ANSWER)
+        self._deadline = Deadline(_CALL_S)
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
+        self._deadline = Deadline(_CALL_S)
         answer = self._ask(wire.Find(self._next(), wire.joined(keys[: wire.MAX_KEYS])))
         return self._expect(answer, wire.Found).count
 
     def delete(self, key: ChunkKey) -> None:
+        self._deadline = Deadline(_CALL_S)
         self._expect(self._ask(wire.Delete(self._next(), key)), wire.Done)
 
     def put(self, key: ChunkKey, data: memoryview) -> bool:
+        self._deadline = Deadline(_CALL_S + len(data) / _SLOWEST)
         go = self._expect(self._ask(wire.Put(self._next(), key)), wire.Go)
         if not go.send:
             return go.held
@@ -190,10 +201,11 @@ class _Line:
         for at in range(0, len(data), _PIECE_BYTES):
             piece = data[at : at + _PIECE_BYTES]
             hashed.update(piece)
-            self._socket.sendall(piece)
+            self._deadline.send(self._socket, piece)
         return self._expect(self._ask(wire.Seal(hashed.digest())), wire.Stored).kept
 
     def get(self, key: ChunkKey, into: memoryview) -> bool:
+        self._deadline = Deadline(_CALL_S + len(into) / _SLOWEST)
         chunk = self._expect(self._ask(wire.Get(self._next(), key)), wire.Chunk)
         if not chunk.size:
             return False
@@ -203,9 +215,7 @@ class _Line:
         at = self._inbox.drain(into)
         hashed.update(into[:at])
         while at < len(into):
-            count = self._socket.recv_into(into[at : at + _PIECE_BYTES])
-            if not count:
-                raise ConnectionResetError("the server closed the connection")
+            count = self._deadline.receive(self._socket, into[at : at + _PIECE_BYTES])
             hashed.update(into[at : at + count])
             at += count
         seal = self._expect(self._receive(), wire.Seal)
@@ -223,21 +233,19 @@ class _Line:
         return self._number
 
     def _ask(self, question: wire.StreamQuestion) -> wire.StreamAnswer:
-        self._socket.sendall(wire.frame(question))
+        self._deadline.send(self._socket, wire.frame(question))
         return self._receive()
 
     def _receive(self) -> wire.StreamAnswer:
         while (answer := self._inbox.next()) is None:
-            count = self._socket.recv_into(self._inbox.room())
-            if not count:
-                raise ConnectionResetError("the server closed the connection")
-            self._inbox.filled(count)
+            self._inbox.filled(self._deadline.receive(self._socket, self._inbox.room()))
         if isinstance(answer, wire.Refused):
             raise TierError(f"the server ended the connection: {answer.reason}")
         return answer
 
-    @staticmethod
-    def _expect(answer: wire.StreamAnswer, kind: type[A]) -> A:
+    def _expect(self, answer: wire.StreamAnswer, kind: type[A]) -> A:
         if not isinstance(answer, kind):
             raise wire.WireError(f"{type(answer).__name__} instead of {kind.__name__}")
+        if getattr(answer, "id", self._number) != self._number:
+            raise wire.WireError(f"{kind.__name__} for another question")
         return answer

@@ -245,12 +245,38 @@ def test_a_stale_socket_is_replaced_and_a_live_one_is_not() -> None:
             assert not server.socket.exists()
 
 
-def test_a_folder_that_others_may_write_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("mode", "mend"),
+    [(0o777, "or chmod 700"), (0o770, "or chmod 700"), (0o707, "or chmod 700"), (0o1777, "a folder of its own\n")],
+)
+def test_a_folder_that_others_may_write_is_refused(mode: int, mend: str) -> None:
+    """The sticky bit, as of /tmp, does not keep others from being there first."""
     with short_folder() as folder:
         server = ServerProcess(folder)
         server.socket.parent.mkdir()
-        server.socket.parent.chmod(0o777)
-        assert "chmod 700" in server.refusal()
+        server.socket.parent.chmod(mode)
+        refusal = server.refusal()
+        assert f"others may write in {server.socket.parent} (mode {mode:o})" in refusal
+        assert mend in refusal
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_another_user_is_refused() -> None:
+    with short_folder() as folder:
+        server = ServerProcess(folder)
+        server.socket.parent.mkdir(mode=0o755)
+        os.chown(server.socket.parent, 65534, 65534)
+        assert "belongs to user 65534, expected user 0 or root" in server.refusal()
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750, 0o755])
+def test_a_folder_that_others_may_enter_only_will_do(mode: int) -> None:
+    with short_folder() as folder:
+        server = ServerProcess(folder)
+        server.socket.parent.mkdir()
+        server.socket.parent.chmod(mode)
+        with server, attached(server.door()) as client:
+            assert client.pool is not None
 
 
 # ---- bounded in time -------------------------------------------------------------------------------------------------

@@ -5,23 +5,18 @@ from __future__ import annotations
 import os
 import socket
 import ssl
-import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from kvtier import wire
-from kvtier.assemble import assemble
 from kvtier.bench.servers import free_port
-from kvtier.chunk import ChunkKey, ChunkLayout
-from kvtier.client import Client
-from kvtier.config import Config
-from kvtier.dial import Address, Door, client_tls, hello
+from kvtier.chunk import ChunkLayout
+from kvtier.dial import Address, Door, hello
 from kvtier.errors import ConfigError, TierError
 from kvtier.lanes import Lane
 from kvtier.pool import Pool
@@ -29,6 +24,7 @@ from kvtier.store import Store
 from kvtier.testing import check_tier
 from kvtier.testing.check_tier import content
 from kvtier.tiers.remote import RemoteTier
+from tests.rogue_server import hear, rogue
 from tests.server_process import (
     LAYOUT,
     OTHER,
@@ -188,40 +184,42 @@ def test_a_bit_flipped_on_the_way_is_a_miss_at_either_end(server: ServerProcess,
 
 @contextmanager
 def flipping(port: int) -> Iterator[int]:
-    """A proxy before ``port`` that flips one bit in the middle of every chunk, in both directions."""
+    """A relay that flips one bit in the middle of every chunk, in both directions."""
+    middle = content(run(1, 1)[0], SLOT)[SLOT // 2 : SLOT // 2 + 16].tobytes()
+    with relay(port, lambda data, _: data.replace(middle, bytes([middle[0] ^ 1]) + middle[1:])) as bad:
+        yield bad
 
-    def pipe(source: socket.socket, sink: socket.socket) -> None:
+
+@contextmanager
+def relay(port: int, change: Callable[[bytes, bool], bytes]) -> Iterator[int]:
+    """Somebody between an engine and ``port``. Passes on what ``change`` makes of the bytes; it is also told whether
+    they come from the server."""
+
+    def pipe(source: socket.socket, sink: socket.socket, away: bool) -> None:
         with source, sink:
             while data := source.recv(1 << 20):
-                middle = content(run(1, 1)[0], SLOT)[SLOT // 2 : SLOT // 2 + 16].tobytes()
-                sink.sendall(data.replace(middle, bytes([middle[0] ^ 1]) + middle[1:]))
+                sink.sendall(change(data, away))
             sink.shutdown(socket.SHUT_RDWR)
 
-    def serve() -> None:
-        while True:
-            try:
-                near, _ = listener.accept()
-            except OSError:
-                return
-            away = socket.create_connection(("127.0.0.1", port))
-            for pair in ((near, away), (away.dup(), near.dup())):
-                threading.Thread(target=pipe, args=pair, daemon=True).start()
+    def script(near: socket.socket) -> None:
+        away = socket.create_connection(("127.0.0.1", port))
+        threading.Thread(target=pipe, args=(near.dup(), away.dup(), False), daemon=True).start()
+        pipe(away, near, True)
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield listener.getsockname()[1]
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join()
+    with rogue(None, script) as address:
+        yield address.port
 
 
 # ---- who is let in ---------------------------------------------------------------------------------------------------
 
 
-def test_tcp_without_token_or_key_is_refused(port: int) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "[::]"])  # noqa: S104
+def test_tcp_without_token_or_key_is_refused(port: int, host: str) -> None:
+    flags = () if host in {"127.0.0.1", "localhost"} else INSECURE
     with short_folder() as folder:
-        assert "server_token_file" in ServerProcess(folder, f"tcp://127.0.0.1:{port}").refusal()
-        assert "server_token_file" in ServerProcess(folder, f"tcp://0.0.0.0:{port}", flags=INSECURE).refusal()
+        for given in ({}, {"server_unencrypted": True}):
+            refusal = ServerProcess(folder, f"tcp://{host}:{port}", flags=flags, **given).refusal()
+            assert "would serve KV to anybody: set server_token_file" in refusal
 
 
 def test_attach_is_not_for_other_hosts(server: ServerProcess, port: int) -> None:
@@ -270,6 +268,30 @@ def test_a_proof_is_of_one_connection_only(port: int, token_file: Path) -> None:
         assert isinstance(said[-1], wire.Refused) and "token" in said[-1].reason
 
 
+def test_what_an_impostor_recorded_of_a_server_convinces_no_engine(port: int, token_file: Path) -> None:
+    """The server's proof is about this engine's own nonce, too."""
+    recorded = bytearray()
+
+    def record(data: bytes, away: bool) -> bytes:
+        if away:
+            recorded.extend(data)
+        return data
+
+    with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file), relay(port, record) as tapped:
+        RemoteTier(far(tapped, token=TOKEN)).close()
+    inbox: wire.Inbox[wire.Challenge | wire.Welcome] = wire.Inbox(wire.Challenge | wire.Welcome)
+    said = list(inbox.feed(bytes(recorded)))
+    assert [type(each) for each in said] == [wire.Challenge, wire.Welcome]
+
+    def replay(client: socket.socket) -> None:
+        client.sendall(wire.frame(said[0]))
+        hear(client, wire.Inbox(wire.Hello))
+        client.sendall(wire.frame(said[1]))
+
+    with rogue(None, replay) as address, pytest.raises(ConfigError, match="does not know our token"):
+        RemoteTier(far(address.port, token=TOKEN))
+
+
 @pytest.mark.parametrize(("mode", "content_", "what"), [(0o644, TOKEN, "chmod 600"), (0o600, b"short", "16 or more")])
 def test_a_token_must_be_long_and_private(port: int, tmp_path: Path, mode: int, content_: bytes, what: str) -> None:
     file = tmp_path / "token"
@@ -277,90 +299,6 @@ def test_a_token_must_be_long_and_private(port: int, tmp_path: Path, mode: int, 
     file.chmod(mode)
     with short_folder() as folder:
         assert what in ServerProcess(folder, f"tcp://127.0.0.1:{port}", server_token_file=file).refusal()
-
-
-# ---- TLS -------------------------------------------------------------------------------------------------------------
-
-
-def openssl(folder: Path, *words: str) -> None:
-    subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
-
-
-@pytest.fixture(scope="session")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two authorities, ``ours`` and ``theirs``, and of each a certificate for localhost, ``ours-host`` and so on."""
-    folder = tmp_path_factory.mktemp("certificates")
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-    for who in ("ours", "theirs"):
-        openssl(folder, "req", "-x509", *curve, "-subj", f"/CN={who}", "-keyout", f"{who}.key", "-out", f"{who}.pem")
-        openssl(
-            folder, "req", "-x509", *curve, "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
-            "-addext", "basicConstraints=critical,CA:FALSE",
-            "-CA", f"{who}.pem", "-CAkey", f"{who}.key", "-keyout", f"{who}-host.key", "-out", f"{who}-host.pem",
-        )  # fmt: skip
-    return folder
-
-
-@pytest.fixture
-def tls_server(port: int, certificates: Path) -> Iterator[ServerProcess]:
-    """Demands certificates that ``ours`` signed, of clients too."""
-    with serving(
-        f"tcp://127.0.0.1:{port}",
-        server_cert=certificates / "ours-host.pem",
-        server_key=certificates / "ours-host.key",
-        server_ca=certificates / "ours.pem",
-    ) as server:
-        yield server
-
-
-def context(certificates: Path, trusted: str, shown: str | None) -> ssl.SSLContext:
-    files = [str(certificates / f"{shown}-host.{kind}") for kind in ("pem", "key")] if shown else [None, None]
-    return client_tls(str(certificates / f"{trusted}.pem"), *files)
-
-
-def test_chunks_over_tls(tls_server: ServerProcess, port: int, certificates: Path) -> None:
-    door = far(port, tls=context(certificates, "ours", "ours"))
-    with engine(door) as one, engine(door) as two, attached(tls_server.door()) as near:
-        save(one, run(1, 6))
-        wait_for(lambda: near.match(run(1, 6)).ready == 6, "spilled")
-        assert load(two, run(1, 6)) == ["remote"] * 6
-
-
-def test_one_line_of_configuration_makes_the_client_that_the_address_needs(
-    port: int, certificates: Path, token_file: Path
-) -> None:
-    files = {"server_cert": "ours-host.pem", "server_key": "ours-host.key", "server_ca": "ours.pem"}
-    keys: dict[str, Any] = {key: str(certificates / file) for key, file in files.items()}
-    keys["server_token_file"] = str(token_file)
-    with serving(f"tcp://127.0.0.1:{port}", **keys) as server:
-        near = assemble(Config(server=str(server.address), **keys), LAYOUT)
-        far_away = assemble(Config(server=f"tcp://localhost:{port}", ram_bytes=8 * SLOT, **keys), LAYOUT)
-        assert isinstance(near, Client) and isinstance(far_away, Store)
-        save(near, run(1, 4))
-        assert load(far_away, run(1, 4)) == ["remote"] * 4
-        near.close()
-        far_away.close()
-
-
-@pytest.mark.parametrize(("trusted", "shown"), [("theirs", "ours"), ("ours", "theirs"), ("ours", None)])
-def test_a_wrong_certificate_of_either_side_is_refused(
-    tls_server: ServerProcess, port: int, certificates: Path, trusted: str, shown: str | None
-) -> None:
-    tier = RemoteTier(far(port, tls=context(certificates, trusted, shown)))
-    key = run(1, 1)[0]
-    assert not tier.write(key, content(key, SLOT))
-    assert tier.counts["failed"] > 0
-    with attached(tls_server.door()) as near:
-        assert near.match([key]) == (0, 0)
-        at_rest(near)
-    tier.close()
-
-
-def test_a_client_without_tls_gets_nothing_from_a_server_with_it(tls_server: ServerProcess, port: int) -> None:
-    tier = RemoteTier(far(port))
-    assert tier.find([ChunkKey(bytes(40))]) == 0
-    assert tier.counts["failed"] > 0
-    tier.close()
 
 
 def test_a_far_namespace_is_its_own(server: ServerProcess, port: int) -> None:

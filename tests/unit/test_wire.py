@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import hmac
 import tracemalloc
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -148,3 +151,56 @@ def test_proofs_depend_on_token_nonces_side_and_everything_said() -> None:
         b"",
     ]
     assert not any(wire.proven(proof, other) for other in others)
+
+
+def test_a_servers_proof_depends_on_token_and_both_nonces() -> None:
+    """Without the client's own nonce an impostor could replay what it heard."""
+    token, challenge = b"token", wire.Challenge(1, bytes(32))
+    hello = wire.Hello(1, "attach", bytes(32), "tenant", 4096, "engine", bytes(32))
+    proof = wire.server_proof(token, challenge, hello)
+    others = (
+        wire.server_proof(b"other", challenge, hello),
+        wire.server_proof(token, wire.Challenge(1, bytes([1]) * 32), hello),
+        wire.server_proof(token, challenge, msgspec.structs.replace(hello, nonce=bytes([1]) * 32)),
+        wire.client_proof(token, challenge, hello),
+        b"",
+    )
+    assert wire.proven(proof, wire.server_proof(token, challenge, hello))
+    assert not any(wire.proven(proof, other) for other in others)
+
+
+def test_a_clients_proof_depends_on_every_field_of_its_hello() -> None:
+    challenge = wire.Challenge(1, bytes(32))
+    hello = wire.Hello(1, "attach", bytes(32), "tenant", 4096, "engine", bytes(32))
+    changed = {"version": 2, "mode": "stream", "fingerprint": bytes([1]) * 32, "namespace": "b", "chunk_bytes": 1}
+    changed |= {"client": "b", "nonce": bytes([1]) * 32}
+    assert changed.keys() | {"proof"} == set(wire.Hello.__struct_fields__)
+    proofs = [
+        wire.client_proof(b"token", challenge, msgspec.structs.replace(hello, **{k: v})) for k, v in changed.items()
+    ]
+    assert len({wire.client_proof(b"token", challenge, hello), *proofs}) == 1 + len(changed)
+
+
+def test_proofs_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    monkeypatch.setattr(hmac, "compare_digest", lambda one, other: compared.append((one, other)) or True)
+    assert wire.proven(b"one", b"other")
+    assert compared == [(b"one", b"other")]
+
+
+SECRETS = {"proof", "token", "secret", "client_proof", "server_proof"}
+
+
+def test_no_file_compares_a_secret_by_its_first_difference() -> None:
+    """``==`` ends at the first byte that differs, and so tells how much of a guess was right."""
+
+    def names(node: ast.AST) -> set[str]:
+        each = (getattr(part, "id", None) or getattr(part, "attr", None) for part in ast.walk(node))
+        return {name.lstrip("_") for name in each if isinstance(name, str)}
+
+    found = []
+    for file in (Path(wire.__file__).parent).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare) and any(isinstance(op, ast.Eq | ast.NotEq) for op in node.ops):
+                found += [f"{file.name}:{node.lineno}"] if names(node) & SECRETS else []
+    assert found == []

@@ -1,0 +1,296 @@
+"""Servers that give one byte at a time, or take one: every call ends in a time of its own, however many bytes move."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import time
+from collections.abc import Callable
+
+import pytest
+import xxhash
+
+from kvtier import dial, wire
+from kvtier.dial import Address, Door, enter, hello
+from kvtier.errors import TierError
+from kvtier.lanes import Lane
+from kvtier.pool import Pool
+from kvtier.store import Store
+from kvtier.testing.check_tier import content
+from kvtier.tiers import remote
+from kvtier.tiers.remote import RemoteTier
+from tests.rogue_server import SLOTS, greet, hear, rogue
+from tests.server_process import LAYOUT, SLOT, run, short_folder, wait_for
+
+BOUND_S = 0.3
+"""In the place of seconds, for calls that a slow server would answer well in twice as long."""
+KEY = run(1, 1)[0]
+
+
+def dribble(client: socket.socket, data: bytes, pause_s: float) -> None:
+    for at in range(len(data)):
+        client.sendall(data[at : at + 1])
+        time.sleep(pause_s)
+
+
+def door(address: Address, stream: bool = True) -> Door:
+    return Door(address, hello(LAYOUT.fingerprint, SLOT, stream=stream))
+
+
+# ---- greetings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("near", [True, False], ids=["unix", "tcp"])
+def test_a_challenge_that_comes_byte_by_byte(near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dial, "_CHALLENGE_S", BOUND_S)
+    challenge = wire.frame(wire.Challenge(wire.VERSION, bytes(32)))
+
+    def script(client: socket.socket) -> None:
+        dribble(client, challenge, 2 * BOUND_S / len(challenge))
+        hear(client, wire.Inbox(wire.Hello))
+        client.sendall(wire.frame(wire.Welcome(SLOTS, SLOT, ["ram"], SLOTS)))
+
+    with (
+        short_folder() as folder,
+        rogue(folder / "sock" if near else None, script) as address,
+        pytest.raises(TierError, match=r"timed out|not done within"),
+    ):
+        enter(door(address))
+
+
+@pytest.mark.parametrize("near", [True, False], ids=["unix", "tcp"])
+def test_a_welcome_that_comes_byte_by_byte(near: bool) -> None:
+    welcome = wire.frame(wire.Welcome(SLOTS, SLOT, ["ram"], SLOTS))
+
+    def script(client: socket.socket) -> None:
+        client.sendall(wire.frame(wire.Challenge(wire.VERSION, bytes(32))))
+        hear(client, wire.Inbox(wire.Hello))
+        dribble(client, welcome, 2 * BOUND_S / len(welcome))
+
+    with (
+        short_folder() as folder,
+        rogue(folder / "sock" if near else None, script) as address,
+        pytest.raises(TierError, match=r"timed out|not done within"),
+    ):
+        enter(door(address), BOUND_S)
+
+
+def test_a_greeting_that_is_too_long() -> None:
+    def script(client: socket.socket) -> None:
+        client.sendall((1025).to_bytes(4, "little") + bytes(1025))
+        hear(client, wire.Inbox(wire.Hello))
+
+    with rogue(None, script) as address, pytest.raises(TierError, match="a frame of 1025 bytes, expected at most 1024"):
+        enter(door(address))
+
+
+def test_a_server_that_passes_descriptors_without_end() -> None:
+    """Two with every byte, until this process has none left."""
+    challenge = wire.frame(wire.Challenge(wire.VERSION, bytes(32)))
+    passed: list[int] = []
+
+    def script(client: socket.socket) -> None:
+        for at in range(len(challenge)):
+            socket.send_fds(client, [challenge[at : at + 1]], [client.fileno()] * 2)
+            passed.append(at)
+            time.sleep(0.01)
+
+    with short_folder() as folder, rogue(folder / "sock", script) as address:
+        before = descriptors()
+        with pytest.raises(TierError, match="the server passed 4 descriptors"):
+            enter(door(address, stream=False))
+        assert len(passed) < len(challenge)
+        wait_for(lambda: descriptors() == before, "closed, and the thread's socket too")
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_tls_handshake_that_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dial, "_CONNECT_S", BOUND_S)
+    context = ssl.create_default_context()
+
+    def script(client: socket.socket) -> None:
+        dribble(client, b"\x16\x03\x03\x3f\xff\x02" + bytes(40), 2 * BOUND_S / 40)
+        client.recv(1 << 16)
+        hear(client, wire.Inbox(wire.Hello))
+
+    with rogue(None, script) as address:
+        tls = Door(address, door(address).hello, None, context)
+        with pytest.raises(TierError, match="timed out"):
+            enter(tls)
+
+
+def test_a_host_with_many_addresses_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first takes all the time there is; the others are not tried."""
+    monkeypatch.setattr(dial, "_CONNECT_S", BOUND_S)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        place = full.getsockname()
+        waiting = [socket.socket() for _ in range(3)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(place)
+        many = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place)] * 50
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: many)
+        with pytest.raises(TierError, match=r"not done within 0\.3 s"):
+            enter(door(Address("", "localhost", place[1])))
+        for one in waiting:
+            one.close()
+
+
+def test_a_host_whose_first_address_refuses_is_reached_by_its_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rogue(None, greet) as address, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        places = [closed.getsockname(), (address.host, address.port)]
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in places]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        enter(door(Address("", "localhost", 1))).socket.close()
+
+
+# ---- a tier's calls --------------------------------------------------------------------------------------------------
+
+
+def slow_answer(answer: Callable[[int], wire.Message]) -> Callable[[socket.socket, wire.Message], None]:
+    def reply(client: socket.socket, asked: wire.Message) -> None:
+        frame = wire.frame(answer(asked.id))  # type: ignore[attr-defined]
+        dribble(client, frame, 2 * BOUND_S / len(frame))
+
+    return reply
+
+
+def slow_chunk(client: socket.socket, asked: wire.Message) -> None:
+    assert isinstance(asked, wire.Get)
+    data = content(KEY, SLOT).tobytes()
+    client.sendall(wire.frame(wire.Chunk(asked.id, SLOT)))
+    dribble(client, data[:30], 2 * BOUND_S / 30)
+    client.sendall(data[30:] + wire.frame(wire.Seal(xxhash.xxh3_128(asked.key + data).digest())))
+
+
+def slow_seal(client: socket.socket, asked: wire.Message) -> None:
+    assert isinstance(asked, wire.Get)
+    data = content(KEY, SLOT).tobytes()
+    client.sendall(wire.frame(wire.Chunk(asked.id, SLOT)) + data)
+    dribble(client, wire.frame(wire.Seal(xxhash.xxh3_128(asked.key + data).digest())), 2 * BOUND_S / 22)
+
+
+def slow_taker(client: socket.socket, asked: wire.Message) -> None:
+    """Takes a chunk of 8 KiB in small pieces, and keeps it."""
+    assert isinstance(asked, wire.Put)
+    client.sendall(wire.frame(wire.Go(asked.id, True, False)))
+    left = SLOT
+    while left:
+        left -= len(client.recv(min(left, SLOT // 20)))
+        time.sleep(2 * BOUND_S / 20)
+    hear(client, wire.Inbox(wire.Seal))
+    client.sendall(wire.frame(wire.Stored(asked.id, True)))
+
+
+SLOW: dict[str, tuple[Callable[[RemoteTier], object], object, Callable[[socket.socket, wire.Message], None]]] = {
+    "find": (lambda tier: tier.find([KEY]), 0, slow_answer(lambda number: wire.Found(number, 1))),
+    "read": (lambda tier: tier.read(KEY, memoryview(bytearray(SLOT))), None, slow_chunk),
+    "a read's end": (lambda tier: tier.read(KEY, memoryview(bytearray(SLOT))), None, slow_seal),
+    "write": (lambda tier: tier.write(KEY, content(KEY, SLOT)), False, slow_taker),
+    "delete": (lambda tier: tier.delete(KEY), None, slow_answer(wire.Done)),
+}
+
+
+def quick_to(tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on a call has a part of the seconds it has."""
+    monkeypatch.setattr(remote, "_CALL_S", BOUND_S)
+    monkeypatch.setattr(remote, "_SLOWEST", 1 << 40)
+
+
+@pytest.mark.parametrize("call", SLOW)
+def test_a_call_of_a_far_server_that_dribbles(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, nothing, reply = SLOW[call]
+
+    def script(client: socket.socket) -> None:
+        greet(client)
+        inbox: wire.Inbox[wire.Message] = wire.Inbox(wire.StreamQuestion)
+        while True:
+            reply(client, hear(client, inbox))
+
+    with rogue(None, script) as address:
+        tier = RemoteTier(door(address))
+        quick_to(tier, monkeypatch)
+        assert ask(tier) == nothing
+        assert tier.counts["failed"] == 1
+        tier.close()
+
+
+def test_a_chunk_that_is_not_taken_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that no socket buffer holds; the server takes some of it now and then."""
+    size = 32 << 20
+
+    def script(client: socket.socket) -> None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        greet(client)
+        asked = hear(client, wire.Inbox(wire.StreamQuestion))
+        assert isinstance(asked, wire.Put)
+        client.sendall(wire.frame(wire.Go(asked.id, True, False)))
+        left, slow_until = size, time.monotonic() + 3 * BOUND_S
+        while left:
+            left -= len(client.recv(min(left, 1 << 16)))
+            if time.monotonic() < slow_until:
+                time.sleep(0.05)
+        hear(client, wire.Inbox(wire.Seal))
+        client.sendall(wire.frame(wire.Stored(asked.id, True)))
+
+    with rogue(None, script) as address:
+        tier = RemoteTier(Door(address, hello(LAYOUT.fingerprint, size, stream=True)))
+        quick_to(tier, monkeypatch)
+        assert tier.write(KEY, memoryview(bytes(size))) is False
+        assert tier.counts["failed"] == 1
+        tier.close()
+
+
+def test_a_server_that_answers_another_question_is_not_believed() -> None:
+    def script(client: socket.socket) -> None:
+        greet(client)
+        asked = hear(client, wire.Inbox(wire.StreamQuestion))
+        client.sendall(wire.frame(wire.Found(asked.id + 1, 1)))  # type: ignore[attr-defined]
+        client.recv(1)
+
+    with rogue(None, script) as address:
+        tier = RemoteTier(door(address))
+        assert (tier.find([KEY]), tier.counts["failed"]) == (0, 1)
+        tier.close()
+
+
+def test_an_answer_that_is_too_long_is_not_read() -> None:
+    def script(client: socket.socket) -> None:
+        greet(client)
+        hear(client, wire.Inbox(wire.StreamQuestion))
+        client.sendall((1 << 20).to_bytes(4, "little") + bytes(1 << 20))
+
+    with rogue(None, script) as address:
+        tier = RemoteTier(door(address))
+        assert (tier.find([KEY]), tier.counts["failed"]) == (0, 1)
+        tier.close()
+
+
+def test_one_byte_a_second_gives_lane_and_slot_back_in_seconds() -> None:
+    """With the bounds that engines have: a server that says it has the chunk, and would need two hours to give it."""
+
+    def script(client: socket.socket) -> None:
+        greet(client)
+        inbox: wire.Inbox[wire.Message] = wire.Inbox(wire.StreamQuestion)
+        while True:
+            asked = hear(client, inbox)
+            if isinstance(asked, wire.Find):
+                client.sendall(wire.frame(wire.Found(asked.id, 1)))
+            elif isinstance(asked, wire.Get):
+                client.sendall(wire.frame(wire.Chunk(asked.id, SLOT)))
+                dribble(client, bytes(SLOT), 1.0)
+
+    with rogue(None, script) as address:
+        lane = Lane("remote", 1, urgent_bound=8, bound=8)
+        store = Store(Pool(2, SLOT), [(RemoteTier(door(address)), lane)])
+        with store.load([KEY]) as lease:
+            wait_for(lambda: store.stats()["ram_filling"] == 1, "a slot waits for it")
+            wait_for(lambda: lease.poll().coming == 0, "given up", 30.0)
+            assert lease.poll().ready == 0
+        wait_for(lambda: store.stats()["ram_free"] == 2, "the slot is free")
+        assert store.close(1.0), "the lane's thread is free"

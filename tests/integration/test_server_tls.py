@@ -1,0 +1,226 @@
+"""TLS between engines and servers, and what goes beyond loopback without it: nothing, unless somebody gave that up."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.assemble import assemble
+from kvtier.bench.servers import free_port
+from kvtier.chunk import ChunkKey
+from kvtier.client import Client
+from kvtier.config import Config
+from kvtier.config import load as load_config
+from kvtier.dial import Address, Door, client_tls, hello
+from kvtier.errors import ConfigError
+from kvtier.store import Store
+from kvtier.testing.check_tier import content
+from kvtier.tiers.remote import RemoteTier
+from tests.certificates import make_certificates
+from tests.integration.test_server_tcp import TOKEN, engine, far, relay
+from tests.rogue_server import greet, rogue
+from tests.server_process import (
+    LAYOUT,
+    SLOT,
+    ServerProcess,
+    at_rest,
+    attached,
+    load,
+    run,
+    save,
+    serving,
+    short_folder,
+    wait_for,
+)
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    file = tmp_path / "token"
+    file.write_bytes(TOKEN + b"\n")
+    file.chmod(0o600)
+    return file
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture
+def tls_server(port: int, certificates: Path) -> Iterator[ServerProcess]:
+    """Demands certificates that ``ours`` signed, of clients too."""
+    with serving(
+        f"tcp://127.0.0.1:{port}",
+        server_cert=certificates / "ours-host.pem",
+        server_key=certificates / "ours-host.key",
+        server_ca=certificates / "ours.pem",
+    ) as server:
+        yield server
+
+
+def context(certificates: Path, trusted: str, shown: str | None) -> ssl.SSLContext:
+    files = [str(certificates / f"{shown}-host.{kind}") for kind in ("pem", "key")] if shown else [None, None]
+    return client_tls(str(certificates / f"{trusted}.pem"), *files)
+
+
+def test_chunks_over_tls(tls_server: ServerProcess, port: int, certificates: Path) -> None:
+    door = far(port, tls=context(certificates, "ours", "ours"))
+    with engine(door) as one, engine(door) as two, attached(tls_server.door()) as near:
+        save(one, run(1, 6))
+        wait_for(lambda: near.match(run(1, 6)).ready == 6, "spilled")
+        assert load(two, run(1, 6)) == ["remote"] * 6
+
+
+def test_one_line_of_configuration_makes_the_client_that_the_address_needs(
+    port: int, certificates: Path, token_file: Path
+) -> None:
+    files = {"server_cert": "ours-host.pem", "server_key": "ours-host.key", "server_ca": "ours.pem"}
+    keys: dict[str, Any] = {key: str(certificates / file) for key, file in files.items()}
+    keys["server_token_file"] = str(token_file)
+    with serving(f"tcp://127.0.0.1:{port}", **keys) as server:
+        near = assemble(Config(server=str(server.address), **keys), LAYOUT)
+        far_away = assemble(Config(server=f"tcp://localhost:{port}", ram_bytes=8 * SLOT, **keys), LAYOUT)
+        assert isinstance(near, Client) and isinstance(far_away, Store)
+        save(near, run(1, 4))
+        assert load(far_away, run(1, 4)) == ["remote"] * 4
+        near.close()
+        far_away.close()
+
+
+@pytest.mark.parametrize(("trusted", "shown"), [("theirs", "ours"), ("ours", "theirs"), ("ours", None)])
+def test_a_wrong_certificate_of_either_side_is_refused(
+    tls_server: ServerProcess, port: int, certificates: Path, trusted: str, shown: str | None
+) -> None:
+    tier = RemoteTier(far(port, tls=context(certificates, trusted, shown)))
+    key = run(1, 1)[0]
+    assert not tier.write(key, content(key, SLOT))
+    assert tier.counts["failed"] > 0
+    with attached(tls_server.door()) as near:
+        assert near.match([key]) == (0, 0)
+        at_rest(near)
+    tier.close()
+
+
+def test_a_client_without_tls_gets_nothing_from_a_server_with_it(tls_server: ServerProcess, port: int) -> None:
+    tier = RemoteTier(far(port))
+    assert tier.find([ChunkKey(bytes(40))]) == 0
+    assert tier.counts["failed"] > 0
+    tier.close()
+
+
+def test_a_server_that_asks_clients_for_nothing_is_refused(port: int, certificates: Path) -> None:
+    """Encrypted, and to anybody."""
+    keys = {"server_cert": certificates / "ours-host.pem", "server_key": certificates / "ours-host.key"}
+    with short_folder() as folder:
+        assert "would serve KV to anybody" in ServerProcess(folder, f"tcp://127.0.0.1:{port}", **keys).refusal()
+
+
+def test_a_certificate_for_another_host_is_refused(port: int, certificates: Path, token_file: Path) -> None:
+    """Whoever has any certificate of our authority could else stand in for the server."""
+    with serving(
+        f"tcp://127.0.0.1:{port}",
+        server_cert=certificates / "ours-other.pem",
+        server_key=certificates / "ours-other.key",
+        server_token_file=token_file,
+    ):
+        tier = RemoteTier(far(port, token=TOKEN, tls=context(certificates, "ours", None)))
+        assert tier.counts["failed"] == 1
+        assert tier.find([ChunkKey(bytes(40))]) == 0
+        tier.close()
+
+
+def test_a_server_speaks_no_older_tls(tls_server: ServerProcess, port: int, certificates: Path) -> None:
+    old = context(certificates, "ours", "ours")
+    old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_2
+    with socket.create_connection(("127.0.0.1", port)) as sock, pytest.raises((ssl.SSLError, ConnectionResetError)):
+        old.wrap_socket(sock, server_hostname="localhost").recv(1)
+
+
+def test_an_engine_speaks_no_older_tls(certificates: Path) -> None:
+    old = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    old.load_cert_chain(certificates / "ours-host.pem", certificates / "ours-host.key")
+    with rogue(None, lambda client: greet(old.wrap_socket(client, server_side=True))) as address:
+        tier = RemoteTier(far(address.port, tls=context(certificates, "ours", None)))
+        assert tier.counts["failed"] == 1
+        tier.close()
+
+
+def test_who_sees_the_network_reads_nothing_of_a_chunk(
+    tls_server: ServerProcess, port: int, certificates: Path
+) -> None:
+    seen = bytearray()
+
+    def record(data: bytes, _: bool) -> bytes:
+        seen.extend(data)
+        return data
+
+    with relay(port, record) as tapped:
+        tier = RemoteTier(far(tapped, tls=context(certificates, "ours", "ours")))
+        key = run(1, 1)[0]
+        assert tier.write(key, content(key, SLOT))
+        assert tier.read(key, memoryview(bytearray(SLOT)))
+        tier.close()
+    assert len(seen) > 2 * SLOT
+    assert content(key, SLOT)[100:116].tobytes() not in seen
+
+
+# ---- beyond loopback -------------------------------------------------------------------------------------------------
+
+EVERYWHERE = "0.0.0.0"  # noqa: S104 - as an address to listen at; who connects to it means this host
+
+
+def test_a_server_with_a_token_alone_does_not_listen_beyond_loopback(port: int, token_file: Path) -> None:
+    with short_folder() as folder:
+        refusal = ServerProcess(folder, f"tcp://{EVERYWHERE}:{port}", server_token_file=token_file).refusal()
+    assert "is beyond this host and not encrypted" in refusal
+    assert "set server_cert and server_key for TLS" in refusal
+
+
+@pytest.mark.parametrize("host", [EVERYWHERE, "192.0.2.7", "[2001:db8::1]", "cache.example", "127.0.0.1.example"])
+def test_an_engine_with_a_token_alone_does_not_connect_beyond_loopback(host: str, token_file: Path) -> None:
+    config = load_config(env={"KVTIER_SERVER": f"tcp://{host}:7", "KVTIER_SERVER_TOKEN_FILE": str(token_file)})
+    with pytest.raises(ConfigError, match=r"not encrypted: .* set server_ca for TLS\. server_unencrypted=true"):
+        assemble(config, LAYOUT)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "[::1]", "localhost"])
+def test_on_loopback_a_token_alone_will_do(host: str) -> None:
+    Door(Address.parse(f"tcp://{host}:7"), hello(LAYOUT.fingerprint, SLOT, stream=True), TOKEN)
+
+
+def test_an_engine_without_a_token_sends_nothing_in_plain(token_file: Path) -> None:
+    config = load_config(env={"KVTIER_SERVER": f"tcp://{EVERYWHERE}:7", "KVTIER_SERVER_UNENCRYPTED": "true"})
+    with pytest.raises(ConfigError, match="set server_token_file, because server_unencrypted gives up encryption only"):
+        assemble(config, LAYOUT)
+
+
+def test_both_go_without_encryption_when_told_so_and_say_it_once(
+    port: int, token_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = {"server_token_file": str(token_file), "server_unencrypted": True}
+    warning = f"tcp://{EVERYWHERE}:{port} is not encrypted (server_unencrypted): who sees the network between can read"
+    with serving(f"tcp://{EVERYWHERE}:{port}", **keys) as server, attached(server.door()) as near:
+        store = assemble(Config(server=f"tcp://{EVERYWHERE}:{port}", ram_bytes=8 * SLOT, **keys), LAYOUT)
+        save(near, run(1, 4))
+        assert load(store, run(1, 4)) == ["remote"] * 4
+        store.close()
+        assert server.said().count(warning) == 1
+    assert [record.levelno for record in caplog.records if warning in record.getMessage()] == [logging.WARNING]
+
+
+def test_on_loopback_nothing_is_said_of_encryption(port: int, token_file: Path) -> None:
+    with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file) as server:
+        assert "not encrypted" not in server.said()
