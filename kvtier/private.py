@@ -32,7 +32,7 @@ def open_folder(folder: Path, *, make: bool = False) -> int:
     try:
         while ahead:
             found = _enter(here, ahead.pop(), make=make)
-            target = _target(found)
+            target = _target(found, links)
             if target is None:
                 here, found = found, here
             else:
@@ -40,14 +40,13 @@ def open_folder(folder: Path, *, make: bool = False) -> int:
                 links += 1
             if found >= 0:
                 os.close(found)
-            if links > _MOST_LINKS:
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-        if not stat.S_ISDIR(os.fstat(here).st_mode):
-            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     except OSError as error:
         if here >= 0:
             os.close(here)
         raise OSError(error.errno, error.strerror, str(folder)) from error
+    if not stat.S_ISDIR(os.fstat(here).st_mode):
+        os.close(here)
+        raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
     return here
 
 
@@ -63,12 +62,16 @@ def _enter(here: int, name: str, *, make: bool) -> int:
     return os.open(name, _STEP, dir_fd=here)
 
 
-def _target(found: int) -> Path | None:
-    """Where a symbolic link leads; None for what is none. Raises OSError for another user's."""
+def _target(found: int, links: int) -> Path | None:
+    """Where a symbolic link leads, and None for what is none. ``links``: those that were followed before. Raises
+    OSError, with ``found`` closed, for another user's link and for one too many."""
     state = os.fstat(found)
     if not stat.S_ISLNK(state.st_mode):
         return None
     target = os.readlink("", dir_fd=found)
+    if links >= _MOST_LINKS:
+        os.close(found)
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     if state.st_uid not in (0, os.geteuid()):
         os.close(found)
         raise OSError(errno.EPERM, f"user {state.st_uid} made the symbolic link to {target} that is on its way")

@@ -176,7 +176,8 @@ def trouble(server: Served) -> list[str]:
         for tier in tiers
         if _number(tier, "open_breakers")
     ]
-    return away + [str(tier.trouble) for tier in tiers if getattr(tier, "trouble", "")]
+    lost = (str(getattr(tier, "trouble", "")) for tier in tiers)
+    return away + [text for text in lost if text]
 
 
 def _connections(server: Served) -> ConnectionStatus:

@@ -291,8 +291,8 @@ class NvmeTier:
         self._empty(place % self.capacity)
 
     def _empty(self, slot: int) -> None:
-        """Take the record off the disk, then free the slot; between the two it belongs to this call alone. The other way
-        round, a new chunk's record could come before this one's erasure, and be erased in its place."""
+        """Take the record off the disk, then free the slot; between the two it belongs to this call alone. In the other
+        order a new chunk's record could be there first, and be erased in this one's place."""
         try:
             self._files.write_record(slot, EMPTY_RECORD)
         except OSError as error:

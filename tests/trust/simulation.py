@@ -418,7 +418,8 @@ def replaced(sim: Simulation) -> Iterator[None]:
     before: list[tuple[Any, str, Any]] = []
     for module in modules:
         before += [(module, name, vars(module)[name]) for name in stand_ins if name in vars(module)]
-    files, folder = kvtier.tiers.nvme_files, kvtier.tiers.nvme_folder
+    files: Any = kvtier.tiers.nvme_files
+    folder: Any = kvtier.tiers.nvme_folder
     before += [(files, "os", files.os), (files, "fcntl", files.fcntl), (folder, "os", folder.os)]
     before.append((files, "holders_of_removed", files.holders_of_removed))
     stand_ins["holders_of_removed"] = lambda path: []
