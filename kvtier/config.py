@@ -22,7 +22,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier import lmcache, lmi
@@ -231,14 +230,14 @@ def _from_file(file: str | os.PathLike[str] | None, env: Mapping[str, str], rank
     if ours:
         for other in named:
             logger.info("%s=%s is not read: %s is kvtier's own file and comes first", other.source, other.value, ours)
-        for key, value in _read_yaml(ours).items():
+        for key, value in _yaml(ours).items():
             yield _Given(_known(key, f"file {ours}"), value, f"file {ours}")
     elif named or replaces_lmcache(env):
         yield from _from_lmcache(named[0].value if named else None, env, ranks)
 
 
 def _from_lmcache(path: str | None, env: Mapping[str, str], ranks: int) -> Iterator[_Given]:
-    raw = _read_yaml(path) if path else {}
+    raw = _yaml(path) if path else {}
     overrides = lmcache.from_environment(env, every=replaces_lmcache(env))
     for note in lmcache.translate({**raw, **overrides}, ranks):
         top = note.key.partition(".")[0]
@@ -252,24 +251,10 @@ def _from_lmcache(path: str | None, env: Mapping[str, str], ranks: int) -> Itera
         yield _Given(note.ours, note.value, source)
 
 
-_YAML_FAULTS = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
-"""What PyYAML raises besides its own errors: for 2001-99-99, !!int x, !!bool x, !!timestamp x, a thousand brackets."""
+def _yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    from kvtier.yaml_file import read_yaml  # 15 ms that only a start with a file pays
 
-
-def _read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    import yaml  # 15 ms that only a start with a file pays
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration file {os.fspath(path)!r} cannot be read: {error}") from error
-    except (yaml.YAMLError, *_YAML_FAULTS) as error:
-        raise ConfigError(f"configuration file {os.fspath(path)!r} is not YAML: {error}") from error
-    if not isinstance(content, dict | None):
-        raise ConfigError(
-            f"configuration file {os.fspath(path)!r}: expected 'key: value' lines, found {type(content).__name__}"
-        )
-    return {str(key): value for key, value in (content or {}).items()}
+    return read_yaml(path)
 
 
 _SERVICE_LINK = re.compile(r"KVTIER_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
