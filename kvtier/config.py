@@ -197,6 +197,30 @@ def masked(value: object) -> object:
     return re.sub(r"(password=)[^&]*", r"\1***", re.sub(r"(://[^/@:]*:).*@", r"\1***@", value))
 
 
+_SECRET_NAME = re.compile(
+    r"passw|secret|token(?!s)|credential|auth|(api|access|private|encryption)_?key", re.IGNORECASE
+)
+_LONGEST_SHOWN, _SHORTEST_SECRET = 200, 16
+
+
+def shown(key: str, value: object) -> object:
+    """``value`` as it may stand in a log line or an error: masked, without what looks like a secret that was given in
+    the place of a file or under a name of somebody else's, and cut where it is long."""
+    if isinstance(value, Mapping | list | tuple | set):
+        return f"({type(value).__name__})"
+    text, unit = masked(value), KEYS[key]["unit"] if key in KEYS else ""
+    plain = str(text)
+    if unit == "file":
+        hidden = len(plain) >= _SHORTEST_SECRET and not plain.startswith(("/", "./", "../", "~"))
+    elif unit == "url":
+        hidden = "://" not in plain and "@" in plain
+    else:
+        hidden = not unit and _SECRET_NAME.search(key) is not None
+    if hidden:
+        return "***"
+    return text if len(plain) <= _LONGEST_SHOWN else f"{plain[:_LONGEST_SHOWN]}..."
+
+
 def _refuse_auto_beside_a_file(
     values: Mapping[str, Any], sources: Mapping[str, str], file: object, env: Mapping[str, str]
 ) -> None:
@@ -244,10 +268,10 @@ def _from_lmcache(path: str | None, env: Mapping[str, str], ranks: int) -> Itera
         source = f"environment {lmcache.variable(top)}" if top in overrides else f"LMCache file {path}: {note.key}"
         if note.ours is None:
             level = logging.WARNING if note.lost else logging.INFO
-            logger.log(level, "LMCache key %s=%s: %s", note.key, masked(note.given), note.reason)
+            logger.log(level, "LMCache key %s=%s: %s", note.key, shown(note.key, note.given), note.reason)
             continue
-        shown = (note.key, masked(note.given), note.ours, masked(note.value), note.reason)
-        logger.info("LMCache key %s=%s -> %s=%s (%s)", *shown)
+        told = (note.key, shown(note.key, note.given), note.ours, shown(note.ours, note.value), note.reason)
+        logger.info("LMCache key %s=%s -> %s=%s (%s)", *told)
         yield _Given(note.ours, note.value, source)
 
 
@@ -274,7 +298,7 @@ def _from_environment(env: Mapping[str, str]) -> Iterator[_Given]:
 def _from_flags(flags: Mapping[str, object], env: Mapping[str, str]) -> Iterator[_Given]:
     for key, value in flags.items():
         if key not in KEYS and replaces_lmcache(env):
-            logger.warning("connector setting %s=%s is not kvtier's and has no effect", key, masked(value))
+            logger.warning("connector setting %s=%s is not kvtier's and has no effect", key, shown(key, value))
         else:
             yield _Given(_known(key, "flag"), value, "flag")
 
@@ -294,7 +318,9 @@ def _parse(key: str, given: object, source: str) -> Any:
     try:
         return parse(given)
     except (ValueError, OverflowError):
-        raise ConfigError(f"{key}={masked(given)!r} ({source}): expected {expected}; correct it or remove it") from None
+        raise ConfigError(
+            f"{key}={shown(key, given)!r} ({source}): expected {expected}; correct it or remove it"
+        ) from None
 
 
 def parse_size(given: object) -> int:
