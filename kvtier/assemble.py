@@ -158,6 +158,8 @@ def door(config: Config, server: str, layout: ChunkLayout) -> Door:
     name, stream = f"process {os.getpid()}", not address.path
     own = hello(layout.fingerprint, layout.slot_bytes, stream=stream, namespace=config.namespace or "", client=name)
     token = read_token(config.server_token_file) if config.server_token_file else None
+    if config.server_key is not None:
+        read_secret(config.server_key, "server_key")
     tls = client_tls(config.server_ca, config.server_cert, config.server_key) if config.server_ca and stream else None
     return Door(address, own, token, tls, config.server_unencrypted)
 

@@ -22,7 +22,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier import lmcache, lmi
@@ -199,6 +198,30 @@ def masked(value: object) -> object:
     return re.sub(r"(password=)[^&]*", r"\1***", re.sub(r"(://[^/@:]*:).*@", r"\1***@", value))
 
 
+_SECRET_NAME = re.compile(
+    r"passw|secret|token(?!s)|credential|auth|(api|access|private|encryption)_?key", re.IGNORECASE
+)
+_LONGEST_SHOWN, _SHORTEST_SECRET = 200, 16
+
+
+def shown(key: str, value: object) -> object:
+    """``value`` as it may stand in a log line or an error: masked, without what looks like a secret that was given in
+    the place of a file or under a name of somebody else's, and cut where it is long."""
+    if isinstance(value, Mapping | list | tuple | set):
+        return f"({type(value).__name__})"
+    text, unit = masked(value), KEYS[key]["unit"] if key in KEYS else ""
+    plain = str(text)
+    if unit == "file":
+        hidden = len(plain) >= _SHORTEST_SECRET and not plain.startswith(("/", "./", "../", "~"))
+    elif unit == "url":
+        hidden = "://" not in plain and "@" in plain
+    else:
+        hidden = not unit and _SECRET_NAME.search(key) is not None
+    if hidden:
+        return "***"
+    return text if len(plain) <= _LONGEST_SHOWN else f"{plain[:_LONGEST_SHOWN]}..."
+
+
 def _refuse_auto_beside_a_file(
     values: Mapping[str, Any], sources: Mapping[str, str], file: object, env: Mapping[str, str]
 ) -> None:
@@ -232,45 +255,31 @@ def _from_file(file: str | os.PathLike[str] | None, env: Mapping[str, str], rank
     if ours:
         for other in named:
             logger.info("%s=%s is not read: %s is kvtier's own file and comes first", other.source, other.value, ours)
-        for key, value in _read_yaml(ours).items():
+        for key, value in _yaml(ours).items():
             yield _Given(_known(key, f"file {ours}"), value, f"file {ours}")
     elif named or replaces_lmcache(env):
         yield from _from_lmcache(named[0].value if named else None, env, ranks)
 
 
 def _from_lmcache(path: str | None, env: Mapping[str, str], ranks: int) -> Iterator[_Given]:
-    raw = _read_yaml(path) if path else {}
+    raw = _yaml(path) if path else {}
     overrides = lmcache.from_environment(env, every=replaces_lmcache(env))
     for note in lmcache.translate({**raw, **overrides}, ranks):
         top = note.key.partition(".")[0]
         source = f"environment {lmcache.variable(top)}" if top in overrides else f"LMCache file {path}: {note.key}"
         if note.ours is None:
             level = logging.WARNING if note.lost else logging.INFO
-            logger.log(level, "LMCache key %s=%s: %s", note.key, masked(note.given), note.reason)
+            logger.log(level, "LMCache key %s=%s: %s", note.key, shown(note.key, note.given), note.reason)
             continue
-        shown = (note.key, masked(note.given), note.ours, masked(note.value), note.reason)
-        logger.info("LMCache key %s=%s -> %s=%s (%s)", *shown)
+        told = (note.key, shown(note.key, note.given), note.ours, shown(note.ours, note.value), note.reason)
+        logger.info("LMCache key %s=%s -> %s=%s (%s)", *told)
         yield _Given(note.ours, note.value, source)
 
 
-_YAML_FAULTS = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
-"""What PyYAML raises besides its own errors: for 2001-99-99, !!int x, !!bool x, !!timestamp x, a thousand brackets."""
+def _yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    from kvtier.yaml_file import read_yaml  # 15 ms that only a start with a file pays
 
-
-def _read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    import yaml  # 15 ms that only a start with a file pays
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration file {os.fspath(path)!r} cannot be read: {error}") from error
-    except (yaml.YAMLError, *_YAML_FAULTS) as error:
-        raise ConfigError(f"configuration file {os.fspath(path)!r} is not YAML: {error}") from error
-    if not isinstance(content, dict | None):
-        raise ConfigError(
-            f"configuration file {os.fspath(path)!r}: expected 'key: value' lines, found {type(content).__name__}"
-        )
-    return {str(key): value for key, value in (content or {}).items()}
+    return read_yaml(path)
 
 
 _SERVICE_LINK = re.compile(r"KVTIER_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
@@ -290,7 +299,7 @@ def _from_environment(env: Mapping[str, str]) -> Iterator[_Given]:
 def _from_flags(flags: Mapping[str, object], env: Mapping[str, str]) -> Iterator[_Given]:
     for key, value in flags.items():
         if key not in KEYS and replaces_lmcache(env):
-            logger.warning("connector setting %s=%s is not kvtier's and has no effect", key, masked(value))
+            logger.warning("connector setting %s=%s is not kvtier's and has no effect", key, shown(key, value))
         else:
             yield _Given(_known(key, "flag"), value, "flag")
 
@@ -310,7 +319,9 @@ def _parse(key: str, given: object, source: str) -> Any:
     try:
         return parse(given)
     except (ValueError, OverflowError):
-        raise ConfigError(f"{key}={masked(given)!r} ({source}): expected {expected}; correct it or remove it") from None
+        raise ConfigError(
+            f"{key}={shown(key, given)!r} ({source}): expected {expected}; correct it or remove it"
+        ) from None
 
 
 def parse_size(given: object) -> int:

@@ -18,7 +18,7 @@ from kvtier.openapi import Cleared
 from kvtier.owner import tenant
 from kvtier.realm import Realms
 from kvtier.store import Store
-from kvtier.tiers.nvme_files import INDEX_NAME
+from kvtier.tiers.nvme_folder import INDEX_NAME
 
 _BATCH = 1024
 _SEARCH_S = 15.0

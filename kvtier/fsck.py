@@ -26,7 +26,7 @@ from kvtier.chunk import PAGE_BYTES
 from kvtier.config import load
 from kvtier.errors import ConfigError, TierError
 from kvtier.owner import may
-from kvtier.tiers.nvme_files import INDEX_NAME, SLOTS_NAME
+from kvtier.tiers.nvme_folder import INDEX_NAME, SLOTS_NAME, TierFolder
 from kvtier.tiers.nvme_index import (
     EMPTY_RECORD,
     FORMAT_VERSION,
@@ -105,9 +105,10 @@ def tier_folders(place: Path) -> list[Path]:
 def check(folder: Path, *, repair: bool = False) -> Report:
     """Look at every slot. ``repair``: make bad ones free. About as fast as one thread reads the disk.
 
-    Raises TierError when the folder is in use, not readable, or of a newer format (which is not ours to repair).
+    Raises TierError when the folder is in use, not this user's alone, not readable, or of a newer format (which is not
+    ours to repair).
     """
-    with _locked(folder, os.O_RDWR if repair else os.O_RDONLY) as index:
+    with _locked(folder, os.O_RDWR if repair else os.O_RDONLY) as (files, index):
         report = Report(str(folder), problems=[])
         superblock = Superblock.unpack(os.pread(index, PAGE_BYTES, 0))
         if superblock is None:
@@ -121,8 +122,8 @@ def check(folder: Path, *, repair: bool = False) -> Report:
         report.slot_bytes, report.slots, report.closed = superblock.slot_bytes, superblock.slots, superblock.clean
         table = _table(index, superblock.slots)
         records = read_records(table, superblock.slots, superblock.slot_bytes)
-        bad = _count(report, folder, table, records)
-        _compare_sizes(report, folder)
+        bad = _count(report, files, table, records)
+        _compare_sizes(report, files)
         if repair and bad:
             _make_free(index, bad)
             report.repaired = len(bad)
@@ -132,7 +133,7 @@ def check(folder: Path, *, repair: bool = False) -> Report:
 def discard(folder: Path, owner: int | None = None) -> int:
     """Remove a tier's folder that is not in use, or of its chunks ``owner``'s (see :func:`kvtier.owner.may`); how many
     chunks went. A folder of another format is removed in any case. Raises TierError when it is in use."""
-    with _locked(folder, os.O_RDWR) as index:
+    with _locked(folder, os.O_RDWR) as (files, index):
         superblock = Superblock.unpack(os.pread(index, PAGE_BYTES, 0))
         chunks = 0
         if superblock is not None and superblock.version == FORMAT_VERSION:
@@ -145,30 +146,38 @@ def discard(folder: Path, owner: int | None = None) -> int:
                 _make_free(index, [int(records.slots[at]) for at in going])
                 return chunks
         for name in (SLOTS_NAME, INDEX_NAME):
-            (folder / name).unlink(missing_ok=True)
+            files.remove(name)
         with suppress(OSError):
             folder.rmdir()
         return chunks
 
 
 @contextmanager
-def _locked(folder: Path, mode: int) -> Iterator[int]:
-    """The index file's descriptor, under the lock that a running tier holds."""
+def _locked(folder: Path, mode: int) -> Iterator[tuple[TierFolder, int]]:
+    """The folder, and the index file's descriptor under the lock that a running tier holds."""
     try:
-        index = os.open(folder / INDEX_NAME, mode | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with TierFolder(folder) as files, _descriptor(files.open(INDEX_NAME, mode)) as index:
+            _lock(folder, index)
+            yield files, index
     except OSError as error:
-        raise TierError(f"{folder / INDEX_NAME} cannot be opened: {error}") from error
+        raise TierError(f"{folder}: {error}") from error
+
+
+@contextmanager
+def _descriptor(fd: int) -> Iterator[int]:
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _lock(folder: Path, index: int) -> None:
     try:
         fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield index
     except BlockingIOError:
         holder = Superblock.unpack(os.pread(index, PAGE_BYTES, 0))
         who = f"process {holder.pid}" if holder else "another process"
         raise TierError(f"{folder}: in use by {who}; stop it first") from None
-    except OSError as error:
-        raise TierError(f"{folder}: {error}") from error
-    finally:
-        os.close(index)
 
 
 def _table(index: int, slots: int) -> memoryview:
@@ -179,13 +188,13 @@ def _table(index: int, slots: int) -> memoryview:
     return table
 
 
-def _count(report: Report, folder: Path, table: memoryview, records: Records) -> list[int]:
+def _count(report: Report, files: TierFolder, table: memoryview, records: Records) -> list[int]:
     """Fill in the report; the slots that are bad or stale."""
     words = np.frombuffer(table, dtype="<u8").reshape(-1, RECORD_BYTES // 8)
     used = set(np.flatnonzero(words[:, 7] | words[:, -1]).tolist())  # sequence number and checksum
     believed = records.slots.tolist()
     newest = dict(zip(records.keys, range(len(believed)), strict=True))
-    corrupt = _corrupt(folder, records, sorted(newest.values(), key=believed.__getitem__), report.slot_bytes)
+    corrupt = _corrupt(files, records, sorted(newest.values(), key=believed.__getitem__), report.slot_bytes)
     damaged = used.difference(believed)
     stale = set(believed).difference(believed[at] for at in newest.values())
     report.good, report.corrupt = len(newest) - len(corrupt), len(corrupt)
@@ -193,15 +202,15 @@ def _count(report: Report, folder: Path, table: memoryview, records: Records) ->
     return sorted({*corrupt, *damaged, *stale})
 
 
-def _corrupt(folder: Path, records: Records, order: Sequence[int], slot_bytes: int) -> list[int]:
+def _corrupt(files: TierFolder, records: Records, order: Sequence[int], slot_bytes: int) -> list[int]:
     """Slots whose payload is not what its record says."""
     if not order:
         return []
     try:
-        payload = os.open(folder / SLOTS_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        opened = files.open(SLOTS_NAME, os.O_RDONLY)
     except OSError:
         return [int(records.slots[at]) for at in order]
-    try:
+    with _descriptor(opened) as payload:
         whole = memoryview(mmap.mmap(-1, slot_bytes))
         return [
             int(records.slots[at])
@@ -209,8 +218,6 @@ def _corrupt(folder: Path, records: Records, order: Sequence[int], slot_bytes: i
             if not _read(payload, int(records.slots[at]) * slot_bytes, whole)
             or payload_checksum(records.keys[at], whole) != records.checksums[at].tobytes()
         ]
-    finally:
-        os.close(payload)
 
 
 def _read(payload: int, offset: int, into: memoryview) -> bool:
@@ -221,11 +228,12 @@ def _read(payload: int, offset: int, into: memoryview) -> bool:
         return False
 
 
-def _compare_sizes(report: Report, folder: Path) -> None:
+def _compare_sizes(report: Report, files: TierFolder) -> None:
     wanted = {INDEX_NAME: table_bytes(report.slots), SLOTS_NAME: report.slots * report.slot_bytes}
     for name, size in wanted.items():
-        path = folder / name
-        found = path.stat().st_size if path.exists() else 0
+        found = 0
+        with suppress(FileNotFoundError), _descriptor(files.open(name, os.O_RDONLY)) as fd:
+            found = os.fstat(fd).st_size
         if found < size:
             report.problems.append(f"{name} has {found:,} bytes, expected {size:,}: the next start reserves the rest")
 

@@ -98,9 +98,9 @@ def _flatten(raw: Mapping[str, object]) -> list[tuple[str, object]]:
         try:
             extra = json.loads(extra)
         except ValueError as error:
-            raise ConfigError(f"extra_config={extra!r}: expected a JSON object such as {{}}: {error}") from None
+            raise ConfigError(f"extra_config: {error}; expected a JSON object such as {{}}") from None
     if not isinstance(extra, Mapping):
-        raise ConfigError(f"extra_config={extra!r}: expected a mapping such as {{use_odirect: true}}")
+        raise ConfigError(f"extra_config is a {type(extra).__name__}, expected a mapping such as {{use_odirect: true}}")
     plain = [(key, value) for key, value in raw.items() if key != "extra_config"]
     return plain + [(f"extra_config.{key}", value) for key, value in extra.items()]
 

@@ -3,24 +3,83 @@ the other end of a Unix socket."""
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 from kvtier.errors import ConfigError
 
 _MOST_SECRET_BYTES = 4096
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
+_MOST_LINKS = 40
+"""On one path, as in the kernel."""
+_STEP = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def make_folder(folder: Path) -> None:
     """Make ``folder`` and every parent that is missing, each with mode 0700: in a parent that others may write, they
     could put a folder of their own in this one's place. What is there is left as it is. Raises OSError."""
-    for each in (*reversed(folder.parents), folder):
-        if not each.exists():
-            each.mkdir(mode=0o700, exist_ok=True)
+    os.close(open_folder(folder, make=True))
+
+
+def open_folder(folder: Path, *, make: bool = False) -> int:
+    """A descriptor (``O_PATH``) of ``folder``. ``make``: make what is missing, see :func:`make_folder`.
+
+    The way goes from one open folder to the next, so nobody can exchange a part of it meanwhile. A symbolic link on the
+    way must belong to root or to this user: anybody else's could lead into any folder. Raises OSError.
+    """
+    here, ahead, links = -1, list(reversed(folder.absolute().parts)), 0
+    try:
+        while ahead:
+            found = _enter(here, ahead.pop(), make=make)
+            target = _target(found, links)
+            if target is None:
+                here, found = found, here
+            else:
+                ahead += reversed(target.parts)
+                links += 1
+            if found >= 0:
+                os.close(found)
+    except OSError as error:
+        if here >= 0:
+            os.close(here)
+        raise OSError(error.errno, error.strerror, str(folder)) from error
+    if not stat.S_ISDIR(os.fstat(here).st_mode):
+        os.close(here)
+        raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    return here
+
+
+def _enter(here: int, name: str, *, make: bool) -> int:
+    """What is called ``name`` in the folder ``here``. A symbolic link is not followed. For "/" any ``here`` will do."""
+    try:
+        return os.open(name, _STEP, dir_fd=here)
+    except FileNotFoundError:
+        if not make:
+            raise
+    with suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=here)
+    return os.open(name, _STEP, dir_fd=here)
+
+
+def _target(found: int, links: int) -> Path | None:
+    """Where a symbolic link leads, and None for what is none. ``links``: those that were followed before. Raises
+    OSError, with ``found`` closed, for another user's link and for one too many."""
+    state = os.fstat(found)
+    if not stat.S_ISLNK(state.st_mode):
+        return None
+    target = os.readlink("", dir_fd=found)
+    if links >= _MOST_LINKS:
+        os.close(found)
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    if state.st_uid not in (0, os.geteuid()):
+        os.close(found)
+        raise OSError(errno.EPERM, f"user {state.st_uid} made the symbolic link to {target} that is on its way")
+    return Path(target)
 
 
 def refuse_shared_folder(folder: Path) -> None:

@@ -18,6 +18,7 @@ from kvtier.config import Config, load
 from kvtier.dial import Address, read_token
 from kvtier.errors import ConfigError
 from kvtier.listen import Listener, listen_tcp, listen_unix, server_tls
+from kvtier.private import read_secret
 from kvtier.server import Beside, Server, serve
 from kvtier.store import Store
 
@@ -123,4 +124,5 @@ def _tls(config: Config) -> ssl.SSLContext | None:
         if config.server_cert or config.server_key or config.server_ca:
             raise ConfigError("TLS at a server needs both server_cert and server_key")
         return None
+    read_secret(config.server_key, "server_key")
     return server_tls(config.server_cert, config.server_key, config.server_ca)

@@ -168,13 +168,16 @@ def read(server: Served) -> Stats:
 
 
 def trouble(server: Served) -> list[str]:
-    """Tiers that are left alone now, in words. They are misses, and no reason to take the server out of service."""
-    return [
+    """Tiers that are left alone now or have lost their place, in words. They are misses, and no reason to take the
+    server out of service."""
+    tiers = [tier for realm in server.realms.open.values() for tier in realm.store.tiers]
+    away = [
         f"{tier.name}: {_number(tier, 'open_breakers')} of its nodes failed and are left alone for a while: misses"
-        for realm in server.realms.open.values()
-        for tier in realm.store.tiers
+        for tier in tiers
         if _number(tier, "open_breakers")
     ]
+    lost = (str(getattr(tier, "trouble", "")) for tier in tiers)
+    return away + [text for text in lost if text]
 
 
 def _connections(server: Served) -> ConnectionStatus:

@@ -47,12 +47,15 @@ class NvmeTier:
         slot_bytes: the largest chunk, a multiple of 4096, at most 1 GiB.
         direct: bypass the page cache where the file system allows it.
 
-    Raises TierError when the folder is in use, not writable, or without room; then nothing is left behind.
+    Raises TierError when the folder is in use, not this user's alone, not writable, or without room; then nothing is
+    left behind.
 
     Threads: any number of lane threads. ``_lock`` guards the index and the counts, and is never held during I/O.
     A slot has one owner at any time: the free list, the write that fills it, the index, or the call that empties it.
     ``counts`` holds plain integers since the start, for reading at any time; ``evicted_unread``: chunks that were
-    written and deleted and never read between, what a disk wore out for.
+    written and deleted and never read between, what a disk wore out for. ``trouble``: empty, or in words why nothing
+    is written now, because the folder was removed or another put in its place while it was in use. Each write and read
+    looks. Chunks are served as before, and writing goes on when the folder is back.
     """
 
     shared = False
@@ -74,6 +77,7 @@ class NvmeTier:
         self.direct = self._files.direct
         self._lock = threading.Lock()
         self._logged: set[str] = set()
+        self.trouble = ""
         # key -> place = seq * capacity + slot: one integer says where, and tells this filling of the slot from others.
         self._places: dict[ChunkKey, int] = {}
         self._checksums = bytearray(CHECKSUM_BYTES * slots)
@@ -129,6 +133,7 @@ class NvmeTier:
                 return False
             slot = place % self.capacity
             checksum = self._checksum(slot)
+        self._look()
         # From here on the slot may be freed and filled with another chunk: then the checksum does not match.
         try:
             self._files.read_payload(slot, into)
@@ -148,6 +153,7 @@ class NvmeTier:
             if place is None:
                 self.counts["misses"] += 1
                 return False
+        self._look()
         try:
             self._files.read_payload(place % self.capacity, into[begin:end], begin)
         except OSError as error:
@@ -235,7 +241,12 @@ class NvmeTier:
 
     def _fill(self, key: ChunkKey, place: int, data: memoryview, owner: int) -> bool:
         """Payload, then record. The slot's old record is gone or (power cut) names a payload that is no longer there,
-        so at no moment can anybody believe something false about this slot."""
+        so at no moment can anybody believe something false about this slot. The order of the two decides nothing but
+        a count: a record without its payload fails the payload's checksum and is counted as corrupt."""
+        if not self._look():
+            with self._lock:
+                self.counts["refused"] += 1
+            return False
         seq, slot = divmod(place, self.capacity)
         checksum = payload_checksum(key, data)
         try:
@@ -249,6 +260,18 @@ class NvmeTier:
         self._checksums[slot * CHECKSUM_BYTES : (slot + 1) * CHECKSUM_BYTES] = checksum
         self._owners[slot * OWNER_BYTES : (slot + 1) * OWNER_BYTES] = owner.to_bytes(OWNER_BYTES, "little")
         return True
+
+    def _look(self) -> bool:
+        """Whether the folder still has our files."""
+        if self._files.in_place():
+            self.trouble = ""
+            return True
+        self.trouble = (
+            f"{self.name}: its folder {self._files.path} was removed or replaced while in use: what it holds is served "
+            "until the end of this process and then lost, nothing more is written; restart to begin with a new one"
+        )
+        self._log_first("folder", self.trouble)
+        return False
 
     def _was_read(self, slot: int, chunk: memoryview) -> None:
         with self._lock:
@@ -268,7 +291,8 @@ class NvmeTier:
         self._empty(place % self.capacity)
 
     def _empty(self, slot: int) -> None:
-        """Take the record off the disk, then free the slot; between the two it belongs to this call alone."""
+        """Take the record off the disk, then free the slot; between the two it belongs to this call alone. In the other
+        order a new chunk's record could be there first, and be erased in this one's place."""
         try:
             self._files.write_record(slot, EMPTY_RECORD)
         except OSError as error:

@@ -26,17 +26,14 @@ import numpy as np
 
 from kvtier.chunk import PAGE_BYTES
 from kvtier.errors import TierError
-from kvtier.private import make_folder
+from kvtier.tiers.nvme_folder import INDEX_NAME, SLOTS_NAME, TierFolder, holders_of_removed, leads_to
 from kvtier.tiers.nvme_index import FORMAT_VERSION, RECORD_BYTES, Superblock, table_bytes
 
 _LOG = logging.getLogger(__name__)
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 _GIB = 1 << 30
 _READ_STEP = 8 << 20
 _STAGING_BYTES, _HUGE_BYTES = 4 << 20, 2 << 20
-INDEX_NAME = "index.kvtier"
-SLOTS_NAME = "slots.kvtier"
 
 
 class SlotFiles:
@@ -48,7 +45,7 @@ class SlotFiles:
         clean: the last owner closed them (True too for new files).
 
     Raises TierError, with nothing left behind, when another process holds the folder, the file system has no room,
-    or the folder cannot be written.
+    or the folder cannot be written or is not this user's alone (:mod:`kvtier.tiers.nvme_folder`).
     """
 
     def __init__(self, path: Path, slots: int, slot_bytes: int, *, direct: bool) -> None:
@@ -56,27 +53,35 @@ class SlotFiles:
         self.direct, self.kept, self.clean = False, 0, True
         self._index = self._payload = self._null = -1
         self._locked = False
-        made = [each for each in (path / SLOTS_NAME, path / INDEX_NAME, path, *path.parents) if not each.exists()]
         try:
             self._null = os.open(os.devnull, os.O_RDONLY)  # now: letting go must not need one more descriptor
-            make_folder(path)
-            self._index = os.open(path / INDEX_NAME, _FLAGS, 0o600)
-            self._lock()
-            self._payload = os.open(path / SLOTS_NAME, _FLAGS, 0o600)
-            self._check_room()
-            self._adopt()
-            self._reserve()
-            if direct:
-                self._go_direct()
-            self._write_superblock(clean=False)
+            with TierFolder(path, make=True) as folder:
+                self._open(folder, direct=direct)
         except OSError as error:
-            self._abandon(made)
             raise TierError(
                 f"NVMe tier {path}: cannot be opened and reserved ({error}); give a local folder that this user may "
                 f"write, with room for {self._wanted() / _GIB:.2f} GiB"
             ) from error
-        except TierError:
-            self._abandon(made)
+
+    def _open(self, folder: TierFolder, *, direct: bool) -> None:
+        try:
+            self._index = folder.open(INDEX_NAME, os.O_RDWR, make=True)
+            self._lock()
+            if INDEX_NAME in folder.made_files:
+                self._tell_of_removed()
+            self._payload = folder.open(SLOTS_NAME, os.O_RDWR, make=True)
+            for fd in (self._index, self._payload):
+                os.fchmod(fd, 0o600)  # a umask may have left fewer rights than the next start needs
+            self._check_room()
+            self._adopt()
+            self._reserve()
+            if direct:
+                self._go_direct(folder)
+            self._write_superblock(clean=False)
+        except (OSError, TierError):
+            if self._locked:  # somebody else who holds the lock relies on it
+                folder.undo()
+            self._release()
             raise
 
     def write_payload(self, slot: int, data: memoryview) -> None:
@@ -108,6 +113,12 @@ class SlotFiles:
                 raise OSError(errno.EIO, "short read")
         return table
 
+    def in_place(self) -> bool:
+        """Whether the folder's path still leads to both files, so that what is written will be found by the next start.
+        Takes microseconds."""
+        names = ((INDEX_NAME, self._index), (SLOTS_NAME, self._payload))
+        return not self._locked or all(leads_to(self.path / name, fd) for name, fd in names)
+
     def close(self, table: memoryview | None) -> None:
         """Replace all records by ``table`` if given, make everything durable, mark it clean, let go. Raises OSError."""
         try:
@@ -133,9 +144,11 @@ class SlotFiles:
         if not os.fstat(self._index).st_nlink:
             raise FileNotFoundError(errno.ENOENT, "another process has just removed it; start again")
         self._locked = True
-        for name in (INDEX_NAME, SLOTS_NAME):
-            with suppress(FileNotFoundError):
-                (self.path / name).chmod(0o600)
+
+    def _tell_of_removed(self) -> None:
+        for pid in holders_of_removed(self.path / INDEX_NAME):
+            _LOG.warning("NVMe tier %s: process %d still uses the files that were removed from here; their room is not "
+                         "free before it ends", self.path, pid)  # fmt: skip
 
     def _wanted(self) -> int:
         return table_bytes(self.slots) + self.slots * self.slot_bytes
@@ -188,10 +201,10 @@ class SlotFiles:
                 os.ftruncate(fd, kept)
                 raise
 
-    def _go_direct(self) -> None:
+    def _go_direct(self, folder: TierFolder) -> None:
         fd = -1
         try:
-            fd = os.open(self.path / SLOTS_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_DIRECT)
+            fd = folder.open(SLOTS_NAME, os.O_RDWR | os.O_DIRECT)
             # Some file systems accept the flag and refuse the first I/O, or want larger blocks than a page.
             os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0)
         except OSError as error:
@@ -210,16 +223,10 @@ class SlotFiles:
     def _write_superblock(self, *, clean: bool) -> None:
         os.pwrite(self._index, Superblock(self.slot_bytes, self.slots, os.getpid(), clean).pack(), 0)
 
-    def _abandon(self, made: list[Path]) -> None:
-        """Remove what this opening made - unless somebody else holds the lock, who then relies on it."""
-        for each in made if self._locked else ():
-            with suppress(OSError):
-                each.rmdir() if each.is_dir() else each.unlink()
-        self._release()
-
     def _release(self) -> None:
         """Let go of files and lock but keep the descriptors' numbers: a call that comes late, from a thread that hung
         in an I/O, gets an error instead of whichever file has the number next. The numbers go with this object."""
+        self._locked = False
         for fd in (self._index, self._payload):
             if fd >= 0:
                 os.dup2(self._null, fd, inheritable=False)

@@ -93,6 +93,11 @@ class SealedTier:
         return int(getattr(self._inner, "open_breakers", 0))
 
     @property
+    def trouble(self) -> str:
+        """Of the inner tier; empty where it has none."""
+        return str(getattr(self._inner, "trouble", ""))
+
+    @property
     def owed(self) -> int:
         """Deletes that the inner tier owes; 0 where it never does."""
         return int(getattr(self._inner, "owed", 0))

@@ -70,14 +70,6 @@ def test_files_are_private(tmp_path: Path) -> None:
     assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "tier").iterdir()} == {0o600}
 
 
-def test_files_are_made_private_again(tmp_path: Path) -> None:
-    NvmeTier(tmp_path / "tier", room(8), SLOT).close()
-    for file in (tmp_path / "tier").iterdir():
-        file.chmod(0o644)
-    NvmeTier(tmp_path / "tier", room(8), SLOT).close()
-    assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "tier").iterdir()} == {0o600}
-
-
 def test_payloads_bypass_the_page_cache(tmp_path: Path) -> None:
     tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
     if not tier.direct:
@@ -313,7 +305,7 @@ def test_a_place_that_is_no_folder_of_ours_is_refused(tmp_path: Path) -> None:
         NvmeTier(tmp_path / "file", room(8), SLOT)
     (tmp_path / "tier").mkdir()
     (tmp_path / "tier" / "index.kvtier").symlink_to(tmp_path / "file")
-    with pytest.raises(TierError, match="cannot be opened"):
+    with pytest.raises(TierError, match=r"index\.kvtier is a link or a pipe"):
         NvmeTier(tmp_path / "tier", room(8), SLOT)
     assert (tmp_path / "file").read_text() == "mine"
 

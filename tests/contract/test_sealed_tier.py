@@ -22,7 +22,7 @@ from kvtier.testing import DictTier, check_tier
 from kvtier.testing.check_tier import content
 from kvtier.tiers.base import PartReader
 from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.nvme_files import SLOTS_NAME
+from kvtier.tiers.nvme_folder import SLOTS_NAME
 from kvtier.tiers.redis import RedisTier
 from kvtier.tiers.redis_form import Form
 from kvtier.tiers.redis_link import Link

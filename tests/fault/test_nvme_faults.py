@@ -17,7 +17,8 @@ from kvtier.errors import TierError
 from kvtier.owner import NOBODY, owner_of
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.nvme_index import RECORD_BYTES, Superblock, pack_record, payload_checksum
+from kvtier.tiers.nvme_files import SlotFiles
+from kvtier.tiers.nvme_index import EMPTY_RECORD, RECORD_BYTES, Superblock, pack_record, payload_checksum
 from tests.nvme_place import LAYOUT, SLOT, fill, flip, held, holds, room
 
 SLOTS = 8
@@ -340,6 +341,28 @@ def test_kill_9_at_random_points_costs_nothing_that_was_acknowledged(tmp_path: P
         assert tier.counts["corrupt"] == 0
         acknowledged = readable
         del tier
+
+
+def test_a_slot_is_free_only_when_its_record_is_off_the_disk(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread writes a chunk while a record is erased. In the wrong order its own record is erased: after a
+    crash a chunk that was acknowledged is gone."""
+    tier = NvmeTier(place, ROOM, SLOT)
+    new, acknowledged = LAYOUT.keys([9]), []
+
+    def meanwhile(slot: int, record: bytes) -> None:
+        if record == EMPTY_RECORD:
+            acknowledged.append(tier.write(new[0], content(new[0], SLOT)))
+        SlotFiles.write_record(tier._files, slot, record)
+
+    monkeypatch.setattr(tier._files, "write_record", meanwhile)
+    tier.delete(KEYS[4])
+    monkeypatch.undo()
+    assert acknowledged == [False], "no slot is free yet"
+    fill(tier, new)
+    del tier  # a crash
+    tier = NvmeTier(place, ROOM, SLOT)
+    assert held(tier, [*KEYS, *new]) == set(range(SLOTS + 1)) - {4}
+    tier.close()
 
 
 # -- a second owner -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from kvtier.errors import ConfigError, TierError
 from kvtier.fsck import Report, check, discard, tier_folders
 from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.nvme_files import INDEX_NAME, SLOTS_NAME
+from kvtier.tiers.nvme_folder import INDEX_NAME, SLOTS_NAME
 from kvtier.tiers.nvme_index import RECORD_BYTES, pack_record, payload_checksum
 from tests.nvme_place import LAYOUT, SLOT, fill, flip, held, room
 from tests.server_process import ServerProcess, attached, run, save, short_folder, wait_for

@@ -15,7 +15,7 @@ from kvtier.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey
 from kvtier.testing import DictTier
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.nvme_files import INDEX_NAME, SLOTS_NAME
+from kvtier.tiers.nvme_folder import INDEX_NAME, SLOTS_NAME
 from kvtier.tiers.nvme_index import FORMAT_VERSION, RECORD_BYTES, Superblock, pack_record, read_records, table_bytes
 from kvtier.tiers.redis import RedisTier
 from kvtier.tiers.redis_form import HEADER_BYTES
@@ -96,6 +96,8 @@ def test_a_folder_with_anything_in_it_is_opened_and_holds_no_lie(
     folder = next(places)
     folder.mkdir()
     head = Superblock(SLOT, SLOTS, 1, True, FORMAT_VERSION).pack() if ours else head
+    for name in (INDEX_NAME, SLOTS_NAME):
+        (folder / name).touch(0o600)
     (folder / INDEX_NAME).write_bytes(head.ljust(PAGE_BYTES, b"\0") + table)
     (folder / SLOTS_NAME).write_bytes(b"\xa5" * payload)
     tier = NvmeTier(folder, room(SLOTS), SLOT)

@@ -1,6 +1,7 @@
-"""``python -m tests.trust [--slice | --full] [--out FILE]``: every suite, one table, one results file.
+"""``python -m tests.trust [--slice | --full] [--out FILE] [--compare FILE]``: every suite, one table, one results file.
 
-Exit status 1 when a promise was broken or a mutant survived. ``--slice`` is for every change and leaves out what needs
+Exit status 1 when a promise was broken or a mutant survived, or when a figure is not that of ``--compare FILE``, an
+earlier results file. ``--slice`` is for every change and leaves out what needs
 a real engine (``python -m tests.trust.stuck``, five minutes); ``--full`` is for a release.
 """
 
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bench.report import Row, write_results
-from tests.trust import corruption, fuzzed
+from tests.trust import compared, corruption, fuzzed
 
 
 @dataclass
@@ -189,6 +190,7 @@ def main() -> int:
     size.add_argument("--full", action="store_true", help="an hour or so")
     parser.add_argument("--only", nargs="*", choices=SUITES)
     parser.add_argument("--out", type=Path, help="results file")
+    parser.add_argument("--compare", type=Path, help="results file that must have the same figures (those that can)")
     given = parser.parse_args()
     logging.getLogger("kvtier").setLevel(logging.CRITICAL + 1)
     findings = []
@@ -201,9 +203,12 @@ def main() -> int:
         findings[-1].seconds = round(time.monotonic() - begun, 1)
         sys.stderr.write(f"{findings[-1].suite}: {len(findings[-1].violations)} violations\n")
     sys.stdout.write(table(findings) + "\n")
+    suites = [asdict(each) for each in findings]
+    other = compared.differences(suites, given.compare) if given.compare else []
+    sys.stderr.writelines(f"{line}\n" for line in other)
     if given.out:
-        write_results(given.out, "trust", rows(findings), suites=[asdict(each) for each in findings])
-    return any(each.violations for each in findings)
+        write_results(given.out, "trust", rows(findings), suites=suites)
+    return bool(other) or any(each.violations for each in findings)
 
 
 if __name__ == "__main__":

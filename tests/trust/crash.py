@@ -41,7 +41,7 @@ from kvtier.config import Config
 from kvtier.fsck import check
 from kvtier.store import Store
 from kvtier.testing.check_tier import content
-from kvtier.tiers.nvme_files import INDEX_NAME, SLOTS_NAME
+from kvtier.tiers.nvme_folder import INDEX_NAME, SLOTS_NAME
 from kvtier.tiers.nvme_index import RECORD_BYTES, read_records
 from kvtier.tiers.redis_form import Form
 from tests.engine_process import LONGEST, PROMPTS

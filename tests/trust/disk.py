@@ -11,15 +11,18 @@ from __future__ import annotations
 import errno
 import os
 import random
+import stat
 from collections.abc import Sequence
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from tests.trust.scheduler import Process, World
 
 SECTOR = 512
-_NUMBERS = count(1 << 20)
+_FIRST_NUMBER = 1 << 20
+_NUMBERS = count(_FIRST_NUMBER)
 
 
 class SimFile:
@@ -97,15 +100,22 @@ class SimDisk:
             self.world.sleep(self.world.rng.choice((0.05, 1.0, 20.0)), handle.process)
         return handle.file
 
-    def open(self, path: Any, flags: int, mode: int = 0o777) -> int:
+    def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         name = os.fspath(path)
+        if name != os.devnull and name not in self.files and not flags & os.O_CREAT:
+            raise FileNotFoundError(errno.ENOENT, "simulated", name)
+        if name in self.files and flags & os.O_EXCL:
+            raise FileExistsError(errno.EEXIST, "simulated", name)
         file = None if name == os.devnull else self.files.setdefault(name, SimFile())
         number = next(_NUMBERS)
         self.handles[number] = Handle(file, self.world.opening)
         return number
 
     def close(self, fd: int) -> None:
+        """The folder is a real one, its files are not."""
         self.handles.pop(fd, None)
+        if fd < _FIRST_NUMBER:
+            os.close(fd)
 
     def dup2(self, fd: int, fd2: int, inheritable: bool = True) -> int:
         self.handles[fd2].file = self.handles[fd].file
@@ -178,10 +188,24 @@ class SimDisk:
             raise OSError(errno.ENOSPC, "simulated")
         file.resize(max(len(file.data), at + size))
 
-    def fstat(self, fd: int) -> SimpleNamespace:
-        file = self.handles[fd].file
+    def fstat(self, fd: int) -> Any:
+        if fd < _FIRST_NUMBER:
+            return os.fstat(fd)
+        return self._state(self.handles[fd].file)
+
+    def stat(self, path: Any, *, follow_symlinks: bool = True) -> SimpleNamespace:
+        """Nobody removes the files."""
+        return self._state(self.files[Path(path).name])
+
+    def _state(self, file: SimFile | None) -> SimpleNamespace:
         size = len(file.data) if file else 0
-        return SimpleNamespace(st_size=size, st_blocks=-(-size // SECTOR), st_nlink=1)
+        return SimpleNamespace(
+            st_size=size, st_blocks=-(-size // SECTOR), st_nlink=1, st_mode=stat.S_IFREG | 0o600, st_uid=os.geteuid(),
+            st_dev=0, st_ino=id(file),
+        )  # fmt: skip
+
+    def fchmod(self, fd: int, mode: int) -> None:
+        """They have that mode."""
 
     def fstatvfs(self, fd: int) -> SimpleNamespace:
         return SimpleNamespace(f_bavail=1 << 30, f_blocks=1 << 31, f_frsize=1)

@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import kvtier.tiers.nvme_files
+import kvtier.tiers.nvme_folder
 from kvtier.below import Place
 from kvtier.chunk import PAGE_BYTES, ChunkKey
 from kvtier.fsck import check
@@ -47,7 +48,7 @@ from kvtier.pool import Pool
 from kvtier.store import Store
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.nvme_files import INDEX_NAME, SLOTS_NAME
+from kvtier.tiers.nvme_folder import INDEX_NAME, SLOTS_NAME
 from kvtier.tiers.nvme_index import RECORD_BYTES, Superblock, read_records
 from tests.nvme_place import LAYOUT, SLOT, room
 from tests.server_process import load, save
@@ -71,7 +72,7 @@ class Step(NamedTuple):
 
 
 class Recorder:
-    """Stands in for ``os`` in :mod:`kvtier.tiers.nvme_files`: notes what changes, and has the real one do it.
+    """Stands in for ``os`` in the tier's modules: notes what changes, and has the real one do it.
 
     A write is noted before it is done, a sync after: between the two anything may have reached the device.
     """
@@ -84,8 +85,8 @@ class Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
-    def open(self, path: Any, flags: int, mode: int = 0o777) -> int:
-        fd = os.open(path, flags, mode)
+    def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        fd = os.open(path, flags, mode, dir_fd=dir_fd)
         self._names[fd] = Path(path).name
         return fd
 
@@ -117,12 +118,15 @@ class Recorder:
 @contextmanager
 def recorded() -> Iterator[Recorder]:
     """The tier's files, noted."""
-    files: Any = kvtier.tiers.nvme_files
-    files.os = recorder = Recorder()
+    modules: Any = (kvtier.tiers.nvme_files, kvtier.tiers.nvme_folder)
+    recorder = Recorder()
+    for module in modules:
+        module.os = recorder
     try:
         yield recorder
     finally:
-        files.os = os
+        for module in modules:
+            module.os = os
 
 
 def journal(folder: Path, draw: random.Random) -> list[Step]:
@@ -219,6 +223,7 @@ class Said(logging.Handler):
 def examine(folder: Path, files: dict[str, SimFile], certain: set[ChunkKey], damage: Damage, said: Said) -> None:
     """Open the image; AssertionError when a promise is broken."""
     for name, file in files.items():
+        (folder / name).touch(0o600)
         (folder / name).write_bytes(file.data)
     report = check(folder)
     said.lines.clear()

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import kvtier.tiers.nvme_files
+import kvtier.tiers.nvme_folder
 from kvtier.below import Place
 from kvtier.budget import WriteBudget
 from kvtier.chunk import ChunkKey
@@ -412,13 +413,16 @@ def _check(key: ChunkKey) -> int:
 @contextmanager
 def replaced(sim: Simulation) -> Iterator[None]:
     """The product's threads, clock and files are the simulation's."""
-    stand_ins = {"threading": Threading(sim.world), "time": Time(sim.world)}
+    stand_ins: dict[str, Any] = {"threading": Threading(sim.world), "time": Time(sim.world)}
     modules = [module for name, module in sys.modules.items() if name.startswith("kvtier.")]
     before: list[tuple[Any, str, Any]] = []
     for module in modules:
         before += [(module, name, vars(module)[name]) for name in stand_ins if name in vars(module)]
-    files = kvtier.tiers.nvme_files
-    before += [(files, name, vars(files)[name]) for name in ("os", "fcntl")]
+    files: Any = kvtier.tiers.nvme_files
+    folder: Any = kvtier.tiers.nvme_folder
+    before += [(files, "os", files.os), (files, "fcntl", files.fcntl), (folder, "os", folder.os)]
+    before.append((files, "holders_of_removed", files.holders_of_removed))
+    stand_ins["holders_of_removed"] = lambda path: []
     for module, name, _ in before:
         setattr(module, name, stand_ins.get(name, sim.disk))
     try:

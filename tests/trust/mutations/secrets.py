@@ -1,0 +1,115 @@
+"""Secrets: files that others could read, and what is shown of values."""
+
+from __future__ import annotations
+
+from tests.trust.mutations.room import PYTEST, Mutant, Room
+
+_TESTS = "tests/integration/test_secrets.py"
+
+ROOM = Room(
+    {
+        "permissions": (*PYTEST, "tests/integration/test_permissions.py", "-k", "secret"),
+        "sealed": (*PYTEST, "tests/contract/test_sealed_tier.py", "-k", "key_file or variable"),
+        "config": (*PYTEST, "tests/unit/test_config.py"),
+        "wrong": (*PYTEST, _TESTS, "-k", "wrongly or lmcache or without_end or tls_key or refused_is_not_told"),
+        "whole": (*PYTEST, _TESTS, "-k", "whole_run"),
+    },
+    mutants=(
+        Mutant(
+            "private.py",
+            "    if mode & stat.S_IRWXO:",
+            "    if mode & stat.S_IROTH:",
+            "a secret that every user may write is taken",
+        ),
+        Mutant(
+            "private.py",
+            "    if mode & stat.S_IRWXO:",
+            "    if mode & stat.S_IWOTH:",
+            "a secret that every user may read is taken",
+        ),
+        Mutant(
+            "private.py",
+            "    if mode & stat.S_IRWXO:",
+            "    if mode & (stat.S_IRWXO | stat.S_IRWXG):",
+            "a secret that Kubernetes mounts for a group is refused",
+        ),
+        Mutant(
+            "private.py",
+            "            secret = file.read(_MOST_SECRET_BYTES).strip()",
+            "            secret = file.read(_MOST_SECRET_BYTES)",
+            "a line's end becomes part of the secret",
+        ),
+        Mutant(
+            "assemble.py",
+            "has {len(given)} characters that are no key",
+            "has {given!r}, which is no key",
+            "a key with one digit too many is logged",
+        ),
+        Mutant(
+            "serve.py",
+            '    read_secret(config.server_key, "server_key")\n',
+            "",
+            "a server takes a TLS key that every user may read",
+        ),
+        Mutant(
+            "assemble.py",
+            '        read_secret(config.server_key, "server_key")\n',
+            "        pass\n",
+            "an engine takes a TLS key that every user may read",
+        ),
+        Mutant(
+            "config.py",
+            'return re.sub(r"(password=)[^&]*", r"\\1***", re.sub(r"(://[^/@:]*:).*@", r"\\1***@", value))',
+            'return re.sub(r"(password=)[^&]*", r"\\1***", value)',
+            "passwords in URLs are shown",
+        ),
+        Mutant(
+            "config.py",
+            'return re.sub(r"(password=)[^&]*", r"\\1***", re.sub(r"(://[^/@:]*:).*@", r"\\1***@", value))',
+            'return re.sub(r"(://[^/@:]*:).*@", r"\\1***@", value)',
+            "passwords in the query of a URL are shown",
+        ),
+        Mutant(
+            "config.py",
+            '        hidden = "://" not in plain and "@" in plain',
+            "        hidden = False",
+            "the password in a URL with a slip of the pen is shown",
+        ),
+        Mutant(
+            "config.py",
+            "        hidden = len(plain) >= _SHORTEST_SECRET and not",
+            "        hidden = len(plain) >= 1000 and not",
+            "a token that was given in the place of its file is shown",
+        ),
+        Mutant(
+            "config.py",
+            "        hidden = not unit and _SECRET_NAME.search(key) is not None",
+            "        hidden = False",
+            "LMCache's passwords are logged",
+        ),
+        Mutant(
+            "config.py",
+            "    if isinstance(value, Mapping | list | tuple | set):",
+            "    if isinstance(value, list | tuple | set):",
+            "secrets inside of LMCache's settings are logged",
+        ),
+        Mutant(
+            "config.py",
+            "    return text if len(plain) <= _LONGEST_SHOWN else",
+            "    return text if len(plain) <= 1 << 30 else",
+            "a long value fills the log",
+        ),
+        Mutant(
+            "lmcache.py",
+            'raise ConfigError(f"extra_config: {error};',
+            'raise ConfigError(f"extra_config: {error} in {extra};',
+            "an error shows all of LMCache's extra settings",
+        ),
+        Mutant(
+            "config.py",
+            "Setting(key, masked(getattr(config, key)), config",
+            "Setting(key, getattr(config, key), config",
+            "kvtier config prints passwords",
+        ),
+    ),
+)  # fmt: skip
