@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvtier.autoconfig.breakeven import gpu_kind
 from kvtier.autoconfig.facts import UNLIMITED, Disk, Fact, Gpus, Memory, Model, Redis, Serving, known, unknown
@@ -47,10 +47,12 @@ def _try(look: Callable[[], T], what: str) -> Fact[T]:
 
 def probe_memory(root: Path = ROOT) -> Memory:
     shm = root / "dev/shm"
+    headroom, limit = _cgroup(root)
     return Memory(
         total=_try(lambda: _meminfo(root)["MemTotal"], "MemTotal in /proc/meminfo"),
         available=_try(lambda: _meminfo(root)["MemAvailable"], "MemAvailable in /proc/meminfo"),
-        cgroup_headroom=_cgroup_headroom(root),
+        cgroup_headroom=headroom,
+        cgroup_limit=limit,
         shm=_try(lambda: os.statvfs(shm).f_blocks * os.statvfs(shm).f_frsize, "size of /dev/shm"),
         memlock=_try(_memlock, "RLIMIT_MEMLOCK"),
         numa_nodes=_try(lambda: _numa_nodes(root), "/sys/devices/system/node"),
@@ -94,12 +96,25 @@ def _text(path: Path) -> str:
     return ""
 
 
-def _cgroup_headroom(root: Path) -> Fact[int]:
-    """The tightest ``limit - use`` from this process's cgroup up to the mount's top, in either version of cgroups."""
+class _Limit(NamedTuple):
+    """One limit of one cgroup."""
+
+    limit: int
+    room: int
+    """What is left below the limit."""
+    kills: bool
+    """Beyond it the kernel kills. Beyond ``memory.high`` it only slows down."""
+    where: str
+
+
+def _cgroup(root: Path) -> tuple[Fact[int], Fact[int]]:
+    """From this process's cgroup up to the mount's top, in either version of cgroups: the tightest ``limit - use``, and
+    the tightest limit that kills."""
     membership = _text(root / "proc/self/cgroup")
     if not membership:
-        return unknown("/proc/self/cgroup cannot be read")
-    rooms: list[tuple[int, str]] = []
+        unread: Fact[int] = unknown("/proc/self/cgroup cannot be read")
+        return unread, unread
+    limits: list[_Limit] = []
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -107,9 +122,15 @@ def _cgroup_headroom(root: Path) -> Fact[int]:
         kind = "cgroup" if controllers else "cgroup2"
         for mount in _mounts(root):
             if mount.kind == kind and (kind == "cgroup2" or "memory" in mount.options.split(",")):
-                rooms += _rooms(root / mount.point.lstrip("/"), _below(path, mount.top), kind == "cgroup2")
-    limited = [room for room in rooms if room[0] < UNLIMITED]
-    return known(*min(limited)) if limited else known(UNLIMITED, "no cgroup memory limit")
+                limits += _limits(root / mount.point.lstrip("/"), _below(path, mount.top), kind == "cgroup2")
+    none = known(UNLIMITED, "no cgroup memory limit")
+    rooms = [known(one.room, f"{one.where} less use") for one in limits]
+    killing = [known(one.limit, one.where) for one in limits if one.kills]
+    return min(rooms, key=_value, default=none), min(killing, key=_value, default=none)
+
+
+def _value(fact: Fact[int]) -> int:
+    return fact.value or 0
 
 
 def _below(path: str, top: str) -> str:
@@ -118,7 +139,7 @@ def _below(path: str, top: str) -> str:
     return "" if ".." in inside.split("/") else inside.strip("/")
 
 
-def _rooms(mount: Path, inside: str, version2: bool) -> Iterable[tuple[int, str]]:
+def _limits(mount: Path, inside: str, version2: bool) -> Iterable[_Limit]:
     group = mount / inside if (mount / inside).is_dir() else mount
     names = ("memory.max", "memory.high") if version2 else ("memory.limit_in_bytes",)
     usage, cache = ("memory.current", "inactive_file") if version2 else ("memory.usage_in_bytes", "total_inactive_file")
@@ -132,7 +153,8 @@ def _rooms(mount: Path, inside: str, version2: bool) -> Iterable[tuple[int, str]
                 limit = min(limit, inherited[1], key=int)  # of groups above the mount, which only version 1 tells
             if limit.isdigit() and int(limit) < 1 << 60:
                 where = f"/{level.relative_to(mount)}" if level != mount else "/"
-                yield max(0, int(limit) - used), f"{name} of cgroup {where} less use"
+                room = max(0, int(limit) - used)
+                yield _Limit(int(limit), room, name != "memory.high", f"{name} of cgroup {where}")
         if level == mount:
             return
 

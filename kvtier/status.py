@@ -127,6 +127,9 @@ class Stats(msgspec.Struct, frozen=True):
     version: str
     uptime_s: float
     ready: bool
+    """Engines are let in."""
+    trouble: list[str]
+    """What is wrong now, in words, as in ``/healthz``."""
     memory: MemoryStatus
     connections: ConnectionStatus
     realms: list[RealmStatus]
@@ -145,6 +148,7 @@ class Served(Protocol):
     realms: Realms
     counts: Counter[str]
     ready: bool
+    trouble: dict[str, str]
     started: float
     """``time.monotonic()`` at its making."""
 
@@ -161,6 +165,7 @@ def read(server: Served) -> Stats:
         version=kvtier.__version__,
         uptime_s=time.monotonic() - server.started,
         ready=server.ready,
+        trouble=trouble(server),
         memory=_memory(Path("/proc/self/status")),
         connections=_connections(server),
         realms=[_realm(realm) for realm in server.realms.open.values()],
@@ -168,7 +173,15 @@ def read(server: Served) -> Stats:
 
 
 def trouble(server: Served) -> list[str]:
-    """Tiers that are left alone now, in words. They are misses, and no reason to take the server out of service."""
+    """What is wrong now, in words: tiers that are left alone, and what the start found. It costs hits, and is no reason
+    to take the server out of service."""
+    return [
+        *server.trouble.values(),
+        *_left_alone(server),
+    ]
+
+
+def _left_alone(server: Served) -> list[str]:
     return [
         f"{tier.name}: {_number(tier, 'open_breakers')} of its nodes failed and are left alone for a while: misses"
         for realm in server.realms.open.values()

@@ -55,6 +55,8 @@ class Store:
         self._arrived = threading.Condition(self._lock)
         self._arrivals = 0
         self._closed = False
+        self.touched: Future[None] = Future()
+        """Done when every page of the pool is there; cancelled when the Store closes before."""
         self.on_arrival: Callable[[], None] = _nothing
         """Called on a lane thread, without the lock, whenever :meth:`wait` would return."""
         self._directory = Directory(pool.slots, [tier.capacity for tier in self.tiers], policy, share)
@@ -71,7 +73,9 @@ class Store:
             keys = below.tier.recovered()
             below.found(keys, below.timed.owners(keys))
             below.sweep_soon()
-        if spare is not None:
+        if spare is None:
+            self.touched.cancel()
+        else:
             spare.submit(partial(self._populate, 0))
 
     # ---- the five verbs ------------------------------------------------------------------------------------------
@@ -158,6 +162,7 @@ class Store:
         clean = True
         for lane in [*self.lanes, *([self._spare] if self._spare else [])]:
             clean &= lane.close(timeout_s)
+        self.touched.cancel()
         for below in self._below:
             below.close([entry.key for entry in left])
         if clean:
@@ -247,6 +252,8 @@ class Store:
         self.pool.populate(first, count)
         if first + count < self.pool.slots and self._spare is not None:
             self._spare.submit(partial(self._populate, first + count))
+        elif self.touched.set_running_or_notify_cancel():
+            self.touched.set_result(None)
 
     # ---- promotion: lower tier -> slot ---------------------------------------------------------------------------
 

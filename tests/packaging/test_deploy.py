@@ -111,7 +111,7 @@ def test_the_servers_command_lines_are_understood(words: list[str], tmp_path: Pa
     env = os.environ | {"KVTIER_RAM_BYTES": "1MiB", "KVTIER_ADMIN": "off"}
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
-        said = server.stderr.readline()
+        said = next((line for line in server.stderr if "serving at" in line), "")
         server.terminate()
         server.stderr.read()
     assert f"unix://{tmp_path}/kvtier.sock" in said
