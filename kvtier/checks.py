@@ -233,7 +233,10 @@ def check_nvme(config: Config) -> Iterator[Finding]:
 
 
 def judge_disk(config: Config, disk: Disk) -> Iterator[Finding]:
-    """Rights, room, file system and O_DIRECT. Pure but for the folder's mode."""
+    """Rights, room, file system and O_DIRECT. Pure but for the folder's own kind and mode."""
+    if os.path.lexists(disk.path) and not os.path.isdir(disk.path):
+        yield Finding("nvme", "fail", f"{disk.path} is no folder", "name a folder of its own in nvme_path")
+        return
     kind = disk.filesystem.value or "unknown file system"
     if disk.writable.value is False:
         yield Finding("nvme", "fail", disk.writable.source, f"give this user a folder of its own at {disk.path}")
