@@ -55,8 +55,7 @@ class Store:
         self._arrived = threading.Condition(self._lock)
         self._arrivals = 0
         self._closed = False
-        self.touched: Future[None] = Future()
-        """Done when every page of the pool is there; cancelled when the Store closes before."""
+        self.touched: Future[None] = Future()  # done when ``spare`` has made every page; cancelled by a close before
         self.on_arrival: Callable[[], None] = _nothing
         """Called on a lane thread, without the lock, whenever :meth:`wait` would return."""
         self._directory = Directory(pool.slots, [tier.capacity for tier in self.tiers], policy, share)
@@ -73,9 +72,7 @@ class Store:
             keys = below.tier.recovered()
             below.found(keys, below.timed.owners(keys))
             below.sweep_soon()
-        if spare is None:
-            self.touched.cancel()
-        else:
+        if spare is not None:
             spare.submit(partial(self._populate, 0))
 
     # ---- the five verbs ------------------------------------------------------------------------------------------
