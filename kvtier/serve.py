@@ -165,6 +165,10 @@ def open_store(config: Config, slot_bytes: int) -> Store:
         nvme_write_limit=config.nvme_write_limit and max(1, config.nvme_write_limit // parts),
         nvme_path=config.nvme_path and f"{config.nvme_path}/slots-{slot_bytes}",
     )
+    if slot_bytes != config.slot_bytes:
+        logger.info(
+            "chunks of %d bytes are new here: slot_bytes=%d has them ready at the start", slot_bytes, slot_bytes
+        )
     layout = ChunkLayout(fingerprint({"server": slot_bytes}), 1, 1, (slot_bytes,))
     store = assemble(own, layout)
     assert isinstance(store, Store)

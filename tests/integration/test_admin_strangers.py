@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -169,6 +170,8 @@ def test_a_signed_request_holds_for_itself_alone(server: AdminServer) -> None:
     assert _sent(server, right, everything).status == 401, "once"
     assert _sent(server, sign(other), everything).status == 401, "another body"
     assert _sent(server, sign(token=b"x" * 32), everything).status == 401, "another token"
+    swapped = sign(other).replace(sha256(other).hexdigest(), sha256(everything).hexdigest())
+    assert _sent(server, swapped, everything).status == 401, "another body, and its digest in the header"
     assert _sent(server, sign(at=now - 300), everything).status == 401, "an old one"
     assert _sent(server, sign(at=now + 300), everything).status == 401, "one for later"
     assert _sent(server, sign(path="/v1/lookup"), everything).status == 401, "another path"
