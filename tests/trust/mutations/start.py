@@ -213,8 +213,8 @@ ROOM = Room(
         ),
         Mutant(
             "autoconfig/explain.py",
-            'said = [f"{row.key}={_shown(row.key, row.value)} ({row.source})" for row in rows if row.value is not None]',
-            'said = [f"{row.key}={getattr(config, row.key)} ({row.source})" for row in rows if row.value is not None]',
+            "{_shown(row.key, row.value)}",
+            "{getattr(config, row.key)}",
             "the log shows the password of Redis",
         ),
     ),
