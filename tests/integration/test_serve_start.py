@@ -33,7 +33,7 @@ from tests.server_process import (
 MIB = 1 << 20
 
 
-def refused(**settings: object) -> str:
+def refused(**settings: Any) -> str:
     """What a server says that does not start with these settings."""
     with short_folder() as folder:
         return ServerProcess(folder, **settings).refusal()
@@ -85,7 +85,7 @@ def test_a_redis_tier_without_the_package_fails_the_start(tmp_path: Path) -> Non
     ids=["a cluster's node", "a wrong password", "no size"],
 )
 def test_a_redis_that_can_never_be_used_fails_the_start(
-    there: dict[str, str], given: dict[str, Any], expected: str
+    there: dict[str, Any], given: dict[str, Any], expected: str
 ) -> None:
     with RedisServer(**there) as redis:
         assert expected in refused(redis_url=redis.url, **given)
