@@ -220,7 +220,7 @@ class Admin:
                 401,
                 "no token, or a wrong one",
                 "Authorization: Bearer <token>",
-                "send what admin_token_file has; a signed request holds for a minute, and once",
+                "send what admin_token_file has; a signed request holds once, and while both clocks agree to a minute",
             )
 
     # ---- what is asked -------------------------------------------------------------------------------------------

@@ -77,9 +77,9 @@ def status_text(server: Server) -> str:
 @asynccontextmanager
 async def _beside(config: Config, surface: Beside, away: Mapping[str, str], server: Server) -> AsyncIterator[None]:
     """The admin surface, and a look now and then at what the start could not reach."""
-    server.trouble.update(away)
-    for words in away.values():
-        logger.warning("%s", words)
+    for name, why in away.items():
+        server.trouble[name] = f"{name} cannot be reached: its chunks are misses until it can; the log says more"
+        logger.warning("%s", why)
     looking = server.loop.create_task(_look_again(config, server)) if away else None
     try:
         async with surface(server):
@@ -91,17 +91,19 @@ async def _beside(config: Config, surface: Beside, away: Mapping[str, str], serv
 
 async def _look_again(config: Config, server: Server) -> None:
     """Until Redis can be used; on the lane where stores are opened, which is idle but for that."""
+    said = ""
     while "redis" in server.trouble:
         await asyncio.sleep(_LOOK_AGAIN_S)
         try:
-            words = await asyncio.wrap_future(server.realms.aside(partial(try_redis, config)))
+            why = await asyncio.shield(asyncio.wrap_future(server.realms.aside(partial(try_redis, config))))
         except KVTierError as error:
-            words = str(error)
-        if words:
-            server.trouble["redis"] = words
-        else:
+            why = str(error)
+        if not why:
             del server.trouble["redis"]
             logger.info("redis can be reached now")
+        elif why != said:
+            logger.warning("%s", why)
+        said = why
 
 
 def admin_surface(config: Config) -> Beside:

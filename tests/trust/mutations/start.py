@@ -140,14 +140,14 @@ ROOM = Room(
         # ---- ready ---
         Mutant(
             "serve.py",
-            "    server.trouble.update(away)\n",
-            "",
+            "    for name, why in away.items():",
+            "    for name, why in ():",
             "nobody is told that Redis is away",
         ),
         Mutant(
             "serve.py",
-            '            del server.trouble["redis"]\n',
-            "            return\n",
+            '            del server.trouble["redis"]',
+            "            return",
             "trouble that is over is told for ever",
         ),
         Mutant(
