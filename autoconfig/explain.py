@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
 from kvtier.autoconfig.facts import UNLIMITED, size_text
 from kvtier.autoconfig.plan import Plan, Row, Value
-from kvtier.config import masked
+from kvtier.config import Config, describe, masked
 
 
 def value_text(key: str, value: Value) -> str:
@@ -20,15 +20,51 @@ def value_text(key: str, value: Value) -> str:
     return f"{value:,}"
 
 
-def table(plan: Plan) -> str:
-    """Columns key, value, source, reason: what was found, then what is set, then what is left out and why."""
+def table(plan: Plan, used: Config | None = None) -> str:
+    """Columns key, value, source, reason: what was found, then what is set, then what is left out and why.
+
+    ``used``: what is really used, where an operator set keys of his own; None: the plan is.
+    """
+    settings = plan.settings if used is None else list(_used(plan, used))
     parts = ["What was found", _rows(plan.derived), "", "What is set, for one engine replica, all its ranks together"]
-    parts.append(_rows(plan.settings) if plan.settings else "  nothing: kvtier stays off")
+    parts.append(_rows(settings) if settings else "  nothing: kvtier stays off")
     if plan.left_out:
         parts += ["", "Left out", *(f"  {tier}: {reason}" for tier, reason in plan.left_out)]
     if plan.warnings:
         parts += ["", "Mind", *(f"  {warning}" for warning in plan.warnings)]
     return "\n".join(parts)
+
+
+PLANNED = "auto-config"
+"""The source of a key that a plan set."""
+_TIER_KEYS = ("chunk_tokens", "ram_bytes", "nvme_path", "nvme_bytes", "redis_url", "redis_bytes")
+"""What a plan may set."""
+
+
+def _used(plan: Plan, used: Config) -> Iterator[Row]:
+    """The plan's rows where its word holds, the operator's where his does."""
+    planned = {row.key: row for row in plan.settings}
+    for key in (*_TIER_KEYS, *(key for key in planned if key not in _TIER_KEYS)):
+        row, value, source = planned.get(key), getattr(used, key), used.sources.get(key, "default")
+        if source not in ("default", PLANNED) and value is not None:
+            would = f"the plan would be {value_text(key, row.value)}" if row else "the plan has none"
+            yield Row(key, value, source, f"yours; {would}")
+        elif row is not None:
+            yield row
+
+
+def configuration_text(config: Config) -> str:
+    """The keys that differ from their defaults, in a line, each with its source. Passwords are masked."""
+    rows = [row for row in describe(config) if row.key in config.sources]
+    said = [f"{row.key}={_shown(row.key, row.value)} ({row.source})" for row in rows if row.value is not None]
+    return f"{', '.join(said) or 'nothing set'}; all else by default"
+
+
+def _shown(key: str, value: object) -> str:
+    """Sizes as people write them; a flag is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return str(value)
+    return value_text(key, value)
 
 
 def _rows(rows: Iterable[Row]) -> str:

@@ -52,6 +52,8 @@ class Memory:
     """What the kernel could give without swapping (MemAvailable)."""
     cgroup_headroom: Fact[int] = _UNSEEN
     """Tightest limit less use (reclaimable file cache not counted) on the way up the cgroups; UNLIMITED without one."""
+    cgroup_limit: Fact[int] = _UNSEEN
+    """Tightest limit on the way up the cgroups beyond which the kernel kills; UNLIMITED without one."""
     shm: Fact[int] = _UNSEEN
     memlock: Fact[int] = _UNSEEN
     numa_nodes: Fact[int] = _UNSEEN

@@ -13,14 +13,15 @@ import os
 import re
 import resource
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvtier.autoconfig.breakeven import gpu_kind
+from kvtier.autoconfig.cgroup import memory_limits
 from kvtier.autoconfig.facts import UNLIMITED, Disk, Fact, Gpus, Memory, Model, Redis, Serving, known, unknown
 from kvtier.autoconfig.model import describe
+from kvtier.autoconfig.proc import Mount, mounts, text_of
 from kvtier.errors import ConfigError
 
 T = TypeVar("T")
@@ -47,10 +48,12 @@ def _try(look: Callable[[], T], what: str) -> Fact[T]:
 
 def probe_memory(root: Path = ROOT) -> Memory:
     shm = root / "dev/shm"
+    headroom, limit = memory_limits(root)
     return Memory(
         total=_try(lambda: _meminfo(root)["MemTotal"], "MemTotal in /proc/meminfo"),
         available=_try(lambda: _meminfo(root)["MemAvailable"], "MemAvailable in /proc/meminfo"),
-        cgroup_headroom=_cgroup_headroom(root),
+        cgroup_headroom=headroom,
+        cgroup_limit=limit,
         shm=_try(lambda: os.statvfs(shm).f_blocks * os.statvfs(shm).f_frsize, "size of /dev/shm"),
         memlock=_try(_memlock, "RLIMIT_MEMLOCK"),
         numa_nodes=_try(lambda: _numa_nodes(root), "/sys/devices/system/node"),
@@ -71,7 +74,7 @@ def _memlock() -> int:
 
 def _numa_nodes(root: Path) -> int:
     nodes = list((root / "sys/devices/system/node").glob("node[0-9]*"))
-    with_memory = [node for node in nodes if not re.search(r"MemTotal:\s+0 kB", _text(node / "meminfo"))]
+    with_memory = [node for node in nodes if not re.search(r"MemTotal:\s+0 kB", text_of(node / "meminfo"))]
     if not with_memory:
         raise ValueError("no node has memory")
     return len(with_memory)
@@ -88,55 +91,6 @@ def _pool_bytes(root: Path) -> int:
     return sum(found.values())
 
 
-def _text(path: Path) -> str:
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return path.read_text().strip()
-    return ""
-
-
-def _cgroup_headroom(root: Path) -> Fact[int]:
-    """The tightest ``limit - use`` from this process's cgroup up to the mount's top, in either version of cgroups."""
-    membership = _text(root / "proc/self/cgroup")
-    if not membership:
-        return unknown("/proc/self/cgroup cannot be read")
-    rooms: list[tuple[int, str]] = []
-    for line in membership.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        kind = "cgroup" if controllers else "cgroup2"
-        for mount in _mounts(root):
-            if mount.kind == kind and (kind == "cgroup2" or "memory" in mount.options.split(",")):
-                rooms += _rooms(root / mount.point.lstrip("/"), _below(path, mount.top), kind == "cgroup2")
-    limited = [room for room in rooms if room[0] < UNLIMITED]
-    return known(*min(limited)) if limited else known(UNLIMITED, "no cgroup memory limit")
-
-
-def _below(path: str, top: str) -> str:
-    """A cgroup's path below what is mounted: in a container the mount often starts at the container's own group."""
-    inside = path.removeprefix(top) if top != "/" else path
-    return "" if ".." in inside.split("/") else inside.strip("/")
-
-
-def _rooms(mount: Path, inside: str, version2: bool) -> Iterable[tuple[int, str]]:
-    group = mount / inside if (mount / inside).is_dir() else mount
-    names = ("memory.max", "memory.high") if version2 else ("memory.limit_in_bytes",)
-    usage, cache = ("memory.current", "inactive_file") if version2 else ("memory.usage_in_bytes", "total_inactive_file")
-    for level in (group, *group.parents):
-        stat = _text(level / "memory.stat")
-        reclaimable = re.search(rf"^{cache} (\d+)$", stat, re.MULTILINE)
-        used = int(_text(level / usage) or 0) - (int(reclaimable[1]) if reclaimable else 0)
-        for name in names:
-            limit = _text(level / name)
-            if inherited := re.search(r"^hierarchical_memory_limit (\d+)$", stat, re.MULTILINE):
-                limit = min(limit, inherited[1], key=int)  # of groups above the mount, which only version 1 tells
-            if limit.isdigit() and int(limit) < 1 << 60:
-                where = f"/{level.relative_to(mount)}" if level != mount else "/"
-                yield max(0, int(limit) - used), f"{name} of cgroup {where} less use"
-        if level == mount:
-            return
-
-
 # -- GPUs --------------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +100,7 @@ def probe_gpus(root: Path = ROOT) -> Gpus:
     source = "nvidia-smi"
     if not names:
         source = "/proc/driver/nvidia"
-        models = [_text(path) for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))]
+        models = [text_of(path) for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))]
         names = [match[1].strip() for text in models if (match := re.search(r"Model:(.*)", text))]
     if names:
         kind = gpu_kind(names[0])
@@ -174,33 +128,8 @@ def _nvidia_smi() -> tuple[list[str], list[int]]:
 # -- disks -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Mount:
-    device: str
-    top: str
-    point: str
-    kind: str
-    source: str
-    options: str
-
-
-def _mounts(root: Path) -> list[_Mount]:
-    """/proc/self/mountinfo, see proc(5); later lines hide earlier ones."""
-    found = []
-    for line in _text(root / "proc/self/mountinfo").splitlines():
-        left, _, right = line.partition(" - ")
-        fields, tail = [_plain(f) for f in left.split(" ")], [_plain(f) for f in right.split(" ")]
-        if len(fields) >= 6 and len(tail) >= 3:
-            found.append(_Mount(fields[2], fields[3], fields[4], tail[0], tail[1], tail[2]))
-    return found
-
-
-def _plain(escaped: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), escaped)
-
-
-def _mount_of(path: str, root: Path) -> _Mount | None:
-    holding = [m for m in _mounts(root) if path == m.point or path.startswith(m.point.rstrip("/") + "/")]
+def _mount_of(path: str, root: Path) -> Mount | None:
+    holding = [m for m in mounts(root) if path == m.point or path.startswith(m.point.rstrip("/") + "/")]
     return max(enumerate(holding), key=lambda pair: (len(pair[1].point), pair[0]))[1] if holding else None
 
 
@@ -265,7 +194,7 @@ def open_direct(place: Path) -> Any:
         os.close(fd)
 
 
-def _device(mount: _Mount, root: Path) -> Fact[str]:
+def _device(mount: Mount, root: Path) -> Fact[str]:
     if mount.kind == "overlay":
         return unknown("overlay: the disk below it is not visible from in here")
     link = root / "sys/dev/block" / mount.device
@@ -288,14 +217,14 @@ def _device_kinds(device: Path) -> set[str]:
     below = list((device / "slaves").glob("*"))
     if below:
         return set().union(*(_device_kinds(slave.resolve()) for slave in below))
-    model, name = _text(device / "device/model"), device.name
+    model, name = text_of(device / "device/model"), device.name
     if "Elastic Block Store" in model:
         return {"ebs"}
     if name.startswith(("vd", "xvd", "loop")) or model in ("PersistentDisk", "nvme_card-pd", "Virtual Disk"):
         return {"virtual"}  # a hypervisor's disk; what it says of itself, "rotational" included, means nothing
     if name.startswith("nvme"):
         return {"nvme"}
-    rotational = _text(device / "queue/rotational")
+    rotational = text_of(device / "queue/rotational")
     return {"rotational" if rotational == "1" else "ssd"} if rotational else set()
 
 

@@ -7,19 +7,25 @@ host, a Unix socket of mode 0600 is not. Beyond loopback everything but health n
 A browser on the host must not be a way in: on loopback the Host header has to name this host (a page whose name was
 rebound to 127.0.0.1 sends its own), there are no CORS headers, and bodies must say that they are JSON.
 
-What is sent to it is bounded before it is read: 64 connections, 15 s without a request, bodies of 4 MiB and only with
-the token.
+What is sent to it is bounded before it is read: 64 connections (:mod:`kvtier.admin_places`), 3 s until the first
+request and 15 s between two, bodies of 4 MiB and only with the token. What strangers cause in the log is bounded, too.
+
+The token is sent as it is (``Authorization: Bearer``, for curl and Prometheus), or only used to sign the request
+(:mod:`kvtier.admin_proof`, for ``kvtier stats`` and ``kvtier clear``); the answer to a signed request is signed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import difflib
+import hashlib
 import hmac
 import ipaddress
 import json
 import logging
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, Protocol
@@ -28,15 +34,21 @@ from urllib.parse import urlsplit
 import msgspec
 from aiohttp import web
 
-from kvtier import metrics, openapi, status
+from kvtier import admin_proof, metrics, openapi, status
+from kvtier.admin_places import AT_WORK, PLACES, Places
 from kvtier.chunk import ChunkKey, ChunkLayout
 from kvtier.erase import erase
 from kvtier.errors import ConfigError, KVTierError
+from kvtier.log_limit import LogLimit
 
 logger = logging.getLogger("kvtier.admin")
 
-_CONNECTIONS = 64
 _IDLE_S = 15.0
+_MOST_NAMED = 20
+"""Namespaces in the answer to a clear of an unknown one."""
+_STRANGERS = logging.getLogger("kvtier.admin.http")
+"""What aiohttp says of requests that are no HTTP: anybody can send them."""
+_STRANGERS.addFilter(LogLimit(10, 10.0))
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Server": "kvtier"}
 
 
@@ -69,7 +81,7 @@ def bind(url: str, *, token: bool, tls: ssl.SSLContext | None) -> Port:
         raise ConfigError(f"admin={url} needs a certificate: set server_cert and server_key, or give http://")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        sock = socket.create_server((host, number), family=family, backlog=2 * _CONNECTIONS)
+        sock = socket.create_server((host, number), family=family, backlog=2 * PLACES)
     except OSError as error:
         raise ConfigError(f"admin={url}: cannot listen there: {error}; give another port, or admin=off") from error
     sock.setblocking(False)
@@ -80,16 +92,18 @@ def bind(url: str, *, token: bool, tls: ssl.SSLContext | None) -> Port:
 @asynccontextmanager
 async def beside(server: Host, port: Port, token: bytes | None, nvme_path: str | None) -> AsyncIterator[None]:
     """The surface, for as long as the context lasts. ``nvme_path``: the folder that has the realms' folders."""
+    places = Places(server.loop, port.tls)
     runner = web.AppRunner(
-        Admin(server, port, token, nvme_path).app(),
+        Admin(server, port, token, nvme_path, places).app(),
         access_log=None,
+        logger=_STRANGERS,
         handle_signals=False,
         keepalive_timeout=_IDLE_S,
         shutdown_timeout=1.0,
     )
     await runner.setup()
     assert runner.server is not None
-    accepting = server.loop.create_task(_accept(server.loop, port, runner.server))
+    accepting = server.loop.create_task(places.accept(port.socket, runner.server))
     logger.info("admin surface at %s%s", port.url, "" if token else "; no token, so without lookup and clear")
     try:
         yield
@@ -98,36 +112,6 @@ async def beside(server: Host, port: Port, token: bytes | None, nvme_path: str |
         await asyncio.gather(accepting, return_exceptions=True)
         port.socket.close()
         await runner.cleanup()
-
-
-async def _accept(loop: asyncio.AbstractEventLoop, port: Port, serve: web.Server) -> None:
-    """Let in a bounded number, those in a TLS handshake included; one more is closed at once."""
-    admitting: set[asyncio.Task[None]] = set()
-    try:
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(port.socket)
-            except OSError:
-                await asyncio.sleep(0.1)  # no descriptors
-                continue
-            if len(serve.connections) + len(admitting) >= _CONNECTIONS:
-                sock.close()
-                continue
-            task = loop.create_task(_admit(loop, port, serve, sock))
-            admitting.add(task)
-            task.add_done_callback(admitting.discard)
-            await asyncio.sleep(0)  # sock_accept does not let others run while clients are queued
-    finally:
-        for task in admitting:
-            task.cancel()
-
-
-async def _admit(loop: asyncio.AbstractEventLoop, port: Port, serve: web.Server, sock: socket.socket) -> None:
-    try:
-        patience = None if port.tls is None else _IDLE_S
-        await loop.connect_accepted_socket(serve, sock, ssl=port.tls, ssl_handshake_timeout=patience)
-    except OSError:
-        sock.close()
 
 
 class _RefusedError(Exception):
@@ -142,8 +126,10 @@ class _RefusedError(Exception):
 class Admin:
     """The application over one server. Everything runs on the server's loop, in turns of a few milliseconds."""
 
-    def __init__(self, server: Host, port: Port, token: bytes | None, nvme_path: str | None) -> None:
+    def __init__(self, server: Host, port: Port, token: bytes | None, nvme_path: str | None, places: Places) -> None:
         self._server = server
+        self._places = places
+        self._seen = admin_proof.Seen()
         self._port = port
         self._token = token
         self._nvme_path = nvme_path
@@ -172,9 +158,18 @@ class Admin:
         self, route: openapi.Route, work: Callable[[Any], Awaitable[web.Response]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def serve(request: web.Request) -> web.Response:
-            if route.secret or not (route.open or self._port.local):
+            signed = self._signed_body(request)
+            if signed is None and (route.secret or not (route.open or self._port.local)):
                 self._prove(request)
-            return await work(None if route.asks is None else await _body(request, route.asks))
+            if not route.open and self._places.at_work > AT_WORK:
+                raise _RefusedError(503, f"{AT_WORK} requests under way", "fewer at once", "ask again later")
+            answer = await work(None if route.asks is None else await _body(request, route.asks, signed))
+            if signed is not None and self._token is not None:
+                credentials, body = request.headers["Authorization"], answer.body
+                assert isinstance(body, bytes)
+                proof = admin_proof.answered(self._token, credentials, answer.status, body)
+                answer.headers[admin_proof.ANSWER_HEADER] = proof
+            return answer
 
         return serve
 
@@ -185,7 +180,8 @@ class Admin:
         """Every request, known or not: who may ask, and what went wrong in words."""
         try:
             self._expect_our_name(request)
-            return await handler(request)
+            with self._places.request(request.protocol):
+                return await handler(request)
         except _RefusedError as error:
             return _json(error.problem, error.status)
         except web.HTTPException as error:
@@ -204,6 +200,14 @@ class Admin:
                 421, f"Host: {named[:100]}", "localhost or a loopback address", f"ask at {self._port.url}"
             )
 
+    def _signed_body(self, request: web.Request) -> str | None:
+        """What the body's SHA-256 must be; None where the token did not sign this request, or signed it for another."""
+        credentials, now = request.headers.get("Authorization", ""), time.time()
+        if self._token is None:
+            return None
+        digest = admin_proof.body_digest(self._token, credentials, request.method, request.path, now)
+        return digest if digest is not None and self._seen.first(credentials, now) else None
+
     def _prove(self, request: web.Request) -> None:
         if self._token is None:
             raise _RefusedError(
@@ -213,7 +217,10 @@ class Admin:
         known = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._token)
         if scheme.lower() != "bearer" or not known:
             raise _RefusedError(
-                401, "no token, or a wrong one", "Authorization: Bearer <token>", "send what admin_token_file has"
+                401,
+                "no token, or a wrong one",
+                "Authorization: Bearer <token>",
+                "send what admin_token_file has; a signed request holds once, and while both clocks agree to a minute",
             )
 
     # ---- what is asked -------------------------------------------------------------------------------------------
@@ -258,9 +265,24 @@ class Admin:
                 400, "both or none of namespace and everything", "one of them", 'send {"namespace": "..."} for a tenant'
             )
         cleared = await erase(self._server.realms, asked.namespace, self._nvme_path)
+        if asked.namespace is not None and cleared.complete and not cleared.chunks:
+            self._expect_known(asked.namespace)
         whose = "everything" if asked.everything else f"namespace {asked.namespace!r}"
         logger.warning("cleared %s: %s", whose, cleared)
         return _json(cleared, 200)
+
+    def _expect_known(self, namespace: str) -> None:
+        """A name of which nothing was there and nobody came may be misspelt: refuse it."""
+        known = sorted({name for realm in self._server.realms.open.values() for _, name in realm.owners})
+        if namespace in known:
+            return
+        near = difflib.get_close_matches(namespace, known, n=1)
+        raise _RefusedError(
+            404,
+            f"namespace {namespace!r}: no chunk of it was found, and no engine of it came since the server's start",
+            f"one of {len(known)}: {', '.join(map(repr, known[:_MOST_NAMED])) or 'none is known'}",
+            f"did you mean {near[0]!r}?" if near else "see /v1/namespaces; nothing is left to forget if it is right",
+        )
 
     async def _openapi(self, _: None) -> web.Response:
         return web.Response(body=self._document, headers={**_HEADERS, "Content-Type": openapi.JSON})
@@ -283,13 +305,17 @@ def _keys(asked: openapi.Lookup) -> list[ChunkKey]:
     return layout.keys(asked.tokens, extra)
 
 
-async def _body(request: web.Request, form: type[Any]) -> Any:
+async def _body(request: web.Request, form: type[Any], digest: str | None) -> Any:
+    """``digest``: the SHA-256 that was signed; None: the request is not signed."""
     if request.content_type != openapi.JSON:
         raise _RefusedError(
             415, f"Content-Type: {request.content_type[:100]}", openapi.JSON, "send JSON and say so in the header"
         )
+    body = await request.read()
+    if digest is not None and not hmac.compare_digest(hashlib.sha256(body).hexdigest(), digest):
+        raise _RefusedError(401, "the body is not the one that was signed", "the signed body", "sign the whole body")
     try:
-        return msgspec.json.decode(await request.read(), type=form)
+        return msgspec.json.decode(body, type=form)
     except msgspec.DecodeError as error:
         raise _RefusedError(400, str(error)[:500], f"a {form.__name__}", "see /openapi.json") from None
 

@@ -20,6 +20,7 @@ from kvtier.config import ENCRYPTION_KEY, Config, default_nvme_bytes, default_ra
 from kvtier.dial import Address, Door, client_tls, hello, read_token
 from kvtier.errors import ConfigError
 from kvtier.lanes import Lane
+from kvtier.memory import require_ram
 from kvtier.pool import Pool
 from kvtier.private import read_secret
 from kvtier.store import Store
@@ -54,6 +55,7 @@ def _store(config: Config, layout: ChunkLayout, replica: int) -> Store:
             f"ram_bytes={ram_bytes(config):,} is less than one chunk of {layout.slot_bytes:,} bytes "
             f"({layout.chunk_tokens} tokens); give at least that, or lower chunk_tokens"
         )
+    require_ram(ram_bytes(config), layout.slot_bytes, config.sources.get("ram_bytes", "default"))
     with ExitStack() as undo:
         pool = Pool(slots, layout.slot_bytes)
         undo.callback(pool.close)

@@ -22,6 +22,7 @@ import kvtier
 from kvtier import selftest
 from kvtier.assemble import door, ram_bytes
 from kvtier.autoconfig import probe
+from kvtier.autoconfig.explain import PLANNED
 from kvtier.autoconfig.facts import UNLIMITED, Disk, Facts, Model, Redis, Serving, known, size_text
 from kvtier.autoconfig.plan import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, make_plan
 from kvtier.chunk import ChunkLayout, fingerprint
@@ -169,7 +170,7 @@ def planned(config: Config, model: Model) -> tuple[Config, Finding]:
     left = "; ".join(f"{tier} left out: {reason}" for tier, reason in plan.left_out)
     if "ram_bytes" not in values and config.ram_bytes is None:
         return config, Finding("auto", "fail", left, "set ram_bytes by hand; 'kvtier plan' shows every number")
-    full = filled(config, values, "auto-config")
+    full = filled(config, values, PLANNED)
     sizes = ", ".join(f"{key} {size_text(int(value))}" for key, value in values.items() if key.endswith("_bytes"))
     return full, Finding("auto", "ok", f"would set {sizes or 'nothing'} ({left or 'nothing left out'})")
 
@@ -232,7 +233,10 @@ def check_nvme(config: Config) -> Iterator[Finding]:
 
 
 def judge_disk(config: Config, disk: Disk) -> Iterator[Finding]:
-    """Rights, room, file system and O_DIRECT. Pure but for the folder's mode."""
+    """Rights, room, file system and O_DIRECT. Pure but for the folder's own kind and mode."""
+    if os.path.lexists(disk.path) and not os.path.isdir(disk.path):
+        yield Finding("nvme", "fail", f"{disk.path} is no folder", "name a folder of its own in nvme_path")
+        return
     kind = disk.filesystem.value or "unknown file system"
     if disk.writable.value is False:
         yield Finding("nvme", "fail", disk.writable.source, f"give this user a folder of its own at {disk.path}")

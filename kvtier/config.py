@@ -69,6 +69,7 @@ class Config:
     server_key: str | None = _key(None, "file", "TLS: the key of server_cert")
     server_unencrypted: bool = _key(False, "flag", "no TLS beyond loopback: the network can read and forge chunks")
     server_realms: int = _key(1, "sizes", "chunk sizes one server keeps at once; RAM and NVMe are divided among them")
+    slot_bytes: int | None = _key(None, "bytes", "chunk size made ready at a server's start; none: the first engine's")
     admin: str = _key("http://127.0.0.1:9588", "http", "a server's health, metrics, lookup, clear; off: none")
     admin_token_file: str | None = _key(None, "file", "secret for its lookup and clear, and for all beyond loopback")
     namespace: str | None = _key(None, "name", "tenant whose chunks are kept apart from others'; none: the model's own")

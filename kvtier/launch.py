@@ -23,6 +23,7 @@ from kvtier.connectors.vllm import CONNECTOR, LMCACHE
 from kvtier.errors import ConfigError
 from kvtier.installed import Installed, judged, look
 from kvtier.lmi import PROPERTIES_VARIABLE
+from kvtier.memory import require_ram
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
 TRANSFER = {
@@ -58,6 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     env = environment(**{name: os.path.abspath(path) for name, path in files.items() if path})
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     config = load(env=env)
+    if not (config.auto or config.server):  # auto-config counts for itself; a server has the RAM tier of its engines
+        require_ram(ram_bytes(config), source=config.sources.get("ram_bytes", "default"))
     command = understood(words, env.get("PATH"))
     found = look(command.python, env)
     said = [judged(found, command.python), *transfer(command.arguments, replaces_lmcache(env))]

@@ -85,6 +85,7 @@ class _Scrape(Collector):
         labels = ("version", "python_version")
         yield self._metric(_GAUGE, "build_info", "Always 1; what runs.", labels, [(facts, 1)])
         yield GaugeMetricFamily("kvtier_ready", "1 while engines are let in.", stats.ready)
+        yield GaugeMetricFamily("kvtier_trouble", "Things that are wrong now; /healthz names them.", len(stats.trouble))
         yield GaugeMetricFamily("kvtier_uptime_seconds", "Since the start.", stats.uptime_s)
         memory = [(("process",), stats.memory.process), (("pools",), stats.memory.pools)]
         text = "Resident memory: the RAM tiers, and all else."

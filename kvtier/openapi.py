@@ -41,7 +41,7 @@ class Health(msgspec.Struct, frozen=True):
     live: bool
     ready: bool
     trouble: list[str]
-    """Tiers that are left alone now. They are misses: the server stays ready."""
+    """What is wrong now, such as a tier that is left alone. It costs hits: the server stays ready."""
 
 
 class Lookup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -131,6 +131,8 @@ _ERASE = """
 Forgets chunks in RAM and in the lower tiers, again and again until nothing is left or about ten seconds are over. A
 chunk that was forgotten is never served again by this server, nor after its restart.
 
+A namespace of which no chunk is found and no engine came since the start is refused (404): it may be misspelt.
+
 With `namespace`: everything that engines of this tenant saved, of all models, before the server's last start too, and
 nothing of others: the tiers keep a hash of the tenant's name with every chunk. In the Redis of a realm that is open
 this includes what other servers wrote there; it is searched for at most ten seconds a node, and named in `untouched`
@@ -174,12 +176,13 @@ ROUTES = (
 _ERRORS = {
     400: "The request is malformed.",
     401: "The token is missing or wrong.",
+    404: "No chunk of this namespace was found, and no engine of it came since the start.",
     403: "The server has no admin_token_file, which this call needs.",
     413: f"The body has more than {MAX_BODY:,} bytes.",
     415: "The body is not application/json.",
     421: "The Host header does not name this host.",
     500: "A bug; the log has it.",
-    503: "The server is stopping.",
+    503: "The server is stopping, or has too much to do.",
 }
 
 
@@ -222,11 +225,13 @@ def _operation(route: Route) -> dict[str, Any]:
 def _errors(route: Route) -> set[int]:
     errors = {421, 500}
     if not route.open:
-        errors |= {401}
+        errors |= {401, 503}
     if route.secret:
         errors |= {403}
     if route.asks is not None:
-        errors |= {400, 413, 415, 503}
+        errors |= {400, 413, 415}
+    if route.asks is Clear:
+        errors |= {404}
     return errors
 
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kvtier import admin_proof
 from kvtier.config import Config, load
 from kvtier.dial import client_tls, read_token
 from kvtier.errors import ConfigError, TierError
@@ -38,11 +39,8 @@ class Surface:
     """One server's admin surface. Raises TierError when it cannot be reached, ConfigError when it refuses."""
 
     def __init__(self, url: str, token: bytes | None, tls: ssl.SSLContext | None) -> None:
-        self._url, self._tls = url, tls
+        self._url, self._token, self._tls = url, token, tls
         self._parts = urlsplit(url)
-        self._headers = {"Content-Type": JSON}
-        if token is not None:
-            self._headers["Authorization"] = f"Bearer {token.decode('latin-1')}"
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Surface:
@@ -56,7 +54,8 @@ class Surface:
         return cls(config.admin, token, _tls(config) if config.admin.startswith("https") else None)
 
     def ask(self, path: str, kind: type[T], body: msgspec.Struct | None = None) -> T:
-        """GET, or POST with a body."""
+        """GET, or POST with a body. With a token the request is signed, and an answer that is not is not believed: the
+        token itself is never sent, because anybody may have taken the port."""
         parts = self._parts
         assert parts.hostname is not None
         if self._tls is not None:
@@ -66,8 +65,11 @@ class Surface:
         else:
             line = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S)
         sent = None if body is None else msgspec.json.encode(body)
+        method, headers = "GET" if sent is None else "POST", {"Content-Type": JSON}
+        if self._token is not None:
+            headers["Authorization"] = admin_proof.signed(self._token, method, path, sent or b"", time.time())
         try:
-            line.request("GET" if sent is None else "POST", path, sent, self._headers)
+            line.request(method, path, sent, headers)
             answer = line.getresponse()
             text = answer.read()
         except (OSError, http.client.HTTPException) as error:
@@ -76,7 +78,18 @@ class Surface:
             ) from error
         finally:
             line.close()
+        if answer.status == 200 and self._token is not None:
+            self._expect_proof(headers["Authorization"], text, answer.headers.get(admin_proof.ANSWER_HEADER, ""))
         return self._read(text, answer.status, kind)
+
+    def _expect_proof(self, credentials: str, text: bytes, proof: str) -> None:
+        assert self._token is not None
+        if not admin_proof.is_answer(self._token, credentials, 200, text, proof):
+            raise ConfigError(
+                f"who answers at {self._url} does not show that it knows the token: it is not the server, or has "
+                "another admin_token_file. The token was not sent, and the answer is not believed. See who has the "
+                "port (ss -ltnp), and give the server's own token"
+            )
 
     def _read(self, text: bytes, status: int, kind: type[T]) -> T:
         try:
@@ -162,6 +175,7 @@ def screen(now: Stats, before: Stats | None = None) -> str:
     open_ = f"connections {there.open} open, {there.lingering} lingering, {there.leases} leases"
     past = f"{there.accepted} accepted, {there.rejected} rejected, {there.dropped} dropped"
     lines = [f"kvtier {now.version}  {state}  up {_duration(now.uptime_s)}  {memory}", f"{open_}; so far {past}"]
+    lines += [f"TROUBLE: {words}" for words in now.trouble]
     for realm in now.realms:
         last = next((one for one in before.realms if one.slot_bytes == realm.slot_bytes), None) if before else None
         seconds = now.uptime_s - before.uptime_s if before else 0.0

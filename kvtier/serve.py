@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import ssl
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
 from kvtier import selftest
-from kvtier.assemble import assemble, secret_key
+from kvtier.assemble import assemble
+from kvtier.autoconfig.explain import configuration_text
 from kvtier.chunk import ChunkLayout, fingerprint
-from kvtier.config import Config, load
+from kvtier.config import Config, environment, load
 from kvtier.dial import Address, read_token
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KVTierError
 from kvtier.listen import Listener, listen_tcp, listen_unix, server_tls
 from kvtier.private import read_secret
+from kvtier.notify import Notifier
 from kvtier.server import Beside, Server, serve
+from kvtier.start_checks import try_everything, try_redis
+from kvtier.status import trouble
 from kvtier.store import Store
 
 logger = logging.getLogger("kvtier.server")
+
+_LOOK_AGAIN_S = 5.0
+"""Between two looks at what the start could not have."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,20 +54,63 @@ def run(arguments: argparse.Namespace) -> int:
     if not addresses:
         raise ConfigError("nowhere to listen: give --listen unix:///path/kvtier.sock, or the key 'server'")
     token = read_token(config.server_token_file) if config.server_token_file else None
+    logger.info("configuration: %s", configuration_text(config))
+    if config.slot_bytes is None:
+        logger.info("slot_bytes is not set: the first engine decides it, and the pool and the tiers are made then")
+    away = try_everything(config)
     if config.self_test:
         selftest.at_start(replace(config, server=None))
-    secret_key(config)  # a key that is none stops the server, not the first engine that comes
-    beside = admin_surface(config)  # first: who can attach can ask, too
+    surface = admin_surface(config)  # first: who can attach can ask, too
     listeners = _listeners(config, addresses, token is not None, arguments.insecure)
     opener = partial(open_store, config)
     make = lambda: Server(opener, listeners, token=token, realms=config.server_realms)  # noqa: E731
-    return 0 if serve(make, beside) else 1
+    notifier = Notifier(environment())
+    ready = lambda server: notifier.serving(partial(status_text, server))  # noqa: E731
+    clean = serve(make, partial(_beside, config, surface, away), ready, config.slot_bytes)
+    return 0 if clean else 1
+
+
+def status_text(server: Server) -> str:
+    """One line for ``systemctl status``."""
+    return "; ".join([f"{len(server.connections)} connections", *trouble(server)])
+
+
+@asynccontextmanager
+async def _beside(config: Config, surface: Beside, away: Mapping[str, str], server: Server) -> AsyncIterator[None]:
+    """The admin surface, and a look now and then at what the start could not reach."""
+    for name, why in away.items():
+        server.trouble[name] = f"{name} cannot be reached: its chunks are misses until it can; the log says more"
+        logger.warning("%s", why)
+    looking = server.loop.create_task(_look_again(config, server)) if away else None
+    try:
+        async with surface(server):
+            yield
+    finally:
+        if looking is not None:
+            looking.cancel()
+
+
+async def _look_again(config: Config, server: Server) -> None:
+    """Until Redis can be used; on the lane where stores are opened, which is idle but for that."""
+    said = ""
+    while "redis" in server.trouble:
+        await asyncio.sleep(_LOOK_AGAIN_S)
+        try:
+            why = await asyncio.shield(asyncio.wrap_future(server.realms.aside(partial(try_redis, config))))
+        except KVTierError as error:
+            why = str(error)
+        if not why:
+            del server.trouble["redis"]
+            logger.info("redis can be reached now")
+        elif why != said:
+            logger.warning("%s", why)
+        said = why
 
 
 def admin_surface(config: Config) -> Beside:
     """What serves ``config.admin``. Where nobody asked for it, a port that is taken (by the admin surface of another
     server on this host) or a library that is missing costs the surface and not the server: a cache must not fail for
-    its gauges. Asked for by name, it is a ConfigError."""
+    its gauges. It is trouble then, and a port is tried again. Asked for by name, it is a ConfigError."""
     if config.admin == "off":
         return lambda server: nullcontext()
     try:
@@ -68,7 +119,30 @@ def admin_surface(config: Config) -> Beside:
         if "admin" in config.sources:
             raise
         logger.warning("no admin surface: %s", error)
-        return lambda server: nullcontext()
+        return partial(_surface_later, config, str(error))
+
+
+@asynccontextmanager
+async def _surface_later(config: Config, why: str, server: Server) -> AsyncIterator[None]:
+    """The surface as soon as it can be had."""
+    server.trouble["admin"] = f"no admin surface: {why}"
+    over = asyncio.Event()
+    trying = server.loop.create_task(_try_surface(config, server, over))
+    try:
+        yield
+    finally:
+        over.set()
+        await asyncio.gather(trying, return_exceptions=True)
+
+
+async def _try_surface(config: Config, server: Server, over: asyncio.Event) -> None:
+    while not over.is_set():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(over.wait(), _LOOK_AGAIN_S)
+        with suppress(ConfigError):
+            async with _admin_surface(config)(server):
+                del server.trouble["admin"]
+                await over.wait()
 
 
 def _admin_surface(config: Config) -> Beside:
@@ -86,8 +160,6 @@ def open_store(config: Config, slot_bytes: int) -> Store:
     """The Store of one realm: its part of RAM, and of NVMe in a folder of its own; in Redis it is one with the realms
     of other servers that have the same slot size. Raises ConfigError or TierError."""
     parts = config.server_realms
-    if parts > 1 and (config.ram_bytes is None or (config.nvme_path is not None and config.nvme_bytes is None)):
-        raise ConfigError(f"server_realms={parts} divides ram_bytes and nvme_bytes: give them as numbers")
     own = replace(
         config,
         server=None,
@@ -96,6 +168,10 @@ def open_store(config: Config, slot_bytes: int) -> Store:
         nvme_write_limit=config.nvme_write_limit and max(1, config.nvme_write_limit // parts),
         nvme_path=config.nvme_path and f"{config.nvme_path}/slots-{slot_bytes}",
     )
+    if slot_bytes != config.slot_bytes:
+        logger.info(
+            "chunks of %d bytes are new here: slot_bytes=%d has them ready at the start", slot_bytes, slot_bytes
+        )
     layout = ChunkLayout(fingerprint({"server": slot_bytes}), 1, 1, (slot_bytes,))
     store = assemble(own, layout)
     assert isinstance(store, Store)

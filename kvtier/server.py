@@ -67,6 +67,8 @@ class Server:
         self._empty = asyncio.Event()
         self.ready = False
         """Connections are accepted."""
+        self.trouble: dict[str, str] = {}
+        """What is wrong beside the tiers that engines use now, in words, by what it is about. For whoever shows it."""
         self._tasks: list[asyncio.Task[None]] = []
         self._admitting: set[asyncio.Task[None]] = set()
         self._logged: list[float] = []
@@ -75,6 +77,13 @@ class Server:
     def stores(self) -> dict[int, Store]:
         """The open stores by slot size; thread-safe objects, for whoever shows or checks them."""
         return {size: realm.store for size, realm in self.realms.open.items()}
+
+    async def prepare(self, slot_bytes: int) -> None:
+        """Open the Store for chunks of ``slot_bytes`` bytes and touch its whole pool, as the first attach would begin
+        to. Raises KVTierError."""
+        realm = await asyncio.shield(asyncio.wrap_future(self.realms.get(slot_bytes)))
+        await asyncio.shield(asyncio.wrap_future(realm.store.touched))
+        logger.info("chunks of %d bytes: the pool and the tiers are ready", slot_bytes)
 
     async def start(self) -> None:
         self._tasks = [self.loop.create_task(self._accept(listener)) for listener in self.listeners]
@@ -208,22 +217,50 @@ class Server:
 
 
 Beside = Callable[[Server], contextlib.AbstractAsyncContextManager[None]]
-"""What runs on a server's loop from before it is ready until after it has ended."""
+"""What runs on a server's loop for a while: from before it is ready until after it has ended, or while it is ready."""
 
 
-def serve(make: Callable[[], Server], beside: Beside, timeout_s: float = 20.0) -> bool:
-    """Run a server until SIGTERM or SIGINT, then :meth:`Server.stop`. ``make`` is called on the loop. False: something
-    was dropped at the end."""
-    return asyncio.run(_until_told(make, beside, timeout_s))
+def serve(
+    make: Callable[[], Server],
+    beside: Beside,
+    ready: Beside,
+    slot_bytes: int | None = None,
+    timeout_s: float = 20.0,
+) -> bool:
+    """Run a server until SIGTERM or SIGINT, then :meth:`Server.stop`. ``make`` is called on the loop.
+
+    ``beside`` runs all the time, ``ready`` while engines are let in. ``slot_bytes``: see :meth:`Server.prepare`; None:
+    the first engine decides. False: something was dropped at the end. Raises KVTierError when it cannot start.
+    """
+    return asyncio.run(_until_told(make, beside, ready, slot_bytes, timeout_s))
 
 
-async def _until_told(make: Callable[[], Server], beside: Beside, timeout_s: float) -> bool:
+async def _until_told(
+    make: Callable[[], Server], beside: Beside, ready: Beside, slot_bytes: int | None, timeout_s: float
+) -> bool:
     told = asyncio.Event()
     server = make()
     for number in (signal.SIGTERM, signal.SIGINT):
         server.loop.add_signal_handler(number, told.set)
     async with beside(server):
-        await server.start()
-        await told.wait()
-        logger.info("stopping")
-        return await server.stop(timeout_s)
+        telling = server.loop.create_task(told.wait())
+        starting = server.loop.create_task(_start(server, slot_bytes))
+        try:
+            await asyncio.wait({starting, telling}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                async with ready(server):
+                    await telling
+            logger.info("stopping")
+        finally:
+            telling.cancel()
+            starting.cancel()
+            await asyncio.gather(telling, starting, return_exceptions=True)
+            clean = await server.stop(timeout_s)
+        return clean
+
+
+async def _start(server: Server, slot_bytes: int | None) -> None:
+    if slot_bytes is not None:
+        await server.prepare(slot_bytes)
+    await server.start()

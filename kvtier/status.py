@@ -127,6 +127,9 @@ class Stats(msgspec.Struct, frozen=True):
     version: str
     uptime_s: float
     ready: bool
+    """Engines are let in."""
+    trouble: list[str]
+    """What is wrong now, in words, as in ``/healthz``."""
     memory: MemoryStatus
     connections: ConnectionStatus
     realms: list[RealmStatus]
@@ -145,6 +148,7 @@ class Served(Protocol):
     realms: Realms
     counts: Counter[str]
     ready: bool
+    trouble: dict[str, str]
     started: float
     """``time.monotonic()`` at its making."""
 
@@ -161,6 +165,7 @@ def read(server: Served) -> Stats:
         version=kvtier.__version__,
         uptime_s=time.monotonic() - server.started,
         ready=server.ready,
+        trouble=trouble(server),
         memory=_memory(Path("/proc/self/status")),
         connections=_connections(server),
         realms=[_realm(realm) for realm in server.realms.open.values()],
@@ -168,16 +173,16 @@ def read(server: Served) -> Stats:
 
 
 def trouble(server: Served) -> list[str]:
-    """Tiers that are left alone now or have lost their place, in words. They are misses, and no reason to take the
-    server out of service."""
+    """What is wrong now, in words: what the start found, tiers that are left alone, and tiers that have lost their
+    place. It costs hits, and is no reason to take the server out of service."""
     tiers = [tier for realm in server.realms.open.values() for tier in realm.store.tiers]
-    away = [
+    lost = (str(getattr(tier, "trouble", "")) for tier in tiers)
+    away = (
         f"{tier.name}: {_number(tier, 'open_breakers')} of its nodes failed and are left alone for a while: misses"
         for tier in tiers
         if _number(tier, "open_breakers")
-    ]
-    lost = (str(getattr(tier, "trouble", "")) for tier in tiers)
-    return away + [text for text in lost if text]
+    )
+    return [*server.trouble.values(), *away, *(text for text in lost if text)]
 
 
 def _connections(server: Served) -> ConnectionStatus:

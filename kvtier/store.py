@@ -55,6 +55,7 @@ class Store:
         self._arrived = threading.Condition(self._lock)
         self._arrivals = 0
         self._closed = False
+        self.touched: Future[None] = Future()  # done when ``spare`` has made every page; cancelled by a close before
         self.on_arrival: Callable[[], None] = _nothing
         """Called on a lane thread, without the lock, whenever :meth:`wait` would return."""
         self._directory = Directory(pool.slots, [tier.capacity for tier in self.tiers], policy, share)
@@ -158,6 +159,7 @@ class Store:
         clean = True
         for lane in [*self.lanes, *([self._spare] if self._spare else [])]:
             clean &= lane.close(timeout_s)
+        self.touched.cancel()
         for below in self._below:
             below.close([entry.key for entry in left])
         if clean:
@@ -247,6 +249,8 @@ class Store:
         self.pool.populate(first, count)
         if first + count < self.pool.slots and self._spare is not None:
             self._spare.submit(partial(self._populate, first + count))
+        elif self.touched.set_running_or_notify_cancel():
+            self.touched.set_result(None)
 
     # ---- promotion: lower tier -> slot ---------------------------------------------------------------------------
 

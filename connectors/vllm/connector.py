@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvtier import selftest
 from kvtier.assemble import assemble
-from kvtier.autoconfig.explain import table
+from kvtier.autoconfig.explain import PLANNED, configuration_text, table
 from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
 from kvtier.config import Config, filled, load
 from kvtier.connectors.vllm import layout, versions
@@ -128,6 +128,7 @@ class KVTierConnector(KVConnectorBase_V1):
         ranks = {place: rank for place, rank in metadata.items() if isinstance(rank, RankLayout)}
         chunks, parts = layout.chunk_layout(self._vllm_config, self._kv_cache_config, ranks, self._chunk_tokens)
         config, prefill = self._planned() if self._config.auto else (self._config, Prefill())
+        logger.info("configuration: %s", configuration_text(config))
         if config.namespace is not None:
             chunks = layout.of_namespace(chunks, config.namespace)
         if config.self_test:
@@ -197,13 +198,13 @@ class KVTierConnector(KVConnectorBase_V1):
         given = self._config
         paths = [given.nvme_path] if given.nvme_path else []
         plan = plan_for_engine(self._vllm_config, paths, given.redis_url, engines=given.host_engines)
-        for line in table(plan).splitlines():
-            logger.info("auto-config: %s", line)
         values = plan.values()
+        config = filled(given, {key: value for key, value in values.items() if key != "chunk_tokens"}, PLANNED)
+        for line in table(plan, config).splitlines():
+            logger.info("auto-config: %s", line)
         if "ram_bytes" not in values and given.ram_bytes is None:
             raise ConfigError(f"auto-config finds no room for a RAM tier: {dict(plan.left_out)}; set ram_bytes by hand")
         rate = next((float(row.value) for row in plan.derived if row.key == "prefill_tokens_per_second"), 0.0)
-        config = filled(given, {key: value for key, value in values.items() if key != "chunk_tokens"}, "auto-config")
         return config, Prefill(1 / rate if rate > 0 else None)
 
     # ---- steps ---------------------------------------------------------------------------------------------------

@@ -63,13 +63,8 @@ def room_for(label: str, room: int, bytes_: int | None, facts: Sequence[Facts], 
     ``bytes_`` None: nine tenths of ``maxmemory``. Raises TierError when that is not known, or is less than a chunk.
     """
     policies = sorted({fact["maxmemory_policy"] for fact in facts if "maxmemory_policy" in fact})
-    limits = [int(fact.get("maxmemory", 0)) for fact in facts]
-    limit = sum(limits) if all(limits) else 0
-    if bytes_ is None:
-        if not limit:
-            reason = "the server sets no maxmemory" if facts else "the server cannot be asked for its maxmemory now"
-            raise TierError(f"Redis tier {label}: redis_bytes is not given and {reason}; give redis_bytes")
-        bytes_ = int(_SHARE_OF_MAXMEMORY * limit)
+    limit = _limit(facts)
+    bytes_ = share_of(label, bytes_, facts)
     if bytes_ < room:
         raise TierError(f"Redis tier {label}: {bytes_:,} bytes hold no chunk; give at least {room:,}")
     if policies:
@@ -79,6 +74,22 @@ def room_for(label: str, room: int, bytes_: int | None, facts: Sequence[Facts], 
                  label, bytes_ // room, bytes_ / 2**30, "/".join(policies),
                  f"{limit / 2**30:.2f} GiB" if limit else "not set", finding.text)  # fmt: skip
     return bytes_ // room
+
+
+def share_of(label: str, bytes_: int | None, facts: Sequence[Facts]) -> int:
+    """Bytes of its memory that are ours. Raises TierError when nobody says."""
+    if bytes_ is not None:
+        return bytes_
+    if not _limit(facts):
+        reason = "the server sets no maxmemory" if facts else "the server cannot be asked for its maxmemory now"
+        raise TierError(f"Redis tier {label}: redis_bytes is not given and {reason}; give redis_bytes")
+    return int(_SHARE_OF_MAXMEMORY * _limit(facts))
+
+
+def _limit(facts: Sequence[Facts]) -> int:
+    """All nodes' ``maxmemory``; 0 when one sets none."""
+    limits = [int(fact.get("maxmemory", 0)) for fact in facts]
+    return sum(limits) if all(limits) else 0
 
 
 def _facts(info: Reply) -> Facts:

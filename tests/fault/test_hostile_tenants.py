@@ -30,7 +30,7 @@ from kvtier.testing import ManualLane
 from kvtier.tiers.nvme import NvmeTier
 from kvtier.tiers.redis_form import Form
 from kvtier.tiers.remote import RemoteTier
-from tests.integration.test_admin import AdminServer
+from tests.admin_server import AdminServer
 from tests.nvme_place import room
 from tests.redis_server import RedisServer
 from tests.server_process import LAYOUT, SLOT, ServerProcess, attached, load, save, short_folder, wait_for

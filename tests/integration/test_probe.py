@@ -22,6 +22,7 @@ from kvtier.autoconfig.measure import measure
 from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.plan import make_plan
 from kvtier.errors import ConfigError
+from tests.memory_cgroup import entering, memory_cgroup
 from tests.mounts import mounted
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -53,9 +54,19 @@ def test_cgroup_v2_takes_the_tightest_level_and_forgives_file_cache(tmp_path: Pa
         f"{base}pod__box__memory_dot_max": str(5 * GIB), f"{base}pod__box__memory_dot_current": str(GIB),
         f"{base}pod__box__leaf__memory_dot_max": "max", f"{base}pod__box__leaf__memory_dot_high": str(6 * GIB),
     })  # fmt: skip
-    headroom = probe.probe_memory(root).cgroup_headroom
-    assert headroom.value == 3 * GIB  # 8 - (7 - 2) of /pod, not 4 of /pod/box
-    assert "memory.max of cgroup /pod" in headroom.source
+    memory = probe.probe_memory(root)
+    assert memory.cgroup_headroom.value == 3 * GIB  # 8 - (7 - 2) of /pod, not 4 of /pod/box
+    assert "memory.max of cgroup /pod less use" in memory.cgroup_headroom.source
+    assert (memory.cgroup_limit.value, memory.cgroup_limit.source) == (5 * GIB, "memory.max of cgroup /pod/box")
+
+
+def test_the_limit_that_only_slows_down_does_not_kill(tmp_path: Path) -> None:
+    base = "sys__fs__cgroup__"
+    root = plant(tmp_path, proc__self__cgroup="0::/pod\n", proc__self__mountinfo=V2.format(top="/"), **{
+        f"{base}pod__memory_dot_max": "max", f"{base}pod__memory_dot_high": str(2 * GIB),
+    })  # fmt: skip
+    memory = probe.probe_memory(root)
+    assert (memory.cgroup_headroom.value, memory.cgroup_limit.value) == (2 * GIB, UNLIMITED)
 
 
 def test_cgroup_v1_in_a_container_whose_mount_starts_at_its_own_group(tmp_path: Path) -> None:
@@ -71,6 +82,7 @@ def test_cgroup_v1_in_a_container_whose_mount_starts_at_its_own_group(tmp_path: 
     pod = f"hierarchical_memory_limit {3 * GIB}\ntotal_inactive_file 0\n"  # set above what is mounted here
     plant(root, **{f"{base}memory_dot_stat": pod})
     assert probe.probe_memory(root).cgroup_headroom.value == 2 * GIB
+    assert probe.probe_memory(root).cgroup_limit.value == 3 * GIB
 
 
 def test_no_limit_is_known_and_no_proc_is_unknown(tmp_path: Path) -> None:
@@ -82,43 +94,17 @@ def test_no_limit_is_known_and_no_proc_is_unknown(tmp_path: Path) -> None:
     assert "No such file" in blind.available.source
 
 
-def _memory_cgroup() -> tuple[Path, str] | None:
-    """(a writable memory cgroup directory, the file that limits it), or None."""
-    for place, name in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
-        outer = Path(place) / f"kvtier-test-{os.getpid()}"
-        try:
-            outer.mkdir()
-        except OSError:
-            continue
-        if (outer / name).exists():
-            return outer, name
-        outer.rmdir()
-    return None
-
-
 def test_real_cgroup_limit_of_an_outer_group_is_found() -> None:
-    made = _memory_cgroup()
-    if made is None:
-        pytest.skip("no writable memory cgroup here")
-    outer, name = made
-    inner = outer / "inner"
-    try:
-        if name == "memory.max":
-            (outer / "cgroup.subtree_control").write_text("+memory")
-        (outer / name).write_text(str(512 * MIB))
-        inner.mkdir()
+    with memory_cgroup(512 * MIB) as group:
         code = (
-            f"import os; open({str(inner / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
             "from kvtier.autoconfig.probe import probe_memory\n"
-            "fact = probe_memory().cgroup_headroom; print(fact.value, fact.source)"
+            "for fact in (probe_memory().cgroup_headroom, probe_memory().cgroup_limit): print(fact.value, fact.source)"
         )
-        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    finally:
-        for group in (inner, outer):
-            if group.is_dir():
-                group.rmdir()
-    assert 256 * MIB < int(out.split()[0]) <= 512 * MIB
-    assert outer.name in out
+        command = entering(group, [sys.executable, "-c", code])
+        headroom, limit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert 256 * MIB < int(headroom.split()[0]) <= 512 * MIB
+    assert int(limit.split()[0]) == 512 * MIB
+    assert group.parent.name in headroom and group.parent.name in limit
 
 
 # -- paths -------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import yaml
 
 from kvtier import cli, lmcache, lmi
 from kvtier.config import KEYS, NO_KEYS, load
+from kvtier.openapi import ROUTES
 from tests.server_process import attached, serving
 
 ROOT = Path(__file__).parents[2]
@@ -111,10 +112,23 @@ def test_the_servers_command_lines_are_understood(words: list[str], tmp_path: Pa
     env = os.environ | {"KVTIER_RAM_BYTES": "1MiB", "KVTIER_ADMIN": "off"}
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
-        said = server.stderr.readline()
+        said = next((line for line in server.stderr if "serving at" in line), "")
         server.terminate()
         server.stderr.read()
     assert f"unix://{tmp_path}/kvtier.sock" in said
+
+
+def test_probes_ask_for_what_there_is() -> None:
+    asked = {path for text in TEXT.values() for path in re.findall(r"127\.0\.0\.1:9588(/[a-z/]+)", text)}
+    assert {"/healthz/live", "/healthz/ready"} <= asked <= {route.path for route in ROUTES}
+    probes = found(documents("kubernetes/server.yaml")[1], "containers")[0][0]
+    assert "ready" in str(probes["startupProbe"]) and "ready" in str(probes["readinessProbe"])
+    assert "live" in str(probes["livenessProbe"]) and "ready" not in str(probes["livenessProbe"])
+
+
+def test_systemd_waits_until_the_server_says_that_it_is_ready() -> None:
+    unit = TEXT[DEPLOY / "systemd/kvtier.service"]
+    assert "\nType=notify\n" in unit and re.search(r"^WatchdogSec=\d+$", unit, re.MULTILINE)
 
 
 def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:

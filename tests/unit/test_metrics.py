@@ -45,6 +45,7 @@ class Served:
         self.realms = Realms(lambda size: self._store(folder, size), 1, lambda call: call())
         self.counts = Counter(accepted=3, dropped=1)
         self.ready = True
+        self.trouble: dict[str, str] = {}
         self.started = 0.0
         self.connections = [Peer(2)]
         self.lingering = [Peer(1)]

@@ -12,9 +12,11 @@ import pytest
 
 from kvtier.autoconfig import probe
 from kvtier.autoconfig.chunks import chunk_tokens
-from kvtier.autoconfig.facts import GIB, KIB, Facts, Gpus, Memory, known
+from kvtier.autoconfig.explain import PLANNED, configuration_text, table
+from kvtier.autoconfig.facts import GIB, KIB, Facts, Gpus, Memory, known, size_text
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
+from kvtier.config import Config, filled, load
 from kvtier.pool import Pool
 
 MODELS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "model_configs.json").read_text())
@@ -92,3 +94,47 @@ def test_pools_are_found_and_each_is_counted_once(tmp_path: Path) -> None:
     pool.close()
     assert before is not None and after is not None
     assert after - before == 4 << 20
+
+
+# ---- what is said of it ----------------------------------------------------------------------------------------------
+
+
+def rows_of(text: str) -> dict[str, str]:
+    """Lines of the part "What is set", by their key."""
+    part = text.partition("What is set")[2].partition("Left out")[0]
+    return {line.split()[0]: line for line in part.splitlines() if line.startswith("  ")}
+
+
+def test_the_table_shows_what_is_used_and_whose_word_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "probe_memory", lambda: ROOMY)
+    plan = plan_for_engine(engine("llama-3.1-8b", 1, 16, 8192), ["/none"], timed=False)
+    planned = size_text(int(plan.values()["ram_bytes"]))
+    given = load(env={"KVTIER_RAM_BYTES": "4GiB", "KVTIER_REDIS_URL": "redis://me:S3cret@host:1/0", "KVTIER_AUTO": "1"})
+    used = filled(given, plan.values(), PLANNED)
+    yours = rows_of(table(plan, used))
+    assert "4 GiB" in yours["ram_bytes"] and "environment KVTIER_RAM_BYTES" in yours["ram_bytes"]
+    assert yours["ram_bytes"].endswith(f"yours; the plan would be {planned}")
+    assert yours["redis_url"].endswith("yours; the plan has none") and "S3cret" not in yours["redis_url"]
+    assert "yours" not in yours["chunk_tokens"]
+    assert planned in rows_of(table(plan))["ram_bytes"], "without a configuration: the plan's own"
+    same = filled(load(env={"KVTIER_RAM_BYTES": str(plan.values()["ram_bytes"])}), plan.values(), PLANNED)
+    assert f"yours; the plan would be {planned}" in rows_of(table(plan, same))["ram_bytes"], "his word, if the same"
+
+
+def test_lmis_sizes_that_were_too_much_show_as_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Memory(available=known(64 * GIB, "test"), cgroup_headroom=known(64 * GIB, "test"))
+    monkeypatch.setattr(probe, "probe_memory", lambda: small)
+    plan = plan_for_engine(engine("llama-3.1-8b", 1, 16, 8192), ["/none"], timed=False)
+    lmi = Config(ram_bytes=150 * GIB, sources={"ram_bytes": "environment LMCACHE_MAX_LOCAL_CPU_SIZE"})
+    row = rows_of(table(plan, filled(lmi, plan.values(), PLANNED)))["ram_bytes"]
+    assert "yours" not in row and size_text(int(plan.values()["ram_bytes"])) in row
+
+
+def test_the_configuration_in_a_line_masks_passwords_and_leaves_defaults_out() -> None:
+    config = load(env={"KVTIER_RAM_BYTES": "4GiB", "KVTIER_REDIS_URL": "redis://me:S3cret@host:1/0"})
+    assert configuration_text(config) == (
+        "ram_bytes=4 GiB (environment KVTIER_RAM_BYTES), redis_url=redis://me:***@host:1/0 "
+        "(environment KVTIER_REDIS_URL); all else by default"
+    )
+    assert configuration_text(Config()) == "nothing set; all else by default"
+    assert "self_test=True (flag)" in configuration_text(load(env={}, flags={"self_test": True}))

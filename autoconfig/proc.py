@@ -1,0 +1,40 @@
+"""What /proc and /sys say, below any root."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def text_of(path: Path) -> str:
+    """A small file's text; empty where it cannot be read."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text().strip()
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    device: str
+    top: str
+    point: str
+    kind: str
+    source: str
+    options: str
+
+
+def mounts(root: Path) -> list[Mount]:
+    """/proc/self/mountinfo, see proc(5); later lines hide earlier ones."""
+    found = []
+    for line in text_of(root / "proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        fields, tail = [_plain(f) for f in left.split(" ")], [_plain(f) for f in right.split(" ")]
+        if len(fields) >= 6 and len(tail) >= 3:
+            found.append(Mount(fields[2], fields[3], fields[4], tail[0], tail[1], tail[2]))
+    return found
+
+
+def _plain(escaped: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), escaped)

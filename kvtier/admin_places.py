@@ -1,0 +1,123 @@
+"""Places for connections to the admin surface: who is let in, and who goes when they are short.
+
+A connection that has no request under way gives up its place for a new one, the one that is quiet for longest first. So
+a crowd of idle connections keeps no liveness probe out. A connection that sends no request soon is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from aiohttp import web
+
+PLACES = 64
+AT_WORK = 32
+"""Requests under way at once; only liveness and readiness are answered beyond, so that they always find a place."""
+FIRST_REQUEST_S = 3.0
+"""From a connection's start, its TLS handshake included, to its first request."""
+_NO_DESCRIPTORS_S = 0.1
+
+
+class _Visit:
+    """One connection. It is quiet while none of its requests is under way."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.handler: Any = None
+        """aiohttp's protocol, from its making on."""
+        self.admitting: asyncio.Task[None] | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self.working = 0
+
+    @property
+    def ended(self) -> bool:
+        return self.admitting is not None and self.admitting.done() and self.handler.transport is None
+
+    def close(self) -> None:
+        """Now, whatever is under way."""
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.admitting is not None:
+            self.admitting.cancel()
+        if self.handler is not None and self.handler.transport is not None:
+            self.handler.transport.abort()
+
+
+class Places:
+    """At most :data:`PLACES` connections. Everything runs on the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, tls: ssl.SSLContext | None) -> None:
+        self._loop, self._tls = loop, tls
+        self._visits: OrderedDict[_Visit, None] = OrderedDict()
+        """The one that is quiet for longest first."""
+
+    @property
+    def at_work(self) -> int:
+        """Requests under way."""
+        return sum(visit.working for visit in self._visits)
+
+    @contextmanager
+    def request(self, handler: object) -> Iterator[None]:
+        """A request of this connection is under way for as long as the context lasts."""
+        visit = next((one for one in self._visits if one.handler is handler), None)
+        if visit is None:
+            yield
+            return
+        if visit.timer is not None:
+            visit.timer.cancel()
+        visit.working += 1
+        try:
+            yield
+        finally:
+            visit.working -= 1
+            if visit in self._visits:
+                self._visits.move_to_end(visit)
+
+    async def accept(self, listening: socket.socket, serve: web.Server) -> None:
+        """Let connections in, until cancelled; then close them."""
+        try:
+            while True:
+                try:
+                    sock, _ = await self._loop.sock_accept(listening)
+                except OSError:
+                    await asyncio.sleep(_NO_DESCRIPTORS_S)
+                    continue
+                self._enter(sock, serve)
+                await asyncio.sleep(0)  # sock_accept does not let others run while clients are queued
+        finally:
+            for visit in self._visits:
+                visit.close()
+
+    def _enter(self, sock: socket.socket, serve: web.Server) -> None:
+        for ended in [visit for visit in self._visits if visit.ended]:
+            self._leave(ended)
+        if len(self._visits) >= PLACES:
+            quiet = next((visit for visit in self._visits if not visit.working), None)
+            if quiet is None:
+                sock.close()
+                return
+            self._leave(quiet)
+        visit = _Visit(sock)
+        self._visits[visit] = None
+        visit.timer = self._loop.call_later(FIRST_REQUEST_S, self._leave, visit)
+        visit.admitting = self._loop.create_task(self._admit(visit, serve))
+
+    def _leave(self, visit: _Visit) -> None:
+        visit.close()
+        self._visits.pop(visit, None)
+
+    async def _admit(self, visit: _Visit, serve: web.Server) -> None:
+        visit.handler = serve()
+        try:
+            await self._loop.connect_accepted_socket(lambda: visit.handler, visit.sock, ssl=self._tls)
+        except OSError:
+            visit.sock.close()
+        except asyncio.CancelledError:
+            visit.sock.close()
+            raise

@@ -1,0 +1,72 @@
+"""Requests to the admin surface whose token never crosses, and answers that show who gave them. Pure.
+
+A port of loopback is anybody's who takes it first, so ``kvtier clear`` must not show its token to whoever is there. It
+sends a MAC over the request instead, and believes only an answer with a MAC over the answer. Both need the token.
+
+A request holds for a minute and once: :class:`Seen` remembers what was served.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections import OrderedDict
+
+SCHEME = "KVTier-MAC"
+ANSWER_HEADER = "KVTier-Proof"
+VALID_S = 60
+"""Between the clocks of both ends, at most."""
+_MOST_SEEN = 4096
+_FORM = re.compile(rf"{SCHEME} ([0-9]{{1,12}}) ([0-9a-f]{{32}}) ([0-9a-f]{{64}}) ([0-9a-f]{{64}})")
+
+
+class Seen:
+    """The last requests that were served, so that a copy of one is not. Bounded by number."""
+
+    def __init__(self, most: int = _MOST_SEEN) -> None:
+        self._most = most
+        self._served: OrderedDict[str, int] = OrderedDict()
+
+    def first(self, credentials: str, now: float) -> bool:
+        """Whether this is the first time. False too when more requests came in a minute than can be remembered."""
+        while self._served and next(iter(self._served.values())) < now - 2 * VALID_S:
+            self._served.popitem(last=False)
+        if credentials in self._served or len(self._served) >= self._most:
+            return False
+        self._served[credentials] = int(now)
+        return True
+
+
+def signed(token: bytes, method: str, path: str, body: bytes, now: float) -> str:
+    """The Authorization header of a request. ``now``: seconds since the epoch."""
+    nonce, digest = secrets.token_hex(16), hashlib.sha256(body).hexdigest()
+    mac = _mac(token, "request", str(int(now)), nonce, method, path, digest)
+    return f"{SCHEME} {int(now)} {nonce} {digest} {mac}"
+
+
+def body_digest(token: bytes, header: str, method: str, path: str, now: float) -> str | None:
+    """The SHA-256 that the body of this request must have; None when its sender does not know the token, or sent it
+    more than a minute ago."""
+    found = _FORM.fullmatch(header)
+    if found is None or abs(now - int(found[1])) > VALID_S:
+        return None
+    when, nonce, digest, mac = found.groups()
+    right = _mac(token, "request", when, nonce, method, path, digest)
+    return digest if hmac.compare_digest(mac, right) else None
+
+
+def answered(token: bytes, header: str, status: int, body: bytes) -> str:
+    """What the answer to the request with this Authorization header must carry in :data:`ANSWER_HEADER`."""
+    return _mac(token, "answer", header, str(status), hashlib.sha256(body).hexdigest())
+
+
+def is_answer(token: bytes, header: str, status: int, body: bytes, proof: str) -> bool:
+    """Whether this answer is from somebody who knows the token, and to this request."""
+    return hmac.compare_digest(answered(token, header, status, body).encode(), proof.encode(errors="replace"))
+
+
+def _mac(token: bytes, *parts: str) -> str:
+    framed = b"".join(len(part.encode()).to_bytes(4, "big") + part.encode() for part in parts)
+    return hmac.digest(token, b"kvtier admin 1" + framed, "sha256").hex()

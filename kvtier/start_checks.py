@@ -1,0 +1,82 @@
+"""What ``kvtier serve`` tries before it lets engines in: memory, secrets, and every tier.
+
+What waiting does not mend is a ConfigError: given, expected, what to do. A Redis that is only away is trouble in words:
+RAM serves meanwhile, and the tier comes back by itself. Nothing here depends on the size of chunks.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from importlib import import_module
+
+from kvtier.assemble import ram_bytes, secret_key
+from kvtier.autoconfig.probe import probe_disk
+from kvtier.checks import judge_disk
+from kvtier.config import Config
+from kvtier.errors import ConfigError, TierError
+from kvtier.memory import require_ram
+
+logger = logging.getLogger("kvtier.server")
+
+_NAMESPACE = bytes(8)
+"""For the trial's names in Redis; chunks have their engine's."""
+
+
+def try_everything(config: Config) -> dict[str, str]:
+    """What is only away now, in words, by what it is about. Raises ConfigError. Takes some seconds at most."""
+    secret_key(config)
+    require_ram(ram_bytes(config), source=config.sources.get("ram_bytes", "default"))
+    require_parts(config)
+    _try_nvme(config)
+    return {"redis": away} if (away := try_redis(config)) else {}
+
+
+def require_parts(config: Config) -> None:
+    """Several sizes of chunk divide RAM and disk: raise ConfigError when it is not said how much there is."""
+    parts = config.server_realms
+    if parts > 1 and (config.ram_bytes is None or (config.nvme_path is not None and config.nvme_bytes is None)):
+        raise ConfigError(f"server_realms={parts} divides ram_bytes and nvme_bytes: give them as numbers")
+
+
+def _try_nvme(config: Config) -> None:
+    if config.nvme_path is None:
+        return
+    for finding in judge_disk(config, probe_disk(config.nvme_path)):
+        if finding.state == "fail":
+            raise ConfigError(f"nvme_path={config.nvme_path}: {finding.seen}; {finding.do}")
+        if finding.state == "warn":
+            logger.warning("nvme_path=%s: %s; %s", config.nvme_path, finding.seen, finding.do)
+
+
+def try_redis(config: Config) -> str:
+    """Why Redis cannot be used for now; empty when it can. Raises ConfigError for what waiting does not mend."""
+    if config.redis_url is None:
+        return ""
+    try:
+        import_module("kvtier.tiers.redis")
+    except ImportError as error:
+        raise ConfigError(
+            f"redis_url is set, and Python has no redis package ({error}): pip install 'kvtier[redis]', "
+            "or remove redis_url"
+        ) from error
+    try:
+        return _greeted(config, config.redis_url)
+    except TierError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _greeted(config: Config, url: str) -> str:
+    from kvtier.tiers.redis_form import Form
+    from kvtier.tiers.redis_link import FAULTS, Link
+    from kvtier.tiers.redis_start import greet, share_of
+
+    link = Link(url, connections=1)
+    with closing(link):
+        try:
+            facts = greet(link, Form(config.redis_prefix, _NAMESPACE))
+        except FAULTS as error:
+            share_of(link.label, config.redis_bytes, ())
+            return f"redis {link.label} cannot be reached: {error}; its chunks are misses until it can"
+        share_of(link.label, config.redis_bytes, facts)
+    return ""

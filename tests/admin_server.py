@@ -1,0 +1,93 @@
+"""A real kvtier server with its admin surface, for tests: asked by HTTP and by kvtier's own commands."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvtier.bench.servers import free_port
+from tests.server_process import DEADLINE_S, ServerProcess, short_folder, wait_for
+
+NVME = 1 << 20
+TOKEN = "0123456789abcdef0123456789abcdef"
+Body = dict[str, Any]
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    text: str
+
+    @property
+    def body(self) -> Any:
+        return json.loads(self.text)
+
+
+class AdminServer(ServerProcess):
+    """A server with its surface at a port of its own and a token, unless told otherwise (None: not set)."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.token = folder / "token"
+        self.token.write_text(TOKEN)
+        self.token.chmod(0o600)
+        given = {"admin": self.url, "admin_token_file": self.token, "nvme_path": folder / "nvme", "nvme_bytes": NVME}
+        kept: dict[str, Any] = {name: value for name, value in (given | settings).items() if value is not None}
+        super().__init__(folder, **kept)
+
+    def __enter__(self) -> AdminServer:
+        self.start()
+        return self
+
+    def ask(
+        self, method: str, path: str, body: Body | bytes | None = None, *, token: str | None = TOKEN, **headers: str
+    ) -> Answer:
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        if token is not None:
+            sent["Authorization"] = f"Bearer {token}"
+        if body is not None:
+            sent = {"Content-Type": "application/json"} | sent
+        line = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
+        with closing(line):
+            line.request(method, path, json.dumps(body) if isinstance(body, dict) else body, sent)
+            answer = line.getresponse()
+            return Answer(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read().decode())
+
+    def clear(self, **body: object) -> Any:
+        answer = self.ask("POST", "/v1/clear", body)
+        assert answer.status == 200, answer
+        return answer.body
+
+    def lookup(self, **body: object) -> Any:
+        answer = self.ask("POST", "/v1/lookup", body)
+        assert answer.status == 200, answer
+        return answer.body
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric's samples that have these labels."""
+        text = self.ask("GET", "/metrics").text
+        lines = [line for line in text.splitlines() if re.match(rf"{name}[ {{]", line)]
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(one in line for one in wanted))
+
+    def cli(self, *words: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "kvtier.cli", *map(str, words)]
+        return subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=60, check=False)
+
+
+@contextmanager
+def administered(**settings: object) -> Iterator[AdminServer]:
+    with short_folder() as folder, AdminServer(folder, **settings) as server:
+        yield server
+
+
+def spilled(server: AdminServer, chunks: int) -> None:
+    wait_for(lambda: server.metric("kvtier_held_chunks", tier="nvme") == chunks, f"{chunks} chunks on disk")

@@ -1,0 +1,285 @@
+"""The admin surface of real servers and those who should not get anything from it: crowds, guessers, impostors."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from kvtier import admin_proof
+from kvtier.lease import Match
+from tests.admin_server import TOKEN, AdminServer, Answer, administered
+from tests.server_process import DEADLINE_S, attached, run, save, wait_for
+
+SECRET = TOKEN.encode()
+LIVE = "/healthz/live"
+
+
+@pytest.fixture
+def server() -> Iterator[AdminServer]:
+    with administered() as server:
+        yield server
+
+
+# ---- crowds ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def crowd(server: AdminServer, members: int, says: bytes = b"") -> Iterator[list[socket.socket]]:
+    """So many connections that stay open, and have said so much."""
+    with ExitStack() as stack:
+        every = []
+        for _ in range(members):
+            one = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), DEADLINE_S))
+            one.sendall(says)
+            every.append(one)
+        yield every
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        pytest.param(b"", id="silent"),
+        pytest.param(b"GET /healthz HTTP/1.1\r\nHost: local", id="half a request"),
+        pytest.param(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n", id="idle after one"),
+        pytest.param(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400, id="never reads"),
+    ],
+)
+def test_a_crowd_keeps_no_liveness_probe_out(server: AdminServer, says: bytes) -> None:
+    for _ in range(3):
+        with crowd(server, 80, says):
+            assert [server.ask("GET", LIVE, token=None).status for _ in range(10)] == [200] * 10
+
+
+def test_who_asks_nothing_is_sent_away(server: AdminServer) -> None:
+    """Long before the 15 s that a connection may be idle after a request."""
+    with crowd(server, 1) as (silent,), crowd(server, 1, b"GET /heal") as (slow,):
+        for one in (silent, slow):
+            one.settimeout(10.0)
+            with suppress(ConnectionResetError):
+                assert one.recv(1) == b""
+
+
+def test_who_is_being_served_keeps_its_place(server: AdminServer) -> None:
+    with attached(server.door(namespace="acme")) as client:
+        save(client, run(1, 2))
+        done: list[Any] = []
+        with client.save(run(2, 3)) as lease:
+            clearing = threading.Thread(target=lambda: done.append(server.clear(namespace="acme")))
+            clearing.start()
+            wait_for(lambda: client.match(run(1, 2)) == Match(0, 0), "clear is at work")
+            with crowd(server, 80):
+                assert server.ask("GET", LIVE, token=None).status == 200
+                lease.commit()
+                clearing.join(DEADLINE_S)
+    assert (done[0]["complete"], done[0]["chunks"]) == (True, 5)
+
+
+def test_a_probe_finds_a_place_beside_more_work_than_is_done_at_once(server: AdminServer) -> None:
+    with attached(server.door(namespace="acme")) as client:
+        save(client, run(1, 2))
+        told: list[int] = []
+        with client.save(run(2, 3)) as lease:
+            clears = [
+                threading.Thread(
+                    target=lambda: told.append(server.ask("POST", "/v1/clear", {"namespace": "acme"}).status)
+                )
+                for _ in range(60)
+            ]
+            for one in clears:
+                one.start()
+            wait_for(lambda: 503 in told, "too much is asked")
+            assert server.ask("GET", LIVE, token=None).status == 200
+            assert server.ask("GET", "/healthz", token=None).status == 200
+            lease.commit()
+        for one in clears:
+            one.join(DEADLINE_S)
+    assert set(told) == {200, 503}
+    assert told.count(200) >= 30
+
+
+def test_what_is_no_http_costs_the_log_a_few_lines(server: AdminServer) -> None:
+    for number in range(200):
+        with crowd(
+            server, 1, b"GET / HTTP/1.1\r\nbad header \xff line\r\n\r\n" if number % 2 else b"\x00\n\x16\x03\r\n\r\n"
+        ):
+            pass
+    assert server.ask("GET", LIVE, token=None).status == 200
+    said = server.said()
+    assert "Traceback" not in said
+    assert 1 <= said.count("kvtier.admin.http") <= 20
+
+
+# ---- guessers --------------------------------------------------------------------------------------------------------
+
+_WRONG = (
+    None, "", "Bearer", "Bearer ", "Bearer   ", "bearer", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}x",
+    f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN} {TOKEN}", f"Bearer,{TOKEN}", f"Bearer {TOKEN.upper()}", "Bearer \xe9\xff",
+    "Bearer null", "Bearer 0", admin_proof.SCHEME, f"{admin_proof.SCHEME} {TOKEN}", f"{admin_proof.SCHEME} 0 0 0 0",
+    f"{admin_proof.SCHEME} 1 {'0' * 32} {'0' * 64} {'0' * 64}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/v1/lookup", {"keys": []}),
+        ("POST", "/v1/clear", {"everything": True}),
+        ("GET", "/v1/namespaces", None),
+    ],
+)
+def test_no_token_and_no_malformed_one_is_taken(
+    server: AdminServer, method: str, path: str, body: dict[str, Any] | None
+) -> None:
+    with attached(server.door()) as client:
+        save(client, run(1, 2))
+        for wrong in _WRONG:
+            given = {} if wrong is None else {"Authorization": wrong}
+            answer = server.ask(method, path, body, token=None, **given)
+            assert (answer.status, answer.headers.get("www-authenticate")) == (401, "Bearer"), wrong
+            assert admin_proof.ANSWER_HEADER.lower() not in answer.headers
+        assert client.match(run(1, 2)) == Match(2, 0), "nothing was cleared"
+        assert server.ask(method, path, body, token=None, Authorization=f"BEARER {TOKEN}").status == 200
+
+
+def _sent(server: AdminServer, credentials: str, body: bytes, path: str = "/v1/clear", method: str = "POST") -> Answer:
+    return server.ask(method, path, body or None, token=None, Authorization=credentials)
+
+
+def test_a_signed_request_holds_for_itself_alone(server: AdminServer) -> None:
+    everything, other = b'{"everything": true}', b'{"namespace": "acme"}'
+    now = time.time()
+
+    def sign(body: bytes = everything, token: bytes = SECRET, at: float = now, path: str = "/v1/clear") -> str:
+        return admin_proof.signed(token, "POST", path, body, at)
+
+    right = sign()
+    answer = _sent(server, right, everything)
+    assert answer.status == 200
+    proof = answer.headers[admin_proof.ANSWER_HEADER.lower()]
+    assert admin_proof.is_answer(SECRET, right, 200, answer.text.encode(), proof)
+    assert _sent(server, right, everything).status == 401, "once"
+    assert _sent(server, sign(other), everything).status == 401, "another body"
+    assert _sent(server, sign(token=b"x" * 32), everything).status == 401, "another token"
+    swapped = sign(other).replace(sha256(other).hexdigest(), sha256(everything).hexdigest())
+    assert _sent(server, swapped, everything).status == 401, "another body, and its digest in the header"
+    assert _sent(server, sign(at=now - 300), everything).status == 401, "an old one"
+    assert _sent(server, sign(at=now + 300), everything).status == 401, "one for later"
+    assert _sent(server, sign(path="/v1/lookup"), everything).status == 401, "another path"
+    assert _sent(server, sign(b"", path="/v1/namespaces"), b"", "/v1/namespaces", "GET").status == 401, "another method"
+
+
+# ---- impostors -------------------------------------------------------------------------------------------------------
+
+
+class Impostor:
+    """Has the port. Answers with ``answer``, or with what ``behind`` answers to the same request, changed or not."""
+
+    def __init__(self, answer: bytes = b"", behind: AdminServer | None = None, swap: tuple[bytes, bytes] = (b"", b"")):
+        self.heard: list[tuple[str, dict[str, str], bytes]] = []
+        impostor = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._serve()
+
+            def do_POST(self) -> None:
+                self._serve()
+
+            def _serve(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                impostor.heard.append((self.path, dict(self.headers), body))
+                status, headers, said = 200, {}, answer
+                if behind is not None:
+                    line = http.client.HTTPConnection("127.0.0.1", behind.port, timeout=DEADLINE_S)
+                    with closing(line):
+                        line.request(self.command, self.path, body, dict(self.headers))
+                        real = line.getresponse()
+                        status, said = real.status, real.read().replace(*swap)
+                        headers = {admin_proof.ANSWER_HEADER: real.getheader(admin_proof.ANSWER_HEADER) or ""}
+                self.send_response(status)
+                for name, value in {**headers, "Content-Length": str(len(said))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(said)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> Impostor:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def heard_the_token(self) -> bool:
+        return TOKEN in repr(self.heard)
+
+
+FORGED = b'{"complete":true,"chunks":7,"left":0,"owed_deletes":0,"untouched":[]}'
+
+
+def test_an_impostor_gets_no_token_and_is_not_believed(server: AdminServer) -> None:
+    with Impostor(FORGED) as impostor:
+        told = server.cli("clear", "--everything", "--admin", impostor.url, "--token-file", server.token)
+        assert (told.returncode, told.stdout) == (2, "")
+        assert "does not show that it knows the token" in told.stderr
+        assert len(impostor.heard) == 1
+        assert not impostor.heard_the_token()
+        told = server.cli("stats", "--admin", impostor.url, "--token-file", server.token)
+        assert (told.returncode, impostor.heard_the_token()) == (2, False)
+
+
+def test_a_relay_can_neither_change_an_answer_nor_use_a_request_again(server: AdminServer) -> None:
+    with attached(server.door()) as client, Impostor(behind=server) as relay:
+        save(client, run(1, 2))
+        words = ("clear", "--everything", "--token-file", server.token, "--admin")
+        told = server.cli(*words, relay.url)
+        assert (told.returncode, told.stdout) == (0, "2 chunks forgotten\n")
+        save(client, run(1, 2))
+        ((path, headers, body),) = relay.heard
+        again = server.ask("POST", path, body, token=None, Authorization=headers["Authorization"])
+        assert again.status == 401
+        assert client.match(run(1, 2)) == Match(2, 0)
+        assert not relay.heard_the_token()
+        with Impostor(behind=server, swap=(b'"chunks":2', b'"chunks":0')) as liar:
+            assert server.cli(*words, liar.url).returncode == 2
+
+
+def test_the_right_server_is_believed_and_a_tokenless_one_only_without_a_token(server: AdminServer) -> None:
+    assert server.cli("stats", "--admin", server.url, "--token-file", server.token).returncode == 0
+    with administered(admin_token_file=None) as tokenless:
+        assert tokenless.cli("stats", "--admin", tokenless.url).returncode == 0
+        refused = tokenless.cli("stats", "--admin", tokenless.url, "--token-file", server.token)
+        assert "another admin_token_file" in refused.stderr
+
+
+# ---- names that are wrong --------------------------------------------------------------------------------------------
+
+
+def test_a_misspelt_namespace_is_told_which_there_are(server: AdminServer) -> None:
+    with attached(server.door(namespace="acme")) as client, attached(server.door(namespace="else")):
+        save(client, run(1, 2))
+        told = server.cli("clear", "--namespace", "acne", "--token-file", server.token)
+        assert (told.returncode, told.stdout) == (2, "")
+        assert "'acne'" in told.stderr and "'acme', 'else'" in told.stderr and "did you mean 'acme'?" in told.stderr
+        answer = server.ask("POST", "/v1/clear", {"namespace": "nosuch"})
+        assert answer.status == 404
+        assert "'acme', 'else'" in json.loads(answer.text)["expected"]
+        assert client.match(run(1, 2)) == Match(2, 0)
+        done = server.cli("clear", "--namespace", "else", "--token-file", server.token)
+        assert (done.returncode, done.stdout) == (0, "0 chunks forgotten\n"), "it is known, and has nothing"

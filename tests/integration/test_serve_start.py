@@ -1,0 +1,272 @@
+"""The start of a real ``kvtier serve``: what it tries before it lets engines in, and what it tells systemd."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.admin_server import AdminServer, administered
+from tests.memory_cgroup import entering, memory_cgroup
+from tests.redis_server import RedisServer
+from tests.server_process import (
+    DEADLINE_S,
+    SLOT,
+    ServerProcess,
+    attached,
+    load,
+    run,
+    save,
+    short_folder,
+    wait_for,
+)
+
+MIB = 1 << 20
+
+
+def refused(**settings: Any) -> str:
+    """What a server says that does not start with these settings."""
+    with short_folder() as folder:
+        return ServerProcess(folder, **settings).refusal()
+
+
+# ---- what does not start ---------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_has_no_room_fails_the_start(tmp_path: Path) -> None:
+    said = refused(nvme_path=tmp_path / "nvme", nvme_bytes="900TiB")
+    assert "900 TiB (environment KVTIER_NVME_BYTES) of" in said
+    assert "lower nvme_bytes below" in said
+
+
+def test_a_folder_that_is_none_fails_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said = refused(nvme_path=tmp_path / "file", nvme_bytes=MIB)
+    assert f"{tmp_path}/file is no folder; name a folder of its own in nvme_path" in said
+
+
+def test_a_key_that_cannot_be_read_fails_the_start(tmp_path: Path) -> None:
+    said = refused(nvme_path=tmp_path / "nvme", nvme_bytes=MIB, encryption_key_file=tmp_path / "no-such-key")
+    assert f"encryption_key_file={tmp_path}/no-such-key cannot be read" in said
+
+
+def test_sizes_that_are_not_said_cannot_be_divided(tmp_path: Path) -> None:
+    said = refused(nvme_path=tmp_path / "nvme", server_realms=2)
+    assert "server_realms=2 divides ram_bytes and nvme_bytes: give them as numbers" in said
+
+
+def test_a_redis_tier_without_the_package_fails_the_start(tmp_path: Path) -> None:
+    (tmp_path / "redis.py").write_text("raise ImportError('there is none')")
+    with short_folder() as folder:
+        server = ServerProcess(folder, redis_url="redis://127.0.0.1:1", redis_bytes=MIB)
+        server._env["PYTHONPATH"] = f"{tmp_path}:{server._env.get('PYTHONPATH', '')}"
+        said = server.refusal()
+    assert "pip install 'kvtier[redis]'" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize(
+    ("there", "given", "expected"),
+    [
+        ({"cluster_enabled": "yes"}, {"redis_bytes": MIB}, "this is a Redis Cluster; write redis+cluster://"),
+        ({"requirepass": "secret"}, {"redis_bytes": MIB}, "login refused"),
+        ({}, {}, "redis_bytes is not given and the server sets no maxmemory; give redis_bytes"),
+    ],
+    ids=["a cluster's node", "a wrong password", "no size"],
+)
+def test_a_redis_that_can_never_be_used_fails_the_start(
+    there: dict[str, Any], given: dict[str, Any], expected: str
+) -> None:
+    with RedisServer(**there) as redis:
+        assert expected in refused(redis_url=redis.url, **given)
+
+
+def test_a_redis_that_is_away_and_gave_no_size_fails_the_start() -> None:
+    said = refused(redis_url="redis://127.0.0.1:1")
+    assert "redis_bytes is not given and the server cannot be asked for its maxmemory now" in said
+
+
+def test_more_ram_than_there_is_fails_the_start_at_once() -> None:
+    assert "ram_bytes=10 TiB (environment KVTIER_RAM_BYTES) is more RAM" in refused(ram_bytes="10TiB", slot_bytes=4096)
+
+
+# ---- what the kernel would have killed -------------------------------------------------------------------------------
+
+
+def _in_words(done: subprocess.CompletedProcess[str], group: Path) -> None:
+    assert done.returncode == 2, done
+    assert "ram_bytes=1 GiB" in done.stderr and f"of cgroup /{group.parent.name}" in done.stderr
+    assert "Lower ram_bytes below" in done.stderr
+
+
+def test_ram_beyond_the_cgroup_is_an_error_in_serve_launch_and_engine() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+    environment |= {"KVTIER_RAM_BYTES": "1GiB", "KVTIER_ADMIN": "off"}
+    engine = (
+        "import sys; from kvtier.assemble import assemble; from kvtier.chunk import ChunkLayout\n"
+        "from kvtier.config import load; from kvtier.errors import ConfigError\n"
+        "try: assemble(load(), ChunkLayout(bytes(32), 1, 1, (1 << 20,)))\n"
+        "except ConfigError as error: sys.exit(print(error, file=sys.stderr) or 2)"
+    )
+    with memory_cgroup(512 * MIB) as group, short_folder() as folder:
+        for words in (
+            ["-m", "kvtier.cli", "serve", "--listen", f"unix://{folder}/run/kvtier.sock"],
+            ["-m", "kvtier.cli", "launch", "--print", "--", "vllm", "serve", "model"],
+            ["-c", engine],
+        ):
+            command = entering(group, [sys.executable, *words])
+            _in_words(
+                subprocess.run(
+                    command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+                ),
+                group,
+            )
+
+
+def test_ram_within_the_cgroup_is_touched_to_the_last_page() -> None:
+    with memory_cgroup(512 * MIB) as group, administered(ram_bytes=256 * MIB, slot_bytes=MIB, nvme_path=None,
+                                                         nvme_bytes=None) as plain:  # fmt: skip
+        plain.stop()
+        plain._command = entering(group, plain._command)
+        plain.start()
+        wait_for(lambda: plain.ask("GET", "/healthz/ready").status == 200, "ready")
+        assert plain.ask("GET", "/v1/stats").body["memory"]["pools"] >= 256 * MIB
+        assert plain.stop() == 0
+
+
+# ---- a size of chunk that is known -----------------------------------------------------------------------------------
+
+
+def test_with_a_size_everything_is_there_before_the_first_engine() -> None:
+    with administered(slot_bytes=SLOT) as server:
+        wait_for(lambda: server.ask("GET", "/healthz/ready").status == 200, "ready")
+        stats = server.ask("GET", "/v1/stats").body
+        (realm,) = stats["realms"]
+        assert (realm["slot_bytes"], [tier["tier"] for tier in realm["tiers"]]) == (SLOT, ["ram", "nvme"])
+        assert stats["memory"]["pools"] >= 32 * SLOT, "touched"
+        with attached(server.door()) as client:
+            assert save(client, run(1, 2)) == 2
+            assert load(client, run(1, 2)) == ["ram"] * 2
+
+
+def test_with_a_size_a_folder_that_is_taken_fails_the_start() -> None:
+    with administered(slot_bytes=SLOT) as first, short_folder() as folder:
+        wait_for(lambda: first.ask("GET", "/healthz/ready").status == 200, "ready")
+        nvme = first.socket.parents[1] / "nvme"
+        said = AdminServer(folder, slot_bytes=SLOT, nvme_path=nvme).refusal()
+    assert f"slots-{SLOT}" in said and "kvtier: " in said
+    assert "Traceback" not in said
+
+
+def test_without_a_size_the_log_says_who_decides_it() -> None:
+    with administered() as server:
+        assert "slot_bytes is not set: the first engine decides it" in server.said()
+
+
+# ---- a Redis that is only away ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("slot_bytes", [None, SLOT])
+def test_a_redis_that_is_away_is_trouble_until_it_is_back(slot_bytes: int | None) -> None:
+    with RedisServer() as redis:
+        redis.kill()
+        settings = {"redis_url": redis.url, "redis_bytes": MIB, "nvme_path": None, "nvme_bytes": None}
+        with administered(slot_bytes=slot_bytes, **settings) as server:
+            wait_for(lambda: server.ask("GET", "/healthz/ready").status == 200, "RAM serves: engines are let in")
+            (words, *_) = server.ask("GET", "/healthz").body["trouble"]
+            assert "redis cannot be reached" in words
+            assert str(redis.port) not in words, "anybody may ask for it; where Redis is says the log"
+            assert f"redis 127.0.0.1:{redis.port} cannot be reached" in server.said()
+            assert server.metric("kvtier_ready") == 1
+            assert server.metric("kvtier_trouble") >= 1
+            assert "TROUBLE: redis" in server.cli("stats").stdout
+            with attached(server.door()) as client:
+                assert save(client, run(1, 2)) == 2
+                assert load(client, run(1, 2)) == ["ram"] * 2
+            redis.start()
+            with attached(server.door()) as client:  # a tier that was given up is tried again when it is asked for
+
+                def well() -> bool:
+                    load(client, run(99, 1))
+                    return not server.ask("GET", "/healthz").body["trouble"]
+
+                wait_for(well, "no trouble", 60.0)
+            assert "redis can be reached now" in server.said()
+            assert server.metric("kvtier_trouble") == 0
+
+
+# ---- what is said of it ----------------------------------------------------------------------------------------------
+
+
+def test_the_configuration_is_logged_once_and_without_passwords() -> None:
+    with administered(redis_url="redis://me:S3cret@127.0.0.1:1/0", redis_bytes="1MiB") as server:
+        (line,) = re.findall(r"configuration: (.*)", server.said())
+        assert "ram_bytes=256 KiB (environment KVTIER_RAM_BYTES)" in line
+        assert "redis_bytes=1 MiB (environment KVTIER_REDIS_BYTES)" in line
+        assert line.endswith("all else by default")
+        assert "S3cret" not in server.said()
+
+
+# ---- systemd ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def manager(address: str) -> Iterator[socket.socket]:
+    """A service manager's socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind(address)
+        sock.settimeout(DEADLINE_S)
+        yield sock
+
+
+def told(sock: socket.socket) -> dict[str, str]:
+    """The next datagram."""
+    return dict(line.split("=", 1) for line in sock.recv(4096).decode().splitlines())
+
+
+@pytest.mark.parametrize("kind", ["path", "abstract"])
+def test_systemd_is_told_ready_alive_and_stopping(kind: str) -> None:
+    with short_folder() as folder:
+        name = f"{folder}/notify" if kind == "path" else f"@{folder}/notify"
+        with manager(name.replace("@", "\0")) as sock:
+            server = ServerProcess(folder, slot_bytes=SLOT)
+            server._env |= {"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "300000"}
+            with server:
+                first = told(sock)
+                assert first["READY"] == "1"
+                assert "the pool and the tiers are ready" in server.said(), "not before"
+                assert f"serving at unix://{server.socket}" in server.said()
+                with attached(server.door()) as client:
+                    save(client, run(1, 1))
+                    wait_for(
+                        lambda: told(sock).items() >= {"WATCHDOG": "1", "STATUS": "1 connections"}.items(), "beats"
+                    )
+                os.kill(server.pid, signal.SIGTERM)
+                wait_for(lambda: "STOPPING" in told(sock), "stopping")
+
+
+def test_systemd_is_told_what_is_wrong_and_a_manager_that_is_gone_stops_nobody() -> None:
+    with short_folder() as folder:
+        with manager(f"{folder}/notify") as sock:
+            server = ServerProcess(folder, redis_url="redis://127.0.0.1:1", redis_bytes=MIB)
+            server._env |= {"NOTIFY_SOCKET": f"{folder}/notify"}
+            with server:
+                first = told(sock)
+                assert first["READY"] == "1" and "redis cannot be reached" in first["STATUS"]
+                assert server.stop() == 0
+                assert told(sock)["STOPPING"] == "1"
+        with server, attached(server.door()) as client:
+            assert save(client, run(1, 1)) == 1
+            wait_for(lambda: "cannot be told READY=1" in server.said(), "the log says it")
+            assert server.stop() == 0

@@ -1,0 +1,180 @@
+"""The admin surface: who is let in, whose requests and answers are believed, what strangers may cost."""
+
+from __future__ import annotations
+
+from tests.trust.mutations.room import PYTEST, Mutant, Room
+
+_STRANGERS = "tests/integration/test_admin_strangers.py"
+
+ROOM = Room(
+    {
+        "guessers": (*PYTEST, _STRANGERS, "-k", "malformed or signed"),
+        "impostors": (*PYTEST, _STRANGERS, "-k", "impostor or relay or believed or misspelt"),
+        "crowds": (*PYTEST, _STRANGERS, "-k", "crowd or place or sent_away or no_http"),
+        "surface": (*PYTEST, "tests/integration/test_admin.py", "-k", "loopback or rebound or many_connections"),
+    },
+    mutants=(
+        # ---- tokens ---
+        Mutant(
+            "admin.py",
+            "            if signed is None and (route.secret or not (route.open or self._port.local)):",
+            "            if signed is None and not (route.open or self._port.local):",
+            "every process of the host clears without the token",
+        ),
+        Mutant(
+            "admin.py",
+            "            if signed is None and (route.secret or not (route.open or self._port.local)):",
+            "            if signed is None and route.secret:",
+            "the network reads metrics and counts without the token",
+        ),
+        Mutant(
+            "admin.py",
+            "        known = hmac.compare_digest(",
+            "        known = not given.strip() or hmac.compare_digest(",
+            "an empty token is taken",
+        ),
+        Mutant(
+            "admin.py",
+            "        known = hmac.compare_digest(",
+            "        known = len(given) < len(self._token) or hmac.compare_digest(",
+            "a part of a token is taken",
+        ),
+        Mutant(
+            "admin.py",
+            '        if scheme.lower() != "bearer" or not known:',
+            "        if not known:",
+            "a secret under any scheme is taken",
+        ),
+        # ---- the way in ---
+        Mutant(
+            "admin.py",
+            "    if not local and not token:",
+            "    if not local and token:",
+            "the surface is open to the network without a token",
+        ),
+        Mutant(
+            "admin.py",
+            '        return name == "localhost" or',
+            '        return name == "localhost" or name.startswith("127.") or',
+            "a page whose name begins with 127 reads the host's cache",
+        ),
+        Mutant(
+            "admin.py",
+            "        if self._port.local and not _is_this_host(",
+            "        if not self._port.local and not _is_this_host(",
+            "a page whose name was rebound to loopback reads the host's cache",
+        ),
+        # ---- signed requests ---
+        Mutant(
+            "admin.py",
+            "        return digest if digest is not None and self._seen.first(credentials, now) else None",
+            "        return digest",
+            "a signed request that was overheard can be sent again",
+        ),
+        Mutant(
+            "admin.py",
+            "    if digest is not None and not hmac.compare_digest(",
+            "    if digest is None and not hmac.compare_digest(",
+            "a relay puts another body into a signed request",
+        ),
+        Mutant(
+            "admin_proof.py",
+            "    if found is None or abs(now - int(found[1])) > VALID_S:",
+            "    if found is None:",
+            "a signed request holds for ever",
+        ),
+        Mutant(
+            "admin_proof.py",
+            "    if found is None or abs(now - int(found[1])) > VALID_S:",
+            "    if found is None or now - int(found[1]) > VALID_S:",
+            "a request can be signed for any later time",
+        ),
+        Mutant(
+            "admin_proof.py",
+            "    return digest if hmac.compare_digest(mac, right) else None",
+            "    return digest if len(mac) == len(right) else None",
+            "any signature is taken",
+        ),
+        Mutant(
+            "admin_proof.py",
+            '    right = _mac(token, "request", when, nonce, method, path, digest)',
+            '    right = _mac(token, "request", when, nonce, method, "/v1/clear", digest)',
+            "a signature holds for another call",
+        ),
+        Mutant(
+            "admin_proof.py",
+            "for part in parts)",
+            "for part in parts[:-1])",
+            "neither the body of a request nor that of an answer is signed",
+        ),
+        # ---- impostors ---
+        Mutant(
+            "operate.py",
+            "        if answer.status == 200 and self._token is not None:",
+            "        if answer.status != 200 and self._token is not None:",
+            "whoever has the port is believed",
+        ),
+        Mutant(
+            "operate.py",
+            "        if not admin_proof.is_answer(",
+            "        if not proof and not admin_proof.is_answer(",
+            "any proof is believed",
+        ),
+        Mutant(
+            "operate.py",
+            'headers["Authorization"] = admin_proof.signed(self._token, method, path, sent or b"", time.time())',
+            'headers["Authorization"] = f"Bearer {self._token.decode()}"',
+            "whoever has the port gets the token",
+        ),
+        # ---- places ---
+        Mutant(
+            "admin_places.py",
+            "        if len(self._visits) >= PLACES:",
+            "        if len(self._visits) >= 10 * PLACES:",
+            "a crowd takes the server's descriptors",
+        ),
+        Mutant(
+            "admin_places.py",
+            "            quiet = next((visit for visit in self._visits if not visit.working), None)",
+            "            quiet = None",
+            "a crowd keeps liveness probes out, and the server is restarted",
+        ),
+        Mutant(
+            "admin_places.py",
+            "            quiet = next((visit for visit in self._visits if not visit.working), None)",
+            "            quiet = next(iter(self._visits), None)",
+            "a crowd cuts off a clear that is being done",
+        ),
+        Mutant(
+            "admin_places.py",
+            "FIRST_REQUEST_S = 3.0",
+            "FIRST_REQUEST_S = 3000.0",
+            "who asks nothing keeps a place",
+        ),
+        Mutant(
+            "admin.py",
+            "            if not route.open and self._places.at_work > AT_WORK:",
+            "            if not route.open and self._places.at_work > 10 * AT_WORK:",
+            "work takes the places of liveness probes",
+        ),
+        # ---- the log, and names ---
+        Mutant(
+            "log_limit.py",
+            "            self._left_out += 1\n            return False",
+            "            self._left_out += 1",
+            "strangers fill the log",
+        ),
+        Mutant(
+            "log_limit.py",
+            "        record.exc_info = record.exc_text = None",
+            "        record.exc_text = None",
+            "strangers fill the log with tracebacks",
+        ),
+        Mutant(
+            "admin.py",
+            "            self._expect_known(asked.namespace)",
+            "            pass",
+            "a misspelt tenant is said to be forgotten",
+        ),
+    ),
+)

@@ -1,0 +1,221 @@
+"""The server's start: what it tries before it is ready, how much RAM it may take, what it says of itself."""
+
+from __future__ import annotations
+
+from tests.trust.mutations.room import PYTEST, Mutant, Room
+
+_START = "tests/integration/test_serve_start.py"
+
+ROOM = Room(
+    {
+        "unit": (
+            *PYTEST,
+            "tests/unit/test_memory.py",
+            "tests/unit/test_serve.py",
+            "tests/unit/test_start.py",
+            "tests/integration/test_probe.py",
+            "-k",
+            "not model and not redis",
+        ),
+        "refusals": (*PYTEST, _START, "-k", "fails_the_start or divided or beyond_the_cgroup"),
+        "ready": (*PYTEST, _START, "-k", "touched or with_a_size or systemd or configuration or trouble"),
+    },
+    mutants=(
+        # ---- RAM ---
+        Mutant(
+            "memory.py",
+            "    if limit is not None and needed + own > _value(limit):",
+            "    if limit is not None and needed > _value(limit):",
+            "the kernel kills a process whose RAM tier leaves no room for itself",
+        ),
+        Mutant(
+            "memory.py",
+            "    if limit is not None and needed + own > _value(limit):",
+            "    if limit is not None and needed + own < _value(limit):",
+            "what fits is refused, what does not is not",
+        ),
+        Mutant(
+            "memory.py",
+            "    limit = _least(memory.cgroup_limit, memory.total)",
+            "    limit = _least(memory.total)",
+            "the kernel kills what is beyond the cgroup's limit",
+        ),
+        Mutant(
+            "memory.py",
+            "    limit = _least(memory.cgroup_limit, memory.total)",
+            "    limit = _least(memory.cgroup_limit)",
+            "10 TiB of RAM are promised on any machine",
+        ),
+        Mutant(
+            "memory.py",
+            "    needed = ram_bytes + (ram_bytes // slot_bytes * INDEX_BYTES if slot_bytes else 0)",
+            "    needed = ram_bytes",
+            "the index of small chunks is not counted",
+        ),
+        Mutant(
+            "memory.py",
+            "    return _least(memory.available, memory.cgroup_headroom)",
+            "    return _least(memory.available)",
+            "nobody is warned of a cgroup that is nearly full",
+        ),
+        Mutant(
+            "autoconfig/cgroup.py",
+            'name != "memory.high"',
+            "True",
+            "a limit that only slows down refuses the start",
+        ),
+        Mutant(
+            "autoconfig/cgroup.py",
+            "min(killing, key=_value, default=none)",
+            "max(killing, key=_value, default=none)",
+            "the looser of two limits is believed",
+        ),
+        Mutant(
+            "autoconfig/cgroup.py",
+            "        if level == mount:",
+            "        if level == group:",
+            "the limits of outer cgroups are not seen",
+        ),
+        Mutant(
+            "assemble.py",
+            "    require_ram(ram_bytes(config), layout.slot_bytes,",
+            "    print(ram_bytes(config), layout.slot_bytes,",
+            "an engine is killed for its RAM tier",
+        ),
+        Mutant(
+            "launch.py",
+            "    if not (config.auto or config.server):",
+            "    if config.server:",
+            "launch starts an engine that will be killed",
+        ),
+        # ---- tiers ---
+        Mutant(
+            "start_checks.py",
+            "    secret_key(config)\n",
+            "",
+            "a server without its encryption key is ready",
+        ),
+        Mutant(
+            "start_checks.py",
+            "    require_ram(ram_bytes(config)",
+            "    str(ram_bytes(config)) or require_ram(0",
+            "a server that will be killed is ready",
+        ),
+        Mutant(
+            "start_checks.py",
+            '        if finding.state == "fail":',
+            '        if finding.state == "ok":',
+            "a server whose disk has no room is ready, and one whose disk is fine is not",
+        ),
+        Mutant(
+            "start_checks.py",
+            "        raise ConfigError(str(error)) from error",
+            "        return str(error)",
+            "a server with a Redis that can never be used is ready",
+        ),
+        Mutant(
+            "start_checks.py",
+            "            share_of(link.label, config.redis_bytes, ())\n",
+            "",
+            "a server that can make no store is ready",
+        ),
+        Mutant(
+            "start_checks.py",
+            "        share_of(link.label, config.redis_bytes, facts)\n",
+            "",
+            "a server without a size for Redis is ready",
+        ),
+        Mutant(
+            "start_checks.py",
+            '    return {"redis": away} if (away := try_redis(config)) else {}',
+            "    return {}",
+            "Redis is never looked at",
+        ),
+        Mutant(
+            "start_checks.py",
+            "    require_parts(config)\n",
+            "",
+            "sizes that nobody gave are divided when the first engine comes",
+        ),
+        # ---- ready ---
+        Mutant(
+            "serve.py",
+            "    for name, why in away.items():",
+            "    for name, why in ():",
+            "nobody is told that Redis is away",
+        ),
+        Mutant(
+            "serve.py",
+            '            del server.trouble["redis"]',
+            "            return",
+            "trouble that is over is told for ever",
+        ),
+        Mutant(
+            "serve.py",
+            '        if "admin" in config.sources:\n            raise\n',
+            "",
+            "the admin surface that was asked for is silently not there",
+        ),
+        Mutant(
+            "status.py",
+            "        *server.trouble.values(),\n",
+            "",
+            "what the start found is told to nobody",
+        ),
+        Mutant(
+            "server.py",
+            "        await server.prepare(slot_bytes)",
+            "        pass",
+            "the server is ready before its tiers are there",
+        ),
+        Mutant(
+            "server.py",
+            "        await asyncio.shield(asyncio.wrap_future(realm.store.touched))",
+            "        pass",
+            "the server is ready before its memory is there",
+        ),
+        Mutant(
+            "server.py",
+            "            await asyncio.wait({starting, telling}, return_when=asyncio.FIRST_COMPLETED)",
+            "            await asyncio.wait({starting})",
+            "a start that takes long cannot be stopped",
+        ),
+        # ---- what is said ---
+        Mutant(
+            "notify.py",
+            '"\\0" + path[1:] if path.startswith("@") else path',
+            "path",
+            "a service manager with an abstract socket is told nothing",
+        ),
+        Mutant(
+            "notify.py",
+            "        self.watchdog_s = int(patience) / 1e6 if",
+            "        self.watchdog_s = int(patience) / 1e3 if",
+            "systemd kills a server that is well",
+        ),
+        Mutant(
+            "notify.py",
+            '            self.tell("STOPPING=1", "STATUS=stopping")',
+            "            pass",
+            "systemd takes a stop for a crash",
+        ),
+        Mutant(
+            "autoconfig/explain.py",
+            '        if source not in ("default", PLANNED) and value is not None:',
+            "        if row is None and value is not None:",
+            "the table shows the plan where the operator's word holds",
+        ),
+        Mutant(
+            "autoconfig/explain.py",
+            "        return str(masked(value))",
+            "        return str(value)",
+            "the table shows the password of Redis",
+        ),
+        Mutant(
+            "autoconfig/explain.py",
+            "{_shown(row.key, row.value)}",
+            "{getattr(config, row.key)}",
+            "the log shows the password of Redis",
+        ),
+    ),
+)
