@@ -18,6 +18,7 @@ from kvtier.chunk import ChunkKey, own_link, parent_link
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.lanes import Lane
 from kvtier.owner import owner_of
+from kvtier.shares import Pace, Shares
 from kvtier.store import Store
 from kvtier.zero_hits import ZeroHits, totals
 
@@ -46,7 +47,9 @@ class Realm:
     ) -> None:
         self.store = store
         self._call_soon = call_soon
-        self._owners: dict[tuple[bytes, str], int] = {}
+        self.shares = Shares(lambda: store.slots)
+        self.pace = Pace(clock)
+        self._owners: OrderedDict[tuple[bytes, str], int] = OrderedDict()
         self._listeners: set[Listener] = set()
         self._links: OrderedDict[bytes, ChunkKey] = OrderedDict()
         self.arrivals = 0
@@ -55,17 +58,18 @@ class Realm:
         self.zero_hits = ZeroHits.of(store, clock)
 
     def owner(self, fingerprint: bytes, namespace: str) -> int:
-        """The namespace's number. Raises ConfigError when there are too many."""
+        """The namespace's number, which its name alone decides. Of many names those are forgotten that came longest
+        ago: only the list of names is shorter then."""
         name = fingerprint, namespace
-        if name not in self._owners and len(self._owners) >= _MAX_OWNERS:
-            raise ConfigError(
-                f"more than {_MAX_OWNERS} namespaces since the server's start; restart it to forget old ones"
-            )
-        return self._owners.setdefault(name, owner_of(fingerprint, namespace))
+        number = self._owners.setdefault(name, owner_of(fingerprint, namespace))
+        self._owners.move_to_end(name)
+        if len(self._owners) > _MAX_OWNERS:
+            self._owners.popitem(last=False)
+        return number
 
     @property
     def owners(self) -> Mapping[tuple[bytes, str], int]:
-        """Number by fingerprint and tenant name, of every engine that was here since the start."""
+        """Number by fingerprint and tenant name, of the engines that came last: at most 4,096."""
         return self._owners
 
     def look(self) -> None:

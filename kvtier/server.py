@@ -50,6 +50,7 @@ class Server:
         if token is None and any(listener.needs_token for listener in listeners):
             raise ConfigError("a listener asks for a token and the server has none: set server_token_file")
         self.loop = asyncio.get_running_loop()
+        self.clock = time.monotonic
         self.listeners = listeners
         self.token = token
         self.realms = Realms(open_store, realms, self.call_soon)

@@ -22,10 +22,13 @@ from kvtier.lanes import Executor
 from kvtier.lease import LoadLease, Match, SaveLease
 from kvtier.policy import LRU, Policy
 from kvtier.pool import Pool
+from kvtier.steps import AT_ONCE, Steps, pieces, whole
 from kvtier.promote import Promotions
 from kvtier.tiers.base import Tier
 
 _POPULATE_BYTES = 32 << 20
+_SLOTS_CHECKED = 512
+_PROBLEMS = 20
 
 
 class Store:
@@ -91,19 +94,34 @@ class Store:
         The lease names them; fewer when there is no room, none for what is held. Its owner fills the slots, then
         commits.
         """
+        return whole(self.saving(keys, owner))
+
+    def saving(self, keys: Sequence[ChunkKey], owner: int = 0, most: int | None = None) -> Steps[SaveLease]:
+        """:meth:`save` in pieces, of at most ``most`` slots. What is reserved goes back when it is left unfinished."""
+        lease = SaveLease(self, keys, [])
+        keep, wanted, missing = frozenset(keys), len(keys) if most is None else most, 0
+        try:
+            yield from self._touching(keys[AT_ONCE:])
+            for number, part in enumerate(pieces(keys)):
+                if number:
+                    yield 0.0
+                with self._lock:
+                    if not number:
+                        self._directory.touch(part)
+                    absent = [key for key in part if self._directory.get(key) is None]
+                    missing += len(absent)
+                    for key in absent[: wanted - len(lease.entries)]:
+                        entry = self._directory.reserve(key, keep, None, owner)
+                        if entry is None:
+                            wanted = len(lease.entries)
+                            break
+                        lease.entries.append(entry)
+        except BaseException:
+            lease.close()
+            raise
         with self._lock:
-            directory = self._directory
-            directory.touch(keys)
-            absent = [key for key in keys if directory.get(key) is None]
-            keep = frozenset(keys) if absent else frozenset()
-            entries: list[Entry] = []
-            for key in absent:
-                entry = directory.reserve(key, keep, None, owner)
-                if entry is None:
-                    break
-                entries.append(entry)
-            self.counts["save_refused"] += len(absent) - len(entries)
-        return SaveLease(self, keys, entries)
+            self.counts["save_refused"] += missing - len(lease.entries)
+        return lease
 
     def load(
         self,
@@ -118,12 +136,30 @@ class Store:
 
         ``cuts``: part by part if all can come so, parts of a slot ending at these bytes; see ``LoadLease.fillings``.
         """
+        return whole(self.loading(keys, start, owner, most, cuts))
+
+    def loading(
+        self,
+        keys: Sequence[ChunkKey],
+        start: int = 0,
+        owner: int = 0,
+        most: int | None = None,
+        cuts: Sequence[int] = (),
+    ) -> Steps[LoadLease]:
+        """:meth:`load` in pieces; with ``cuts`` in one. What it pinned is let go when it is left unfinished."""
         rest = keys[start:]
         lease = LoadLease(self, rest[:most], owner)
+        at_once = len(lease.keys) if cuts else AT_ONCE
+        try:
+            yield from self._touching(keys)
+            while self._load_piece(lease, at_once, owner):
+                yield 0.0
+        except BaseException:
+            lease.close()
+            raise
         with self._lock:
-            self._directory.touch(keys)
             self.counts["load_asked"] += len(rest)
-            promotions = self._claim(lease)
+            promotions = self._claim(lease, at_once)
             unknown = lease.keys[len(lease.entries) :]
             asked = self._ask(unknown) if unknown else None
             lease.asking = asked is not None
@@ -138,10 +174,43 @@ class Store:
                 lease.asking = False
         return lease
 
+    def _load_piece(self, lease: LoadLease, count: int, owner: int) -> bool:
+        """Claim one piece of a run, but for the last one. False: the rest is the last, or the run has a gap."""
+        known = len(lease.entries)
+        if len(lease.keys) - known <= count:
+            return False
+        with self._lock:
+            promotions = self._claim(lease, count)
+        self._promotions.begin(promotions)
+        if promotions:
+            self._look_ahead_soon(owner)
+        return len(lease.entries) - known == count
+
+    def _touching(self, run: Sequence[ChunkKey]) -> Steps[None]:
+        """A run was used; its end first, so that its beginning is hottest."""
+        parts = list(pieces(run))
+        for part in reversed(parts):
+            with self._lock:
+                self._directory.touch(part)
+            if part is not parts[0]:
+                yield 0.0
+
     def check(self, idle: bool = False) -> None:
         """Raise StateError when an internal rule is broken; ``idle``: also when something is in progress."""
         with self._lock:
             self._directory.check(idle)
+
+    def checking(self, idle: bool = False) -> Steps[str]:
+        """What is broken in words, "" if nothing is: :meth:`check` in pieces, each slot by itself and then the counts,
+        so without what only a look at all slots at one moment can see."""
+        problems: list[str] = []
+        for first in range(0, self.pool.slots, _SLOTS_CHECKED):
+            with self._lock:
+                problems += self._directory.check_slots(first, _SLOTS_CHECKED)[:1]
+            yield 0.0
+        with self._lock:
+            problems += self._directory.check_counts(idle)
+        return "; ".join(problems[:_PROBLEMS])
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Run queued writes for up to ``timeout_s`` seconds, then close lanes, tiers and pool.
@@ -168,8 +237,20 @@ class Store:
 
     def forecast(self, keys: Sequence[ChunkKey]) -> Outlook:
         """How far :meth:`load` would get with the run, and when. No effect; memory only."""
+        return whole(self.forecasting(keys))
+
+    def forecasting(self, keys: Sequence[ChunkKey]) -> Steps[Outlook]:
+        """:meth:`forecast` in pieces."""
+        looking = look(self._directory, self._waits, keys)
+        while True:
+            with self._lock:
+                try:
+                    next(looking)
+                except StopIteration as done:
+                    outlook: Outlook = done.value
+                    break
+            yield 0.0
         with self._lock:
-            outlook = look(self._directory, self._waits, keys)
             asked = self._ask(keys[outlook.known :]) if outlook.known < len(keys) else None
             outlook = outlook._replace(why=self._end_of(keys, outlook.ready, outlook.known)[1])
         if asked is None:
@@ -185,34 +266,61 @@ class Store:
         if index is not None:
             self._below[index].probe(keys[0])
 
-    def forget(self, keys: Iterable[ChunkKey], owner: int | None = None) -> None:
+    def forget(self, keys: Sequence[ChunkKey], owner: int | None = None) -> None:
         """Drop these chunks everywhere: they are bad, or nobody may have them any more."""
-        with self._lock:
-            for key in keys:
-                for index in self._directory.forget(key, owner):
-                    self._below[index].discard(key)
+        whole(self.forgetting(keys, owner))
+
+    def forgetting(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[None]:
+        """:meth:`forget` in pieces."""
+        for part in pieces(keys):
+            with self._lock:
+                for key in part:
+                    for index in self._directory.forget(key, owner):
+                        self._below[index].discard(key)
+            yield 0.0
         for below in self._below:
             below.sweep_soon()
 
     def clear(self, owner: int | None = None) -> None:
         """Drop every chunk everywhere (those being filled right now excepted); of one owner: its own and nobody's."""
+        self.forget(self.every_key(), owner)
+
+    def every_key(self) -> list[ChunkKey]:
+        """Every chunk in RAM or in a tier, some of them twice. Holds the lock for 20 ns a chunk: see
+        :class:`kvtier.shares.Pace`."""
         with self._lock:
-            keys = self._directory.keys(owner)
-        self.forget(keys, owner)
+            return self._directory.keys()
 
     def keys(self, owner: int | None = None) -> set[ChunkKey]:
         """Every chunk in RAM or in a tier; of one owner: its own and nobody's. What :meth:`clear` drops."""
-        with self._lock:
-            return self._directory.keys(owner)
+        return whole(self.finding(owner))
+
+    def finding(self, owner: int | None = None) -> Steps[set[ChunkKey]]:
+        """:meth:`keys` in pieces."""
+        found = set[ChunkKey]()
+        for part in pieces(self.every_key()):
+            with self._lock:
+                found.update(self._directory.of(part, owner))
+            yield 0.0
+        return found
 
     def forget_unseen(self, owner: int | None) -> list[Future[tuple[int, bool]]]:
         """For every tier: see :meth:`kvtier.below.Below.forget_unseen`."""
         return [below.forget_unseen(owner) for below in self._below]
 
-    def unfinished(self, keys: set[ChunkKey], owner: int | None = None) -> int:
-        """How many of these chunks, forgotten before, are being filled, or not yet deleted below."""
-        with self._lock:
-            return self._directory.unfinished(keys, owner)
+    def unfinished(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[int]:
+        """How many of these chunks, forgotten before, are being filled, or not yet deleted below; in pieces."""
+        left = 0
+        for part in pieces(keys):
+            with self._lock:
+                left += self._directory.unfinished(part, owner)
+            yield 0.0
+        return left
+
+    @property
+    def slots(self) -> int:
+        """Slots that may be in use now; fewer than the pool has while another Store has the room of the others."""
+        return self._directory.slots
 
     def reach(self, keys: Sequence[ChunkKey]) -> list[int]:
         """How many leading chunks of a run each place holds by itself: RAM, then every tier. No effect."""
@@ -250,11 +358,11 @@ class Store:
 
     # ---- promotion: lower tier -> slot ---------------------------------------------------------------------------
 
-    def _claim(self, lease: LoadLease) -> list[tuple[Entry, int]]:
-        """Under the lock: extend the lease as far as chunks are in RAM, on their way, or held lower. Of a run that is
-        longer than RAM the end leaves for the beginning, after all else."""
+    def _claim(self, lease: LoadLease, most: int | None = None) -> list[tuple[Entry, int]]:
+        """Under the lock: extend the lease as far as chunks are in RAM, on their way, or held lower, by at most
+        ``most``. Of a run that is longer than RAM the end leaves for the beginning, after all else."""
         directory, promotions, known = self._directory, list[tuple[Entry, int]](), len(lease.entries)
-        for key in lease.keys[len(lease.entries) :]:
+        for key in lease.keys[known : None if most is None else known + most]:
             entry = directory.get(key)
             if entry is None:
                 holder = next((index for index in directory.holders(key) if self._below[index].may_read()), None)
@@ -328,20 +436,24 @@ class Store:
 
     # ---- for leases ----------------------------------------------------------------------------------------------
 
-    def end_save(self, lease: SaveLease, commit: bool) -> None:
+    def end_save(self, lease: SaveLease, commit: bool) -> Steps[None]:
         """See :class:`kvtier.lease.Keeper`. Committed chunks are READY, and offered to every lower tier's lane."""
-        with self._lock:
-            for entry in lease.entries:
-                if commit:
-                    self._directory.filled(entry)
-                else:
-                    self._directory.fill_failed(entry)
-            if not commit:
-                return
-            self._directory.touch(lease.run)
-            self.counts["saved"] += len(lease.entries)
+        for part in pieces(lease.entries):
+            with self._lock:
+                for entry in part:
+                    if commit:
+                        self._directory.filled(entry)
+                    else:
+                        self._directory.fill_failed(entry)
+                self.counts["saved"] += commit * len(part)
+            yield 0.0
+        if not commit:
+            return
+        yield from self._touching(lease.run)
         for below in self._on_save:
-            below.offer(lease.entries, lease.run)
+            for part in pieces(lease.entries):
+                below.offer(part, lease.run)
+                yield 0.0
         if lease.entries:
             self._look_ahead_soon(lease.entries[0].owner)
 
@@ -375,14 +487,16 @@ class Store:
             lease.ready = ready
             return Match(ready, whole - ready + lease.asking)
 
-    def end_load(self, lease: LoadLease) -> None:
-        """See :meth:`LoadLease.close`."""
+    def end_load(self, lease: LoadLease) -> Steps[None]:
+        """See :class:`kvtier.lease.Keeper`. The run's end first, so that its beginning ends up hottest."""
         with self._lock:
             lease.closed = True
             drawn = self.audit.drawn(lease.entries[: lease.ready])
-            self._unpin(lease.entries)
-            lease.entries = []
-            lease.ready = 0
+            entries, lease.entries, lease.ready = lease.entries, [], 0
+        for part in reversed(list(pieces(entries))):
+            with self._lock:
+                self._unpin(part)
+            yield 0.0
         self.audit.begin(drawn)
 
     def _unpin(self, entries: Sequence[Entry]) -> None:
