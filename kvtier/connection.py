@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from kvtier import wire
 from kvtier.chunk import PAGE_BYTES
-from kvtier.errors import KVTierError
+from kvtier.errors import ConfigError, KVTierError
 from kvtier.listen import Listener
 from kvtier.realm import Realm, Realms
 from kvtier.session import Session, capacity, places
@@ -145,7 +145,9 @@ class Connection(asyncio.BufferedProtocol):
             timer.cancel()
         self._stop_waiting()
         if self._stream is not None:
+            self._work = None  # what it claims on its way goes back with it
             self._stream.end()
+            self._leave()
         if self._session is not None and not self._session.leases and self._work is None:
             self.let_go()
         self._host.closed(self)
@@ -221,7 +223,7 @@ class Connection(asyncio.BufferedProtocol):
             self._work = self._session.begin(message)
         elif self._stream is not None:
             self._moved_at = time.monotonic()
-            self._stream.ask(message)
+            self._work = self._stream.begin(message)
         elif self._greeted or not isinstance(message, wire.Hello):
             raise wire.WireError(f"{type(message).__name__} before the Welcome")
         else:
@@ -235,12 +237,12 @@ class Connection(asyncio.BufferedProtocol):
         if not self._closed:
             self._transport.write(data)
 
-    def drop(self, reason: str) -> None:
-        """End a connection that does not do as it should."""
+    def drop(self, reason: str, *, later: bool = False) -> None:
+        """End a connection that does not do as it should, or cannot be served now (``later``)."""
         if not self._closed:
             self._closed = True
             self._host.dropped(self.listener, reason)
-            self._transport.write(wire.frame(wire.Refused(reason[:900])))
+            self._transport.write(wire.frame(wire.Refused(reason[:900], later)))
             self.close()
 
     def finish(self) -> None:
@@ -297,6 +299,9 @@ class Connection(asyncio.BufferedProtocol):
             if not wire.proven(wire.client_proof(token, self._challenge, hello), hello.proof):
                 raise wire.WireError("the client does not know the server's token (server_token_file)")
         proof = b"" if token is None else wire.server_proof(token, self._challenge, hello)
+        self._ask_for_realm(hello, proof)
+
+    def _ask_for_realm(self, hello: wire.Hello, proof: bytes) -> None:
         slot_bytes = -(-hello.chunk_bytes // PAGE_BYTES) * PAGE_BYTES
 
         def opened(future: Future[Realm]) -> None:
@@ -308,7 +313,11 @@ class Connection(asyncio.BufferedProtocol):
         if self._closed:
             return
         try:
-            realm = self._realm = future.result()
+            realm = future.result()
+            if not self._host.realms.enter(realm):
+                self._ask_for_realm(hello, proof)  # its room was given to another size just now
+                return
+            self._realm = realm
             owner = realm.owner(hello.fingerprint, hello.namespace)
             pool = realm.store.pool
             welcome = wire.Welcome(pool.slots, pool.slot_bytes, places(realm.store), capacity(realm.store), proof)
@@ -319,7 +328,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._inbox.expect(wire.StreamQuestion)
                 self._send(welcome)
         except (KVTierError, OSError) as error:
-            self.drop(str(error))
+            self.drop(str(error), later=not isinstance(error, ConfigError))
             return
         except Exception:
             logger.exception("a bug: a store could not be opened")
@@ -367,7 +376,12 @@ class Connection(asyncio.BufferedProtocol):
             self._turn_again()
             return
         self._session = None
+        self._leave()
         self._host.retired(self)
+
+    def _leave(self) -> None:
+        if self._realm is not None:
+            self._host.realms.leave(self._realm)
 
     @property
     def lingers(self) -> bool:

@@ -97,8 +97,8 @@ def read_token(path: str, key: str = "server_token_file") -> bytes:
 def enter(door: Door) -> Entered:
     """Connect and greet.
 
-    Raises TierError when the server cannot be reached or talks nonsense (try again later), ConfigError when it does
-    not let us in, or cannot show that it has our token.
+    Raises TierError when the server cannot be reached, talks nonsense or has no room for our chunks now (try again
+    later), ConfigError when it does not let us in, or cannot show that it has our token.
     """
     descriptors: list[int] = []
     try:
@@ -188,5 +188,6 @@ def _receive(
 
 def _unwelcome(message: object, door: Door) -> Exception:
     if isinstance(message, wire.Refused):
-        return ConfigError(f"the server at {door.address} refused: {message.reason}")
+        kind = TierError if message.later else ConfigError
+        return kind(f"the server at {door.address} refused: {message.reason}")
     return wire.WireError(f"{type(message).__name__} out of turn")

@@ -469,6 +469,14 @@ class Directory:
         while self._surplus < 0 and self._given:
             self._free.append(self._given.pop())
 
+    def limit(self, index: int, capacity: int, most: int) -> list[ChunkKey]:
+        """Tier ``index`` shall hold at most ``capacity`` chunks from now on. Returns up to ``most`` keys that it must
+        delete, then :meth:`deleted`; call again until there are none."""
+        victims = self._tiers[index].limit(capacity, most)
+        for victim in victims:
+            self._past.left(victim, Left.EVICTED)
+        return victims
+
     @property
     def occupied(self) -> int:
         """Slots that have memory, or may get some at any time."""

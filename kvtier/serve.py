@@ -7,16 +7,18 @@ import logging
 import ssl
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from kvtier import selftest
-from kvtier.assemble import assemble, secret_key
+from kvtier.assemble import assemble, ram_bytes, secret_key
 from kvtier.chunk import ChunkLayout, fingerprint
 from kvtier.config import Config, load
 from kvtier.dial import Address, read_token
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TierError
+from kvtier.fsck import discard
 from kvtier.listen import Listener, listen_tcp, listen_unix, server_tls
 from kvtier.server import Beside, Server, serve
 from kvtier.store import Store
@@ -50,9 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
     secret_key(config)  # a key that is none stops the server, not the first engine that comes
     beside = admin_surface(config)  # first: who can attach can ask, too
     listeners = _listeners(config, addresses, token is not None, arguments.insecure)
-    opener = partial(open_store, config)
-    make = lambda: Server(opener, listeners, token=token, realms=config.server_realms)  # noqa: E731
-    return 0 if serve(make, beside) else 1
+    opener, closer = partial(open_store, config), partial(discard_closed, config)
+    make = lambda: Server(opener, listeners, token=token, discard=closer)  # noqa: E731
+    return 0 if serve(make, beside, sizes=(config.slot_bytes, kept_sizes(config))) else 1
 
 
 def admin_surface(config: Config) -> Beside:
@@ -81,16 +83,13 @@ def _admin_surface(config: Config) -> Beside:
     return lambda server: beside(server, port, token, config.nvme_path)
 
 
-def open_store(config: Config, slot_bytes: int) -> Store:
-    """The Store of one realm: its part of RAM, and of NVMe in a folder of its own; in Redis it is one with the realms
-    of other servers that have the same slot size. Raises ConfigError or TierError."""
-    parts = config.server_realms
-    if parts > 1 and (config.ram_bytes is None or (config.nvme_path is not None and config.nvme_bytes is None)):
-        raise ConfigError(f"server_realms={parts} divides ram_bytes and nvme_bytes: give them as numbers")
+def open_store(config: Config, slot_bytes: int, parts: int = 1) -> Store:
+    """The Store of one realm, one of ``parts``: its part of RAM, and of NVMe in a folder of its own; in Redis it is one
+    with the realms of other servers that have the same slot size. Raises ConfigError or TierError."""
     own = replace(
         config,
         server=None,
-        ram_bytes=config.ram_bytes and config.ram_bytes // parts,
+        ram_bytes=ram_bytes(config) // parts,
         nvme_bytes=config.nvme_bytes and config.nvme_bytes // parts,
         nvme_write_limit=config.nvme_write_limit and max(1, config.nvme_write_limit // parts),
         nvme_path=config.nvme_path and f"{config.nvme_path}/slots-{slot_bytes}",
@@ -99,6 +98,21 @@ def open_store(config: Config, slot_bytes: int) -> Store:
     store = assemble(own, layout)
     assert isinstance(store, Store)
     return store
+
+
+def kept_sizes(config: Config) -> list[int]:
+    """Slot sizes of which there are folders in ``nvme_path`` from before, the one used last first."""
+    folders = Path(config.nvme_path).glob("slots-*/") if config.nvme_path else ()
+    found = [folder for folder in folders if folder.name.removeprefix("slots-").isdecimal()]
+    found.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
+    return [int(folder.name.removeprefix("slots-")) for folder in found]
+
+
+def discard_closed(config: Config, slot_bytes: int) -> None:
+    """Remove the NVMe folder of a realm that is closed. Best effort: one that is in use is not ours."""
+    if config.nvme_path:
+        with suppress(TierError):
+            discard(Path(config.nvme_path) / f"slots-{slot_bytes}")
 
 
 def _listeners(config: Config, addresses: Sequence[str], token: bool, insecure: bool) -> list[Listener]:

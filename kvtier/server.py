@@ -25,6 +25,8 @@ _MAX_CONNECTIONS = 512
 _HANDSHAKE_S = 10.0
 _LOG_LINES, _LOG_SECONDS = 10, 10.0
 _DRAIN_S = 2.0
+_SETTLE_S = 1.0
+"""Between two looks at whether room must go from one slot size to another."""
 _LOOK_S = 60.0
 """Between two looks at whether there are hits."""
 
@@ -33,19 +35,20 @@ class Server:
     """Serves Stores to any number of engines until :meth:`stop`. Make it, then ``await`` its methods on one loop.
 
     Args:
-        open_store: makes the Store for a slot size; called on a lane thread; raises KVTierError.
+        open_store: makes the Store for a slot size, and how many sizes share if it is not the only one; called on a
+            lane thread; raises KVTierError.
         listeners: where to listen; closed by :meth:`stop`.
         token: what clients of ``needs_token`` listeners must prove to know.
-        realms: different slot sizes served at once.
+        discard: removes what is left of a slot size's chunks on disks, when its room goes to others.
     """
 
     def __init__(
         self,
-        open_store: Callable[[int], Store],
+        open_store: Callable[..., Store],
         listeners: Sequence[Listener],
         *,
         token: bytes | None = None,
-        realms: int = 1,
+        discard: Callable[[int], object] = lambda slot_bytes: None,
     ) -> None:
         if token is None and any(listener.needs_token for listener in listeners):
             raise ConfigError("a listener asks for a token and the server has none: set server_token_file")
@@ -53,7 +56,7 @@ class Server:
         self.clock = time.monotonic
         self.listeners = listeners
         self.token = token
-        self.realms = Realms(open_store, realms, self.call_soon)
+        self.realms = Realms(open_store, self.call_soon, discard=discard)
         self.counts: Counter[str] = Counter()
         """Events since the start: connections by ``accepted``, ``rejected``, ``dropped``, ``ended``."""
         self.connections: set[Connection] = set()
@@ -72,9 +75,14 @@ class Server:
         """The open stores by slot size; thread-safe objects, for whoever shows or checks them."""
         return {size: realm.store for size, realm in self.realms.open.items()}
 
+    async def prepare(self, slot_bytes: int | None, found: Sequence[int] = ()) -> None:
+        """Open the Store of the configured slot size, which is kept for good, and of those ``found`` on the disk: what
+        the first engine of each size would do. Raises KVTierError for the first that cannot be opened."""
+        await asyncio.gather(*map(asyncio.wrap_future, self.realms.prepare(slot_bytes, found)))
+
     async def start(self) -> None:
         self._tasks = [self.loop.create_task(self._accept(listener)) for listener in self.listeners]
-        self._tasks.append(self.loop.create_task(self._look()))
+        self._tasks += [self.loop.create_task(self._look()), self.loop.create_task(self._settle())]
         self.ready = True
         logger.info("serving at %s", ", ".join(str(listener.address) for listener in self.listeners))
 
@@ -112,6 +120,11 @@ class Server:
             await asyncio.sleep(_LOOK_S)
             for realm in self.realms.open.values():
                 realm.look()
+
+    async def _settle(self) -> None:
+        while True:
+            await asyncio.sleep(_SETTLE_S)
+            self.realms.settle()
 
     # ---- connections ---------------------------------------------------------------------------------------------
 
@@ -193,18 +206,23 @@ Beside = Callable[[Server], contextlib.AbstractAsyncContextManager[None]]
 """What runs on a server's loop from before it is ready until after it has ended."""
 
 
-def serve(make: Callable[[], Server], beside: Beside, timeout_s: float = 20.0) -> bool:
+Sizes = tuple[int | None, Sequence[int]]
+"""The slot size that is configured, and those of which there are chunks from before; see :meth:`Server.prepare`."""
+
+
+def serve(make: Callable[[], Server], beside: Beside, timeout_s: float = 20.0, sizes: Sizes = (None, ())) -> bool:
     """Run a server until SIGTERM or SIGINT, then :meth:`Server.stop`. ``make`` is called on the loop. False: something
     was dropped at the end."""
-    return asyncio.run(_until_told(make, beside, timeout_s))
+    return asyncio.run(_until_told(make, beside, timeout_s, sizes))
 
 
-async def _until_told(make: Callable[[], Server], beside: Beside, timeout_s: float) -> bool:
+async def _until_told(make: Callable[[], Server], beside: Beside, timeout_s: float, sizes: Sizes) -> bool:
     told = asyncio.Event()
     server = make()
     for number in (signal.SIGTERM, signal.SIGINT):
         server.loop.add_signal_handler(number, told.set)
     async with beside(server):
+        await server.prepare(*sizes)
         await server.start()
         await told.wait()
         logger.info("stopping")

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from fractions import Fraction
 from functools import partial
 
 from kvtier.audit import Audit
@@ -322,6 +323,38 @@ class Store:
         """Slots that may be in use now; fewer than the pool has while another Store has the room of the others."""
         return self._directory.slots
 
+    @property
+    def occupied(self) -> int:
+        """Slots of the pool that have memory, or may get some at any time."""
+        with self._lock:
+            return self._directory.occupied
+
+    def sharing(self, slots: int, part: Fraction) -> Steps[None]:
+        """Use so many slots, and this part of what the tiers of our own hold; what is beyond goes back to the host.
+        On a thread that may block. Slots that somebody holds now go back when this is called again later."""
+        while True:
+            with self._lock:
+                more = slots <= self._directory.slots and self._directory.shrink(slots, AT_ONCE)
+            if not more:
+                break
+            yield 0.0
+        while True:
+            with self._lock:
+                leaving = self._directory.leaving(AT_ONCE)
+            if not leaving:
+                break
+            for slot in leaving:
+                self.pool.give_back(slot)
+            with self._lock:
+                self._directory.gave_back(leaving)
+            yield 0.0
+        with self._lock:
+            if slots > self._directory.slots:
+                self._directory.grow(slots)
+        for below in self._below:
+            if not below.tier.shared:
+                yield from below.limit(max(1, int(below.tier.capacity * part)))
+
     def reach(self, keys: Sequence[ChunkKey]) -> list[int]:
         """How many leading chunks of a run each place holds by itself: RAM, then every tier. No effect."""
         with self._lock:
@@ -353,7 +386,7 @@ class Store:
         """On the spare lane: some slots' pages, then the next ones as new work, so that a close comes in between."""
         count = min(max(1, _POPULATE_BYTES // self.pool.slot_bytes), self.pool.slots - first)
         self.pool.populate(first, count)
-        if first + count < self.pool.slots and self._spare is not None:
+        if first + count < self.slots == self.pool.slots and self._spare is not None:
             self._spare.submit(partial(self._populate, first + count))
 
     # ---- promotion: lower tier -> slot ---------------------------------------------------------------------------
