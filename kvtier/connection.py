@@ -177,12 +177,13 @@ class Connection(asyncio.BufferedProtocol):
         self._end_turn()
 
     def _works_on(self) -> bool:
-        """One piece of what was asked last, or the next message. False: there is neither."""
+        """One piece of what was asked last, or the first of the next message. False: there is neither."""
         if self._work is None:
             message = None if self._closed else self._inbox.next()
             if message is None:
                 return False
             self._take(message)
+        if self._work is None:
             return True
         try:
             pause = next(self._work)

@@ -376,6 +376,10 @@ class Directory:
         order = self._tiers[index].order
         return next((at for at, key in enumerate(keys) if key not in order), len(keys))
 
+    def capacity(self, index: int) -> int:
+        """Chunks tier ``index`` may hold."""
+        return self._tiers[index].capacity
+
     def held(self, index: int) -> int:
         """Chunks tier ``index`` holds."""
         return len(self._tiers[index].order)

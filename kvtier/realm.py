@@ -170,13 +170,13 @@ class Realms:
         """The realms that are ready, by slot size."""
         return {size: one.result() for size, one in self._opening.items() if one.done() and not one.exception()}
 
-    def prepare(self, slot_bytes: int | None, found: Sequence[int] = ()) -> list[Future[Realm]]:
-        """At the start: open the size that is configured, which is kept for good, and those ``found`` on the disk. Fails
-        as :meth:`get`."""
+    def prepare(self, slot_bytes: int | None, found: Sequence[int] = ()) -> dict[int, Future[Realm]]:
+        """At the start: open the size that is configured, which is kept for good, and those ``found`` on the disk. Each
+        fails as in :meth:`get`."""
         self._kept = slot_bytes
         sizes = list(dict.fromkeys([*([slot_bytes] if slot_bytes else []), *found]))[:_MOST_SIZES]
         self._expected = max(1, len(sizes))
-        return [self.get(size) for size in sizes]
+        return {size: self.get(size) for size in sizes}
 
     def get(self, slot_bytes: int) -> Future[Realm]:
         """The realm of this slot size, now or soon; fails with KVTierError: TierError where another attempt may
@@ -292,14 +292,14 @@ class Realms:
 
     def _divide(self, parts: int) -> None:
         """Give each its part of the budget; first take, then give, so that together they never have more."""
-        wanted = {size: min(r.store.pool.slots, r.store.pool.slots * r.parts // parts) for size, r in self._sharing.items()}
         for growing in (False, True):
             for size, realm in self._sharing.items():
-                others = sum(r.store.occupied * s for s, r in self._sharing.items() if s != size)
-                free = max(0, self._budget - others) // size
-                slots = min(max(1, wanted[size]), max(1, free))
+                part = min(Fraction(1), Fraction(realm.parts, parts))
+                others = sum(other.store.occupied * their for their, other in self._sharing.items() if their != size)
+                room = max(0, self._budget - others) // size
+                slots = max(1, min(int(realm.store.pool.slots * part), room))
                 if growing or slots <= realm.store.slots:
-                    whole(realm.store.sharing(slots, min(Fraction(1), Fraction(realm.parts, parts))))
+                    whole(realm.store.sharing(slots, part))
 
 
 def _settle(future: Future[R], work: Callable[[], R]) -> None:

@@ -77,8 +77,16 @@ class Server:
 
     async def prepare(self, slot_bytes: int | None, found: Sequence[int] = ()) -> None:
         """Open the Store of the configured slot size, which is kept for good, and of those ``found`` on the disk: what
-        the first engine of each size would do. Raises KVTierError for the first that cannot be opened."""
-        await asyncio.gather(*map(asyncio.wrap_future, self.realms.prepare(slot_bytes, found)))
+        the first engine of each size would do. Raises KVTierError when the configured one cannot be opened; another is
+        tried again when an engine asks for it."""
+        opened = {size: asyncio.wrap_future(one) for size, one in self.realms.prepare(slot_bytes, found).items()}
+        await asyncio.gather(*opened.values(), return_exceptions=True)
+        for size, future in opened.items():
+            error = future.exception()
+            if error is not None and size == slot_bytes:
+                raise error
+            if error is not None:
+                logger.warning("chunks of %d bytes from before cannot be used: %s", size, error)
 
     async def start(self) -> None:
         self._tasks = [self.loop.create_task(self._accept(listener)) for listener in self.listeners]

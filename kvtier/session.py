@@ -32,10 +32,9 @@ class Session:
     def __init__(self, store: Store, owner: int, shares: Shares | None = None, pace: Pace | None = None) -> None:
         self._store = store
         self._owner = owner
-        self._shares = shares or Shares(lambda: store.slots)
+        self._share = (shares or Shares(lambda: store.slots)).join()
         self._pace = pace or Pace(time.monotonic)
         self._leases: dict[int, tuple[SaveLease | LoadLease, int]] = {}
-        self._slots = 0
         self._numbers = 0
         self._works: dict[type, Callable[[Any], Answered]] = {
             wire.Match: self._match,
@@ -70,6 +69,7 @@ class Session:
         while self._leases:
             yield from self._drop(next(iter(self._leases))).closing()
             yield 0.0
+        self._share.leave()
 
     def end(self) -> None:
         """:meth:`ending`, all at once."""
@@ -162,16 +162,16 @@ class Session:
 
     def _left(self) -> int:
         """Slots that one lease more may hold."""
-        return self._shares.left(self._slots) if len(self._leases) < _MAX_LEASES else 0
+        return self._share.left if len(self._leases) < _MAX_LEASES else 0
 
     @contextmanager
     def _taken(self, count: int) -> Iterator[None]:
         """So many are held while a lease is made: others are served in between."""
-        self._shares.take(count)
+        self._share.held += count
         try:
             yield
         finally:
-            self._shares.take(-count)
+            self._share.held -= count
 
     def _keep(self, lease: SaveLease | LoadLease, slots: int) -> Steps[int]:
         """The lease's number; 0 for one that is empty, which ends here."""
@@ -187,8 +187,7 @@ class Session:
         """A lease holds so many slots now."""
         lease, before = self._leases[number]
         self._leases[number] = lease, slots
-        self._slots += slots - before
-        self._shares.take(slots - before)
+        self._share.held += slots - before
 
     def _leased(self, number: int) -> SaveLease | LoadLease:
         if number not in self._leases:

@@ -3,10 +3,10 @@
 A slot is held while an engine fills it (a save lease) or reads it (a load lease): nobody else can use it then, however
 long that takes. So what may be held must be bounded, and not only by a tenant's name, which is claimed and not proven.
 
-The rule is the dynamic threshold of shared-memory switches (Choudhury and Hahne, IEEE/ACM Trans. Networking 6(2),
-1998): each may hold up to three times what nobody holds. One engine by itself gets three quarters of the pool. With n
-that take all they can get, 1/(3n + 1) of the pool stays for the next one, whoever it is. Nothing is ever taken back,
-which would not be safe while the holder may still write.
+Every engine that is attached has a part of the pool to itself: with n of them the 2(n + 1)th part of the slots. As much
+is kept for the next one that comes. All else is for whoever is first: one engine by itself gets three quarters. So
+nobody is kept out by what others hold, whoever they say they are, and nothing is ever taken back from a holder, which
+would not be safe while he may still write.
 """
 
 from __future__ import annotations
@@ -15,27 +15,52 @@ from collections.abc import Callable
 
 from kvtier.steps import Steps
 
-_TIMES = 3
 _REST = 99
 """After a look at all chunks it pauses so many times as long: one part in a hundred of the time."""
 
 
 class Shares:
-    """Slots of a pool, ``slots()`` of them now, that are held. Not thread-safe: for the server's loop."""
+    """What is held of a pool with ``slots()`` slots. Not thread-safe: for the server's loop."""
 
     def __init__(self, slots: Callable[[], int]) -> None:
         self._slots = slots
+        self._shares: set[Share] = set()
+
+    def join(self) -> Share:
+        """Somebody is attached."""
+        share = Share(self)
+        self._shares.add(share)
+        return share
+
+    def leave(self, share: Share) -> None:
+        """He is not any more, and holds nothing. No effect the second time."""
+        self._shares.discard(share)
+
+    def left(self, share: Share) -> int:
+        """How many more slots he may take."""
+        own = self._slots() // (2 * (len(self._shares) + 1))
+        others = sum(max(one.held, own) for one in self._shares if one is not share)
+        free = self._slots() - share.held - others
+        return max(0, free - own, min(own - share.held, free), int(not share.held and free > 0))
+
+
+class Share:
+    """One engine's. ``held``: slots that its leases hold now."""
+
+    __slots__ = ("_shares", "held")
+
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
         self.held = 0
-        """By all together."""
 
-    def left(self, own: int) -> int:
-        """How many more slots somebody may take who holds ``own``."""
-        nobodys = self._slots() - self.held
-        return max(0, (_TIMES * nobodys - own) // (_TIMES + 1), int(not own and nobodys > 0))
+    @property
+    def left(self) -> int:
+        """How many more slots it may take."""
+        return self._shares.left(self)
 
-    def take(self, count: int) -> None:
-        """``count`` more are held; fewer if it is negative."""
-        self.held += count
+    def leave(self) -> None:
+        """It is not attached any more."""
+        self._shares.leave(self)
 
 
 class Pace:

@@ -324,6 +324,11 @@ class Store:
         return self._directory.slots
 
     @property
+    def capacities(self) -> list[int]:
+        """Chunks that each of :attr:`tiers` may hold now."""
+        return [self._directory.capacity(index) for index in range(len(self.tiers))]
+
+    @property
     def occupied(self) -> int:
         """Slots of the pool that have memory, or may get some at any time."""
         with self._lock:

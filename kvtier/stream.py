@@ -48,8 +48,7 @@ class Stream:
         self._id = 0
         self._key = ChunkKey(b"")
         self._lease: SaveLease | LoadLease | None = None
-        self._held = 0
-        """Slots of it, for the realm's shares."""
+        self._share = realm.shares.join()
         self._known = 0
         """Chunks of the run that is looked for, from the first on, that this server knew of when it was asked."""
         self._view: memoryview | None = None
@@ -84,6 +83,10 @@ class Stream:
 
     def end(self) -> None:
         """The connection is gone. Its slots are written and read by this process only, so they are free at once."""
+        self._end()
+        self._share.leave()
+
+    def _end(self) -> None:
         lease = self._lease
         self._rest()
         if lease is not None:
@@ -96,7 +99,7 @@ class Stream:
         self._realm.remember(keys)
         outlook = yield from self._store.forecasting(keys)
         self._known = outlook.known
-        lease = yield from self._store.loading(keys, 0, self._owner, self._realm.shares.left(0))
+        lease = yield from self._store.loading(keys, 0, self._owner, self._share.left)
         self._begin(ChunkKey(b""), lease, len(lease.keys) if lease.asking else sum(lease.poll()))
         self._realm.listen(self.look)
         self.look()
@@ -180,17 +183,15 @@ class Stream:
 
     def _begin(self, key: ChunkKey, lease: SaveLease | LoadLease, slots: int) -> None:
         self._key, self._lease, self._at = key, lease, 0
-        self._held = slots
-        self._realm.shares.take(slots)
+        self._share.held = slots
         self._hash = xxhash.xxh3_128(key)
 
     def _answer(self, message: wire.StreamAnswer) -> None:
         """The last word to a question: give up its lease first."""
-        self.end()
+        self._end()
         self._write(wire.frame(message))
 
     def _rest(self) -> None:
         self._realm.ignore(self.look)
-        self._realm.shares.take(-self._held)
-        self._held = 0
+        self._share.held = 0
         self._lease = self._view = None
