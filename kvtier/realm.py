@@ -265,6 +265,12 @@ class Realms:
 
     def _open(self, slot_bytes: int, closed: Mapping[int, Realm]) -> Realm:
         parts = max(len(self._sharing.keys() - closed.keys()) + 1, self._expected)
+        if self._sharing and slot_bytes > self._budget // parts:  # before anybody gives room for it
+            self._close(closed)
+            raise TierError(
+                f"one of {parts} parts of {self._budget:,} bytes of RAM holds no chunk of {slot_bytes:,} bytes: raise "
+                "ram_bytes, or give the engine's model a server of its own"
+            )
         self._close(closed, parts)
         try:
             store = self._open_store(slot_bytes) if parts == 1 else self._open_store(slot_bytes, parts)

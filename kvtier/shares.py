@@ -3,9 +3,10 @@
 A slot is held while an engine fills it (a save lease) or reads it (a load lease): nobody else can use it then, however
 long that takes. So what may be held must be bounded, and not only by a tenant's name, which is claimed and not proven.
 
-Every engine that is attached has a part of the pool to itself: with n of them the 2(n + 1)th part of the slots. As much
-is kept for the next one that comes. All else is for whoever is first: one engine by itself gets three quarters. So
-nobody is kept out by what others hold, whoever they say they are, and nothing is ever taken back from a holder, which
+With n engines attached, the 2(n + 1)th part of the slots is a reserve, which no engine gets that holds much: one
+engine by itself gets three quarters of the pool, and the more there are, the more they have together. Half of the
+reserve is divided among those that hold little, the other half is for those to come. So nobody is kept out by what
+others hold, whoever they say they are and whenever they came, and nothing is ever taken back from a holder, which
 would not be safe while he may still write.
 """
 
@@ -38,10 +39,11 @@ class Shares:
 
     def left(self, share: Share) -> int:
         """How many more slots he may take."""
-        own = self._slots() // (2 * (len(self._shares) + 1))
-        others = sum(max(one.held, own) for one in self._shares if one is not share)
-        free = self._slots() - share.held - others
-        return max(0, free - own, min(own - share.held, free), int(not share.held and free > 0))
+        nobodys = self._slots() - sum(one.held for one in self._shares)
+        count = len(self._shares)
+        reserve = self._slots() // (2 * (count + 1))
+        own = max(1, reserve // (2 * count))
+        return max(0, nobodys - reserve, min(own - share.held, nobodys))
 
 
 class Share:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from fractions import Fraction
 from functools import partial
@@ -23,8 +23,8 @@ from kvtier.lanes import Executor
 from kvtier.lease import LoadLease, Match, SaveLease
 from kvtier.policy import LRU, Policy
 from kvtier.pool import Pool
-from kvtier.steps import AT_ONCE, Steps, pieces, whole
 from kvtier.promote import Promotions
+from kvtier.steps import AT_ONCE, Steps, pieces, whole
 from kvtier.tiers.base import Tier
 
 _POPULATE_BYTES = 32 << 20
