@@ -55,7 +55,7 @@ async def _forget(store: Store, owner: int | None, seen: set[ChunkKey]) -> int:
         keys = list(await _in_turns(store.finding(owner)))
         await _in_turns(store.forgetting(keys, owner))
         seen.update(keys)
-        left = await _in_turns(store.unfinished(list(seen), owner))
+        left = await _in_turns(store.outliving(list(seen), owner))
         if not left:
             break
     return left

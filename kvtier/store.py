@@ -309,8 +309,12 @@ class Store:
         """For every tier: see :meth:`kvtier.below.Below.forget_unseen`."""
         return [below.forget_unseen(owner) for below in self._below]
 
-    def unfinished(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[int]:
-        """How many of these chunks, forgotten before, are being filled, or not yet deleted below; in pieces."""
+    def unfinished(self, keys: Sequence[ChunkKey], owner: int | None = None) -> int:
+        """How many of these chunks, forgotten before, are being filled, or not yet deleted below."""
+        return whole(self.outliving(keys, owner))
+
+    def outliving(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[int]:
+        """:meth:`unfinished` in pieces."""
         left = 0
         for part in pieces(keys):
             with self._lock:

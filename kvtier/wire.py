@@ -93,7 +93,7 @@ class Welcome(Message, tag=3):
 
 
 class Refused(Message, tag=4):
-    """The last message of a connection: why it ends. ``later``: nothing is wrong with the client, which may try again."""
+    """The last message of a connection: why it ends. ``later``: the client did nothing wrong, and may try again."""
 
     reason: Annotated[str, msgspec.Meta(max_length=900)]
     later: bool = False

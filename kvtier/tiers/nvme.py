@@ -82,6 +82,7 @@ class NvmeTier:
         """1 for every slot that was written since the start, and not read."""
         self._given: list[int] = []
         """Slots that are not free although no chunk is there: their blocks were given back."""
+        self._free = array("I")
         self._seq = 0
         self._recovered = self._recover()
 

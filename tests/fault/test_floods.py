@@ -47,6 +47,11 @@ class Watch:
         return self.now
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - of the server's state, which has no event
+        await asyncio.sleep(0)
+
+
 Scenario = Callable[[Server, Watch], Awaitable[None]]
 
 
@@ -177,11 +182,9 @@ def test_who_leaves_in_the_middle_of_a_long_question_leaves_nothing_behind(
         leaver = await Peer.attached(server)
         watch.served.clear()
         leaver.say(question)
-        while not watch.served:
-            await asyncio.sleep(0)
+        await until(lambda: bool(watch.served))
         leaver.writer.transport.abort()
-        while server.connections or server.lingering:
-            await asyncio.sleep(0)
+        await until(lambda: not (server.connections or server.lingering))
         (realm,) = server.realms.open.values()
         realm.store.check(idle=True)
         assert realm.users == 0
@@ -198,11 +201,9 @@ def test_who_leaves_in_the_middle_of_a_find_leaves_nothing_behind(monkeypatch: p
         leaver = await Peer.far(server)
         watch.served.clear()
         leaver.say(wire.Find(1, LONG))
-        while not watch.served:
-            await asyncio.sleep(0)
+        await until(lambda: bool(watch.served))
         leaver.writer.transport.abort()
-        while len(server.connections) > 1:
-            await asyncio.sleep(0)
+        await until(lambda: len(server.connections) == 1)
         realm.store.check(idle=True)
 
     run(monkeypatch, scenario)

@@ -202,8 +202,8 @@ def of_size(slot_bytes: int) -> ChunkLayout:
 def test_another_chunk_size_is_served_beside_the_first_out_of_the_same_bytes() -> None:
     """Whoever comes first decides nothing: half of RAM and of the disk go to the second size."""
     with short_folder() as folder:
-        nvme = {"nvme_path": folder / "nvme", "nvme_bytes": NVME}
-        with ServerProcess(folder, **nvme) as server, attached(server.door(of_size(4096))) as first:
+        disk = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
+        with disk as server, attached(server.door(of_size(4096))) as first:
             save(first, run(1, 12, of_size(4096)))
             with attached(server.door()) as engine:
                 assert engine.pool is not None and first.pool is not None
@@ -225,8 +225,7 @@ def disk_usage(folder: Path) -> int:
 
 def test_the_configured_size_is_there_before_anybody_asks_and_a_restart_is_warm_for_every_size() -> None:
     with short_folder() as folder:
-        nvme = {"nvme_path": folder / "nvme", "nvme_bytes": NVME}
-        server = ServerProcess(folder, slot_bytes=SLOT, **nvme)
+        server = ServerProcess(folder, slot_bytes=SLOT, nvme_path=folder / "nvme", nvme_bytes=NVME)
         with server:
             wait_for((folder / "nvme" / f"slots-{SLOT}").is_dir, "opened")
             with attached(server.door(of_size(4096))) as stranger, attached(server.door()) as engine:

@@ -102,7 +102,7 @@ def test_of_a_tenant_only_what_is_its_own(realm: tuple[Realms, Realm]) -> None:
 def test_what_an_engine_brings_back_into_ram_during_an_erase_goes_too(
     realm: tuple[Realms, Realm], tier: SharedDict
 ) -> None:
-    """The first pass has been over RAM when an engine loads a chunk from the tier, which is deleted there after that."""
+    """The first pass has been over RAM when an engine loads a chunk from the tier; only then it is deleted there."""
     realms, one = realm
     (key,) = LAYOUT.keys([7])
     tier.write(key, memoryview(bytes(SLOT)), OURS)

@@ -202,10 +202,12 @@ class Counting:
         for name in ("get", "reserve", "pin", "unpin", "filled", "forget"):
             monkeypatch.setattr(store._directory, name, self._counted(getattr(store._directory, name)))
         touch = store._directory.touch
-        monkeypatch.setattr(store._directory, "touch", lambda run: (self._add(len(run)), touch(run)))
 
-    def _add(self, count: int) -> None:
-        self.calls += count
+        def touched(run: list[ChunkKey]) -> None:
+            self.calls += len(run)
+            touch(run)
+
+        monkeypatch.setattr(store._directory, "touch", touched)
 
     def _counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*words: Any) -> Any:
