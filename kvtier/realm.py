@@ -131,10 +131,10 @@ class Realms:
     """A Store for each slot size that engines ask for, all out of one budget, which they divide equally.
 
     They are opened and resized on a lane of their own: recovery of a large NVMe tier takes seconds, and nobody else
-    shall wait for it. A size that comes beside others takes its part of RAM and of the tiers from them; one without engines
-    for ten minutes is closed, and the others have its room. There are at most eight: for one more the size leaves that
-    has been without engines longest, and where all have engines, who asks is told to try again later. All methods are
-    for the server's loop, but for those that say otherwise.
+    shall wait for it. A size that comes beside others takes its part of RAM and of the tiers from them. One without
+    engines for ten minutes is closed, and the others have its room. There are at most eight: for one more the size
+    leaves that has been without engines longest, and where all have engines, who asks is told to try again later. All
+    methods are for the server's loop, but for those that say otherwise.
 
     Args:
         open_store: ``open_store(slot_bytes)`` makes a Store with the whole budget, ``open_store(slot_bytes, parts)``
