@@ -19,7 +19,8 @@ from kvtier.directory import GONE, READY, Directory, Entry
 from kvtier.lanes import Executor
 from kvtier.pool import Pool
 from kvtier.reasons import Left
-from kvtier.tiers.base import SharedKeeper, Tier
+from kvtier.steps import AT_ONCE, Steps
+from kvtier.tiers.base import RoomGiver, SharedKeeper, Tier
 from kvtier.tiers.breaker import Breaker
 from kvtier.timed import TimedTier
 
@@ -205,6 +206,19 @@ class Below:
             self._delete(going)
         finally:
             future.set_result((len(going), whole))
+
+    def limit(self, capacity: int) -> Steps[None]:
+        """On a thread that may block: hold at most so many chunks from now on; a tier that can gives the room of the
+        others back, or takes it again. Of a shared tier, which others write to, only what is known here."""
+        while True:
+            with self._lock:
+                victims = self._directory.limit(self._index, capacity, AT_ONCE)
+            if not victims:
+                break
+            self._delete(victims)
+            yield 0.0
+        if isinstance(self.tier, RoomGiver):
+            self.tier.resize(capacity)
 
     def sweep(self) -> None:
         """On a lane thread: delete what is trash."""

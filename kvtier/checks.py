@@ -323,7 +323,7 @@ def _one_server(config: Config, address: str) -> Iterator[Finding]:
         return
     yield Finding("server", "ok", f"{address} lets us in")
     if not sizes:
-        seen = "not tried: it has no chunks yet, and the first size it is asked for is the one it keeps"
+        seen = "not tried: it has no chunks yet, and each chunk size that it is asked for takes its part of the room"
         yield Finding("self-test server", "warn", seen, "run doctor again when an engine is attached")
         return
     if Address.parse(address).path:

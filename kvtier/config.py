@@ -68,8 +68,7 @@ class Config:
     server_cert: str | None = _key(None, "file", "TLS: our certificate; servers must have one, engines may")
     server_key: str | None = _key(None, "file", "TLS: the key of server_cert")
     server_unencrypted: bool = _key(False, "flag", "no TLS beyond loopback: the network can read and forge chunks")
-    server_realms: int = _key(1, "sizes", "chunk sizes one server keeps at once; RAM and NVMe are divided among them")
-    slot_bytes: int | None = _key(None, "bytes", "chunk size made ready at a server's start; none: the first engine's")
+    slot_bytes: int | None = _key(None, "bytes", "a server's chunk size, ready at its start, kept; none: as engines ask")
     admin: str = _key("http://127.0.0.1:9588", "http", "a server's health, metrics, lookup, clear; off: none")
     admin_token_file: str | None = _key(None, "file", "secret for its lookup and clear, and for all beyond loopback")
     namespace: str | None = _key(None, "name", "tenant whose chunks are kept apart from others'; none: the model's own")
@@ -379,7 +378,6 @@ _PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
     "ms": (_count, "a whole number of milliseconds, at least 1"),
     "s": (_count, "a whole number of seconds, at least 1"),
     "bytes": (parse_size, "a size such as 4GiB, 512MB or 1073741824 (bytes)"),
-    "sizes": (_count, "a whole number of sizes, at least 1"),
     "chunks": (lambda given: 0 if given in (0, "0") else _count(given), "a whole number of chunks, 0 for none"),
     "engines": (_count, "a whole number of engines, at least 1"),
     "percent": (_percent, "a whole number from 1 to 100"),

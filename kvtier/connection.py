@@ -9,7 +9,8 @@ asked for. How it comes back:
   slot. A session's leases end when both its connection and its witness are closed, and no sooner: a worker may
   outlive its scheduler for a moment, and a live engine may lose its connection in the middle of a copy. No time-outs.
 
-Nothing a client sends can do more than close its own connection.
+Nothing a client sends can do more than close its own connection. Every connection has its turn: what it asks is
+answered in pieces (:mod:`kvtier.steps`), for about a millisecond at a time, and then all others go first.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ from typing import Any, Protocol
 
 from kvtier import wire
 from kvtier.chunk import PAGE_BYTES
-from kvtier.errors import KVTierError
+from kvtier.errors import ConfigError, KVTierError
 from kvtier.listen import Listener
 from kvtier.realm import Realm, Realms
 from kvtier.session import Session, capacity, places
+from kvtier.steps import Steps
 from kvtier.stream import Stream
 
 logger = logging.getLogger("kvtier.server")
 
-_MESSAGES_A_TURN = 64
-"""Messages of one connection before the others have their turn."""
+_TURN_S = 0.001
+"""What one connection asks is worked on for so long, and one more piece, before the others have their turn."""
 _UNSENT_BYTES = 1 << 20
 """Answers a client has not read: an attached one is dropped, a stream waits."""
 _GREETING_S = 4.0
@@ -49,6 +51,8 @@ class Host(Protocol):
     """What a connection needs of its server."""
 
     loop: asyncio.AbstractEventLoop
+    clock: Callable[[], float]
+    """Seconds that only grow; by it turns are measured."""
     token: bytes | None
     realms: Realms
 
@@ -90,7 +94,13 @@ class Connection(asyncio.BufferedProtocol):
         self._payload = False
         """The last :meth:`get_buffer` was a slot."""
         self._turning = self._flowing = self._choked = self._finishing = False
-        self._closed = self._lost = False
+        self._closed = self._lost = self._scheduled = False
+        self._rest: asyncio.TimerHandle | None = None
+        """What was asked pauses until then."""
+        self._work: Steps[wire.Answer | None] | None = None
+        """What was asked and is not fully answered."""
+        self._ended = False
+        """The session's leases are ended, or being ended."""
         self._witness = -1
         self._waiting: int | None = None
         self._waiting_until: asyncio.TimerHandle | None = None
@@ -139,8 +149,10 @@ class Connection(asyncio.BufferedProtocol):
             timer.cancel()
         self._stop_waiting()
         if self._stream is not None:
+            self._work = None  # what it claims on its way goes back with it
             self._stream.end()
-        if self._session is not None and not self._session.leases:
+            self._leave()
+        if self._session is not None and not self._session.leases and self._work is None:
             self.let_go()
         self._host.closed(self)
         self._retire()
@@ -148,42 +160,75 @@ class Connection(asyncio.BufferedProtocol):
     # ---- messages ------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Answer what has come, a bounded number of messages at a time."""
+        """Work on what has come until it is done or the turn is over; then the others go first."""
+        self._scheduled = False
+        until = self._host.clock() + _TURN_S
         try:
-            for _ in range(_MESSAGES_A_TURN):
-                message = None if self._closed else self._inbox.next()
-                if message is None:
-                    if self._turning and not self._closed:
-                        self._transport.resume_reading()
-                    self._turning = False
-                    self._end_turn()
+            while self._works_on():
+                if self._rest is not None or self._host.clock() >= until:
+                    self._turn_again()
                     return
-                self._take(message)
-            if not self._turning:
-                self._turning = True
-                self._transport.pause_reading()
-            self._host.loop.call_soon(self._turn)
         except wire.WireError as error:
+            self._work = None
             self.drop(str(error))
         except Exception:
             logger.exception("a bug: the connection that met it is closed")
+            self._work = None
             self.drop("internal error")
+        if self._turning and not self._closed:
+            self._transport.resume_reading()
+        self._turning = False
+        self._end_turn()
+
+    def _works_on(self) -> bool:
+        """One piece of what was asked last, or the first of the next message. False: there is neither."""
+        if self._work is None:
+            message = None if self._closed else self._inbox.next()
+            if message is None:
+                return False
+            self._take(message)
+        if self._work is None:
+            return True
+        try:
+            pause = next(self._work)
+        except StopIteration as done:
+            self._work = None
+            if done.value is not None:
+                self._send(done.value)
+            return True
+        if pause:
+            self._rest = self._host.loop.call_later(pause, self._rested)
+        return True
+
+    def _rested(self) -> None:
+        self._rest = None
+        self._turn()
+
+    def _turn_again(self) -> None:
+        """Read no more before what was read is done."""
+        if not self._turning:
+            self._turning = True
+            if not self._closed:
+                self._transport.pause_reading()
+        if self._rest is None and not self._scheduled:
+            self._scheduled = True
+            self._host.loop.call_soon(self._turn)
 
     def _end_turn(self) -> None:
         if self._finishing and not self.busy and not self._closed:
             self.close()
+        if self._lost:
+            self._retire()
 
     def _take(self, message: Any) -> None:
         if self._session is not None:
             if isinstance(message, wire.Wait):
                 self._wait(message)
                 return
-            answer = self._session.answer(message)
-            if answer is not None:
-                self._send(answer)
+            self._work = self._session.begin(message)
         elif self._stream is not None:
             self._moved_at = time.monotonic()
-            self._stream.ask(message)
+            self._work = self._stream.begin(message)
         elif self._greeted or not isinstance(message, wire.Hello):
             raise wire.WireError(f"{type(message).__name__} before the Welcome")
         else:
@@ -197,12 +242,12 @@ class Connection(asyncio.BufferedProtocol):
         if not self._closed:
             self._transport.write(data)
 
-    def drop(self, reason: str) -> None:
-        """End a connection that does not do as it should."""
+    def drop(self, reason: str, *, later: bool = False) -> None:
+        """End a connection that does not do as it should, or cannot be served now (``later``)."""
         if not self._closed:
             self._closed = True
             self._host.dropped(self.listener, reason)
-            self._transport.write(wire.frame(wire.Refused(reason[:900])))
+            self._transport.write(wire.frame(wire.Refused(reason[:900], later)))
             self.close()
 
     def finish(self) -> None:
@@ -229,6 +274,11 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def busy(self) -> bool:
+        """A chunk is on its way, or what was asked is being worked on."""
+        return self._work is not None or self._streams
+
+    @property
+    def _streams(self) -> bool:
         """A chunk is on its way."""
         return self._stream is not None and self._stream.busy
 
@@ -238,7 +288,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         if not self._greeted:
             self.drop(f"no greeting within {_GREETING_S:.0f} s")
-        elif self.busy and time.monotonic() - self._moved_at > _STALLED_S:
+        elif self._streams and time.monotonic() - self._moved_at > _STALLED_S:
             self.drop(f"a chunk has not moved for {_STALLED_S:.0f} s")
         else:
             self._timers = [self._host.loop.call_later(_STALLED_S, self._expect_progress)]
@@ -259,6 +309,9 @@ class Connection(asyncio.BufferedProtocol):
                 raise wire.WireError("the client does not know the server's token (server_token_file)")
         self._host.greeted(self)
         proof = b"" if token is None else wire.server_proof(token, self._challenge, hello)
+        self._ask_for_realm(hello, proof)
+
+    def _ask_for_realm(self, hello: wire.Hello, proof: bytes) -> None:
         slot_bytes = -(-hello.chunk_bytes // PAGE_BYTES) * PAGE_BYTES
 
         def opened(future: Future[Realm]) -> None:
@@ -270,25 +323,29 @@ class Connection(asyncio.BufferedProtocol):
         if self._closed:
             return
         try:
-            realm = self._realm = future.result()
+            realm = future.result()
+            if not self._host.realms.enter(realm):
+                self._ask_for_realm(hello, proof)  # its room was given to another size just now
+                return
+            self._realm = realm
             owner = realm.owner(hello.fingerprint, hello.namespace)
             pool = realm.store.pool
             welcome = wire.Welcome(pool.slots, pool.slot_bytes, places(realm.store), capacity(realm.store), proof)
             if hello.mode == "attach":
-                self._attach(Session(realm.store, owner), pool.fd, welcome)
+                self._attach(Session(realm.store, owner, realm.shares, realm.pace), pool.fd, welcome)
             else:
                 self._stream = Stream(realm, owner, hello.chunk_bytes, self._write, self._flow)
                 self._inbox.expect(wire.StreamQuestion)
                 self._send(welcome)
         except (KVTierError, OSError) as error:
-            self.drop(str(error))
+            self.drop(str(error), later=not isinstance(error, ConfigError))
             return
         except Exception:
             logger.exception("a bug: a store could not be opened")
             self.drop("internal error")
             return
         logger.info(
-            "%s: %s %s, client %s", self.listener.address, hello.mode, hello.fingerprint.hex()[:12], hello.client
+            "%s: %s %s, client %r", self.listener.address, hello.mode, hello.fingerprint.hex()[:12], hello.client
         )
 
     def _attach(self, session: Session, pool_descriptor: int, welcome: wire.Welcome) -> None:
@@ -320,15 +377,26 @@ class Connection(asyncio.BufferedProtocol):
             self._retire()
 
     def _retire(self) -> None:
-        """End the session if the engine can touch no slot any more."""
-        if self._lost and self._session is not None and not self.lingers:
-            self._session.end()
-            self._host.retired(self)
+        """End the session if the engine can touch no slot any more, and nothing of it is being worked on."""
+        if self._work is not None or not self._lost or self._session is None or self._witness >= 0:
+            return
+        if not self._ended:
+            self._ended = True
+            self._work = self._session.ending()
+            self._turn_again()
+            return
+        self._session = None
+        self._leave()
+        self._host.retired(self)
+
+    def _leave(self) -> None:
+        if self._realm is not None:
+            self._host.realms.leave(self._realm)
 
     @property
     def lingers(self) -> bool:
-        """Processes of an attached engine have the pool mapped, and leases are theirs."""
-        return self._witness >= 0
+        """Processes of an attached engine may have the pool mapped, or leases of theirs have yet to end."""
+        return self._session is not None
 
     def let_go(self) -> None:
         """Do not wait for the witness: there are no leases, or the pool itself ends."""

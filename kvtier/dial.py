@@ -143,8 +143,9 @@ def read_token(path: str, key: str = "server_token_file") -> bytes:
 def enter(door: Door, welcome_s: float = _WELCOME_S) -> Entered:
     """Connect and greet. Blocks for six seconds and ``welcome_s`` at most, and less than a second as a rule.
 
-    Raises TierError when the server cannot be reached or talks nonsense (try again later), ConfigError when it does
-    not let us in, or when it is not ours: it runs as somebody else, or cannot show that it has our token.
+    Raises TierError when the server cannot be reached, talks nonsense or has no room for our chunks now (try again
+    later), ConfigError when it does not let us in, or when it is not ours: it runs as somebody else, or cannot show
+    that it has our token.
     """
     descriptors: list[int] = []
     try:
@@ -262,5 +263,6 @@ def _receive(
 
 def _unwelcome(message: object, door: Door) -> Exception:
     if isinstance(message, wire.Refused):
-        return ConfigError(f"the server at {door.address} refused: {message.reason}")
+        kind = TierError if message.later else ConfigError
+        return kind(f"the server at {door.address} refused: {message.reason}")
     return wire.WireError(f"{type(message).__name__} out of turn")

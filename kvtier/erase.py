@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from kvtier.chunk import ChunkKey
 from kvtier.errors import TierError
@@ -17,11 +18,12 @@ from kvtier.fsck import discard
 from kvtier.openapi import Cleared
 from kvtier.owner import tenant
 from kvtier.realm import Realms
+from kvtier.steps import Steps
 from kvtier.store import Store
 from kvtier.tiers.nvme_folder import INDEX_NAME
 
-_BATCH = 1024
 _SEARCH_S = 15.0
+T = TypeVar("T")
 _WAITS_S = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0, 1.0, 1.0)
 
 
@@ -50,15 +52,23 @@ async def _forget(store: Store, owner: int | None, seen: set[ChunkKey]) -> int:
     left = 0
     for wait_s in _WAITS_S:
         await asyncio.sleep(wait_s)
-        keys = list(store.keys(owner))
-        for start in range(0, len(keys), _BATCH):
-            store.forget(keys[start : start + _BATCH], owner)
-            await asyncio.sleep(0)
+        keys = list(await _in_turns(store.finding(owner)))
+        await _in_turns(store.forgetting(keys, owner))
         seen.update(keys)
-        left = store.unfinished(seen, owner)
+        left = await _in_turns(store.outliving(list(seen), owner))
         if not left:
             break
     return left
+
+
+async def _in_turns(steps: Steps[T]) -> T:
+    """Do it piece by piece, and everything else on the loop in between."""
+    while True:
+        try:
+            await asyncio.sleep(next(steps))
+        except StopIteration as done:
+            result: T = done.value
+            return result
 
 
 async def _forget_unseen(store: Store, owner: int | None) -> tuple[int, list[str]]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kvtier.chunk import ChunkKey
 from kvtier.directory import FILLING, READY, Directory
+from kvtier.steps import Steps
 
 _FORGET_S = 2.0
 """After this time without a sample the next one has 63 % of the say."""
@@ -178,17 +179,22 @@ class Outlook(NamedTuple):
 NOTHING = Outlook([(0, 0.0)])
 
 
+_AT_ONCE = 1024
+"""Chunks in one piece of :func:`look`: a few tenths of a millisecond."""
 Wait = Callable[[int], float | None]
 """Seconds until so many more reads of one tier have ended; None: unknown."""
 
 
-def look(directory: Directory, waits: Sequence[Wait], keys: Sequence[ChunkKey]) -> Outlook:
+def look(directory: Directory, waits: Sequence[Wait], keys: Sequence[ChunkKey]) -> Steps[Outlook]:
     """The outlook of a run, but for asking. One step for each change of place, as between two changes the time saved
-    by loading one chunk more only grows: the best place to stop is an end (:func:`choose`)."""
+    by loading one chunk more only grows: the best place to stop is an end (:func:`choose`). In pieces, each under the
+    Store's lock."""
     steps: list[tuple[int, float | None]] = []
     reads: dict[int, int] = {}
     here, end = -1, len(keys)
     for at, key in enumerate(keys):
+        if at % _AT_ONCE == _AT_ONCE - 1:
+            yield 0.0
         entry = directory.get(key)
         if entry is None:
             place = next(directory.holders(key), None)

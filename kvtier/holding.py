@@ -16,10 +16,11 @@ def quota_of(room: int, share: float | None) -> int | None:
 class Holding:
     """An order of leaving and a capacity in chunks; ``share``: see :class:`kvtier.directory.Directory`."""
 
-    __slots__ = ("capacity", "leaving", "order", "quota", "writing")
+    __slots__ = ("_share", "capacity", "leaving", "order", "quota", "writing")
 
     def __init__(self, capacity: int, policy: Callable[[], Policy], share: float | None) -> None:
         self.capacity = capacity
+        self._share = share
         self.order = Owned(policy, share is not None)
         self.quota = quota_of(capacity, share)
         self.writing: dict[ChunkKey, int] = {}
@@ -55,6 +56,15 @@ class Holding:
             return None
         self.leave(victim)
         return [victim]
+
+    def limit(self, capacity: int, most: int) -> list[ChunkKey]:
+        """Hold at most ``capacity`` from now on; up to ``most`` chunks that leave for that, coldest first."""
+        self.capacity, self.quota = capacity, quota_of(capacity, self._share)
+        surplus: list[ChunkKey] = []
+        while len(surplus) < most and len(self) > capacity and (victim := self.order.coldest()) is not None:
+            self.leave(victim)
+            surplus.append(victim)
+        return surplus
 
     def shrink(self, owners: Iterable[int]) -> list[ChunkKey]:
         """What leaves because it holds more than its capacity, or of one of ``owners`` more than the quota; of each

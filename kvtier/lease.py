@@ -12,6 +12,7 @@ from kvtier.chunk import ChunkKey
 from kvtier.directory import Entry
 from kvtier.errors import StateError
 from kvtier.pool import Pool
+from kvtier.steps import Steps, whole
 from kvtier.tiers.base import Tier
 
 
@@ -28,13 +29,15 @@ class Keeper(Protocol):
     pool: Pool
     tiers: list[Tier]
 
-    def end_save(self, lease: SaveLease, commit: bool) -> None:
-        """The slots are filled (``commit``), or given up."""
+    def end_save(self, lease: SaveLease, commit: bool) -> Steps[None]:
+        """The slots are filled (``commit``), or given up; in pieces, which must be done to the end."""
         ...
 
     def poll_load(self, lease: LoadLease) -> Match: ...
 
-    def end_load(self, lease: LoadLease) -> None: ...
+    def end_load(self, lease: LoadLease) -> Steps[None]:
+        """Nobody reads the slots any more; in pieces, which must be done to the end."""
+        ...
 
 
 class SaveLease:
@@ -70,16 +73,24 @@ class SaveLease:
 
     def commit(self) -> None:
         """All slots are filled: the chunks are READY from now on, and offered to the lower tiers."""
+        whole(self.committing())
+
+    def committing(self) -> Steps[None]:
+        """:meth:`commit` in pieces, which must be done to the end."""
         if not self.open:
             raise StateError("commit of a save lease that has ended")
         self.open = False
-        self._store.end_save(self, commit=True)
+        return self._store.end_save(self, commit=True)
 
     def close(self) -> None:
         """Give up: nothing of it is ever served. No effect after the end."""
+        whole(self.closing())
+
+    def closing(self) -> Steps[None]:
+        """:meth:`close` in pieces, which must be done to the end."""
         if self.open:
             self.open = False
-            self._store.end_save(self, commit=False)
+            yield from self._store.end_save(self, commit=False)
 
     def __enter__(self) -> SaveLease:
         return self
@@ -142,8 +153,12 @@ class LoadLease:
 
     def close(self) -> None:
         """Let go. No effect the second time."""
+        whole(self.closing())
+
+    def closing(self) -> Steps[None]:
+        """:meth:`close` in pieces, which must be done to the end."""
         if not self.closed:
-            self._store.end_load(self)
+            yield from self._store.end_load(self)
 
     def __enter__(self) -> LoadLease:
         return self

@@ -8,10 +8,13 @@ recently used of its run.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from kvtier.chunk import ChunkKey
+
+_MOST_OWNERS = 8192
+"""Numbers of owners that are kept as one object each; then they are collected anew."""
 
 
 class Policy(Protocol):
@@ -103,6 +106,8 @@ class Owned:
         self._parts: defaultdict[int, Policy] | None = defaultdict(policy) if split else None
 
     def add(self, key: ChunkKey, owner: int = 0) -> None:
+        if len(self._once) > _MOST_OWNERS:
+            self._once.clear()
         self._all.add(key, self._once.setdefault(owner, owner) if owner else 0)
         if owner and self._parts is not None:
             self._parts[owner].add(key)
@@ -116,6 +121,8 @@ class Owned:
     def discard(self, key: ChunkKey) -> None:
         if self._parts is not None and (owner := self._all.owner(key)):
             self._parts[owner].discard(key)
+            if not self._parts[owner]:
+                del self._parts[owner]
         self._all.discard(key)
 
     def owner(self, key: ChunkKey) -> int:
@@ -123,17 +130,21 @@ class Owned:
 
     def count(self, owner: int) -> int:
         """Keys of this owner; only where split."""
-        return len(self._parts[owner]) if self._parts is not None else 0
+        return len(self._parts[owner]) if self._parts is not None and owner in self._parts else 0
 
     def coldest(self, owner: int | None = None) -> ChunkKey | None:
         """The key to let go first: of all, or (only where split) of one owner's."""
         if owner is None or self._parts is None:
             return self._all.coldest()
-        return self._parts[owner].coldest()
+        return self._parts[owner].coldest() if owner in self._parts else None
 
     def part(self, owner: int) -> Iterator[ChunkKey]:
         """One owner's keys, coldest first; only where split."""
-        return iter(self._parts[owner]) if self._parts is not None else iter(())
+        return iter(self._parts[owner]) if self._parts is not None and owner in self._parts else iter(())
+
+    def keys(self) -> Iterable[ChunkKey]:
+        """Every key, in no order: the fastest way to copy them all."""
+        return self._all
 
     def __contains__(self, key: object) -> bool:
         return key in self._all

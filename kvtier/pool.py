@@ -22,6 +22,7 @@ from kvtier.errors import ConfigError, TierError
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _WORD_BYTES = 8
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MADV_REMOVE = 9  # linux/mman.h
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h, Linux 5.14; not named by Python's mmap module
 
 
@@ -92,6 +93,11 @@ class Pool:
         tenth of its speed. Slots are handed out from 0 on. Releases the GIL. Best effort: before Linux 5.14 pages
         arrive at first touch."""
         self._advise(first * self.slot_bytes, (first + count) * self.slot_bytes, _MADV_POPULATE_WRITE)
+
+    def give_back(self, slot: int) -> None:
+        """Return a slot's memory to the host; it reads as zeros from now on. A page that a device has locked comes back
+        when that lets go of it. Best effort."""
+        self._advise(slot * self.slot_bytes, (slot + 1) * self.slot_bytes, _MADV_REMOVE)
 
     def touch(self, slot: int, begin: int, end: int) -> None:
         """Map bytes ``begin`` to ``end`` of a slot whose pages another process has made present: 16 of them at a fault

@@ -11,14 +11,16 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from kvtier import selftest
-from kvtier.assemble import assemble
+from kvtier.assemble import assemble, ram_bytes
 from kvtier.autoconfig.explain import configuration_text
 from kvtier.chunk import ChunkLayout, fingerprint
 from kvtier.config import Config, environment, load
 from kvtier.dial import Address, read_token
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.errors import ConfigError, KVTierError, TierError
+from kvtier.fsck import discard
 from kvtier.listen import Listener, listen_tcp, listen_unix, server_tls
 from kvtier.private import read_secret
 from kvtier.notify import Notifier
@@ -55,18 +57,19 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("nowhere to listen: give --listen unix:///path/kvtier.sock, or the key 'server'")
     token = read_token(config.server_token_file) if config.server_token_file else None
     logger.info("configuration: %s", configuration_text(config))
-    if config.slot_bytes is None:
+    sizes = kept_sizes(config)
+    if config.slot_bytes is None and not sizes:
         logger.info("slot_bytes is not set: the first engine decides it, and the pool and the tiers are made then")
     away = try_everything(config)
     if config.self_test:
         selftest.at_start(replace(config, server=None))
     surface = admin_surface(config)  # first: who can attach can ask, too
     listeners = _listeners(config, addresses, token is not None, arguments.insecure)
-    opener = partial(open_store, config)
-    make = lambda: Server(opener, listeners, token=token, realms=config.server_realms)  # noqa: E731
+    opener, closer = partial(open_store, config), partial(discard_closed, config)
+    make = lambda: Server(opener, listeners, token=token, discard=closer)  # noqa: E731
     notifier = Notifier(environment())
     ready = lambda server: notifier.serving(partial(status_text, server))  # noqa: E731
-    clean = serve(make, partial(_beside, config, surface, away), ready, config.slot_bytes)
+    clean = serve(make, partial(_beside, config, surface, away), ready, (config.slot_bytes, sizes))
     return 0 if clean else 1
 
 
@@ -156,14 +159,13 @@ def _admin_surface(config: Config) -> Beside:
     return lambda server: beside(server, port, token, config.nvme_path)
 
 
-def open_store(config: Config, slot_bytes: int) -> Store:
-    """The Store of one realm: its part of RAM, and of NVMe in a folder of its own; in Redis it is one with the realms
-    of other servers that have the same slot size. Raises ConfigError or TierError."""
-    parts = config.server_realms
+def open_store(config: Config, slot_bytes: int, parts: int = 1) -> Store:
+    """The Store of one realm, one of ``parts``: its part of RAM, and of NVMe in a folder of its own; in Redis it is one
+    with the realms of other servers that have the same slot size. Raises ConfigError or TierError."""
     own = replace(
         config,
         server=None,
-        ram_bytes=config.ram_bytes and config.ram_bytes // parts,
+        ram_bytes=ram_bytes(config) // parts,
         nvme_bytes=config.nvme_bytes and config.nvme_bytes // parts,
         nvme_write_limit=config.nvme_write_limit and max(1, config.nvme_write_limit // parts),
         nvme_path=config.nvme_path and f"{config.nvme_path}/slots-{slot_bytes}",
@@ -176,6 +178,21 @@ def open_store(config: Config, slot_bytes: int) -> Store:
     store = assemble(own, layout)
     assert isinstance(store, Store)
     return store
+
+
+def kept_sizes(config: Config) -> list[int]:
+    """Slot sizes of which there are folders in ``nvme_path`` from before, the one used last first."""
+    folders = Path(config.nvme_path).glob("slots-*/") if config.nvme_path else ()
+    found = [folder for folder in folders if folder.name.removeprefix("slots-").isdecimal()]
+    found.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
+    return [int(folder.name.removeprefix("slots-")) for folder in found]
+
+
+def discard_closed(config: Config, slot_bytes: int) -> None:
+    """Remove the NVMe folder of a realm that is closed. Best effort: one that is in use is not ours."""
+    if config.nvme_path:
+        with suppress(TierError):
+            discard(Path(config.nvme_path) / f"slots-{slot_bytes}")
 
 
 def _listeners(config: Config, addresses: Sequence[str], token: bool, insecure: bool) -> list[Listener]:

@@ -28,6 +28,8 @@ _HANDSHAKE_S = 4.0
 """For TLS; the greeting has its own bound after it."""
 _LOG_LINES, _LOG_SECONDS = 10, 10.0
 _DRAIN_S = 2.0
+_SETTLE_S = 1.0
+"""Between two looks at whether room must go from one slot size to another."""
 _LOOK_S = 60.0
 """Between two looks at whether there are hits."""
 
@@ -36,26 +38,28 @@ class Server:
     """Serves Stores to any number of engines until :meth:`stop`. Make it, then ``await`` its methods on one loop.
 
     Args:
-        open_store: makes the Store for a slot size; called on a lane thread; raises KVTierError.
+        open_store: makes the Store for a slot size, and how many sizes share if it is not the only one; called on a
+            lane thread; raises KVTierError.
         listeners: where to listen; closed by :meth:`stop`.
         token: what clients of ``needs_token`` listeners must prove to know.
-        realms: different slot sizes served at once.
+        discard: removes what is left of a slot size's chunks on disks, when its room goes to others.
     """
 
     def __init__(
         self,
-        open_store: Callable[[int], Store],
+        open_store: Callable[..., Store],
         listeners: Sequence[Listener],
         *,
         token: bytes | None = None,
-        realms: int = 1,
+        discard: Callable[[int], object] = lambda slot_bytes: None,
     ) -> None:
         if token is None and any(listener.needs_token for listener in listeners):
             raise ConfigError("a listener asks for a token and the server has none: set server_token_file")
         self.loop = asyncio.get_running_loop()
+        self.clock = time.monotonic
         self.listeners = listeners
         self.token = token
-        self.realms = Realms(open_store, realms, self.call_soon)
+        self.realms = Realms(open_store, self.call_soon, discard=discard)
         self.counts: Counter[str] = Counter()
         """Events since the start: connections by ``accepted``, ``rejected``, ``dropped``, ``ended``."""
         self.connections: set[Connection] = set()
@@ -78,16 +82,25 @@ class Server:
         """The open stores by slot size; thread-safe objects, for whoever shows or checks them."""
         return {size: realm.store for size, realm in self.realms.open.items()}
 
-    async def prepare(self, slot_bytes: int) -> None:
-        """Open the Store for chunks of ``slot_bytes`` bytes and touch its whole pool, as the first attach would begin
-        to. Raises KVTierError."""
-        realm = await asyncio.shield(asyncio.wrap_future(self.realms.get(slot_bytes)))
-        await asyncio.shield(asyncio.wrap_future(realm.store.touched))
-        logger.info("chunks of %d bytes: the pool and the tiers are ready", slot_bytes)
+    async def prepare(self, slot_bytes: int | None, found: Sequence[int] = ()) -> None:
+        """Open the Store of the configured slot size, which is kept for good, and touch its whole pool; and open those
+        ``found`` on the disk. That is what the first engine of each size would do. Raises KVTierError when the
+        configured one cannot be opened; another is tried again when an engine asks for it."""
+        opened = {size: asyncio.wrap_future(one) for size, one in self.realms.prepare(slot_bytes, found).items()}
+        await asyncio.gather(*opened.values(), return_exceptions=True)
+        for size, future in opened.items():
+            error = future.exception()
+            if error is not None and size == slot_bytes:
+                raise error
+            if error is not None:
+                logger.warning("chunks of %d bytes from before cannot be used: %s", size, error)
+        if slot_bytes is not None:
+            await asyncio.shield(asyncio.wrap_future(opened[slot_bytes].result().store.touched))
+            logger.info("chunks of %d bytes: the pool and the tiers are ready", slot_bytes)
 
     async def start(self) -> None:
         self._tasks = [self.loop.create_task(self._accept(listener)) for listener in self.listeners]
-        self._tasks.append(self.loop.create_task(self._look()))
+        self._tasks += [self.loop.create_task(self._look()), self.loop.create_task(self._settle())]
         self.ready = True
         logger.info("serving at %s", ", ".join(str(listener.address) for listener in self.listeners))
 
@@ -125,6 +138,11 @@ class Server:
             await asyncio.sleep(_LOOK_S)
             for realm in self.realms.open.values():
                 realm.look()
+
+    async def _settle(self) -> None:
+        while True:
+            await asyncio.sleep(_SETTLE_S)
+            self.realms.settle()
 
     # ---- connections ---------------------------------------------------------------------------------------------
 
@@ -220,23 +238,27 @@ Beside = Callable[[Server], contextlib.AbstractAsyncContextManager[None]]
 """What runs on a server's loop for a while: from before it is ready until after it has ended, or while it is ready."""
 
 
+Sizes = tuple[int | None, Sequence[int]]
+"""The slot size that is configured, and those of which there are chunks from before; see :meth:`Server.prepare`."""
+
+
 def serve(
     make: Callable[[], Server],
     beside: Beside,
     ready: Beside,
-    slot_bytes: int | None = None,
+    sizes: Sizes = (None, ()),
     timeout_s: float = 20.0,
 ) -> bool:
     """Run a server until SIGTERM or SIGINT, then :meth:`Server.stop`. ``make`` is called on the loop.
 
-    ``beside`` runs all the time, ``ready`` while engines are let in. ``slot_bytes``: see :meth:`Server.prepare`; None:
-    the first engine decides. False: something was dropped at the end. Raises KVTierError when it cannot start.
+    ``beside`` runs all the time, ``ready`` while engines are let in. ``sizes``: see :meth:`Server.prepare`. False:
+    something was dropped at the end. Raises KVTierError when it cannot start.
     """
-    return asyncio.run(_until_told(make, beside, ready, slot_bytes, timeout_s))
+    return asyncio.run(_until_told(make, beside, ready, sizes, timeout_s))
 
 
 async def _until_told(
-    make: Callable[[], Server], beside: Beside, ready: Beside, slot_bytes: int | None, timeout_s: float
+    make: Callable[[], Server], beside: Beside, ready: Beside, sizes: Sizes, timeout_s: float
 ) -> bool:
     told = asyncio.Event()
     server = make()
@@ -244,7 +266,7 @@ async def _until_told(
         server.loop.add_signal_handler(number, told.set)
     async with beside(server):
         telling = server.loop.create_task(told.wait())
-        starting = server.loop.create_task(_start(server, slot_bytes))
+        starting = server.loop.create_task(_start(server, sizes))
         try:
             await asyncio.wait({starting, telling}, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
@@ -260,7 +282,6 @@ async def _until_told(
         return clean
 
 
-async def _start(server: Server, slot_bytes: int | None) -> None:
-    if slot_bytes is not None:
-        await server.prepare(slot_bytes)
+async def _start(server: Server, sizes: Sizes) -> None:
+    await server.prepare(*sizes)
     await server.start()

@@ -27,16 +27,8 @@ def try_everything(config: Config) -> dict[str, str]:
     """What is only away now, in words, by what it is about. Raises ConfigError. Takes some seconds at most."""
     secret_key(config)
     require_ram(ram_bytes(config), source=config.sources.get("ram_bytes", "default"))
-    require_parts(config)
     _try_nvme(config)
     return {"redis": away} if (away := try_redis(config)) else {}
-
-
-def require_parts(config: Config) -> None:
-    """Several sizes of chunk divide RAM and disk: raise ConfigError when it is not said how much there is."""
-    parts = config.server_realms
-    if parts > 1 and (config.ram_bytes is None or (config.nvme_path is not None and config.nvme_bytes is None)):
-        raise ConfigError(f"server_realms={parts} divides ram_bytes and nvme_bytes: give them as numbers")
 
 
 def _try_nvme(config: Config) -> None:

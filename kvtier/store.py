@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from fractions import Fraction
 from functools import partial
 
 from kvtier.audit import Audit
@@ -23,9 +24,12 @@ from kvtier.lease import LoadLease, Match, SaveLease
 from kvtier.policy import LRU, Policy
 from kvtier.pool import Pool
 from kvtier.promote import Promotions
+from kvtier.steps import AT_ONCE, Steps, pieces, whole
 from kvtier.tiers.base import Tier
 
 _POPULATE_BYTES = 32 << 20
+_SLOTS_CHECKED = 512
+_PROBLEMS = 20
 
 
 class Store:
@@ -92,19 +96,34 @@ class Store:
         The lease names them; fewer when there is no room, none for what is held. Its owner fills the slots, then
         commits.
         """
+        return whole(self.saving(keys, owner))
+
+    def saving(self, keys: Sequence[ChunkKey], owner: int = 0, most: int | None = None) -> Steps[SaveLease]:
+        """:meth:`save` in pieces, of at most ``most`` slots. What is reserved goes back when it is left unfinished."""
+        lease = SaveLease(self, keys, [])
+        keep, wanted, missing = frozenset(keys), len(keys) if most is None else most, 0
+        try:
+            yield from self._touching(keys[AT_ONCE:])
+            for number, part in enumerate(pieces(keys)):
+                if number:
+                    yield 0.0
+                with self._lock:
+                    if not number:
+                        self._directory.touch(part)
+                    absent = [key for key in part if self._directory.get(key) is None]
+                    missing += len(absent)
+                    for key in absent[: wanted - len(lease.entries)]:
+                        entry = self._directory.reserve(key, keep, None, owner)
+                        if entry is None:
+                            wanted = len(lease.entries)
+                            break
+                        lease.entries.append(entry)
+        except BaseException:
+            lease.close()
+            raise
         with self._lock:
-            directory = self._directory
-            directory.touch(keys)
-            absent = [key for key in keys if directory.get(key) is None]
-            keep = frozenset(keys) if absent else frozenset()
-            entries: list[Entry] = []
-            for key in absent:
-                entry = directory.reserve(key, keep, None, owner)
-                if entry is None:
-                    break
-                entries.append(entry)
-            self.counts["save_refused"] += len(absent) - len(entries)
-        return SaveLease(self, keys, entries)
+            self.counts["save_refused"] += missing - len(lease.entries)
+        return lease
 
     def load(
         self,
@@ -119,12 +138,30 @@ class Store:
 
         ``cuts``: part by part if all can come so, parts of a slot ending at these bytes; see ``LoadLease.fillings``.
         """
+        return whole(self.loading(keys, start, owner, most, cuts))
+
+    def loading(
+        self,
+        keys: Sequence[ChunkKey],
+        start: int = 0,
+        owner: int = 0,
+        most: int | None = None,
+        cuts: Sequence[int] = (),
+    ) -> Steps[LoadLease]:
+        """:meth:`load` in pieces; with ``cuts`` in one. What it pinned is let go when it is left unfinished."""
         rest = keys[start:]
         lease = LoadLease(self, rest[:most], owner)
+        at_once = len(lease.keys) if cuts else AT_ONCE
+        try:
+            yield from self._touching(keys)
+            while self._load_piece(lease, at_once, owner):
+                yield 0.0
+        except BaseException:
+            lease.close()
+            raise
         with self._lock:
-            self._directory.touch(keys)
             self.counts["load_asked"] += len(rest)
-            promotions = self._claim(lease)
+            promotions = self._claim(lease, at_once)
             unknown = lease.keys[len(lease.entries) :]
             asked = self._ask(unknown) if unknown else None
             lease.asking = asked is not None
@@ -139,10 +176,43 @@ class Store:
                 lease.asking = False
         return lease
 
+    def _load_piece(self, lease: LoadLease, count: int, owner: int) -> bool:
+        """Claim one piece of a run, but for the last one. False: the rest is the last, or the run has a gap."""
+        known = len(lease.entries)
+        if len(lease.keys) - known <= count:
+            return False
+        with self._lock:
+            promotions = self._claim(lease, count)
+        self._promotions.begin(promotions)
+        if promotions:
+            self._look_ahead_soon(owner)
+        return len(lease.entries) - known == count
+
+    def _touching(self, run: Sequence[ChunkKey]) -> Steps[None]:
+        """A run was used; its end first, so that its beginning is hottest."""
+        parts = list(pieces(run))
+        for part in reversed(parts):
+            with self._lock:
+                self._directory.touch(part)
+            if part is not parts[0]:
+                yield 0.0
+
     def check(self, idle: bool = False) -> None:
         """Raise StateError when an internal rule is broken; ``idle``: also when something is in progress."""
         with self._lock:
             self._directory.check(idle)
+
+    def checking(self, idle: bool = False) -> Steps[str]:
+        """What is broken in words, "" if nothing is: :meth:`check` in pieces, each slot by itself and then the counts,
+        so without what only a look at all slots at one moment can see."""
+        problems: list[str] = []
+        for first in range(0, self.pool.slots, _SLOTS_CHECKED):
+            with self._lock:
+                problems += self._directory.check_slots(first, _SLOTS_CHECKED)[:1]
+            yield 0.0
+        with self._lock:
+            problems += self._directory.check_counts(idle)
+        return "; ".join(problems[:_PROBLEMS])
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Run queued writes for up to ``timeout_s`` seconds, then close lanes, tiers and pool.
@@ -170,8 +240,20 @@ class Store:
 
     def forecast(self, keys: Sequence[ChunkKey]) -> Outlook:
         """How far :meth:`load` would get with the run, and when. No effect; memory only."""
+        return whole(self.forecasting(keys))
+
+    def forecasting(self, keys: Sequence[ChunkKey]) -> Steps[Outlook]:
+        """:meth:`forecast` in pieces."""
+        looking = look(self._directory, self._waits, keys)
+        while True:
+            with self._lock:
+                try:
+                    next(looking)
+                except StopIteration as done:
+                    outlook: Outlook = done.value
+                    break
+            yield 0.0
         with self._lock:
-            outlook = look(self._directory, self._waits, keys)
             asked = self._ask(keys[outlook.known :]) if outlook.known < len(keys) else None
             outlook = outlook._replace(why=self._end_of(keys, outlook.ready, outlook.known)[1])
         if asked is None:
@@ -187,34 +269,102 @@ class Store:
         if index is not None:
             self._below[index].probe(keys[0])
 
-    def forget(self, keys: Iterable[ChunkKey], owner: int | None = None) -> None:
+    def forget(self, keys: Sequence[ChunkKey], owner: int | None = None) -> None:
         """Drop these chunks everywhere: they are bad, or nobody may have them any more."""
-        with self._lock:
-            for key in keys:
-                for index in self._directory.forget(key, owner):
-                    self._below[index].discard(key)
+        whole(self.forgetting(keys, owner))
+
+    def forgetting(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[None]:
+        """:meth:`forget` in pieces."""
+        for part in pieces(keys):
+            with self._lock:
+                for key in part:
+                    for index in self._directory.forget(key, owner):
+                        self._below[index].discard(key)
+            yield 0.0
         for below in self._below:
             below.sweep_soon()
 
     def clear(self, owner: int | None = None) -> None:
         """Drop every chunk everywhere (those being filled right now excepted); of one owner: its own and nobody's."""
+        self.forget(self.every_key(), owner)
+
+    def every_key(self) -> list[ChunkKey]:
+        """Every chunk in RAM or in a tier, some of them twice. Holds the lock for 20 ns a chunk: see
+        :class:`kvtier.shares.Pace`."""
         with self._lock:
-            keys = self._directory.keys(owner)
-        self.forget(keys, owner)
+            return self._directory.keys()
 
     def keys(self, owner: int | None = None) -> set[ChunkKey]:
         """Every chunk in RAM or in a tier; of one owner: its own and nobody's. What :meth:`clear` drops."""
-        with self._lock:
-            return self._directory.keys(owner)
+        return whole(self.finding(owner))
+
+    def finding(self, owner: int | None = None) -> Steps[set[ChunkKey]]:
+        """:meth:`keys` in pieces."""
+        found = set[ChunkKey]()
+        for part in pieces(self.every_key()):
+            with self._lock:
+                found.update(self._directory.of(part, owner))
+            yield 0.0
+        return found
 
     def forget_unseen(self, owner: int | None) -> list[Future[tuple[int, bool]]]:
         """For every tier: see :meth:`kvtier.below.Below.forget_unseen`."""
         return [below.forget_unseen(owner) for below in self._below]
 
-    def unfinished(self, keys: set[ChunkKey], owner: int | None = None) -> int:
+    def unfinished(self, keys: Sequence[ChunkKey], owner: int | None = None) -> int:
         """How many of these chunks, forgotten before, are being filled, or not yet deleted below."""
+        return whole(self.outliving(keys, owner))
+
+    def outliving(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[int]:
+        """:meth:`unfinished` in pieces."""
+        left = 0
+        for part in pieces(keys):
+            with self._lock:
+                left += self._directory.unfinished(part, owner)
+            yield 0.0
+        return left
+
+    @property
+    def slots(self) -> int:
+        """Slots that may be in use now; fewer than the pool has while another Store has the room of the others."""
+        return self._directory.slots
+
+    @property
+    def capacities(self) -> list[int]:
+        """Chunks that each of :attr:`tiers` may hold now."""
+        return [self._directory.capacity(index) for index in range(len(self.tiers))]
+
+    @property
+    def occupied(self) -> int:
+        """Slots of the pool that have memory, or may get some at any time."""
         with self._lock:
-            return self._directory.unfinished(keys, owner)
+            return self._directory.occupied
+
+    def sharing(self, slots: int, part: Fraction) -> Steps[None]:
+        """Use so many slots, and this part of what the tiers of our own hold; what is beyond goes back to the host.
+        On a thread that may block. Slots that somebody holds now go back when this is called again later."""
+        while True:
+            with self._lock:
+                more = slots <= self._directory.slots and self._directory.shrink(slots, AT_ONCE)
+            if not more:
+                break
+            yield 0.0
+        while True:
+            with self._lock:
+                leaving = self._directory.leaving(AT_ONCE)
+            if not leaving:
+                break
+            for slot in leaving:
+                self.pool.give_back(slot)
+            with self._lock:
+                self._directory.gave_back(leaving)
+            yield 0.0
+        with self._lock:
+            if slots > self._directory.slots:
+                self._directory.grow(slots)
+        for below in self._below:
+            if not below.tier.shared:
+                yield from below.limit(max(1, int(below.tier.capacity * part)))
 
     def reach(self, keys: Sequence[ChunkKey]) -> list[int]:
         """How many leading chunks of a run each place holds by itself: RAM, then every tier. No effect."""
@@ -247,18 +397,18 @@ class Store:
         """On the spare lane: some slots' pages, then the next ones as new work, so that a close comes in between."""
         count = min(max(1, _POPULATE_BYTES // self.pool.slot_bytes), self.pool.slots - first)
         self.pool.populate(first, count)
-        if first + count < self.pool.slots and self._spare is not None:
+        if first + count < self.slots == self.pool.slots and self._spare is not None:
             self._spare.submit(partial(self._populate, first + count))
         elif self.touched.set_running_or_notify_cancel():
             self.touched.set_result(None)
 
     # ---- promotion: lower tier -> slot ---------------------------------------------------------------------------
 
-    def _claim(self, lease: LoadLease) -> list[tuple[Entry, int]]:
-        """Under the lock: extend the lease as far as chunks are in RAM, on their way, or held lower. Of a run that is
-        longer than RAM the end leaves for the beginning, after all else."""
+    def _claim(self, lease: LoadLease, most: int | None = None) -> list[tuple[Entry, int]]:
+        """Under the lock: extend the lease as far as chunks are in RAM, on their way, or held lower, by at most
+        ``most``. Of a run that is longer than RAM the end leaves for the beginning, after all else."""
         directory, promotions, known = self._directory, list[tuple[Entry, int]](), len(lease.entries)
-        for key in lease.keys[len(lease.entries) :]:
+        for key in lease.keys[known : None if most is None else known + most]:
             entry = directory.get(key)
             if entry is None:
                 holder = next((index for index in directory.holders(key) if self._below[index].may_read()), None)
@@ -332,20 +482,24 @@ class Store:
 
     # ---- for leases ----------------------------------------------------------------------------------------------
 
-    def end_save(self, lease: SaveLease, commit: bool) -> None:
+    def end_save(self, lease: SaveLease, commit: bool) -> Steps[None]:
         """See :class:`kvtier.lease.Keeper`. Committed chunks are READY, and offered to every lower tier's lane."""
-        with self._lock:
-            for entry in lease.entries:
-                if commit:
-                    self._directory.filled(entry)
-                else:
-                    self._directory.fill_failed(entry)
-            if not commit:
-                return
-            self._directory.touch(lease.run)
-            self.counts["saved"] += len(lease.entries)
+        for part in pieces(lease.entries):
+            with self._lock:
+                for entry in part:
+                    if commit:
+                        self._directory.filled(entry)
+                    else:
+                        self._directory.fill_failed(entry)
+                self.counts["saved"] += commit * len(part)
+            yield 0.0
+        if not commit:
+            return
+        yield from self._touching(lease.run)
         for below in self._on_save:
-            below.offer(lease.entries, lease.run)
+            for part in pieces(lease.entries):
+                below.offer(part, lease.run)
+                yield 0.0
         if lease.entries:
             self._look_ahead_soon(lease.entries[0].owner)
 
@@ -379,14 +533,16 @@ class Store:
             lease.ready = ready
             return Match(ready, whole - ready + lease.asking)
 
-    def end_load(self, lease: LoadLease) -> None:
-        """See :meth:`LoadLease.close`."""
+    def end_load(self, lease: LoadLease) -> Steps[None]:
+        """See :class:`kvtier.lease.Keeper`. The run's end first, so that its beginning ends up hottest."""
         with self._lock:
             lease.closed = True
             drawn = self.audit.drawn(lease.entries[: lease.ready])
-            self._unpin(lease.entries)
-            lease.entries = []
-            lease.ready = 0
+            entries, lease.entries, lease.ready = lease.entries, [], 0
+        for part in reversed(list(pieces(entries))):
+            with self._lock:
+                self._unpin(part)
+            yield 0.0
         self.audit.begin(drawn)
 
     def _unpin(self, entries: Sequence[Entry]) -> None:

@@ -1,7 +1,8 @@
 """Stream: what an engine on another host may do: find, get, put, delete chunks. No sockets, no loop.
 
 One question at a time; the bytes of a chunk go straight between the socket and its slot. Every call is short: bytes
-are hashed piece by piece as they pass, and a promotion is waited for by listening to the realm.
+are hashed piece by piece as they pass, a question is answered in pieces (:mod:`kvtier.steps`), and a promotion is
+waited for by listening to the realm.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from kvtier import wire
 from kvtier.chunk import ChunkKey
 from kvtier.lease import LoadLease, SaveLease
 from kvtier.realm import Realm
+from kvtier.steps import Steps
 
+_MOST_FOUND = 4096
+"""Chunks of a run that one Find claims and answers for."""
 PIECE_BYTES = 256 * 1024
 """Bytes hashed and copied in one turn of the loop: about 0.1 ms that others wait."""
 
@@ -44,6 +48,9 @@ class Stream:
         self._id = 0
         self._key = ChunkKey(b"")
         self._lease: SaveLease | LoadLease | None = None
+        self._share = realm.shares.join()
+        self._known = 0
+        """Chunks of the run that is looked for, from the first on, that this server knew of when it was asked."""
         self._view: memoryview | None = None
         """The chunk on its way; None while no bytes flow."""
         self._at = 0
@@ -54,8 +61,8 @@ class Stream:
         """A question is not fully answered."""
         return self._lease is not None
 
-    def ask(self, message: wire.StreamQuestion) -> None:
-        """A message came."""
+    def begin(self, message: wire.StreamQuestion) -> Steps[None]:
+        """A message came: do what it asks, in pieces that must be done to the end before the next message."""
         if isinstance(message, wire.Seal):
             self._sealed(message)
             return
@@ -63,12 +70,12 @@ class Stream:
             raise wire.WireError(f"{type(message).__name__} before the last question was answered")
         self._id = message.id
         if isinstance(message, wire.Find):
-            self._find(wire.split(message.keys))
+            yield from self._find(wire.split(message.keys)[:_MOST_FOUND])
         elif isinstance(message, wire.Delete):
             self._store.forget([ChunkKey(message.key)], self._owner)
             self._write(wire.frame(wire.Done(message.id)))
         elif isinstance(message, wire.Get):
-            self._begin(ChunkKey(message.key), self._store.load([ChunkKey(message.key)], 0, self._owner))
+            self._begin(ChunkKey(message.key), self._store.load([ChunkKey(message.key)], 0, self._owner), 1)
             self._realm.listen(self.look)
             self.look()
         else:
@@ -76,6 +83,10 @@ class Stream:
 
     def end(self) -> None:
         """The connection is gone. Its slots are written and read by this process only, so they are free at once."""
+        self._end()
+        self._share.leave()
+
+    def _end(self) -> None:
         lease = self._lease
         self._rest()
         if lease is not None:
@@ -83,10 +94,13 @@ class Stream:
 
     # ---- find ----------------------------------------------------------------------------------------------------
 
-    def _find(self, keys: list[ChunkKey]) -> None:
+    def _find(self, keys: list[ChunkKey]) -> Steps[None]:
         """Claims the run too, so that what lies lower is on its way up when the engine asks for it."""
         self._realm.remember(keys)
-        self._begin(ChunkKey(b""), self._store.load(keys, 0, self._owner))
+        outlook = yield from self._store.forecasting(keys)
+        self._known = outlook.known
+        lease = yield from self._store.loading(keys, 0, self._owner, self._share.left)
+        self._begin(ChunkKey(b""), lease, len(lease.keys) if lease.asking else sum(lease.poll()))
         self._realm.listen(self.look)
         self.look()
 
@@ -98,8 +112,7 @@ class Stream:
         ready, coming = lease.poll()
         if not self._key:
             if not lease.asking:
-                count = max(ready + coming, sum(self._store.match(lease.keys)))
-                self._answer(wire.Found(self._id, count))
+                self._answer(wire.Found(self._id, max(ready + coming, self._known)))
         elif ready:
             self._realm.ignore(self.look)
             self._write(wire.frame(wire.Chunk(self._id, self._chunk_bytes)))
@@ -138,7 +151,7 @@ class Stream:
             self._write(wire.frame(wire.Go(self._id, False, False)))
             return
         lease.run = self._realm.run_to(key)
-        self._begin(key, lease)
+        self._begin(key, lease, 1)
         self._view = lease.views()[0][: self._chunk_bytes]
         self._write(wire.frame(wire.Go(self._id, True, False)))
 
@@ -168,15 +181,17 @@ class Stream:
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
-    def _begin(self, key: ChunkKey, lease: SaveLease | LoadLease) -> None:
+    def _begin(self, key: ChunkKey, lease: SaveLease | LoadLease, slots: int) -> None:
         self._key, self._lease, self._at = key, lease, 0
+        self._share.held = slots
         self._hash = xxhash.xxh3_128(key)
 
     def _answer(self, message: wire.StreamAnswer) -> None:
         """The last word to a question: give up its lease first."""
-        self.end()
+        self._end()
         self._write(wire.frame(message))
 
     def _rest(self) -> None:
         self._realm.ignore(self.look)
+        self._share.held = 0
         self._lease = self._view = None

@@ -28,7 +28,7 @@ import msgspec
 from kvtier.chunk import KEY_BYTES, ChunkKey
 from kvtier.errors import KVTierError
 
-VERSION = 3
+VERSION = 4
 MAX_KEYS = 32_768
 """Keys in one message: a million tokens in chunks of 32."""
 MAX_FRAME = MAX_KEYS * KEY_BYTES + 1024
@@ -92,8 +92,11 @@ class Welcome(Message, tag=3):
     proof: Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)] = b""
 
 
-class Refused(Message, tag=4):  # the last message of a connection: why it ends
+class Refused(Message, tag=4):
+    """The last message of a connection: why it ends. ``later``: the client did nothing wrong, and may try again."""
+
     reason: Annotated[str, msgspec.Meta(max_length=900)]
+    later: bool = False
 
 
 # ---- attach: questions ---------------------------------------------------------------------------------------------

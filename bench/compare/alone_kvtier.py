@@ -75,7 +75,7 @@ class Kvtier:
     def forget(self, prompt: Prompt) -> None:
         keys, until = self._layout.keys(prompt.tokens), time.monotonic() + PATIENCE_S
         self._cache.forget(keys)
-        while isinstance(self._cache, Store) and self._cache.unfinished(set(keys)):
+        while isinstance(self._cache, Store) and self._cache.unfinished(keys):
             if time.monotonic() > until:
                 raise WrongError(f"what was forgotten is not deleted after {PATIENCE_S:.0f} s: {self._cache.stats()}")
             time.sleep(0.001)

@@ -91,6 +91,16 @@ class SharedKeeper(Protocol):
 
 
 @runtime_checkable
+class RoomGiver(Protocol):
+    """What a tier promises besides when it can give a part of its room back and take it again."""
+
+    def resize(self, chunks: int) -> None:
+        """Keep room for ``chunks``, at most :attr:`Tier.capacity`; it holds no more than that. Best effort. May block:
+        called by one thread, never on a loop."""
+        ...
+
+
+@runtime_checkable
 class PartReader(Protocol):
     """What a tier promises besides when a part of a chunk can be read by itself. Threads and faults as in Tier."""
 

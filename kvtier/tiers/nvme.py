@@ -84,6 +84,9 @@ class NvmeTier:
         self._owners = bytearray(OWNER_BYTES * slots)
         self._unread = bytearray(slots)
         """1 for every slot that was written since the start, and not read."""
+        self._given: list[int] = []
+        """Slots that are not free although no chunk is there: their blocks were given back."""
+        self._free = array("I")
         self._seq = 0
         self._recovered = self._recover()
 
@@ -175,6 +178,27 @@ class NvmeTier:
             return False
         self._was_read(place % self.capacity, whole)
         return True
+
+    def resize(self, chunks: int) -> None:
+        """See :class:`~kvtier.tiers.base.RoomGiver`: blocks of free slots, the last of the file first, go back to the
+        file system; or are reserved again, as far as it has room."""
+        with self._lock:
+            free = sorted(self._free)
+            count = min(max(0, self.capacity - chunks - len(self._given)), len(free))
+            self._free = array("I", free[: len(free) - count][::-1])
+            going = free[len(free) - count :]
+            back = [self._given.pop() for _ in range(min(len(self._given), chunks - self.capacity + len(self._given)))]
+        try:
+            for slot in going:
+                self._files.give_back(slot)
+            for slot in back:
+                self._files.reserve(slot)
+        except OSError as error:
+            self._log_first("resize", error)
+            going, back = [*going, *back], []
+        with self._lock:
+            self._given += going
+            self._free.extend(back)
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         places = self._places

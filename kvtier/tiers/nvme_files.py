@@ -11,6 +11,7 @@ the process all the same; for a power cut see :mod:`kvtier.tiers.nvme_index`.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import logging
@@ -32,6 +33,8 @@ from kvtier.tiers.nvme_index import FORMAT_VERSION, RECORD_BYTES, Superblock, ta
 _LOG = logging.getLogger(__name__)
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _GIB = 1 << 30
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, linux/falloc.h
 _READ_STEP = 8 << 20
 _STAGING_BYTES, _HUGE_BYTES = 4 << 20, 2 << 20
 
@@ -103,6 +106,16 @@ class SlotFiles:
         """Replace one record. Raises OSError."""
         if os.pwrite(self._index, record, PAGE_BYTES + slot * RECORD_BYTES) != RECORD_BYTES:
             raise OSError(errno.ENOSPC, "short write")
+
+    def give_back(self, slot: int) -> None:
+        """Return a free slot's blocks to the file system. Raises OSError."""
+        start = ctypes.c_int64(slot * self.slot_bytes)
+        if _LIBC.fallocate(self._payload, _PUNCH_HOLE, start, ctypes.c_int64(self.slot_bytes)):
+            raise OSError(ctypes.get_errno(), "cannot give blocks back")
+
+    def reserve(self, slot: int) -> None:
+        """Have blocks for a slot again. Raises OSError."""
+        os.posix_fallocate(self._payload, slot * self.slot_bytes, self.slot_bytes)
 
     def read_table(self) -> memoryview:
         """The first ``kept`` records. Raises OSError."""

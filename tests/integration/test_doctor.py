@@ -281,10 +281,9 @@ def test_a_full_redis_fails_the_trial_and_a_changed_value_is_seen() -> None:
 # -- servers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("realms", [1, 2])
-def test_a_server_is_not_disturbed_before_an_engine_is_there_and_tried_afterwards(realms: int) -> None:
-    """A server keeps the chunk sizes that are asked for first: doctor must not be the one who asks."""
-    with serving(server_realms=realms) as server:
+def test_a_server_is_not_disturbed_before_an_engine_is_there_and_tried_afterwards() -> None:
+    """Each chunk size that a server is asked for takes a part of its room: doctor must not be the one who asks."""
+    with serving() as server:
         found = tiers(server=str(server.address))
         assert one(found, "server").state == "ok"
         assert one(found, "self-test server").state == "warn"

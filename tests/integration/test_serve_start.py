@@ -59,11 +59,6 @@ def test_a_key_that_cannot_be_read_fails_the_start(tmp_path: Path) -> None:
     assert f"encryption_key_file={tmp_path}/no-such-key cannot be read" in said
 
 
-def test_sizes_that_are_not_said_cannot_be_divided(tmp_path: Path) -> None:
-    said = refused(nvme_path=tmp_path / "nvme", server_realms=2)
-    assert "server_realms=2 divides ram_bytes and nvme_bytes: give them as numbers" in said
-
-
 def test_a_redis_tier_without_the_package_fails_the_start(tmp_path: Path) -> None:
     (tmp_path / "redis.py").write_text("raise ImportError('there is none')")
     with short_folder() as folder:

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from kvtier.chunk import ChunkLayout, fingerprint
 from kvtier.client import Client
-from kvtier.errors import ConfigError, StateError
+from kvtier.errors import StateError
 from kvtier.lease import Match
 from kvtier.pool import Pool
 from kvtier.testing.check_tier import content
@@ -194,16 +195,57 @@ def test_a_namespace_that_floods_the_server_only_pushes_out_its_own() -> None:
         at_rest(quiet)
 
 
-def test_other_chunk_sizes_need_a_realm_of_their_own(server: ServerProcess, client: Client) -> None:
-    larger = ChunkLayout(fingerprint({"model": "c"}), 1, 1, (2 * SLOT,))
-    with pytest.raises(ConfigError, match=r"8,192 bytes and not of 16,384 .* raise server_realms=1"):
-        Client(server.door(larger))
-    save(client, run(1, 1))
-    with serving(server_realms=2) as wide, attached(wide.door()) as small, attached(wide.door(larger)) as large:
-        assert small.pool is not None and large.pool is not None
-        assert (small.pool.slots, large.pool.slots) == (16, 8)
-        save(large, run(1, 2, larger))
-        assert load(large, run(1, 2, larger)) == ["ram"] * 2
+def of_size(slot_bytes: int) -> ChunkLayout:
+    return ChunkLayout(fingerprint({"slot": slot_bytes}), 1, 1, (slot_bytes,))
+
+
+def test_another_chunk_size_is_served_beside_the_first_out_of_the_same_bytes() -> None:
+    """Whoever comes first decides nothing: half of RAM and of the disk go to the second size."""
+    with short_folder() as folder:
+        disk = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
+        with disk as server, attached(server.door(of_size(4096))) as first:
+            save(first, run(1, 12, of_size(4096)))
+            with attached(server.door()) as engine:
+                assert engine.pool is not None and first.pool is not None
+                assert (first.pool.slots, engine.pool.slots) == (64, 16), "32 slots of 8 KiB, and half of them"
+                assert save(engine, run(1, 9)) == 9
+                assert load(engine, run(1, 9)) == ["ram"] * 9
+                assert load(first, run(1, 12, of_size(4096))) == ["ram"] * 12, "the coldest leave, not these"
+                stats = first.stats()
+                assert stats["ram_free"] + stats["ram_ready"] == 32
+                assert stats["nvme_held"] <= 128, "half of what it had"
+                first.check()
+                at_rest(engine)
+            assert disk_usage(folder / "nvme") < NVME + (64 << 10), "nvme_bytes, and half of one index too much"
+
+
+def disk_usage(folder: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
+
+
+def test_the_configured_size_is_there_before_anybody_asks_and_a_restart_is_warm_for_every_size() -> None:
+    with short_folder() as folder:
+        server = ServerProcess(folder, slot_bytes=SLOT, nvme_path=folder / "nvme", nvme_bytes=NVME)
+        with server:
+            wait_for((folder / "nvme" / f"slots-{SLOT}").is_dir, "opened")
+            with attached(server.door(of_size(4096))) as stranger, attached(server.door()) as engine:
+                save(stranger, run(1, 5, of_size(4096)))
+                save(engine, run(1, 5))
+            server.stop()
+            server.start()
+            with attached(server.door(of_size(4096))) as stranger, attached(server.door()) as engine:
+                assert sum(stranger.match(run(1, 5, of_size(4096)))) == 5
+                assert sum(engine.match(run(1, 5))) == 5
+            assert "of 4096 bytes from before" not in server.said()
+
+
+def test_an_engine_that_cannot_be_served_goes_on_without_a_cache(server: ServerProcess) -> None:
+    """Its chunk is larger than all of the server's RAM; it is told why, in the log."""
+    with attached(server.door(of_size(64 * SLOT))) as client:
+        assert (client.pool, client.match(run(1, 2))) == (None, Match(0, 0))
+        assert save(client, run(1, 2)) == 0
+    with attached(server.door()) as other:
+        assert save(other, run(1, 2)) == 2
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")

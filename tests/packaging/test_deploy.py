@@ -66,7 +66,7 @@ def test_variables_and_commands_exist(path: Path) -> None:
 
 def test_configuration_files_are_read_whole(tmp_path: Path) -> None:
     service = load(DEPLOY / "systemd/kvtier.yaml", env={})
-    assert (service.nvme_path, service.server_realms) == ("/var/lib/kvtier", 1)
+    assert service.nvme_path == "/var/lib/kvtier"
     config_map, daemon_set = documents("kubernetes/server.yaml")
     (tmp_path / "kvtier.yaml").write_text(config_map["data"]["kvtier.yaml"])
     assert load(tmp_path / "kvtier.yaml", env={}).ram_bytes == 64 << 30

@@ -12,6 +12,7 @@ from kvtier.chunk import ChunkLayout, fingerprint
 from kvtier.pool import Pool
 from kvtier.realm import Realm
 from kvtier.session import Session
+from kvtier.steps import whole
 from kvtier.store import Store
 from kvtier.stream import Stream
 from kvtier.testing import DictTier, ManualLane
@@ -108,7 +109,7 @@ def test_a_stream_may_ask_anything(asked: list[Any], data: st.DataObject) -> Non
     stream = Stream(Realm(store, lambda call: call()), 1, SLOT, sent.extend, lambda: None)
     for question in asked:
         try:
-            stream.ask(question)
+            whole(stream.begin(question))
         except WireError:
             break
         while stream.sending:

@@ -200,7 +200,7 @@ async def fuzz(frames: int, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="kvt") as folder:
         unix = listen_unix(Address(f"{folder}/run/sock", "", 0))
         tcp = listen_tcp(Address("", "127.0.0.1", 0), token=False, tls=None, insecure=True)
-        server = Server(lambda slot_bytes: store, [unix, tcp], realms=1)
+        server = Server(lambda slot_bytes: store, [unix, tcp])
         await server.start()
         attack = Attack(random.Random(seed), [unix, tcp], judged)
         await attack.run(frames // 100)

@@ -42,7 +42,7 @@ class Served:
     loop: asyncio.AbstractEventLoop
 
     def __init__(self, folder: Path) -> None:
-        self.realms = Realms(lambda size: self._store(folder, size), 1, lambda call: call())
+        self.realms = Realms(lambda size: self._store(folder, size), lambda call: call())
         self.counts = Counter(accepted=3, dropped=1)
         self.ready = True
         self.trouble: dict[str, str] = {}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,10 +16,12 @@ from kvtier.owner import owner_of, tenant
 from kvtier.pool import Pool
 from kvtier.realm import Realm
 from kvtier.session import Session
+from kvtier.shares import Pace, Shares
 from kvtier.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.tiers.nvme import NvmeTier
 from kvtier.wire import WireError
+from tests.clock import Clock
 from tests.nvme_place import room
 
 SLOT = 4096
@@ -92,12 +97,189 @@ def test_what_no_correct_client_asks(store: Store, session: Session, question: w
 
 
 def test_one_session_cannot_hold_the_whole_pool(store: Store, session: Session) -> None:
-    first = session.answer(wire.Save(0, blob(1, 2, 3, 4, 5, 6)))
+    first = session.answer(wire.Save(0, blob(*range(8))))
     assert isinstance(first, wire.Slots)
+    assert len(first.slots) == 6, "one message asks for all, and gets three quarters"
     assert session.answer(wire.Save(0, blob(9))) == wire.Slots(0, 0, [], [])
     assert session.answer(wire.Load(0, blob(9), 0)) == wire.Claim(0, 0, 0, [], b"")
     session.answer(wire.Commit(first.lease))
     assert session.answer(wire.Save(0, blob(9))) == wire.Slots(0, 2, [0], [6])
+
+
+def test_loads_pin_no_more_than_saves_fill(store: Store, session: Session) -> None:
+    for token in range(8):
+        save(session, token)
+    leases = [session.answer(wire.Load(0, blob(token), 0)) for token in range(8)]
+    assert [len(lease.slots) for lease in leases if isinstance(lease, wire.Claim)] == [1] * 6 + [0] * 2
+    first = leases[0]
+    assert isinstance(first, wire.Claim)
+    session.answer(wire.End(first.lease))
+    assert session.answer(wire.Load(0, blob(7), 0)) == wire.Claim(0, 15, 0, [7], b"\0")
+
+
+def test_a_load_holds_what_a_shared_tier_may_still_bring() -> None:
+    """Until it has answered: then only what came."""
+    lane = ManualLane()
+    store = Store(Pool(8, SLOT), [(DictTier(64, shared=True), lane)])
+    session = Session(store, 1)
+    claim = session.answer(wire.Load(0, blob(*range(100)), 0))
+    assert isinstance(claim, wire.Claim)
+    assert session.answer(wire.Save(0, blob(9))) == wire.Slots(0, 0, [], []), "six may come"
+    lane.run()
+    session.answer(wire.Poll(0, claim.lease, 0))
+    assert isinstance(slots := session.answer(wire.Save(0, blob(9))), wire.Slots) and len(slots.slots) == 1
+    session.end()
+    store.check(idle=True)
+
+
+class Engines:
+    """Sessions over one Store with 64 slots, as engines of one server have them."""
+
+    def __init__(self, share: float | None = None) -> None:
+        self.store = Store(Pool(64, SLOT), share=share)
+        self.shares = Shares(lambda: self.store.slots)
+
+    def session(self, owner: int) -> Session:
+        return Session(self.store, owner, self.shares, Pace(Clock()))
+
+
+def test_an_engine_that_stops_while_it_fills_all_it_can_leaves_the_others_room() -> None:
+    """It never commits, and nothing is taken from it, because it may still write."""
+    engines = Engines()
+    stopped, honest = engines.session(1), engines.session(2)
+    slots = stopped.answer(wire.Save(0, blob(*range(64))))
+    assert isinstance(slots, wire.Slots) and len(slots.slots) == 54
+    for token in range(100, 200):
+        save(honest, token)
+        assert engines.store.match(LAYOUT.keys([token])).ready == 1
+    engines.store.check()
+    assert engines.store.stats()["ram_filling"] == 54
+    assert engines.store.stats()["save_refused"] == 10
+
+
+def test_four_names_of_one_client_do_not_make_its_part_larger() -> None:
+    engines = Engines(share=0.25)
+    honest = engines.session(9)
+    for owner in range(1, 5):
+        engines.session(owner).answer(wire.Save(0, wire.joined(LAYOUT.keys([owner, *range(63)]))))
+    assert engines.store.stats()["ram_filling"] < 64
+    save(honest, 1000)
+    assert isinstance(claim := honest.answer(wire.Load(0, blob(1000), 0)), wire.Claim)
+    assert len(claim.slots) == 1
+
+
+def test_a_session_that_is_ended_holds_nothing() -> None:
+    engines = Engines()
+    greedy, other = engines.session(1), engines.session(2)
+    greedy.answer(wire.Save(0, blob(*range(64))))
+    greedy.end()
+    slots = other.answer(wire.Save(0, blob(*range(100, 164))))
+    assert isinstance(slots, wire.Slots) and len(slots.slots) == 48
+    engines.store.check()
+
+
+# ---- pieces ----------------------------------------------------------------------------------------------------------
+
+LONG = LAYOUT.keys(range(3000))
+MESSAGES: dict[str, wire.Question] = {
+    "match": wire.Match(1, wire.joined(LONG)),
+    "save": wire.Save(1, wire.joined(LONG)),
+    "load": wire.Load(1, wire.joined(LONG), 0),
+    "forget": wire.Forget(wire.joined(LONG)),
+    "clear": wire.Clear(),
+    "check": wire.Check(1, False),
+    "end": wire.End(1),
+    "commit": wire.Commit(1),
+}
+ONE_PIECE = 1024
+
+
+class Counting:
+    """A lock that counts, between two of its holders, how many chunks the Directory was asked about."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+        for name in ("get", "reserve", "pin", "unpin", "filled", "forget"):
+            monkeypatch.setattr(store._directory, name, self._counted(getattr(store._directory, name)))
+        touch = store._directory.touch
+
+        def touched(run: list[ChunkKey]) -> None:
+            self.calls += len(run)
+            touch(run)
+
+        monkeypatch.setattr(store._directory, "touch", touched)
+
+    def _counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*words: Any) -> Any:
+            self.calls += 1
+            return method(*words)
+
+        return counted
+
+
+@pytest.mark.parametrize("question", MESSAGES)
+def test_a_message_about_thousands_of_chunks_is_worked_on_in_short_pieces(
+    question: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(Pool(4096, SLOT), [(DictTier(1), ManualLane(bound=1))])
+    session = Session(store, 1, None, Pace(Clock()))
+    if question not in {"save", "commit"}:
+        save(session, *range(3000))
+    if question == "end":
+        session.answer(wire.Load(0, wire.joined(LONG), 0))
+    if question == "commit":
+        session.answer(wire.Save(0, wire.joined(LONG)))
+    asked = MESSAGES[question]
+    asked = wire.End(2) if question == "end" else asked
+    counting, pieces = Counting(store, monkeypatch), []
+    work = session.begin(asked)
+    while True:
+        counting.calls = 0
+        try:
+            next(work)
+        except StopIteration:
+            break
+        pieces.append(counting.calls)
+        store.check()
+    assert len(pieces) >= 3000 // ONE_PIECE
+    assert max(pieces) <= ONE_PIECE
+    session.end()
+    store.check(idle=True)
+
+
+@pytest.mark.parametrize("question", ["save", "load"])
+def test_what_is_left_in_the_middle_goes_back(question: str) -> None:
+    store = Store(Pool(4096, SLOT))
+    session = Session(store, 1)
+    if question == "load":
+        save(session, *range(3000))
+    work = session.begin(MESSAGES[question])
+    for _ in range(30):
+        next(work)
+    assert store.stats()["ram_filling"] + store.stats()["ram_pinned"] > 0
+    work.close()
+    store.check(idle=True)
+    assert session.leases == 0
+
+
+def test_one_that_clears_all_the_time_waits_for_its_turn_and_others_do_not() -> None:
+    clock = Clock()
+    store = Store(Pool(8, SLOT))
+    pace = Pace(clock)
+    looks = []
+
+    def look() -> list[ChunkKey]:
+        looks.append(clock.now)
+        clock.now += 0.02
+        return []
+
+    store.every_key = look  # type: ignore[method-assign]
+    flood, other = Session(store, 1, None, pace), Session(store, 2, None, pace)
+    for _ in range(3):
+        for pause in flood.begin(wire.Clear()):
+            clock.now += pause
+            save(other, 1)
+    assert [round(later - earlier, 6) for earlier, later in pairwise(looks)] == [2.0, 2.0], "1 % of the time"
 
 
 def test_the_number_of_leases_is_bounded(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,8 +72,8 @@ ROOM = Room(
         ),
         Mutant(
             "directory.py",
-            "        entry.pins += 1\n        self._evictable.discard(entry.key)",
-            "        entry.pins += 1",
+            "        self._pin(entry)\n        self._evictable.discard(entry.key)",
+            "        self._pin(entry)",
             "a pinned chunk stays evictable",
         ),
         Mutant(
@@ -152,8 +152,8 @@ ROOM = Room(
         ),
         Mutant(
             "store.py",
-            "            self._unpin(lease.entries)\n            lease.entries = []",
-            "            lease.entries = []",
+            "                self._unpin(part)\n",
+            "                pass\n",
             "a closed load keeps its pins for ever",
         ),
         Mutant(
@@ -174,7 +174,12 @@ ROOM = Room(
             "            takes = self._affords(entry.key)",
             "a spill of a chunk that has left raises on its lane",
         ),
-        Mutant("below.py", "        self._delete(victims)\n", "", "what a tier has no room for is never deleted"),
+        Mutant(
+            "below.py",
+            "            return\n        self._delete(victims)\n",
+            "            return\n",
+            "what a tier has no room for is never deleted",
+        ),
         Mutant(
             "below.py",
             "        if whole:\n            self._counts",
@@ -183,8 +188,8 @@ ROOM = Room(
         ),
         Mutant(
             "store.py",
-            "                else:\n                    self._directory.fill_failed(entry)\n            if not commit:",
-            "                else:\n                    self._directory.filled(entry)\n            if not commit:",
+            "                    else:\n                        self._directory.fill_failed(entry)\n",
+            "                    else:\n                        self._directory.filled(entry)\n",
             "an aborted save is served",
         ),
         Mutant(
@@ -239,8 +244,8 @@ ROOM = Room(
         # ---- lease, policy, chunk ---
         Mutant(
             "lease.py",
-            "        self.open = False\n        self._store.end_save(self, commit=True)",
-            "        self._store.end_save(self, commit=True)",
+            "        self.open = False\n        return self._store.end_save(self, commit=True)",
+            "        return self._store.end_save(self, commit=True)",
             "a committed lease that is closed takes its chunks back",
         ),
         Mutant(

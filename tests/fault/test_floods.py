@@ -1,0 +1,222 @@
+"""Clients that ask without end: everybody else has a turn after each millisecond of theirs. No clock decides here: the
+server's own is turned by hand, and what is served between two messages of an honest client is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import ClassVar
+
+import pytest
+
+from kvtier import wire
+from kvtier.chunk import ChunkLayout
+from kvtier.dial import Address, hello
+from kvtier.listen import listen_tcp, listen_unix
+from kvtier.pool import Pool
+from kvtier.server import Server
+from kvtier.session import Session
+from kvtier.store import Store
+from kvtier.stream import Stream
+from tests.server_process import DEADLINE_S, short_folder
+
+SLOT = 4096
+LAYOUT = ChunkLayout(bytes(32), 1, 1, (SLOT,))
+LONG = wire.joined(LAYOUT.keys(range(2000)))
+_PIECES_A_TURN = 10
+
+
+class Watch:
+    """The server's clock: every look at it takes a tenth of a turn. And the order in which questions are begun."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.served: list[tuple[int, str]] = []
+        for kind in (Session, Stream):
+            begin = kind.begin
+
+            def begun(one: object, message: wire.Message, begin: Callable[..., object] = begin) -> object:
+                self.served.append((id(one), type(message).__name__))
+                return begin(one, message)
+
+            monkeypatch.setattr(kind, "begin", begun)
+
+    def __call__(self) -> float:
+        self.now += 0.001 / _PIECES_A_TURN
+        return self.now
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - of the server's state, which has no event
+        await asyncio.sleep(0)
+
+
+Scenario = Callable[[Server, Watch], Awaitable[None]]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, scenario: Scenario, slots: int = 4096) -> Store:
+    watch = Watch(monkeypatch)
+    store = Store(Pool(slots, SLOT))
+
+    async def beside() -> None:
+        with short_folder() as folder:
+            listeners = [
+                listen_unix(Address(str(folder / "sock"), "", 0)),
+                listen_tcp(Address("", "127.0.0.1", 0), token=False, tls=None, insecure=True),
+            ]
+            server = Server(lambda slot_bytes: store, listeners)
+            server.clock = watch
+            await server.start()
+            try:
+                await asyncio.wait_for(scenario(server, watch), DEADLINE_S)
+            finally:
+                for peer in Peer.made:
+                    peer.writer.transport.abort()
+                Peer.made.clear()
+            assert await server.stop()
+
+    asyncio.run(beside())
+    return store
+
+
+class Peer:
+    """A client by hand, on the server's own loop: nothing is served while it does not wait."""
+
+    made: ClassVar[list[Peer]] = []
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.made.append(self)
+
+    @classmethod
+    async def attached(cls, server: Server, client: str = "") -> Peer:
+        peer = cls(*await asyncio.open_unix_connection(server.listeners[0].address.path))
+        return await peer._greet(hello(bytes(32), SLOT, stream=False, client=client))
+
+    @classmethod
+    async def far(cls, server: Server) -> Peer:
+        peer = cls(*await asyncio.open_connection("127.0.0.1", server.listeners[1].address.port))
+        return await peer._greet(hello(bytes(32), SLOT, stream=True))
+
+    async def _greet(self, greeting: wire.Hello) -> Peer:
+        await self.answer()
+        self.say(greeting)
+        await self.answer()
+        return self
+
+    def say(self, *messages: wire.Message) -> None:
+        self.writer.write(b"".join(map(wire.frame, messages)))
+
+    async def answer(self) -> bytes:
+        return await self.reader.readexactly(int.from_bytes(await self.reader.readexactly(4), "little"))
+
+
+def between(watch: Watch, question: str) -> int:
+    """How many other questions were begun before this one."""
+    return next(at for at, (_, name) in enumerate(watch.served) if name == question)
+
+
+FLOODS: dict[str, list[wire.Message]] = {
+    "stats": [wire.Stats(1)] * 3000,
+    "check": [wire.Check(1, False)] * 3000,
+    "clear": [wire.Clear()] * 3000,
+    "end": [wire.Forget(wire.joined(LAYOUT.keys([1])))] * 500,
+    "match": [wire.Match(1, LONG)] * 20,
+    "save": [wire.Save(1, LONG)] * 20,
+    "load": [wire.Load(1, LONG, 0)] * 20,
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_after_a_millisecond_of_a_flood_everybody_else_has_a_turn(flood: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(server: Server, watch: Watch) -> None:
+        hostile, honest = await Peer.attached(server), await Peer.attached(server)
+        hostile.say(*FLOODS[flood])
+        honest.say(wire.Wait(7, 0), wire.Decline(b"", "slower"), wire.Poll(9, 1, 0))
+        watch.served.clear()
+        said = await honest.reader.read()
+        assert b"lease 1 is not open" in said, "its last question was answered"
+        assert between(watch, "Decline") <= 2 * _PIECES_A_TURN
+
+    run(monkeypatch, scenario)
+
+
+def test_one_message_is_worked_on_in_turns_with_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save of 2,000 chunks takes many turns; a whole conversation of another client passes meanwhile."""
+
+    async def scenario(server: Server, watch: Watch) -> None:
+        large, small = await Peer.attached(server), await Peer.attached(server)
+        large.say(wire.Check(1, False), wire.Save(2, LONG), wire.Check(3, False))
+        begun = watch.now
+        for number in range(3):
+            small.say(wire.Match(number, LONG[:40]))
+            await small.answer()
+        turns = (watch.now - begun) / 0.001
+        assert turns <= 12
+        assert (watch.served[-1][1], [name for _, name in watch.served].count("Check")) != ("Check", 2)
+        for _ in range(3):
+            await large.answer()
+
+    store = run(monkeypatch, scenario)
+    store.check(idle=True)
+
+
+def test_a_flood_over_tcp_has_its_turns_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(server: Server, watch: Watch) -> None:
+        far, honest = await Peer.far(server), await Peer.attached(server)
+        far.say(*[wire.Delete(number, LONG[:40]) for number in range(1000)])
+        honest.say(wire.Match(1, LONG[:40]))
+        watch.served.clear()
+        await honest.answer()
+        assert between(watch, "Match") <= 2 * _PIECES_A_TURN
+
+    run(monkeypatch, scenario)
+
+
+@pytest.mark.parametrize("question", [wire.Save(1, LONG), wire.Load(1, LONG, 0), wire.Clear(), wire.Check(1, True)])
+def test_who_leaves_in_the_middle_of_a_long_question_leaves_nothing_behind(
+    question: wire.Message, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(server: Server, watch: Watch) -> None:
+        leaver = await Peer.attached(server)
+        watch.served.clear()
+        leaver.say(question)
+        await until(lambda: bool(watch.served))
+        leaver.writer.transport.abort()
+        await until(lambda: not (server.connections or server.lingering))
+        (realm,) = server.realms.open.values()
+        realm.store.check(idle=True)
+        assert realm.users == 0
+        assert realm.shares.join().left == 3072, "three quarters of 4,096: nobody holds anything"
+
+    run(monkeypatch, scenario)
+
+
+def test_who_leaves_in_the_middle_of_a_find_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(server: Server, watch: Watch) -> None:
+        (realm,) = [(await Peer.attached(server), server.realms.open[SLOT])[1]]
+        with realm.store.save(LAYOUT.keys(range(2000))) as lease:
+            lease.commit()
+        leaver = await Peer.far(server)
+        watch.served.clear()
+        leaver.say(wire.Find(1, LONG))
+        await until(lambda: bool(watch.served))
+        leaver.writer.transport.abort()
+        await until(lambda: len(server.connections) == 1)
+        realm.store.check(idle=True)
+
+    run(monkeypatch, scenario)
+
+
+def test_what_a_client_calls_itself_cannot_forge_a_line_of_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(server: Server, watch: Watch) -> None:
+        await Peer.attached(server, "x\n2026 WARNING kvtier.admin: cleared \x1b[31m")
+
+    with caplog.at_level(logging.INFO, "kvtier.server"):
+        run(monkeypatch, scenario)
+    said = [record.getMessage() for record in caplog.records]
+    assert any("cleared" in line for line in said)
+    assert not any("\n" in line or "\x1b" in line for line in said)

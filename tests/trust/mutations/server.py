@@ -1,0 +1,119 @@
+"""Turns of connections, and when the slots of dead engines are used again."""
+
+from __future__ import annotations
+
+from tests.trust.mutations.room import PYTEST, Mutant, Room
+
+ROOM = Room(
+    {
+        "floods": (*PYTEST, "tests/fault/test_floods.py"),
+        "dead": (*PYTEST, "tests/fault/test_server_faults.py", "-k", "outlives or loses_its_connection"),
+        "hostile": (
+            *PYTEST,
+            "tests/fault/test_hostile_clients.py",
+            "-k",
+            "does_not_read or not_a_question or a_stream_that or chunk",
+        ),
+    },
+    (
+        Mutant(
+            "connection.py",
+            ("_TURN_S = 0.001\n"),
+            ("_TURN_S = 10.0\n"),
+            "one client that floods the server is served alone",
+        ),
+        Mutant(
+            "connection.py",
+            ("                if self._rest is not None or self._host.clock() >= until:\n"),
+            ("                if self._rest is not None:\n"),
+            "a turn has no end",
+        ),
+        Mutant(
+            "connection.py",
+            ("            self._host.loop.call_soon(self._turn)\n"),
+            ("            self._turn()\n"),
+            "the others never have their turn",
+        ),
+        Mutant(
+            "connection.py",
+            ("            if not self._closed:\n                self._transport.pause_reading()\n"),
+            ("            pass\n"),
+            "a client is read from although what it asked is not done",
+        ),
+        Mutant(
+            "connection.py",
+            ("        if self._work is not None or not self._lost or self._session is None or self._witness >= 0:\n"),
+            ("        if self._work is not None or not self._lost or self._session is None:\n"),
+            "slots of a dead engine are used again while its worker still writes",
+        ),
+        Mutant(
+            "connection.py",
+            ("        if self._work is not None or not self._lost or self._session is None or self._witness >= 0:\n"),
+            ("        if self._work is not None or self._session is None or self._witness >= 0:\n"),
+            "a session ends while its connection lives",
+        ),
+        Mutant(
+            "connection.py",
+            (
+                "        if self._session is not None and not self._session.leases and self._work is None:\n"
+                "            self.let_go()\n"
+            ),
+            ("        if self._session is not None:\n            self.let_go()\n"),
+            "an engine that loses its connection loses its slots in the middle of a copy",
+        ),
+        Mutant(
+            "connection.py",
+            ("            self._work = self._session.ending()\n"),
+            ("            self._work = None\n"),
+            "leases of dead engines never end",
+        ),
+        Mutant(
+            "connection.py",
+            ("            self._host.realms.leave(self._realm)\n"),
+            ("            pass\n"),
+            "a size that had an engine once never gives its room back",
+        ),
+        Mutant(
+            "connection.py",
+            ("        self._session = None\n        self._leave()\n"),
+            ("        self._session = None\n"),
+            "engines that are gone count as users of their size",
+        ),
+        Mutant(
+            "connection.py",
+            ("            self._work = None  # what it claims on its way goes back with it\n"),
+            "",
+            "what a stream was claiming when it was cut is claimed for ever",
+        ),
+        Mutant(
+            "connection.py",
+            ('        if self._session is not None:\n            self.drop("it does not read its answers")\n'),
+            "",
+            "answers that nobody reads fill the memory",
+        ),
+        Mutant(
+            "connection.py",
+            "client %r",
+            "client %s",
+            "a client forges lines of the log",
+        ),
+        Mutant(
+            "stream.py",
+            ("        self._share.leave()\n"),
+            "",
+            "streams that are gone keep a part of the pool",
+        ),
+        Mutant(
+            "stream.py",
+            ("        if self.busy:\n            raise"),
+            ("        if False:\n            raise"),
+            "a stream asks a second question before the first is answered",
+        ),
+        Mutant(
+            "server.py",
+            ("        self.lingering.discard(one)\n"),
+            ("        pass\n"),
+            "engines that are gone take the places of others",
+        ),
+    ),
+)

@@ -1,0 +1,169 @@
+"""What one client may do: its leases, what it may hold at once, and how long it is worked on."""
+
+from __future__ import annotations
+
+from tests.trust.mutations.room import PYTEST, Mutant, Room
+
+ROOM = Room(
+    {
+        "unit": (*PYTEST, "tests/unit/test_session.py", "tests/unit/test_shares.py"),
+    },
+    (
+        Mutant(
+            "session.py",
+            ("        if number not in self._leases:\n"),
+            ("        if False:\n"),
+            "an unknown lease number is a bug of the server and not of the client",
+        ),
+        Mutant(
+            "session.py",
+            ("        if len(places) < len(keys):\n"),
+            ("        if False:\n"),
+            "a save that names a chunk twice is believed",
+        ),
+        Mutant(
+            "session.py",
+            ("        if question.known > ready:\n"),
+            ("        if False:\n"),
+            "a client that claims to know more than there is gets a wrong part of its slots",
+        ),
+        Mutant(
+            "session.py",
+            ("        if not isinstance(lease, SaveLease):\n"),
+            ("        if False:\n"),
+            "a load can be committed",
+        ),
+        Mutant(
+            "session.py",
+            "self._store.saving(keys, self._owner, most)",
+            "self._store.saving(keys, self._owner)",
+            "one save takes every slot of the pool",
+        ),
+        Mutant(
+            "session.py",
+            "min(most, question.most))",
+            "question.most)",
+            "loads pin as many slots as they name",
+        ),
+        Mutant(
+            "session.py",
+            "len(lease.keys) if lease.asking else ready + coming",
+            "ready + coming",
+            "what a shared tier still brings is not counted",
+        ),
+        Mutant(
+            "session.py",
+            ("        self._share.held += slots - before\n"),
+            ("        self._share.held += slots\n"),
+            "what a lease gave back counts for ever",
+        ),
+        Mutant(
+            "session.py",
+            ("        self._book(number, 0)\n"),
+            "",
+            "ended leases count as held for ever",
+        ),
+        Mutant(
+            "session.py",
+            "return self._share.left if len(self._leases) < _MAX_LEASES else 0",
+            "return self._share.left",
+            "the number of leases has no bound",
+        ),
+        Mutant(
+            "session.py",
+            ("            self._share.held -= count\n"),
+            ("            pass\n"),
+            "every save makes the client's part smaller",
+        ),
+        Mutant(
+            "session.py",
+            ("        self._share.leave()\n"),
+            "",
+            "engines that are gone keep a part of the pool",
+        ),
+        Mutant(
+            "session.py",
+            ("        yield from self._store.forgetting(keys, self._owner)\n        return None\n\n    def _decline"),
+            ("        yield from self._store.forgetting(keys)\n        return None\n\n    def _decline"),
+            "a tenant forgets another tenant's chunks",
+        ),
+        Mutant(
+            "session.py",
+            ("        yield from self._store.forgetting(keys, self._owner)\n        return None\n\n    # ---- leases"),
+            ("        yield from self._store.forgetting(keys)\n        return None\n\n    # ---- leases"),
+            "a tenant clears everybody's chunks",
+        ),
+        Mutant(
+            "session.py",
+            ("        yield from self._pace.turn()\n"),
+            "",
+            "looks at all chunks follow each other without a pause",
+        ),
+        Mutant(
+            "session.py",
+            ("        self._pace.looked(begun)\n"),
+            "",
+            "a look at all chunks is not followed by a pause",
+        ),
+        Mutant(
+            "session.py",
+            ("        while self._leases:\n"),
+            ("        if self._leases:\n"),
+            "only one lease of a dead engine ends",
+        ),
+        Mutant(
+            "shares.py",
+            ("_REST = 99\n"),
+            ("_REST = 1\n"),
+            "looks at all chunks take half of the time",
+        ),
+        Mutant(
+            "shares.py",
+            ("        nobodys = self._slots() - sum(one.held for one in self._shares)\n"),
+            ("        nobodys = self._slots() - share.held\n"),
+            "what others hold does not count",
+        ),
+        Mutant(
+            "shares.py",
+            "nobodys - reserve, min",
+            "nobodys, min",
+            "nothing is left for the next engine",
+        ),
+        Mutant(
+            "shares.py",
+            "min(own - share.held, nobodys))",
+            "0)",
+            "an engine that holds nothing gets nothing of the reserve",
+        ),
+        Mutant(
+            "store.py",
+            ("                    for key in absent[: wanted - len(lease.entries)]:\n"),
+            ("                    for key in absent:\n"),
+            "a save reserves more than it may",
+        ),
+        Mutant(
+            "store.py",
+            ('            self.counts["save_refused"] += missing - len(lease.entries)\n'),
+            ('            self.counts["save_refused"] += 0\n'),
+            "saves that found no room are not counted",
+        ),
+        Mutant(
+            "store.py",
+            ('            raise\n        with self._lock:\n            self.counts["save_refused"]'),
+            ('            raise\n        with self._lock:\n            self.counts["saved"]'),
+            "saves that found no room count as saved",
+        ),
+        Mutant(
+            "steps.py",
+            ("AT_ONCE = 128\n"),
+            ("AT_ONCE = 1 << 20\n"),
+            "one message holds the lock and the loop for as long as it names chunks",
+        ),
+        Mutant(
+            "forecast.py",
+            ("        if at % _AT_ONCE == _AT_ONCE - 1:\n            yield 0.0\n"),
+            ("        if False:\n            yield 0.0\n"),
+            "a lookup of a long prompt holds the lock all the time",
+        ),
+    ),
+)
