@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.redis_link import FAULTS, Wire, WrongSizeError
+from kvtier.tiers.redis_wire import FAULTS, Wire, WrongSizeError
 
 SIZE = 12
 VALUE = bytes(range(SIZE))
