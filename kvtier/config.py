@@ -193,9 +193,12 @@ def default_nvme_bytes(free: int) -> int:
 
 def masked(value: object) -> object:
     """``value``, without what may be a password: of a URL that holds one, what was understood of it, or its scheme."""
-    if not isinstance(value, str) or "://" not in value:
+    if not isinstance(value, str) or not _MAY_HOLD_A_PASSWORD.match(value):
         return value
-    return redis_url.masked(value) if re.match("(?i)redis|valkey", value) or re.search("[@#?]", value) else value
+    return redis_url.masked(value)
+
+
+_MAY_HOLD_A_PASSWORD = re.compile("(?is)(redis|valkey).*:|[^/].*[@#?]")
 
 
 def _refuse_auto_beside_a_file(

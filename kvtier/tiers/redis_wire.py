@@ -295,6 +295,7 @@ class Wire:
     def _line(self, have: int) -> bytes:
         """The reply's first line, of which ``have`` bytes are there; cut where it is too long."""
         while bytes(self._scratch[have - 2 : have]) != b"\r\n" and have < _LINE_BYTES:
+            self._left()
             self.fill(self._scratch[have : have + 1])
             have += 1
         return bytes(self._scratch[:have])
@@ -339,7 +340,7 @@ class _Replies:
     def _bulk(self, size: int) -> bytes | None:
         if size == -1:
             return None
-        self._spend(size + 2)
+        self._spend(size)
         while len(self._buffer) - self._at < size + 2:
             self._buffer += self._wire.some()
         end = self._at + size
