@@ -132,6 +132,10 @@ class RedisTier:
         """Deletes that wait until Redis can be reached."""
         return len(self._owed)
 
+    def machine(self, key: ChunkKey) -> str:
+        """See :class:`~kvtier.tiers.base.Spread`."""
+        return self._link.node_of(self._form.header_name(key))
+
     def recovered(self) -> Sequence[ChunkKey]:
         """See :meth:`Tier.recovered`. At most ``capacity`` keys, the most recently used: the rest may be another
         server's, and is found by asking. Bounded in time and number; on a fault, what was found so far."""

@@ -11,7 +11,6 @@ import time
 from binascii import crc_hqx
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from itertools import islice
 from typing import Any, Protocol
 
 from kvtier.redis_url import Address, RedisUrl, address_text
@@ -182,7 +181,7 @@ class ClusterNodes(_Asked):
         drawn = cluster_map(reply, asked[0])
         self._primaries = tuple(dict.fromkeys(address for address in drawn if address is not None))
         self._map = drawn
-        self._candidates = list(dict.fromkeys((*islice(self._primaries, MOST_NODES), *self._seeds)))
+        self._candidates = list(dict.fromkeys((asked, *self._primaries, *self._seeds)))
 
 
 class SentinelNodes(_Asked):

@@ -65,7 +65,7 @@ def saved(client: Client, runs: Sequence[list[ChunkKey]] = RUNS, already: int = 
 
 
 def held(client: Client) -> int:
-    return client.stats()["redis_stored"]
+    return client.stats().get("redis_held", 0)
 
 
 def had(client: Client, runs: Sequence[list[ChunkKey]] = RUNS) -> list[int]:
@@ -129,7 +129,7 @@ def test_slots_that_move_while_they_are_read_lose_nothing() -> None:
             moving.join()
             assert before > on_node(servers[0]), "some of them moved"
             wait_for(lambda: had(client) == list(range(CHUNKS)), "nothing was lost")
-            assert client.stats()["corrupt"] == 0
+            assert not any(count for name, count in client.stats().items() if "corrupt" in name)
 
 
 def node_id(server: RedisServer) -> str:
@@ -248,7 +248,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
 def test_doctor_plan_and_config_know_a_cluster(nodes: list[RedisServer], command: Any) -> None:
     url = cluster_url(nodes)
     _, told = command(url, "doctor", "--no-engine", "--json")
-    found = {finding["check"]: finding for finding in json.loads(told)}
+    found = {finding["check"]: finding for finding in json.loads(told)["findings"]}
     assert found["redis"]["state"] == "ok" and "maxmemory 192 MiB" in found["redis"]["seen"], found["redis"]
     assert found["self-test redis"]["state"] == "ok", found["self-test redis"]
     status, told = command(url, "plan", "--redis", url, "--no-measure", "--json")
@@ -262,7 +262,7 @@ def test_doctor_plan_and_config_know_a_cluster(nodes: list[RedisServer], command
 def test_one_node_of_a_cluster_is_refused_in_words_everywhere(nodes: list[RedisServer], command: Any) -> None:
     url, words = nodes[1].url, "this is a node of a Redis Cluster; write redis+cluster://"
     _, told = command(url, "doctor", "--no-engine", "--json")
-    found = {finding["check"]: finding for finding in json.loads(told)}
+    found = {finding["check"]: finding for finding in json.loads(told)["findings"]}
     assert found["redis"]["state"] == "fail" and words in found["redis"]["seen"]
     assert "self-test redis" not in found
     _, told = command(url, "plan", "--redis", url, "--no-measure")
