@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from kvtier.errors import ConfigError
@@ -23,20 +24,28 @@ class Link:
         timeout_s: longest wait for one reply, one send or one connect. A call that moves a chunk ends within twice
             that; within three times, where it must connect first; within five times, where it must ask a cluster or
             Sentinel first where the nodes are. Looking up a host's name is the system's affair.
+        clock: monotonic seconds, for how often a cluster or Sentinel is asked.
 
     Raises ConfigError for a URL that is none.
 
     Threads: any. ``_lock`` guards the pools and is never held during I/O.
     """
 
-    def __init__(self, url: str, *, connections: int = 4, timeout_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        connections: int = 4,
+        timeout_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         given = _understood(url)
         self.timeout_s, self._connections = timeout_s, connections
         self.kind: Kind = given.kind
         self.label = given.label
         """Where it is, for logs: no user, no password."""
         self._dialer = Dialer(given, given.login, given.database, timeout_s)
-        self._nodes = _nodes(given, self._dialer, timeout_s)
+        self._nodes = _nodes(given, self._dialer, timeout_s, clock)
         self._lock = threading.Lock()
         self._pools: dict[Address | None, Pool] = {}
         self._closed = False
@@ -116,9 +125,9 @@ def _understood(url: str) -> RedisUrl:
         raise ConfigError(f"redis_url: {error}") from None
 
 
-def _nodes(url: RedisUrl, dialer: Dialer, timeout_s: float) -> Nodes:
+def _nodes(url: RedisUrl, dialer: Dialer, timeout_s: float, clock: Callable[[], float]) -> Nodes:
     if url.kind == "cluster":
-        return ClusterNodes(url, dialer)
+        return ClusterNodes(url, dialer, clock)
     if url.kind == "sentinel":
-        return SentinelNodes(url, Dialer(url, url.sentinel_login, 0, timeout_s))
+        return SentinelNodes(url, Dialer(url, url.sentinel_login, 0, timeout_s), clock)
     return OneServer(None if url.path else url.seeds[0])

@@ -26,27 +26,13 @@ from kvtier.tiers.redis import RedisTier
 from kvtier.tiers.redis_link import Link
 from tests.clock import Clock
 from tests.redis_server import CHUNK_BYTES, FORM, KEYS, chunk
+from tests.scripted_redis import Answer, scripted
 
 SHORT_S = 0.2
 GENEROUS_S = 20 * SHORT_S
 """Several times what :class:`Link` promises of a call that must first connect and ask where the nodes are."""
 MEMORY = 24 << 20
 """Less than any of these servers wants us to take. A page of SCAN may be 16 MiB."""
-
-Answer = bytes | Callable[[socket.socket], None]
-INFO = b"redis_version:7\r\nmaxmemory:0\r\nmaxmemory_policy:noeviction\r\n"
-WELL: dict[bytes, bytes] = {
-    b"AUTH": b"+OK\r\n",
-    b"SELECT": b"+OK\r\n",
-    b"INFO": b"$%d\r\n%s\r\n" % (len(INFO), INFO),
-    b"SET": b"+OK\r\n",
-    b"GET": b"$-1\r\n",
-    b"EXISTS": b":0\r\n",
-    b"UNLINK": b":0\r\n",
-    b"OBJECT": b":1\r\n",
-    b"SCAN": b"*2\r\n$1\r\n0\r\n*0\r\n",
-}
-
 
 def dribble(begin: bytes) -> Callable[[socket.socket], None]:
     """``begin``, then a byte at a time: each comes sooner than any time-out of a single byte."""
@@ -83,59 +69,6 @@ HOSTILE: dict[str, Answer] = {
     "words": b"$5\r\nwords\r\n",
     "a map": b"%1\r\n+a\r\n:1\r\n",
 }
-
-
-@contextmanager
-def hostile(answers: dict[bytes, Answer]) -> Iterator[int]:
-    """The port of a server that answers as in ``answers``, else as a Redis that holds nothing."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    clients: list[socket.socket] = []
-    threads: list[threading.Thread] = []
-
-    def serve(client: socket.socket) -> None:
-        with closing(client):
-            try:
-                while asked := client.recv(1 << 16):
-                    for name in words(asked):
-                        answer = answers.get(name, WELL.get(name, b"+OK\r\n"))
-                        if callable(answer):
-                            answer(client)
-                        else:
-                            client.sendall(answer)
-            except OSError:
-                return
-
-    def accept() -> None:
-        while True:
-            try:
-                client, _ = listener.accept()
-            except OSError:
-                return
-            clients.append(client)
-            threads.append(threading.Thread(target=serve, args=(client,), daemon=True))
-            threads[-1].start()
-
-    accepting = threading.Thread(target=accept, daemon=True)
-    accepting.start()
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        accepting.join()
-        for client in clients:
-            try:
-                client.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue
-        for thread in threads:
-            thread.join()
-
-
-def words(asked: bytes) -> list[bytes]:
-    """The commands' names, in their order."""
-    lines = asked.split(b"\r\n")
-    return [lines[at + 2] for at, line in enumerate(lines[:-2]) if line[:1] == b"*" and line[1:].isdigit()]
 
 
 @contextmanager
@@ -178,7 +111,7 @@ def test_no_call_takes_more_than_was_promised_or_believes_it(verb: str, answer: 
     if (answer, verb) == ("too many answers", "find"):
         return  # the first of them is what a Redis that has the chunk says, and more is seen by the next call
     answers: dict[bytes, Answer] = {}
-    with hostile(answers) as port:
+    with scripted(answers) as port:
         tier = opened(port)
         answers[command] = HOSTILE[answer]
         with bounded():
@@ -189,7 +122,7 @@ def test_no_call_takes_more_than_was_promised_or_believes_it(verb: str, answer: 
 @pytest.mark.parametrize("command", [b"AUTH", b"INFO", b"SET"])
 @pytest.mark.parametrize("answer", HOSTILE)
 def test_a_start_is_degraded_or_refused_in_words(command: bytes, answer: str) -> None:
-    with hostile({command: HOSTILE[answer]}) as port, bounded():
+    with scripted({command: HOSTILE[answer]}) as port, bounded():
         try:
             tier = opened(port)
         except TierError as error:
@@ -202,7 +135,7 @@ def test_a_start_is_degraded_or_refused_in_words(command: bytes, answer: str) ->
 @pytest.mark.parametrize("kind", ["+cluster", "+sentinel"])
 @pytest.mark.parametrize("answer", HOSTILE)
 def test_a_cluster_s_map_and_a_sentinel_s_word_are_bounded_too(kind: str, answer: str) -> None:
-    with hostile({b"CLUSTER": HOSTILE[answer], b"SENTINEL": HOSTILE[answer]}) as port, bounded():
+    with scripted({b"CLUSTER": HOSTILE[answer], b"SENTINEL": HOSTILE[answer]}) as port, bounded():
         try:
             tier = opened(port, kind)
         except TierError as error:
@@ -230,7 +163,7 @@ NAME = FORM.header_name(KEYS[0])
 def test_an_engine_starts_over_garbage(garbage: str) -> None:
     """Through the configuration, as an engine does it: the Redis tier misses, everything else works."""
     held = {b"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$%d\r\n%s\r\n" % (len(NAME), NAME)}
-    with hostile(held | GARBAGE[garbage]) as port:
+    with scripted(held | GARBAGE[garbage]) as port:
         config = Config(ram_bytes=1 << 20, redis_url=f"redis://127.0.0.1:{port}", redis_bytes=1 << 24)
         layout = ChunkLayout(bytes(32), 1, 1, (4096,))
         with closing(assemble(config, layout)) as store:
@@ -241,7 +174,7 @@ def test_an_engine_starts_over_garbage(garbage: str) -> None:
 
 def test_a_server_can_neither_forge_a_line_of_the_log_nor_show_the_password(caplog: pytest.LogCaptureFixture) -> None:
     forged = b"-OOM \x1b[31ms3cret\r\x0bWARNING kvtier.admin: cleared everything\r\n"
-    with hostile({b"SET": forged, b"EXISTS": b"-LOADING s3cret \x1b[0m\r\n"}) as port, caplog.at_level(logging.DEBUG):
+    with scripted({b"SET": forged, b"EXISTS": b"-LOADING s3cret \x1b[0m\r\n"}) as port, caplog.at_level(logging.DEBUG):
         tier = opened(port)
         assert not tier.write(KEYS[0], chunk(KEYS[0]))
         assert tier.find(KEYS) == 0
@@ -252,7 +185,7 @@ def test_a_server_can_neither_forge_a_line_of_the_log_nor_show_the_password(capl
 
 @pytest.mark.parametrize("answer", HOSTILE)
 def test_doctor_and_plan_look_at_it_in_bounded_time(answer: str) -> None:
-    with hostile({b"INFO": HOSTILE[answer]}) as port:
+    with scripted({b"INFO": HOSTILE[answer]}) as port:
         url = f"redis://:s3cret@127.0.0.1:{port}"
         seen = probe.probe_redis(url)
         assert "s3cret" not in str(seen.reachable)
@@ -262,6 +195,6 @@ def test_doctor_and_plan_look_at_it_in_bounded_time(answer: str) -> None:
 
 
 def test_a_speed_that_cannot_be_measured_is_none() -> None:
-    with hostile({b"GET": b"*100000000\r\n"}) as port:
+    with scripted({b"GET": b"*100000000\r\n"}) as port:
         timed = measure(Facts(redis=probe.probe_redis(f"redis://127.0.0.1:{port}")), seconds=0.5).redis
         assert timed is not None and timed.speed.value is None and "trial failed" in timed.speed.source

@@ -44,7 +44,7 @@ RUNS = [run(prompt, 1) for prompt in range(CHUNKS)]
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[list[RedisServer]]:
     """Nodes that serve what they have while another one is down."""
-    with redis_cluster(cluster_require_full_coverage="no", maxmemory="64mb") as servers:
+    with redis_cluster(cluster_require_full_coverage="no", maxmemory="8gb") as servers:
         yield servers
 
 
@@ -249,11 +249,11 @@ def test_doctor_plan_and_config_know_a_cluster(nodes: list[RedisServer], command
     url = cluster_url(nodes)
     _, told = command(url, "doctor", "--no-engine", "--json")
     found = {finding["check"]: finding for finding in json.loads(told)["findings"]}
-    assert found["redis"]["state"] == "ok" and "maxmemory 192 MiB" in found["redis"]["seen"], found["redis"]
+    assert found["redis"]["state"] == "ok" and "maxmemory 24 GiB" in found["redis"]["seen"], found["redis"]
     assert found["self-test redis"]["state"] == "ok", found["self-test redis"]
-    status, told = command(url, "plan", "--redis", url, "--no-measure", "--json")
+    status, told = command(url, "plan", "--redis", url, "--no-measure", "--ram", "210GiB", "--json")
     values = json.loads(told)["values"]
-    assert 0.5 * (192 << 20) < values["redis_bytes"] <= 0.9 * (192 << 20), "of all nodes together"
+    assert 20 << 30 < values["redis_bytes"] <= 0.9 * (24 << 30), "of all nodes together"
     assert values["redis_url"] == url
     _, told = command(url, "config")
     assert url in told
