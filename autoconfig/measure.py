@@ -98,7 +98,7 @@ def _timed_disk(disk: Disk, seconds: float) -> Disk:
 def _redis_speed(redis: Redis, seconds: float) -> Fact[float]:
     """The slower of SET and GET of 4 MiB values under one name that expires by itself."""
     from kvtier.tiers.redis_link import Link
-    from kvtier.tiers.redis_wire import FAULTS, Refusal, WrongSizeError
+    from kvtier.tiers.redis_wire import FAULTS, RefusedError, WrongSizeError
 
     room = (redis.maxmemory.value or 1 << 62) - (redis.used.value or 0)
     if room < _KEEP_FREE * _BLOCK:
@@ -121,7 +121,7 @@ def _redis_speed(redis: Redis, seconds: float) -> Fact[float]:
         rates = [_rate(one, seconds / 2, 64) for one in (put, get)]
         with link.wire(name) as wire:
             wire.ask([("UNLINK", name)])
-    except (*FAULTS, Refusal, WrongSizeError) as error:
+    except (*FAULTS, RefusedError, WrongSizeError) as error:
         return unknown(f"Redis trial failed: {error}")
     finally:
         link.close()

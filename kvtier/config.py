@@ -53,7 +53,7 @@ class Config:
     nvme_threads: int = _key(2, "threads", "I/Os in flight; two keep one SSD busy, arrays want more")
     nvme_write_limit: int | None = _key(None, "bytes", "most that is written there a day, against wear; none: no limit")
     nvme_write: str | None = _key(None, "moment", "save, or evict: when RAM drops it; none: save, with a limit evict")
-    redis_url: str | None = _key(None, "url", "Redis or Valkey, its cluster or Sentinel, shared by hosts; none: no such tier")
+    redis_url: str | None = _key(None, "url", "Redis, a cluster or Sentinel, shared by hosts; none: no such tier")
     redis_bytes: int | None = _key(None, "bytes", "our share of its memory; none: what its maxmemory allows")
     redis_threads: int = _key(4, "threads", "connections in use at once; hides the network's round trip")
     redis_ttl_s: int | None = _key(None, "s", "chunks leave Redis after this time; none: when its memory is full")

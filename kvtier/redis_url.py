@@ -21,7 +21,9 @@ from urllib.parse import unquote
 
 from kvtier.errors import ConfigError
 
-EXPECTED = "redis://host:6379/0, redis+cluster://host:port,host:port, redis+sentinel://host:port/service or unix:///path"
+EXPECTED = (
+    "redis://host:6379/0, redis+cluster://host:port,host:port, redis+sentinel://host:port/service or unix:///path"
+)
 PORT, SENTINEL_PORT = 6379, 26379
 MOST_SEEDS = 64
 

@@ -37,7 +37,7 @@ from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.redis_form import HEADER_BYTES, Form
 from kvtier.tiers.redis_link import Link
 from kvtier.tiers.redis_start import Facts, greet, room_for, scan, search
-from kvtier.tiers.redis_wire import FAULTS, MovedError, MovingError, Refusal, Reply, Wire, WrongSizeError, arrived
+from kvtier.tiers.redis_wire import FAULTS, MovedError, MovingError, RefusedError, Reply, Wire, WrongSizeError, arrived
 
 T = TypeVar("T")
 
@@ -258,7 +258,7 @@ class RedisTier:
 
     # ---- one chunk -----------------------------------------------------------------------------------------------
 
-    def _put(self, wire: Wire, key: ChunkKey, data: memoryview, owner: int) -> Refusal | None:
+    def _put(self, wire: Wire, key: ChunkKey, data: memoryview, owner: int) -> RefusedError | None:
         """Parts, then the header; on a refusal the parts are taken back."""
         digest = xxh3_128(key)
 
@@ -347,7 +347,7 @@ class RedisTier:
             self._count(count)
             self._log_first("moving", error)
             return None
-        except (*FAULTS, Refusal) as error:
+        except (*FAULTS, RefusedError) as error:
             self._failed(breaker, count, error)
             return None
         if breaker.ok():
@@ -383,7 +383,7 @@ class RedisTier:
             _LOG.warning("Redis tier %s: %d faults in a row; every call misses for %.1f s, then one tries again (%s)",
                          self._link.label, _FAULTS_TO_OPEN, breaker.wait_s, error)  # fmt: skip
 
-    def _refused(self, refusal: Refusal, full: Breaker) -> None:
+    def _refused(self, refusal: RefusedError, full: Breaker) -> None:
         """The node answered, and does not take writes now (full, read-only, a disk of its own that fails)."""
         self._count("failed_writes")
         self._log_first("refused write", refusal)
@@ -397,7 +397,7 @@ class RedisTier:
         for indices in self._by_node(names):
             commands = [("UNLINK", *self._form.names(keys[index], self.chunk_bytes)) for index in indices]
             replies = self._ask(count, commands, settle=False)
-            if replies is None or any(isinstance(reply, Refusal) for reply in replies):
+            if replies is None or any(isinstance(reply, RefusedError) for reply in replies):
                 self._owe([keys[index] for index in indices])
 
     def _owe(self, keys: Iterable[ChunkKey]) -> None:

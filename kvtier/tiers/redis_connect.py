@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 from kvtier.errors import ConfigError
 from kvtier.redis_url import Address, Login, RedisUrl, Tls
-from kvtier.tiers.redis_wire import LinkError, Refusal, Wire, login_error
+from kvtier.tiers.redis_wire import LinkError, RefusedError, Wire, login_error
 
 
 class Dialer:
@@ -63,7 +63,7 @@ class Dialer:
         if self._database:
             steps.append(("SELECT", self._database))
         for step, reply in zip(steps, wire.ask(steps) if steps else (), strict=True):
-            if isinstance(reply, Refusal) and step[0] == "AUTH":
+            if isinstance(reply, RefusedError) and step[0] == "AUTH":
                 raise login_error(reply)
             if reply != b"OK":
                 raise LinkError(f"database {self._database} is refused: {reply}")

@@ -67,7 +67,7 @@ class Link:
     def wires(self) -> Generator[Wire]:
         """A wire to every node that takes writes, one after the other. Raises FAULTS; close it when you stop early."""
         with self._watched():
-            addresses = self._nodes.all()
+            addresses = self._nodes.every()
         for address in addresses:
             with self._watched(), self._pool(address).wire() as wire:
                 yield wire

@@ -20,7 +20,7 @@ from kvtier.tiers.redis_wire import (
     Bounds,
     LinkError,
     ProtocolError,
-    Refusal,
+    RefusedError,
     Reply,
     SetupError,
     Wire,
@@ -36,7 +36,7 @@ _REDRAW_S = 0.2
 class Nodes(Protocol):
     """Where names lie. Threads: any."""
 
-    def all(self) -> Sequence[Address | None]:
+    def every(self) -> Sequence[Address | None]:
         """Every server that takes writes; None is the Unix socket. May ask the servers; raises FAULTS."""
         ...
 
@@ -45,7 +45,7 @@ class Nodes(Protocol):
         ...
 
     def known(self) -> Sequence[Address | None]:
-        """As :meth:`all`, as far as known now; asks nobody."""
+        """As :meth:`every`, as far as known now; asks nobody."""
         ...
 
     def guess(self, name: bytes) -> Address | None:
@@ -67,10 +67,10 @@ class OneServer:
     def __init__(self, address: Address | None) -> None:
         self._address = address
 
-    def all(self) -> Sequence[Address | None]:
+    def every(self) -> Sequence[Address | None]:
         return [self._address]
 
-    known = all
+    known = every
 
     def of(self, name: bytes) -> Address | None:
         return self._address
@@ -151,7 +151,7 @@ class ClusterNodes(_Asked):
         self._map: list[Address | None] = []
         self._primaries: tuple[Address, ...] = ()
 
-    def all(self) -> Sequence[Address]:
+    def every(self) -> Sequence[Address]:
         self._renew(self._draw, known=bool(self._map))
         return self._primaries
 
@@ -176,7 +176,7 @@ class ClusterNodes(_Asked):
 
     def _draw(self, wire: Wire, asked: Address) -> None:
         (reply,) = wire.ask([("CLUSTER", "SLOTS")], _MAP)
-        if isinstance(reply, Refusal):
+        if isinstance(reply, RefusedError):
             raise _refused_map(reply)
         drawn = cluster_map(reply, asked[0])
         self._primaries = tuple(dict.fromkeys(address for address in drawn if address is not None))
@@ -193,7 +193,7 @@ class SentinelNodes(_Asked):
         self._service = url.service
         self._primary: Address | None = None
 
-    def all(self) -> Sequence[Address]:
+    def every(self) -> Sequence[Address]:
         self._renew(self._name, known=self._primary is not None)
         assert self._primary is not None
         return [self._primary]
@@ -202,7 +202,7 @@ class SentinelNodes(_Asked):
         return [] if self._primary is None else [self._primary]
 
     def of(self, name: bytes) -> Address:
-        return self.all()[0]
+        return self.every()[0]
 
     def guess(self, name: bytes) -> Address | None:
         return self._primary
@@ -212,14 +212,14 @@ class SentinelNodes(_Asked):
 
     def _name(self, wire: Wire, asked: Address) -> None:
         (reply,) = wire.ask([("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)], _PRIMARY)
-        if isinstance(reply, Refusal):
+        if isinstance(reply, RefusedError):
             raise SetupError(f"{address_text(asked)} is no Sentinel, or may not answer us ({reply}); correct redis_url")
         if reply is None:
             raise SetupError(f"Sentinel {address_text(asked)} knows no service {self._service!r}; correct redis_url")
         self._primary = _address(reply, asked[0])
 
 
-def _refused_map(refusal: Refusal) -> LinkError:
+def _refused_map(refusal: RefusedError) -> LinkError:
     if "cluster support disabled" in str(refusal):
         return SetupError("this server is no Redis Cluster; write redis:// or rediss:// in redis_url")
     if refusal.code == "NOPERM":

@@ -17,7 +17,7 @@ from kvtier.errors import TierError
 from kvtier.owner import may
 from kvtier.tiers.redis_form import Form, judge
 from kvtier.tiers.redis_link import Link
-from kvtier.tiers.redis_wire import FAULTS, INFO, Refusal, Reply, SetupError, Wire
+from kvtier.tiers.redis_wire import FAULTS, INFO, RefusedError, Reply, SetupError, Wire
 
 _LOG = logging.getLogger(__name__)
 _SHARE_OF_MAXMEMORY = 0.9
@@ -67,13 +67,12 @@ def greet(link: Link, form: Form) -> list[Facts]:
         if (reason := hopeless(error)) is not None:
             raise TierError(f"Redis tier {link.label}: {reason}") from error
         raise
-    denied = [reply for reply in replies if isinstance(reply, Refusal) and reply.code == "NOPERM"]
+    denied = [reply for reply in replies if isinstance(reply, RefusedError) and reply.code == "NOPERM"]
     if denied:
         names = probe.decode().removesuffix("probe") + "*"
         more = " +cluster|slots" if link.kind == "cluster" else ""
         raise TierError(
-            f"Redis tier {link.label}: the user lacks a right ({denied[0]}); "
-            f"allow {_RIGHTS}{more} on keys {names}"
+            f"Redis tier {link.label}: the user lacks a right ({denied[0]}); allow {_RIGHTS}{more} on keys {names}"
         )
     return facts
 

@@ -1,7 +1,7 @@
 """Wire: Redis's protocol over one connection, for one call. Every reply has a bound in bytes, in items and in time.
 
 A reply's size is known before it is read: nothing is made of a header that promises more than the command can answer.
-So a server that is broken, or is none, costs a call its time and nothing else. Small replies are read by :meth:`Wire.ask`.
+So a server that is broken, or is none, costs a call its time and nothing else. :meth:`Wire.ask` reads small replies.
 The payload of parts goes past it: ``recv_into`` puts it where it belongs, without a copy.
 """
 
@@ -64,7 +64,7 @@ FAULTS = (LinkError, OSError)
 """What a call over a link raises when the server, the network or the login fails."""
 
 
-class Refusal(Exception):
+class RefusedError(Exception):
     """An error that the server answered with. A value in lists of replies.
 
     ``code``: its first word, as ``OOM``. Its text is printable, short, and hides our password."""
@@ -75,7 +75,7 @@ class Refusal(Exception):
 
 
 Reply = Any
-"""bytes, int, None, a list of them, or a :class:`Refusal`."""
+"""bytes, int, None, a list of them, or a :class:`RefusedError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +123,12 @@ class Wire:
         replies.end()
         return told
 
-    def put(self, items: Iterable[tuple[bytes, memoryview]], ttl_ms: int | None) -> Refusal | None:
+    def put(self, items: Iterable[tuple[bytes, memoryview]], ttl_ms: int | None) -> RefusedError | None:
         """SET every name to its bytes, :data:`IN_FLIGHT` at a time; ``items`` is drawn from as the sending goes.
 
         Returns the server's first refusal; what comes after it is not sent."""
         self._socket.settimeout(self._left())
-        refusal: Refusal | None = None
+        refusal: RefusedError | None = None
         waiting = 0
         head = b"*3\r\n" if ttl_ms is None else b"*5\r\n"
         tail = b"\r\n" if ttl_ms is None else b"\r\n$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(str(ttl_ms)), ttl_ms)
@@ -149,7 +149,7 @@ class Wire:
         """GET every name straight into its memory, :data:`IN_FLIGHT` at a time; yields each memory once it is full.
 
         Ends early at the first name that does not exist; what follows it in ``into`` is undefined then. Raises
-        WrongSizeError for a value of another size, Refusal for a refusal, FAULTS.
+        WrongSizeError for a value of another size, RefusedError for a refusal, FAULTS.
         """
         self._socket.settimeout(self._left())
         commands = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name) for name in names]
@@ -179,10 +179,12 @@ class Wire:
         while True:
             self.renew()
             (answer,) = self.ask([("SCAN", cursor, "MATCH", pattern, "COUNT", count)], SCANNED)
-            if isinstance(answer, Refusal):
+            if isinstance(answer, RefusedError):
                 raise LinkError(str(answer))
             match answer:
-                case [bytes(cursor), [*names]] if _NUMBER.fullmatch(cursor) and all(isinstance(name, bytes) for name in names):
+                case [bytes(cursor), [*names]] if _NUMBER.fullmatch(cursor) and all(
+                    isinstance(name, bytes) for name in names
+                ):
                     yield names
                 case _:
                     raise ProtocolError("the reply to SCAN is no cursor and names")
@@ -206,13 +208,13 @@ class Wire:
             raise ConnectionResetError("Redis closed the connection")
         return received
 
-    def refusal(self, line: bytes) -> Refusal:
+    def refusal(self, line: bytes) -> RefusedError:
         """What an error line of the server says, fit for logs."""
         code = _CODE.match(line)
         text = line[:_LINE_BYTES].decode(errors="replace")
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        return Refusal(code[0].decode() if code else "ERR", re.sub(r"[^ -~]", "?", text)[:200])
+        return RefusedError(code[0].decode() if code else "ERR", re.sub(r"[^ -~]", "?", text)[:200])
 
     def _left(self) -> float:
         left = self._deadline - time.monotonic()
@@ -222,7 +224,7 @@ class Wire:
 
     def _judged(self, reply: Reply) -> Reply:
         """The reply; raises where it is about this connection, or the cluster, and not about the command."""
-        if not isinstance(reply, Refusal):
+        if not isinstance(reply, RefusedError):
             return reply
         words = str(reply).split(" ")
         match reply.code:
@@ -249,14 +251,14 @@ class Wire:
                 self._socket.sendall(memoryview(piece)[sent:])
             sent = max(0, sent - len(piece))
 
-    def _acknowledged(self) -> Refusal | None:
+    def _acknowledged(self) -> RefusedError | None:
         """The reply to SET: None, or the server's refusal."""
         line = self._scratch[:5]
         self.fill(line)
         if line == b"+OK\r\n":
             return None
         reply = self._judged(self.refusal(self._error_line(5)))
-        assert isinstance(reply, Refusal)
+        assert isinstance(reply, RefusedError)
         return reply
 
     def _receive(self, memory: memoryview) -> bool:
@@ -354,7 +356,7 @@ class _Replies:
         if count == -1:
             return None
         self._items -= count
-        if not 0 <= count or self._items < 0 or depth < 1:
+        if not count >= 0 or self._items < 0 or depth < 1:
             raise ProtocolError(f"the server announces a list of {count} items where none of that size is expected")
         return [self._reply(depth - 1) for _ in range(count)]
 
@@ -393,7 +395,7 @@ def _moved(words: Sequence[str]) -> MovedError:
     return MovedError(int(words[1]), (found[1].strip("[]"), int(found[2])) if found and found[1] else None)
 
 
-def login_error(refusal: Refusal) -> SetupError:
+def login_error(refusal: RefusedError) -> SetupError:
     """Without the server's words, which may repeat what it was told."""
     return SetupError(f"login refused ({refusal.code}); correct user and password in redis_url")
 

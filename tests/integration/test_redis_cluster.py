@@ -1,5 +1,5 @@
-"""Real clusters and a real Sentinel, as an operator has them: by ``redis_url``, through ``kvtier serve`` and a client, and
-through the commands."""
+"""Real clusters and a real Sentinel, as an operator has them: by ``redis_url``, through ``kvtier serve`` and a client,
+and through the commands."""
 
 from __future__ import annotations
 
@@ -117,19 +117,21 @@ def dbsize(server: RedisServer) -> int:
 
 
 def test_slots_that_move_while_they_are_read_lose_nothing() -> None:
-    with redis_cluster(cluster_require_full_coverage="no", maxmemory="64mb") as servers:
-        with served(cluster_url(servers)) as server, attached(server.door()) as client:
-            saved(client)
-            before = on_node(servers[0])
-            ids = [node_id(one) for one in servers]
-            moving = threading.Thread(target=reshard, args=(servers[0], ids[0], ids[1]))
-            moving.start()
-            while moving.is_alive():
-                had(client)
-            moving.join()
-            assert before > on_node(servers[0]), "some of them moved"
-            wait_for(lambda: had(client) == list(range(CHUNKS)), "nothing was lost")
-            assert not any(count for name, count in client.stats().items() if "corrupt" in name)
+    with ExitStack() as stack:
+        servers = stack.enter_context(redis_cluster(cluster_require_full_coverage="no", maxmemory="64mb"))
+        server = stack.enter_context(served(cluster_url(servers)))
+        client = stack.enter_context(attached(server.door()))
+        saved(client)
+        before = on_node(servers[0])
+        ids = [node_id(one) for one in servers]
+        moving = threading.Thread(target=reshard, args=(servers[0], ids[0], ids[1]))
+        moving.start()
+        while moving.is_alive():
+            had(client)
+        moving.join()
+        assert before > on_node(servers[0]), "some of them moved"
+        wait_for(lambda: had(client) == list(range(CHUNKS)), "nothing was lost")
+        assert not any(count for name, count in client.stats().items() if "corrupt" in name)
 
 
 def node_id(server: RedisServer) -> str:
@@ -228,7 +230,7 @@ def test_a_sentinel_that_knows_no_such_service_is_said_at_the_start() -> None:
         assert tier.write(KEYS[0], chunk(KEYS[0])) and holds(tier, KEYS[0])
 
 
-# ---- the commands ------------------------------------------------------------------------------------------------------
+# ---- the commands --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -251,7 +253,7 @@ def test_doctor_plan_and_config_know_a_cluster(nodes: list[RedisServer], command
     found = {finding["check"]: finding for finding in json.loads(told)["findings"]}
     assert found["redis"]["state"] == "ok" and "maxmemory 24 GiB" in found["redis"]["seen"], found["redis"]
     assert found["self-test redis"]["state"] == "ok", found["self-test redis"]
-    status, told = command(url, "plan", "--redis", url, "--no-measure", "--ram", "210GiB", "--json")
+    _, told = command(url, "plan", "--redis", url, "--no-measure", "--ram", "210GiB", "--json")
     values = json.loads(told)["values"]
     assert 20 << 30 < values["redis_bytes"] <= 0.9 * (24 << 30), "of all nodes together"
     assert values["redis_url"] == url

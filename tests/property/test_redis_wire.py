@@ -24,7 +24,7 @@ from kvtier.tiers.redis_wire import (
     MovedError,
     MovingError,
     ProtocolError,
-    Refusal,
+    RefusedError,
     SetupError,
     Wire,
     WrongSizeError,
@@ -140,7 +140,7 @@ def test_any_answer_to_small_commands_is_replies_or_a_fault(
 def _within(reply: Any, depth: int) -> bool:
     if isinstance(reply, list):
         return depth > 0 and all(_within(each, depth - 1) for each in reply)
-    return isinstance(reply, bytes | int | Refusal | None)
+    return isinstance(reply, bytes | int | RefusedError | None)
 
 
 @given(st.lists(st.sampled_from(PIECES) | st.binary(max_size=30), max_size=8), st.integers(1, 40))
@@ -236,7 +236,7 @@ def test_where_a_slot_moved_is_read_or_not_known(line: bytes, slot: int, address
 
 def test_an_error_of_the_server_is_printable_short_and_hides_the_password() -> None:
     (refusal,) = on(b"-ERR \x1b[31m no 's3cret'\t" + b"x" * 300 + b"\r\n", secrets=("s3cret",)).ask([("INFO",)])
-    assert isinstance(refusal, Refusal) and refusal.code == "ERR"
+    assert isinstance(refusal, RefusedError) and refusal.code == "ERR"
     text = str(refusal)
     assert "s3cret" not in text and "***" in text
     assert text.isascii() and text.isprintable() and len(text) <= 200

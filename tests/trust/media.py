@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvtier.chunk import ChunkKey
 from kvtier.tiers.base import PartReader, Tier, owners_in, write_for
-from kvtier.tiers.redis_wire import LinkError, Refusal, WrongSizeError
+from kvtier.tiers.redis_wire import LinkError, RefusedError, WrongSizeError
 from tests.trust.scheduler import Process, ViolationError, World
 
 
@@ -299,11 +299,11 @@ class SimWire:
     def ask(self, commands: Iterable[tuple[Any, ...]], bounds: object = None) -> list[Any]:
         return [self._one(command) for command in list(commands)]
 
-    def put(self, items: Iterable[tuple[bytes, memoryview]], ttl_ms: int | None) -> Refusal | None:
+    def put(self, items: Iterable[tuple[bytes, memoryview]], ttl_ms: int | None) -> RefusedError | None:
         for name, data in items:
             if self.world.fault("redis full"):
                 self.world.current.failed = True
-                return Refusal("OOM", "OOM simulated")
+                return RefusedError("OOM", "OOM simulated")
             self._one(("SET", name, bytes(data)))
         return None
 

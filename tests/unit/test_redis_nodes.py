@@ -63,7 +63,7 @@ def test_both_halves_have_chunks() -> None:
     assert len(LOW) > 1 and len(HIGH) > 1
 
 
-# ---- seeds ---------------------------------------------------------------------------------------------------------
+# ---- seeds ---------------------------------------------------------------------------------------
 
 
 def test_seeds_that_are_down_or_hang_are_passed_over_and_asked_last_from_then_on(stack: ExitStack, two: Any) -> None:
@@ -78,7 +78,7 @@ def test_a_seed_that_hangs_delays_the_first_call_only() -> None:
     with silent() as hanging, scripted({b"CLUSTER": cluster_slots(7000)}) as well:
         url = parse(f"redis+cluster://127.0.0.1:{hanging},127.0.0.1:{well}")
         nodes = ClusterNodes(url, Dialer(url, url.login, 0, SHORT_S))
-        assert nodes.all() == (("127.0.0.1", 7000),)
+        assert nodes.every() == (("127.0.0.1", 7000),)
         assert nodes._candidates[0] == ("127.0.0.1", well), "who answered is asked first the next time"
         assert nodes._candidates[-1] == ("127.0.0.1", hanging)
 
@@ -99,7 +99,7 @@ def test_what_was_known_stays_in_use_while_nobody_says_where_the_nodes_are(stack
     assert tier.find(KEYS) == len(KEYS)
 
 
-# ---- slots that move -------------------------------------------------------------------------------------------------
+# ---- slots that move -----------------------------------------------------------------------------
 
 
 def test_a_slot_that_moved_is_followed_in_the_same_call(stack: ExitStack, two: Any) -> None:
@@ -145,7 +145,7 @@ def test_names_that_move_just_now_are_away_and_the_node_is_well(stack: ExitStack
     assert tier.counts["refused"] == 0
 
 
-# ---- nodes fail for themselves -----------------------------------------------------------------------------------------
+# ---- nodes fail for themselves -------------------------------------------------------------------
 
 
 def test_a_node_that_is_away_is_left_alone_and_the_others_are_not(stack: ExitStack, two: Any) -> None:
@@ -189,7 +189,7 @@ def test_nodes_that_left_the_cluster_are_forgotten(stack: ExitStack, two: Any) -
     assert f"127.0.0.1:{ports[0]}" not in tier._nodes
 
 
-# ---- Sentinel ----------------------------------------------------------------------------------------------------------
+# ---- Sentinel ------------------------------------------------------------------------------------
 
 
 def test_sentinel_is_asked_again_when_the_primary_fails(stack: ExitStack) -> None:
@@ -245,15 +245,17 @@ def test_a_sentinel_that_cannot_help_is_said_at_the_start(stack: ExitStack, answ
         opened(stack, "sentinel", sentinel, free_port())
 
 
-@pytest.mark.parametrize("answer", [b"*2\r\n$1\r\nh\r\n$1\r\nx\r\n", b"*1\r\n$1\r\nh\r\n", b":1\r\n", b"*3\r\n:1\r\n:1\r\n:1\r\n"])
+@pytest.mark.parametrize(
+    "answer", [b"*2\r\n$1\r\nh\r\n$1\r\nx\r\n", b"*1\r\n$1\r\nh\r\n", b":1\r\n", b"*3\r\n:1\r\n:1\r\n:1\r\n"]
+)
 def test_a_sentinel_s_word_that_is_no_address_is_a_fault(stack: ExitStack, answer: bytes) -> None:
     sentinel = stack.enter_context(scripted({b"SENTINEL": answer}))
     url = parse(f"redis+sentinel://127.0.0.1:{sentinel}/main")
     with pytest.raises(LinkError):
-        SentinelNodes(url, Dialer(url, url.login, 0, SHORT_S)).all()
+        SentinelNodes(url, Dialer(url, url.login, 0, SHORT_S)).every()
 
 
-# ---- connections -------------------------------------------------------------------------------------------------------
+# ---- connections ---------------------------------------------------------------------------------
 
 
 def test_no_more_connections_than_were_asked_for_and_none_is_kept_that_ended(stack: ExitStack) -> None:

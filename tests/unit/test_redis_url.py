@@ -128,6 +128,7 @@ REFUSED = {
     "rediss://h?ssl_cert_reqs=maybe": "required or none",
     "rediss://h?ssl_check_hostname=maybe": "true or false",
     "rediss://h?ssl_keyfile=/k": "without ssl_certfile",
+    "unix:///u:p@/run/r.sock": "an @ behind the host or the path",
     "unix://run/r.sock": "absolute path",
     "unix://": "absolute path",
 }
@@ -232,9 +233,7 @@ def open_tier(url: str) -> list[str]:
 
 
 @pytest.mark.parametrize("url", ["redis://u:Sup3r/S3CRET@h", "redis://u:S3CRET@127.0.0.1:1"])
-@pytest.mark.parametrize(
-    "command", [["config"], ["doctor", "--no-engine"], ["plan", "--no-measure"]]
-)
+@pytest.mark.parametrize("command", [["config"], ["doctor", "--no-engine"], ["plan", "--no-measure"]])
 def test_no_command_shows_a_password(
     url: str,
     command: list[str],

@@ -210,7 +210,7 @@ class SpreadTier(AwayTier):
 
 
 def test_a_machine_that_is_away_is_left_alone_and_the_tier_s_others_are_not() -> None:
-    clock, tier = Clock(), SpreadTier(8)
+    clock, tier = Clock(), SpreadTier(16)
     singles = [keys(number) for number in (1, 2, 3, 4, 5, 6)]
     lane = ManualLane()
     store = Store(Pool(6, SLOT), [(tier, lane)], clock=clock)

@@ -68,8 +68,8 @@ ROOM = Room(
         ),
         Mutant(
             "tiers/redis_wire.py",
-            "        if ending != b\"\\r\\n\":\n            raise ProtocolError(\"a value is longer",
-            "        if False:\n            raise ProtocolError(\"a value is longer",
+            '        if ending != b"\\r\\n":\n            raise ProtocolError("a value is longer',
+            '        if False:\n            raise ProtocolError("a value is longer',
             "replies are read out of step",
         ),
         Mutant(
@@ -80,8 +80,8 @@ ROOM = Room(
         ),
         Mutant(
             "tiers/redis_wire.py",
-            "        if line == b\"+OK\\r\\n\":\n            return None",
-            "        if line != b\"-\":\n            return None",
+            '        if line == b"+OK\\r\\n":\n            return None',
+            '        if line != b"-":\n            return None',
             "a write that was refused counts as done",
         ),
         Mutant(
@@ -93,7 +93,7 @@ ROOM = Room(
         # ---- its words ----
         Mutant(
             "tiers/redis_wire.py",
-            "            text = text.replace(secret, \"***\")",
+            '            text = text.replace(secret, "***")',
             "            pass",
             "a server that repeats the password has it logged",
         ),

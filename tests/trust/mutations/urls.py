@@ -9,8 +9,8 @@ ROOM = Room(
     (
         Mutant(
             "redis_url.py",
-            '        user = f"{self.login.user or \'\'}:***@" if',
-            '        user = f"{self.login.user or \'\'}:{self.login.password}@" if',
+            "        user = f\"{self.login.user or ''}:***@\" if",
+            "        user = f\"{self.login.user or ''}:{self.login.password}@\" if",
             "commands and logs show the password",
         ),
         Mutant(
@@ -34,8 +34,8 @@ ROOM = Room(
         Mutant(
             "redis_url.py",
             '    if "@" in tail:',
-            '    if "@" in tail and "?" in tail:',
-            "a password with a slash is taken for a host, and shown",
+            "    if False:",
+            "a login with a slash is taken for a path, and shown",
         ),
         Mutant(
             "redis_url.py",
