@@ -5,7 +5,6 @@ One thread each, so a disk with many queues may do better than what is written d
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import time
@@ -97,19 +96,33 @@ def _timed_disk(disk: Disk, seconds: float) -> Disk:
 
 
 def _redis_speed(redis: Redis, seconds: float) -> Fact[float]:
-    """The slower of SET and GET of 4 MiB values under one key that expires by itself."""
-    import redis as client_library
+    """The slower of SET and GET of 4 MiB values under one name that expires by itself."""
+    from kvtier.tiers.redis_link import Link
+    from kvtier.tiers.redis_wire import FAULTS, RefusedError, WrongSizeError
 
     room = (redis.maxmemory.value or 1 << 62) - (redis.used.value or 0)
     if room < _KEEP_FREE * _BLOCK:
         return unknown("Redis is too full to try")
-    key, value = f"kvtier:probe:{os.getpid()}", os.urandom(_BLOCK)
+    name, value = f"kvtier:probe:{os.getpid()}".encode(), memoryview(bytearray(os.urandom(_BLOCK)))
+    link = Link(redis.url, connections=1, timeout_s=max(0.2, seconds))
+
+    def put(_: int) -> int:
+        with link.wire(name) as wire:
+            refusal = wire.put([(name, value)], 60_000)
+        if refusal is not None:
+            raise refusal
+        return _BLOCK
+
+    def get(_: int) -> int:
+        with link.wire(name) as wire:
+            return sum(memory.nbytes for memory in wire.get([name], [value]))
+
     try:
-        client = client_library.Redis.from_url(redis.url, socket_timeout=max(0.2, seconds), socket_connect_timeout=1)
-        with contextlib.closing(client):
-            put = _rate(lambda _: bool(client.set(key, value, ex=60)) * _BLOCK, seconds / 2, 64)
-            got = _rate(lambda _: len(client.get(key) or b""), seconds / 2, 64)
-            client.delete(key)
-    except (client_library.RedisError, OSError) as error:
+        rates = [_rate(one, seconds / 2, 64) for one in (put, get)]
+        with link.wire(name) as wire:
+            wire.ask([("UNLINK", name)])
+    except (*FAULTS, RefusedError, WrongSizeError) as error:
         return unknown(f"Redis trial failed: {error}")
-    return known(min(put, got), "measured, one connection, 4 MiB values")
+    finally:
+        link.close()
+    return known(min(rates), "measured, one connection, 4 MiB values")

@@ -355,7 +355,7 @@ def _plan_redis(redis: Redis | None, load: _Load, draft: _Draft) -> None:
     if redis is None:
         return draft.leave_out("redis", "no URL was given")
     if not redis.reachable.value:
-        return draft.leave_out("redis", f"not reachable ({redis.reachable.source})")
+        return draft.leave_out("redis", f"cannot be used ({redis.reachable.source})")
     if not redis.maxmemory.value:
         text = "it has no maxmemory"
         if redis.maxmemory.value is None:

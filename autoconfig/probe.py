@@ -245,25 +245,35 @@ def probe_disks(paths: Sequence[str] = (), root: Path = ROOT) -> tuple[Disk, ...
 
 
 def probe_redis(url: str) -> Redis:
-    """One INFO, at most a second to connect and one to answer."""
+    """One INFO of every node, at most a second to connect and one to answer. Memory is that of all primaries together.
+
+    Raises ConfigError for a URL that is none, without showing it."""
+    from kvtier.redis_url import parse
+    from kvtier.tiers.redis_link import Link
+    from kvtier.tiers.redis_start import hopeless, limit_of, node_facts, wrong_kind
+    from kvtier.tiers.redis_wire import FAULTS
+
+    link = Link(url, connections=1)
+    local = parse(url).local
     try:
-        import redis
-    except ImportError:
-        return Redis(url, reachable=unknown("the redis package is not installed"))
-    local = bool(re.match(r"unix:|[a-z]+://([^@/]*@)?(localhost|127\.|\[::1\])", url))
-    try:
-        client = redis.Redis.from_url(url, socket_timeout=1, socket_connect_timeout=1)
-        with contextlib.closing(client):
-            info = client.info("memory")
-    except (redis.RedisError, OSError, ValueError) as error:
-        return Redis(url, reachable=known(False, str(error)), local=local)
-    source = f"INFO memory of {re.sub(r'//[^@/]*@', '//', url)}"
+        facts = node_facts(link)
+    except FAULTS as error:
+        return Redis(url, reachable=known(False, hopeless(error) or str(error)), local=local)
+    finally:
+        link.close()
+    if (wrong := wrong_kind(link, facts)) is not None:
+        return Redis(url, reachable=known(False, wrong), local=local)
+    source = f"INFO of {link.label}" + (f", {len(facts)} nodes" if len(facts) > 1 else "")
+    used = [fact.used for fact in facts if fact.used is not None]
+    limit = limit_of(facts)
+    policies = {fact.policy for fact in facts if fact.policy is not None}
+    untold = f"{source} does not tell it"
     return Redis(
         url,
         reachable=known(True, source),
-        maxmemory=_try(lambda: int(info["maxmemory"]), source),
-        used=_try(lambda: int(info["used_memory"]), source),
-        policy=_try(lambda: str(info["maxmemory_policy"]), source),
+        maxmemory=unknown(untold) if limit is None else known(limit, source),
+        used=known(sum(used), source) if len(used) == len(facts) else unknown(untold),
+        policy=known(" and ".join(sorted(policies)), source) if policies else unknown(untold),
         local=local,
     )
 

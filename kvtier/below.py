@@ -20,13 +20,14 @@ from kvtier.lanes import Executor
 from kvtier.pool import Pool
 from kvtier.reasons import Left
 from kvtier.steps import AT_ONCE, Steps
-from kvtier.tiers.base import RoomGiver, SharedKeeper, Tier
+from kvtier.tiers.base import RoomGiver, SharedKeeper, Tier, machine_of
 from kvtier.tiers.breaker import Breaker
 from kvtier.timed import TimedTier
 
 _AWAY_READS, _AWAY_S, _LONGEST_AWAY_S = 3, 0.5, 30.0
-"""A tier that could not be asked this often in a row is left alone for this long, then tried by one read; at most so
+"""A machine that could not be asked this often in a row is left alone for this long, then tried by one read; at most so
 long: every read that is begun takes a slot from somebody."""
+_MOST_MACHINES = 2000
 
 
 class Place(NamedTuple):
@@ -69,7 +70,7 @@ class Below:
         self._trash: list[ChunkKey] = []
         self._corrupt = _corrupt(self.tier)
         self._silent = False
-        self._away = Breaker(_AWAY_READS, _AWAY_S, _LONGEST_AWAY_S, clock)
+        self._away: dict[str, Breaker] = {}
 
     # ---- promotion: lower tier -> slot ---------------------------------------------------------------------------
 
@@ -78,9 +79,19 @@ class Below:
         """The tier does not answer: its last read failed, or it is left alone now. Any thread."""
         return self._silent or bool(getattr(self.tier, "open_breakers", 0))
 
-    def may_read(self) -> bool:
-        """May a read begin? Not while the tier is away: what it holds is known, and is a miss."""
-        return self._away.allows()
+    def may_read(self, key: ChunkKey) -> bool:
+        """Under the lock: may a read begin? Not while the machine that has the chunk is away: what it holds is known,
+        and is a miss. A tier of several machines goes on with the others."""
+        return self._machine(key).allows()
+
+    def _machine(self, key: ChunkKey) -> Breaker:
+        """Under the lock. Those that left a cluster are forgotten, with all others, when there are very many."""
+        name = machine_of(self.tier, key)
+        if name not in self._away:
+            if len(self._away) >= _MOST_MACHINES:
+                self._away.clear()
+            self._away[name] = Breaker(_AWAY_READS, _AWAY_S, _LONGEST_AWAY_S, self._clock)
+        return self._away[name]
 
     def read(self, entry: Entry) -> bool | None:
         """On a lane thread: fill the entry's slot. :meth:`was_read` must follow."""
@@ -90,9 +101,9 @@ class Below:
         """Under the lock: a read ended. One that failed leaves the entry FILLING: another tier may have the chunk."""
         self._silent = whole is None
         if self._silent:
-            self._away.fault()
+            self._machine(entry.key).fault()
         else:
-            self._away.ok()
+            self._machine(entry.key).ok()
         if whole:
             self._counts[f"{self.tier.name}_loaded"] += 1
             self._directory.filled(entry, self._index)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from kvtier import lmcache, lmi
+from kvtier import lmcache, lmi, redis_url
 from kvtier.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Config:
     nvme_threads: int = _key(2, "threads", "I/Os in flight; two keep one SSD busy, arrays want more")
     nvme_write_limit: int | None = _key(None, "bytes", "most that is written there a day, against wear; none: no limit")
     nvme_write: str | None = _key(None, "moment", "save, or evict: when RAM drops it; none: save, with a limit evict")
-    redis_url: str | None = _key(None, "url", "redis://, rediss:// or unix://, shared by hosts; none: no such tier")
+    redis_url: str | None = _key(None, "url", "Redis, a cluster or Sentinel, shared by hosts; none: no such tier")
     redis_bytes: int | None = _key(None, "bytes", "our share of its memory; none: what its maxmemory allows")
     redis_threads: int = _key(4, "threads", "connections in use at once; hides the network's round trip")
     redis_ttl_s: int | None = _key(None, "s", "chunks leave Redis after this time; none: when its memory is full")
@@ -192,10 +192,13 @@ def default_nvme_bytes(free: int) -> int:
 
 
 def masked(value: object) -> object:
-    """``value``, without the password where it is a URL that has one."""
-    if not isinstance(value, str) or "://" not in value:
+    """``value``, without what may be a password: of a URL that holds one, what was understood of it, or its scheme."""
+    if not isinstance(value, str) or not _MAY_HOLD_A_PASSWORD.match(value):
         return value
-    return re.sub(r"(password=)[^&]*", r"\1***", re.sub(r"(://[^/@:]*:).*@", r"\1***@", value))
+    return redis_url.masked(value)
+
+
+_MAY_HOLD_A_PASSWORD = re.compile("(?is)(redis|valkey).*:|[^/].*[@#?]")
 
 
 _SECRET_NAME = re.compile(
@@ -315,6 +318,8 @@ def _known(key: str, source: str) -> str:
 
 
 def _parse(key: str, given: object, source: str) -> Any:
+    if KEYS[key]["unit"] == "url":
+        return _redis_url(key, given, source)
     parse, expected = _PARSERS[KEYS[key]["unit"]]
     try:
         return parse(given)
@@ -322,6 +327,17 @@ def _parse(key: str, given: object, source: str) -> Any:
         raise ConfigError(
             f"{key}={shown(key, given)!r} ({source}): expected {expected}; correct it or remove it"
         ) from None
+
+
+def _redis_url(key: str, given: object, source: str) -> str:
+    """The text of a URL that :mod:`kvtier.redis_url` understands."""
+    text = given if isinstance(given, str) else ""
+    try:
+        redis_url.parse(text)
+    except ConfigError as error:
+        shown = redis_url.masked(text)
+        raise ConfigError(f"{key}={shown!r} ({source}): {error}; correct it or remove it") from None
+    return text
 
 
 def parse_size(given: object) -> int:
@@ -384,10 +400,6 @@ _PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
     "flag": (_flag, "true or false"),
     "folder": (_text(r"/[^\0\n]*"), "an absolute path such as /mnt/nvme/kvtier"),
     "file": (_text(r"/[^\0\n]*"), "an absolute path such as /etc/kvtier/token"),
-    "url": (
-        _text(r"(rediss?://[^\s/]\S*|unix:///\S+)"),
-        "redis://host:6379/0, rediss://... or unix:///path/redis.sock",
-    ),
     "http": (_http, "http://host:port, https://host:port or off"),
     "address": (_text(r"(unix:///\S+|tcp://\S+:\d+)"), "unix:///path/kvtier.sock or tcp://host:port"),
     "name": (_text(r"[A-Za-z0-9._-]+"), "letters, digits, '.', '_' or '-'"),

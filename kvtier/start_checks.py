@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import closing
-from importlib import import_module
 
 from kvtier.assemble import ram_bytes, secret_key
 from kvtier.autoconfig.probe import probe_disk
@@ -46,13 +45,6 @@ def try_redis(config: Config) -> str:
     if config.redis_url is None:
         return ""
     try:
-        import_module("kvtier.tiers.redis")
-    except ImportError as error:
-        raise ConfigError(
-            f"redis_url is set, and Python has no redis package ({error}): pip install 'kvtier[redis]', "
-            "or remove redis_url"
-        ) from error
-    try:
         return _greeted(config, config.redis_url)
     except TierError as error:
         raise ConfigError(str(error)) from error
@@ -60,8 +52,9 @@ def try_redis(config: Config) -> str:
 
 def _greeted(config: Config, url: str) -> str:
     from kvtier.tiers.redis_form import Form
-    from kvtier.tiers.redis_link import FAULTS, Link
+    from kvtier.tiers.redis_link import Link
     from kvtier.tiers.redis_start import greet, share_of
+    from kvtier.tiers.redis_wire import FAULTS
 
     link = Link(url, connections=1)
     with closing(link):

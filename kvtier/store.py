@@ -411,7 +411,7 @@ class Store:
         for key in lease.keys[known : None if most is None else known + most]:
             entry = directory.get(key)
             if entry is None:
-                holder = next((index for index in directory.holders(key) if self._below[index].may_read()), None)
+                holder = next((index for index in directory.holders(key) if self._below[index].may_read(key)), None)
                 if holder is None:
                     break
                 entry = directory.reserve(key, (), holder, lease.owner)

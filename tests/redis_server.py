@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -142,13 +143,14 @@ def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 @contextmanager
-def redis_cluster(nodes: int = 3) -> Iterator[list[RedisServer]]:
-    """A Redis Cluster of masters that share the slots."""
+def redis_cluster(nodes: int = 3, **settings: str | int) -> Iterator[list[RedisServer]]:
+    """A Redis Cluster of primaries that share the slots. ``settings``: more of every node's configuration."""
     with ExitStack() as stack:
         servers = []
         for _ in range(nodes):
             # The cluster's own bus needs a second port; the default, port + 10000, may be taken or too high.
-            server = RedisServer(cluster_enabled="yes", cluster_port=free_port(), cluster_node_timeout=2000)
+            own: dict[str, str | int] = {"cluster_enabled": "yes", "cluster_port": free_port()}
+            server = RedisServer(**own, **{"cluster_node_timeout": 2000} | settings)
             servers.append(stack.enter_context(server))
         addresses = [f"127.0.0.1:{server.port}" for server in servers]
         subprocess.run(
@@ -159,3 +161,29 @@ def redis_cluster(nodes: int = 3) -> Iterator[list[RedisServer]]:
                 while admin.execute_command("CLUSTER INFO")["cluster_state"] != "ok":
                     time.sleep(0.02)  # the nodes have agreed and are about to notice
         yield servers
+
+
+def cluster_url(servers: Sequence[RedisServer]) -> str:
+    """All of them as seeds."""
+    return "redis+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in servers)
+
+
+@contextmanager
+def redis_sentinel(primary: RedisServer, service: str) -> Iterator[int]:
+    """The port of a Sentinel that watches ``primary`` and its replicas, and alone decides on a failover."""
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="kvtier-sentinel-") as folder:
+        file = Path(folder) / "sentinel.conf"
+        file.write_text(
+            f"port {port}\nbind 127.0.0.1\ndir {folder}\n"
+            f"sentinel monitor {service} 127.0.0.1 {primary.port} 1\n"
+            f"sentinel down-after-milliseconds {service} 500\nsentinel failover-timeout {service} 2000\n"
+        )
+        with subprocess.Popen(["redis-server", str(file), "--sentinel"], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            try:
+                next(line for line in process.stdout if "+monitor" in line)
+                threading.Thread(target=process.stdout.read, daemon=True).start()
+                yield port
+            finally:
+                process.kill()

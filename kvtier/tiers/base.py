@@ -101,6 +101,21 @@ class RoomGiver(Protocol):
 
 
 @runtime_checkable
+class Spread(Protocol):
+    """What a tier promises besides when its chunks lie on several machines, each of which fails for itself."""
+
+    def machine(self, key: ChunkKey) -> str:
+        """A name of the machine that has the chunk, if the tier has it. Asks nobody. There are at most a thousand names
+        at any time. Threads: any."""
+        ...
+
+
+def machine_of(tier: Tier, key: ChunkKey) -> str:
+    """See Spread; one name for all chunks of a tier that is not spread."""
+    return tier.machine(key) if isinstance(tier, Spread) else ""
+
+
+@runtime_checkable
 class PartReader(Protocol):
     """What a tier promises besides when a part of a chunk can be read by itself. Threads and faults as in Tier."""
 

@@ -3,10 +3,13 @@
 What is believed: a chunk counts as held when its header is there, and the header is written last, after every part was
 acknowledged. A reader takes header and parts, and compares XXH3-128 over key and payload; a part that Redis evicted
 or a writer never finished is a miss, a wrong byte is a miss and a count. See :mod:`kvtier.tiers.redis_form` for the
-names and bytes, :mod:`kvtier.tiers.redis_link` for the connections.
+names and bytes, :mod:`kvtier.tiers.redis_link` for the connections, :mod:`kvtier.tiers.redis_wire` for the protocol.
 
 Order and room are the Directory's, as for every tier: it deletes leaf first within ``capacity``. Redis's own eviction
 should be off (``maxmemory-policy noeviction``); what was found at the start is logged.
+
+A node that fails is left alone for a while, and one that takes no writes is sent none for a while: each node for
+itself, the others go on. Names that move between nodes of a cluster are "not now", never a miss.
 
 Several servers on one Redis: each owns a budget of its own and sees what the others wrote by asking (``find``). What
 one deletes is gone for all, and a miss for them. With ``ttl_s`` chunks that no server remembers leave by themselves;
@@ -20,10 +23,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
-import redis
 from xxhash import xxh3_128
 
 from kvtier.chunk import ChunkKey
@@ -32,8 +35,9 @@ from kvtier.owner import NOBODY
 from kvtier.recency import coldest_first
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.redis_form import HEADER_BYTES, Form
-from kvtier.tiers.redis_link import FAULTS, Link, Reply, Wire, WrongSizeError, arrived
+from kvtier.tiers.redis_link import Link
 from kvtier.tiers.redis_start import Facts, greet, room_for, scan, search
+from kvtier.tiers.redis_wire import FAULTS, MovedError, MovingError, RefusedError, Reply, Wire, WrongSizeError, arrived
 
 T = TypeVar("T")
 
@@ -50,6 +54,14 @@ _SETTLED_AT_ONCE = 32
 _MOST_OWED = 65_536
 _FIND_AT_ONCE = 512
 _TTL_GRACE_MS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """What is known of one node. Its capacity is its own: a full one says nothing about the others."""
+
+    away: Breaker
+    full: Breaker
 
 
 class RedisTier:
@@ -91,8 +103,7 @@ class RedisTier:
         self._link, self._form, self._clock = link, form, clock
         self._ttl_ms = None if ttl_s is None else max(1, int(ttl_s * 1000))
         self._lock = threading.Lock()
-        self._breakers: dict[str, Breaker] = {}
-        self._full = Breaker(1, _FULL_WAIT_S, _LONGEST_FULL_WAIT_S, clock)
+        self._nodes: dict[str, _Node] = {}
         self._owed: dict[ChunkKey, None] = {}
         self._settling: set[ChunkKey] = set()
         self._logged: set[str] = set()
@@ -107,12 +118,23 @@ class RedisTier:
     @property
     def open_breakers(self) -> int:
         """Nodes that are left alone now because they failed."""
-        return sum(breaker.open for breaker in list(self._breakers.values()))
+        known = set(self._link.nodes())
+        return sum(node.away.open for name, node in list(self._nodes.items()) if name in known)
+
+    @property
+    def full_nodes(self) -> int:
+        """Nodes that are sent no writes now because they refused one."""
+        known = set(self._link.nodes())
+        return sum(node.full.open for name, node in list(self._nodes.items()) if name in known)
 
     @property
     def owed(self) -> int:
         """Deletes that wait until Redis can be reached."""
         return len(self._owed)
+
+    def machine(self, key: ChunkKey) -> str:
+        """See :class:`~kvtier.tiers.base.Spread`."""
+        return self._link.node_of(self._form.header_name(key))
 
     def recovered(self) -> Sequence[ChunkKey]:
         """See :meth:`Tier.recovered`. At most ``capacity`` keys, the most recently used: the rest may be another
@@ -123,7 +145,7 @@ class RedisTier:
                 for wire in wires:
                     scan(wire, self._form, self.chunk_bytes, stamps, self._clock, self._link.label)
         except FAULTS as error:
-            self._failed(self._breaker(b""), "failed_finds", error)
+            self._failed(self._node(b"").away, "failed_finds", error)
         order = coldest_first(stamps.items())
         if stamps:
             more = max(0, len(order) - self.capacity)
@@ -145,7 +167,7 @@ class RedisTier:
                 for wire in wires:
                     whole &= search(wire, self._form, owner, found, self._clock)
         except FAULTS as error:
-            self._failed(self._breaker(b""), "failed_finds", error)
+            self._failed(self._node(b"").away, "failed_finds", error)
             whole = False
         return found, whole
 
@@ -153,20 +175,21 @@ class RedisTier:
         """See :meth:`Tier.write`. Raises StateError for a wrong size."""
         if not 0 < data.nbytes <= self.chunk_bytes:
             raise StateError(f"a chunk of {data.nbytes} bytes for a tier of chunks of {self.chunk_bytes} bytes")
+        name = self._form.header_name(key)
+        full = self._node(name).full
         with self._lock:
-            if key in self._settling or not self._full.allows():
+            if key in self._settling or not full.allows():
                 self.counts["refused"] += 1
                 return False
             self._owed.pop(key, None)
-        name = self._form.header_name(key)
         refusal = self._call("failed_writes", name, lambda wire: [self._put(wire, key, data, owner)])
         if refusal is None:  # a fault: parts of it may be there
             self._owe([key])
             return False
         if refusal[0] is not None:
-            self._refused(refusal[0])
+            self._refused(refusal[0], full)
             return False
-        self._full.ok()
+        full.ok()
         self._count("writes", "bytes_written", data.nbytes)
         return True
 
@@ -235,7 +258,7 @@ class RedisTier:
 
     # ---- one chunk -----------------------------------------------------------------------------------------------
 
-    def _put(self, wire: Wire, key: ChunkKey, data: memoryview, owner: int) -> redis.ResponseError | None:
+    def _put(self, wire: Wire, key: ChunkKey, data: memoryview, owner: int) -> RefusedError | None:
         """Parts, then the header; on a refusal the parts are taken back."""
         digest = xxh3_128(key)
 
@@ -308,14 +331,23 @@ class RedisTier:
 
     def _call(self, count: str, name: bytes, action: Callable[[Wire], T], *, settle: bool = True) -> T | None:
         """``action`` on a wire to the node of ``name``; None when the node fails, or is left alone because it did."""
-        breaker = self._breaker(name)
+        breaker = self._node(name).away
         if self._closed or not breaker.allows():
             self._count("refused")
             return None
         try:
-            with self._link.wire(name) as wire:
-                result = action(wire)
-        except FAULTS as error:
+            try:
+                result = self._once(name, action)
+            except MovedError:  # the node is well, and said where to go
+                breaker.ok()
+                breaker = self._node(name).away
+                result = self._once(name, action)
+        except MovingError as error:
+            breaker.ok()
+            self._count(count)
+            self._log_first("moving", error)
+            return None
+        except (*FAULTS, RefusedError) as error:
             self._failed(breaker, count, error)
             return None
         if breaker.ok():
@@ -324,16 +356,24 @@ class RedisTier:
             self._settle()
         return result
 
+    def _once(self, name: bytes, action: Callable[[Wire], T]) -> T:
+        with self._link.wire(name) as wire:
+            return action(wire)
+
     def _ask(self, count: str, commands: list[tuple[Any, ...]], *, settle: bool = True) -> list[Reply] | None:
         """Small commands about names of one node."""
         return self._call(count, commands[0][1], lambda wire: wire.ask(commands), settle=settle)
 
-    def _breaker(self, name: bytes) -> Breaker:
-        node = self._link.node_of(name)
+    def _node(self, name: bytes) -> _Node:
+        """What is known of the node of ``name``. Nodes that left the cluster are forgotten when a new one is met."""
+        place = self._link.node_of(name)
         with self._lock:
-            if node not in self._breakers:
-                self._breakers[node] = Breaker(_FAULTS_TO_OPEN, _WAIT_S, _LONGEST_WAIT_S, self._clock)
-            return self._breakers[node]
+            if place not in self._nodes:
+                known = set(self._link.nodes())
+                self._nodes = {name: node for name, node in self._nodes.items() if name in known}
+                away = Breaker(_FAULTS_TO_OPEN, _WAIT_S, _LONGEST_WAIT_S, self._clock)
+                self._nodes[place] = _Node(away, Breaker(1, _FULL_WAIT_S, _LONGEST_FULL_WAIT_S, self._clock))
+            return self._nodes[place]
 
     def _failed(self, breaker: Breaker, count: str, error: Exception) -> None:
         self._count(count)
@@ -343,11 +383,13 @@ class RedisTier:
             _LOG.warning("Redis tier %s: %d faults in a row; every call misses for %.1f s, then one tries again (%s)",
                          self._link.label, _FAULTS_TO_OPEN, breaker.wait_s, error)  # fmt: skip
 
-    def _refused(self, refusal: redis.ResponseError) -> None:
-        """The server answered, and does not take writes now (full, read-only, a disk of its own that fails)."""
+    def _refused(self, refusal: RefusedError, full: Breaker) -> None:
+        """The node answered, and does not take writes now (full, read-only, a disk of its own that fails)."""
         self._count("failed_writes")
         self._log_first("refused write", refusal)
-        self._full.fault()
+        full.fault()
+        if refusal.code == "READONLY":  # a primary that became a replica
+            self._link.suspect()
 
     def _unlink(self, keys: Sequence[ChunkKey], count: str) -> None:
         """Header and parts in one command a chunk, so that nobody sees one without the other; owed if it fails."""
@@ -355,7 +397,7 @@ class RedisTier:
         for indices in self._by_node(names):
             commands = [("UNLINK", *self._form.names(keys[index], self.chunk_bytes)) for index in indices]
             replies = self._ask(count, commands, settle=False)
-            if replies is None or any(isinstance(reply, redis.ResponseError) for reply in replies):
+            if replies is None or any(isinstance(reply, RefusedError) for reply in replies):
                 self._owe([keys[index] for index in indices])
 
     def _owe(self, keys: Iterable[ChunkKey]) -> None:
@@ -396,5 +438,5 @@ class RedisTier:
         try:
             return greet(self._link, self._form)
         except FAULTS as error:
-            self._failed(self._breaker(self._form.probe), "failed_finds", error)
+            self._failed(self._node(self._form.probe).away, "failed_finds", error)
             return []

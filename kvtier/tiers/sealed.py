@@ -34,7 +34,7 @@ from cryptography.hazmat.primitives.cmac import CMAC
 from kvtier.chunk import PAGE_BYTES, ChunkKey
 from kvtier.errors import StateError
 from kvtier.owner import NOBODY
-from kvtier.tiers.base import RoomGiver, SharedKeeper, Tier, owners_in, write_for
+from kvtier.tiers.base import RoomGiver, SharedKeeper, Tier, machine_of, owners_in, write_for
 
 _LOG = logging.getLogger(__name__)
 KEY_BYTES = 32
@@ -106,6 +106,10 @@ class SealedTier:
         """See :class:`~kvtier.tiers.base.RoomGiver`; no effect where the inner tier is none."""
         if isinstance(self._inner, RoomGiver):
             self._inner.resize(chunks)
+
+    def machine(self, key: ChunkKey) -> str:
+        """See :class:`~kvtier.tiers.base.Spread`."""
+        return machine_of(self._inner, key)
 
     def recovered(self) -> Sequence[ChunkKey]:
         """See :meth:`Tier.recovered`. Reads one chunk, because a folder whose key was changed holds only misses, and

@@ -155,7 +155,7 @@ def test_a_slot_that_moved_to_another_node_is_found_there() -> None:
             other = admins[owners.index(False)].execute_command("CLUSTER MYID")
             for admin in admins:
                 admin.execute_command("CLUSTER SETSLOT", slot, "NODE", other)
-        assert [write(tier, 0) for _ in range(2)] == [False, True], "one miss, then it knows"
+        assert write(tier, 0), "the old node says where the slot is"
         assert holds(tier, KEYS[0])
         assert tier.open_breakers == 0
 
@@ -349,8 +349,7 @@ def impostor(answer: Callable[[socket.socket], None]) -> Iterator[str]:
                 return
             with client:
                 try:
-                    while b"SETINFO" in (asked := client.recv(1 << 16)):  # redis-py introduces itself
-                        client.sendall(b"+OK\r\n" * asked.count(b"SETINFO"))
+                    asked = client.recv(1 << 16)
                     if b"\r\nINFO\r\n" not in asked:  # how every start begins; not this test's affair
                         answer(client)
                 except OSError:

@@ -59,16 +59,6 @@ def test_a_key_that_cannot_be_read_fails_the_start(tmp_path: Path) -> None:
     assert f"encryption_key_file={tmp_path}/no-such-key cannot be read" in said
 
 
-def test_a_redis_tier_without_the_package_fails_the_start(tmp_path: Path) -> None:
-    (tmp_path / "redis.py").write_text("raise ImportError('there is none')")
-    with short_folder() as folder:
-        server = ServerProcess(folder, redis_url="redis://127.0.0.1:1", redis_bytes=MIB)
-        server._env["PYTHONPATH"] = f"{tmp_path}:{server._env.get('PYTHONPATH', '')}"
-        said = server.refusal()
-    assert "pip install 'kvtier[redis]'" in said
-    assert "Traceback" not in said
-
-
 @pytest.mark.redis
 @pytest.mark.parametrize(
     ("there", "given", "expected"),

@@ -11,11 +11,11 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
-import redis
 from xxhash import xxh3_64_intdigest
 
 from kvtier.chunk import ChunkKey
 from kvtier.tiers.base import PartReader, Tier, owners_in, write_for
+from kvtier.tiers.redis_wire import LinkError, RefusedError, WrongSizeError
 from tests.trust.scheduler import Process, ViolationError, World
 
 
@@ -239,7 +239,7 @@ class SimLink:
     """:class:`kvtier.tiers.redis_link.Link`, as far as RedisTier sees it."""
 
     label = "simulated"
-    is_cluster = False
+    kind = "server"
 
     def __init__(self, world: World, server: SimRedis) -> None:
         self.world, self.server = world, server
@@ -247,6 +247,12 @@ class SimLink:
 
     def node_of(self, name: bytes) -> str:
         return self.label
+
+    def nodes(self) -> list[str]:
+        return [self.label]
+
+    def suspect(self) -> None:
+        """There is one server."""
 
     @contextmanager
     def wire(self, name: bytes) -> Iterator[SimWire]:
@@ -272,7 +278,7 @@ class SimWire:
             self.server.away_until = world.now + world.rng.choice((0.2, 2.0, 60.0))
         if world.now < self.server.away_until or world.fault("redis connection lost"):
             world.current.failed |= command[0] == "SET"
-            raise redis.ConnectionError("simulated")
+            raise LinkError("simulated")
         if world.fault("redis answers too late"):
             if world.rng.random() < 0.5:
 
@@ -284,17 +290,20 @@ class SimWire:
             else:
                 self.server.do(command)
             world.current.failed |= command[0] == "SET"
-            raise redis.TimeoutError("simulated")
+            raise TimeoutError("simulated")
         return self.server.do(command)
 
-    def ask(self, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
+    def renew(self) -> None:
+        """Its time is the world's."""
+
+    def ask(self, commands: Iterable[tuple[Any, ...]], bounds: object = None) -> list[Any]:
         return [self._one(command) for command in list(commands)]
 
-    def put(self, items: Iterable[tuple[bytes, memoryview]], ttl_ms: int | None) -> redis.ResponseError | None:
+    def put(self, items: Iterable[tuple[bytes, memoryview]], ttl_ms: int | None) -> RefusedError | None:
         for name, data in items:
             if self.world.fault("redis full"):
                 self.world.current.failed = True
-                return redis.ResponseError("OOM simulated")
+                return RefusedError("OOM", "OOM simulated")
             self._one(("SET", name, bytes(data)))
         return None
 
@@ -304,8 +313,6 @@ class SimWire:
             if value is None:
                 return
             if len(value) != memory.nbytes:
-                from kvtier.tiers.redis_link import WrongSizeError
-
                 raise WrongSizeError("simulated")
             memory[:] = value
             if self.world.fault("redis read damaged"):

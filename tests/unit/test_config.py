@@ -117,7 +117,6 @@ def test_an_lmcache_key_in_our_file_says_which_variable_to_use(tmp_path: Path) -
         ("nvme_threads", True, "whole number"),
         ("save_decode", "maybe", "true or false"),
         ("nvme_path", "relative/folder", "absolute path"),
-        ("redis_url", "localhost:6379", "redis://host:6379"),
         ("server", "http://host:1", "unix:///path"),
         ("redis_prefix", "a b", "letters"),
         ("log_level", "LOUD", "DEBUG"),
@@ -167,7 +166,9 @@ def test_passwords_are_shown_nowhere() -> None:
     assert config.redis_url == "redis://me:s3:c@ret@host:6379/0"
     shown = next(row.value for row in describe(config) if row.key == "redis_url")
     assert shown == "redis://me:***@host:6379/0"
-    assert masked("unix:///run/r.sock?password=s3cret&db=1") == "unix:///run/r.sock?password=***&db=1"
+    assert masked("unix:///run/r.sock?password=s3cret&db=1") == "unix://:***@/run/r.sock?db=1"
+    assert masked("unix:///run/kvtier.sock") == "unix:///run/kvtier.sock"
+    assert masked("tcp://host:7000") == "tcp://host:7000"
     with pytest.raises(ConfigError) as raised:
         load(env={}, flags={"redis_url": "http://:s3cret@host"})
     assert "s3cret" not in str(raised.value)

@@ -204,7 +204,7 @@ CASES = [
     Case("Redis that hides maxmemory", replace(SMALL, redis=redis(None)), 60 - 2 * W8B, "/opt/dlami/nvme", 359,
          ("maxmemory is unknown (INFO refused)",)),
     Case("Redis down", replace(SMALL, redis=Redis("redis://x", known(False, "refused"))), 60 - 2 * W8B,
-         "/opt/dlami/nvme", 359, ("redis: not reachable (refused)",)),
+         "/opt/dlami/nvme", 359, ("redis: cannot be used (refused)",)),
     Case("Redis on this host takes RAM", replace(SMALL, redis=redis(16, 4, local=True, speed=seen(3e9))),
          60 - 12 - 2 * W8B, "/opt/dlami/nvme", 359, ("12 GiB the Redis here may take",)),
     Case("random eviction warns", replace(SMALL, redis=replace(redis(64, speed=seen(3e9)),

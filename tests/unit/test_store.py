@@ -194,6 +194,41 @@ def test_a_tier_that_stays_away_costs_no_slots_and_is_tried_again_by_one_read() 
     assert tier.reads == 4 + 1 + 3
 
 
+class SpreadTier(AwayTier):
+    """Of two machines, one of which is away."""
+
+    lost: frozenset[ChunkKey] = frozenset()
+
+    def machine(self, key: ChunkKey) -> str:
+        return "lost" if key in self.lost else "well"
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+        if key in self.lost:
+            self.reads += 1
+            return None
+        return DictTier.read(self, key, into)
+
+
+def test_a_machine_that_is_away_is_left_alone_and_the_tier_s_others_are_not() -> None:
+    clock, tier = Clock(), SpreadTier(16)
+    singles = [keys(number) for number in (1, 2, 3, 4, 5, 6)]
+    lane = ManualLane()
+    store = Store(Pool(6, SLOT), [(tier, lane)], clock=clock)
+    for single in singles:
+        fill(store, single)
+    lane.run()
+    fill(store, keys(*range(900, 906)))
+    tier.lost = frozenset(single[0] for single in singles[:5])
+    for single in singles[:5]:
+        with store.load(single) as lease:
+            lane.run()
+            assert lease.poll() == Match(0, 0)
+    assert tier.reads == 3, "the machine is left alone"
+    with store.load(singles[5]) as lease:
+        lane.run()
+        assert lease.poll() == Match(1, 0), "the other one is not"
+
+
 def test_a_chunk_that_no_tier_can_read_now_is_tried_once_in_each() -> None:
     fast, slow = AwayTier(8, name="fast"), AwayTier(8, name="slow")
     run = keys(1)

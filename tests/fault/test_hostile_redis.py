@@ -1,0 +1,200 @@
+"""A server that is no Redis, or wants to harm: over a real socket, on every road. It may cost chunks and the time that
+was promised; no memory, no thread, no error that looks like a bug, and no line in a log that it makes up."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+
+from kvtier.assemble import assemble
+from kvtier.autoconfig import probe
+from kvtier.autoconfig.facts import Facts
+from kvtier.autoconfig.measure import measure
+from kvtier.checks import check_redis
+from kvtier.chunk import ChunkLayout
+from kvtier.config import Config
+from kvtier.errors import TierError
+from kvtier.tiers.redis import RedisTier
+from kvtier.tiers.redis_link import Link
+from tests.clock import Clock
+from tests.redis_server import CHUNK_BYTES, FORM, KEYS, chunk
+from tests.scripted_redis import Answer, scripted
+
+SHORT_S = 0.2
+GENEROUS_S = 20 * SHORT_S
+"""Several times what :class:`Link` promises of a call that must first connect and ask where the nodes are."""
+MEMORY = 24 << 20
+"""Less than any of these servers wants us to take. A page of SCAN may be 16 MiB."""
+
+
+def dribble(begin: bytes) -> Callable[[socket.socket], None]:
+    """``begin``, then a byte at a time: each comes sooner than any time-out of a single byte."""
+
+    def answer(client: socket.socket) -> None:
+        client.sendall(begin)
+        stop = threading.Event()
+        while not stop.wait(SHORT_S / 10):
+            client.sendall(b"1")
+
+    return answer
+
+
+def silence(client: socket.socket) -> None:
+    while client.recv(1 << 16):
+        pass
+
+
+HOSTILE: dict[str, Answer] = {
+    "a list of a hundred million": b"*100000000\r\n",
+    "a list of ten million, come in part": b"*10000000\r\n" + b"$-1\r\n" * 100_000,
+    "a value of a gigabyte": b"$1073741824\r\n" + bytes(1 << 16),
+    "lists within lists": b"*1\r\n" * 200_000,
+    "an endless line": b"+" + b"x" * (1 << 20),
+    "an endless error": b"-" + b"x" * (1 << 20),
+    "dribbled digits": dribble(b":"),
+    "a dribbled value": dribble(b"$4000\r\n"),
+    "a dribbled list": dribble(b"*2\r\n$1\r\n0\r\n*3\r\n$90\r\n"),
+    "silence": silence,
+    "another protocol": b"HTTP/1.1 400 Bad Request\r\n\r\n" * 20,
+    "no bytes": lambda client: client.close(),
+    "too many answers": b":1\r\n" * 2000,
+    "a nothing": b"*-1\r\n",
+    "words": b"$5\r\nwords\r\n",
+    "a map": b"%1\r\n+a\r\n:1\r\n",
+}
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Neither more memory nor more time than promised."""
+    tracemalloc.start()
+    begun = time.monotonic()
+    try:
+        yield
+        assert time.monotonic() - begun < GENEROUS_S
+        assert tracemalloc.get_traced_memory()[1] < MEMORY
+    finally:
+        tracemalloc.stop()
+
+
+def opened(port: int, kind: str = "") -> RedisTier:
+    service = "/service" if kind == "+sentinel" else ""
+    link = Link(f"redis{kind}://:s3cret@127.0.0.1:{port}{service}", timeout_s=SHORT_S)
+    return RedisTier(link, FORM, 1 << 20, CHUNK_BYTES, clock=Clock())
+
+
+def started(port: int, kind: str = "") -> tuple[RedisTier | None, str]:
+    """The tier, or the error by which the start was refused. What it needs of the server it has asked by now."""
+    try:
+        return opened(port, kind), ""
+    except TierError as error:
+        return None, str(error)
+
+
+into = memoryview(bytearray(CHUNK_BYTES))
+VERBS: dict[str, tuple[bytes, Callable[[RedisTier], Any], Any]] = {
+    "find": (b"EXISTS", lambda tier: tier.find(KEYS), 0),
+    "read": (b"GET", lambda tier: bool(tier.read(KEYS[0], into)), False),
+    "read_part": (b"GET", lambda tier: bool(tier.read_part(KEYS[0], into, 0, CHUNK_BYTES)), False),
+    "verify": (b"GET", lambda tier: bool(tier.verify(KEYS[0], into)), False),
+    "owners": (b"GET", lambda tier: tier.owners(KEYS[:2]), [0, 0]),
+    "write": (b"SET", lambda tier: tier.write(KEYS[0], chunk(KEYS[0])), False),
+    "delete": (b"UNLINK", lambda tier: tier.delete(KEYS[0]), None),
+    "recovered": (b"SCAN", lambda tier: list(tier.recovered()), []),
+    "held_of": (b"SCAN", lambda tier: list(tier.held_of(None)[0]), []),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("answer", HOSTILE)
+def test_no_call_takes_more_than_was_promised_or_believes_it(verb: str, answer: str) -> None:
+    command, call, nothing = VERBS[verb]
+    if (answer, verb) == ("too many answers", "find"):
+        return  # the first of them is what a Redis that has the chunk says, and more is seen by the next call
+    answers: dict[bytes, Answer] = {}
+    with scripted(answers) as port:
+        tier = opened(port)
+        answers[command] = HOSTILE[answer]
+        with bounded():
+            assert call(tier) == nothing
+        tier.close()
+
+
+@pytest.mark.parametrize("command", [b"AUTH", b"INFO", b"SET"])
+@pytest.mark.parametrize("answer", HOSTILE)
+def test_a_start_is_degraded_or_refused_in_words(command: bytes, answer: str) -> None:
+    with scripted({command: HOSTILE[answer]}) as port, bounded():
+        tier, said = started(port)
+        assert "s3cret" not in said
+        assert tier is None or tier.find(KEYS) == 0
+
+
+@pytest.mark.parametrize("kind", ["+cluster", "+sentinel"])
+@pytest.mark.parametrize("answer", HOSTILE)
+def test_a_cluster_s_map_and_a_sentinel_s_word_are_bounded_too(kind: str, answer: str) -> None:
+    with scripted({b"CLUSTER": HOSTILE[answer], b"SENTINEL": HOSTILE[answer]}) as port, bounded():
+        tier, said = started(port, kind)
+        assert tier is not None or "correct redis_url" in said
+        assert tier is None or (tier.find(KEYS) == 0 and not tier.write(KEYS[0], chunk(KEYS[0])))
+
+
+GARBAGE = {
+    "SCAN tells no names": {b"SCAN": b"*2\r\n$1\r\n0\r\n*2\r\n:1\r\n*0\r\n"},
+    "SCAN's cursor is a word": {b"SCAN": b"*2\r\n$4\r\nword\r\n*0\r\n"},
+    "SCAN is a number": {b"SCAN": b":5\r\n"},
+    "SCAN is refused": {b"SCAN": b"-ERR unknown command\r\n"},
+    "idle since a word": {b"OBJECT": b"$4\r\nword\r\n"},
+    "idle since a list": {b"OBJECT": b"*1\r\n:1\r\n"},
+    "INFO of garbage": {b"INFO": b"$29\r\nmaxmemory:x\r\nmaxmemory_policy\r\n"},
+    "INFO is a number": {b"INFO": b":7\r\n"},
+}
+NAME = FORM.header_name(KEYS[0])
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_an_engine_starts_over_garbage(garbage: str) -> None:
+    """Through the configuration, as an engine does it: the Redis tier misses, everything else works."""
+    held = {b"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$%d\r\n%s\r\n" % (len(NAME), NAME)}
+    with scripted(held | GARBAGE[garbage]) as port:
+        config = Config(ram_bytes=1 << 20, redis_url=f"redis://127.0.0.1:{port}", redis_bytes=1 << 24)
+        layout = ChunkLayout(bytes(32), 1, 1, (4096,))
+        with closing(assemble(config, layout)) as store:
+            with store.save(layout.keys(range(2))) as lease:
+                lease.commit()
+            assert store.match(layout.keys(range(2))).ready == 2
+
+
+def test_a_server_can_neither_forge_a_line_of_the_log_nor_show_the_password(caplog: pytest.LogCaptureFixture) -> None:
+    forged = b"-OOM \x1b[31ms3cret\r\x0bWARNING kvtier.admin: cleared everything\r\n"
+    with scripted({b"SET": forged, b"EXISTS": b"-LOADING s3cret \x1b[0m\r\n"}) as port, caplog.at_level(logging.DEBUG):
+        tier = opened(port)
+        assert not tier.write(KEYS[0], chunk(KEYS[0]))
+        assert tier.find(KEYS) == 0
+        tier.close()
+    assert "first fault" in caplog.text
+    assert "s3cret" not in caplog.text and "\x1b" not in caplog.text and "\x0b" not in caplog.text
+
+
+@pytest.mark.parametrize("answer", HOSTILE)
+def test_doctor_and_plan_look_at_it_in_bounded_time(answer: str) -> None:
+    with scripted({b"INFO": HOSTILE[answer]}) as port:
+        url = f"redis://:s3cret@127.0.0.1:{port}"
+        seen = probe.probe_redis(url)
+        assert "s3cret" not in str(seen.reachable)
+        if not seen.reachable.value:
+            (finding,) = check_redis(Config(redis_url=url, redis_bytes=1 << 24))
+            assert finding.state == "fail" and "s3cret" not in finding.seen
+
+
+def test_a_speed_that_cannot_be_measured_is_none() -> None:
+    with scripted({b"GET": b"*100000000\r\n"}) as port:
+        timed = measure(Facts(redis=probe.probe_redis(f"redis://127.0.0.1:{port}")), seconds=0.5).redis
+        assert timed is not None and timed.speed.value is None and "trial failed" in timed.speed.source

@@ -1,0 +1,287 @@
+"""Real clusters and a real Sentinel, as an operator has them: by ``redis_url``, through ``kvtier serve`` and a client,
+and through the commands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from kvtier.assemble import assemble
+from kvtier.bench.servers import free_port
+from kvtier.chunk import ChunkKey
+from kvtier.cli import main
+from kvtier.client import Client
+from kvtier.config import Config
+from kvtier.errors import ConfigError, TierError
+from kvtier.tiers.redis_nodes import slot_of
+from tests.clock import Clock
+from tests.redis_server import (
+    CHUNK_BYTES,
+    FORM,
+    KEYS,
+    RedisServer,
+    chunk,
+    cluster_url,
+    holds,
+    redis_cluster,
+    redis_sentinel,
+)
+from tests.server_process import LAYOUT, SLOT, ServerProcess, attached, load, run, save, short_folder, wait_for
+
+pytestmark = [pytest.mark.redis, pytest.mark.slow]
+
+CHUNKS = 24
+RUNS = [run(prompt, 1) for prompt in range(CHUNKS)]
+"""Runs of one chunk each: they lie on all nodes, and none hides another."""
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[RedisServer]]:
+    """Nodes that serve what they have while another one is down."""
+    with redis_cluster(cluster_require_full_coverage="no", maxmemory="8gb") as servers:
+        yield servers
+
+
+@contextmanager
+def served(url: str, **settings: object) -> Iterator[ServerProcess]:
+    """A kvtier server whose RAM holds few of the chunks."""
+    with short_folder() as folder:
+        few = {"ram_bytes": 8 * SLOT, "redis_bytes": "32MiB", "redis_prefix": folder.name} | settings
+        with ServerProcess(folder, redis_url=url, **few) as server:
+            yield server
+
+
+def saved(client: Client, runs: Sequence[list[ChunkKey]] = RUNS, already: int = 0) -> None:
+    """Save the runs, in steps that RAM has room for, until Redis has them all."""
+    for index, keys in enumerate(runs):
+        save(client, keys)
+        wait_for(lambda done=already + index + 1: held(client) >= done, "Redis has it")  # type: ignore[misc]
+
+
+def held(client: Client) -> int:
+    return client.stats().get("redis_held", 0)
+
+
+def had(client: Client, runs: Sequence[list[ChunkKey]] = RUNS) -> list[int]:
+    """Which of the runs can be loaded now; every byte of them is compared."""
+    return [index for index, keys in enumerate(runs) if load(client, keys)]
+
+
+def on_node(server: RedisServer) -> set[int]:
+    """Which of the runs have their slot here."""
+    with server.admin() as admin:
+        nodes = admin.execute_command("CLUSTER NODES").values()
+        (mine,) = [node for node in nodes if "myself" in node["flags"]]
+    slots = {slot for first, last in mine["slots"] for slot in range(int(first), int(last) + 1)}
+    return {index for index, (key,) in enumerate(RUNS) if slot_of(key.hex().encode()) in slots}
+
+
+def test_a_server_shares_a_cluster_and_a_node_that_dies_takes_its_own_chunks_only(nodes: list[RedisServer]) -> None:
+    url = f"redis+cluster://127.0.0.1:{free_port()},127.0.0.1:{nodes[0].port},127.0.0.1:{nodes[1].port}"
+    theirs = on_node(nodes[2])
+    others = set(range(CHUNKS)) - theirs
+    assert theirs and others
+    with served(url) as server:
+        with attached(server.door()) as client:
+            saved(client)
+        server.kill()
+        server.start()
+        with attached(server.door()) as client:
+            assert had(client) == list(range(CHUNKS)), "found by a server that starts, with one seed dead"
+            nodes[2].pause()
+            assert others <= set(had(client)), "the others go on"
+            wait_for(lambda: not theirs & set(had(client)) - in_ram(client), "its chunks are away")
+            nodes[2].resume()
+            wait_for(lambda: had(client) == list(range(CHUNKS)), "away is not lost: they are back")
+            nodes[2].kill()
+            wait_for(lambda: not theirs & set(had(client)) - in_ram(client), "its chunks are away again")
+            assert others <= set(had(client))
+            nodes[2].start()
+            more = [run(100 + prompt, 1) for prompt in range(CHUNKS)]
+            wait_for(lambda: [save(client, keys) for keys in more] != [] and dbsize(nodes[2]) > 0, "it is written to")
+
+
+def in_ram(client: Client) -> set[int]:
+    return {index for index, keys in enumerate(RUNS) if client.match(keys).ready}
+
+
+def dbsize(server: RedisServer) -> int:
+    with server.admin() as admin:
+        return int(admin.dbsize())
+
+
+def test_slots_that_move_while_they_are_read_lose_nothing() -> None:
+    with ExitStack() as stack:
+        servers = stack.enter_context(redis_cluster(cluster_require_full_coverage="no", maxmemory="64mb"))
+        server = stack.enter_context(served(cluster_url(servers)))
+        client = stack.enter_context(attached(server.door()))
+        saved(client)
+        before = on_node(servers[0])
+        ids = [node_id(one) for one in servers]
+        moving = threading.Thread(target=reshard, args=(servers[0], ids[0], ids[1]))
+        moving.start()
+        while moving.is_alive():
+            had(client)
+        moving.join()
+        assert before > on_node(servers[0]), "some of them moved"
+        wait_for(lambda: had(client) == list(range(CHUNKS)), "nothing was lost")
+        assert not any(count for name, count in client.stats().items() if "corrupt" in name)
+
+
+def node_id(server: RedisServer) -> str:
+    with server.admin() as admin:
+        told = admin.execute_command("CLUSTER MYID")
+    return str(told.decode() if isinstance(told, bytes) else told)
+
+
+def reshard(server: RedisServer, source: str, target: str) -> None:
+    subprocess.run(
+        ["redis-cli", "--cluster", "reshard", f"127.0.0.1:{server.port}", "--cluster-from", source, "--cluster-to",
+         target, "--cluster-slots", "3000", "--cluster-yes"], check=True, capture_output=True,
+    )  # fmt: skip
+
+
+def test_one_full_node_pauses_writes_to_itself_only(nodes: list[RedisServer]) -> None:
+    for server in nodes:
+        with server.admin() as admin:
+            admin.flushall()
+    clock = Clock()
+    tier = nodes[0].tier(cluster_url(nodes), clock=clock)
+    theirs = {key for key in KEYS if tier._link.node_of(FORM.header_name(key)) == f"127.0.0.1:{nodes[1].port}"}
+    assert 0 < len(theirs) < len(KEYS)
+    with nodes[1].admin() as admin:
+        limit = admin.config_get("maxmemory")["maxmemory"]
+        admin.config_set("maxmemory", 1)
+        try:
+            for _ in range(2):
+                assert {key for key in KEYS if not tier.write(key, chunk(key))} == theirs
+            assert tier.full_nodes == 1
+            assert tier.open_breakers == 0
+            assert (tier.counts["failed_writes"], tier.counts["refused"]) == (1, 2 * len(theirs) - 1), "not asked again"
+        finally:
+            admin.config_set("maxmemory", limit)
+    clock.now += 100.0
+    assert all(tier.write(key, chunk(key)) for key in KEYS)
+    assert all(holds(tier, key) for key in KEYS)
+    assert tier.full_nodes == 0
+
+
+def test_a_full_node_leaves_the_rest_of_a_server_s_redis_at_work(nodes: list[RedisServer]) -> None:
+    others = set(range(CHUNKS)) - on_node(nodes[1])
+    with nodes[1].admin() as admin:
+        limit = admin.config_get("maxmemory")["maxmemory"]
+        admin.config_set("maxmemory", 1)
+        try:
+            with served(cluster_url(nodes), ram_bytes=2 * CHUNKS * SLOT) as server, attached(server.door()) as client:
+                for keys in RUNS:
+                    save(client, keys)
+                wait_for(lambda: held(client) == len(others), "the others' chunks are in Redis")
+        finally:
+            admin.config_set("maxmemory", limit)
+
+
+@contextmanager
+def watched_pair() -> Iterator[tuple[RedisServer, RedisServer, str]]:
+    """A primary, its replica, and the URL by which a Sentinel is asked; one of its two seeds is down."""
+    with ExitStack() as stack:
+        primary = stack.enter_context(RedisServer(maxmemory="64mb"))
+        replica = stack.enter_context(RedisServer(maxmemory="64mb", replicaof=f"127.0.0.1 {primary.port}"))
+        with primary.admin() as admin:
+            wait_for(lambda: "state=online" in str(admin.execute_command("INFO", "replication")) or
+                     admin.info("replication").get("slave0", {}).get("state") == "online", "replicated")  # fmt: skip
+        port = stack.enter_context(redis_sentinel(primary, "main"))
+        yield primary, replica, f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{port}/main"
+
+
+def test_a_failover_by_sentinel_is_followed() -> None:
+    with watched_pair() as (primary, replica, url), served(url) as server, attached(server.door()) as client:
+        saved(client)
+        wait_for(lambda: dbsize(replica) == dbsize(primary), "replicated")
+        wait_for(lambda: knows_replica(url), "Sentinel knows the replica")
+        primary.kill()
+        wait_for(lambda: had(client) == list(range(CHUNKS)), "the promoted replica serves", 60.0)
+        stored = held(client)
+        more = [run(200 + prompt, 1) for prompt in range(4)]
+        with replica.admin() as admin:
+            assert admin.info("replication")["role"] == "master"
+        save(client, more[0])
+        wait_for(lambda: held(client) > stored, "and is written to")
+
+
+def knows_replica(url: str) -> bool:
+    port = url.rpartition(":")[2].partition("/")[0]
+    told = subprocess.run(["redis-cli", "-p", port, "SENTINEL", "REPLICAS", "main"], capture_output=True, check=True)
+    return b"127.0.0.1" in told.stdout
+
+
+def test_a_sentinel_that_knows_no_such_service_is_said_at_the_start() -> None:
+    with RedisServer() as server, redis_sentinel(server, "main") as port:
+        with pytest.raises(TierError, match="knows no service 'other'"):
+            server.tier(f"redis+sentinel://127.0.0.1:{port}/other")
+        with pytest.raises(TierError, match="is no Sentinel"):
+            server.tier(f"redis+sentinel://127.0.0.1:{server.port}/main")
+        tier = server.tier(f"redis+sentinel://127.0.0.1:{port}/main")
+        assert tier.write(KEYS[0], chunk(KEYS[0])) and holds(tier, KEYS[0])
+
+
+# ---- the commands --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command with this redis_url; its status, and what it printed."""
+
+    def run_(url: str, *words: str) -> tuple[int, str]:
+        monkeypatch.setenv("KVTIER_REDIS_URL", url)
+        monkeypatch.setenv("KVTIER_RAM_BYTES", "64MiB")
+        capfd.readouterr()
+        status = main(list(words))
+        return status, capfd.readouterr().out
+
+    return run_
+
+
+def test_doctor_plan_and_config_know_a_cluster(nodes: list[RedisServer], command: Any) -> None:
+    url = cluster_url(nodes)
+    _, told = command(url, "doctor", "--no-engine", "--json")
+    found = {finding["check"]: finding for finding in json.loads(told)["findings"]}
+    assert found["redis"]["state"] == "ok" and "maxmemory 24 GiB" in found["redis"]["seen"], found["redis"]
+    assert found["self-test redis"]["state"] == "ok", found["self-test redis"]
+    _, told = command(url, "plan", "--redis", url, "--no-measure", "--ram", "210GiB", "--json")
+    values = json.loads(told)["values"]
+    assert 20 << 30 < values["redis_bytes"] <= 0.9 * (24 << 30), "of all nodes together"
+    assert values["redis_url"] == url
+    _, told = command(url, "config")
+    assert url in told
+
+
+def test_one_node_of_a_cluster_is_refused_in_words_everywhere(nodes: list[RedisServer], command: Any) -> None:
+    url, words = nodes[1].url, "this is a node of a Redis Cluster; write redis+cluster://"
+    _, told = command(url, "doctor", "--no-engine", "--json")
+    found = {finding["check"]: finding for finding in json.loads(told)["findings"]}
+    assert found["redis"]["state"] == "fail" and words in found["redis"]["seen"]
+    assert "self-test redis" not in found
+    _, told = command(url, "plan", "--redis", url, "--no-measure")
+    assert words in told and "redis_bytes" not in told
+    with pytest.raises(TierError, match=r"write redis\+cluster://"):
+        assemble(Config(ram_bytes=1 << 20, redis_url=url, redis_bytes=1 << 24), LAYOUT)
+    with short_folder() as folder:
+        server = ServerProcess(folder, redis_url=url, redis_bytes="16MiB")
+        said = ""
+        try:
+            with server, attached(server.door()):
+                said = "it let us in"
+        except (AssertionError, ConfigError) as error:
+            said = f"{error} {server.log.read_text()}"
+    assert words in said
+
+
+def test_a_chunk_of_a_cluster_lies_on_one_node() -> None:
+    names = FORM.names(KEYS[0], CHUNK_BYTES)
+    assert len({slot_of(name) for name in names}) == 1
