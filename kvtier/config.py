@@ -20,7 +20,7 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +35,13 @@ _REPLACE = "KVTIER_REPLACE_LMCACHE"
 ENCRYPTION_KEY = "KVTIER_ENCRYPTION_KEY"
 NO_KEYS = ("KVTIER_CONFIG_FILE", lmi.PROPERTIES_VARIABLE, _REPLACE, ENCRYPTION_KEY)
 """Variables of ours that set no key."""
+
+
+class Remark(NamedTuple):
+    """``level`` as in logging."""
+
+    level: int
+    text: str
 
 
 def _key(default: Any, unit: str, reason: str) -> Any:
@@ -81,6 +88,8 @@ class Config:
     # fmt: on
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Where each value that is not a default came from, by key."""
+    remarks: tuple[Remark, ...] = field(default=(), compare=False, repr=False)
+    """What became of each key of LMCache's that was read, and of what was not read. See :func:`tell`."""
 
     def __post_init__(self) -> None:
         for key, needs in (("nvme_bytes", "nvme_path"), ("redis_bytes", "redis_url"), ("redis_ttl_s", "redis_url")):
@@ -119,17 +128,19 @@ def load(
     environment = os.environ if env is None else env
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    layers = (
-        _from_file(file, environment, ranks),
-        _from_environment(environment),
-        _from_flags(flags or {}, environment),
-    )
-    for layer in layers:
-        for key, given, source in layer:
-            if given is not None:
-                values[key], sources[key] = _parse(key, given, source), source
-    _refuse_auto_beside_a_file(values, sources, file, environment)
-    return Config(**values, sources=sources)
+    remarks: list[Remark] = []
+    above = [*_from_environment(environment), *_from_flags(flags or {}, environment, remarks)]
+    beside = _auto_beside_a_file(above, file, environment, remarks)
+    for key, given, source in [*_from_file(file, environment, ranks, remarks), *above]:
+        if given is not None and not (beside and source.startswith(_SIZED_BY_HAND) and key in _SIZES):
+            values[key], sources[key] = _parse(key, given, source), source
+    return Config(**values, sources=sources, remarks=tuple(remarks))
+
+
+def tell(config: Config) -> None:
+    """Log what :func:`load` has to say, once logging is set up; in one process only of those that load the same."""
+    for level, text in config.remarks:
+        logger.log(level, "%s", text)
 
 
 def filled(config: Config, values: Mapping[str, Any], source: str) -> Config:
@@ -198,18 +209,34 @@ def masked(value: object) -> object:
     return re.sub(r"(password=)[^&]*", r"\1***", re.sub(r"(://[^/@:]*:).*@", r"\1***@", value))
 
 
-def _refuse_auto_beside_a_file(
-    values: Mapping[str, Any], sources: Mapping[str, str], file: object, env: Mapping[str, str]
-) -> None:
-    """As in LMI: sizes come from one place. ``auto: true`` inside the file is that file's own wish."""
-    asked = sources.get("auto", "")
-    lmcache_files = _lmcache_files(env)
-    named = file or env.get("KVTIER_CONFIG_FILE") or (lmcache_files[0].value if lmcache_files else None)
-    if values.get("auto") and named and not asked.startswith("file "):
+_SIZES = ("ram_bytes", "nvme_bytes")
+_SIZED_BY_HAND = "LMCache file "
+
+
+def _auto_beside_a_file(
+    above: Sequence[_Given], file: object, env: Mapping[str, str], remarks: list[Remark]
+) -> bool:
+    """As in LMI, sizes come from one place. Whether auto-config's sizes take the place of those in the file that
+    ``LMCACHE_CONFIG_FILE`` names. Raises ConfigError beside every other file; ``auto: true`` in a file of ours is that
+    file's own wish."""
+    asked = [given for given in above if given.key == "auto" and given.value is not None]
+    if not asked or not _parse(*asked[-1]):
+        return False
+    ours, option = file or env.get("KVTIER_CONFIG_FILE"), lmi.config_file(env)
+    lmcaches = env.get("LMCACHE_CONFIG_FILE")
+    if ours or option or (lmcaches and not Path(lmcaches).is_file()):
+        named = ours or (option.value if option else f"{lmcaches} (environment LMCACHE_CONFIG_FILE), which is not there,")
         raise ConfigError(
-            f"{asked} asks for auto-config and the file {named} sets sizes by hand: remove one of the two "
+            f"{asked[-1].source} asks for auto-config and the file {named} sets sizes by hand: remove one of the two "
             "('kvtier plan --yaml' writes the file that auto-config would use)"
         )
+    if lmcaches:
+        text = (
+            f"{asked[-1].source} asks for auto-config and environment LMCACHE_CONFIG_FILE names {lmcaches}: sizes are "
+            "auto-config's, the file's other keys hold"
+        )
+        remarks.append(Remark(logging.WARNING, text))
+    return bool(lmcaches)
 
 
 class _Given(NamedTuple):
@@ -225,31 +252,43 @@ def _lmcache_files(env: Mapping[str, str]) -> list[lmi.Option]:
     return found + [option for option in [lmi.config_file(env)] if option is not None]
 
 
-def _from_file(file: str | os.PathLike[str] | None, env: Mapping[str, str], ranks: int) -> Iterator[_Given]:
+def _from_file(
+    file: str | os.PathLike[str] | None, env: Mapping[str, str], ranks: int, remarks: list[Remark]
+) -> Iterator[_Given]:
     named = _lmcache_files(env)
     ours = file or env.get("KVTIER_CONFIG_FILE")
     if ours:
         for other in named:
-            logger.info("%s=%s is not read: %s is kvtier's own file and comes first", other.source, other.value, ours)
+            text = f"{other.source}={other.value} is not read: {os.fspath(ours)} is kvtier's own file and comes first"
+            remarks.append(Remark(logging.INFO, text))
         for key, value in _read_yaml(ours).items():
             yield _Given(_known(key, f"file {ours}"), value, f"file {ours}")
     elif named or replaces_lmcache(env):
-        yield from _from_lmcache(named[0].value if named else None, env, ranks)
+        yield from _from_lmcache(named[0].value if named else None, env, ranks, remarks)
 
 
-def _from_lmcache(path: str | None, env: Mapping[str, str], ranks: int) -> Iterator[_Given]:
+def _from_lmcache(
+    path: str | None, env: Mapping[str, str], ranks: int, remarks: list[Remark]
+) -> Iterator[_Given]:
+    """Each key is remarked on once; those that ask for what kvtier does not do, in one warning."""
     raw = _read_yaml(path) if path else {}
     overrides = lmcache.from_environment(env, every=replaces_lmcache(env))
+    lost = list[str]()
     for note in lmcache.translate({**raw, **overrides}, ranks):
         top = note.key.partition(".")[0]
-        source = f"environment {lmcache.variable(top)}" if top in overrides else f"LMCache file {path}: {note.key}"
-        if note.ours is None:
-            level = logging.WARNING if note.lost else logging.INFO
-            logger.log(level, "LMCache key %s=%s: %s", note.key, masked(note.given), note.reason)
+        given = f"{note.key}={'***' if lmcache.is_secret(note.key) else masked(note.given)}"
+        if note.ours is not None:
+            text = f"LMCache key {given} -> {note.ours}={masked(note.value)} ({note.reason})"
+            source = f"environment {lmcache.variable(top)}" if top in overrides else f"{_SIZED_BY_HAND}{path}: {note.key}"
+            yield _Given(note.ours, note.value, source)
+        elif note.lost:
+            lost.append(f"{given}: {note.reason}")
             continue
-        shown = (note.key, masked(note.given), note.ours, masked(note.value), note.reason)
-        logger.info("LMCache key %s=%s -> %s=%s (%s)", *shown)
-        yield _Given(note.ours, note.value, source)
+        else:
+            text = f"LMCache key {given}: {note.reason}"
+        remarks.append(Remark(logging.INFO, text))
+    if lost:
+        remarks.append(Remark(logging.WARNING, f"LMCache keys that kvtier does not serve: {'; '.join(lost)}"))
 
 
 _YAML_FAULTS = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
@@ -286,10 +325,11 @@ def _from_environment(env: Mapping[str, str]) -> Iterator[_Given]:
         yield _Given(_known(name.removeprefix("KVTIER_").lower(), source), value or None, source)
 
 
-def _from_flags(flags: Mapping[str, object], env: Mapping[str, str]) -> Iterator[_Given]:
+def _from_flags(flags: Mapping[str, object], env: Mapping[str, str], remarks: list[Remark]) -> Iterator[_Given]:
     for key, value in flags.items():
         if key not in KEYS and replaces_lmcache(env):
-            logger.warning("connector setting %s=%s is not kvtier's and has no effect", key, masked(value))
+            text = f"connector setting {key}={masked(value)} is not kvtier's and has no effect"
+            remarks.append(Remark(logging.WARNING, text))
         else:
             yield _Given(_known(key, "flag"), value, "flag")
 

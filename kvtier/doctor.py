@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -54,6 +55,11 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
     try:
         config = load(arguments.config, ranks=arguments.ranks)
         yield Finding("config", "ok", _sources(config))
+        yield from (
+            Finding("config", "warn", remark.text, "remove what has no effect, or give kvtier's own key")
+            for remark in config.remarks
+            if remark.level >= logging.WARNING
+        )
     except ConfigError as error:
         config = Config()
         yield Finding("config", "fail", str(error), "correct it; what follows is judged by the defaults")

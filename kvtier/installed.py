@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kvtier.connectors.vllm import OLDEST_VLLM, TESTED_VLLM
+from kvtier.connectors.vllm import versions
 from kvtier.errors import ConfigError
 
 _LOOK = """
@@ -49,11 +48,4 @@ def judged(found: Installed, python: str) -> str:
         raise ConfigError(f"{python} has no vLLM: pip install 'kvtier[vllm]' there, or give the python that has it")
     if not found.kvtier:
         raise ConfigError(f"{python} has vLLM {found.vllm} but not kvtier: {python} -m pip install kvtier")
-    version = tuple(int(number) for number in re.findall(r"\d+", found.vllm)[:2])
-    if version < OLDEST_VLLM:
-        oldest = ".".join(map(str, OLDEST_VLLM))
-        raise ConfigError(
-            f"vLLM {found.vllm} is too old: kvtier needs {oldest} or newer ({', '.join(TESTED_VLLM)} tested)"
-        )
-    known = any(found.vllm.startswith(tested.rpartition(".")[0] + ".") for tested in TESTED_VLLM)
-    return f"vLLM {found.vllm}" + ("" if known else f" (not tested; {', '.join(TESTED_VLLM)} are)")
+    return versions.judged(found.vllm)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine_python import engine_python
 from tests.nvme_place import flip
 from tests.redis_server import RedisServer
 
@@ -72,7 +73,7 @@ def _start(name: str, out: Path, model: Path, kvtier: bool, old: bool, config: d
         environment |= {f"KVTIER_{key.upper()}": str(value) for key, value in settings.items()} | {"WITH_KVTIER": "1"}
     if old:
         environment["PYTHONPATH"] = str(old_vllm())
-    command = [sys.executable, "-m", "tests.integration.scenarios", name, str(out), str(model)]
+    command = [engine_python(), "-m", "tests.integration.scenarios", name, str(out), str(model)]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )

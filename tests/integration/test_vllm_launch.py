@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +16,7 @@ import pytest
 
 from kvtier.bench.model import make_model
 from kvtier.bench.servers import VllmServer
+from tests.engine_python import engine_python
 from tests.integration.scenarios import document
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -80,8 +80,8 @@ class Launched(VllmServer):
 
     def __init__(self, enter: str, model: str, args: list[str], env: dict[str, str], log: Path) -> None:
         super().__init__(model, args, env, log, START_S)
-        vllm = Path(sys.executable).parent / "vllm"
-        launch = [sys.executable, "-m", "kvtier.cli", "launch", "--", str(vllm), "serve", model, "--host", "127.0.0.1"]
+        vllm = Path(engine_python()).parent / "vllm"
+        launch = [engine_python(), "-m", "kvtier.cli", "launch", "--", str(vllm), "serve", model, "--host", "127.0.0.1"]
         self._command = ["unshare", "-m", "sh", "-c", f'{enter} && exec "$@"', "sh", *launch, *args]
 
     def asked(self, path: str, body: dict[str, Any] | None = None) -> str:
@@ -138,7 +138,7 @@ def test_lmcaches_connector_is_served_by_kvtier_as_lmi_configures_it(tmp_path: P
         "LMCACHE_EXTRA_CONFIG": '{"use_odirect": true}',
         "PYTHONHASHSEED": "0",
     }
-    command = [sys.executable, "-m", "tests.integration.lmi_engine", str(out), str(model)]
+    command = [engine_python(), "-m", "tests.integration.lmi_engine", str(out), str(model)]
     env = os.environ | QUIET | djl | {"KVTIER_REPLACE_LMCACHE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_S, check=False)
     said = done.stdout + done.stderr

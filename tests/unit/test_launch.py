@@ -163,7 +163,7 @@ def test_versions() -> None:
     for found, said in (
         (Installed(None, None, True), "has no vLLM"),
         (Installed("vllm", "0.32.0", False), "but not kvtier: python -m pip install kvtier"),
-        (Installed("vllm", "0.28.3", True), "too old: kvtier needs 0.29"),
+        (Installed("vllm", "0.22.1", True), "vLLM 0.22.1 is too old: kvtier needs 0.23 or newer"),
     ):
         with pytest.raises(ConfigError, match=said):
             judged(found, "python")
