@@ -27,21 +27,13 @@ from typing import Any, NamedTuple
 
 from kvtier import lmcache, lmi
 from kvtier.errors import ConfigError
-
-logger = logging.getLogger(__name__)
+from kvtier.remarks import Remark
 
 GIB = 2**30
 _REPLACE = "KVTIER_REPLACE_LMCACHE"
 ENCRYPTION_KEY = "KVTIER_ENCRYPTION_KEY"
 NO_KEYS = ("KVTIER_CONFIG_FILE", lmi.PROPERTIES_VARIABLE, _REPLACE, ENCRYPTION_KEY)
 """Variables of ours that set no key."""
-
-
-class Remark(NamedTuple):
-    """``level`` as in logging."""
-
-    level: int
-    text: str
 
 
 def _key(default: Any, unit: str, reason: str) -> Any:
@@ -89,7 +81,7 @@ class Config:
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Where each value that is not a default came from, by key."""
     remarks: tuple[Remark, ...] = field(default=(), compare=False, repr=False)
-    """What became of each key of LMCache's that was read, and of what was not read. See :func:`tell`."""
+    """What became of each key of LMCache's that was read, and of what was not read. See :func:`kvtier.remarks.tell`."""
 
     def __post_init__(self) -> None:
         for key, needs in (("nvme_bytes", "nvme_path"), ("redis_bytes", "redis_url"), ("redis_ttl_s", "redis_url")):
@@ -135,12 +127,6 @@ def load(
         if given is not None and not (beside and source.startswith(_SIZED_BY_HAND) and key in _SIZES):
             values[key], sources[key] = _parse(key, given, source), source
     return Config(**values, sources=sources, remarks=tuple(remarks))
-
-
-def tell(config: Config) -> None:
-    """Log what :func:`load` has to say, once logging is set up; in one process only of those that load the same."""
-    for level, text in config.remarks:
-        logger.log(level, "%s", text)
 
 
 def filled(config: Config, values: Mapping[str, Any], source: str) -> Config:
@@ -213,30 +199,15 @@ _SIZES = ("ram_bytes", "nvme_bytes")
 _SIZED_BY_HAND = "LMCache file "
 
 
-def _auto_beside_a_file(
-    above: Sequence[_Given], file: object, env: Mapping[str, str], remarks: list[Remark]
-) -> bool:
-    """As in LMI, sizes come from one place. Whether auto-config's sizes take the place of those in the file that
-    ``LMCACHE_CONFIG_FILE`` names. Raises ConfigError beside every other file; ``auto: true`` in a file of ours is that
-    file's own wish."""
+def _auto_beside_a_file(above: Sequence[_Given], file: object, env: Mapping[str, str], remarks: list[Remark]) -> bool:
+    """Whether auto-config's sizes take the place of those in an LMCache file. Raises ConfigError where the two may not
+    meet. ``auto: true`` in a file of ours is that file's own wish."""
     asked = [given for given in above if given.key == "auto" and given.value is not None]
     if not asked or not _parse(*asked[-1]):
         return False
-    ours, option = file or env.get("KVTIER_CONFIG_FILE"), lmi.config_file(env)
-    lmcaches = env.get("LMCACHE_CONFIG_FILE")
-    if ours or option or (lmcaches and not Path(lmcaches).is_file()):
-        named = ours or (option.value if option else f"{lmcaches} (environment LMCACHE_CONFIG_FILE), which is not there,")
-        raise ConfigError(
-            f"{asked[-1].source} asks for auto-config and the file {named} sets sizes by hand: remove one of the two "
-            "('kvtier plan --yaml' writes the file that auto-config would use)"
-        )
-    if lmcaches:
-        text = (
-            f"{asked[-1].source} asks for auto-config and environment LMCACHE_CONFIG_FILE names {lmcaches}: sizes are "
-            "auto-config's, the file's other keys hold"
-        )
-        remarks.append(Remark(logging.WARNING, text))
-    return bool(lmcaches)
+    warnings = lmi.beside_auto(asked[-1].source, file or env.get("KVTIER_CONFIG_FILE"), env)
+    remarks += warnings
+    return bool(warnings)
 
 
 class _Given(NamedTuple):
@@ -267,28 +238,16 @@ def _from_file(
         yield from _from_lmcache(named[0].value if named else None, env, ranks, remarks)
 
 
-def _from_lmcache(
-    path: str | None, env: Mapping[str, str], ranks: int, remarks: list[Remark]
-) -> Iterator[_Given]:
-    """Each key is remarked on once; those that ask for what kvtier does not do, in one warning."""
+def _from_lmcache(path: str | None, env: Mapping[str, str], ranks: int, remarks: list[Remark]) -> Iterator[_Given]:
     raw = _read_yaml(path) if path else {}
     overrides = lmcache.from_environment(env, every=replaces_lmcache(env))
-    lost = list[str]()
-    for note in lmcache.translate({**raw, **overrides}, ranks):
+    notes = lmcache.translate({**raw, **overrides}, ranks)
+    remarks += lmcache.remarked(notes, masked)
+    for note in notes:
         top = note.key.partition(".")[0]
-        given = f"{note.key}={'***' if lmcache.is_secret(note.key) else masked(note.given)}"
+        source = f"environment {lmcache.variable(top)}" if top in overrides else f"{_SIZED_BY_HAND}{path}: {note.key}"
         if note.ours is not None:
-            text = f"LMCache key {given} -> {note.ours}={masked(note.value)} ({note.reason})"
-            source = f"environment {lmcache.variable(top)}" if top in overrides else f"{_SIZED_BY_HAND}{path}: {note.key}"
             yield _Given(note.ours, note.value, source)
-        elif note.lost:
-            lost.append(f"{given}: {note.reason}")
-            continue
-        else:
-            text = f"LMCache key {given}: {note.reason}"
-        remarks.append(Remark(logging.INFO, text))
-    if lost:
-        remarks.append(Remark(logging.WARNING, f"LMCache keys that kvtier does not serve: {'; '.join(lost)}"))
 
 
 _YAML_FAULTS = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)

@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=1, help="worker ranks, for LMCache's sizes (they are per worker)")
     parser.add_argument("--no-engine", action="store_true", help="do not look for vLLM (on a host with a server only)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- vllm serve ...: can it run with kvtier?")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -75,6 +76,7 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
     yield from guarded("host", partial(checks.check_host, config))
     if not arguments.no_engine:
         yield from guarded("vllm", checks.check_engine)
+        yield from guarded("command", partial(checks.check_command, arguments.command))
     if model.kv_bytes_per_token.value:
         yield checks.check_model(config, model)
     yield from tiers(config)

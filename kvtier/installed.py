@@ -1,12 +1,17 @@
-"""Which vLLM a Python has, and whether kvtier is beside it: asked of that very interpreter, which imports neither."""
+"""Which vLLM a Python has, and whether kvtier is beside it: asked of that very interpreter, which imports neither.
+
+``python -m kvtier.installed`` says it of its own Python; exit status 2 when kvtier cannot run with it.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from kvtier.config import environment
 from kvtier.connectors.vllm import versions
 from kvtier.errors import ConfigError
 
@@ -49,3 +54,17 @@ def judged(found: Installed, python: str) -> str:
     if not found.kvtier:
         raise ConfigError(f"{python} has vLLM {found.vllm} but not kvtier: {python} -m pip install kvtier")
     return versions.judged(found.vllm)
+
+
+def main() -> int:
+    """Print what :func:`judged` says of this Python."""
+    try:
+        print(judged(look(sys.executable, environment()), sys.executable))
+    except ConfigError as error:
+        print(f"kvtier: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,11 +7,13 @@ LMCache 0.5.6 (``lmcache/v1/config.py``); most of them steer machinery that kvti
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvtier.errors import ConfigError
+from kvtier.remarks import Remark
 
 _GIB = 2**30
 _OFF = (None, False, "", "false", "False")
@@ -81,6 +83,23 @@ def translate(raw: Mapping[str, object], ranks: int) -> list[Note]:
     return notes
 
 
+def remarked(notes: Sequence[Note], shown: Callable[[object], object]) -> list[Remark]:
+    """One remark for each key; one warning for all that ask for what kvtier does not do. ``shown`` masks a value."""
+    remarks, lost = list[Remark](), list[str]()
+    for note in notes:
+        given = f"{note.key}={'***' if _is_secret(note.key) else shown(note.given)}"
+        if note.lost:
+            lost.append(f"{given}: {note.reason}")
+        elif note.ours is None:
+            remarks.append(Remark(logging.INFO, f"LMCache key {given}: {note.reason}"))
+        else:
+            text = f"LMCache key {given} -> {note.ours}={shown(note.value)} ({note.reason})"
+            remarks.append(Remark(logging.INFO, text))
+    if lost:
+        remarks.append(Remark(logging.WARNING, f"LMCache keys that kvtier does not serve: {'; '.join(lost)}"))
+    return remarks
+
+
 def from_environment(env: Mapping[str, str], *, every: bool) -> dict[str, str]:
     """LMCache's keys in the environment: those it shares with files, or ``every`` one, and what goes with them: the
     seed (LMI sets both), and the name of Redis Sentinel's service."""
@@ -97,14 +116,14 @@ def variable(key: str) -> str:
     return key.upper() if key in _BESIDE else f"LMCACHE_{key.upper()}"
 
 
-def is_secret(key: str) -> bool:
-    """Whether the key's value may be shown to nobody."""
-    return re.search(r"password|secret|token|access_key|credential", key) is not None
-
-
 def is_known(key: str) -> bool:
     """Whether this is one of LMCache's own names (used to hint at the right variable for a file of LMCache's)."""
     return key in _MAPPED or key in _UNUSED
+
+
+def _is_secret(key: str) -> bool:
+    """Whether the key's value may be shown to nobody."""
+    return re.search(r"password|secret|token|access_key|credential", key) is not None
 
 
 def _flatten(raw: Mapping[str, object]) -> list[tuple[str, object]]:
@@ -223,7 +242,11 @@ def _remote_url(key: str, value: object, ranks: int) -> _Mapped:
     if separator and scheme == "unix":
         return _Mapped("redis_url", str(value), "the Redis tier")
     if not separator or scheme not in _REMOTE:
-        own = "LMCache's own cache server; kvtier has one, see the key 'server'" if scheme == "lm" else "kvtier's is Redis"
+        own = (
+            "LMCache's own cache server; kvtier has one, see the key 'server'"
+            if scheme == "lm"
+            else "kvtier's is Redis"
+        )
         return _lost(f"no such remote tier ({own}); RAM and NVMe serve without it")
     ours, hosts = _REMOTE[scheme], rest.rpartition("@")[2]
     if "," in hosts and "+" not in ours:

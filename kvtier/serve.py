@@ -14,10 +14,11 @@ from functools import partial
 from kvtier import selftest
 from kvtier.assemble import assemble, secret_key
 from kvtier.chunk import ChunkLayout, fingerprint
-from kvtier.config import Config, load, tell
+from kvtier.config import Config, load
 from kvtier.dial import Address, read_token
 from kvtier.errors import ConfigError
 from kvtier.listen import Listener, listen_tcp, listen_unix, server_tls
+from kvtier.remarks import tell
 from kvtier.server import Beside, Server, serve
 from kvtier.store import Store
 
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     logging.basicConfig(
         level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    tell(config)
+    tell(config.remarks)
     addresses = arguments.listen or ([config.server] if config.server else [])
     if not addresses:
         raise ConfigError("nowhere to listen: give --listen unix:///path/kvtier.sock, or the key 'server'")

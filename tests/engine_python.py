@@ -1,5 +1,5 @@
-"""The Python that runs the engines of tests: this one, or the one that ``TEST_ENGINE_PYTHON`` names, in whose environment
-there is another vLLM (``make test-lmi``)."""
+"""The Python that runs the engines of tests: this one, or the one that ``TEST_ENGINE_PYTHON`` names, which has another
+vLLM (``make test-lmi``)."""
 
 from __future__ import annotations
 

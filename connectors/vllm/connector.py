@@ -21,7 +21,7 @@ from kvtier import selftest
 from kvtier.assemble import assemble
 from kvtier.autoconfig.explain import table
 from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
-from kvtier.config import Config, filled, load, tell
+from kvtier.config import Config, filled, load
 from kvtier.connectors.vllm import layout, versions
 from kvtier.connectors.vllm.judge import Judge
 from kvtier.connectors.vllm.layerwise import asks_for_layers
@@ -31,6 +31,7 @@ from kvtier.connectors.vllm.stats import TierMetrics, TierStats
 from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.errors import ConfigError
 from kvtier.forecast import Prefill
+from kvtier.remarks import tell
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -193,7 +194,7 @@ class KVTierConnector(KVConnectorBase_V1):
         logger.info("%s", engine)
         for line in versions.limits(KVConnectorBase_V1):
             logger.info("%s", line)
-        tell(self._config)
+        tell(self._config.remarks)
 
     def _planned(self) -> tuple[Config, Prefill]:
         """Auto-config: what the machine can give, for every key that nobody set, logged with its reasons; and how fast

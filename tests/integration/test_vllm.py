@@ -174,8 +174,11 @@ def test_tensor_parallel_ranks_share_one_slot(run: Run) -> None:
 
 
 def test_speculative_decoding_saves_only_accepted_tokens(run: Run) -> None:
+    plain = run("speculative", kvtier=False)
+    if isinstance(plain, EngineFailed) and "_sample_recovered_tokens_kernel" in plain:
+        pytest.skip("this vLLM's speculative decoding does not run on CPUs, without kvtier either")
     ours = run("speculative")
-    assert_same(ours, run("speculative", kvtier=False), tolerance=1e-4)
+    assert_same(ours, plain, tolerance=1e-4)
     assert hits(ours)[3:] == [DOCUMENT_HIT] * 3
 
 

@@ -18,9 +18,9 @@ from kvtier.config import (
     load,
     masked,
     parse_size,
-    tell,
 )
 from kvtier.errors import ConfigError
+from kvtier.remarks import tell
 
 GIB = 2**30
 LMI_EXAMPLE = """\
@@ -334,7 +334,7 @@ def test_lmcache_values_that_cannot_be_had_are_errors(tmp_path: Path, line: str,
 def test_an_lmcache_password_is_not_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "kvtier"):
         for url in ("redis://:s3cret@h:1", "mooncakestore://u:s3cret@h:1"):
-            tell(load(env={"LMCACHE_CONFIG_FILE": written(tmp_path, f"remote_url: {url}")}))
+            tell(load(env={"LMCACHE_CONFIG_FILE": written(tmp_path, f"remote_url: {url}")}).remarks)
     assert "redis://:***@h:1" in caplog.text and "mooncakestore://u:***@h:1" in caplog.text
     assert "s3cret" not in caplog.text
 
@@ -385,7 +385,9 @@ def test_auto_config_beside_lmcaches_own_variable_warns_and_takes_the_sizes(swit
 
 
 def test_a_missing_file_beside_auto_config_names_the_conflict() -> None:
-    with pytest.raises(ConfigError, match=r"KVTIER_AUTO asks for auto-config .*/none.yaml.*LMCACHE_CONFIG_FILE.*not there"):
+    with pytest.raises(
+        ConfigError, match=r"KVTIER_AUTO asks for auto-config .*/none.yaml.*LMCACHE_CONFIG_FILE.*not there"
+    ):
         load(env={"KVTIER_AUTO": "1", "LMCACHE_CONFIG_FILE": "/none.yaml"})
 
 

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from kvtier import lmcache
-from kvtier.config import Config, Remark, load
+from kvtier.config import Config, load
+from kvtier.remarks import Remark
 
 FILES = Path(__file__).parents[1] / "data" / "lmcache"
 GIB = 2**30
@@ -107,10 +108,10 @@ def test_sentinels_service_comes_from_the_variable_that_lmcache_reads() -> None:
     assert lmcache.variable("redis_service_name") == "REDIS_SERVICE_NAME"
 
 
-@pytest.mark.parametrize("lines", [("local_disk: /a", "remote_url: file:///b"), ("remote_url: file:///b", "local_disk: /a")])
-def test_two_folders_are_one_too_many(tmp_path: Path, lines: tuple[str, str]) -> None:
+@pytest.mark.parametrize("lines", ["local_disk: /a\nremote_url: file:///b", "remote_url: file:///b\nlocal_disk: /a"])
+def test_two_folders_are_one_too_many(tmp_path: Path, lines: str) -> None:
     file = tmp_path / "two.yaml"
-    file.write_text("\n".join(lines))
+    file.write_text(lines)
     config = load(env={"LMCACHE_CONFIG_FILE": str(file)})
     assert config.nvme_path == "/a"
     (warning,) = warnings(config)
