@@ -110,7 +110,8 @@ def test_one_variable_and_one_word_are_all(tmp_path: Path) -> None:
         make_model(disk / "tiny", "tiny")
         args = ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "736", "--enforce-eager"]
         args += ["--block-size", "32", "--num-gpu-blocks-override", "24", "--enable-prompt-tokens-details"]
-        env = QUIET | {"OPTION_LMCACHE_AUTO_CONFIG": "true"}
+        (disk / "lmcache.yaml").write_text("chunk_size: 256\nmax_local_cpu_size: 900\nenable_p2p: true\n")
+        env = QUIET | {"OPTION_LMCACHE_AUTO_CONFIG": "true", "LMCACHE_CONFIG_FILE": "/tmp/lmcache.yaml"}
         log = tmp_path / "server.log"
         server = Launched(enter, "/tmp/tiny", args, env, log)
         with server:
@@ -125,6 +126,17 @@ def test_one_variable_and_one_word_are_all(tmp_path: Path) -> None:
     assert "of cgroup" in planned["ram_bytes"]
     assert planned["nvme_path"].split()[0] in ("/tmp/kvtier", "/var/tmp/kvtier")
     assert float(planned["nvme_bytes"].split()[0]) < DISK / GIB
+    assert_told_once(said, "INFO", "LMCache key chunk_size=256 -> chunk_tokens=256")
+    assert_told_once(said, "WARNING", "LMCache keys that kvtier does not serve: enable_p2p=True")
+    assert_told_once(
+        said, "WARNING", "environment LMCACHE_CONFIG_FILE names /tmp/lmcache.yaml: sizes are auto-config's"
+    )
+
+
+def assert_told_once(said: str, level: str, text: str) -> None:
+    """In the log of an engine's three processes there is one such line, as vLLM writes its own: level, time, file."""
+    (line,) = [line for line in said.splitlines() if text in line]
+    assert re.search(rf"\b{level} \d\d-\d\d [\d:]+ \[\w+\.py:\d+\]", line), line
 
 
 def test_lmcaches_connector_is_served_by_kvtier_as_lmi_configures_it(tmp_path: Path) -> None:
@@ -149,3 +161,9 @@ def test_lmcaches_connector_is_served_by_kvtier_as_lmi_configures_it(tmp_path: P
     assert "kv_connector LMCacheConnectorV1 is served by kvtier" in said
     assert "RAM 2048 chunks (1.00 GiB)" in said
     assert list(disk.glob("*.kvtier")), "LMCACHE_LOCAL_DISK was not read"
+    for key in (
+        *(name.removeprefix("LMCACHE_").lower() for name in djl if name.startswith("LMCACHE_")),
+        "pythonhashseed",
+    ):
+        shown = "extra_config.use_odirect" if key == "extra_config" else key
+        assert_told_once(said, "INFO", f"LMCache key {shown}=")
