@@ -269,7 +269,10 @@ def test_as_on_a_gpu_every_layer_waits_for_its_part_of_a_load(run: Run, tmp_path
     plain = run("plain", kvtier=False, model="demo")
     assert_same(ours["answers"], [*plain, *plain[3:]])
     assert hits(ours["answers"])[3:] == [DOCUMENT_HIT] * 6
-    assert ours["waits"] >= 6 * (ours["layers"] + 1), "for each layer, and once behind the forward pass"
+    if ours["by_layer"]:
+        assert ours["waits"] >= 6 * (ours["layers"] + 1), "for each layer, and once behind the forward pass"
+    else:
+        assert ours["waits"] == 0, "this vLLM would not confirm such loads"
 
 
 def test_a_forward_pass_that_asked_for_no_layer_is_computed_again(run: Run) -> None:
