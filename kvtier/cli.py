@@ -48,11 +48,14 @@ def _show_config(arguments: argparse.Namespace) -> int:
     import logging
 
     from kvtier.config import describe, load
+    from kvtier.remarks import tell
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     given = vars(arguments)
     flags = {name.removeprefix("key_"): value for name, value in given.items() if name.startswith("key_")}
-    for row in describe(load(arguments.file, flags=flags, ranks=arguments.ranks)):
+    config = load(arguments.file, flags=flags, ranks=arguments.ranks)
+    tell(config.remarks)
+    for row in describe(config):
         if arguments.yaml:
             print(f"{row.key}: {json.dumps(row.value)}  # {row.unit}; {row.source}; {row.reason}")
         else:

@@ -20,14 +20,13 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from kvtier import lmcache, lmi, redis_url
 from kvtier.errors import ConfigError
-
-logger = logging.getLogger(__name__)
+from kvtier.remarks import Remark
 
 GIB = 2**30
 _REPLACE = "KVTIER_REPLACE_LMCACHE"
@@ -81,6 +80,8 @@ class Config:
     # fmt: on
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Where each value that is not a default came from, by key."""
+    remarks: tuple[Remark, ...] = field(default=(), compare=False, repr=False)
+    """What became of each key of LMCache's that was read, and of what was not read. See :func:`kvtier.remarks.tell`."""
 
     def __post_init__(self) -> None:
         for key, needs in (("nvme_bytes", "nvme_path"), ("redis_bytes", "redis_url"), ("redis_ttl_s", "redis_url")):
@@ -119,17 +120,13 @@ def load(
     environment = os.environ if env is None else env
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    layers = (
-        _from_file(file, environment, ranks),
-        _from_environment(environment),
-        _from_flags(flags or {}, environment),
-    )
-    for layer in layers:
-        for key, given, source in layer:
-            if given is not None:
-                values[key], sources[key] = _parse(key, given, source), source
-    _refuse_auto_beside_a_file(values, sources, file, environment)
-    return Config(**values, sources=sources)
+    remarks: list[Remark] = []
+    above = [*_from_environment(environment), *_from_flags(flags or {}, environment, remarks)]
+    beside = _auto_beside_a_file(above, file, environment, remarks)
+    for key, given, source in [*_from_file(file, environment, ranks, remarks), *above]:
+        if given is not None and not (beside and source.startswith(_SIZED_BY_HAND) and key in _SIZES):
+            values[key], sources[key] = _parse(key, given, source), source
+    return Config(**values, sources=sources, remarks=tuple(remarks))
 
 
 def filled(config: Config, values: Mapping[str, Any], source: str) -> Config:
@@ -225,18 +222,19 @@ def shown(key: str, value: object) -> object:
     return text if len(plain) <= _LONGEST_SHOWN else f"{plain[:_LONGEST_SHOWN]}..."
 
 
-def _refuse_auto_beside_a_file(
-    values: Mapping[str, Any], sources: Mapping[str, str], file: object, env: Mapping[str, str]
-) -> None:
-    """As in LMI: sizes come from one place. ``auto: true`` inside the file is that file's own wish."""
-    asked = sources.get("auto", "")
-    lmcache_files = _lmcache_files(env)
-    named = file or env.get("KVTIER_CONFIG_FILE") or (lmcache_files[0].value if lmcache_files else None)
-    if values.get("auto") and named and not asked.startswith("file "):
-        raise ConfigError(
-            f"{asked} asks for auto-config and the file {named} sets sizes by hand: remove one of the two "
-            "('kvtier plan --yaml' writes the file that auto-config would use)"
-        )
+_SIZES = ("ram_bytes", "nvme_bytes")
+_SIZED_BY_HAND = "LMCache file "
+
+
+def _auto_beside_a_file(above: Sequence[_Given], file: object, env: Mapping[str, str], remarks: list[Remark]) -> bool:
+    """Whether auto-config's sizes take the place of those in an LMCache file. Raises ConfigError where the two may not
+    meet. ``auto: true`` in a file of ours is that file's own wish."""
+    asked = [given for given in above if given.key == "auto" and given.value is not None]
+    if not asked or not _parse(*asked[-1]):
+        return False
+    warnings = lmi.beside_auto(asked[-1].source, file or env.get("KVTIER_CONFIG_FILE"), env)
+    remarks += warnings
+    return bool(warnings)
 
 
 class _Given(NamedTuple):
@@ -252,31 +250,31 @@ def _lmcache_files(env: Mapping[str, str]) -> list[lmi.Option]:
     return found + [option for option in [lmi.config_file(env)] if option is not None]
 
 
-def _from_file(file: str | os.PathLike[str] | None, env: Mapping[str, str], ranks: int) -> Iterator[_Given]:
+def _from_file(
+    file: str | os.PathLike[str] | None, env: Mapping[str, str], ranks: int, remarks: list[Remark]
+) -> Iterator[_Given]:
     named = _lmcache_files(env)
     ours = file or env.get("KVTIER_CONFIG_FILE")
     if ours:
         for other in named:
-            logger.info("%s=%s is not read: %s is kvtier's own file and comes first", other.source, other.value, ours)
+            text = f"{other.source}={other.value} is not read: {os.fspath(ours)} is kvtier's own file and comes first"
+            remarks.append(Remark(logging.INFO, text))
         for key, value in _yaml(ours).items():
             yield _Given(_known(key, f"file {ours}"), value, f"file {ours}")
     elif named or replaces_lmcache(env):
-        yield from _from_lmcache(named[0].value if named else None, env, ranks)
+        yield from _from_lmcache(named[0].value if named else None, env, ranks, remarks)
 
 
-def _from_lmcache(path: str | None, env: Mapping[str, str], ranks: int) -> Iterator[_Given]:
+def _from_lmcache(path: str | None, env: Mapping[str, str], ranks: int, remarks: list[Remark]) -> Iterator[_Given]:
     raw = _yaml(path) if path else {}
     overrides = lmcache.from_environment(env, every=replaces_lmcache(env))
-    for note in lmcache.translate({**raw, **overrides}, ranks):
+    notes = lmcache.translate({**raw, **overrides}, ranks)
+    remarks += lmcache.remarked(notes, shown)
+    for note in notes:
         top = note.key.partition(".")[0]
-        source = f"environment {lmcache.variable(top)}" if top in overrides else f"LMCache file {path}: {note.key}"
-        if note.ours is None:
-            level = logging.WARNING if note.lost else logging.INFO
-            logger.log(level, "LMCache key %s=%s: %s", note.key, shown(note.key, note.given), note.reason)
-            continue
-        told = (note.key, shown(note.key, note.given), note.ours, shown(note.ours, note.value), note.reason)
-        logger.info("LMCache key %s=%s -> %s=%s (%s)", *told)
-        yield _Given(note.ours, note.value, source)
+        source = f"environment {lmcache.variable(top)}" if top in overrides else f"{_SIZED_BY_HAND}{path}: {note.key}"
+        if note.ours is not None:
+            yield _Given(note.ours, note.value, source)
 
 
 def _yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -299,10 +297,11 @@ def _from_environment(env: Mapping[str, str]) -> Iterator[_Given]:
         yield _Given(_known(name.removeprefix("KVTIER_").lower(), source), value or None, source)
 
 
-def _from_flags(flags: Mapping[str, object], env: Mapping[str, str]) -> Iterator[_Given]:
+def _from_flags(flags: Mapping[str, object], env: Mapping[str, str], remarks: list[Remark]) -> Iterator[_Given]:
     for key, value in flags.items():
         if key not in KEYS and replaces_lmcache(env):
-            logger.warning("connector setting %s=%s is not kvtier's and has no effect", key, shown(key, value))
+            text = f"connector setting {key}={shown(key, value)} is not kvtier's and has no effect"
+            remarks.append(Remark(logging.WARNING, text))
         else:
             yield _Given(_known(key, "flag"), value, "flag")
 

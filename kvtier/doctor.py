@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=1, help="worker ranks, for LMCache's sizes (they are per worker)")
     parser.add_argument("--no-engine", action="store_true", help="do not look for vLLM (on a host with a server only)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- vllm serve ...: can it run with kvtier?")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,6 +56,11 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
     try:
         config = load(arguments.config, ranks=arguments.ranks)
         yield Finding("config", "ok", _sources(config))
+        yield from (
+            Finding("config", "warn", remark.text, "remove what has no effect, or give kvtier's own key")
+            for remark in config.remarks
+            if remark.level >= logging.WARNING
+        )
     except ConfigError as error:
         config = Config()
         yield Finding("config", "fail", str(error), "correct it; what follows is judged by the defaults")
@@ -69,6 +76,7 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
     yield from guarded("host", partial(checks.check_host, config))
     if not arguments.no_engine:
         yield from guarded("vllm", checks.check_engine)
+        yield from guarded("command", partial(checks.check_command, arguments.command))
     if model.kv_bytes_per_token.value:
         yield checks.check_model(config, model)
     yield from tiers(config)

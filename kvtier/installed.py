@@ -1,14 +1,18 @@
-"""Which vLLM a Python has, and whether kvtier is beside it: asked of that very interpreter, which imports neither."""
+"""Which vLLM a Python has, and whether kvtier is beside it: asked of that very interpreter, which imports neither.
+
+``python -m kvtier.installed`` says it of its own Python; exit status 2 when kvtier cannot run with it.
+"""
 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
+import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kvtier.connectors.vllm import OLDEST_VLLM, TESTED_VLLM
+from kvtier.config import environment
+from kvtier.connectors.vllm import versions
 from kvtier.errors import ConfigError
 
 _LOOK = """
@@ -49,11 +53,18 @@ def judged(found: Installed, python: str) -> str:
         raise ConfigError(f"{python} has no vLLM: pip install 'kvtier[vllm]' there, or give the python that has it")
     if not found.kvtier:
         raise ConfigError(f"{python} has vLLM {found.vllm} but not kvtier: {python} -m pip install kvtier")
-    version = tuple(int(number) for number in re.findall(r"\d+", found.vllm)[:2])
-    if version < OLDEST_VLLM:
-        oldest = ".".join(map(str, OLDEST_VLLM))
-        raise ConfigError(
-            f"vLLM {found.vllm} is too old: kvtier needs {oldest} or newer ({', '.join(TESTED_VLLM)} tested)"
-        )
-    known = any(found.vllm.startswith(tested.rpartition(".")[0] + ".") for tested in TESTED_VLLM)
-    return f"vLLM {found.vllm}" + ("" if known else f" (not tested; {', '.join(TESTED_VLLM)} are)")
+    return versions.judged(found.vllm)
+
+
+def main() -> int:
+    """Print what :func:`judged` says of this Python."""
+    try:
+        print(judged(look(sys.executable, environment()), sys.executable))
+    except ConfigError as error:
+        print(f"kvtier: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,23 +9,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import shutil
 import sys
-from collections.abc import Sequence
-from itertools import pairwise
-from pathlib import Path
-from typing import Any, NamedTuple
 
 from kvtier.assemble import ram_bytes
+from kvtier.command import (
+    API_SERVER,
+    TRANSFER_FLAG,
+    Command,
+    named_connector,
+    refuse_own_offloading,
+    transfer,
+    understood,
+    value,
+)
 from kvtier.config import KEYS, Config, describe, environment, load, replaces_lmcache
-from kvtier.connectors.vllm import CONNECTOR, LMCACHE
+from kvtier.connectors.vllm import CONNECTOR
 from kvtier.errors import ConfigError
 from kvtier.installed import Installed, judged, look
 from kvtier.lmi import PROPERTIES_VARIABLE
 from kvtier.memory import require_ram
 
-API_SERVER = "vllm.entrypoints.openai.api_server"
 TRANSFER = {
     "kv_connector": CONNECTOR,
     "kv_connector_module_path": "kvtier.connectors.vllm",
@@ -33,16 +36,6 @@ TRANSFER = {
     "kv_load_failure_policy": "recompute",
 }
 """With its module's path: it works where vLLM's plug-ins are switched off (VLLM_PLUGINS), too."""
-_FLAG = "--kv-transfer-config"
-_OWN_OFFLOADING = "--kv-offloading-size"
-
-
-class Command(NamedTuple):
-    """``arguments`` are vLLM's, after ``program``; ``python`` is the interpreter that will run it."""
-
-    program: list[str]
-    arguments: list[str]
-    python: str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load(env=env)
     if not (config.auto or config.server):  # auto-config counts for itself; a server has the RAM tier of its engines
         require_ram(ram_bytes(config), source=config.sources.get("ram_bytes", "default"))
+    refuse_own_offloading(env)
     command = understood(words, env.get("PATH"))
     found = look(command.python, env)
     said = [judged(found, command.python), *transfer(command.arguments, replaces_lmcache(env))]
@@ -75,95 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{final[0]} cannot be run: {error}") from error
 
 
-def understood(words: Sequence[str], path: str | None = None) -> Command:
-    """The command's parts. Raises ConfigError for one that does not start vLLM's server."""
-    name = Path(words[0]).name if words else ""
-    if name == "vllm" and words[1:2] == ["serve"]:
-        program = shutil.which(words[0], path=path)
-        if program is None:
-            raise ConfigError(f"{words[0]}: no such program; install vLLM, or activate the environment that has it")
-        return Command([program, "serve"], list(words[2:]), _interpreter(program))
-    if re.fullmatch(r"python[\d.]*", name) and list(words[1:3]) == ["-m", API_SERVER]:
-        return Command(list(words[:3]), list(words[3:]), words[0])
-    given = " ".join(words) or "nothing"
-    raise ConfigError(
-        f"kvtier launch was given {given!r}: expected vllm serve MODEL ..., or python -m {API_SERVER} ..."
-    )
-
-
-def _interpreter(script: str) -> str:
-    """The Python in a script's first line, or ours when it has none."""
-    with open(script, "rb") as file:
-        first = file.readline(512).decode(errors="replace")
-    words = first.removeprefix("#!").split()
-    if not first.startswith("#!") or "python" not in first:
-        return sys.executable
-    return words[1] if Path(words[0]).name == "env" and len(words) > 1 else words[0]
-
-
-def transfer(arguments: Sequence[str], replaces: bool) -> list[str]:
-    """What to say of the connector that the command names itself; nothing when it names none.
-
-    Raises ConfigError when that is not ours: an engine has one connector.
-    """
-    if any(word.split("=")[0].replace("_", "-") == _OWN_OFFLOADING for word in arguments):
-        raise ConfigError(f"{_OWN_OFFLOADING} is vLLM's own offloading and takes the connector's place: remove it")
-    given = named_connector(arguments)
-    if given is None:
-        return [f"{CONNECTOR} added"]
-    if given == CONNECTOR:
-        return [f"{CONNECTOR} as the command says"]
-    if given == LMCACHE and replaces:
-        return [f"{CONNECTOR} in the place of {LMCACHE}"]
-    hint = f", or set KVTIER_REPLACE_LMCACHE=1 to have {LMCACHE} served by kvtier" if given == LMCACHE else ""
-    raise ConfigError(f"the command asks for the connector {given!r}, and an engine has one: remove {_FLAG}{hint}")
-
-
-def named_connector(arguments: Sequence[str]) -> str | None:
-    """The connector in vLLM's arguments, in each way it may be written there, or in its ``--config`` file."""
-    dotted: dict[str, str] = {}
-    for word, following in pairwise([*arguments, ""]):
-        name, equals, value = word.partition("=")
-        name, _, part = name.replace("_", "-").partition(".")
-        if name == _FLAG:
-            dotted[part] = value if equals else following
-    if not dotted:
-        return _in_file(arguments)
-    return dotted.get("kv-connector") or _connector_of(dotted.get("", "{}"))
-
-
-def _connector_of(given: object) -> str:
-    try:
-        content: Any = json.loads(given) if isinstance(given, str) else given
-        return str(content["kv_connector"])
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{_FLAG} {given!r}: expected JSON with kv_connector; or remove it") from None
-
-
-def _in_file(arguments: Sequence[str]) -> str | None:
-    file = _value(arguments, "--config")
-    if file is None:
-        return None
-    import yaml
-
-    try:
-        content: Any = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"vLLM's --config {file} cannot be read: {error}") from error
-    keys = {str(key).replace("_", "-"): value for key, value in content.items()} if isinstance(content, dict) else {}
-    given = keys.get(_FLAG.removeprefix("--"))
-    return None if given is None else _connector_of(given)
-
-
-def _value(arguments: Sequence[str], flag: str) -> str | None:
-    for word, following in pairwise([*arguments, ""]):
-        if word == flag:
-            return following
-        if word.startswith(f"{flag}="):
-            return word.partition("=")[2]
-    return None
-
-
 def with_connector(command: Command, found: Installed) -> list[str]:
     """The command to run. The ``vllm`` command of the CPU wheel asks for a distribution called ``vllm`` and ends, so
     there the server is run as a module."""
@@ -172,9 +77,9 @@ def with_connector(command: Command, found: Installed) -> list[str]:
         program = [command.python, "-m", API_SERVER]
         if arguments[:1] and not arguments[0].startswith("-"):
             arguments = ["--model", *arguments]
-        elif _value(arguments, "--model") is None:
+        elif value(arguments, "--model") is None:
             raise ConfigError(f"with {found.package} the model comes first: vllm serve MODEL ...")
-    added = [] if named_connector(arguments) else [_FLAG, json.dumps(TRANSFER)]
+    added = [] if named_connector(arguments) else [TRANSFER_FLAG, json.dumps(TRANSFER)]
     return [*program, *arguments, *added]
 
 

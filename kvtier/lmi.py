@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.errors import ConfigError
+from kvtier.remarks import Remark
 
 SERVING_PROPERTIES = "/opt/ml/model/serving.properties"
 """Where LMI's containers keep it; looked at when it is there and no other file is named."""
@@ -46,6 +48,27 @@ def config_file(env: Mapping[str, str]) -> Option | None:
     if given is None or file is None or not given.source.startswith("option."):
         return given
     return given._replace(value=str(file.parent / given.value))
+
+
+def beside_auto(asked: str, ours: object, env: Mapping[str, str]) -> list[Remark]:
+    """As in LMI, sizes come from one place: ``asked`` is who asks for auto-config, ``ours`` kvtier's own file, if any.
+
+    Beside a file that ``LMCACHE_CONFIG_FILE`` names auto-config goes on with a warning: its sizes are taken, the file's
+    other keys hold. Raises ConfigError beside every other file, and when that one is not there.
+    """
+    option, lmcaches = config_file(env), env.get("LMCACHE_CONFIG_FILE")
+    named = str(ours) if ours else option.value if option else None
+    if named is None and lmcaches and not Path(lmcaches).is_file():
+        named = f"{lmcaches} (environment LMCACHE_CONFIG_FILE), which is not there,"
+    if named is not None:
+        raise ConfigError(
+            f"{asked} asks for auto-config and the file {named} sets sizes by hand: remove one of the two "
+            "('kvtier plan --yaml' writes the file that auto-config would use)"
+        )
+    if not lmcaches:
+        return []
+    text = f"{asked} asks for auto-config and environment LMCACHE_CONFIG_FILE names {lmcaches}"
+    return [Remark(logging.WARNING, f"{text}: sizes are auto-config's, the file's other keys hold")]
 
 
 def properties_file(env: Mapping[str, str]) -> Path | None:

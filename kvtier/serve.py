@@ -22,8 +22,8 @@ from kvtier.dial import Address, read_token
 from kvtier.errors import ConfigError, KVTierError, TierError
 from kvtier.fsck import discard
 from kvtier.listen import Listener, listen_tcp, listen_unix, server_tls
-from kvtier.private import read_secret
 from kvtier.notify import Notifier
+from kvtier.remarks import tell
 from kvtier.server import Beside, Server, serve
 from kvtier.start_checks import try_everything, try_redis
 from kvtier.status import trouble
@@ -52,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     logging.basicConfig(
         level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
+    tell(config.remarks)
     addresses = arguments.listen or ([config.server] if config.server else [])
     if not addresses:
         raise ConfigError("nowhere to listen: give --listen unix:///path/kvtier.sock, or the key 'server'")

@@ -20,7 +20,8 @@ def vllm_versions() -> dict[str, Path | None]:
             found[importlib.metadata.version(name)] = None
         except importlib.metadata.PackageNotFoundError:
             continue
-    found.update({ready.parent.name.removeprefix("vllm-"): ready.parent for ready in ROOT.glob(".venv-old/*/ready")})
+    for place in (".venv-old", ".venv-next"):
+        found |= {ready.parent.name.removeprefix("vllm-"): ready.parent for ready in ROOT.glob(f"{place}/*/ready")}
     return found
 
 
@@ -38,9 +39,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-@pytest.fixture(scope="session", params=sorted(vllm_versions()) or ["none"])
-def vllm_path(request: pytest.FixtureRequest) -> Path | None:
-    """Runs a test once per vLLM version: the folder to put first in PYTHONPATH of its engine, or None."""
-    return vllm_versions().get(request.param)

@@ -1,6 +1,7 @@
 """vLLM connector: ``kv_connector="KVTierConnector"``, ``kv_connector_module_path="kvtier.connectors.vllm"``.
 
-Importing this package does not import vLLM; the class is resolved when vLLM asks for it.
+Importing this package does not import vLLM. The class is resolved when vLLM asks for it, on the plug-in's road and on
+that of the module path, and only where vLLM is new enough.
 """
 
 from __future__ import annotations
@@ -9,17 +10,16 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from kvtier.config import replaces_lmcache
+from kvtier.connectors.vllm import versions
 
 if TYPE_CHECKING:
     from kvtier.connectors.vllm.connector import KVTierConnector
 
-__all__ = ["CONNECTOR", "LMCACHE", "OLDEST_VLLM", "TESTED_VLLM", "KVTierConnector", "register"]
+__all__ = ["CONNECTOR", "LMCACHE", "KVTierConnector", "register"]
 
 CONNECTOR = "KVTierConnector"
 LMCACHE = "LMCacheConnectorV1"
 """The connector of LMCache's that kvtier serves where ``KVTIER_REPLACE_LMCACHE`` says so."""
-OLDEST_VLLM = (0, 29)
-TESTED_VLLM = ("0.29.0", "0.32.0")
 
 # Under vLLM's own logger, because nothing of kvtier's is set up when plug-ins are loaded.
 logger = logging.getLogger("vllm.kvtier")
@@ -27,6 +27,7 @@ logger = logging.getLogger("vllm.kvtier")
 
 def __getattr__(name: str) -> Any:
     if name == CONNECTOR:
+        versions.require()
         from kvtier.connectors.vllm.connector import KVTierConnector
 
         return KVTierConnector
@@ -36,12 +37,13 @@ def __getattr__(name: str) -> Any:
 def register() -> None:
     """vLLM's ``vllm.general_plugins`` entry point: makes the bare name ``KVTierConnector`` known, and answers to
     ``LMCacheConnectorV1`` too where the operator said so. Idempotent, as vLLM loads plug-ins once in every process but
-    may be asked twice. Raises ConfigError when what the operator said is no flag."""
+    may be asked twice. Below the oldest vLLM the names are known too, and refuse when they are asked for: an engine
+    that does not ask for kvtier goes on. Raises ConfigError when what the operator said is no flag."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     known = KVConnectorFactory._registry
     if CONNECTOR not in known:
-        KVConnectorFactory.register_connector(CONNECTOR, "kvtier.connectors.vllm.connector", CONNECTOR)
+        KVConnectorFactory.register_connector(CONNECTOR, __name__, CONNECTOR)
     if replaces_lmcache() and known.get(LMCACHE) is not known[CONNECTOR]:
         known[LMCACHE] = known[CONNECTOR]
         logger.info("KVTIER_REPLACE_LMCACHE is on: kv_connector %s is served by kvtier", LMCACHE)

@@ -33,6 +33,7 @@ from kvtier.connectors.vllm.stats import TierMetrics, TierStats
 from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.errors import ConfigError
 from kvtier.forecast import Prefill
+from kvtier.remarks import tell
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger("kvtier.connectors.vllm")
+
+_BY_LAYER = versions.has_hook(KVConnectorBase_V1, versions.BY_LAYER)
 
 
 class KVTierConnector(KVConnectorBase_V1):
@@ -49,8 +52,14 @@ class KVTierConnector(KVConnectorBase_V1):
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        found = versions.require()
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
+        ranks = vllm_config.parallel_config.world_size
+        self._config = load(flags=transfer.kv_connector_extra_config, ranks=ranks)
+        versions.log_like_vllm(self._config.log_level)
+        if role == KVConnectorRole.SCHEDULER:  # one process of the engine says it, not each
+            self._tell(found)
         if transfer.kv_load_failure_policy != "recompute":
             logger.warning(
                 "kv_load_failure_policy=%s would fail requests whose cached KV cannot be loaded; kvtier sets it to "
@@ -58,9 +67,6 @@ class KVTierConnector(KVConnectorBase_V1):
                 transfer.kv_load_failure_policy,
             )
             transfer.kv_load_failure_policy = "recompute"
-        ranks = vllm_config.parallel_config.world_size
-        self._config = load(flags=transfer.kv_connector_extra_config, ranks=ranks)
-        versions.log_like_vllm(self._config.log_level)
         block = layout.block_tokens(kv_cache_config)
         if self._config.auto and "chunk_tokens" not in self._config.sources:
             self._config = replace(self._config, chunk_tokens=chunk_tokens_for_engine(vllm_config, block))
@@ -94,7 +100,7 @@ class KVTierConnector(KVConnectorBase_V1):
         return self._of_worker().layout()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._of_worker().load(self._step(), layered=asks_for_layers(forward_context))
+        self._of_worker().load(self._step(), layered=_BY_LAYER and asks_for_layers(forward_context))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._of_worker().layer(layer_name)
@@ -139,7 +145,7 @@ class KVTierConnector(KVConnectorBase_V1):
             parts,
             Judge(self._config.load_timeout_ms / 1000, always=self._config.take_hits == "always", prefill=prefill),
             save_decode=self._config.save_decode,
-            cuts=layout.layer_cuts(ranks, chunks),
+            cuts=layout.layer_cuts(ranks, chunks) if _BY_LAYER else None,
         )
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -191,6 +197,12 @@ class KVTierConnector(KVConnectorBase_V1):
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()
+
+    def _tell(self, engine: str) -> None:
+        logger.info("%s", engine)
+        for line in versions.limits(KVConnectorBase_V1):
+            logger.info("%s", line)
+        tell(self._config.remarks)
 
     def _planned(self) -> tuple[Config, Prefill]:
         """Auto-config: what the machine can give, for every key that nobody set, logged with its reasons; and how fast

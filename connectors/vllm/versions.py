@@ -1,24 +1,65 @@
-"""Everything that differs between the vLLM versions kvtier supports, in one place.
+"""Everything that differs between the vLLM versions kvtier supports, in one place. Importing this imports no vLLM.
 
-Tested: 0.29.0 and 0.32.0 (README, "Supported versions").
+Below the floor every road ends with the sentence of :func:`judged`. Above it a feature whose hook this vLLM lacks is
+off, and :func:`limits` says so.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
-try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # before 0.30: hits are not split by source
-    CacheHitSource = None
+from kvtier.errors import ConfigError
+
+OLDEST = (0, 23)
+TESTED = ("0.23.0", "0.29.0", "0.32.0", "0.33.0")
+
+BY_LAYER = "finish_forward"
+"""The hook without which no load may go on during the forward pass: it is where such loads are confirmed."""
+_LIMITS = {
+    BY_LAYER: "loads are whole before the forward pass begins, not layer by layer",
+    "has_pending_push_work": "what the last step before a pause saved on a GPU can be hit from the next step on",
+    "get_external_cache_hit_sources": "vLLM's metrics do not split hits by source",
+}
+"""Hook of vLLM's connectors -> what holds where vLLM has no such hook."""
+
+
+def judged(version: str) -> str:
+    """What to say of this version of vLLM. Raises ConfigError when it is too old."""
+    tested = ", ".join(TESTED)
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if len(numbers) == 2 and numbers < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ConfigError(
+            f"vLLM {version} is too old: kvtier needs {oldest} or newer ({tested} tested; LMI has it from v27 on)"
+        )
+    known = any(version.startswith(one.rpartition(".")[0] + ".") for one in TESTED)
+    return f"vLLM {version}" + ("" if known else f" (not tested; {tested} are)")
+
+
+def require() -> str:
+    """:func:`judged` for the vLLM of this process. One that does not know its version passes as not tested."""
+    import vllm
+
+    return judged(getattr(vllm, "__version__", None) or "of unknown version")
+
+
+def has_hook(base: type, hook: str) -> bool:
+    """Whether vLLM calls this hook: ``base`` is its class of connectors."""
+    return hasattr(base, hook)
+
+
+def limits(base: type) -> list[str]:
+    """A line for each feature that is off because ``base``, vLLM's class of connectors, lacks its hook."""
+    return [f"this vLLM has no {hook}: {limit}" for hook, limit in _LIMITS.items() if not has_hook(base, hook)]
 
 
 def hit_sources(tokens: Mapping[str, int]) -> dict[Any, int]:
-    """Tokens by kvtier place (``ram``, ``nvme``, ``redis``) as vLLM's own split; empty where it has none."""
-    if CacheHitSource is None:
-        return {}
+    """Tokens by kvtier place (``ram``, ``nvme``, ``redis``) as vLLM's own split. Only for a vLLM that asks for it."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
     known = {"ram": CacheHitSource.HOST, "nvme": CacheHitSource.DISK, "redis": CacheHitSource.P2P}
     result: dict[Any, int] = {}
     for place, count in tokens.items():

@@ -225,9 +225,9 @@ def load_failure(model: str) -> Any:
 
 def device(model: str) -> Any:
     """KV moves as on a GPU, by streams and staging buffers, which here are threads. And how often a layer waited for
-    its part of a load."""
+    its part of a load, where this vLLM has loads by layer."""
     answers = rounds(_with_patch("threaded_streams", model), times=3)
-    return {"answers": answers, "waits": _noted(), "layers": _layers(model)}
+    return {"answers": answers, "waits": _noted(), "layers": _layers(model), "by_layer": _by_layer()}
 
 
 def device_unasked(model: str) -> Any:
@@ -254,6 +254,14 @@ def _noted() -> int:
 
 def _notes() -> Path:
     return Path(os.environ["TEST_FOLDER"]) / "notes"
+
+
+def _by_layer() -> bool:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    from kvtier.connectors.vllm import versions
+
+    return versions.has_hook(KVConnectorBase_V1, versions.BY_LAYER)
 
 
 def _layers(model: str) -> int:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +16,7 @@ import pytest
 
 from kvtier.bench.model import make_model
 from kvtier.bench.servers import VllmServer
+from tests.engine_python import engine_python
 from tests.integration.scenarios import document
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -80,8 +80,8 @@ class Launched(VllmServer):
 
     def __init__(self, enter: str, model: str, args: list[str], env: dict[str, str], log: Path) -> None:
         super().__init__(model, args, env, log, START_S)
-        vllm = Path(sys.executable).parent / "vllm"
-        launch = [sys.executable, "-m", "kvtier.cli", "launch", "--", str(vllm), "serve", model, "--host", "127.0.0.1"]
+        vllm = Path(engine_python()).parent / "vllm"
+        launch = [engine_python(), "-m", "kvtier.cli", "launch", "--", str(vllm), "serve", model, "--host", "127.0.0.1"]
         self._command = ["unshare", "-m", "sh", "-c", f'{enter} && exec "$@"', "sh", *launch, *args]
 
     def asked(self, path: str, body: dict[str, Any] | None = None) -> str:
@@ -110,7 +110,8 @@ def test_one_variable_and_one_word_are_all(tmp_path: Path) -> None:
         make_model(disk / "tiny", "tiny")
         args = ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "736", "--enforce-eager"]
         args += ["--block-size", "32", "--num-gpu-blocks-override", "24", "--enable-prompt-tokens-details"]
-        env = QUIET | {"OPTION_LMCACHE_AUTO_CONFIG": "true"}
+        (disk / "lmcache.yaml").write_text("chunk_size: 256\nmax_local_cpu_size: 900\nenable_p2p: true\n")
+        env = QUIET | {"OPTION_LMCACHE_AUTO_CONFIG": "true", "LMCACHE_CONFIG_FILE": "/tmp/lmcache.yaml"}
         log = tmp_path / "server.log"
         server = Launched(enter, "/tmp/tiny", args, env, log)
         with server:
@@ -125,6 +126,17 @@ def test_one_variable_and_one_word_are_all(tmp_path: Path) -> None:
     assert "of cgroup" in planned["ram_bytes"]
     assert planned["nvme_path"].split()[0] in ("/tmp/kvtier", "/var/tmp/kvtier")
     assert float(planned["nvme_bytes"].split()[0]) < DISK / GIB
+    assert_told_once(said, "INFO", "LMCache key chunk_size=256 -> chunk_tokens=256")
+    assert_told_once(said, "WARNING", "LMCache keys that kvtier does not serve: enable_p2p=True")
+    assert_told_once(
+        said, "WARNING", "environment LMCACHE_CONFIG_FILE names /tmp/lmcache.yaml: sizes are auto-config's"
+    )
+
+
+def assert_told_once(said: str, level: str, text: str) -> None:
+    """In the log of an engine's three processes there is one such line, as vLLM writes its own: level, time, file."""
+    (line,) = [line for line in said.splitlines() if text in line]
+    assert re.search(rf"\b{level} \d\d-\d\d [\d:]+ \[\w+\.py:\d+\]", line), line
 
 
 def test_lmcaches_connector_is_served_by_kvtier_as_lmi_configures_it(tmp_path: Path) -> None:
@@ -138,7 +150,7 @@ def test_lmcaches_connector_is_served_by_kvtier_as_lmi_configures_it(tmp_path: P
         "LMCACHE_EXTRA_CONFIG": '{"use_odirect": true}',
         "PYTHONHASHSEED": "0",
     }
-    command = [sys.executable, "-m", "tests.integration.lmi_engine", str(out), str(model)]
+    command = [engine_python(), "-m", "tests.integration.lmi_engine", str(out), str(model)]
     env = os.environ | QUIET | djl | {"KVTIER_REPLACE_LMCACHE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_S, check=False)
     said = done.stdout + done.stderr
@@ -153,3 +165,9 @@ def test_lmcaches_connector_is_served_by_kvtier_as_lmi_configures_it(tmp_path: P
     (used,) = re.findall(r"configuration: (.*)", said)
     assert "ram_bytes=1 GiB (environment LMCACHE_MAX_LOCAL_CPU_SIZE)" in used
     assert list(disk.glob("*.kvtier")), "LMCACHE_LOCAL_DISK was not read"
+    for key in (
+        *(name.removeprefix("LMCACHE_").lower() for name in djl if name.startswith("LMCACHE_")),
+        "pythonhashseed",
+    ):
+        shown = "extra_config.use_odirect" if key == "extra_config" else key
+        assert_told_once(said, "INFO", f"LMCache key {shown}=")

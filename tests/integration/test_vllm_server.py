@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from kvtier.bench.model import make_model
 from kvtier.chunk import ChunkLayout
 from kvtier.client import Client
 from kvtier.errors import ConfigError
+from tests.engine_python import engine_python
 from tests.server_process import ServerProcess, at_rest, attached, serving, short_folder, wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -48,7 +48,7 @@ class LedEngine:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
         else:
             environment["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
-        command = [sys.executable, "-m", "tests.integration.served_engine", str(self._out), str(model), str(ranks)]
+        command = [engine_python(), "-m", "tests.integration.served_engine", str(self._out), str(model), str(ranks)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         with self._log.open("a") as log:
             self._process: subprocess.Popen[str] = subprocess.Popen(

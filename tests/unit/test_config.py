@@ -20,6 +20,7 @@ from kvtier.config import (
     parse_size,
 )
 from kvtier.errors import ConfigError
+from kvtier.remarks import tell
 
 GIB = 2**30
 LMI_EXAMPLE = """\
@@ -222,26 +223,25 @@ def test_default_sizes_leave_the_host_its_own() -> None:
 
 
 @pytest.mark.parametrize("variable", ["LMCACHE_CONFIG_FILE", "OPTION_LMCACHE_CONFIG_FILE"])
-def test_lmis_example_file_is_understood(tmp_path: Path, variable: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "kvtier"):
-        config = load(env={variable: written(tmp_path, LMI_EXAMPLE)}, ranks=4)
+def test_lmis_example_file_is_understood(tmp_path: Path, variable: str) -> None:
+    config = load(env={variable: written(tmp_path, LMI_EXAMPLE)}, ranks=4)
     assert (config.chunk_tokens, config.nvme_path) == (256, "/tmp/lmcache")
     assert (config.ram_bytes, config.nvme_bytes) == (4 * 210 * GIB, 4 * 66 * GIB)
-    told = [record.getMessage() for record in caplog.records]
+    told = [remark.text for remark in config.remarks]
     assert len(told) == 5
     assert f"LMCache key max_local_cpu_size=210.0 -> ram_bytes={840 * GIB} (210 GiB per worker x 4 worker(s))" in told
     assert any("extra_config.use_odirect=True" in line for line in told)
     assert source_of(config, "ram_bytes").endswith(": max_local_cpu_size")
 
 
-def test_our_file_and_variables_beat_lmcaches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_our_file_and_variables_beat_lmcaches(tmp_path: Path) -> None:
     (tmp_path / "lmcache.yaml").write_text(LMI_EXAMPLE)
     lmcache_file = str(tmp_path / "lmcache.yaml")
     assert load(env={"LMCACHE_CONFIG_FILE": lmcache_file, "KVTIER_CHUNK_TOKENS": "512"}).chunk_tokens == 512
-    with caplog.at_level(logging.INFO, "kvtier"):
-        config = load(written(tmp_path, "chunk_tokens: 128\n"), env={"LMCACHE_CONFIG_FILE": lmcache_file})
+    config = load(written(tmp_path, "chunk_tokens: 128\n"), env={"LMCACHE_CONFIG_FILE": lmcache_file})
     assert (config.chunk_tokens, config.nvme_path) == (128, None)
-    assert "is not read" in caplog.text
+    (remark,) = config.remarks
+    assert f"LMCACHE_CONFIG_FILE={lmcache_file} is not read" in remark.text
 
 
 def test_lmcaches_variables_count_only_beside_its_file(tmp_path: Path) -> None:
@@ -271,22 +271,27 @@ def test_lmcaches_variables_count_only_beside_its_file(tmp_path: Path) -> None:
         ("enable_blending: true", "blending (reuse that is not a prefix): not supported"),
         ("extra_config: {use_odirect: false}", "extra_config.use_odirect=False: not supported"),
         ("extra_config: {enable_nixl_storage: true}", "NIXL: not supported"),
-        ("extra_config: {lookup: 1}", "LMCache key extra_config.lookup=1: unknown to kvtier"),
-        ("chunk_sise: 256", "LMCache key chunk_sise=256: unknown to kvtier"),
+        ("extra_config: {lookup: 1}", "extra_config.lookup=1: unknown to kvtier"),
+        ("chunk_sise: 256", "chunk_sise=256: unknown to kvtier"),
         ("max_local_disk_size: 10", "not used: local_disk names no place"),
         ("max_local_cpu_size: 0", "kvtier's default for ram_bytes holds"),
         ("remote_url: null", "null: kvtier's default holds"),
+        ("remote_url: ''", "off, as in kvtier when redis_url is not set"),
+        ("local_device: cpu", "as in kvtier: the tier above all others is the host's RAM"),
+        ("local_device: cuda", "not supported: kvtier keeps chunks in the host's RAM"),
+        ("remote_url: lm://h:1", "no such remote tier (LMCache's own cache server"),
+        ("remote_url: mooncakestore://h:1", "no such remote tier (kvtier's is Redis"),
+        ("remote_url: host", "no such remote tier (kvtier's is Redis"),
+        ("remote_url: redis://h1:1,h2:2", "redis:// names one host; several are redis-cluster://"),
     ],
 )
-def test_no_lmcache_key_is_ignored_in_silence(
-    tmp_path: Path, line: str, told: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "kvtier"):
-        assert load(env={"LMCACHE_CONFIG_FILE": written(tmp_path, line)}) == Config()
-    assert len(caplog.records) == 1
-    assert told in caplog.text
-    asked_in_vain = "not supported" in told or "unknown" in told or "not used" in told
-    assert (caplog.records[0].levelno == logging.WARNING) is asked_in_vain
+def test_no_lmcache_key_is_ignored_in_silence(tmp_path: Path, line: str, told: str) -> None:
+    config = load(env={"LMCACHE_CONFIG_FILE": written(tmp_path, line)})
+    assert config == Config()
+    (remark,) = config.remarks
+    assert told in remark.text
+    asked_in_vain = any(word in told for word in ("not supported", "unknown", "not used", "no such", "names one"))
+    assert (remark.level == logging.WARNING) is asked_in_vain
 
 
 @pytest.mark.parametrize(
@@ -296,7 +301,11 @@ def test_no_lmcache_key_is_ignored_in_silence(
         ("remote_url: rediss://h:6379", "redis_url", "rediss://h:6379"),
         ("remote_url: resp://h:6379", "redis_url", "redis://h:6379"),
         ("remote_url: valkey://h:6379", "redis_url", "redis://h:6379"),
+        ("remote_url: unix:///run/redis.sock", "redis_url", "unix:///run/redis.sock"),
+        ("remote_url: file:///mnt/kv", "nvme_path", "/mnt/kv"),
+        ("remote_url: fs:///mnt/kv/", "nvme_path", "/mnt/kv"),
         ("local_disk: /mnt/kv", "nvme_path", "/mnt/kv"),
+        ("local_disk: file://mnt/kv/", "nvme_path", "/mnt/kv"),
         ("save_decode_cache: false", "save_decode", False),
         ("blocking_timeout_secs: 10", "load_timeout_ms", 10_000),
     ],
@@ -308,9 +317,7 @@ def test_lmcache_keys_that_have_one_of_ours(tmp_path: Path, line: str, key: str,
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("remote_url: lm://h:1", r"lm:// is LMCache's own cache server.*"),
-        ("remote_url: mooncakestore://h:1", "remote tier is Redis; give redis://"),
-        ("remote_url: host", "remote tier is Redis"),
+        ("remote_url: file:///", "one absolute folder"),
         ("local_disk: file:///a/,file:///b/", "one absolute folder"),
         ("local_disk: relative", "one absolute folder"),
         ("max_local_cpu_size: lots", "a number of GiB per worker"),
@@ -327,8 +334,9 @@ def test_lmcache_values_that_cannot_be_had_are_errors(tmp_path: Path, line: str,
 
 def test_an_lmcache_password_is_not_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "kvtier"):
-        load(env={"LMCACHE_CONFIG_FILE": written(tmp_path, "remote_url: redis://:s3cret@h:1")})
-    assert "redis://:***@h:1" in caplog.text
+        for url in ("redis://:s3cret@h:1", "mooncakestore://u:s3cret@h:1"):
+            tell(load(env={"LMCACHE_CONFIG_FILE": written(tmp_path, f"remote_url: {url}")}).remarks)
+    assert "redis://:***@h:1" in caplog.text and "mooncakestore://u:***@h:1" in caplog.text
     assert "s3cret" not in caplog.text
 
 
@@ -353,12 +361,35 @@ def test_auto_config_is_switched_on_as_in_lmi(env: dict[str, str], expected: boo
     assert load(env=env).auto is expected
 
 
-@pytest.mark.parametrize("variable", ["OPTION_LMCACHE_CONFIG_FILE", "LMCACHE_CONFIG_FILE", "KVTIER_CONFIG_FILE"])
-def test_auto_config_beside_a_manual_file_is_an_error_that_names_both(variable: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("variable", ["OPTION_LMCACHE_CONFIG_FILE", "KVTIER_CONFIG_FILE"])
+@pytest.mark.parametrize("there", [True, False])
+def test_auto_config_beside_a_manual_file_is_an_error_that_names_both(
+    variable: str, there: bool, tmp_path: Path
+) -> None:
     file = tmp_path / "sizes.yaml"
-    file.write_text("chunk_size: 256\n" if "LMCACHE" in variable else "ram_bytes: 1GiB\n")
-    with pytest.raises(ConfigError, match=f"OPTION_LMCACHE_AUTO_CONFIG.*{file}"):
+    if there:
+        file.write_text("chunk_size: 256\n" if "LMCACHE" in variable else "ram_bytes: 1GiB\n")
+    with pytest.raises(ConfigError, match=f"OPTION_LMCACHE_AUTO_CONFIG asks .* the file {file} sets"):
         load(env={"OPTION_LMCACHE_AUTO_CONFIG": "true", variable: str(file)})
+
+
+@pytest.mark.parametrize("switch", ["OPTION_LMCACHE_AUTO_CONFIG", "KVTIER_AUTO"])
+def test_auto_config_beside_lmcaches_own_variable_warns_and_takes_the_sizes(switch: str, tmp_path: Path) -> None:
+    file = written(tmp_path, "chunk_size: 512\nmax_local_cpu_size: 7\nlocal_disk: /kv\nmax_local_disk_size: 9\n")
+    config = load(env={switch: "true", "LMCACHE_CONFIG_FILE": file})
+    assert config.auto and (config.chunk_tokens, config.nvme_path) == (512, "/kv")
+    assert (config.ram_bytes, config.nvme_bytes) == (None, None)
+    (warning,) = [remark.text for remark in config.remarks if remark.level == logging.WARNING]
+    assert f"{switch} asks for auto-config and environment LMCACHE_CONFIG_FILE names {file}" in warning
+    by_hand = load(env={switch: "false", "LMCACHE_CONFIG_FILE": file})
+    assert (by_hand.ram_bytes, by_hand.nvme_bytes) == (7 * GIB, 9 * GIB)
+
+
+def test_a_missing_file_beside_auto_config_names_the_conflict() -> None:
+    with pytest.raises(
+        ConfigError, match=r"KVTIER_AUTO asks for auto-config .*/none.yaml.*LMCACHE_CONFIG_FILE.*not there"
+    ):
+        load(env={"KVTIER_AUTO": "1", "LMCACHE_CONFIG_FILE": "/none.yaml"})
 
 
 def test_auto_in_the_file_itself_is_its_own_wish(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import launch
+from kvtier import command, launch
 from kvtier.errors import ConfigError
 from kvtier.installed import Installed, judged
 
@@ -103,10 +103,16 @@ def test_the_cpu_wheel_whose_command_does_not_start_is_run_as_a_module(start: La
     [
         ({"KVTIER_RAM_BITES": "1"}, ["vllm", "serve", "m"], "unknown key 'ram_bites'"),
         ({"KVTIER_CONFIG_FILE": "{here}", "KVTIER_AUTO": "1"}, ["vllm", "serve", "m"], "remove one of the two"),
-        ({}, ["vllm", "bench"], "was given 'vllm bench': expected vllm serve"),
-        ({}, [], "was given 'nothing'"),
+        ({}, ["vllm", "bench"], "the command 'vllm bench' was given: expected vllm serve"),
+        ({}, [], "the command 'nothing' was given"),
         ({}, ["/none/vllm", "serve", "m"], "/none/vllm: no such program"),
         ({}, ["/none/python", "-m", SERVER], "/none/python cannot say whether it has vLLM"),
+        ({"OPTION_KV_OFFLOADING_SIZE": "4"}, ["vllm", "serve", "m"], "OPTION_KV_OFFLOADING_SIZE asks for vLLM's own"),
+        (
+            {},
+            ["vllm", "serve", "m", "--kv-offloading-size", "4"],
+            "--kv-offloading-size asks for vLLM's own",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(
@@ -134,8 +140,18 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 def test_a_connector_is_seen_however_it_is_written(tmp_path: Path, arguments: list[str], given: str | None) -> None:
     file = tmp_path / "vllm.yaml"
     file.write_text('port: 1\nkv_transfer_config: \'{"kv_connector": "B", "kv_role": "kv_both"}\'\n')
-    words = [word.replace("{file}", str(file)) for word in arguments]
-    assert launch.named_connector(words) == given
+    found = command.named_connector([word.replace("{file}", str(file)) for word in arguments])
+    assert (found and found["kv_connector"]) == given
+
+
+@pytest.mark.parametrize("words", [["--kv-offloading-size=4"], ["--kv_offloading_size", "4"], ["--config", "{file}"]])
+def test_vllms_own_offloading_is_seen_however_it_is_written(tmp_path: Path, words: list[str]) -> None:
+    """It replaces the connector that the same command names, and vLLM does not say so."""
+    file = tmp_path / "vllm.yaml"
+    file.write_text("kv_offloading_size: 4\n")
+    ours = ["--kv-transfer-config", json.dumps(launch.TRANSFER)]
+    with pytest.raises(ConfigError, match=r"--kv-offloading-size asks for .* which replaces kvtier's"):
+        command.transfer([*ours, *(word.replace("{file}", str(file)) for word in words)], False)
 
 
 def test_another_connector_is_refused_and_ours_is_left_alone() -> None:
@@ -143,18 +159,21 @@ def test_another_connector_is_refused_and_ours_is_left_alone() -> None:
         return ["--kv-transfer-config", json.dumps({"kv_connector": connector})]
 
     found = Installed("vllm", "0.32.0", True)
-    command = launch.Command(["vllm", "serve"], ["m", *named("KVTierConnector")], "python")
-    assert launch.with_connector(command, found) == ["vllm", "serve", "m", *named("KVTierConnector")]
-    assert launch.transfer(named("KVTierConnector"), False) == ["KVTierConnector as the command says"]
-    assert launch.transfer(named("LMCacheConnectorV1"), True) == ["KVTierConnector in the place of LMCacheConnectorV1"]
+    ours = command.Command(["vllm", "serve"], ["m", *named("KVTierConnector")], "python")
+    assert launch.with_connector(ours, found) == ["vllm", "serve", "m", *named("KVTierConnector")]
+    assert command.transfer(named("KVTierConnector"), False) == ["KVTierConnector as the command says"]
+    assert command.transfer(named("LMCacheConnectorV1"), True) == ["KVTierConnector in the place of LMCacheConnectorV1"]
     with pytest.raises(ConfigError, match=r"'LMCacheConnectorV1', .* set KVTIER_REPLACE_LMCACHE=1"):
-        launch.transfer(named("LMCacheConnectorV1"), False)
+        command.transfer(named("LMCacheConnectorV1"), False)
     with pytest.raises(ConfigError, match="connector 'NixlConnector', and an engine has one"):
-        launch.transfer(named("NixlConnector"), True)
-    with pytest.raises(ConfigError, match="--kv-offloading-size is vLLM's own"):
-        launch.transfer(["--kv-offloading-size=4"], False)
+        command.transfer(named("NixlConnector"), True)
+    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [launch.TRANSFER]}}
+    with pytest.raises(ConfigError, match="MultiConnector with KVTierConnector as one of its connectors, and"):
+        command.transfer(["--kv-transfer-config", json.dumps(several)], False)
+    with pytest.raises(ConfigError, match="connector 'MultiConnector', and an engine has one"):
+        command.transfer(named("MultiConnector"), False)
     with pytest.raises(ConfigError, match="expected JSON with kv_connector"):
-        launch.transfer(["--kv-transfer-config", "{"], False)
+        command.transfer(["--kv-transfer-config", "{"], False)
 
 
 def test_versions() -> None:
@@ -163,7 +182,7 @@ def test_versions() -> None:
     for found, said in (
         (Installed(None, None, True), "has no vLLM"),
         (Installed("vllm", "0.32.0", False), "but not kvtier: python -m pip install kvtier"),
-        (Installed("vllm", "0.28.3", True), "too old: kvtier needs 0.29"),
+        (Installed("vllm", "0.22.1", True), "vLLM 0.22.1 is too old: kvtier needs 0.23 or newer"),
     ):
         with pytest.raises(ConfigError, match=said):
             judged(found, "python")

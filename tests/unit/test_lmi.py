@@ -100,16 +100,16 @@ def test_without_the_word_lmcache_variables_are_not_ours() -> None:
     assert load(env=DJL).sources == {}
 
 
-def test_with_the_word_each_lmcache_variable_is_read_and_answered_for(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "kvtier")
+def test_with_the_word_each_lmcache_variable_is_read_and_answered_for() -> None:
     found = load(env={**DJL, "KVTIER_REPLACE_LMCACHE": "1", "LMCACHE_ENABLE_P2P": "True"}, ranks=2)
     assert (found.ram_bytes, found.nvme_bytes, found.nvme_path) == (20 * GIB, 200 * GIB, "/tmp/lmcache")
     assert found.sources["ram_bytes"] == "environment LMCACHE_MAX_LOCAL_CPU_SIZE"
-    said = {record.message.split(" ", 2)[2].partition("=")[0]: record for record in caplog.records}
+    *told, warning = found.remarks
+    said = {remark.text.removeprefix("LMCache key ").partition("=")[0]: remark for remark in told}
     expected = {name.removeprefix("LMCACHE_").lower() for name in DJL} - {"extra_config"} | {"extra_config.use_odirect"}
-    assert set(said) == expected | {"enable_p2p"}
-    assert [key for key, record in said.items() if record.levelno == logging.WARNING] == ["enable_p2p"]
-    assert "SHA-256" in said["pythonhashseed"].message
+    assert set(said) == expected and len(told) == len(expected)
+    assert (warning.level, "does not serve: enable_p2p=True: peer-to-peer" in warning.text) == (logging.WARNING, True)
+    assert "SHA-256" in said["pythonhashseed"].text
 
 
 def test_ours_beat_lmcache_variables_and_a_file_of_ours_takes_their_place(tmp_path: Path) -> None:
@@ -176,6 +176,7 @@ def factory(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:end]), SimpleNamespace(__path__=[]))
+    vars(sys.modules["vllm"])["__version__"] = "0.32.0"
     module = sys.modules[name]
     vars(module)["KVConnectorFactory"] = SimpleNamespace(_registry=known, register_connector=register_connector)
     monkeypatch.delenv("KVTIER_REPLACE_LMCACHE", raising=False)
@@ -187,7 +188,7 @@ def test_the_plug_in_takes_lmcaches_place_only_when_told(
 ) -> None:
     from kvtier.connectors.vllm import register
 
-    ours = ("kvtier.connectors.vllm.connector", "KVTierConnector")
+    ours = ("kvtier.connectors.vllm", "KVTierConnector")
     register()
     assert factory == {"LMCacheConnectorV1": "lmcache's", "KVTierConnector": ours}
     monkeypatch.setenv("KVTIER_REPLACE_LMCACHE", "1")

@@ -1,0 +1,106 @@
+"""Which vLLM kvtier runs with, what LMCache's files become, and what takes the connector's place."""
+
+from __future__ import annotations
+
+from tests.trust.mutations.room import PYTEST, Mutant, Room
+
+ROOM = Room(
+    {
+        "versions": (*PYTEST, "tests/unit/test_versions.py", "-k", "not itself"),
+        "lmcache": (*PYTEST, "tests/unit/test_lmcache_files.py", "tests/unit/test_lmi.py", "tests/unit/test_config.py"),
+        "launch": (*PYTEST, "tests/unit/test_launch.py"),
+        "layers": (*PYTEST, "tests/unit/test_vllm_hooks.py"),
+    },
+    mutants=(
+        Mutant(
+            "connectors/vllm/versions.py",
+            "    if len(numbers) == 2 and numbers < OLDEST:",
+            "    if len(numbers) == 2 and numbers <= OLDEST:",
+            "the vLLM of LMI v27 is refused",
+        ),
+        Mutant(
+            "connectors/vllm/versions.py",
+            "    if len(numbers) == 2 and numbers < OLDEST:",
+            "    if numbers < OLDEST:",
+            "a vLLM that does not know its version is refused",
+        ),
+        Mutant(
+            "connectors/vllm/versions.py",
+            "    return hasattr(base, hook)",
+            "    return True",
+            "what a vLLM never calls is waited for",
+        ),
+        Mutant(
+            "connectors/vllm/__init__.py",
+            "        versions.require()\n",
+            "",
+            "a vLLM that is too old dies of an import",
+        ),
+        Mutant(
+            "connectors/vllm/connector.py",
+            "layered=_BY_LAYER and asks_for_layers(forward_context))",
+            "layered=asks_for_layers(forward_context))",
+            "layers flow where nobody confirms them",
+        ),
+        Mutant(
+            "connectors/vllm/connector.py",
+            "            cuts=layout.layer_cuts(ranks, chunks) if _BY_LAYER else None,",
+            "            cuts=layout.layer_cuts(ranks, chunks),",
+            "chunks come part by part where nobody confirms them",
+        ),
+        Mutant(
+            "connectors/vllm/connector.py",
+            "        if role == KVConnectorRole.SCHEDULER:  # one process of the engine says it, not each",
+            "        if True:",
+            "every process of an engine says the same",
+        ),
+        Mutant(
+            "installed.py",
+            "    return versions.judged(found.vllm)",
+            '    return f"vLLM {found.vllm}"',
+            "launch starts an engine that is too old",
+        ),
+        Mutant(
+            "command.py",
+            "    if value(arguments, _OWN_OFFLOADING) is not None:",
+            "    if False:",
+            "vLLM's own offloading silently replaces kvtier",
+        ),
+        Mutant(
+            "command.py",
+            '    return None if flag == "--config" else _in_file(arguments, flag)',
+            "    return None",
+            "vLLM's own offloading in a file silently replaces kvtier",
+        ),
+        Mutant(
+            "lmi.py",
+            "    if named is None and lmcaches and not Path(lmcaches).is_file():",
+            "    if named is None and lmcaches:",
+            "auto-config beside LMCACHE_CONFIG_FILE does not start, as it does in LMI",
+        ),
+        Mutant(
+            "config.py",
+            "        if given is not None and not (beside and source.startswith(_SIZED_BY_HAND) and key in _SIZES):",
+            "        if given is not None:",
+            "sizes by hand beat auto-config's",
+        ),
+        Mutant(
+            "lmcache.py",
+            "        given = f\"{note.key}={'***' if _is_secret(note.key) else shown(note.given)}\"",
+            '        given = f"{note.key}={shown(note.given)}"',
+            "a password beside the URL is logged",
+        ),
+        Mutant(
+            "lmcache.py",
+            "        if note.lost:\n            lost.append",
+            "        if note.lost and not note.given:\n            lost.append",
+            "a remote tier that is not served is no warning",
+        ),
+        Mutant(
+            "lmcache.py",
+            '    if "," in hosts and "+" not in ours:',
+            "    if False:",
+            "several hosts are taken for one address of Redis, and the start fails",
+        ),
+    ),
+)
