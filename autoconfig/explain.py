@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict
 
-from kvtier.autoconfig.facts import UNLIMITED, size_text
+from kvtier.autoconfig.facts import UNLIMITED
 from kvtier.autoconfig.plan import Plan, Row, Value
 from kvtier.config import masked
+from kvtier.terminal import size_text
 
 
 def value_text(key: str, value: Value) -> str:

@@ -22,7 +22,8 @@ from kvtier.autoconfig.breakeven import (
     offload_from,
 )
 from kvtier.autoconfig.chunks import TYPICAL_KV_BYTES, chunk_tokens, stored_kv_bytes
-from kvtier.autoconfig.facts import GIB, MIB, UNLIMITED, Disk, Fact, Facts, Redis, known, size_text, unknown
+from kvtier.autoconfig.facts import GIB, MIB, UNLIMITED, Disk, Fact, Facts, Redis, known, unknown
+from kvtier.terminal import size_text
 
 Value = int | float | str
 T = TypeVar("T", int, float)

@@ -22,7 +22,7 @@ import kvtier
 from kvtier import selftest
 from kvtier.assemble import door, ram_bytes
 from kvtier.autoconfig import probe
-from kvtier.autoconfig.facts import UNLIMITED, Disk, Facts, Model, Redis, Serving, known, size_text
+from kvtier.autoconfig.facts import UNLIMITED, Disk, Facts, Model, Redis, Serving, known
 from kvtier.autoconfig.plan import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, make_plan
 from kvtier.chunk import ChunkLayout, fingerprint
 from kvtier.client import Client
@@ -31,6 +31,7 @@ from kvtier.connectors.vllm import CONNECTOR, LMCACHE
 from kvtier.dial import Address, client_tls, enter, read_token
 from kvtier.errors import ConfigError, TierError
 from kvtier.installed import judged, look
+from kvtier.terminal import size_text
 from kvtier.zero_hits import ZeroHits, totals
 
 State = Literal["ok", "warn", "fail"]

@@ -132,6 +132,13 @@ def load(
     return Config(**values, sources=sources)
 
 
+def typed(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """``flags`` as a person typed them at a shell: a relative path is below the current folder. Files and engines must
+    give absolute paths, because nobody can see which folder they are relative to."""
+    paths = {key for key, about in KEYS.items() if about["unit"] in ("file", "folder")}
+    return {key: os.path.abspath(value) if key in paths and value else value for key, value in flags.items()}
+
+
 def filled(config: Config, values: Mapping[str, Any], source: str) -> Config:
     """``config`` with ``values`` for the keys that nobody set: what auto-config found.
 

@@ -17,6 +17,7 @@ from kvtier.chunk import ChunkLayout, fingerprint
 from kvtier.config import Config, load
 from kvtier.dial import Address, read_token
 from kvtier.errors import ConfigError
+from kvtier.extras import how
 from kvtier.listen import Listener, listen_tcp, listen_unix, server_tls
 from kvtier.server import Beside, Server, serve
 from kvtier.store import Store
@@ -74,7 +75,7 @@ def _admin_surface(config: Config) -> Beside:
     try:
         from kvtier.admin import beside, bind
     except ImportError as error:
-        raise ConfigError(f"admin={config.admin}: {error}; install kvtier[server], or set admin=off") from error
+        raise ConfigError(f"admin={config.admin}: {error}; {how('server')}, or set admin=off") from error
     secret = config.admin_token_file
     token = read_token(secret, "admin_token_file") if secret else None
     port = bind(config.admin, token=token is not None, tls=_tls(config) if config.admin.startswith("https") else None)

@@ -12,10 +12,11 @@ import yaml
 
 from kvtier.autoconfig import command
 from kvtier.autoconfig.explain import table, value_text
-from kvtier.autoconfig.facts import UNLIMITED, Fact, Facts, Memory, known, size_text
+from kvtier.autoconfig.facts import UNLIMITED, Fact, Facts, Memory, known
 from kvtier.autoconfig.plan import make_plan
 from kvtier.config import load
 from kvtier.errors import ConfigError
+from kvtier.terminal import size_text
 
 GIB = 1 << 30
 MODELS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "model_configs.json").read_text())
