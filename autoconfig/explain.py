@@ -9,38 +9,47 @@ from dataclasses import asdict
 from kvtier.autoconfig.facts import UNLIMITED
 from kvtier.autoconfig.plan import Plan, Row, Value
 from kvtier.config import masked
-from kvtier.terminal import size_text
+from kvtier.terminal import rate_text, size_text, table
 
 
 def value_text(key: str, value: Value) -> str:
     """``225485783040`` of ``ram_bytes`` -> ``210 GiB``; counts with thousands' commas; a URL without its password."""
     if isinstance(value, str):
         return str(masked(value))
+    if key.endswith("bytes_per_second"):
+        return rate_text(value)
     if "bytes" in key:
         return "no limit" if value >= UNLIMITED else size_text(value)
     return f"{value:,}"
 
 
-def table(plan: Plan) -> str:
-    """Columns key, value, source, reason: what was found, then what is set, then what is left out and why."""
-    parts = ["What was found", _rows(plan.derived), "", "What is set, for one engine replica, all its ranks together"]
-    parts.append(_rows(plan.settings) if plan.settings else "  nothing: kvtier stays off")
+def shown(plan: Plan, columns: int | None = None) -> str:
+    """Tables of key, value, source, reason: what was found, what is set; then what is left out and why, and what to do
+    next. ``columns``: as in :func:`kvtier.terminal.table`."""
+    parts = ["What was found", *_rows(plan.derived, columns)]
+    parts += ["", "What is set, for one engine replica, all its ranks together"]
+    parts += _rows(plan.settings, columns) if plan.settings else ["nothing: kvtier stays off"]
     if plan.left_out:
-        parts += ["", "Left out", *(f"  {tier}: {reason}" for tier, reason in plan.left_out)]
+        parts += ["", "Left out", *table(("tier", "reason"), plan.left_out, columns=columns)]
     if plan.warnings:
-        parts += ["", "Mind", *(f"  {warning}" for warning in plan.warnings)]
-    return "\n".join(parts)
+        parts += ["", "Mind", *plan.warnings]
+    return "\n".join([*parts, "", f"Next: {_next(plan)}"])
 
 
-def _rows(rows: Iterable[Row]) -> str:
+def _rows(rows: Iterable[Row], columns: int | None) -> list[str]:
     cells = [(row.key, value_text(row.key, row.value), row.source, row.reason) for row in rows]
-    cells.insert(0, ("key", "value", "source", "reason"))
-    widths = [min(44, max(len(cell[column]) for cell in cells)) for column in range(3)]
-    lines = []
-    for cell in cells:
-        padded = (text.ljust(width) for text, width in zip(cell, widths, strict=False))
-        lines.append(("  " + "  ".join([*padded, cell[3]])).rstrip())
-    return "\n".join(lines)
+    return table(("key", "value", "source", "reason"), cells, columns=columns)
+
+
+def _next(plan: Plan) -> str:
+    if not plan.settings:
+        return "free some RAM or take a smaller model, and plan again ('--ram 64GiB' shows what more RAM would give)"
+    if not any(row.key == "model" for row in plan.derived):
+        return "plan again with --model, because sizes and break-even lengths follow from the model's KV"
+    return (
+        "KVTIER_AUTO=true has an engine do the same at its start; or 'kvtier plan ... --yaml > /etc/kvtier.yaml' "
+        "writes it down, and KVTIER_CONFIG_FILE=/etc/kvtier.yaml uses it"
+    )
 
 
 def as_yaml(plan: Plan) -> str:

@@ -9,7 +9,7 @@ ranks of one engine replica together. Replicas and engines on the same host get 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvtier.autoconfig.breakeven import (
     CPU_CORE_FLOPS,
@@ -23,7 +23,7 @@ from kvtier.autoconfig.breakeven import (
 )
 from kvtier.autoconfig.chunks import TYPICAL_KV_BYTES, chunk_tokens, stored_kv_bytes
 from kvtier.autoconfig.facts import GIB, MIB, UNLIMITED, Disk, Fact, Facts, Redis, known, unknown
-from kvtier.terminal import size_text
+from kvtier.terminal import rate_text, size_text
 
 Value = int | float | str
 T = TypeVar("T", int, float)
@@ -37,6 +37,7 @@ _ASSUMED_READ = {"nvme": 2.0e9, "ssd": 0.4e9, "virtual": 0.2e9, "ebs": 0.125e9, 
 _THREADS = {"nvme": 4, "ssd": 2, "virtual": 2, "ebs": 2, "rotational": 1}
 _LATENCY = {"ram": 0.0002, "nvme": 0.001, "redis": 0.002}
 """Seconds from asking to the first byte."""
+_KV_BYTES = "2 x KV heads x head dim x layers, or the MLA latent; windowed layers counted in full"
 _REDIS_SHARE = 0.9
 """Of what Redis has left; the rest is its own overhead and fragmentation."""
 
@@ -129,14 +130,17 @@ def _load(facts: Facts, draft: _Draft) -> _Load:
     tensor = max(1, draft.take("tensor_parallel", engine.tensor_parallel, 1, alone))
     ranks = tensor * max(1, draft.take("pipeline_parallel", engine.pipeline_parallel, 1, alone))
     stores = max(1, engine.data_parallel.value or 1) * max(1, engine.engines.value or 1)
-    typical = "128 KiB is usual for 8-billion-parameter models"
-    single = max(1, draft.take("kv_bytes_per_token", model.kv_bytes_per_token, TYPICAL_KV_BYTES, typical))
+    if model.name.value:
+        draft.show("model", model.name.value, model.name.source, "what is planned for")
+    single = max(1, model.kv_bytes_per_token.value or TYPICAL_KV_BYTES)
     heads = max(1, model.kv_heads.value or tensor)
     stored = stored_kv_bytes(single, heads, tensor)
-    why = "2 x KV heads x head dim x layers, or the MLA latent; windowed layers counted in full"
+    source, why = model.kv_bytes_per_token.source, _KV_BYTES
+    if model.kv_bytes_per_token.value is None:
+        source, why = "assumed", f"unknown ({source}); 128 KiB is usual for 8-billion-parameter models"
     if stored != single:
         why += f"; {heads} KV head(s) on {tensor} tensor ranks are stored {stored / single:g} times"
-    draft.show("kv_bytes_per_token", stored, model.kv_bytes_per_token.source, why)
+    draft.show("kv_bytes_per_token", stored, source, why)
     whole = model.kv_bytes_global.value
     if whole is not None and whole != model.kv_bytes_per_token.value:
         text = "layers that see the whole context alone; the rest is sliding windows"
@@ -182,24 +186,26 @@ def _prefill(facts: Facts, ranks: int, draft: _Draft) -> Prefill:
 def _link(facts: Facts, ranks: int, draft: _Draft) -> float:
     """Bytes a second between RAM and the engine's KV memory, all ranks together."""
     if facts.gpus.count.value == 0:
-        return max(1.0, draft.take("copy_speed", facts.copy_speed, 5e9, "5 GB/s is slow for one thread's copy"))
+        return max(
+            1.0, draft.take("copy_bytes_per_second", facts.copy_speed, 5e9, "5 GB/s is slow for one thread's copy")
+        )
     kind = gpu_kind(facts.gpus.kind.value or "")
     return (kind.link if kind else 10e9) * ranks
 
 
-def _pays(tier: str, speed: Fact[float], load: _Load, draft: _Draft) -> bool:
-    """Show the length from which the tier beats computing; leave the tier out when there is none."""
+def _pays(tier: str, speed: Fact[float], load: _Load, draft: _Draft) -> Row | None:
+    """The length from which the tier beats computing, to be shown; leaves the tier out when there is none."""
+    name, _, place = tier.partition(" ")
     bandwidth = max(1.0, min(speed.value or 0.0, load.link))
-    route = Route(bandwidth, _LATENCY[tier.split(maxsplit=1)[0]])
-    tokens = break_even(route, load.kv_bytes, load.prefill, load.longest)
-    source = f"{bandwidth / 1e9:.3g} GB/s ({speed.source})"
+    tokens = break_even(Route(bandwidth, _LATENCY[name]), load.kv_bytes, load.prefill, load.longest)
+    source = f"{rate_text(bandwidth)} ({speed.source})"
     if tokens is None:
         taken = f"{load.kv_bytes / bandwidth * 1e6:.3g} us a token to load"
         reason = f"too slow to pay: {taken}, {load.prefill.per_token * 1e6:.3g} us to compute, at {source}"
         draft.leave_out(tier, f"{reason}; no hit of up to {load.longest:,} tokens wins")
-        return False
-    draft.show(f"{tier}_break_even_tokens", tokens, source, "shorter hits are faster computed than loaded")
-    return True
+        return None
+    where = f" from {place}" if place else ""
+    return Row(f"{name}_break_even_tokens", tokens, source, f"shorter hits are faster computed than loaded{where}")
 
 
 def _available(facts: Facts, draft: _Draft) -> Fact[int]:
@@ -257,8 +263,10 @@ def _plan_ram(facts: Facts, load: _Load, draft: _Draft) -> int:
         draft.leave_out("ram", f"{short} ({size_text(free.value)} available, {size_text(reserve)} reserved{note})")
         return 0
     speed = known(load.link, "copy to the engine" if facts.gpus.count.value == 0 else "host link, assumed by GPU kind")
-    if not _pays("ram", speed, load, draft):
+    pays = _pays("ram", speed, load, draft)
+    if pays is None:
         return 0
+    draft.derived.append(pays)
     held = f"holds {share // load.kv_bytes:,} tokens; {size_text(share // load.ranks)} for each of {load.ranks} rank(s)"
     draft.set("ram_bytes", share, free.source, held + note)
     shm = size_text(facts.memory.shm.value) if facts.memory.shm.value is not None else "unknown"
@@ -285,31 +293,48 @@ def _locked(facts: Facts, share: int, draft: _Draft) -> tuple[int, str]:
 def _plan_chunk(facts: Facts, load: _Load, draft: _Draft) -> None:
     block = max(1, facts.engine.block_tokens.value or 16)
     tokens = chunk_tokens(load.kv_bytes, block, load.longest)
-    why = f"{size_text(tokens * load.kv_bytes)} a chunk: 2 to 64 MiB keeps disks busy and matches fine"
+    size = tokens * load.kv_bytes
+    why = "2 to 64 MiB keep disks busy and match finely"
+    if size < 2 * MIB:
+        why += "; a larger one would be over 1,024 tokens or a sixteenth of the longest context"
+    elif size > 64 * MIB:
+        why += "; a smaller one would be less than 64 tokens or a block"
+    why = f"{size_text(size)} a chunk: {why}"
     draft.set("chunk_tokens", tokens, f"block of {block} tokens ({facts.engine.block_tokens.source})", why)
 
 
+class _Usable(NamedTuple):
+    """A folder that would do; ``speed`` in bytes a second, from ``source``."""
+
+    speed: float
+    size: int
+    disk: Disk
+    source: str
+    pays: Row
+
+
 def _plan_disk(facts: Facts, load: _Load, draft: _Draft) -> None:
-    usable: list[tuple[float, int, Disk, str]] = []
+    usable: list[_Usable] = []
     for disk in facts.disks:
         reason, size, speed = _judge(disk, load)
         if reason:
             draft.leave_out(f"nvme {disk.path}", reason)
-        elif _pays(f"nvme {disk.path}", speed, load, draft):
-            usable.append((speed.value or 0.0, size, disk, speed.source))
+        elif (pays := _pays(f"nvme {disk.path}", speed, load, draft)) is not None:
+            usable.append(_Usable(speed.value or 0.0, size, disk, speed.source, pays))
+    if not facts.disks:
+        draft.leave_out("nvme", "no candidate path was given or found; give one with --path")
     if not usable:
-        text = "no candidate path was given or found" if not facts.disks else "none of the candidate paths can be used"
-        draft.leave_out("nvme", f"{text}; give one with --path")
         return
-    rate, size, disk, source = max(usable, key=lambda entry: entry[:2])
-    for _, other_size, other, _ in usable:
-        if other is not disk:
-            reason = f"one path is used: {disk.path} is faster or larger than this ({size_text(other_size)})"
-            draft.leave_out(f"nvme {other.path}", reason)
+    rate, size, disk, source, pays = max(usable, key=lambda each: each[:2])
+    for other in usable:
+        if other.disk is not disk:
+            reason = f"one path is used: {disk.path} is faster or larger than this ({size_text(other.size)})"
+            draft.leave_out(f"nvme {other.disk.path}", reason)
+    draft.derived.append(pays)
     if disk.filesystem.value == "overlay":
         draft.warnings.append(f"{disk.path} is a container's overlay: its disk is not visible; mount a volume instead")
     device = disk.device.value or "unknown device"
-    draft.set("nvme_path", disk.path, disk.device.source, f"{device}, {rate / 1e9:.3g} GB/s ({source})")
+    draft.set("nvme_path", disk.path, disk.device.source, f"{device}, {rate_text(rate)} ({source})")
     reserve = size_text(_disk_reserve(disk))
     held = f"holds {size // load.kv_bytes:,} tokens; {reserve} kept free; {size_text(size // load.ranks)} a rank"
     draft.set("nvme_bytes", size, disk.free.source, held)
@@ -367,8 +392,10 @@ def _plan_redis(redis: Redis | None, load: _Load, draft: _Draft) -> None:
     size -= size % MIB
     if short := load.too_small(size):
         return draft.leave_out("redis", f"{short} ({size_text(used)} of {size_text(redis.maxmemory.value)} used)")
-    if not _pays("redis", _or_assumed(redis.speed, 0.8e9, "Redis"), load, draft):
+    pays = _pays("redis", _or_assumed(redis.speed, 0.8e9, "Redis"), load, draft)
+    if pays is None:
         return None
+    draft.derived.append(pays)
     if "random" in (redis.policy.value or ""):
         draft.warnings.append(f"Redis policy {redis.policy.value} forgets at random: set noeviction, kvtier evicts")
     draft.set("redis_url", redis.url, "given", redis.reachable.source)
