@@ -100,10 +100,17 @@ bench-lmi: $(READY)  ## Long Doc QA in the shape AWS publishes -> bench/results/
 		--arms none,kvtier-ram,kvtier-nvme --dtype float32 --require-same-tokens
 	for form in json png; do cp $(LMI)/long_doc_qa.$$form bench/results/long_doc_qa_lmi.$$form; done
 
-# What is installed where no index has kvtier yet: dist/*.whl, built without isolation from what is in .venv.
-wheel: $(READY)  ## dist/kvtier-VERSION-py3-none-any.whl
-	@rm -rf dist
-	$(BIN)/python -m hatchling build -t wheel -d dist
+# What is installed where no index has kvtier. The build needs five small packages and none of .venv.
+WHEEL := .venv-wheel
+DIST := dist
+wheel: $(WHEEL)/bin/hatchling  ## dist/kvtier-VERSION-py3-none-any.whl, to install elsewhere
+	@rm -rf $(DIST)
+	$(WHEEL)/bin/python -m hatchling build -t wheel -d $(DIST)
+
+$(WHEEL)/bin/hatchling: requirements/images/build.txt
+	$(PYTHON) -m venv $(WHEEL)
+	@$(WHEEL)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps -r $<
+	@touch $@
 
 clean:  ## remove what was built and cached (.venv and .venv-old stay)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

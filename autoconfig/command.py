@@ -8,7 +8,8 @@ from typing import Any
 
 from kvtier.autoconfig import probe
 from kvtier.autoconfig.breakeven import GPU_KINDS, gpu_kind
-from kvtier.autoconfig.explain import as_json, as_yaml, shown
+from kvtier.autoconfig.draft import Plan
+from kvtier.autoconfig.explain import as_json, as_yaml, next_step, table
 from kvtier.autoconfig.facts import Disk, Fact, Facts, Gpus, Memory, Model, Serving, known, unknown
 from kvtier.autoconfig.measure import measure
 from kvtier.autoconfig.plan import make_plan
@@ -63,8 +64,12 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan. 0; or 1 when kvtier would stay off. Raises ConfigError for a wrong model or option."""
     facts = look(args)
     plan = make_plan(facts if args.no_measure else measure(facts))
-    print(as_yaml(plan) if args.yaml else as_json(plan) if args.json else shown(plan, width()))
+    print(as_yaml(plan) if args.yaml else as_json(plan) if args.json else _for_people(plan))
     return 0 if "ram_bytes" in plan.values() else 1
+
+
+def _for_people(plan: Plan) -> str:
+    return f"{table(plan, width())}\n\nNext: {next_step(plan)}"
 
 
 def look(args: argparse.Namespace) -> Facts:

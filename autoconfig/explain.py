@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict
 
+from kvtier import terminal
+from kvtier.autoconfig.draft import Plan, Row, Value
 from kvtier.autoconfig.facts import UNLIMITED
-from kvtier.autoconfig.plan import Plan, Row, Value
 from kvtier.config import masked
-from kvtier.terminal import rate_text, size_text, table
+from kvtier.terminal import rate_text, size_text
 
 
 def value_text(key: str, value: Value) -> str:
@@ -23,25 +24,28 @@ def value_text(key: str, value: Value) -> str:
     return f"{value:,}"
 
 
-def shown(plan: Plan, columns: int | None = None) -> str:
-    """Tables of key, value, source, reason: what was found, what is set; then what is left out and why, and what to do
-    next. ``columns``: as in :func:`kvtier.terminal.table`."""
+def table(plan: Plan, columns: int | None = None) -> str:
+    """Columns key, value, source, reason: what was found, then what is set, then what is left out and why.
+
+    ``columns``: as in :func:`kvtier.terminal.table`.
+    """
     parts = ["What was found", *_rows(plan.derived, columns)]
     parts += ["", "What is set, for one engine replica, all its ranks together"]
     parts += _rows(plan.settings, columns) if plan.settings else ["nothing: kvtier stays off"]
     if plan.left_out:
-        parts += ["", "Left out", *table(("tier", "reason"), plan.left_out, columns=columns)]
+        parts += ["", "Left out", *terminal.table(("tier", "reason"), plan.left_out, columns=columns)]
     if plan.warnings:
         parts += ["", "Mind", *plan.warnings]
-    return "\n".join([*parts, "", f"Next: {_next(plan)}"])
+    return "\n".join(parts)
 
 
 def _rows(rows: Iterable[Row], columns: int | None) -> list[str]:
     cells = [(row.key, value_text(row.key, row.value), row.source, row.reason) for row in rows]
-    return table(("key", "value", "source", "reason"), cells, columns=columns)
+    return terminal.table(("key", "value", "source", "reason"), cells, columns=columns)
 
 
-def _next(plan: Plan) -> str:
+def next_step(plan: Plan) -> str:
+    """What somebody who read the plan does with it."""
     if not plan.settings:
         return "free some RAM or take a smaller model, and plan again ('--ram 64GiB' shows what more RAM would give)"
     if not any(row.key == "model" for row in plan.derived):

@@ -9,7 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.autoconfig.explain import as_json, as_yaml, shown
+from kvtier.autoconfig.draft import Plan
+from kvtier.autoconfig.explain import as_json, as_yaml, table
 from kvtier.autoconfig.facts import (
     UNLIMITED,
     Disk,
@@ -23,7 +24,7 @@ from kvtier.autoconfig.facts import (
     known,
     unknown,
 )
-from kvtier.autoconfig.plan import RAM_FILESYSTEMS, Plan, make_plan
+from kvtier.autoconfig.plan import RAM_FILESYSTEMS, make_plan
 
 GIB = 1 << 30
 
@@ -172,4 +173,4 @@ def test_every_plan_can_be_shown_and_its_yaml_gives_the_same_values(facts: Facts
     plan = make_plan(facts)
     assert (yaml.safe_load(as_yaml(plan)) or {}) == plan.values()
     assert json.loads(as_json(plan))["values"] == plan.values()
-    assert all(tier in shown(plan) for tier, _ in plan.left_out)
+    assert all(tier in table(plan) for tier, _ in plan.left_out)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.autoconfig.draft import Plan
 from kvtier.autoconfig.facts import (
     UNLIMITED,
     Disk,
@@ -23,7 +24,7 @@ from kvtier.autoconfig.facts import (
     unknown,
 )
 from kvtier.autoconfig.model import describe
-from kvtier.autoconfig.plan import Plan, make_plan
+from kvtier.autoconfig.plan import make_plan
 
 GIB = 1 << 30
 MODELS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "model_configs.json").read_text())

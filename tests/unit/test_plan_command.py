@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from kvtier.autoconfig import command
-from kvtier.autoconfig.explain import shown, value_text
+from kvtier.autoconfig.explain import table, value_text
 from kvtier.autoconfig.facts import UNLIMITED, Fact, Facts, Memory, known
 from kvtier.autoconfig.plan import make_plan
 from kvtier.config import load
@@ -81,4 +81,4 @@ def test_numbers_are_shown_for_people() -> None:
     assert value_text("chunk_tokens", 1024) == "1,024"
     assert value_text("redis_url", "redis://me:secret@host:1/0") == "redis://me:***@host:1/0"
     nothing: Fact[int] = known(1, "a test")
-    assert "nothing: kvtier stays off" in shown(make_plan(Facts(memory=Memory(available=nothing))))
+    assert "nothing: kvtier stays off" in table(make_plan(Facts(memory=Memory(available=nothing))))
