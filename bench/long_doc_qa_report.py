@@ -220,7 +220,7 @@ def verdict(summaries: Sequence[Summary]) -> tuple[bool, str]:
     """Whether all arms answered as ``none`` did, in words."""
     compared = [summary for summary in summaries if summary.differing is not None]
     cold = next((summary for summary in summaries if summary.arm == COLD), None)
-    if cold is not None and sum((cold.hits or {}).values()):
+    if cold is not None and any((cold.hits or {}).values()):
         return True, "The cold round had hits: documents were here before. Another --shuffle-seed gives new ones."
     if not compared:
         return True, "Answers were not compared: that needs servers started here, the arm none and another one."

@@ -14,7 +14,7 @@ import pytest
 
 from kvtier import __version__
 from kvtier.config import KEYS
-from tests.server_process import SLOT, ServerProcess, wait_for
+from tests.server_process import ServerProcess, attached, serving, wait_for
 
 ROOT = Path(__file__).parents[2]
 MODELS = json.loads((ROOT / "tests/data/model_configs.json").read_text(encoding="utf-8"))
@@ -158,8 +158,7 @@ def test_paths_typed_at_a_shell_may_be_relative(tmp_path: Path) -> None:
     token = tmp_path / "tok"
     token.write_text("a" * 64)
     token.chmod(0o600)
-    settings = {"admin": "http://127.0.0.1:0", "admin_token_file": token}
-    with ServerProcess(tmp_path, ram_bytes=32 * SLOT, **settings) as server:
+    with ServerProcess(tmp_path, admin="http://127.0.0.1:0", admin_token_file=token) as server:
         wait_for(lambda: "admin surface at" in server.log.read_text(encoding="utf-8"), "its admin surface")
         url = re.findall(r"admin surface at (http://[\d.:]+)", server.log.read_text(encoding="utf-8"))[0]
         cleared = kvtier("clear", "--everything", "--admin", url, "--token-file", "tok", cwd=tmp_path)
@@ -170,6 +169,23 @@ def test_paths_typed_at_a_shell_may_be_relative(tmp_path: Path) -> None:
     assert next(row["value"] for row in json.loads(shown) if row["key"] == "nvme_path") == str(tmp_path / "n")
     refused = kvtier("config", env={"KVTIER_NVME_PATH": "n"})
     assert refused.returncode == 2 and "expected an absolute path" in refused.stderr
+
+
+def test_a_servers_log_counts_in_bytes_what_it_does_not_know_in_tokens() -> None:
+    with serving() as server, attached(server.door()):
+        log = server.log.read_text(encoding="utf-8")
+    assert "chunks of 8 KiB; RAM 32 chunks (256 KiB)" in log and "tokens" not in log
+
+
+def test_a_benchmarks_help_gives_every_default_and_the_preset() -> None:
+    shown = " ".join(kvtier("bench", "long-doc-qa", "--help").stdout.split())
+    for words in (
+        "documents (default: 8; lmi: 46)",
+        "(default: 20000; lmi: 10000)",
+        "tokens of an answer (default: 100)",
+    ):
+        assert words in shown
+    assert "--preset {lmi}" in shown
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
