@@ -74,9 +74,9 @@ def _for_people(plan: Plan) -> str:
 
 def look(args: argparse.Namespace) -> Facts:
     """What is there, with the what-if options laid over it."""
-    for name in ("tp", "pp", "dp", "engines"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} {getattr(args, name)}: expected 1 or more")
+    for name in ("tp", "pp", "dp", "engines", "max_model_len", "block_tokens"):
+        if (given := getattr(args, name)) is not None and given < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {given}: expected 1 or more")
     engine = Serving(
         tensor_parallel=known(args.tp, "--tp"),
         pipeline_parallel=known(args.pp, "--pp"),

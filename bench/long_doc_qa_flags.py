@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags; every length is in tokens. What parses them is to be completed by :func:`chosen`."""
     add = parser.add_argument
     add("--model", help="directory or name; with --base-url the name it serves (default: its first)")
-    add("--base-url", help="measure this running server instead of starting one per arm")
+    add("--base-url", type=_url, metavar="URL", help="measure this running server instead of starting one per arm")
     add(
         "--arms",
         type=_arms,
@@ -49,8 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="H:M",
         help="after H queries, M on unseen documents (default: 1:0)",
     )
-    add("--settle-seconds", type=float, default=2.0, help="pause between warm-up and query (default: 2)")
-    add("--request-timeout", type=float, default=600.0, metavar="S", help="for one request (default: 600)")
+    add(
+        "--settle-seconds", type=_seconds, default=2.0, metavar="S", help="pause between warm-up and query (default: 2)"
+    )
+    add("--request-timeout", type=_seconds, default=600.0, metavar="S", help="for one request (default: 600)")
     add(
         "--output-dir",
         type=Path,
@@ -63,10 +67,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own("--dtype", choices=["auto", *DTYPE_BYTES], default="auto", help=about)
     own("--block-size", type=_positive, help="vLLM's block in tokens (default: 128 on CPU, 16 on GPU)")
     own("--chunk-tokens", type=_positive, default=256, help="kvtier's chunk (default: 256)")
-    own("--server-args", default="", metavar="'ARGS'", help="more arguments for vLLM, the same for every arm")
+    own(
+        "--server-args",
+        type=_words,
+        default="",
+        metavar="'ARGS'",
+        help="more arguments for vLLM, the same for every arm",
+    )
     own(
         "--server-timeout",
-        type=float,
+        type=_seconds,
         default=600.0,
         metavar="S",
         help="until a server must be healthy (default: 600)",
@@ -107,6 +117,30 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
+def _url(text: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no address; expected for example http://localhost:8000")
+    return text
+
+
+def _words(text: str) -> str:
+    try:
+        shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    return text
 
 
 def _ratio(text: str) -> tuple[int, int]:

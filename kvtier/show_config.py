@@ -11,12 +11,14 @@ from typing import Any
 
 from kvtier.assemble import nvme_bytes, nvme_write, ram_bytes
 from kvtier.config import KEYS, Config, Setting, describe, load, masked, typed
+from kvtier.errors import ConfigError
 from kvtier.terminal import size_text, table, width
 
 _HEADS = ("key", "value", "unit", "source", "what for")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "kvtier config [--config YAML] [--ranks N] [--yaml | --json] [--KEY VALUE ...]"
     parser.add_argument("--config", metavar="YAML", help="configuration file; beats KVTIER_CONFIG_FILE")
     parser.add_argument(
         "--ranks", type=int, default=1, help="worker ranks, for LMCache files: their sizes are per worker (default: 1)"
@@ -35,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the effective configuration. Raises ConfigError for one that cannot be read."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+    if arguments.ranks < 1:
+        raise ConfigError(f"--ranks {arguments.ranks}: expected 1 or more")
     given = vars(arguments).items()
     flags = {name.removeprefix("key_"): value for name, value in given if name.startswith("key_")}
     config = load(arguments.config, flags=typed(flags), ranks=arguments.ranks)

@@ -134,8 +134,14 @@ def test_doctor_blames_a_missing_cipher_on_no_disk(tmp_path: Path) -> None:
         ("bench", "long-doc-qa", "--base-url", "http://127.0.0.1:1", "--output-dir", "/proc/nothing/here"),
         ("bench", "long-doc-qa", "--arms", "none", "--model", "/no/such/model"),
         ("bench", "long-doc-qa", "--num-documents", "many"),
+        ("bench", "long-doc-qa", "--base-url", "nonsense"),
+        ("bench", "long-doc-qa", "--settle-seconds", "-1"),
+        ("bench", "long-doc-qa", "--server-args", "'"),
         ("config", "--config", "/no/such.yaml"),
         ("config", "--config", "."),
+        ("config", "--file", "k.yaml"),
+        ("config", "--ranks", "0"),
+        ("plan", "--max-model-len", "0"),
         ("plan", "--model", "/no/such/model"),
         ("plan", "--disk-speed", "fast"),
         ("check", "--nvme", "/no/such/folder"),
@@ -152,6 +158,7 @@ def test_an_operators_mistake_is_2_and_told_in_words(words: tuple[str, ...], tmp
     done = kvtier(*words, cwd=tmp_path)
     assert done.returncode == 2, done
     assert done.stderr.strip() and "_positive" not in done.stderr
+    assert words[0] == "bench" or done.stderr.count("\n") <= 12, "a mistake is not answered with a page"
 
 
 def test_paths_typed_at_a_shell_may_be_relative(tmp_path: Path) -> None:
