@@ -36,26 +36,44 @@ class GpuKind:
 
 
 GPU_KINDS = {
+    "GB300": GpuKind(2500e12, 150e9, 268 << 30),
+    "B300": GpuKind(2250e12, 50e9, 268 << 30),
+    "GB200": GpuKind(2500e12, 150e9, 185 << 30),
     "B200": GpuKind(2250e12, 50e9, 180 << 30),
+    "GH200": GpuKind(989e12, 150e9, 95 << 30),
     "H200": GpuKind(989e12, 50e9, 141 << 30),
     "H100": GpuKind(989e12, 50e9, 80 << 30),
-    "A100": GpuKind(312e12, 22e9, 40 << 30),
-    "L40S": GpuKind(362e12, 22e9, 46 << 30),
+    "H100-NVL": GpuKind(835e12, 50e9, 93 << 30),
+    "H20": GpuKind(148e12, 50e9, 95 << 30),
+    "A100-40GB": GpuKind(312e12, 22e9, 40 << 30),
+    "A100-80GB": GpuKind(312e12, 22e9, 80 << 30),
+    "A30": GpuKind(165e12, 22e9, 24 << 30),
+    "A40": GpuKind(150e12, 22e9, 45 << 30),
+    "A10": GpuKind(125e12, 22e9, 22 << 30),
     "A10G": GpuKind(70e12, 12e9, 23 << 30),
+    "L40S": GpuKind(362e12, 22e9, 46 << 30),
+    "L40": GpuKind(181e12, 22e9, 45 << 30),
     "L4": GpuKind(121e12, 12e9, 23 << 30),
-    "V100": GpuKind(112e12, 11e9, 16 << 30),
+    "V100-16GB": GpuKind(112e12, 11e9, 16 << 30),
+    "V100-32GB": GpuKind(112e12, 11e9, 32 << 30),
     "T4": GpuKind(65e12, 6e9, 15 << 30),
     "MI300X": GpuKind(1307e12, 50e9, 192 << 30),
+    "MI325X": GpuKind(1307e12, 50e9, 256 << 30),
+    "MI350X": GpuKind(2300e12, 50e9, 288 << 30),
+    "MI355X": GpuKind(2500e12, 50e9, 288 << 30),
 }
+"""Of one family the smallest first: that is what a product name without a size is taken for."""
 CPU_CORE_FLOPS = 0.4e12
 """Peak of one server core with 16-bit matrix instructions; half of it was measured on an EPYC with AVX-512 BF16."""
 
 
 def gpu_kind(name: str) -> GpuKind | None:
     """The table's row for a product name such as "NVIDIA A100-SXM4-80GB"; None when it is not in the table."""
-    longest_first = sorted(GPU_KINDS, key=len, reverse=True)
-    words = f" {name.upper().replace('-', ' ')} "
-    return next((GPU_KINDS[kind] for kind in longest_first if f" {kind} " in words), None)
+    words = set(name.upper().replace("-", " ").split())
+    named = [kind for kind in GPU_KINDS if words.issuperset(kind.split("-"))]
+    family = [kind for kind in GPU_KINDS if kind.split("-")[0] in words]
+    best = max(named, key=len) if named else next(iter(family), None)
+    return GPU_KINDS[best] if best is not None else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from kvtier.autoconfig import probe
-from kvtier.autoconfig.breakeven import gpu_kind
-from kvtier.autoconfig.explain import as_json, as_yaml, table
+from kvtier.autoconfig.breakeven import GPU_KINDS, gpu_kind
+from kvtier.autoconfig.draft import Plan
+from kvtier.autoconfig.explain import as_json, as_yaml, next_step, table
 from kvtier.autoconfig.facts import Disk, Fact, Facts, Gpus, Memory, Model, Serving, known, unknown
 from kvtier.autoconfig.measure import measure
 from kvtier.autoconfig.plan import make_plan
 from kvtier.config import parse_size
 from kvtier.errors import ConfigError
+from kvtier.terminal import width
 
 _WHAT_IF = "what if"
 
@@ -26,10 +28,19 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; expected for example 210GiB, 2TB or 1048576") from None
 
 
+def speed(text: str) -> int:
+    """``--disk-speed``: bytes a second."""
+    try:
+        return parse_size(text.removesuffix("/s"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no speed; expected for example 2GB/s or 900MB/s") from None
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``kvtier plan``. Unset options mean: look."""
     add = parser.add_argument
-    add("--model", metavar="DIR_OR_CONFIG", help="model folder or its config.json")
+    about = "model folder, its config.json, or a hub name that is in this host's hub cache (no network is used)"
+    add("--model", metavar="DIR_OR_NAME", help=about)
     add("--kv-dtype", default="auto", help="KV cache dtype, as given to the engine (default: auto)")
     add("--path", action="append", default=[], help="candidate directory for the disk tier; may be repeated")
     add("--redis", metavar="URL", help="Redis for the shared tier")
@@ -40,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--block-tokens", type=int, help="the engine's block size in tokens")
     add("--ram", type=size, help="what if this much RAM were available")
     add("--disk", type=size, help="what if the disk had this much free space (an NVMe when no --path is given)")
-    add("--gpu", metavar="KIND[:N]", help="what if there were N such GPUs, for example H100:8; 'none' for CPU only")
+    add("--disk-speed", type=speed, metavar="SPEED", help="what if the disk were read at so much, for example 2GB/s")
+    kinds = f"'none' for CPU only, or {', '.join(GPU_KINDS)}"
+    add("--gpu", metavar="KIND[:N]", help=f"what if there were N such GPUs, for example H100:8; {kinds}")
     add("--no-measure", action="store_true", help="do not time memory, disks and Redis (up to 5 s)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--yaml", action="store_true", help="print the configuration file")
@@ -51,15 +64,19 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan. 0; or 1 when kvtier would stay off. Raises ConfigError for a wrong model or option."""
     facts = look(args)
     plan = make_plan(facts if args.no_measure else measure(facts))
-    print(as_yaml(plan) if args.yaml else as_json(plan) if args.json else table(plan))
+    print(as_yaml(plan) if args.yaml else as_json(plan) if args.json else _for_people(plan))
     return 0 if "ram_bytes" in plan.values() else 1
+
+
+def _for_people(plan: Plan) -> str:
+    return f"{table(plan, width())}\n\nNext: {next_step(plan)}"
 
 
 def look(args: argparse.Namespace) -> Facts:
     """What is there, with the what-if options laid over it."""
-    for name in ("tp", "pp", "dp", "engines"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} {getattr(args, name)}: expected 1 or more")
+    for name in ("tp", "pp", "dp", "engines", "max_model_len", "block_tokens"):
+        if (given := getattr(args, name)) is not None and given < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {given}: expected 1 or more")
     engine = Serving(
         tensor_parallel=known(args.tp, "--tp"),
         pipeline_parallel=known(args.pp, "--pp"),
@@ -73,7 +90,7 @@ def look(args: argparse.Namespace) -> Facts:
     return Facts(
         memory=_memory(args.ram),
         gpus=_gpus(args.gpu),
-        disks=_disks(args.path, args.disk),
+        disks=_disks(args.path, args.disk, args.disk_speed),
         redis=probe.probe_redis(args.redis) if args.redis else None,
         model=probe.probe_model(args.model, args.kv_dtype) if args.model else model,
         engine=engine,
@@ -92,15 +109,23 @@ def _memory(ram: int | None) -> Memory:
     return replace(seen, total=fact, available=fact, cgroup_headroom=fact)
 
 
-def _disks(paths: list[str], free: int | None) -> tuple[Disk, ...]:
-    if free is None:
-        return probe.probe_disks(paths)
-    space: Fact[int] = known(free, _WHAT_IF)
-    if paths:
-        none = known(0, _WHAT_IF)
-        return tuple(replace(disk, free=space, total=space, own=none) for disk in probe.probe_disks(paths))
-    yes, kind = known(True, _WHAT_IF), known("nvme", _WHAT_IF)
-    return (Disk("/mnt/nvme/kvtier", free=space, total=space, writable=yes, o_direct=yes, device=kind),)
+def _disks(paths: list[str], free: int | None, read_speed: int | None) -> tuple[Disk, ...]:
+    disks = probe.probe_disks(paths) if free is None or paths else (_WHAT_IF_DISK,)
+    if free is not None:
+        space, none = known(free, _WHAT_IF), known(0, _WHAT_IF)
+        disks = tuple(replace(disk, free=space, total=space, own=none) for disk in disks)
+    if read_speed is not None:
+        disks = tuple(replace(disk, read_speed=known(float(read_speed), "--disk-speed")) for disk in disks)
+    return disks
+
+
+_WHAT_IF_DISK = Disk(
+    "/mnt/nvme/kvtier",
+    writable=known(True, _WHAT_IF),
+    o_direct=known(True, _WHAT_IF),
+    device=known("nvme", _WHAT_IF),
+    read_speed=unknown("--disk-speed gives another"),
+)
 
 
 def _gpus(given: str | None) -> Gpus:
@@ -109,9 +134,11 @@ def _gpus(given: str | None) -> Gpus:
     name, _, count = given.partition(":")
     if name == "none":
         return Gpus(count=known(0, _WHAT_IF))
+    sizes = [kind for kind in GPU_KINDS if kind.startswith(f"{name.upper()}-") and kind.endswith("GB")]
     kind = gpu_kind(name)
-    if kind is None or not (count or "1").isdigit():
-        raise ConfigError(f"--gpu {given}: expected KIND:COUNT with a known kind such as A100, H100, L40S, or 'none'")
-    memory = 80 << 30 if "80G" in name.upper() else kind.memory
+    if sizes:
+        raise ConfigError(f"--gpu {given}: there are {' and '.join(sizes)}; say which")
+    if kind is None or not (count or "1").isdigit() or int(count or 1) < 1:
+        raise ConfigError(f"--gpu {given}: expected KIND:COUNT with 'none' or a kind of {', '.join(GPU_KINDS)}")
     uncharged = known(False, "NVIDIA's driver does not charge RLIMIT_MEMLOCK")
-    return Gpus(known(int(count or 1), _WHAT_IF), known(name, _WHAT_IF), known(memory, _WHAT_IF), uncharged)
+    return Gpus(known(int(count or 1), _WHAT_IF), known(name, _WHAT_IF), known(kind.memory, _WHAT_IF), uncharged)

@@ -6,32 +6,38 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
-from kvtier.autoconfig.facts import UNLIMITED, size_text
-from kvtier.autoconfig.plan import Plan, Row, Value
+from kvtier import terminal
+from kvtier.autoconfig.draft import Plan, Row, Value
+from kvtier.autoconfig.facts import UNLIMITED
 from kvtier.config import Config, describe, masked
+from kvtier.terminal import rate_text, size_text
 
 
 def value_text(key: str, value: Value) -> str:
     """``225485783040`` of ``ram_bytes`` -> ``210 GiB``; counts with thousands' commas; a URL without its password."""
     if isinstance(value, str):
         return str(masked(value))
+    if key.endswith("bytes_per_second"):
+        return rate_text(value)
     if "bytes" in key:
         return "no limit" if value >= UNLIMITED else size_text(value)
     return f"{value:,}"
 
 
-def table(plan: Plan, used: Config | None = None) -> str:
+def table(plan: Plan, used: Config | None = None, columns: int | None = None) -> str:
     """Columns key, value, source, reason: what was found, then what is set, then what is left out and why.
 
-    ``used``: what is really used, where an operator set keys of his own; None: the plan is.
+    ``used``: what is really used, where an operator set keys of his own; None: the plan is. ``columns``: as in
+    :func:`kvtier.terminal.table`.
     """
     settings = plan.settings if used is None else list(_used(plan, used))
-    parts = ["What was found", _rows(plan.derived), "", "What is set, for one engine replica, all its ranks together"]
-    parts.append(_rows(settings) if settings else "  nothing: kvtier stays off")
+    parts = ["What was found", *_rows(plan.derived, columns)]
+    parts += ["", "What is set, for one engine replica, all its ranks together"]
+    parts += _rows(settings, columns) if settings else ["nothing: kvtier stays off"]
     if plan.left_out:
-        parts += ["", "Left out", *(f"  {tier}: {reason}" for tier, reason in plan.left_out)]
+        parts += ["", "Left out", *terminal.table(("tier", "reason"), plan.left_out, columns=columns)]
     if plan.warnings:
-        parts += ["", "Mind", *(f"  {warning}" for warning in plan.warnings)]
+        parts += ["", "Mind", *plan.warnings]
     return "\n".join(parts)
 
 
@@ -67,15 +73,21 @@ def _shown(key: str, value: object) -> str:
     return value_text(key, value)
 
 
-def _rows(rows: Iterable[Row]) -> str:
+def _rows(rows: Iterable[Row], columns: int | None) -> list[str]:
     cells = [(row.key, value_text(row.key, row.value), row.source, row.reason) for row in rows]
-    cells.insert(0, ("key", "value", "source", "reason"))
-    widths = [min(44, max(len(cell[column]) for cell in cells)) for column in range(3)]
-    lines = []
-    for cell in cells:
-        padded = (text.ljust(width) for text, width in zip(cell, widths, strict=False))
-        lines.append(("  " + "  ".join([*padded, cell[3]])).rstrip())
-    return "\n".join(lines)
+    return terminal.table(("key", "value", "source", "reason"), cells, columns=columns)
+
+
+def next_step(plan: Plan) -> str:
+    """What somebody who read the plan does with it."""
+    if not plan.settings:
+        return "free some RAM or take a smaller model, and plan again ('--ram 64GiB' shows what more RAM would give)"
+    if not any(row.key == "model" for row in plan.derived):
+        return "plan again with --model, because sizes and break-even lengths follow from the model's KV"
+    return (
+        "KVTIER_AUTO=true has an engine do the same at its start; or 'kvtier plan ... --yaml > /etc/kvtier.yaml' "
+        "writes it down, and KVTIER_CONFIG_FILE=/etc/kvtier.yaml uses it"
+    )
 
 
 def as_yaml(plan: Plan) -> str:

@@ -17,15 +17,6 @@ UNLIMITED = 1 << 62
 """A limit that is there but says "no limit" (RLIM_INFINITY)."""
 
 
-def size_text(size: float) -> str:
-    """``3.5 GiB``: three digits that matter, binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
-
-
 @dataclass(frozen=True, slots=True)
 class Fact(Generic[T]):
     """One thing looked at. ``value`` None = unknown, and ``source`` then says why."""

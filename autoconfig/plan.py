@@ -8,24 +8,20 @@ ranks of one engine replica together. Replicas and engines on the same host get 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple
 
 from kvtier.autoconfig.breakeven import (
     CPU_CORE_FLOPS,
     GPU_KINDS,
     Prefill,
-    Route,
-    break_even,
     gpu_kind,
     gpu_kv_bytes,
     offload_from,
 )
 from kvtier.autoconfig.chunks import TYPICAL_KV_BYTES, chunk_tokens, stored_kv_bytes
-from kvtier.autoconfig.facts import GIB, MIB, UNLIMITED, Disk, Fact, Facts, Redis, known, size_text, unknown
-
-Value = int | float | str
-T = TypeVar("T", int, float)
+from kvtier.autoconfig.draft import Draft, Load, Plan, Row, break_even_row, or_assumed
+from kvtier.autoconfig.facts import GIB, MIB, UNLIMITED, Disk, Fact, Facts, Redis, known, unknown
+from kvtier.terminal import rate_text, size_text
 
 LONG_CONTEXT = 32_768
 RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
@@ -34,81 +30,14 @@ NETWORK_FILESYSTEMS = frozenset(
 )
 _ASSUMED_READ = {"nvme": 2.0e9, "ssd": 0.4e9, "virtual": 0.2e9, "ebs": 0.125e9, "rotational": 0.1e9}
 _THREADS = {"nvme": 4, "ssd": 2, "virtual": 2, "ebs": 2, "rotational": 1}
-_LATENCY = {"ram": 0.0002, "nvme": 0.001, "redis": 0.002}
-"""Seconds from asking to the first byte."""
+_KV_BYTES = "2 x KV heads x head dim x layers, or the MLA latent; windowed layers counted in full"
 _REDIS_SHARE = 0.9
 """Of what Redis has left; the rest is its own overhead and fragmentation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    key: str
-    value: Value
-    source: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """``settings`` are config keys; ``derived`` is what led there; ``left_out`` is (tier, reason)."""
-
-    settings: tuple[Row, ...]
-    derived: tuple[Row, ...]
-    warnings: tuple[str, ...]
-    left_out: tuple[tuple[str, str], ...]
-
-    def values(self) -> dict[str, Value]:
-        """What to hand to kvtier's config. Without ``ram_bytes`` kvtier must stay off: see ``left_out``."""
-        return {row.key: row.value for row in self.settings}
-
-
-@dataclass(slots=True)
-class _Draft:
-    settings: list[Row] = field(default_factory=list)
-    derived: list[Row] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    left_out: list[tuple[str, str]] = field(default_factory=list)
-
-    def set(self, key: str, value: Value, source: str, reason: str) -> None:
-        self.settings.append(Row(key, value, source, reason))
-
-    def show(self, key: str, value: Value, source: str, reason: str) -> None:
-        self.derived.append(Row(key, value, source, reason))
-
-    def leave_out(self, tier: str, reason: str) -> None:
-        self.left_out.append((tier, reason))
-
-    def take(self, key: str, fact: Fact[T], otherwise: T, because: str) -> T:
-        """The fact's value, or ``otherwise`` with the assumption written down."""
-        if fact.value is not None:
-            return fact.value
-        self.derived.append(Row(key, otherwise, "assumed", f"unknown ({fact.source}); {because}"))
-        return otherwise
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """What has to be kept and moved: one store's bytes a token, and what computing costs instead."""
-
-    kv_bytes: int
-    long_tokens: int
-    longest: int
-    prefill: Prefill
-    link: float
-    ranks: int
-    stores: int
-
-    def too_small(self, size: int) -> str:
-        """Why ``size`` bytes are not worth a tier; "" when one long context fits."""
-        if size >= max(MIB, self.long_tokens * self.kv_bytes):
-            return ""
-        needed = size_text(self.long_tokens * self.kv_bytes)
-        return f"{size_text(size)} a store is too small: {self.long_tokens:,} tokens take {needed}"
-
-
 def make_plan(facts: Facts) -> Plan:
     """The whole decision. Never raises for missing facts; never sets a size of 0."""
-    draft = _Draft()
+    draft = Draft()
     load = _load(facts, draft)
     ram_bytes = _plan_ram(facts, load, draft)
     if ram_bytes:
@@ -122,20 +51,23 @@ def make_plan(facts: Facts) -> Plan:
     return Plan(tuple(draft.settings), tuple(draft.derived), tuple(draft.warnings), tuple(draft.left_out))
 
 
-def _load(facts: Facts, draft: _Draft) -> _Load:
+def _load(facts: Facts, draft: Draft) -> Load:
     engine, model = facts.engine, facts.model
     alone = "the engine was not asked, so one was assumed"
     tensor = max(1, draft.take("tensor_parallel", engine.tensor_parallel, 1, alone))
     ranks = tensor * max(1, draft.take("pipeline_parallel", engine.pipeline_parallel, 1, alone))
     stores = max(1, engine.data_parallel.value or 1) * max(1, engine.engines.value or 1)
-    typical = "128 KiB is usual for 8-billion-parameter models"
-    single = max(1, draft.take("kv_bytes_per_token", model.kv_bytes_per_token, TYPICAL_KV_BYTES, typical))
+    if model.name.value:
+        draft.show("model", model.name.value, model.name.source, "what is planned for")
+    single = max(1, model.kv_bytes_per_token.value or TYPICAL_KV_BYTES)
     heads = max(1, model.kv_heads.value or tensor)
     stored = stored_kv_bytes(single, heads, tensor)
-    why = "2 x KV heads x head dim x layers, or the MLA latent; windowed layers counted in full"
+    source, why = model.kv_bytes_per_token.source, _KV_BYTES
+    if model.kv_bytes_per_token.value is None:
+        source, why = "assumed", f"unknown ({source}); 128 KiB is usual for 8-billion-parameter models"
     if stored != single:
         why += f"; {heads} KV head(s) on {tensor} tensor ranks are stored {stored / single:g} times"
-    draft.show("kv_bytes_per_token", stored, model.kv_bytes_per_token.source, why)
+    draft.show("kv_bytes_per_token", stored, source, why)
     whole = model.kv_bytes_global.value
     if whole is not None and whole != model.kv_bytes_per_token.value:
         text = "layers that see the whole context alone; the rest is sliding windows"
@@ -145,7 +77,7 @@ def _load(facts: Facts, draft: _Draft) -> _Load:
     if stores > 1:
         draft.show("stores_on_host", stores, "engine", "replicas x engines; RAM, disk and Redis are divided equally")
     longest = max(1, engine.max_model_len.value or model.max_tokens.value or LONG_CONTEXT)
-    return _Load(
+    return Load(
         kv_bytes=stored,
         long_tokens=min(longest, LONG_CONTEXT),
         longest=longest,
@@ -156,7 +88,7 @@ def _load(facts: Facts, draft: _Draft) -> _Load:
     )
 
 
-def _prefill(facts: Facts, ranks: int, draft: _Draft) -> Prefill:
+def _prefill(facts: Facts, ranks: int, draft: Draft) -> Prefill:
     rate = facts.engine.prefill_rate
     if rate.value:
         draft.show("prefill_tokens_per_second", round(rate.value), rate.source, "measured")
@@ -178,30 +110,17 @@ def _prefill(facts: Facts, ranks: int, draft: _Draft) -> Prefill:
     return prefill
 
 
-def _link(facts: Facts, ranks: int, draft: _Draft) -> float:
+def _link(facts: Facts, ranks: int, draft: Draft) -> float:
     """Bytes a second between RAM and the engine's KV memory, all ranks together."""
     if facts.gpus.count.value == 0:
-        return max(1.0, draft.take("copy_speed", facts.copy_speed, 5e9, "5 GB/s is slow for one thread's copy"))
+        return max(
+            1.0, draft.take("copy_bytes_per_second", facts.copy_speed, 5e9, "5 GB/s is slow for one thread's copy")
+        )
     kind = gpu_kind(facts.gpus.kind.value or "")
     return (kind.link if kind else 10e9) * ranks
 
 
-def _pays(tier: str, speed: Fact[float], load: _Load, draft: _Draft) -> bool:
-    """Show the length from which the tier beats computing; leave the tier out when there is none."""
-    bandwidth = max(1.0, min(speed.value or 0.0, load.link))
-    route = Route(bandwidth, _LATENCY[tier.split(maxsplit=1)[0]])
-    tokens = break_even(route, load.kv_bytes, load.prefill, load.longest)
-    source = f"{bandwidth / 1e9:.3g} GB/s ({speed.source})"
-    if tokens is None:
-        taken = f"{load.kv_bytes / bandwidth * 1e6:.3g} us a token to load"
-        reason = f"too slow to pay: {taken}, {load.prefill.per_token * 1e6:.3g} us to compute, at {source}"
-        draft.leave_out(tier, f"{reason}; no hit of up to {load.longest:,} tokens wins")
-        return False
-    draft.show(f"{tier}_break_even_tokens", tokens, source, "shorter hits are faster computed than loaded")
-    return True
-
-
-def _available(facts: Facts, draft: _Draft) -> Fact[int]:
+def _available(facts: Facts, draft: Draft) -> Fact[int]:
     """RAM that is free for us: the tighter of the machine and the cgroup, less what a Redis here may still grow."""
     seen = [f for f in (facts.memory.available, facts.memory.cgroup_headroom) if f.value is not None]
     if not seen:
@@ -219,7 +138,7 @@ def _available(facts: Facts, draft: _Draft) -> Fact[int]:
     return free
 
 
-def _reserve(facts: Facts, available: int, load: _Load, draft: _Draft) -> int:
+def _reserve(facts: Facts, available: int, load: Load, draft: Draft) -> int:
     """RAM left to others, as LMI does it, but of what is available inside the cgroup and for every engine."""
     weights, cpu = facts.model.weight_bytes, facts.gpus.count.value == 0
     fifth = available // 5
@@ -238,7 +157,7 @@ def _reserve(facts: Facts, available: int, load: _Load, draft: _Draft) -> int:
     return reserve
 
 
-def _plan_ram(facts: Facts, load: _Load, draft: _Draft) -> int:
+def _plan_ram(facts: Facts, load: Load, draft: Draft) -> int:
     """The RAM tier's bytes for one store; 0 when it is left out."""
     free = _available(facts, draft)
     if free.value is None:
@@ -256,8 +175,10 @@ def _plan_ram(facts: Facts, load: _Load, draft: _Draft) -> int:
         draft.leave_out("ram", f"{short} ({size_text(free.value)} available, {size_text(reserve)} reserved{note})")
         return 0
     speed = known(load.link, "copy to the engine" if facts.gpus.count.value == 0 else "host link, assumed by GPU kind")
-    if not _pays("ram", speed, load, draft):
+    pays = break_even_row("ram", speed, load, draft)
+    if pays is None:
         return 0
+    draft.derived.append(pays)
     held = f"holds {share // load.kv_bytes:,} tokens; {size_text(share // load.ranks)} for each of {load.ranks} rank(s)"
     draft.set("ram_bytes", share, free.source, held + note)
     shm = size_text(facts.memory.shm.value) if facts.memory.shm.value is not None else "unknown"
@@ -268,7 +189,7 @@ def _plan_ram(facts: Facts, load: _Load, draft: _Draft) -> int:
     return share
 
 
-def _locked(facts: Facts, share: int, draft: _Draft) -> tuple[int, str]:
+def _locked(facts: Facts, share: int, draft: Draft) -> tuple[int, str]:
     """Cut ``share`` to RLIMIT_MEMLOCK where pinning it for a GPU is, or may be, charged to that limit."""
     gpus, limit = facts.gpus, facts.memory.memlock
     if gpus.count.value == 0 or limit.value is None or limit.value >= UNLIMITED:
@@ -281,34 +202,51 @@ def _locked(facts: Facts, share: int, draft: _Draft) -> tuple[int, str]:
     return (share, "") if limit.value >= share else (limit.value, note)
 
 
-def _plan_chunk(facts: Facts, load: _Load, draft: _Draft) -> None:
+def _plan_chunk(facts: Facts, load: Load, draft: Draft) -> None:
     block = max(1, facts.engine.block_tokens.value or 16)
     tokens = chunk_tokens(load.kv_bytes, block, load.longest)
-    why = f"{size_text(tokens * load.kv_bytes)} a chunk: 2 to 64 MiB keeps disks busy and matches fine"
+    size = tokens * load.kv_bytes
+    why = "2 to 64 MiB keep disks busy and match finely"
+    if size < 2 * MIB:
+        why += "; a larger one would be over 1,024 tokens or a sixteenth of the longest context"
+    elif size > 64 * MIB:
+        why += "; a smaller one would be less than 64 tokens or a block"
+    why = f"{size_text(size)} a chunk: {why}"
     draft.set("chunk_tokens", tokens, f"block of {block} tokens ({facts.engine.block_tokens.source})", why)
 
 
-def _plan_disk(facts: Facts, load: _Load, draft: _Draft) -> None:
-    usable: list[tuple[float, int, Disk, str]] = []
+class _Usable(NamedTuple):
+    """A folder that would do; ``speed`` in bytes a second, from ``source``."""
+
+    speed: float
+    size: int
+    disk: Disk
+    source: str
+    pays: Row
+
+
+def _plan_disk(facts: Facts, load: Load, draft: Draft) -> None:
+    usable: list[_Usable] = []
     for disk in facts.disks:
         reason, size, speed = _judge(disk, load)
         if reason:
             draft.leave_out(f"nvme {disk.path}", reason)
-        elif _pays(f"nvme {disk.path}", speed, load, draft):
-            usable.append((speed.value or 0.0, size, disk, speed.source))
+        elif (pays := break_even_row(f"nvme {disk.path}", speed, load, draft)) is not None:
+            usable.append(_Usable(speed.value or 0.0, size, disk, speed.source, pays))
+    if not facts.disks:
+        draft.leave_out("nvme", "no candidate path was given or found; give one with --path")
     if not usable:
-        text = "no candidate path was given or found" if not facts.disks else "none of the candidate paths can be used"
-        draft.leave_out("nvme", f"{text}; give one with --path")
         return
-    rate, size, disk, source = max(usable, key=lambda entry: entry[:2])
-    for _, other_size, other, _ in usable:
-        if other is not disk:
-            reason = f"one path is used: {disk.path} is faster or larger than this ({size_text(other_size)})"
-            draft.leave_out(f"nvme {other.path}", reason)
+    rate, size, disk, source, pays = max(usable, key=lambda each: each[:2])
+    for other in usable:
+        if other.disk is not disk:
+            reason = f"one path is used: {disk.path} is faster or larger than this ({size_text(other.size)})"
+            draft.leave_out(f"nvme {other.disk.path}", reason)
+    draft.derived.append(pays)
     if disk.filesystem.value == "overlay":
         draft.warnings.append(f"{disk.path} is a container's overlay: its disk is not visible; mount a volume instead")
     device = disk.device.value or "unknown device"
-    draft.set("nvme_path", disk.path, disk.device.source, f"{device}, {rate / 1e9:.3g} GB/s ({source})")
+    draft.set("nvme_path", disk.path, disk.device.source, f"{device}, {rate_text(rate)} ({source})")
     reserve = size_text(_disk_reserve(disk))
     held = f"holds {size // load.kv_bytes:,} tokens; {reserve} kept free; {size_text(size // load.ranks)} a rank"
     draft.set("nvme_bytes", size, disk.free.source, held)
@@ -323,10 +261,10 @@ def _disk_reserve(disk: Disk) -> int:
     return max((disk.total.value or disk.free.value or 0) // 10, 2 * GIB)
 
 
-def _judge(disk: Disk, load: _Load) -> tuple[str, int, Fact[float]]:
+def _judge(disk: Disk, load: Load) -> tuple[str, int, Fact[float]]:
     """(why it cannot be used or "", bytes for one store, read speed)."""
     kind, name = disk.device.value, disk.filesystem.value or "unknown"
-    speed = _or_assumed(disk.read_speed, _ASSUMED_READ.get(kind or "", 0.2e9), kind or "an unknown device")
+    speed = or_assumed(disk.read_speed, _ASSUMED_READ.get(kind or "", 0.2e9), kind or "an unknown device")
     own = disk.own.value or 0
     size, kept = max(0, (disk.free.value or 0) + own - _disk_reserve(disk)) // load.stores, own // load.stores
     size = kept if kept <= size < kept * 5 // 4 else size - size % MIB  # a resize costs a warm tier
@@ -347,11 +285,7 @@ def _judge(disk: Disk, load: _Load) -> tuple[str, int, Fact[float]]:
     return reason, size, speed
 
 
-def _or_assumed(speed: Fact[float], assumed: float, what: str) -> Fact[float]:
-    return known(assumed, f"assumed for {what}: {speed.source}") if speed.value is None else speed
-
-
-def _plan_redis(redis: Redis | None, load: _Load, draft: _Draft) -> None:
+def _plan_redis(redis: Redis | None, load: Load, draft: Draft) -> None:
     if redis is None:
         return draft.leave_out("redis", "no URL was given")
     if not redis.reachable.value:
@@ -366,8 +300,10 @@ def _plan_redis(redis: Redis | None, load: _Load, draft: _Draft) -> None:
     size -= size % MIB
     if short := load.too_small(size):
         return draft.leave_out("redis", f"{short} ({size_text(used)} of {size_text(redis.maxmemory.value)} used)")
-    if not _pays("redis", _or_assumed(redis.speed, 0.8e9, "Redis"), load, draft):
+    pays = break_even_row("redis", or_assumed(redis.speed, 0.8e9, "Redis"), load, draft)
+    if pays is None:
         return None
+    draft.derived.append(pays)
     if "random" in (redis.policy.value or ""):
         draft.warnings.append(f"Redis policy {redis.policy.value} forgets at random: set noeviction, kvtier evicts")
     draft.set("redis_url", redis.url, "given", redis.reachable.source)
@@ -375,7 +311,7 @@ def _plan_redis(redis: Redis | None, load: _Load, draft: _Draft) -> None:
     return None
 
 
-def _show_worth(facts: Facts, load: _Load, ram_bytes: int, draft: _Draft) -> None:
+def _show_worth(facts: Facts, load: Load, ram_bytes: int, draft: Draft) -> None:
     """From which working set on the tiers have anything to do (:mod:`.breakeven`, second question)."""
     own = facts.engine.kv_cache_tokens
     weights, memory = facts.model.weight_bytes.value, facts.gpus.bytes_each.value

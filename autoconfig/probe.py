@@ -14,14 +14,17 @@ import re
 import resource
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvtier.autoconfig import hub
 from kvtier.autoconfig.breakeven import gpu_kind
 from kvtier.autoconfig.cgroup import memory_limits
 from kvtier.autoconfig.facts import UNLIMITED, Disk, Fact, Gpus, Memory, Model, Redis, Serving, known, unknown
 from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.proc import Mount, mounts, text_of
+from kvtier.config import environment
 from kvtier.errors import ConfigError
 
 T = TypeVar("T")
@@ -279,17 +282,21 @@ def probe_redis(url: str) -> Redis:
 
 
 def probe_model(place: str, kv_dtype: str = "auto") -> Model:
-    """A model folder or its ``config.json``. Raises ConfigError when it is neither, or lacks what is needed."""
-    path = Path(place)
+    """A model folder, its ``config.json``, or a name that lies in the hub's cache here. Raises ConfigError when it is
+    none of them, or lacks what is needed."""
+    path, source = Path(place), "given"
+    if not path.exists():
+        path = hub.model_folder(place, environment())
+        source = f"hub cache, commit {path.name[:12]}"
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model {place}: {error}; expected a local model folder or config.json") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{file} holds a {type(config).__name__}, expected a model's config.json")
     weights = probe_weights(path) if path.is_dir() else unknown("only a config.json was given")
-    return describe(config, place, kv_dtype, weights)
+    return replace(describe(config, place, kv_dtype, weights), name=known(place, source))
 
 
 def probe_weights(folder: Path) -> Fact[int]:
@@ -326,5 +333,6 @@ def probe_engine(vllm_config: Any, engines: int = 1) -> tuple[Serving, Model]:
     )
     name, kv_dtype = str(model.model), str(getattr(cache, "cache_dtype", "auto"))
     config = {**model.hf_config.to_dict(), "dtype": str(model.dtype)}
-    weights = probe_weights(Path(name)) if Path(name).is_dir() else unknown("the weights are not in a local folder")
+    folder = Path(name) if Path(name).is_dir() else hub.snapshot(name, environment(), getattr(model, "revision", None))
+    weights = probe_weights(folder) if folder else unknown("the weights are not in a local folder")
     return engine, describe(config, name, kv_dtype, weights)

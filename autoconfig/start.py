@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvtier.autoconfig.plan import Plan
+    from kvtier.autoconfig.draft import Plan
 
 
 def plan_for_engine(

@@ -1,4 +1,4 @@
-"""``make demo``: what kvtier gains on real vLLM on this machine, from nothing, within ten minutes on two cores.
+"""``make demo``: what kvtier gains on real vLLM on this machine, from nothing, in about ten minutes on two idle cores.
 
 Makes a small model in ``build/demo/kvtier-demo`` (once) and runs Long Doc QA over the arms of one host. Computing a
 document of this model takes seconds, and its KV cache is as large against that as a real model's. It computes in

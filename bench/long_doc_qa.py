@@ -5,6 +5,8 @@ unrelated prompts), *warm-up* (every document once: the caches fill) and *query*
 question at its end: the caches are read; only this round counts). Against a server of yours (``--base-url``), or
 against servers started here, one per arm (:mod:`kvtier.bench.long_doc_qa_arms`). The shape follows LMCache's
 benchmark of the same name (LMCache/LMCache, benchmarks/long_doc_qa).
+
+A running server has no arm without a cache to be held against: there the warm-up is measured too, as ``cold``.
 """
 
 from __future__ import annotations
@@ -23,91 +25,69 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.bench import long_doc_qa_client as client
 from kvtier.bench.companion import SOCKET, companion, listens, run_folder
-from kvtier.bench.long_doc_qa_arms import ARMS, Arm, Sizes, filled, installed, server_args
+from kvtier.bench.long_doc_qa_arms import COLD, Arm, Sizes, filled, server_args
+from kvtier.bench.long_doc_qa_flags import DEFAULTS, DTYPE_BYTES, add_arguments, chosen
 from kvtier.bench.long_doc_qa_report import Round, print_table, summarise, verdict, write_csv, write_json
-from kvtier.bench.long_doc_qa_work import REPEAT_MODES, Ask, Workload
+from kvtier.bench.long_doc_qa_work import Ask, Workload
 from kvtier.bench.model import kv_token_bytes, read_config
 from kvtier.bench.report import machine_facts
 from kvtier.bench.servers import VllmServer
 from kvtier.errors import ConfigError, KVTierError
+from kvtier.extras import require
+
+__all__ = ["add_arguments", "run"]
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 _OTHER_SERVER = "server"
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags; every length is in tokens."""
-    add = parser.add_argument
-    add("--model", help="directory or name; with --base-url the name it serves (default: its first)")
-    add("--base-url", help="measure this running server instead of starting one per arm")
-    add(
-        "--arms",
-        type=_arms,
-        default=installed(),
-        help=f"of {','.join(ARMS)} (default: all that are installed)",
-    )
-    add("--num-documents", type=_positive, default=8)
-    add("--document-length", type=_positive, default=20000)
-    add("--question-length", type=_positive, default=64)
-    add("--output-len", type=_positive, default=100)
-    add("--repeat-count", type=_positive, default=2, help="times each document is asked about in the query round")
-    add("--repeat-mode", choices=REPEAT_MODES, default="tile", help="order of repeats: abcabc, aabbcc or shuffled")
-    add("--max-inflight-requests", type=_positive, default=2)
-    add("--hit-miss-ratio", type=_ratio, default=(1, 0), metavar="H:M", help="after H queries, M on unseen documents")
-    add("--shuffle-seed", type=int, default=0)
-    add("--settle-seconds", type=float, default=2.0, help="pause between warm-up and query (default: 2)")
-    add("--request-timeout", type=float, default=600.0, metavar="S")
-    add("--output-dir", type=Path, default=Path("build/long_doc_qa"), help="for long_doc_qa.json, .csv, .png and logs")
-    add("--require-same-tokens", action="store_true", help="exit with 1 when an arm answers differently from none")
-    own = parser.add_argument_group("servers started here").add_argument
-    own("--dtype", choices=["auto", *_DTYPE_BYTES], default="auto", help="float32 makes answers comparable bit by bit")
-    own("--block-size", type=_positive, help="vLLM's block in tokens (default: 128 on CPU, 16 on GPU)")
-    own("--chunk-tokens", type=_positive, default=256, help="kvtier's chunk (default: 256)")
-    own("--server-args", default="", metavar="'ARGS'", help="more arguments for vLLM, the same for every arm")
-    own("--server-timeout", type=float, default=600.0, metavar="S", help="until a server must be healthy")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run every arm, print, write. 1 when a request failed (or answers differ and must not).
 
-    Raises KVTierError when a server does not come up or does not answer.
+    Raises KVTierError when a package is missing, or a server does not come up or does not answer.
     """
+    require("bench")
+    args = chosen(args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     with _terminable(), _progress() as progress:
         if args.base_url:
-            rounds = [_measure_running(args, progress)]
-        else:
-            rounds = [_measure_own(args, arm, progress) for arm in args.arms]
+            asker, words = client.connect(args.base_url, args.model, args.request_timeout)
+            rounds = _measure_running(args, asker, words, progress)
+            return conclude(args, rounds, asker)
+        rounds = [_measure_own(args, arm, progress) for arm in args.arms]
     return conclude(args, rounds)
 
 
-def conclude(args: argparse.Namespace, rounds: Sequence[Round]) -> int:
-    """Print the table, write the files; the exit status."""
+def conclude(args: argparse.Namespace, rounds: Sequence[Round], running: client.Client | None = None) -> int:
+    """Print the table, write the files; the exit status. ``running``: the server that was not started here."""
     from kvtier.bench.long_doc_qa_plot import write_plot
 
     failed = [outcome for arm in rounds for outcome in arm.outcomes if not outcome.successful]
     for outcome in failed[:3]:
         print(f"a request failed: {outcome.error}", file=sys.stderr)
     summaries = summarise(rounds)
-    files = [write_csv(args.output_dir, rounds), write_json(args.output_dir, summaries, rounds, workload=_shape(args))]
+    shape = _shape(args, running)
+    files = [write_csv(args.output_dir, rounds), write_json(args.output_dir, summaries, rounds, workload=shape)]
     same, words = verdict(summaries)
     if summaries:
         print_table(summaries)
         print(words)
-        files.append(write_plot(args.output_dir, summaries, _subtitle(args)))
+        files.append(write_plot(args.output_dir, summaries, _subtitle(args, running)))
     print("Wrote", ", ".join(map(str, files)))
     return 1 if failed or (args.require_same_tokens and not same) else 0
 
 
-def _measure_running(args: argparse.Namespace, progress: Progress) -> Round:
-    asker, words = client.connect(args.base_url, args.model, args.request_timeout)
+def _measure_running(
+    args: argparse.Namespace, asker: client.Client, words: Sequence[int | str], progress: Progress
+) -> list[Round]:
+    """The cold round and the query round: the server has no arm without a cache, so its first answers are the base."""
     rounds = _Rounds(asker, Workload.of(args, words), args.max_inflight_requests, _OTHER_SERVER, progress)
-    rounds.fill()
+    rounds.pre_warm_up()
+    cold = rounds.cold()
     time.sleep(args.settle_seconds)
-    return rounds.query()
+    return [cold, rounds.query()]
 
 
 def _measure_own(args: argparse.Namespace, arm: Arm, progress: Progress) -> Round:
@@ -169,7 +149,7 @@ def _sizes(args: argparse.Namespace) -> Sizes:
         raise ConfigError("--model is missing: a directory or a name that vLLM can serve (or --base-url of a server)")
     config = read_config(args.model)
     dtype = args.dtype if args.dtype != "auto" else str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    token_bytes = kv_token_bytes(config, _DTYPE_BYTES.get(dtype, 2))
+    token_bytes = kv_token_bytes(config, DTYPE_BYTES.get(dtype, 2))
     block = args.block_size or (128 if _on_cpu() else 16)
     return Sizes(Workload.of(args, [0]), args.max_inflight_requests, block, args.chunk_tokens, token_bytes)
 
@@ -216,14 +196,23 @@ class _Rounds:
     def pre_warm_up(self) -> None:
         self._must_succeed(self._round("pre-warm-up", self._workload.pre_warm_up()))
 
+    def cold(self) -> Round:
+        """Every document for the first time, with answers as long as the query round's, so that both compare."""
+        return self._counted(COLD, self._workload.warm_up(self._workload.output_len))
+
     def query(self) -> Round:
+        return self._counted(self._arm, self._workload.queries())
+
+    def _counted(self, arm: str, asks: Sequence[Ask]) -> Round:
         before = client.hit_counters(self._asker.base_url)
-        outcomes = self._round("query", self._workload.queries())
+        outcomes = self._round("query" if arm == self._arm else arm, asks)
+        if arm == COLD:
+            self._must_succeed(outcomes)
         after = client.hit_counters(self._asker.base_url)
         hits = None
         if before is not None and after is not None:
             hits = {tier: after[tier] - before.get(tier, 0.0) for tier in after}
-        return Round(self._arm, outcomes, hits)
+        return Round(arm, outcomes, hits)
 
     def _round(self, name: str, asks: Sequence[Ask]) -> list[client.Outcome]:
         task = self._progress.add_task(f"{self._arm}: {name}", total=len(asks))
@@ -256,42 +245,25 @@ def _progress() -> Iterator[Progress]:
         yield progress
 
 
-def _shape(args: argparse.Namespace) -> dict[str, Any]:
+def _shape(args: argparse.Namespace, running: client.Client | None) -> dict[str, Any]:
     """The workload's parameters as they go into the results."""
-    names = ("num_documents", "document_length", "question_length", "output_len", "repeat_count", "repeat_mode")
-    shape = {name: getattr(args, name) for name in names}
-    shape |= {"max_inflight_requests": args.max_inflight_requests, "shuffle_seed": args.shuffle_seed}
+    shape = {name: getattr(args, name) for name in DEFAULTS}
     shape["hit_miss_ratio"] = ":".join(map(str, args.hit_miss_ratio))
+    if running is not None:
+        return shape | {"model": served_name(running.model), "server": "a running one; machine is its client's"}
     return shape | {"model": served_name(args.model or ""), "dtype": args.dtype, "chunk_tokens": args.chunk_tokens}
 
 
-def _subtitle(args: argparse.Namespace) -> str:
-    facts = machine_facts()
+def _subtitle(args: argparse.Namespace, running: client.Client | None) -> str:
+    """What was asked of whom. Of a running server nothing is known here but what it says itself."""
     asked = f"{args.num_documents} documents of {args.document_length:,} tokens, each asked {args.repeat_count} times"
-    asked += f" ({args.repeat_mode}), {args.max_inflight_requests} in flight; model {served_name(args.model or '')}"
-    where = facts.get("gpu", f"{facts['cpu']}, {facts['cores']} cores")
-    return f"{asked}; vLLM {facts.get('vllm', 'elsewhere')}; {where}"
-
-
-def _arms(text: str) -> list[Arm]:
-    unknown = [name for name in text.split(",") if name not in ARMS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"unknown arm {', '.join(unknown)}; known: {', '.join(ARMS)}")
-    return [ARMS[name] for name in text.split(",")]
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
-
-
-def _ratio(text: str) -> tuple[int, int]:
-    hits, _, misses = text.partition(":")
-    if not (hits.isdigit() and misses.isdigit() and int(hits)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not H:M with H at least 1, such as 3:1")
-    return int(hits), int(misses)
+    parts = [f"{asked} ({args.repeat_mode}), {args.max_inflight_requests} in flight"]
+    if running is not None:
+        parts += [f"model {served_name(running.model)}", f"vLLM {running.version}" if running.version else ""]
+        return "; ".join([*filter(None, parts), "a server that ran already"])
+    facts = machine_facts()
+    parts += [f"model {served_name(args.model)}" if args.model else "", f"vLLM {facts.get('vllm', 'elsewhere')}"]
+    return "; ".join([*filter(None, parts), str(facts.get("gpu", f"{facts['cpu']}, {facts['cores']} cores"))])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,6 +19,8 @@ from kvtier.bench.long_doc_qa_work import Workload
 from kvtier.launch import TRANSFER
 
 NONE = "none"
+COLD = "cold"
+"""Not an arm: the first answers of a server that was not started here."""
 GPU_HIT = "vllm-prefix-cache"
 _MIB = 2**20
 

@@ -62,12 +62,13 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class Client:
     """A server and how it wants to be asked. ``vllm``: it knows vLLM's additions (token ids in and out, answers of
-    exactly the length asked for)."""
+    exactly the length asked for). ``version``: vLLM's, where the server says."""
 
     base_url: str
     model: str
     vllm: bool
     timeout_s: float
+    version: str | None = None
 
     def run(self, asks: Sequence[Ask], inflight: int, on_done: Callable[[], None]) -> list[Outcome]:
         """One round: at most ``inflight`` requests at a time, begun in order. A failed request is an Outcome too."""
@@ -147,7 +148,14 @@ def connect(base_url: str, model: str | None, timeout_s: float) -> tuple[Client,
         tokens = _ask(f"{base_url}/tokenize", body)["tokens"]
     except (RequestError, KeyError, TypeError):
         return Client(base_url, model, False, timeout_s), sorted(set(text.split()))
-    return Client(base_url, model, True, timeout_s), sorted(set(tokens))
+    return Client(base_url, model, True, timeout_s, _version(base_url)), sorted(set(tokens))
+
+
+def _version(base_url: str) -> str | None:
+    try:
+        return str(_ask(f"{base_url}/version")["version"])
+    except (RequestError, KeyError, TypeError):
+        return None
 
 
 def hit_counters(base_url: str) -> dict[str, float] | None:

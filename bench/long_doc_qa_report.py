@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtier.bench.long_doc_qa_arms import ARMS, GPU_HIT, NONE
+from kvtier.bench.long_doc_qa_arms import ARMS, COLD, GPU_HIT, NONE
 from kvtier.bench.long_doc_qa_client import Outcome
 from kvtier.bench.report import Row, write_results
+from kvtier.terminal import table
 
 NAME = "long_doc_qa"
 TIERS = ("gpu", "ram", "nvme", "redis")
@@ -20,7 +21,8 @@ _SHOWN_TIERS = (*TIERS, "unknown")
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """An arm's query round. ``hits``: tokens by tier, None where the server does not count them."""
+    """An arm's query round, or a running server's cold one. ``hits``: tokens by tier, None where the server does not
+    count them."""
 
     arm: str
     outcomes: Sequence[Outcome]
@@ -124,14 +126,19 @@ def write_json(folder: Path, summaries: Sequence[Summary], rounds: Sequence[Roun
     return path
 
 
+def base_of(summaries: Sequence[Summary]) -> Summary | None:
+    """What the others are held against: vLLM alone, or a running server's cold answers."""
+    return next((summary for summary in summaries if summary.arm in (NONE, COLD)), None)
+
+
 def rows_of(summaries: Sequence[Summary]) -> list[Row]:
-    """Per arm TTFT (ratio to ``none``; min and max over requests), total time and throughput; and TTFT as a multiple
+    """Per arm TTFT (ratio to the base's; min and max over requests), total time and throughput; and TTFT as a multiple
     of vLLM's own GPU hit where both ran."""
     by_name = {summary.arm: summary for summary in summaries}
-    none, gpu = by_name.get(NONE), by_name.get(GPU_HIT)
+    base, none, gpu = base_of(summaries), by_name.get(NONE), by_name.get(GPU_HIT)
     rows = []
     for one in summaries:
-        ratio = one.ttft_mean / none.ttft_mean if none else None
+        ratio = one.ttft_mean / base.ttft_mean if base else None
         rows.append(Row(f"{one.arm}: ttft mean", one.ttft_mean, "s", None, ratio, min(one.ttft), max(one.ttft)))
         rows.append(Row(f"{one.arm}: total", one.total, "s", None, one.total / none.total if none else None))
         rows.append(Row(f"{one.arm}: prompt throughput", one.prompt_tokens / one.total, "tokens/s"))
@@ -172,41 +179,34 @@ def write_csv(folder: Path, rounds: Sequence[Round]) -> Path:
 
 
 def print_table(summaries: Sequence[Summary]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    none = next((summary for summary in summaries if summary.arm == NONE), None)
-    table = Table(title="Long Doc QA, query round", title_justify="left")
-    table.add_column("arm", no_wrap=True)
-    for column in (
-        "TTFT mean",
-        "p50",
-        "p99",
-        "latency",
-        "total",
-        "prompt tok/s",
-        "hit tokens",
-        "TTFT vs none",
-        "answers",
-    ):
-        table.add_column(column, justify="right", no_wrap=column != "hit tokens")
-    for one in summaries:
-        table.add_row(one.arm, *_cells(one, none))
-    Console(width=max(128, Console().width)).print(table)
+    """The shell's table, a row an arm."""
+    base = base_of(summaries)
+    against = base.arm if base else NONE
+    heads = ["arm", "TTFT mean", "p50", "p99", "latency", "total", "prompt tok/s", "hit tokens", f"TTFT vs {against}"]
+    numbers = range(1, len(heads))
+    rows = [[one.arm, *_cells(one, base)] for one in summaries]
+    if any(one.differing is not None for one in summaries) or any(one.failed for one in summaries):
+        heads.append("answers")
+        rows = [[*row, _answers(one)] for row, one in zip(rows, summaries, strict=True)]
+    print("Long Doc QA" if against == COLD else "Long Doc QA, query round")
+    print("\n".join(table(heads, rows, numbers=numbers)))
 
 
-def _cells(one: Summary, none: Summary | None) -> list[str]:
-    faster = f"{none.ttft_mean / one.ttft_mean:.1f}x faster" if none and one.arm != NONE else ""
-    same = {None: "", True: "same"}.get(one.same_tokens_as_none, f"{one.differing} differ")
+def _cells(one: Summary, base: Summary | None) -> list[str]:
     return [
         *(f"{value:.3f} s" for value in (one.ttft_mean, percentile(one.ttft, 50), percentile(one.ttft, 99))),
         f"{one.latency_mean:.3f} s",
         f"{one.total:.1f} s",
         f"{one.prompt_tokens / one.total:,.0f}",
         _hits_text(one),
-        faster,
-        same if not one.failed else f"{one.failed} failed",
+        f"{base.ttft_mean / one.ttft_mean:.1f}x faster" if base and one is not base else "",
     ]
+
+
+def _answers(one: Summary) -> str:
+    if one.failed:
+        return f"{one.failed} failed"
+    return {None: "", True: "same"}.get(one.same_tokens_as_none, f"{one.differing} differ")
 
 
 def _hits_text(one: Summary) -> str:
@@ -219,8 +219,11 @@ def _hits_text(one: Summary) -> str:
 def verdict(summaries: Sequence[Summary]) -> tuple[bool, str]:
     """Whether all arms answered as ``none`` did, in words."""
     compared = [summary for summary in summaries if summary.differing is not None]
+    cold = next((summary for summary in summaries if summary.arm == COLD), None)
+    if cold is not None and any((cold.hits or {}).values()):
+        return True, "The cold round had hits: documents were here before. Another --shuffle-seed gives new ones."
     if not compared:
-        return True, "Answers were not compared: that needs the arm none and another one."
+        return True, "Answers were not compared: that needs servers started here, the arm none and another one."
     wrong = [f"{summary.arm} ({summary.differing})" for summary in compared if summary.differing]
     if wrong:
         return False, f"Answers DIFFER from those of none, by requests: {', '.join(wrong)}."

@@ -70,10 +70,10 @@ class Workload:
             for index in range(_PRE_WARM_UP_PROMPTS)
         ]
 
-    def warm_up(self) -> list[Ask]:
-        """Every document once, with a question nobody asks again; one token of answer, as only the fill counts."""
+    def warm_up(self, output_len: int = 1) -> list[Ask]:
+        """Every document once, with a question nobody asks again; one token of answer where only the fill counts."""
         return [
-            Ask(index, -1, self._prompt(index, ("warm-up", index)), 1, is_miss=True)
+            Ask(index, -1, self._prompt(index, ("warm-up", index)), output_len, is_miss=True)
             for index in range(self.num_documents)
         ]
 

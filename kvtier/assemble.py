@@ -19,11 +19,13 @@ from kvtier.client import Client
 from kvtier.config import ENCRYPTION_KEY, Config, default_nvme_bytes, default_ram_bytes, encryption_key
 from kvtier.dial import Address, Door, client_tls, hello, read_token
 from kvtier.errors import ConfigError
+from kvtier.extras import how
 from kvtier.lanes import Lane
 from kvtier.memory import require_ram
 from kvtier.pool import Pool
 from kvtier.private import read_secret
 from kvtier.store import Store
+from kvtier.terminal import size_text
 from kvtier.tiers.base import Tier
 
 logger = logging.getLogger("kvtier")
@@ -90,12 +92,9 @@ def _tiers(config: Config, layout: ChunkLayout, replica: int) -> list[_Opened]:
         from kvtier.tiers.nvme import NvmeTier
 
         path = Path(config.nvme_path) / f"replica{replica}" if replica else Path(config.nvme_path)
-        disk = probe_disk(str(path))
-        size = config.nvme_bytes or default_nvme_bytes((disk.free.value or 0) + (disk.own.value or 0))
-        nvme, limit = rest.sealed(NvmeTier(path, size, rest.chunk_bytes)), config.nvme_write_limit
+        nvme, limit = rest.sealed(NvmeTier(path, nvme_bytes(config, path), rest.chunk_bytes)), config.nvme_write_limit
         budget = WriteBudget(limit * layout.slot_bytes // rest.chunk_bytes, layout.slot_bytes) if limit else None
-        on_evict = (config.nvme_write or ("evict" if limit else "save")) == "evict"
-        found.append(_Opened(nvme, config.nvme_threads, budget, on_evict))
+        found.append(_Opened(nvme, config.nvme_threads, budget, nvme_write(config) == "evict"))
     if config.redis_url:
         from kvtier.tiers.redis import RedisTier
         from kvtier.tiers.redis_form import Form
@@ -150,7 +149,7 @@ def secret_key(config: Config) -> bytes | None:
     try:
         import_module("kvtier.tiers.sealed")
     except ImportError as error:
-        raise ConfigError(f"{source}: {error}; install kvtier[encryption], or remove the key") from error
+        raise ConfigError(f"{source}: {error}; {how('encryption')}, or remove the key") from error
     return bytes.fromhex(given)
 
 
@@ -175,14 +174,28 @@ def ram_bytes(config: Config) -> int:
     return default_ram_bytes(min((value for value in looks if value is not None), default=_UNKNOWN_MEMORY))
 
 
+def nvme_bytes(config: Config, path: Path | None = None) -> int:
+    """Bytes of the NVMe tier: the key, else its default for what is free now at ``path`` (None: ``nvme_path``)."""
+    if config.nvme_bytes is not None:
+        return config.nvme_bytes
+    disk = probe_disk(str(path or config.nvme_path))
+    return default_nvme_bytes((disk.free.value or 0) + (disk.own.value or 0))
+
+
+def nvme_write(config: Config) -> str:
+    """When chunks are written to NVMe: ``save`` or ``evict``. The key, else what a write limit makes best."""
+    return config.nvme_write or ("evict" if config.nvme_write_limit else "save")
+
+
 def _announce(store: Store, layout: ChunkLayout) -> None:
     held = store.stats()
     lower = ", ".join(f"{tier.name} {tier.capacity} chunks ({held[f'{tier.name}_held']} warm)" for tier in store.tiers)
+    size = size_text(layout.chunk_bytes)
     logger.info(
-        "chunks of %d tokens, %.2f MiB; RAM %d chunks (%.2f GiB); %s",
-        layout.chunk_tokens,
-        layout.chunk_bytes / 2**20,
+        "chunks of %s; RAM %d chunks (%s); %s",
+        # A server's layout counts slots: how many tokens a slot holds is known to its engines.
+        f"{layout.chunk_tokens} tokens, {size}" if layout.chunk_tokens > 1 else size,
         store.pool.slots,
-        store.pool.slots * store.pool.slot_bytes / 2**30,
+        size_text(store.pool.slots * store.pool.slot_bytes),
         lower or "no lower tier",
     )

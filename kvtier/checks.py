@@ -20,19 +20,21 @@ from typing import Literal, NamedTuple
 
 import kvtier
 from kvtier import selftest
-from kvtier.assemble import door, ram_bytes
+from kvtier.assemble import door, ram_bytes, secret_key
 from kvtier.autoconfig import probe
 from kvtier.autoconfig.explain import PLANNED
-from kvtier.autoconfig.facts import UNLIMITED, Disk, Facts, Model, Redis, Serving, known, size_text
+from kvtier.autoconfig.facts import UNLIMITED, Disk, Facts, Model, Redis, Serving, known
 from kvtier.autoconfig.plan import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, make_plan
 from kvtier.chunk import ChunkLayout, fingerprint
 from kvtier.client import Client
 from kvtier.command import refuse_own_offloading, transfer, understood
-from kvtier.config import Config, default_nvme_bytes, environment, filled, masked, replaces_lmcache
+from kvtier.config import Config, default_nvme_bytes, encryption_key, environment, filled, masked, replaces_lmcache
 from kvtier.connectors.vllm import CONNECTOR, LMCACHE
 from kvtier.dial import Address, client_tls, enter, read_token
 from kvtier.errors import ConfigError, TierError
+from kvtier.extras import how
 from kvtier.installed import judged, look
+from kvtier.terminal import size_text
 from kvtier.zero_hits import ZeroHits, totals
 
 State = Literal["ok", "warn", "fail"]
@@ -203,7 +205,11 @@ def check_model(config: Config, model: Model) -> Finding:
 
 
 def check_secrets(config: Config) -> Iterator[Finding]:
-    """Files with secrets: there, readable by us, and by nobody else."""
+    """Files with secrets: there, readable by us, and by nobody else; and what encryption needs."""
+    if config.encryption_key_file is not None or encryption_key() is not None:
+        wrong = _no_key(config)
+        do = "mend this first: the tiers that would be encrypted are not tried" if wrong else ""
+        yield Finding("encryption", "fail" if wrong else "ok", wrong or "chunks on NVMe and Redis are encrypted", do)
     if config.server_token_file:
         try:
             read_token(config.server_token_file)
@@ -216,6 +222,15 @@ def check_secrets(config: Config) -> Iterator[Finding]:
             yield Finding("tls", "ok", f"{config.server_ca} can be used")
         except ConfigError as error:
             yield Finding("tls", "fail", str(error), "correct server_ca, server_cert and server_key")
+
+
+def _no_key(config: Config) -> str:
+    """Why chunks that must be encrypted cannot be; "" when they can, or need not be."""
+    try:
+        secret_key(config)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def check_ram() -> Finding:
@@ -240,7 +255,7 @@ def check_nvme(config: Config) -> Iterator[Finding]:
     disk = probe.probe_disk(config.nvme_path)
     findings = list(judge_disk(config, disk))
     yield from findings
-    if any(finding.state == "fail" for finding in findings):
+    if any(finding.state == "fail" for finding in findings) or _no_key(config):
         return
     do = f"look at the file system of {config.nvme_path} and the kernel's log (dmesg)"
     yield _tried("nvme", selftest.try_nvme(config), do)
@@ -291,7 +306,7 @@ def check_redis(config: Config) -> Iterator[Finding]:
     redis = probe.probe_redis(config.redis_url)
     findings = list(judge_redis(config, redis))
     yield from findings
-    if any(finding.state == "fail" for finding in findings):
+    if any(finding.state == "fail" for finding in findings) or _no_key(config):
         return
     yield _tried("redis", selftest.try_redis(config), "look at Redis's memory (maxmemory), rights (ACL) and log")
 
@@ -300,7 +315,8 @@ def judge_redis(config: Config, redis: Redis) -> Iterator[Finding]:
     """Reachable, and does it forget by itself? Pure."""
     where = masked(config.redis_url)
     if not redis.reachable.value:
-        yield Finding("redis", "fail", f"{where}: {redis.reachable.source}", "start it, or correct redis_url")
+        do = how("redis") if redis.reachable.value is None else "start it, or correct redis_url"
+        yield Finding("redis", "fail", f"{where}: {redis.reachable.source}", do)
         return
     limit, policy = redis.maxmemory.value, redis.policy.value or "unknown"
     seen = f"{where}: maxmemory {size_text(limit) if limit else 'not set'}, maxmemory-policy {policy}"
@@ -343,7 +359,7 @@ def _one_server(config: Config, address: str) -> Iterator[Finding]:
     if Address.parse(address).path:
         yield check_hits(config, address, min(sizes))
     wrong = selftest.try_server(config, address, min(sizes))
-    seen = wrong or f"chunks of {min(sizes):,} bytes from one client were loaded and compared by another"
+    seen = wrong or f"chunks of {size_text(min(sizes))} from one client were loaded and compared by another"
     do = "look at the server's log; 'kvtier serve' and engines must be of one version" if wrong else ""
     yield Finding("self-test server", "fail" if wrong else "ok", seen, do)
 

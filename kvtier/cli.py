@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
-import json
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import kvtier
 from kvtier.errors import KVTierError
+from kvtier.extras import explained
+
+_OPERATOR_ERROR = 2
+_CLOSED_PIPE = 128 + signal.SIGPIPE
+_INTERRUPTED = 128 + signal.SIGINT
+"""What a shell shows for a program that ended by that signal."""
 
 
 class Command(NamedTuple):
@@ -31,46 +39,17 @@ def _module(name: str, part: str = "") -> Callable[[], Command]:
     return find
 
 
-def _config_arguments(parser: argparse.ArgumentParser) -> None:
-    from kvtier.config import KEYS
-
-    parser.add_argument("--file", metavar="YAML", help="configuration file; beats KVTIER_CONFIG_FILE")
-    parser.add_argument("--ranks", type=int, default=1, help="worker ranks, for LMCache files (sizes are per worker)")
-    parser.add_argument("--yaml", action="store_true", help="print a file that gives this configuration")
-    for key, about in KEYS.items():
-        flag = "--" + key.replace("_", "-")
-        parser.add_argument(
-            flag, dest=f"key_{key}", metavar=about["unit"].upper(), help=about["reason"].replace("%", "%%")
-        )
-
-
-def _show_config(arguments: argparse.Namespace) -> int:
-    import logging
-
-    from kvtier.config import describe, load
-    from kvtier.remarks import tell
-
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
-    given = vars(arguments)
-    flags = {name.removeprefix("key_"): value for name, value in given.items() if name.startswith("key_")}
-    config = load(arguments.file, flags=flags, ranks=arguments.ranks)
-    tell(config.remarks)
-    for row in describe(config):
-        if arguments.yaml:
-            print(f"{row.key}: {json.dumps(row.value)}  # {row.unit}; {row.source}; {row.reason}")
-        else:
-            shown = "none" if row.value is None else row.value
-            print(f"{row.key:16} {shown!s:24} {row.unit:8} {row.source:16} {row.reason}")
-    return 0
-
-
 def _no_arguments(parser: argparse.ArgumentParser) -> None:
     """For a command without flags."""
 
 
 def _show_version(arguments: argparse.Namespace) -> int:
-    print(f"kvtier {kvtier.__version__}")
+    print(_version())
     return 0
+
+
+def _version() -> str:
+    return f"kvtier {kvtier.__version__}"
 
 
 COMMANDS: dict[str, tuple[str, Callable[[], Command]]] = {
@@ -79,10 +58,7 @@ COMMANDS: dict[str, tuple[str, Callable[[], Command]]] = {
         _module("kvtier.bench.long_doc_qa"),
     ),
     "plan": ("what auto-config would set on this machine, and why", _module("kvtier.autoconfig.command")),
-    "config": (
-        "print the effective configuration and where each value came from",
-        lambda: Command(_config_arguments, _show_config),
-    ),
+    "config": ("print the effective configuration and where each value came from", _module("kvtier.show_config")),
     "doctor": ("is everything here as an engine with kvtier needs it? exit status 1 if not", _module("kvtier.doctor")),
     "launch": ("run vllm serve with kvtier in it: kvtier launch -- vllm serve MODEL ...", _module("kvtier.launch")),
     "check": ("verify every slot of an NVMe tier that is not in use; --repair frees bad ones", _module("kvtier.fsck")),
@@ -95,40 +71,75 @@ COMMANDS: dict[str, tuple[str, Callable[[], Command]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit status: the command's; 2 for what the operator gave wrongly."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    parser, leaves = _parsers()
-    for name, (_, find) in COMMANDS.items():
-        if words[: len(name.split())] == name.split():
-            command = find()
-            command.add_arguments(leaves[name])
-            arguments = leaves[name].parse_args(words[len(name.split()) :])
-            return _run(command, arguments)
-    parser.parse_args(words)
-    parser.print_help()
-    return 2
-
-
-def _run(command: Command, arguments: argparse.Namespace) -> int:
+    """Run one command. Exit status: the command's; 2 for what the operator gave wrongly; 130 after ^C; 141 when the
+    reader of standard output went away (``| head``), as for a program that the signal ended."""
     try:
-        return command.run(arguments)
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes once more at its end, and would complain then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CLOSED_PIPE
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _run(words: list[str]) -> int:
+    parsers = _parsers()
+    name = next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None)
+    if name is None:
+        return _no_command(parsers, words)
+    try:
+        command = COMMANDS[name][1]()
+        command.add_arguments(parsers[name])
+        return command.run(parsers[name].parse_args(words[len(name.split()) :]))
     except KVTierError as error:
-        print(f"kvtier: {error}", file=sys.stderr)
-        return 2
+        return _told(str(error))
+    except ModuleNotFoundError as error:
+        if (what := explained(error)) is None:
+            raise
+        return _told(what)
+    except OSError as error:
+        if error.filename is None:  # no file or folder that the operator named
+            raise
+        return _told(f"{error.filename}: {error.strerror}")
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The whole tree of parsers, and each command's own by its words. Two words make a group (``bench``)."""
+def _no_command(parsers: Mapping[str, argparse.ArgumentParser], words: list[str]) -> int:
+    """Help, --version, or which command is nearest to the one that there is not."""
+    group = words[0] if words and words[0] in parsers else ""
+    tried = words[1 if group else 0 :]
+    known = sorted({each.removeprefix(group).split()[0] for each in COMMANDS if each.startswith(group)})
+    if tried and not tried[0].startswith("-"):
+        near = difflib.get_close_matches(tried[0], known, n=1, cutoff=0.0)[0]
+        parsers[group].error(f"no command {tried[0]!r}; the nearest is {near!r}, of {', '.join(known)}")
+    parsers[""].parse_args(words)
+    parsers[""].print_help()
+    return _OPERATOR_ERROR
+
+
+def _told(what: str) -> int:
+    print(f"kvtier: {what}", file=sys.stderr)
+    return _OPERATOR_ERROR
+
+
+def _parsers() -> dict[str, argparse.ArgumentParser]:
+    """Every parser by its words: the whole command's (""), groups' (``bench``: two words), and commands'."""
     root = argparse.ArgumentParser(prog="kvtier", description=(kvtier.__doc__ or "").partition("\n")[0])
+    root.add_argument("--version", action="version", version=_version())
+    parsers = {"": root}
     branches = {"": root.add_subparsers(metavar="COMMAND")}
-    leaves = {}
     for name, (help_text, _) in COMMANDS.items():
         group, _, leaf = name.rpartition(" ")
         if group not in branches:
-            under = branches[""].add_parser(group, help=f"{group} ...")
-            branches[group] = under.add_subparsers(metavar="COMMAND", required=True)
-        leaves[name] = branches[group].add_parser(leaf, help=help_text, description=help_text)
-    return root, leaves
+            inside = ", ".join(each.split()[-1] for each in COMMANDS if each.startswith(f"{group} "))
+            about = f"benchmarks: {inside}"
+            parsers[group] = branches[""].add_parser(group, help=about, description=about)
+            branches[group] = parsers[group].add_subparsers(metavar="COMMAND", required=True)
+        parsers[name] = branches[group].add_parser(leaf, help=help_text, description=help_text)
+    return parsers
 
 
 if __name__ == "__main__":

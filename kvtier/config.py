@@ -67,7 +67,7 @@ class Config:
     server_cert: str | None = _key(None, "file", "TLS: our certificate; servers must have one, engines may")
     server_key: str | None = _key(None, "file", "TLS: the key of server_cert")
     server_unencrypted: bool = _key(False, "flag", "no TLS beyond loopback: the network can read and forge chunks")
-    slot_bytes: int | None = _key(None, "bytes", "a server's chunk size, ready at its start, kept; none: as engines ask")
+    slot_bytes: int | None = _key(None, "bytes", "a server's chunk size, ready at its start; none: as engines ask")
     admin: str = _key("http://127.0.0.1:9588", "http", "a server's health, metrics, lookup, clear; off: none")
     admin_token_file: str | None = _key(None, "file", "secret for its lookup and clear, and for all beyond loopback")
     namespace: str | None = _key(None, "name", "tenant whose chunks are kept apart from others'; none: the model's own")
@@ -127,6 +127,13 @@ def load(
         if given is not None and not (beside and source.startswith(_SIZED_BY_HAND) and key in _SIZES):
             values[key], sources[key] = _parse(key, given, source), source
     return Config(**values, sources=sources, remarks=tuple(remarks))
+
+
+def typed(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """``flags`` as a person typed them at a shell: a relative path is below the current folder. Files and engines must
+    give absolute paths, because nobody can see which folder they are relative to."""
+    paths = {key for key, about in KEYS.items() if about["unit"] in ("file", "folder")}
+    return {key: os.path.abspath(value) if key in paths and value else value for key, value in flags.items()}
 
 
 def filled(config: Config, values: Mapping[str, Any], source: str) -> Config:

@@ -26,6 +26,7 @@ from kvtier.chunk import PAGE_BYTES
 from kvtier.config import load
 from kvtier.errors import ConfigError, TierError
 from kvtier.owner import may
+from kvtier.terminal import size_text
 from kvtier.tiers.nvme_folder import INDEX_NAME, SLOTS_NAME, TierFolder
 from kvtier.tiers.nvme_index import (
     EMPTY_RECORD,
@@ -247,7 +248,7 @@ def _make_free(index: int, slots: Sequence[int]) -> None:
 def _told(report: Report) -> str:
     end = "closed cleanly" if report.closed else "not closed by its last owner"
     counts = ", ".join(f"{getattr(report, count):,} {count}" for count in _COUNTS)
-    lines = [f"{report.path}: {report.slots:,} slots of {report.slot_bytes:,} bytes, {end}: {counts}"]
+    lines = [f"{report.path}: {report.slots:,} slots of {size_text(report.slot_bytes)}, {end}: {counts}"]
     if report.repaired:
         lines.append(f"{report.repaired:,} made free")
     return "\n  ".join([*lines, *report.problems])

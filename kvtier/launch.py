@@ -22,12 +22,13 @@ from kvtier.command import (
     understood,
     value,
 )
-from kvtier.config import KEYS, Config, describe, environment, load, replaces_lmcache
+from kvtier.config import KEYS, Config, Setting, describe, environment, load, replaces_lmcache
 from kvtier.connectors.vllm import CONNECTOR
 from kvtier.errors import ConfigError
 from kvtier.installed import Installed, judged, look
 from kvtier.lmi import PROPERTIES_VARIABLE
 from kvtier.memory import require_ram
+from kvtier.terminal import size_text
 
 TRANSFER = {
     "kv_connector": CONNECTOR,
@@ -90,9 +91,13 @@ def settings(config: Config) -> str:
         return f"auto-config ({asked}): the engine measures the machine and logs each size with its reason"
     given = [row for row in describe(config) if row.key in config.sources]
     if not given:
-        size = f"{ram_bytes(config) / 2**30:.1f} GiB"
+        default = KEYS["ram_bytes"]["reason"].partition("none: ")[2]
         return (
-            f"defaults: {size} of RAM ({KEYS['ram_bytes']['reason'].partition('none: ')[2]}), nothing on disk; "
+            f"defaults: {size_text(ram_bytes(config))} of RAM ({default}), nothing on disk; "
             "KVTIER_AUTO=true sizes every tier, 'kvtier plan' shows how"
         )
-    return ", ".join(f"{row.key}={row.value} ({row.source})" for row in given)
+    return ", ".join(f"{row.key}={_shown(row)} ({row.source})" for row in given)
+
+
+def _shown(row: Setting) -> str:
+    return size_text(row.value) if row.unit == "bytes" and isinstance(row.value, int) else str(row.value)

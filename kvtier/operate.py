@@ -10,17 +10,18 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
 from kvtier import admin_proof
-from kvtier.config import Config, load
+from kvtier.config import Config, load, typed
 from kvtier.dial import client_tls, read_token
 from kvtier.errors import ConfigError, TierError
 from kvtier.openapi import JSON, Clear, Cleared, Problem
 from kvtier.status import RealmStatus, Stats, TierStatus
+from kvtier.terminal import size_text, table
 
 _TIMEOUT_S = 60.0
 _WATCH_S = 2.0
@@ -46,7 +47,7 @@ class Surface:
     def of(cls, arguments: argparse.Namespace) -> Surface:
         """From the flags of :func:`add_arguments`, and the configuration where they are not given."""
         flags = {"admin": arguments.admin, "admin_token_file": arguments.token_file}
-        config = load(arguments.config, flags=flags)
+        config = load(arguments.config, flags=typed(flags))
         if config.admin == "off":
             raise ConfigError("admin=off: the server has no admin surface; give --admin http://host:port")
         secret = config.admin_token_file
@@ -138,6 +139,7 @@ class ClearCommand:
         add_arguments(parser)
         parser.add_argument("--namespace", metavar="NAME", help="only this tenant's chunks, and nobody's")
         parser.add_argument("--everything", action="store_true", help="all chunks of all tenants")
+        parser.add_argument("--json", action="store_true", help="print the answer of /v1/clear")
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
@@ -146,14 +148,18 @@ class ClearCommand:
             raise ConfigError("say what to clear: either --namespace NAME or --everything")
         wish = Clear(arguments.namespace, arguments.everything)
         done = Surface.of(arguments).ask("/v1/clear", Cleared, wish)
-        print(f"{done.chunks:,} chunks forgotten")
-        if done.left:
-            print(f"{done.left:,} are being saved or deleted still: stop the engines, or run this again")
-        if done.owed_deletes:
-            print(f"{done.owed_deletes:,} deletes wait for Redis to be back: keep the server running until then")
-        for place in done.untouched:
-            print(f"{place}: in use by another process, or not searched to the end")
+        print(msgspec.json.encode(done).decode() if arguments.json else _cleared(done))
         return 0 if done.complete else 1
+
+
+def _cleared(done: Cleared) -> str:
+    lines = [f"{done.chunks:,} chunks forgotten"]
+    if done.left:
+        lines.append(f"{done.left:,} are being saved or deleted still: stop the engines, or run this again")
+    if done.owed_deletes:
+        lines.append(f"{done.owed_deletes:,} deletes wait for Redis to be back: keep the server running until then")
+    lines += [f"{place}: in use by another process, or not searched to the end" for place in done.untouched]
+    return "\n".join(lines)
 
 
 def _show(surface: Surface, before: Stats | None, arguments: argparse.Namespace) -> Stats:
@@ -171,7 +177,7 @@ def screen(now: Stats, before: Stats | None = None) -> str:
     """One screen of plain text; rates per second where there is a look before."""
     there = now.connections
     state = "ready" if now.ready else "NOT READY"
-    memory = f"memory {_size(now.memory.process)} + pools {_size(now.memory.pools)}"
+    memory = f"memory {size_text(now.memory.process)} + pools {size_text(now.memory.pools)}"
     open_ = f"connections {there.open} open, {there.lingering} lingering, {there.leases} leases"
     past = f"{there.accepted} accepted, {there.rejected} rejected, {there.dropped} dropped"
     lines = [f"kvtier {now.version}  {state}  up {_duration(now.uptime_s)}  {memory}", f"{open_}; so far {past}"]
@@ -187,16 +193,18 @@ def screen(now: Stats, before: Stats | None = None) -> str:
 
 def _realm(realm: RealmStatus, before: RealmStatus | None, seconds: float) -> Iterator[str]:
     yield (
-        f"chunks of {_size(realm.slot_bytes)}: {_hits(realm, before)}, {realm.namespaces} namespaces, "
+        f"chunks of {size_text(realm.slot_bytes)}: {_hits(realm, before)}, {realm.namespaces} namespaces, "
         f"slots {realm.free} free, {realm.filling} filling, {realm.pinned} pinned"
     )
     yield from _misses(realm, before)
     per = "/s" if before else ""
-    heads = ("tier", "held", "fill", f"loads{per}", f"stores{per}", f"read{per}", f"written{per}")
-    yield _row([*heads, "missed", "refused", "failed", "corrupt", "queue"])
+    heads: tuple[str, ...] = ("tier", "held", "fill", f"loads{per}", f"stores{per}", f"read{per}", f"written{per}")
+    rows = []
     for index, tier in enumerate(realm.tiers):
         last = before.tiers[index] if before and index < len(before.tiers) else None
-        yield _row(_tier(tier, last, seconds))
+        rows.append(_tier(tier, last, seconds))
+    heads = (*heads, "missed", "refused", "failed", "corrupt", "queue")
+    yield from table(heads, rows, numbers=range(1, len(heads)))
 
 
 def _tier(tier: TierStatus, before: TierStatus | None, seconds: float) -> list[str]:
@@ -213,8 +221,8 @@ def _tier(tier: TierStatus, before: TierStatus | None, seconds: float) -> list[s
         f"{tier.held / tier.capacity:.0%}" if tier.capacity else "-",
         f"{flow('loads'):,.0f}",
         f"{flow('stores'):,.0f}",
-        _size(flow("bytes_read")) if lane else "-",
-        _size(flow("bytes_written")) if lane else "-",
+        size_text(flow("bytes_read")) if lane else "-",
+        size_text(flow("bytes_written")) if lane else "-",
         *(f"{count:,}" for count in (tier.misses, tier.refused, tier.failed, tier.corrupt)),
         f"{lane.queued_reads}+{lane.queued_writes}" if lane else "-",
     ]
@@ -242,18 +250,6 @@ def _misses(realm: RealmStatus, before: RealmStatus | None) -> Iterator[str]:
 
 def _loads(realm: RealmStatus) -> int:
     return sum(tier.loads for tier in realm.tiers)
-
-
-def _row(cells: list[Any]) -> str:
-    return f"{cells[0]:<12}" + "".join(f"{cell:>10}" for cell in cells[1:])
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def _duration(seconds: float) -> str:

@@ -20,9 +20,11 @@ from kvtier.chunk import ChunkLayout, fingerprint
 from kvtier.config import Config, environment, load
 from kvtier.dial import Address, read_token
 from kvtier.errors import ConfigError, KVTierError, TierError
+from kvtier.extras import how
 from kvtier.fsck import discard
 from kvtier.listen import Listener, listen_tcp, listen_unix, server_tls
 from kvtier.notify import Notifier
+from kvtier.private import read_secret
 from kvtier.remarks import tell
 from kvtier.server import Beside, Server, serve
 from kvtier.start_checks import try_everything, try_redis
@@ -153,7 +155,7 @@ def _admin_surface(config: Config) -> Beside:
     try:
         from kvtier.admin import beside, bind
     except ImportError as error:
-        raise ConfigError(f"admin={config.admin}: {error}; install kvtier[server], or set admin=off") from error
+        raise ConfigError(f"admin={config.admin}: {error}; {how('server')}, or set admin=off") from error
     secret = config.admin_token_file
     token = read_token(secret, "admin_token_file") if secret else None
     port = bind(config.admin, token=token is not None, tls=_tls(config) if config.admin.startswith("https") else None)

@@ -290,7 +290,7 @@ def test_a_server_is_not_disturbed_before_an_engine_is_there_and_tried_afterward
         with attached(server.door()) as engine:
             found = tiers(server=str(server.address))
             assert one(found, "self-test server").state == "ok", found
-            assert "chunks of 8,192 bytes" in one(found, "self-test server").seen
+            assert "chunks of 8 KiB" in one(found, "self-test server").seen
             assert engine.stats()["ram_ready"] == 0, "the trial's chunks are still there"
 
 

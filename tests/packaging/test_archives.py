@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -9,6 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from kvtier import __version__
 
 ROOT = Path(__file__).parents[2]
 LINKED = ("connectors", "autoconfig", "bench")
@@ -84,6 +87,32 @@ def test_the_wheel_works_in_an_empty_environment(wheel: Path, empty_python: Path
     install(empty_python, wheel)
     assert ask([empty_python, "-c", IMPORTS], tmp_path).startswith(str(tmp_path))
     assert ask([empty_python.with_name("kvtier"), "version"], tmp_path).startswith("kvtier ")
+
+
+def test_make_wheel_builds_one_that_an_empty_environment_installs_and_runs(empty_python: Path, tmp_path: Path) -> None:
+    """With this Python in the place of the build's own environment, which would be filled from an index."""
+    build_env = tmp_path / "build-env" / "bin"
+    build_env.mkdir(parents=True)
+    (build_env / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (build_env / "hatchling").touch()
+    for file in build_env.iterdir():
+        file.chmod(0o755)
+    dist = tmp_path / "dist"
+    made = ["make", "wheel", f"WHEEL={build_env.parent}", f"DIST={dist}"]
+    subprocess.run(made, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = dist.iterdir()
+    install(empty_python, wheel)
+    command = empty_python.with_name("kvtier")
+    assert ask([command, "--version"], tmp_path) == ask([command, "version"], tmp_path) == f"kvtier {__version__}"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"./{wheel.name}[vllm]" in readme, "the install section names the file that is built"
+
+
+def test_no_command_of_the_documents_installs_kvtier_from_an_index() -> None:
+    """Until it is there, its name on an index is anybody's."""
+    for document in [ROOT / "README.md", *(ROOT / "deploy").rglob("*.md")]:
+        for block in re.findall(r"```bash\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL):
+            assert not re.search(r"pip install [\"']?kvtier\b", block), document
 
 
 def test_an_editable_install_reads_the_tree(empty_python: Path, tmp_path: Path) -> None:

@@ -8,17 +8,20 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from redis import AuthenticationError, Redis
 
 from kvtier import cli, lmcache, lmi
 from kvtier.config import KEYS, NO_KEYS, load
 from kvtier.connectors.vllm import versions
 from kvtier.openapi import ROUTES
-from tests.server_process import attached, serving
+from tests.server_process import attached, serving, wait_for
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -74,7 +77,10 @@ def test_configuration_files_are_read_whole(tmp_path: Path) -> None:
     assert load(tmp_path / "kvtier.yaml", env={}).ram_bytes == 64 << 30
     assert daemon_set["kind"] == "DaemonSet"
     compose = documents("docker/compose.yaml")[0]["services"]
-    assert load(env=compose["kvtier"]["environment"]).redis_url == "redis://redis:6379/0"
+    server = {
+        name: value.replace("${REDIS_PASSWORD:?}", "5ec3e7") for name, value in compose["kvtier"]["environment"].items()
+    }
+    assert load(env=server).redis_url == "redis://:5ec3e7@redis:6379/0"
     assert load(env=compose["engine-2"]["environment"]).server == "unix:///run/kvtier/kvtier.sock"
     (engine,) = documents("kubernetes/engine.yaml")
     variables = {row["name"]: row["value"] for row in found(engine, "env")[0]}
@@ -102,6 +108,172 @@ def test_server_and_engine_meet_at_one_socket_and_share_no_namespace() -> None:
     manifests = [*documents("kubernetes/server.yaml")[1:], *documents("kubernetes/engine.yaml")]
     mounts = [found(manifest, "hostPath")[0]["path"] for manifest in manifests]
     assert mounts == ["/run/kvtier", "/run/kvtier"]
+
+
+# ---- least rights ----------------------------------------------------------------------------------------------------
+
+DOCKERFILES = [path for path in FILES if path.name.endswith("Dockerfile")]
+SERVICES = documents("docker/compose.yaml")[0]["services"]
+PODS = [documents("kubernetes/server.yaml")[1], *documents("kubernetes/engine.yaml")]
+POD_NAMES = ["server", "engine"]
+USER = 10001
+
+
+def pod(manifest: dict[str, Any]) -> dict[str, Any]:
+    return dict(manifest["spec"]["template"]["spec"])
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=name)
+def test_images_run_as_a_user_that_is_not_root(path: Path) -> None:
+    users = re.findall(r"^USER (.*)$", TEXT[path], re.MULTILINE)
+    if name(path) == "lmi/Dockerfile":
+        assert users == [] and "The user stays LMI's own" in TEXT[path]
+        return
+    assert users == [f"{USER}:{USER}"] and f"useradd --uid {USER}" in TEXT[path]
+    assert TEXT[path].index("USER ") < TEXT[path].index("ENTRYPOINT")
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=name)
+def test_what_an_image_is_made_of_is_pinned(path: Path) -> None:
+    """Bases by digest or by a whole version; packages by the lists in requirements/: nothing is of pip's choice."""
+    bases = re.findall(r"^ARG \w+_IMAGE=(.*)$", TEXT[path], re.MULTILINE)
+    assert bases and all(re.search(r"@sha256:[0-9a-f]{64}$|:v?\d+\.\d+\.\d+[^/]*$", base) for base in bases), bases
+    assert set(re.findall(r"^FROM (\S+)", TEXT[path], re.MULTILINE)) <= {
+        "${PYTHON_IMAGE}",
+        "${VLLM_IMAGE}",
+        "${LMI_IMAGE}",
+    }
+    installs = [line for line in TEXT[path].splitlines() if "pip install" in line]
+    assert len(installs) == 2
+    for line in installs:
+        assert "--no-deps" in line and (lists := re.findall(r"-r \S*?/([\w-]+\.txt)", line))
+        assert all((ROOT / "requirements" / "images" / each).is_file() for each in lists)
+    assert all(":latest" not in image for image in found(SERVICES, "image"))
+    assert [image for image in found(SERVICES, "image") if ":" in image] == ["redis:8.2.3"]
+
+
+def test_the_build_context_is_the_package_and_nothing_more(tmp_path: Path) -> None:
+    """What .dockerignore lets through, by Docker's rule (the last pattern that matches decides), builds a wheel.
+    Secrets, environments and results that lie in a checkout stay out."""
+    rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+
+    def kept(path: str) -> bool:
+        inside = False
+        for rule in rules:
+            pattern = rule.removeprefix("!").removeprefix("**/")
+            parts = path.split("/")
+            parents = ["/".join(parts[: count + 1]) for count in range(len(parts))]
+            if pattern == "*" or pattern in parents or ("**/" in rule and pattern in parts):
+                inside = rule.startswith("!")
+        return inside
+
+    for secret in (
+        ".git/config",
+        ".venv/bin/python",
+        "build/demo/x",
+        ".env",
+        "id_rsa",
+        "bench/results/a.json",
+        "dist/a.whl",
+    ):
+        assert not kept(secret), secret
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for path in filter(kept, tracked):
+        target = tmp_path / "context" / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, target, follow_symlinks=False)
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")]
+    subprocess.run(command, cwd=tmp_path / "context", check=True, capture_output=True)
+    (wheel,) = (tmp_path / "dist").iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        assert {"kvtier/cli.py", "kvtier/bench/demo.py", "kvtier/connectors/vllm/worker.py"} <= set(archive.namelist())
+    for copied in re.findall(r"^COPY (requirements\S+)", "\n".join(TEXT[path] for path in DOCKERFILES), re.MULTILINE):
+        assert kept(copied)
+
+
+@pytest.mark.parametrize("service", SERVICES, ids=str)
+def test_compose_gives_each_service_the_least(service: str) -> None:
+    given = SERVICES[service]
+    assert given["cap_drop"] == ["ALL"] and "cap_add" not in given
+    assert given["security_opt"] == ["no-new-privileges:true"]
+    if service.startswith("engine"):
+        assert "run:/run/kvtier:ro" in given["volumes"], "an engine must not put another socket there"
+        assert "networks" not in given
+    else:
+        assert given["read_only"] is True and given["networks"] == ["cache"]
+        assert "ports" not in given
+    assert documents("docker/compose.yaml")[0]["networks"]["cache"] == {"internal": True}
+    if given["image"].startswith("redis"):
+        assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", given["user"])
+
+
+def test_composes_redis_asks_for_the_password_that_the_server_gives() -> None:
+    """Its command line, run here as compose would run it."""
+    if shutil.which("redis-server") is None:
+        pytest.skip("no redis-server")
+    shell, flag, script = SERVICES["redis"]["command"]
+    assert "${REDIS_PASSWORD:?}" in SERVICES["kvtier"]["environment"]["KVTIER_REDIS_URL"]
+    assert SERVICES["redis"]["environment"] == {"REDIS_PASSWORD": "${REDIS_PASSWORD:?}"}
+    with tempfile.TemporaryDirectory() as folder:
+        socket = Path(folder) / "sock"
+        script = script.replace("$$", "$").replace("END\n", f"END\nport 0\nunixsocket {socket}\n", 1)
+        env = os.environ | {"REDIS_PASSWORD": "5ec3e7"}
+        with subprocess.Popen([shell, flag, script], env=env, cwd=folder, stdout=subprocess.DEVNULL) as server:
+            try:
+                wait_for(socket.exists, "redis-server listens")
+                with Redis(unix_socket_path=str(socket)) as nobody, pytest.raises(AuthenticationError):
+                    nobody.get("x")
+                with Redis(unix_socket_path=str(socket), password=env["REDIS_PASSWORD"]) as known:
+                    assert known.config_get("maxmemory") == {"maxmemory": str(32 << 30)}
+                    assert known.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+                    assert known.config_get("save") == {"save": ""}
+            finally:
+                server.terminate()
+
+
+@pytest.mark.parametrize("manifest", PODS, ids=POD_NAMES)
+def test_kubernetes_pods_have_the_least(manifest: dict[str, Any]) -> None:
+    spec = pod(manifest)
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert (spec["securityContext"]["runAsUser"], spec["securityContext"]["runAsGroup"]) == (USER, USER)
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in spec["containers"]:
+        rights = container["securityContext"]
+        assert rights["allowPrivilegeEscalation"] is False and rights["capabilities"] == {"drop": ["ALL"]}
+        assert "runAsUser" not in rights and "runAsNonRoot" not in rights, "the pod's hold"
+    for container in spec.get("initContainers", []):
+        rights = container["securityContext"]
+        assert container["command"][0] == "install", "it gives two folders to the server's user, and ends"
+        assert rights["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN", "FOWNER"]}
+        assert rights["allowPrivilegeEscalation"] is False and rights["readOnlyRootFilesystem"] is True
+    mounts = {mount["name"]: mount for mount in spec["containers"][0]["volumeMounts"]}
+    assert mounts["run"].get("readOnly", False) == (manifest["metadata"]["name"] == "vllm")
+
+
+def test_every_pod_has_a_network_policy() -> None:
+    policies = {
+        tuple(policy["spec"]["podSelector"]["matchLabels"].items()): policy["spec"]
+        for policy in documents("kubernetes/network.yaml")
+    }
+    for manifest in PODS:
+        policy = policies[tuple(manifest["spec"]["template"]["metadata"]["labels"].items())]
+        assert set(policy["policyTypes"]) == {"Ingress", "Egress"}
+    server = policies[(("app", "kvtier"),)]
+    assert server["ingress"] == server["egress"] == [], "it speaks through its Unix socket alone"
+    (engine,) = policies[(("app", "vllm"),)]["ingress"]
+    assert [port["port"] for port in engine["ports"]] == [8000]
+
+
+def test_workflows_run_actions_of_known_commits_with_no_rights_to_write() -> None:
+    for file in (ROOT / ".github" / "workflows").glob("*.yml"):
+        text = file.read_text(encoding="utf-8")
+        uses = re.findall(r"uses: (\S+)", text)
+        assert uses and all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", use) for use in uses), file.name
+        assert yaml.safe_load(text)["permissions"] == {"contents": "read"}
+
+
+# ---- command lines ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -151,13 +323,17 @@ def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
 
 
 def test_an_engine_in_other_namespaces_maps_the_servers_memory() -> None:
-    """What the manifests rest on: another PID, IPC and network namespace, and only the socket in common."""
-    apart = ["unshare", "--pid", "--ipc", "--net", "--fork", "--mount-proc"]
+    """What the manifests rest on: another PID, IPC and network namespace, and only the socket in common, in a folder
+    that the engine's side mounts read-only."""
+    apart = ["unshare", "--mount", "--pid", "--ipc", "--net", "--fork", "--mount-proc"]
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no namespaces can be made here")
     with serving() as server, attached(server.door()):
         env = {key: value for key, value in os.environ.items() if not key.startswith("KVTIER_")}
-        command = [*apart, sys.executable, "-m", "kvtier.cli", "doctor", "--no-engine"]
+        run = server.socket.parent
+        mount = f"mount --bind {run} {run} && mount -o remount,ro,bind {run} && ! touch {run}/x 2>/dev/null"
+        engine = shlex.join([sys.executable, "-m", "kvtier.cli", "doctor", "--no-engine"])
+        command = [*apart, "sh", "-c", f"{mount} && exec {engine}"]
         env["KVTIER_SERVER"] = str(server.address)
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -75,6 +75,42 @@ def test_what_kvtier_and_its_extras_need_is_pinned_and_new_enough() -> None:
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), str(requirement)
 
 
+@pytest.mark.parametrize(
+    ("name", "extras", "brought"),
+    [
+        ("server", ("server", "redis", "encryption"), set()),
+        ("engine", ("redis",), {"msgspec", "numpy", "pyyaml"}),  # by vLLM, in its image
+    ],
+)
+def test_an_images_list_is_complete_and_as_pinned_beside_it(
+    name: str, extras: tuple[str, ...], brought: set[str]
+) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = [*project["dependencies"], *(text for extra in extras for text in project["optional-dependencies"][extra])]
+    wanted = [Requirement(text) for text in texts]
+    everything = {canonicalize_name(extra) for requirement in wanted for extra in requirement.extras}  # redis[hiredis]
+    while wanted:
+        requirement = wanted.pop()
+        if (one := canonicalize_name(requirement.name)) not in everything:
+            everything.add(one)
+            wanted += needed(one)
+    listed = image_pins(name)
+    assert listed.keys() == everything - brought - {"async-timeout"}  # which Python 3.11.3 and later do not need
+    assert listed.items() <= pinned().items()
+
+
+def test_the_build_list_has_what_hatchling_needs() -> None:
+    listed = image_pins("build")
+    assert listed.items() <= pinned().items()
+    assert {canonicalize_name(need.name) for one in listed for need in needed(one)} <= listed.keys()
+
+
+def image_pins(name: str) -> dict[str, str]:
+    lines = (ROOT / "requirements" / "images" / f"{name}.txt").read_text().splitlines()
+    pins = [line.split("==") for line in lines if not line.startswith("#")]
+    return {canonicalize_name(package): version for package, version in pins}
+
+
 def test_the_audit_looks_at_every_pin_and_ci_runs_it(tmp_path: Path) -> None:
     """With a stand-in for pip-audit, because the real one needs the network: what would it be asked?"""
     stand_in = tmp_path / "bin" / "pip-audit"

@@ -86,7 +86,7 @@ def test_the_module_form_files_for_the_engine_and_no_setting_at_all(start: Launc
     assert json.loads(plain.stdout)[3:5] == ["--model", "m"]
     assert "defaults: " in plain.stderr and "nothing on disk; KVTIER_AUTO=true" in plain.stderr
     sized = start("--print", "--", sys.executable, "-m", SERVER, "--model", "m", KVTIER_RAM_BYTES="1GiB")
-    assert "ram_bytes=1073741824 (environment KVTIER_RAM_BYTES)" in sized.stderr
+    assert "ram_bytes=1 GiB (environment KVTIER_RAM_BYTES)" in sized.stderr
 
 
 def test_the_cpu_wheel_whose_command_does_not_start_is_run_as_a_module(start: Launch, fake: Path) -> None:

@@ -8,7 +8,7 @@ import json
 import struct
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +20,9 @@ import pytest
 
 from kvtier.bench import long_doc_qa, report, servers
 from kvtier.bench.long_doc_qa_arms import ARMS, GPU_HIT, NONE, Sizes, filled, server_args
-from kvtier.bench.long_doc_qa_client import Outcome, RequestError, connect, parse_hits
+from kvtier.bench.long_doc_qa_client import Client, Outcome, RequestError, connect, parse_hits
+from kvtier.bench.long_doc_qa_flags import add_arguments, chosen
+from kvtier.bench.long_doc_qa_plot import write_plot
 from kvtier.bench.long_doc_qa_report import Round, Summary, percentile, summarise, verdict
 from kvtier.bench.long_doc_qa_work import Ask, Workload
 from kvtier.bench.model import PRESETS, generated_text, kv_token_bytes
@@ -186,8 +188,8 @@ def test_an_answer_that_differs_or_is_missing_is_said_by_arm() -> None:
 
 def arguments(*given: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    long_doc_qa.add_arguments(parser)
-    return parser.parse_args(list(given))
+    add_arguments(parser)
+    return chosen(parser.parse_args(list(given)))
 
 
 def test_results_have_the_one_form_and_the_arms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,12 +322,98 @@ def test_no_server_is_an_error_that_names_the_address() -> None:
         connect(f"http://127.0.0.1:{port}", None, 5)
 
 
-def test_a_measured_round_of_a_running_server_ends_in_files(plain_server: str, tmp_path: Path) -> None:
+def test_a_measured_round_of_a_running_server_ends_in_files(
+    plain_server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shape = ["--num-documents", "2", "--document-length", "12", "--repeat-count", "2", "--settle-seconds", "0"]
     assert long_doc_qa.main(["--base-url", plain_server, "--output-dir", str(tmp_path), *shape]) == 0
     form = json.loads((tmp_path / "long_doc_qa.json").read_text())
     assert form["arms"]["server"]["requests"] == 4
     assert form["arms"]["server"]["hit_tokens"] == {"gpu": None, "ram": None, "nvme": None, "redis": None}
+    assert form["arms"]["cold"]["requests"] == 2, "each document's first answer is the base"
+    ratios = {row["name"]: row["ratio"] for row in form["rows"]}
+    assert ratios["cold: ttft mean"] == 1.0 and ratios["server: ttft mean"] > 0
+    lines = list(csv.DictReader((tmp_path / "long_doc_qa.csv").read_text().splitlines()))
+    assert [line["arm"] for line in lines] == ["cold"] * 2 + ["server"] * 4
+    assert form["workload"]["model"] == "m" and "running" in form["workload"]["server"]
+    shown = capsys.readouterr().out
+    assert "TTFT vs cold" in shown and "x faster" in shown and "answers" not in shown.splitlines()[1]
+
+
+def test_of_a_running_server_only_what_it_says_itself_is_told() -> None:
+    running = Client("http://127.0.0.1:1", "Qwen/Qwen2.5-7B", True, 1.0, "9.9.9")
+    told = long_doc_qa._subtitle(arguments("--base-url", "http://127.0.0.1:1"), running)
+    assert "model Qwen2.5-7B; vLLM 9.9.9; a server that ran already" in told
+    silent = long_doc_qa._subtitle(arguments(), Client("http://127.0.0.1:1", "m", False, 1.0))
+    assert "vLLM" not in silent and "cores" not in silent
+    assert "model ;" not in long_doc_qa._subtitle(arguments(), None)
+
+
+def test_a_server_that_was_warm_before_is_told() -> None:
+    cold = Round("cold", [outcome(0, 1.0, [1])], {"gpu": 64.0})
+    again = Round("server", [outcome(0, 0.1, [1])], {"gpu": 64.0})
+    assert "--shuffle-seed" in verdict(summarise([cold, again]))[1]
+
+
+def test_the_preset_is_the_published_shape_and_flags_beat_it() -> None:
+    preset = arguments("--preset", "lmi")
+    assert (preset.num_documents, preset.document_length, preset.max_inflight_requests) == (46, 10000, 4)
+    assert (preset.repeat_count, preset.output_len, preset.repeat_mode, preset.shuffle_seed) == (2, 100, "tile", 0)
+    for given in (("--num-documents", "8", "--preset", "lmi"), ("--preset", "lmi", "--num-documents", "8")):
+        assert (arguments(*given).num_documents, arguments(*given).document_length) == (8, 10000)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    shown = " ".join(parser.format_help().split())
+    assert "documents (default: 8; lmi: 46)" in shown and "(default: 20000; lmi: 10000)" in shown
+
+
+# -- the picture ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[list[Summary]], Any]:
+    """The figure of a picture, as it was written."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    kept: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", kept.append)
+
+    def draw(summaries: list[Summary]) -> Any:
+        write_plot(tmp_path, summaries, "what was asked")
+        return kept[-1]
+
+    return draw
+
+
+SHOWN = [
+    Summary("none", [4.0, 4.4], 4.6, 9, 100, 10, 0, {}, None),
+    Summary("kvtier-ram", [0.1, 0.12], 0.2, 1, 100, 10, 0, {"ram": 90}, 0),
+    Summary("kvtier-nvme-restart", [0.2, 9.0], 0.4, 1, 100, 10, 0, {"ram": 45, "nvme": 45}, 0),
+    Summary("kvtier-redis", [0.3, 0.3], 0.5, 1, 100, 10, 0, None, 0),
+]
+
+
+def test_a_colour_means_one_source(drawn: Callable[[list[Summary]], Any]) -> None:
+    figure = drawn(SHOWN)
+    (legend,) = figure.legends
+    named = {
+        text.get_text(): patch.get_facecolor() for text, patch in zip(legend.texts, legend.get_patches(), strict=True)
+    }
+    assert set(named) == {"ram", "nvme", "computed", "not told"}
+    for axis in figure.axes[:2]:
+        bars = [patch.get_facecolor() for patch in axis.patches]
+        assert bars == [named["computed"], named["ram"], named["nvme"], named["not told"]]
+
+
+def test_labels_stay_inside_their_panels_and_off_each_other(drawn: Callable[[list[Summary]], Any]) -> None:
+    figure = drawn(SHOWN)
+    figure.canvas.draw()
+    for axis in figure.axes[:2]:
+        right = axis.get_window_extent().x1
+        boxes = [text.get_window_extent() for text in axis.texts]
+        assert boxes and all(box.x1 <= right for box in boxes)
+        assert not any(one.overlaps(other) for one, other in pairwise(boxes))
+    names = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
+    assert all(box.x0 >= 0 for box in names)
 
 
 # -- servers -------------------------------------------------------------------------------------------------------

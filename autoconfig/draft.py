@@ -1,0 +1,101 @@
+"""What a plan consists of, and the draft that it grows in. Pure: looks at nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvtier.autoconfig.breakeven import Prefill, Route, break_even
+from kvtier.autoconfig.facts import MIB, Fact, known
+from kvtier.terminal import rate_text, size_text
+
+Value = int | float | str
+T = TypeVar("T", int, float)
+
+_LATENCY = {"ram": 0.0002, "nvme": 0.001, "redis": 0.002}
+"""Seconds from asking to the first byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    key: str
+    value: Value
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``settings`` are config keys; ``derived`` is what led there; ``left_out`` is (tier, reason)."""
+
+    settings: tuple[Row, ...]
+    derived: tuple[Row, ...]
+    warnings: tuple[str, ...]
+    left_out: tuple[tuple[str, str], ...]
+
+    def values(self) -> dict[str, Value]:
+        """What to hand to kvtier's config. Without ``ram_bytes`` kvtier must stay off: see ``left_out``."""
+        return {row.key: row.value for row in self.settings}
+
+
+@dataclass(slots=True)
+class Draft:
+    settings: list[Row] = field(default_factory=list)
+    derived: list[Row] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+
+    def set(self, key: str, value: Value, source: str, reason: str) -> None:
+        self.settings.append(Row(key, value, source, reason))
+
+    def show(self, key: str, value: Value, source: str, reason: str) -> None:
+        self.derived.append(Row(key, value, source, reason))
+
+    def leave_out(self, tier: str, reason: str) -> None:
+        self.left_out.append((tier, reason))
+
+    def take(self, key: str, fact: Fact[T], otherwise: T, because: str) -> T:
+        """The fact's value, or ``otherwise`` with the assumption written down."""
+        if fact.value is not None:
+            return fact.value
+        self.derived.append(Row(key, otherwise, "assumed", f"unknown ({fact.source}); {because}"))
+        return otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What has to be kept and moved: one store's bytes a token, and what computing costs instead."""
+
+    kv_bytes: int
+    long_tokens: int
+    longest: int
+    prefill: Prefill
+    link: float
+    ranks: int
+    stores: int
+
+    def too_small(self, size: int) -> str:
+        """Why ``size`` bytes are not worth a tier; "" when one long context fits."""
+        if size >= max(MIB, self.long_tokens * self.kv_bytes):
+            return ""
+        needed = size_text(self.long_tokens * self.kv_bytes)
+        return f"{size_text(size)} a store is too small: {self.long_tokens:,} tokens take {needed}"
+
+
+def break_even_row(tier: str, speed: Fact[float], load: Load, draft: Draft) -> Row | None:
+    """The length from which the tier beats computing, to be shown; leaves the tier out when there is none."""
+    name, _, place = tier.partition(" ")
+    bandwidth = max(1.0, min(speed.value or 0.0, load.link))
+    tokens = break_even(Route(bandwidth, _LATENCY[name]), load.kv_bytes, load.prefill, load.longest)
+    source = f"{rate_text(bandwidth)} ({speed.source})"
+    if tokens is None:
+        taken = f"{load.kv_bytes / bandwidth * 1e6:.3g} us a token to load"
+        reason = f"too slow to pay: {taken}, {load.prefill.per_token * 1e6:.3g} us to compute, at {source}"
+        draft.leave_out(tier, f"{reason}; no hit of up to {load.longest:,} tokens wins")
+        return None
+    where = f" from {place}" if place else ""
+    return Row(f"{name}_break_even_tokens", tokens, source, f"shorter hits are faster computed than loaded{where}")
+
+
+def or_assumed(speed: Fact[float], assumed: float, what: str) -> Fact[float]:
+    return known(assumed, f"assumed for {what}: {speed.source}") if speed.value is None else speed

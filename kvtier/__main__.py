@@ -1,0 +1,7 @@
+"""``python -m kvtier``: the ``kvtier`` command, where the folder of scripts is not on the path."""
+
+import sys
+
+from kvtier.cli import main
+
+sys.exit(main())

@@ -1,0 +1,59 @@
+"""What people read on a terminal: sizes, rates and tables, the same in every command. Only :func:`width` looks."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+
+_LEAST_WRAPPED = 40
+"""Characters that a wrapped last column has at least: narrower terminals wrap it themselves."""
+
+
+def size_text(size: float) -> str:
+    """``3.5 GiB``: four digits that matter, binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+def rate_text(rate: float) -> str:
+    """``2.5 GB/s``: bytes a second in decimal units, as disks and links are sold."""
+    for unit in ("B/s", "kB/s", "MB/s"):
+        if abs(rate) < 1000:
+            return f"{rate:.3g} {unit}"
+        rate /= 1000
+    return f"{rate:.3g} GB/s"
+
+
+def width() -> int | None:
+    """Columns of the terminal that standard output is; None for a file or a pipe, whose lines are never wrapped."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int] = (), columns: int | None = None
+) -> list[str]:
+    """Lines of a table whose columns are as wide as their widest cell, two spaces apart.
+
+    ``numbers`` are the columns that end at the right. Where ``columns`` is the width of a terminal, the last column is
+    wrapped below itself instead of at the edge.
+    """
+    whole = [list(heads), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
+    return [line for row in whole for line in _lines(row, widths, numbers, columns)]
+
+
+def _lines(cells: list[str], widths: list[int], numbers: Sequence[int], columns: int | None) -> Iterator[str]:
+    *first, last = (
+        cell.rjust(wide) if index in numbers else cell.ljust(wide)
+        for index, (cell, wide) in enumerate(zip(cells, widths, strict=True))
+    )
+    head = "".join(f"{cell}  " for cell in first)
+    room = max(_LEAST_WRAPPED, columns - len(head)) if columns else len(last)
+    wrapped = textwrap.wrap(last.rstrip(), room) if len(last.rstrip()) > room else [last]
+    for index, part in enumerate(wrapped):
+        yield ((head if index == 0 else " " * len(head)) + part).rstrip()
