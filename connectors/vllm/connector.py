@@ -49,13 +49,7 @@ class KVTierConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        if transfer.kv_load_failure_policy != "recompute":
-            logger.warning(
-                "kv_load_failure_policy=%s would fail requests whose cached KV cannot be loaded; kvtier sets it to "
-                "recompute",
-                transfer.kv_load_failure_policy,
-            )
-            transfer.kv_load_failure_policy = "recompute"
+        versions.set_failure_policy(vllm_config)
         ranks = vllm_config.parallel_config.world_size
         self._config = load(flags=transfer.kv_connector_extra_config, ranks=ranks)
         versions.log_like_vllm(self._config.log_level)
