@@ -60,13 +60,7 @@ class KVTierConnector(KVConnectorBase_V1):
         versions.log_like_vllm(self._config.log_level)
         if role == KVConnectorRole.SCHEDULER:  # one process of the engine says it, not each
             self._tell(found)
-        if transfer.kv_load_failure_policy != "recompute":
-            logger.warning(
-                "kv_load_failure_policy=%s would fail requests whose cached KV cannot be loaded; kvtier sets it to "
-                "recompute",
-                transfer.kv_load_failure_policy,
-            )
-            transfer.kv_load_failure_policy = "recompute"
+        versions.set_failure_policy(vllm_config)
         block = layout.block_tokens(kv_cache_config)
         if self._config.auto and "chunk_tokens" not in self._config.sources:
             self._config = replace(self._config, chunk_tokens=chunk_tokens_for_engine(vllm_config, block))

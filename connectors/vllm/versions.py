@@ -75,3 +75,24 @@ def log_like_vllm(level: str) -> None:
     if not ours.handlers:
         ours.handlers = list(logging.getLogger("vllm").handlers)
         ours.propagate = not ours.handlers
+
+
+def set_failure_policy(vllm_config: Any) -> None:
+    """Sets what vLLM does with a request whose cached KV cannot be loaded.
+
+    ``recompute`` is right as long as one batch is in flight. With async scheduling, pipeline stages or Model Runner V2
+    vLLM has planned or run the next step over the blocks that were not loaded, and gives out its tokens. There such a
+    request must end with an error (``fail``): no answer is better than a wrong one.
+    """
+    transfer = vllm_config.kv_transfer_config
+    several = vllm_config.max_concurrent_batches > 1 or getattr(vllm_config, "use_v2_model_runner", False)
+    policy = "fail" if several else "recompute"
+    if transfer.kv_load_failure_policy != policy:
+        transfer.kv_load_failure_policy = policy
+        logging.getLogger("kvtier.connectors.vllm").info(
+            "kv_load_failure_policy=%s: %s",
+            policy,
+            "several batches are in flight, so a request whose cached KV cannot be loaded ends with an error"
+            if several
+            else "a request whose cached KV cannot be loaded is computed",
+        )

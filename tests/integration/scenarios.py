@@ -151,6 +151,17 @@ def tensor_parallel(model: str) -> Any:
     return rounds(Engine(model, tensor_parallel_size=2))
 
 
+def pipeline_parallel(model: str) -> Any:
+    """Two stages, two batches in flight: prompts at the same time, then again."""
+    engine = _with_patch("pipeline_buffers", model, pipeline_parallel_size=2)
+    config = engine.llm.llm_engine.vllm_config
+    assert config.parallel_config.pipeline_parallel_size == 2 and config.max_concurrent_batches == 2
+    answers = rounds(engine)
+    for _ in range(2):
+        answers += engine.ask([document(seed) for seed in range(3, 6)])
+    return answers
+
+
 def lora(model: str) -> Any:
     """Base model and two adapters on one prompt: three different answers, each a hit only of its own."""
     from vllm.lora.request import LoRARequest
@@ -236,10 +247,10 @@ def device_unasked(model: str) -> Any:
     return {"answers": answers, "waits": _noted()}
 
 
-def _with_patch(patch: str, model: str) -> Engine:
-    """vLLM spawns the engine's process on CPUs: it has patched kvtier when it imports this file (:data:`PATCHES`)."""
+def _with_patch(patch: str, model: str, **arguments: Any) -> Engine:
+    """vLLM spawns the engine's processes on CPUs: they are patched when they import this file (:data:`PATCHES`)."""
     os.environ["TEST_PATCH"] = patch
-    return Engine(model)
+    return Engine(model, **arguments)
 
 
 def _note() -> None:
@@ -321,7 +332,25 @@ def unasked_layers() -> None:
     WorkerHalf.load, WorkerHalf.layer = counted, silent  # type: ignore[method-assign]
 
 
-PATCHES = {function.__name__: function for function in (failing_loads, threaded_streams, unasked_layers)}
+def pipeline_buffers() -> None:
+    """vLLM's CPU worker skips the dummy run that makes the buffers in which a later stage receives. It dies without."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    gather = GPUModelRunner.sync_and_gather_intermediate_tensors
+
+    def repaired(self: Any, *arguments: Any, **more: Any) -> Any:
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return gather(self, *arguments, **more)
+
+    GPUModelRunner.sync_and_gather_intermediate_tensors = repaired
+
+
+PATCHES = {
+    function.__name__: function for function in (failing_loads, threaded_streams, unasked_layers, pipeline_buffers)
+}
 
 
 def stalled(model: str) -> Any:
@@ -369,6 +398,7 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
         bare_name,
         speculative,
         tensor_parallel,
+        pipeline_parallel,
         lora,
         abort,
         continued,

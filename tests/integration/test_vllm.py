@@ -72,7 +72,7 @@ def start(
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment |= {"TEST_FOLDER": str(out.parent)}
     # With a connector vLLM reserves other CPU cores than without; the thread count decides the last bits of a sum.
-    if name == "tensor_parallel":
+    if name in ("tensor_parallel", "pipeline_parallel"):
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     else:
         environment["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
@@ -313,6 +313,13 @@ def test_a_stalled_tier_is_left_after_one_deadline_and_used_again_later(
     assert stalled.get("declined_deadline", 0) - before.get("declined_deadline", 0) <= DOCUMENT_HIT // CHUNK
     assert stalled["declined_slower"] > before.get("declined_slower", 0), "it was asked for, and known to be slow"
     assert after["loaded_redis"] > stalled["loaded_redis"]
+
+
+def test_pipeline_stages_each_keep_their_part_of_a_chunk(run: Run) -> None:
+    ours, plain = run("pipeline_parallel"), run("pipeline_parallel", kvtier=False)
+    assert_same(ours, plain, tolerance=1e-4)
+    assert hits(ours)[3:6] == [DOCUMENT_HIT] * 3
+    assert sum(hits(ours)[9:]) > 0, "of prompts at the same time some are loaded"
 
 
 def test_sliding_window_beside_full_attention_works(run: Run) -> None:

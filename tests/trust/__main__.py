@@ -8,6 +8,7 @@ a real engine (``python -m tests.trust.stuck``, five minutes); ``--full`` is for
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import re
@@ -49,16 +50,18 @@ class Extent:
     frames: int
     kills: int
     cuts: int
+    engine_steps: int
+    """Of each cell."""
     mutants: tuple[str, ...] = ()
     """More words for the run of the mutants."""
 
 
-SLICE = Extent(2_500, 7_000, 4_000, 50_000, 240, 4_000)
+SLICE = Extent(2_500, 7_000, 4_000, 50_000, 240, 4_000, 600)
 STUCK_TESTS = (
     "tests/trust/test_stuck.py", "tests/fault/test_nvme_disks.py", "tests/fault/test_redis_faults.py",
     "tests/fault/test_hostile_clients.py",
 )  # fmt: skip
-FULL = Extent(100_000, 100_000, 50_000, 1_000_000, 5_000, 100_000, ("--full",))
+FULL = Extent(100_000, 100_000, 50_000, 1_000_000, 5_000, 100_000, 20_000, ("--full",))
 
 
 def simulation(extent: Extent) -> Finding:
@@ -122,6 +125,14 @@ def stuck(extent: Extent) -> Finding:
     )
 
 
+def engines(extent: Extent) -> Finding:
+    """vLLM's own schedulers with both halves of the connector, over a fake model whose KV is checked at every read."""
+    if importlib.util.find_spec("vllm") is None:
+        return Finding("engines", detail={"skipped": "vLLM is not installed"})
+    told = asked("tests.trust.engine", "--steps", str(extent.engine_steps))
+    return Finding("engines", told["steps"], "steps", told["seeds"], told["faults"], told["violations"], detail=told)
+
+
 def wire(extent: Extent) -> Finding:
     """Frames at random against a live server."""
     told = asked("tests.stress.fuzz_wire", "--frames", str(extent.frames), "--seed", "1")
@@ -142,8 +153,8 @@ def defects(extent: Extent) -> Finding:
 
 
 SUITES: dict[str, Callable[[Extent], Finding]] = {
-    "simulation": simulation, "kills": kills, "cuts": cuts, "nvme": corrupt_nvme, "redis": corrupt_redis, "wire": wire,
-    "fuzz": parsers, "parts": stuck_parts, "mutants": defects, "stuck": stuck,
+    "simulation": simulation, "engines": engines, "kills": kills, "cuts": cuts, "nvme": corrupt_nvme,
+    "redis": corrupt_redis, "wire": wire, "fuzz": parsers, "parts": stuck_parts, "mutants": defects, "stuck": stuck,
 }  # fmt: skip
 NOT_IN_A_SLICE = {"stuck"}
 

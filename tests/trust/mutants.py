@@ -63,17 +63,17 @@ def copy_package(into: Path) -> None:
             shutil.copy(source, into / name)
 
 
-def runs(arguments: Sequence[str], place: Path) -> bool:
-    """Whether this suite passes in ``place``. A suite that hangs does not pass."""
+def failure(arguments: Sequence[str], place: Path) -> str:
+    """Why this suite fails in ``place``: the end of what it prints. Empty if it passes. A suite that hangs fails."""
     environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, *arguments]
     try:
         done = subprocess.run(
-            command, cwd=place, env=environment, capture_output=True, timeout=SUITE_S, check=False
-        )  # fmt: skip
+            command, cwd=place, env=environment, capture_output=True, text=True, timeout=SUITE_S, check=False
+        )
     except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
+        return f"it takes longer than {SUITE_S} s"
+    return (done.stdout + done.stderr)[-4_000:] or "no output" if done.returncode else ""
 
 
 def suites_of(room: Room, *, full: bool) -> dict[str, tuple[str, ...]]:
@@ -87,7 +87,7 @@ def judge(mutant: Mutant, place: Path, suites: dict[str, tuple[str, ...]]) -> Ve
     sound, begun = file.read_text(encoding="utf-8"), time.monotonic()
     file.write_text(sound.replace(mutant.old, mutant.new), encoding="utf-8")
     try:
-        killer = next((name for name, words in suites.items() if not runs(words, place)), "")
+        killer = next((name for name, words in suites.items() if failure(words, place)), "")
     finally:
         file.write_text(sound, encoding="utf-8")
     return Verdict(mutant, killer, round(time.monotonic() - begun, 1))
@@ -101,8 +101,8 @@ def _room_verdicts(name: str, only: str, *, full: bool) -> Iterator[Verdict]:
         place, suites = Path(folder), suites_of(ROOMS[name], full=full)
         copy_package(place)
         for suite, words in suites.items():
-            if not runs(words, place):
-                raise SystemExit(f"{name}: {suite} fails without any mutant")
+            if why := failure(words, place):
+                raise SystemExit(f"{name}: {suite} fails without any mutant:\n{why}")
         for mutant in chosen:
             verdict = judge(mutant, place, suites)
             fate = f"noticed by {verdict.killer}" if verdict.killer else "SURVIVED"

@@ -1,0 +1,57 @@
+"""Which engines are simulated: one cell for each combination of what differs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One kind of engine and of trouble."""
+
+    name: str
+    async_scheduling: bool = False
+    pipeline: int = 1
+    tensor: int = 1
+    drafts: int = 0
+    """Draft tokens a step, accepted at random."""
+    blocks: int = 96
+    """Few blocks preempt."""
+    policy: str = "fcfs"
+    fails: float = 0.0
+    """How many loads of a rank fail and leave garbage in their blocks."""
+    prefix_caching: bool = True
+    config: dict[str, Any] = field(default_factory=dict)
+    """More keys for kvtier."""
+    lower: str = ""
+    """``nvme``: a small NVMe tier below RAM. ``server``: the store is in a kvtier server."""
+
+
+CELLS = (
+    Cell("one batch"),
+    Cell("no prefix caching", prefix_caching=False),
+    Cell("few blocks", blocks=26),
+    Cell("few blocks, by priority", blocks=26, policy="priority"),
+    Cell("drafts", drafts=3),
+    Cell("tensor parallel", tensor=2),
+    Cell("failing loads", fails=0.3),
+    Cell("failing loads, few blocks", fails=0.3, blocks=26),
+    Cell("failing loads, tensor parallel", fails=0.2, tensor=2),
+    Cell("failing loads, drafts", fails=0.3, drafts=3),
+    Cell("nvme", lower="nvme"),
+    Cell("nvme, failing loads", lower="nvme", fails=0.2),
+    Cell("server", lower="server"),
+    Cell("server, failing loads, few blocks", lower="server", fails=0.2, blocks=26),
+    Cell("async", async_scheduling=True),
+    Cell("async, few blocks", async_scheduling=True, blocks=26),
+    Cell("async, drafts", async_scheduling=True, drafts=3),
+    Cell("async, tensor parallel", async_scheduling=True, tensor=2),
+    Cell("pipeline", pipeline=2),
+    Cell("pipeline, few blocks", pipeline=2, blocks=26),
+    Cell("pipeline and tensor parallel", pipeline=2, tensor=2),
+    Cell("async, failing loads", async_scheduling=True, fails=0.3),
+    Cell("async, failing loads, few blocks", async_scheduling=True, fails=0.3, blocks=26),
+    Cell("async, failing loads, drafts", async_scheduling=True, fails=0.3, drafts=3),
+    Cell("pipeline, failing loads", pipeline=2, fails=0.3),
+)

@@ -1,0 +1,454 @@
+"""One engine: vLLM's own scheduler, cache manager and output aggregation, both halves of the connector, a fake model.
+
+Everything of vLLM that decides is real. Metadata is pickled on its way to every rank and back, as between processes.
+Before a step computes, all positions that each request claims as computed are read back on every rank and compared. A
+step that reads anything wrong computes something wrong: its KV is garbage and its token is another. It is a violation
+when such a token is given to the user, or when a sound request cannot end.
+
+With async scheduling the next step is planned before the last one's tokens are known. With pipeline parallelism the
+ranks of the second stage run one step behind those of the first.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvtier.connectors.vllm import KVTierConnector
+from kvtier.errors import TierError
+from tests.trust.engine.cells import Cell
+from tests.trust.engine.memory import VOCABULARY, RankMemory, chain, next_token
+
+BLOCK, CHUNK_BLOCKS, LAYERS, LONGEST = 16, 2, 2, 512
+
+
+def _sent(what: Any) -> Any:
+    """As it arrives in another process."""
+    return pickle.loads(pickle.dumps(what))  # noqa: S301 our own bytes
+
+
+@dataclass
+class Told:
+    """A request as the workers know it."""
+
+    salt: str
+    tokens: list[int]
+    blocks: list[int] = field(default_factory=list)
+    states: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Rank:
+    """One worker: its memory, and the worker's half of the connector."""
+
+    stage: int
+    memory: RankMemory
+    connector: Any
+
+
+@dataclass
+class Work:
+    """What one step computes for one request: positions ``[begin, end)`` over ``tokens``, of which the last ``drafts``
+    are drafts."""
+
+    request_id: str
+    blocks: list[int]
+    begin: int
+    tokens: list[int]
+    states: list[int]
+    drafts: int
+    samples: bool
+    bad: str = ""
+
+
+@dataclass
+class Step:
+    """A step that was planned and whose output has not come back."""
+
+    output: SchedulerOutput
+    work: list[Work]
+    results: dict[int, KVConnectorOutput]
+    sampled: dict[str, list[int]] = field(default_factory=dict)
+
+
+def engine_config(cell: Cell, model: Path, folder: Path) -> VllmConfig:
+    """vLLM's configuration of a cell. What a CPU platform would turn off is set afterwards."""
+    extra: dict[str, Any] = {
+        "ram_bytes": 256 * 1024, "chunk_tokens": BLOCK * CHUNK_BLOCKS, "take_hits": "always", "log_level": "ERROR",
+    } | cell.config  # fmt: skip
+    if cell.lower == "nvme":
+        extra |= {"nvme_path": str(folder / "nvme"), "nvme_bytes": 4 << 20, "ram_bytes": 96 * 1024}
+    if cell.lower == "server":
+        extra |= {"server": f"unix://{folder / 'run' / 'kvtier.sock'}", "server_timeout_ms": 5_000}
+    arguments: dict[str, Any] = {}
+    if cell.drafts:
+        arguments["speculative_config"] = {
+            "method": "ngram", "num_speculative_tokens": cell.drafts, "prompt_lookup_max": 4,
+        }  # fmt: skip
+    config = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        max_model_len=LONGEST,
+        max_num_seqs=8,
+        max_num_batched_tokens=96,
+        block_size=BLOCK,
+        enable_prefix_caching=cell.prefix_caching,
+        scheduling_policy=cell.policy,
+        enforce_eager=True,
+        kv_transfer_config={
+            "kv_connector": "KVTierConnector",
+            "kv_connector_module_path": "kvtier.connectors.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra,
+        },
+        **arguments,
+    ).create_engine_config()
+    config.scheduler_config.async_scheduling = cell.async_scheduling
+    config.parallel_config.pipeline_parallel_size = cell.pipeline
+    config.parallel_config.tensor_parallel_size = cell.tensor
+    config.parallel_config.world_size = cell.pipeline * cell.tensor
+    config.cache_config.num_gpu_blocks = cell.blocks
+    return config
+
+
+def cache_config(layers: Sequence[str], blocks: int) -> KVCacheConfig:
+    """One group of full attention."""
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.int64)
+    page = spec.page_size_bytes
+    tensors = [KVCacheTensor(len(layers) * page * blocks, list(layers), page * blocks, page)]
+    return KVCacheConfig(blocks, tensors, [KVCacheGroupSpec(list(layers), spec)])
+
+
+class Engine:
+    """See the module's text. ``draw`` decides everything that is left to chance."""
+
+    def __init__(self, cell: Cell, model: Path, folder: Path, draw: random.Random) -> None:
+        self.cell, self.draw = cell, draw
+        self.violations: list[str] = []
+        self.counts = {"steps": 0, "faults": 0, "loads": 0, "finished": 0, "refused": 0, "aborted": 0}
+        self.counts |= {"preempted": 0, "resets": 0}
+        self.config = engine_config(cell, model, folder)
+        init_none_hash(sha256)
+        with set_current_vllm_config(self.config):
+            self.ranks = list(self._made_ranks())
+            self.scheduler = self._made_scheduler()
+        self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, len(self.ranks))
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self._sequences: dict[str, Told] = {}
+        self._in_flight: deque[Step] = deque()
+        self.depth = self.config.max_concurrent_batches
+        assert self.depth == (2 if cell.async_scheduling or cell.pipeline == 2 else 1), (
+            "the mode under test is in force"
+        )
+        assert self.scheduler.scheduler_config.async_scheduling == cell.async_scheduling
+        self._next = 0
+        self.conversations: deque[list[int]] = deque(maxlen=6)
+        """The last requests that ended well: prompt and answer."""
+
+    def _made_ranks(self) -> Iterator[Rank]:
+        for rank in range(self.cell.pipeline * self.cell.tensor):
+            stage = rank // self.cell.tensor
+            layers = [f"model.layers.{stage * LAYERS + number}.attn" for number in range(LAYERS)]
+            config = copy.copy(self.config)
+            config.parallel_config = copy.copy(self.config.parallel_config)
+            config.parallel_config.rank = rank
+            memory = RankMemory(layers, rank, self.cell.blocks, BLOCK)
+            connector = KVTierConnector(config, KVConnectorRole.WORKER, cache_config(layers, self.cell.blocks))
+            connector.register_kv_caches(memory.tensors)
+            yield Rank(stage, memory, connector)
+
+    def _made_scheduler(self) -> Scheduler:
+        layers = [name for rank in self.ranks if not rank.stage for name in rank.memory.tensors][:LAYERS]
+        kind = AsyncScheduler if self.cell.async_scheduling else Scheduler
+        scheduler = kind(
+            self.config,
+            cache_config(layers, self.cell.blocks),
+            StructuredOutputManager(self.config),
+            block_size=BLOCK,
+            log_stats=True,
+        )
+        told = {
+            (rank.stage, number % self.cell.tensor): _sent(rank.connector.get_handshake_metadata())
+            for number, rank in enumerate(self.ranks)
+        }
+        scheduler.connector.set_xfer_handshake_metadata_pp_aware(told)
+        return scheduler
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def ask(self, tokens: list[int], answer: int, salt: str = "", priority: int = 0) -> str:
+        """A new request; its name."""
+        self._next += 1
+        name = f"r{self._next}"
+        parameters = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
+        request = Request(
+            request_id=name,
+            prompt_token_ids=list(tokens),
+            sampling_params=parameters,
+            pooling_params=None,
+            cache_salt=salt or None,
+            priority=priority,
+            block_hasher=self._hasher,
+        )
+        self._sequences[name] = Told(salt, list(tokens))
+        self.scheduler.add_request(request)
+        return name
+
+    def abort(self, name: str) -> None:
+        self.counts["aborted"] += 1
+        self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+
+    def reset(self, *, connector: bool) -> None:
+        """vLLM's ``reset_prefix_cache``, as somebody asks for it over HTTP."""
+        self.counts["resets"] += 1
+        self.scheduler.reset_prefix_cache(reset_connector=connector)
+
+    @property
+    def live(self) -> list[str]:
+        return list(self.scheduler.requests)
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One turn of vLLM's core loop: plan and begin a step; when enough are in flight, take in the oldest."""
+        self.counts["steps"] += 1
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            step = Step(output, self._planned(output), {})
+            self._in_flight.append(step)
+            self._run_stage(step, 0)
+            if self.cell.pipeline == 1 or len(self._in_flight) > 1:
+                self._finish_stages()
+            if len(self._in_flight) < self.depth and (step.work or self.scheduler.has_requests()):
+                return
+        if self._in_flight:
+            self._take_in(self._in_flight.popleft())
+
+    def _finish_stages(self) -> None:
+        """Ranks of later stages run all steps but the newest, whose first stage has only just been run."""
+        newest = self._in_flight[-1] if self.cell.pipeline > 1 else None
+        for step in self._in_flight:
+            if step is not newest:
+                self._run_rest(step)
+
+    def _run_rest(self, step: Step) -> None:
+        for stage in range(1, self.cell.pipeline):
+            if any(number not in step.results for number, rank in enumerate(self.ranks) if rank.stage == stage):
+                self._run_stage(step, stage)
+        if not step.sampled:
+            self._sample(step)
+
+    def _planned(self, output: SchedulerOutput) -> list[Work]:
+        """What the step computes, by what workers know of each request."""
+        begins: dict[str, int] = {}
+        for new in output.scheduled_new_reqs:
+            sequence = self._sequences[new.req_id]
+            sequence.blocks = list(new.block_ids[0])
+            begins[new.req_id] = new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for index, name in enumerate(cached.req_ids):
+            sequence, ids = self._sequences[name], cached.new_block_ids[index]
+            if name in cached.resumed_req_ids:
+                self.counts["preempted"] += 1
+                sequence.blocks, sequence.drafts = [], []
+            sequence.blocks += list(ids[0]) if ids else []
+            begins[name] = cached.num_computed_tokens[index]
+            prompt = self.scheduler.requests[name].num_prompt_tokens
+            del sequence.tokens[prompt + cached.num_output_tokens[index] :]
+        work = []
+        for name, count in output.num_scheduled_tokens.items():
+            sequence, drafted = self._sequences[name], len(output.scheduled_spec_decode_tokens.get(name, ()))
+            work.append(Work(name, list(sequence.blocks), begins[name], [], [], drafted, samples=False))
+            work[-1].tokens = [count]
+        return work
+
+    def _resolved(self, work: Work) -> None:
+        """On the device: the tokens of the step, which under async scheduling only it knows, and where it begins: the
+        scheduler counts on all drafts of the step before, of which some were refused."""
+        sequence, (count,) = self._sequences[work.request_id], work.tokens
+        if self.cell.async_scheduling and self.cell.drafts:
+            work.begin = min(work.begin, len(sequence.tokens) - 1)
+        end = work.begin + count
+        tokens = sequence.tokens[: end - work.drafts]
+        tokens += sequence.drafts[: end - len(tokens)]
+        tokens += [0] * (end - len(tokens))
+        known = end - work.drafts
+        sequence.states = chain(sequence.salt, sequence.tokens[:known], sequence.states[: min(work.begin, known)])
+        work.tokens, work.states = tokens, chain(sequence.salt, tokens, sequence.states)
+        work.samples = known == len(sequence.tokens)
+
+    def _run_stage(self, step: Step, stage: int) -> None:
+        """All ranks of a stage run a step: the hooks in the order in which vLLM's model runner calls them."""
+        if stage == 0:
+            for work in step.work:
+                self._resolved(work)
+        context = type("Context", (), {"attn_metadata": None})()
+        for number, rank in enumerate(self.ranks):
+            if rank.stage != stage:
+                continue
+            connector = rank.connector
+            connector.bind_connector_metadata(_sent(step.output.kv_connector_metadata))
+            self.counts["loads"] += len(connector._get_connector_metadata().loads)
+            with self._failing(rank):
+                if step.output.has_sync_kv_loads:
+                    connector.start_load_kv(context)
+                self._compute(step, rank)
+                connector.finish_forward()
+                if not step.output.has_sync_kv_loads:
+                    connector.start_load_kv(context)
+            connector.wait_for_save()
+            transferred = connector.get_transfer_results(step.output.finished_req_ids)
+            step.results[number] = KVConnectorOutput(
+                finished_sending=transferred.finished_sending,
+                finished_recving=transferred.finished_recving,
+                failed_recving=transferred.failed_recving,
+                invalid_block_ids=connector.get_block_ids_with_load_errors(),
+                kv_connector_stats=connector.get_kv_connector_stats(),
+                kv_connector_worker_meta=_sent(connector.build_connector_worker_meta()),
+            )
+            connector.clear_connector_metadata()
+        if self.cell.pipeline == 1:
+            self._sample(step)
+
+    def _compute(self, step: Step, rank: Rank) -> None:
+        for work in step.work:
+            place = rank.memory.wrong(work.blocks, work.states, work.begin)
+            if place is not None and not work.bad:
+                work.bad = f"position {place} of {work.begin} computed ones of {work.request_id} is not its own"
+            rank.memory.write(work.blocks, work.states, work.begin, sound=not work.bad)
+
+    def _sample(self, step: Step) -> None:
+        """The last stage samples, and accepts drafts that the model would have said itself."""
+        for work in step.work:
+            if not work.samples:
+                step.sampled[work.request_id] = []
+                continue
+            sequence, known = self._sequences[work.request_id], len(work.tokens) - work.drafts
+            given = []
+            for place in range(known - 1, len(work.tokens)):
+                said = next_token(work.states[place])
+                given.append((said + 1) % VOCABULARY if work.bad else said)
+                if place + 1 < len(work.tokens) and work.tokens[place + 1] != given[-1]:
+                    break
+            step.sampled[work.request_id] = given
+            sequence.tokens += given
+            sequence.drafts = self._drafts(sequence)
+
+    def _drafts(self, sequence: Told) -> list[int]:
+        """What a draft model proposes: right at random."""
+        tokens, drafts = list(sequence.tokens), list[int]()
+        states = chain(sequence.salt, tokens)
+        for _ in range(self.cell.drafts):
+            said = next_token(states[-1])
+            drafts.append(said if self.draw.random() < 0.6 else self.draw.randrange(VOCABULARY))
+            states = chain(sequence.salt, [*tokens, *drafts], states)
+        return drafts
+
+    @contextmanager
+    def _failing(self, rank: Rank) -> Iterator[None]:
+        """Some loads of this rank fail after they have overwritten their blocks."""
+        paged = rank.connector._worker._paged
+        sound: Callable[..., Any] = paged.load
+
+        def load(jobs: Sequence[Any], *arguments: Any) -> Any:
+            if self.draw.random() < self.cell.fails:
+                self.counts["faults"] += 1
+                rank.memory.scribble([block for _, _, blocks in jobs for block in blocks])
+                raise TierError("an injected fault")
+            return sound(jobs, *arguments)
+
+        paged.load = load
+        try:
+            yield
+        finally:
+            del paged.load
+
+    def _take_in(self, step: Step) -> None:
+        """The oldest step's output comes back to the scheduler."""
+        self._run_rest(step)
+        names = list(step.output.num_scheduled_tokens)
+        outputs = [
+            ModelRunnerOutput(
+                names,
+                {name: index for index, name in enumerate(names)},
+                [step.sampled[name] for name in names],
+                kv_connector_output=result,
+            )
+            for _, result in sorted(step.results.items())
+        ]
+        merged = self._aggregator.aggregate(outputs)
+        before = {name: self.scheduler.requests.get(name) for name in names}
+        lengths = {name: request.num_output_tokens for name, request in before.items() if request is not None}
+        self.scheduler.update_from_output(step.output, merged)
+        bad = {work.request_id: work.bad for work in step.work if work.bad}
+        for name, length in lengths.items():
+            request = before[name]
+            if request.num_output_tokens > length:
+                self._check(request, bad.get(name, ""))
+            if request.status == RequestStatus.FINISHED_ERROR:
+                self.counts["refused"] += 1
+            elif request.is_finished():
+                self.counts["finished"] += 1
+                self.conversations.append(list(request.all_token_ids))
+        if self.cell.drafts and not self.cell.async_scheduling and names:
+            drafted = [name for name in names if name in self._sequences]
+            self.scheduler.update_draft_token_ids(
+                DraftTokenIds(drafted, [list(self._sequences[name].drafts) for name in drafted])
+            )
+
+    def _check(self, request: Request, bad: str) -> None:
+        """What the user has been given so far is what the model says."""
+        tokens = list(request.all_token_ids)
+        states = chain(request.cache_salt or "", tokens)
+        for place in range(request.num_prompt_tokens, len(tokens)):
+            if tokens[place] != next_token(states[place - 1]):
+                self.violations.append(f"{request.request_id}: answer token {place} is wrong; {bad or 'no bad read'}")
+                return
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    def drain(self, most: int = 4_000) -> None:
+        """Steps until nothing is asked any more; then nothing may be left anywhere."""
+        for _ in range(most):
+            if not self.scheduler.has_requests() and not self._in_flight:
+                break
+            self.step()
+        else:
+            self.violations.append(f"not idle after {most} steps: {self.live}")
+            return
+        half = self.scheduler.connector._scheduler
+        if half._pending or half._prompts:
+            self.violations.append(f"left behind: {len(half._pending)} jobs, {len(half._prompts)} prompts")
+        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        if free != self.cell.blocks - 1:
+            self.violations.append(f"{self.cell.blocks - 1 - free} blocks are not free")
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        for rank in self.ranks:
+            rank.connector.shutdown()
