@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvtier.chunk import ChunkKey
-from kvtier.client import Client, SharedLoad
+from kvtier.client import Client
 from kvtier.dial import Door
+from kvtier.shared_leases import SharedLoad
 from kvtier.tiers.remote import RemoteTier
 
 Fill = Callable[[int, memoryview], bool]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.chunk import ChunkKey, KeyChain
-from kvtier.client import SharedLoad, SharedSave
 from kvtier.lease import LoadLease, SaveLease
+from kvtier.shared_leases import SharedLoad, SharedSave
 
 
 @dataclass(slots=True)

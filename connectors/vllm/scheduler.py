@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from kvtier.chunk import ChunkKey, ChunkLayout, KeyChain
-from kvtier.client import Client, SharedLoad, SharedSave
+from kvtier.client import Client
 from kvtier.connectors.vllm.judge import Judge
 from kvtier.connectors.vllm.layout import start_only
 from kvtier.connectors.vllm.metadata import Flow, Job, PoolAddress, StepMetadata, StepReport
@@ -26,6 +26,7 @@ from kvtier.forecast import Outlook
 from kvtier.lease import LoadLease, SaveLease
 from kvtier.link import SharedPool
 from kvtier.pool import Pool
+from kvtier.shared_leases import SharedLoad, SharedSave
 from kvtier.store import Store
 from kvtier.wire import Reason
 

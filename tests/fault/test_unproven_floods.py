@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,7 +86,7 @@ def test_a_flood_of_silent_sockets_keeps_no_engine_out(port: int, token_file: Pa
 
 def test_a_flood_of_silent_sockets_before_tls(port: int, token_file: Path, tmp_path: Path) -> None:
     folder = make_certificates(tmp_path)
-    keys = {"server_cert": folder / "ours-host.pem", "server_key": folder / "ours-host.key"}
+    keys: dict[str, Any] = {"server_cert": folder / "ours-host.pem", "server_key": folder / "ours-host.key"}
     tls = client_tls(str(folder / "ours.pem"))
     door = Door(Address("", "localhost", port), hello(LAYOUT.fingerprint, SLOT, stream=True), TOKEN, tls)
     with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file, **keys), flood(port, "127.0.0.2", 600, True):

@@ -26,6 +26,7 @@ from kvtier.testing.check_tier import content
 from kvtier.tiers.remote import RemoteTier
 from tests.rogue_server import hear, rogue
 from tests.server_process import (
+    DEADLINE_S,
     LAYOUT,
     OTHER,
     SLOT,
@@ -257,7 +258,7 @@ def test_a_proof_is_of_one_connection_only(port: int, token_file: Path) -> None:
         own = replace(far(port).hello, nonce=os.urandom(32))
         heard = wire.Challenge(wire.VERSION, bytes(32))
         replayed = replace(own, proof=wire.client_proof(TOKEN, heard, own))
-        with socket.create_connection(("127.0.0.1", port)) as sock:
+        with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as sock:
             sock.sendall(wire.frame(replayed))
             inbox: wire.Inbox[wire.Challenge | wire.Refused | wire.Welcome] = wire.Inbox(
                 wire.Challenge | wire.Refused | wire.Welcome

@@ -122,7 +122,7 @@ def test_a_client_without_tls_gets_nothing_from_a_server_with_it(tls_server: Ser
 
 def test_a_server_that_asks_clients_for_nothing_is_refused(port: int, certificates: Path) -> None:
     """Encrypted, and to anybody."""
-    keys = {"server_cert": certificates / "ours-host.pem", "server_key": certificates / "ours-host.key"}
+    keys: dict[str, Any] = {"server_cert": certificates / "ours-host.pem", "server_key": certificates / "ours-host.key"}
     with short_folder() as folder:
         assert "would serve KV to anybody" in ServerProcess(folder, f"tcp://127.0.0.1:{port}", **keys).refusal()
 
@@ -210,7 +210,7 @@ def test_an_engine_without_a_token_sends_nothing_in_plain(token_file: Path) -> N
 def test_both_go_without_encryption_when_told_so_and_say_it_once(
     port: int, token_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keys = {"server_token_file": str(token_file), "server_unencrypted": True}
+    keys: dict[str, Any] = {"server_token_file": str(token_file), "server_unencrypted": True}
     warning = f"tcp://{EVERYWHERE}:{port} is not encrypted (server_unencrypted): who sees the network between can read"
     with serving(f"tcp://{EVERYWHERE}:{port}", **keys) as server, attached(server.door()) as near:
         store = assemble(Config(server=f"tcp://{EVERYWHERE}:{port}", ram_bytes=8 * SLOT, **keys), LAYOUT)

@@ -9,6 +9,7 @@ import sys
 import termios
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,7 @@ def door(address: Address) -> Door:
 
 
 KEYS = run(1, 4)
-GOOD = {
+GOOD: dict[type[wire.Message], Callable[[Any], wire.Message]] = {
     wire.Match: lambda asked: wire.Extent(asked.id, [(2, 0.0), (4, 0.5)]),
     wire.Save: lambda asked: wire.Slots(asked.id, 1, [0, 3], [7, 0]),
     wire.Load: lambda asked: wire.Claim(asked.id, 1, 2, [7, 0], b"\0\0"),
@@ -74,7 +75,7 @@ def test_what_an_honest_server_says_is_taken() -> None:
         assert client.counts["lost"] == 0
 
 
-BAD = {
+BAD: dict[str, tuple[type[wire.Message], Callable[[Any], wire.Message]]] = {
     "more than was asked for": (wire.Match, lambda asked: wire.Extent(asked.id, [(5, 0.0)])),
     "a run that shrinks": (wire.Match, lambda asked: wire.Extent(asked.id, [(4, 0.0), (2, 0.5)])),
     "another question's": (wire.Match, lambda asked: wire.Extent(asked.id + 1, [(4, 0.0)])),
