@@ -6,6 +6,7 @@
 - save and load of runs of chunks through the server beside the same through an embedded Store; rounds alternate, and
   so does which goes first. Medians with lowest and highest.
 - 1, 2 and 4 engines at once, each a process that saves and loads for a while: all together, and slowest to fastest.
+- how long a lookup takes beside a process that floods the server: see :mod:`kvtier.bench.micro.floods`.
 - the server's own memory (RssAnon, so without the pool) after churning through many tiny chunks.
 
 Needs twice ``pool_mib`` of memory. Servers and engines are processes of their own.
@@ -27,7 +28,9 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.bench.companion import SOCKET, companion, listens, run_folder
+from kvtier.bench.micro import floods
 from kvtier.bench.report import Row, spread, write_results
+from kvtier.bench.servers import free_port
 from kvtier.chunk import ChunkKey, ChunkLayout
 from kvtier.client import Client
 from kvtier.dial import Address, Door, hello
@@ -253,6 +256,17 @@ def speeds_of(running: Sequence[subprocess.Popen[str]], seconds: float) -> list[
     return [float(engine.stdout.read()) for engine in running if engine.stdout is not None]
 
 
+# ---- floods ----------------------------------------------------------------------------------------------------------
+
+
+def beside_floods(seconds: float) -> list[Row]:
+    if not seconds:
+        return []
+    port = free_port()
+    with server(floods.SLOTS * _TINY, {"KVTIER_ADMIN": f"http://127.0.0.1:{port}"}) as (path, _):
+        return floods.flood_rows(path, port, seconds)
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -331,6 +345,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=100_000, help="tiny chunks for the server's memory")
     parser.add_argument("--churns", type=int, default=4)
     parser.add_argument("--churn-minutes", type=float, default=1, help="of short-lived engines; 0: none")
+    parser.add_argument("--flood-seconds", type=float, default=4, help="of each flood; 0: none")
     parser.add_argument("--engine", metavar="SOCKET", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--save-only", action="store_true", help=argparse.SUPPRESS)
@@ -349,6 +364,7 @@ def main() -> None:
         ),
         *bytes_rows(layout, pool_bytes, given.run, given.rounds),
         *together_rows(layout, pool_bytes, given.run, given.seconds),
+        *beside_floods(given.flood_seconds),
         *memory_rows(given.chunks, given.churns),
         *(churn_rows(given.churn_minutes) if given.churn_minutes else ()),
     ]

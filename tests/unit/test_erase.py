@@ -95,6 +95,7 @@ def test_of_a_tenant_only_what_is_its_own(realm: tuple[Realms, Realm]) -> None:
     realms, one = realm
     save(one.store, OURS, 1, 2)
     theirs = save(one.store, THEIRS, 3)
+    spilled(one.store, 3)
     assert erased(realms, "ours").chunks == 2
     assert one.store.keys() == set(theirs)
 

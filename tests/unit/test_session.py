@@ -117,6 +117,14 @@ def test_loads_pin_no_more_than_saves_fill(store: Store, session: Session) -> No
     assert session.answer(wire.Load(0, blob(7), 0)) == wire.Claim(0, 15, 0, [7], b"\0")
 
 
+def test_one_load_cannot_pin_the_whole_pool(store: Store, session: Session) -> None:
+    lease = store.save(LAYOUT.keys(range(8)), 1)
+    lease.commit()
+    claim = session.answer(wire.Load(0, blob(*range(8)), 0))
+    assert isinstance(claim, wire.Claim)
+    assert (len(claim.slots), claim.coming) == (6, 0)
+
+
 def test_a_load_holds_what_a_shared_tier_may_still_bring() -> None:
     """Until it has answered: then only what came."""
     lane = ManualLane()

@@ -23,10 +23,10 @@ ROOM = Room(
             "what only a shared tier knows of is not erased",
         ),
         Mutant(
-            "erase.py",
-            ("        await _in_turns(store.forgetting(keys, owner))\n"),
-            ("        await _in_turns(store.forgetting(keys))\n"),
-            "an erase of one tenant takes another's chunks",
+            "directory.py",
+            "key in tier.order and may(owner, tier.order.owner(key)) for tier in self._tiers",
+            "key in tier.order for tier in self._tiers",
+            "an erase of one tenant counts what others have in lower tiers",
         ),
         Mutant(
             "erase.py",
