@@ -8,7 +8,10 @@ _IDENTITY = "connectors/vllm/identity.py"
 _LAYOUT = "connectors/vllm/layout.py"
 
 ROOM = Room(
-    {"fingerprint": (*PYTEST, "tests/unit/test_vllm_identity.py")},
+    {
+        "identity": (*PYTEST, "tests/unit/test_vllm_identity.py"),
+        "layout": (*PYTEST, "tests/unit/test_vllm_layout.py"),
+    },
     (
         # ---- identity ---
         Mutant(_IDENTITY, '        "dtype": str(model.dtype),\n', "", "engines of two types share chunks"),
