@@ -96,6 +96,14 @@ def test_growing_prompt_hashes_to_the_same_keys(tokens: list[int], cuts: list[in
     assert chain.keys == LAYOUT.keys(tokens, b"x", {1: b"image"})
 
 
+def test_a_prompt_that_grows_past_an_image_has_it_where_it_lies() -> None:
+    tokens, media = list(range(16)), {0: b"cat", 2: b"dog"}
+    chain = LAYOUT.chain(b"", media)
+    for end in (4, 9, 12, 16):
+        chain.extend(tokens[:end])
+    assert chain.keys == LAYOUT.keys(tokens, b"", media)
+
+
 @pytest.mark.parametrize(
     "other",
     [
