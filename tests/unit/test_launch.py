@@ -15,7 +15,7 @@ from kvtier import command, launch
 from kvtier.errors import ConfigError
 from kvtier.installed import Installed, judged
 
-SERVER = launch.API_SERVER
+SERVER = command.API_SERVER
 ECHO = "import json, os, sys; print(json.dumps([os.getpid(), sys.argv, dict(os.environ)]))\n"
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 
