@@ -6,6 +6,6 @@ ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 FROM ${VLLM_IMAGE}
 
 COPY . /opt/kvtier
-RUN python3 -m pip install --no-cache-dir "/opt/kvtier[redis]" && kvtier version
+RUN python3 -m pip install --no-cache-dir /opt/kvtier && kvtier version
 
 ENTRYPOINT ["kvtier", "launch", "--", "vllm", "serve"]

@@ -3,7 +3,7 @@
 FROM python:3.12-slim
 
 COPY . /opt/kvtier
-RUN python -m pip install --no-cache-dir "/opt/kvtier[server,redis]" && kvtier version
+RUN python -m pip install --no-cache-dir "/opt/kvtier[server]" && kvtier version
 
 # Root, as vLLM's own image: server and engines must be the same user, or engines root.
 VOLUME ["/run/kvtier", "/var/lib/kvtier"]
