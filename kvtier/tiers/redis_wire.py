@@ -182,9 +182,7 @@ class Wire:
             if isinstance(answer, RefusedError):
                 raise LinkError(str(answer))
             match answer:
-                case [bytes(cursor), [*names]] if _NUMBER.fullmatch(cursor) and all(
-                    isinstance(name, bytes) for name in names
-                ):
+                case [bytes(cursor), [*names]] if _NUMBER.fullmatch(cursor) and all(map(_is_name, names)):
                     yield names
                 case _:
                     raise ProtocolError("the reply to SCAN is no cursor and names")
@@ -356,7 +354,7 @@ class _Replies:
         if count == -1:
             return None
         self._items -= count
-        if not count >= 0 or self._items < 0 or depth < 1:
+        if count < 0 or self._items < 0 or depth < 1:
             raise ProtocolError(f"the server announces a list of {count} items where none of that size is expected")
         return [self._reply(depth - 1) for _ in range(count)]
 
@@ -374,6 +372,10 @@ class _Replies:
         self._size -= size
         if size < 0 or self._size < 0:
             raise ProtocolError(f"a reply is larger than {self._bounds.size} bytes, the most expected")
+
+
+def _is_name(reply: Reply) -> bool:
+    return isinstance(reply, bytes)
 
 
 def _number(text: bytes) -> int:

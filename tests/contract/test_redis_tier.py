@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -328,3 +330,20 @@ def test_a_url_that_is_none_is_an_error_of_the_operator(url: str, words: str) ->
 def test_a_prefix_or_namespace_that_is_none_is_an_error(prefix: str, namespace: bytes) -> None:
     with pytest.raises(ConfigError, match="Redis"):
         Form(prefix, namespace)
+
+
+def test_it_needs_no_package_of_redis(server: RedisServer) -> None:
+    program = f"""
+import sys
+sys.modules["redis"] = sys.modules["hiredis"] = None
+from kvtier.assemble import assemble
+from kvtier.autoconfig.probe import probe_redis
+from kvtier.chunk import ChunkLayout
+from kvtier.config import Config
+config = Config(ram_bytes=1 << 20, redis_url="{server.url}", redis_bytes=1 << 24)
+store = assemble(config, ChunkLayout(bytes(32), 1, 1, (4096,)))
+assert [tier.name for tier in store.tiers] == ["redis"]
+store.close()
+assert probe_redis("{server.url}").reachable.value
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
-EXTRAS_OF_OURS = ("redis", "encryption", "server", "bench", "dev")
+EXTRAS_OF_OURS = ("encryption", "server", "bench", "dev")
 
 
 def pinned() -> dict[str, str]:

@@ -20,14 +20,14 @@ ROOM = Room(
         # ---- the protocol's bounds ----
         Mutant(
             "tiers/redis_wire.py",
-            "        if not 0 <= count or self._items < 0 or depth < 1:",
-            "        if not 0 <= count or depth < 1:",
+            "        if count < 0 or self._items < 0 or depth < 1:",
+            "        if count < 0 or depth < 1:",
             "a header of a hundred million items stops every thread of the engine",
         ),
         Mutant(
             "tiers/redis_wire.py",
-            "        if not 0 <= count or self._items < 0 or depth < 1:",
-            "        if not 0 <= count or self._items < 0:",
+            "        if count < 0 or self._items < 0 or depth < 1:",
+            "        if count < 0 or self._items < 0:",
             "lists within lists end in a RecursionError in the engine",
         ),
         Mutant(
@@ -111,14 +111,14 @@ ROOM = Room(
         ),
         Mutant(
             "tiers/redis_wire.py",
-            "if _NUMBER.fullmatch(cursor) and all(",
-            "if all(",
+            "if _NUMBER.fullmatch(cursor) and all(map",
+            "if all(map",
             "a SCAN of garbage ends an engine's start in a traceback",
         ),
         Mutant(
             "tiers/redis_wire.py",
-            "and all(isinstance(name, bytes) for name in names)",
-            "and True",
+            " and all(map(_is_name, names)):",
+            ":",
             "a SCAN of numbers ends an engine's start in a traceback",
         ),
         Mutant(
