@@ -22,6 +22,7 @@ from kvtier.autoconfig.breakeven import gpu_kind
 from kvtier.autoconfig.facts import UNLIMITED, Disk, Fact, Gpus, Memory, Model, Redis, Serving, known, unknown
 from kvtier.autoconfig.model import describe
 from kvtier.errors import ConfigError
+from kvtier.tiers.nvme_folder import may_take
 
 T = TypeVar("T")
 
@@ -306,7 +307,7 @@ def probe_disks(paths: Sequence[str] = (), root: Path = ROOT) -> tuple[Disk, ...
     seen: set[int] = set()
     found = []
     for path in (*filter(os.path.ismount, CANDIDATES), *filter(os.path.isdir, _ALWAYS)):
-        if os.access(path, os.W_OK) and os.stat(path).st_dev not in seen:
+        if os.access(path, os.W_OK) and os.stat(path).st_dev not in seen and may_take(Path(path, "kvtier")):
             seen.add(os.stat(path).st_dev)
             found.append(probe_disk(f"{path}/kvtier", root))
     return tuple(found)

@@ -97,6 +97,17 @@ class TierFolder:
         )
 
 
+def may_take(path: Path) -> bool:
+    """Whether a tier would take this folder, or make it."""
+    try:
+        with TierFolder(path):
+            return True
+    except FileNotFoundError:
+        return True
+    except (OSError, TierError):
+        return False
+
+
 def leads_to(path: Path, fd: int) -> bool:
     """Whether ``path`` is still a name of the open file. True as well where nobody can tell now, as on a disk that
     fails: then each I/O says so itself."""
