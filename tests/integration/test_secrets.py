@@ -137,7 +137,8 @@ def test_a_whole_run_with_every_secret_tells_none(place: Path) -> None:
 )
 def test_what_is_given_wrongly_is_not_told_either(place: Path, wrong: dict[str, str]) -> None:
     env = settings(place, "redis://127.0.0.1:1/0") | wrong
-    tells(place, {name: value for name, value in env.items() if value}, "config", "doctor", "serve")
+    only = ("config", "doctor", "serve") if "KVTIER_REDIS_URL" in wrong else ("config", "serve")
+    tells(place, {name: value for name, value in env.items() if value}, *only)
 
 
 @pytest.mark.parametrize("name", ["encryption", "token", "admin", "server.key"])
