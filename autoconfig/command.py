@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _for_people(plan: Plan) -> str:
-    return f"{table(plan, width())}\n\nNext: {next_step(plan)}"
+    return f"{table(plan, columns=width())}\n\nNext: {next_step(plan)}"
 
 
 def look(args: argparse.Namespace) -> Facts:

@@ -26,6 +26,7 @@ from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.proc import Mount, mounts, text_of
 from kvtier.config import environment
 from kvtier.errors import ConfigError
+from kvtier.tiers.nvme_folder import may_take
 
 T = TypeVar("T")
 
@@ -238,7 +239,7 @@ def probe_disks(paths: Sequence[str] = (), root: Path = ROOT) -> tuple[Disk, ...
     seen: set[int] = set()
     found = []
     for path in (*filter(os.path.ismount, CANDIDATES), *filter(os.path.isdir, _ALWAYS)):
-        if os.access(path, os.W_OK) and os.stat(path).st_dev not in seen:
+        if os.access(path, os.W_OK) and os.stat(path).st_dev not in seen and may_take(Path(path, "kvtier")):
             seen.add(os.stat(path).st_dev)
             found.append(probe_disk(f"{path}/kvtier", root))
     return tuple(found)

@@ -65,7 +65,7 @@ class _Loader(yaml.SafeLoader):
         """Nodes in and below each finished node, by its ``id``."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        line = self.peek_event().start_mark.line + 1
+        line = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]
         if self._depth == MOST_DEPTH:
             raise _Refusal(f"line {line}: more than {MOST_DEPTH} levels; expected 'key: value' lines")
         before, is_alias = self._nodes, self.check_event(yaml.AliasEvent)
@@ -80,7 +80,7 @@ class _Loader(yaml.SafeLoader):
             raise _Refusal(f"line {line}: more than {MOST_NODES:,} values, counting what aliases stand for")
         return node
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             line = key_node.start_mark.line + 1

@@ -37,14 +37,15 @@ class TierFolder:
         """Names of the files that :meth:`open` has made."""
         self._fd = open_folder(path, make=make)
         state = os.fstat(self._fd)
-        wrong = _not_ours(state)
+        wrong, do = _not_ours(state), "run as that user"
         if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             wrong.append(f"mode {stat.S_IMODE(state.st_mode):04o}, expected no write access for others")
+            do = f"look who wrote there, then chmod 700 {path}"
         if wrong:
             os.close(self._fd)
             raise TierError(
-                f"NVMe tier {path}: the folder has {' and '.join(wrong)}. Give a folder of this user's (chown, "
-                "chmod 700), or one that does not exist yet: kvtier makes it"
+                f"NVMe tier {path}: the folder has {' and '.join(wrong)}; {do}, or give a folder that does not exist "
+                "yet: kvtier makes it"
             )
 
     def __enter__(self) -> TierFolder:
@@ -95,6 +96,17 @@ class TierFolder:
             f"NVMe tier {self.path}: {name} {what}. Another user could read or forge what is in it: find out who made "
             f"it, then remove {self.path / name}; the tier starts empty without it"
         )
+
+
+def may_take(path: Path) -> bool:
+    """Whether a tier would take this folder, or make it."""
+    try:
+        with TierFolder(path):
+            return True
+    except FileNotFoundError:
+        return True
+    except (OSError, TierError):
+        return False
 
 
 def leads_to(path: Path, fd: int) -> bool:

@@ -213,6 +213,15 @@ def test_after_a_change_of_key_a_folder_starts_empty_and_whole(
     again.close()
 
 
+def test_a_shared_tier_is_not_judged_by_the_chunks_of_others() -> None:
+    below = DictTier(16, shared=True)
+    assert SealedTier(below, KEY, SLOT).write(KEYS[0], content(KEYS[0], SLOT))
+    assert SealedTier(below, OTHER_KEY, SLOT).write(KEYS[1], content(KEYS[1], SLOT))
+    ours = SealedTier(below, KEY, SLOT)
+    assert list(ours.recovered()) == list(KEYS[:2])
+    assert list(below.held) == list(KEYS[:2]), "nobody's chunks are deleted"
+
+
 def test_one_damaged_chunk_is_not_taken_for_a_change_of_key(tmp_path: Path) -> None:
     tier = on_disk(tmp_path / "tier")
     assert all(tier.write(key, content(key, SLOT)) for key in KEYS)

@@ -104,7 +104,7 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path: Path, mode: int) ->
     (tmp_path / "tier").mkdir()
     closed_tier(tmp_path / "tier")
     (tmp_path / "tier").chmod(mode)
-    refused(tmp_path / "tier", f"the folder has mode {mode:04o}, expected no write access for others. Give a folder")
+    refused(tmp_path / "tier", f"the folder has mode {mode:04o}, expected no write access for others; look who")
     assert "chmod 700" in checked(tmp_path / "tier").stderr
 
 

@@ -220,6 +220,17 @@ def test_default_candidates_are_one_of_each_file_system() -> None:
     assert len(set(devices)) == len(devices)
 
 
+def test_a_folder_that_the_tier_would_refuse_is_no_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder for everybody another user may have been first."""
+    monkeypatch.setattr(probe, "CANDIDATES", ())
+    monkeypatch.setattr(probe, "_ALWAYS", (str(tmp_path),))
+    assert [disk.path for disk in probe.probe_disks()] == [f"{tmp_path}/kvtier"]
+    (tmp_path / "kvtier").mkdir(mode=0o700)
+    assert [disk.path for disk in probe.probe_disks()] == [f"{tmp_path}/kvtier"]
+    (tmp_path / "kvtier").chmod(0o777)
+    assert probe.probe_disks() == ()
+
+
 # -- NUMA, GPUs --------------------------------------------------------------------------------------------------
 
 

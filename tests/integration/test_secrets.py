@@ -56,8 +56,11 @@ def said(words: tuple[str, ...], env: Mapping[str, str]) -> str:
     command = [sys.executable, "-m", "kvtier.cli", *words]
     with tempfile.NamedTemporaryFile("r") as log:
         with subprocess.Popen(command, env=clean | dict(env), stdout=log.fileno(), stderr=subprocess.STDOUT) as process:
-            ended = lambda: process.poll() is not None  # noqa: E731
-            wait_for(lambda: ended() or "serving at" in Path(log.name).read_text(), f"{words} ends or serves", 60)
+
+            def done() -> bool:
+                return process.poll() is not None or "serving at" in Path(log.name).read_text()
+
+            wait_for(done, f"{words} ends or serves", 60)
             process.terminate()
         out = Path(log.name).read_text()
     assert out.strip(), f"{words} says nothing"
@@ -108,7 +111,7 @@ def test_a_whole_run_with_every_secret_tells_none(place: Path) -> None:
         env = settings(place, url)
         tells(place, env)
         assert "***" in said(("config",), env)
-        server = ServerProcess(place, **{name.removeprefix("KVTIER_").lower(): value for name, value in env.items()})  # type: ignore[arg-type]
+        server = ServerProcess(place, **{name.removeprefix("KVTIER_").lower(): value for name, value in env.items()})
         with server, attached(replace(server.door(), token=TOKEN.encode())) as client:
             save(client, run(1, 2))
             wait_for(lambda: client.stats().get("redis_held") == 2, "spilled, with the password")
@@ -134,7 +137,8 @@ def test_a_whole_run_with_every_secret_tells_none(place: Path) -> None:
 )
 def test_what_is_given_wrongly_is_not_told_either(place: Path, wrong: dict[str, str]) -> None:
     env = settings(place, "redis://127.0.0.1:1/0") | wrong
-    tells(place, {name: value for name, value in env.items() if value}, "config", "doctor", "serve")
+    only = ("config", "doctor", "serve") if "KVTIER_REDIS_URL" in wrong else ("config", "serve")
+    tells(place, {name: value for name, value in env.items() if value}, *only)
 
 
 @pytest.mark.parametrize("name", ["encryption", "token", "admin", "server.key"])
@@ -184,8 +188,8 @@ def test_a_tls_key_that_every_user_may_read_is_refused(place: Path) -> None:
     """At a server, and at an engine that shows a certificate."""
     certificate, key = make_certificate(place, "server")
     key.chmod(0o644)
-    files = {"server_ca": str(certificate), "server_cert": str(certificate), "server_key": str(key)}
-    server = ServerProcess(place, f"tcp://127.0.0.1:{free_port()}", **{k: str(v) for k, v in files.items()})  # type: ignore[arg-type]
+    files: dict[str, Any] = {"server_ca": str(certificate), "server_cert": str(certificate), "server_key": str(key)}
+    server = ServerProcess(place, f"tcp://127.0.0.1:{free_port()}", **files)
     assert "server_key" in server.refusal()
     with pytest.raises(ConfigError, match=r"server_key=.* is open to every user: chmod 600"):
         assemble(Config(ram_bytes=8 * SLOT, server="tcp://127.0.0.1:1", **files), ChunkLayout(bytes(32), 1, 1, (SLOT,)))

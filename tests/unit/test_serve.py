@@ -40,14 +40,16 @@ def test_a_start_that_takes_long_can_be_stopped() -> None:
         was_ready.append(server)
         yield
 
-    clean = serve(lambda: Server(opens_late, ()), lambda server: nullcontext(), ready, 4096, timeout_s=0.1)
+    clean = serve(lambda: Server(opens_late, ()), lambda server: nullcontext(), ready, (4096, ()), timeout_s=0.1)
     gate.set()
     assert (clean, was_ready) == (False, [])
 
 
 def test_a_size_that_cannot_be_opened_ends_the_start() -> None:
     with pytest.raises(ConfigError, match="nobody opens 4096"):
-        serve(lambda: Server(_opens_nothing, ()), lambda server: nullcontext(), lambda server: nullcontext(), 4096)
+        serve(
+            lambda: Server(_opens_nothing, ()), lambda server: nullcontext(), lambda server: nullcontext(), (4096, ())
+        )
 
 
 def test_a_port_that_is_taken_is_trouble_and_is_had_when_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

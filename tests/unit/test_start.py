@@ -13,11 +13,12 @@ import pytest
 from kvtier.autoconfig import probe
 from kvtier.autoconfig.chunks import chunk_tokens
 from kvtier.autoconfig.explain import PLANNED, configuration_text, table
-from kvtier.autoconfig.facts import GIB, KIB, Facts, Gpus, Memory, known, size_text
+from kvtier.autoconfig.facts import GIB, KIB, Facts, Gpus, Memory, known
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
 from kvtier.config import Config, filled, load
 from kvtier.pool import Pool
+from kvtier.terminal import size_text
 
 MODELS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "model_configs.json").read_text())
 ROOMY = Memory(available=known(2000 * GIB, "test"), cgroup_headroom=known(1 << 62, "test"))

@@ -12,6 +12,7 @@ ROOM = Room(
         "faults": (*PYTEST, "tests/fault/test_nvme_faults.py", "-k", "not kill_9"),
         "contract": (*PYTEST, "tests/contract/test_nvme_tier.py"),
         "check": (*PYTEST, "tests/integration/test_fsck.py"),
+        "probe": (*PYTEST, "tests/integration/test_probe.py", "-k", "candidate"),
     },
     mutants=(
         # ---- whose it is ---
@@ -111,6 +112,12 @@ ROOM = Room(
             "os.mkdir(name, 0o700, dir_fd=here)",
             "os.mkdir(name, 0o777, dir_fd=here)",
             "folders are made that others may enter",
+        ),
+        Mutant(
+            _FOLDER,
+            "    except (OSError, TierError):\n        return False",
+            "    except (OSError, TierError):\n        return True",
+            "auto-config chooses a folder that the tier then refuses",
         ),
         # ---- who has it ---
         Mutant(

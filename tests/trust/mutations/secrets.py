@@ -11,7 +11,9 @@ ROOM = Room(
         "permissions": (*PYTEST, "tests/integration/test_permissions.py", "-k", "secret"),
         "sealed": (*PYTEST, "tests/contract/test_sealed_tier.py", "-k", "key_file or variable"),
         "config": (*PYTEST, "tests/unit/test_config.py"),
-        "wrong": (*PYTEST, _TESTS, "-k", "wrongly or lmcache or without_end or tls_key or refused_is_not_told"),
+        "files": (*PYTEST, _TESTS, "-k", "without_end or tls_key or (refused_is_not_told and encryption)"),
+        "lmcache": (*PYTEST, _TESTS, "-k", "lmcache"),
+        "wrong": (*PYTEST, _TESTS, "-k", "wrongly"),
         "whole": (*PYTEST, _TESTS, "-k", "whole_run"),
     },
     mutants=(
