@@ -32,7 +32,6 @@ from kvtier.config import Config, default_nvme_bytes, encryption_key, environmen
 from kvtier.connectors.vllm import CONNECTOR, LMCACHE
 from kvtier.dial import Address, client_tls, enter, read_token
 from kvtier.errors import ConfigError, TierError
-from kvtier.extras import how
 from kvtier.installed import judged, look
 from kvtier.terminal import size_text
 from kvtier.zero_hits import ZeroHits, totals
@@ -315,7 +314,7 @@ def judge_redis(config: Config, redis: Redis) -> Iterator[Finding]:
     """Reachable, and does it forget by itself? Pure."""
     where = masked(config.redis_url)
     if not redis.reachable.value:
-        do = how("redis") if redis.reachable.value is None else "start it, or correct redis_url"
+        do = "start it, or correct redis_url"
         yield Finding("redis", "fail", f"{where}: {redis.reachable.source}", do)
         return
     limit, policy = redis.maxmemory.value, redis.policy.value or "unknown"

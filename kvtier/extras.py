@@ -9,7 +9,6 @@ from kvtier.errors import ConfigError
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
-    "redis": ("redis", "hiredis"),
     "encryption": ("cryptography",),
     "server": ("aiohttp", "prometheus_client"),
     "bench": ("aiohttp", "matplotlib", "rich"),
@@ -18,7 +17,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 
 
 def how(extra: str) -> str:
-    """The command that installs an extra: ``pip install 'kvtier[redis]'``."""
+    """The command that installs an extra: ``pip install 'kvtier[server]'``."""
     return f"pip install 'kvtier[{extra}]'"
 
 

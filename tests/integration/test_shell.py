@@ -114,12 +114,6 @@ def test_a_missing_extra_of_a_benchmark_is_named_before_anything_is_measured(tmp
     assert not (tmp_path / "build").exists()
 
 
-def test_doctor_says_how_to_get_the_package_that_a_tier_needs(tmp_path: Path) -> None:
-    lacks = without(tmp_path, "redis")
-    done = kvtier("doctor", "--no-engine", env=lacks | {"KVTIER_REDIS_URL": "redis://127.0.0.1:1/0"})
-    assert done.returncode == 1 and "-> pip install 'kvtier[redis]'" in done.stdout
-
-
 def test_doctor_blames_a_missing_cipher_on_no_disk(tmp_path: Path) -> None:
     settings = {"KVTIER_ENCRYPTION_KEY": "ab" * 32, "KVTIER_NVME_PATH": tmp_path / "n", "KVTIER_NVME_BYTES": "256MiB"}
     done = kvtier("doctor", "--no-engine", env=without(tmp_path, "cryptography") | settings)

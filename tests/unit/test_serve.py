@@ -47,9 +47,7 @@ def test_a_start_that_takes_long_can_be_stopped() -> None:
 
 def test_a_size_that_cannot_be_opened_ends_the_start() -> None:
     with pytest.raises(ConfigError, match="nobody opens 4096"):
-        serve(
-            lambda: Server(_opens_nothing, ()), lambda server: nullcontext(), lambda server: nullcontext(), (4096, ())
-        )
+        serve(lambda: Server(_opens_nothing, ()), lambda _: nullcontext(), lambda _: nullcontext(), (4096, ()))
 
 
 def test_a_port_that_is_taken_is_trouble_and_is_had_when_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
