@@ -13,6 +13,7 @@ from importlib import import_module
 from kvtier.assemble import ram_bytes, secret_key
 from kvtier.autoconfig.probe import probe_disk
 from kvtier.checks import judge_disk
+from kvtier.chunk import PAGE_BYTES
 from kvtier.config import Config
 from kvtier.errors import ConfigError, TierError
 from kvtier.memory import require_ram
@@ -27,13 +28,19 @@ def try_everything(config: Config) -> dict[str, str]:
     """What is only away now, in words, by what it is about. Raises ConfigError. Takes some seconds at most."""
     secret_key(config)
     require_ram(ram_bytes(config), source=config.sources.get("ram_bytes", "default"))
-    require_parts(config)
+    require_sizes(config)
     _try_nvme(config)
     return {"redis": away} if (away := try_redis(config)) else {}
 
 
-def require_parts(config: Config) -> None:
-    """Several sizes of chunk divide RAM and disk: raise ConfigError when it is not said how much there is."""
+def require_sizes(config: Config) -> None:
+    """Slots are whole pages, and several sizes of chunk divide RAM and disk: raise ConfigError for what is no slot's
+    size, and when it is not said how much there is to divide."""
+    if config.slot_bytes is not None and config.slot_bytes % PAGE_BYTES:
+        raise ConfigError(
+            f"slot_bytes={config.slot_bytes:,}: expected a multiple of {PAGE_BYTES:,}; take the one that /v1/stats of "
+            "a server with engines shows, or remove it"
+        )
     parts = config.server_realms
     if parts > 1 and (config.ram_bytes is None or (config.nvme_path is not None and config.nvme_bytes is None)):
         raise ConfigError(f"server_realms={parts} divides ram_bytes and nvme_bytes: give them as numbers")
