@@ -80,7 +80,7 @@ class Places:
                 self._visits.move_to_end(visit)
 
     async def accept(self, listening: socket.socket, serve: web.Server) -> None:
-        """Let connections in, until cancelled; then close them."""
+        """Let connections in, until cancelled; then close those that are quiet. The others are aiohttp's to end."""
         try:
             while True:
                 try:
@@ -92,7 +92,8 @@ class Places:
                 await asyncio.sleep(0)  # sock_accept does not let others run while clients are queued
         finally:
             for visit in self._visits:
-                visit.close()
+                if not visit.working:
+                    visit.close()
 
     def _enter(self, sock: socket.socket, serve: web.Server) -> None:
         for ended in [visit for visit in self._visits if visit.ended]:

@@ -173,6 +173,7 @@ ROUTES = (
     Route("POST", "/v1/clear", "Forget a tenant or everything", _ERASE.strip(), {200: Cleared}, Clear, secret=True),
     Route("GET", "/openapi.json", "This document", "OpenAPI 3.1.", {200: JSON}),
 )
+_HOW_TO_PROVE = "What admin_token_file has. kvtier's own commands sign with it instead of sending it."
 _ERRORS = {
     400: "The request is malformed.",
     401: "The token is missing or wrong.",
@@ -200,7 +201,7 @@ def document() -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": components,
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer", "description": "admin_token_file"}},
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer", "description": _HOW_TO_PROVE}},
         },
     }
 

@@ -12,6 +12,7 @@ from contextlib import closing
 from kvtier.assemble import ram_bytes, secret_key
 from kvtier.autoconfig.probe import probe_disk
 from kvtier.checks import judge_disk
+from kvtier.chunk import PAGE_BYTES
 from kvtier.config import Config
 from kvtier.errors import ConfigError, TierError
 from kvtier.memory import require_ram
@@ -26,8 +27,18 @@ def try_everything(config: Config) -> dict[str, str]:
     """What is only away now, in words, by what it is about. Raises ConfigError. Takes some seconds at most."""
     secret_key(config)
     require_ram(ram_bytes(config), source=config.sources.get("ram_bytes", "default"))
+    require_whole_pages(config)
     _try_nvme(config)
     return {"redis": away} if (away := try_redis(config)) else {}
+
+
+def require_whole_pages(config: Config) -> None:
+    """Raises ConfigError for a size that no slot can have."""
+    if config.slot_bytes is not None and config.slot_bytes % PAGE_BYTES:
+        raise ConfigError(
+            f"slot_bytes={config.slot_bytes:,}: expected a multiple of {PAGE_BYTES:,}; take the one that /v1/stats of "
+            "a server with engines shows, or remove it"
+        )
 
 
 def _try_nvme(config: Config) -> None:

@@ -59,6 +59,10 @@ def test_a_key_that_cannot_be_read_fails_the_start(tmp_path: Path) -> None:
     assert f"encryption_key_file={tmp_path}/no-such-key cannot be read" in said
 
 
+def test_a_slot_that_is_no_whole_pages_fails_the_start() -> None:
+    assert "slot_bytes=5,000: expected a multiple of 4,096" in refused(slot_bytes=5000)
+
+
 @pytest.mark.redis
 @pytest.mark.parametrize(
     ("there", "given", "expected"),

@@ -133,7 +133,7 @@ ROOM = Room(
         ),
         Mutant(
             "start_checks.py",
-            "    require_parts(config)\n",
+            "    require_whole_pages(config)\n",
             "",
             "sizes that nobody gave are divided when the first engine comes",
         ),
