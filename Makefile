@@ -106,7 +106,7 @@ bench-compare: $(LMCACHE)/ready redis-server  ## LMCache, vLLM's own offloading 
 	$(BIN)/python -m kvtier.bench.compare --output bench/results/compare.json
 
 # The shape that AWS publishes for its LMI containers, on a model small enough for two cores: 46 documents of 10,000
-# tokens, 4 in flight. About 10 minutes; 5 GiB of RAM beside vLLM, 5 GiB of disk.
+# tokens, 4 in flight. About 10 minutes on an idle machine; 4 GiB of RAM beside vLLM's own, 4 GiB of disk.
 BENCH_LMI := build/bench-lmi
 bench-lmi: $(READY)  ## Long Doc QA in the shape AWS publishes -> bench/results/long_doc_qa_lmi.json, .png
 	$(BIN)/python -m kvtier.bench.model $(BENCH_LMI)/kvtier-lmi --preset lmi

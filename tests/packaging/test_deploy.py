@@ -158,7 +158,7 @@ def test_the_build_context_is_the_package_and_nothing_more(tmp_path: Path) -> No
     rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
 
     def kept(path: str) -> bool:
-        inside = False
+        inside = True
         for rule in rules:
             pattern = rule.removeprefix("!").removeprefix("**/")
             parts = path.split("/")
