@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from kvtier.autoconfig.facts import Fact, Memory, size_text
+from kvtier.autoconfig.facts import Fact, Memory
 from kvtier.autoconfig.probe import ROOT, probe_memory
 from kvtier.errors import ConfigError
+from kvtier.terminal import size_text
 
 logger = logging.getLogger("kvtier")
 
