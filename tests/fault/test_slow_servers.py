@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable
 
@@ -21,7 +22,7 @@ from kvtier.testing.check_tier import content
 from kvtier.tiers import remote
 from kvtier.tiers.remote import RemoteTier
 from tests.rogue_server import SLOTS, greet, hear, rogue
-from tests.server_process import LAYOUT, SLOT, run, short_folder, wait_for
+from tests.server_process import DEADLINE_S, LAYOUT, SLOT, run, short_folder, wait_for
 
 BOUND_S = 0.3
 """In the place of seconds, for calls that a slow server would answer well in twice as long."""
@@ -222,7 +223,7 @@ def test_a_call_of_a_far_server_that_dribbles(call: str, monkeypatch: pytest.Mon
 
 def test_a_chunk_that_is_not_taken_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk that no socket buffer holds; the server takes some of it now and then."""
-    size = 32 << 20
+    size, took, ended = 32 << 20, [0], threading.Event()
 
     def script(client: socket.socket) -> None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
@@ -230,19 +231,22 @@ def test_a_chunk_that_is_not_taken_is_given_up(monkeypatch: pytest.MonkeyPatch) 
         asked = hear(client, wire.Inbox(wire.StreamQuestion))
         assert isinstance(asked, wire.Put)
         client.sendall(wire.frame(wire.Go(asked.id, True, False)))
-        left, slow_until = size, time.monotonic() + 3 * BOUND_S
-        while left:
-            left -= len(client.recv(min(left, 1 << 16)))
-            if time.monotonic() < slow_until:
-                time.sleep(0.05)
-        hear(client, wire.Inbox(wire.Seal))
-        client.sendall(wire.frame(wire.Stored(asked.id, True)))
+        slow_until = time.monotonic() + 6 * BOUND_S
+        try:
+            while data := client.recv(1 << 16):
+                took[0] += len(data)
+                if time.monotonic() < slow_until:
+                    time.sleep(0.02)
+        finally:
+            ended.set()
 
     with rogue(None, script) as address:
         tier = RemoteTier(Door(address, hello(LAYOUT.fingerprint, size, stream=True)))
         quick_to(tier, monkeypatch)
         assert tier.write(KEY, memoryview(bytes(size))) is False
         assert tier.counts["failed"] == 1
+        assert ended.wait(DEADLINE_S)
+        assert took[0] < size, "given up in the middle, and not when all was sent"
         tier.close()
 
 

@@ -128,6 +128,16 @@ def test_an_answer_that_comes_late_is_not_taken_for_the_next_question() -> None:
         assert client.counts["lost"] == 0
 
 
+def test_another_answer_than_the_one_that_is_owed_ends_the_attachment() -> None:
+    def other(asked: wire.Message) -> list[wire.Message]:
+        return [wire.Extent(77, [(4, 0.0)])] if isinstance(asked, wire.Clear) else []
+
+    with client_of(other, 0.1) as client:
+        assert client.match(KEYS) == Match(0, 0), "no answer in time"
+        client.clear()
+        wait_for(lambda: client.counts["lost"] == 1, "given up")
+
+
 def test_a_flood_of_other_answers_does_not_hold_the_engine() -> None:
     def flood(asked: wire.Message) -> bytes:
         return wire.frame(wire.Extent(99, [(1, 0.0)])) * 10_000 if isinstance(asked, wire.Match) else b""
