@@ -175,6 +175,9 @@ def test_a_signed_request_holds_for_itself_alone(server: AdminServer) -> None:
     assert _sent(server, sign(at=now - 300), everything).status == 401, "an old one"
     assert _sent(server, sign(at=now + 300), everything).status == 401, "one for later"
     assert _sent(server, sign(path="/v1/lookup"), everything).status == 401, "another path"
+    assert _sent(server, sign(), everything, "/v1/lookup").status == 401, "for another path"
+    asked = admin_proof.signed(SECRET, "GET", "/v1/namespaces", b"", now)
+    assert _sent(server, asked, b"", "/v1/namespaces", "GET").status == 200
     assert _sent(server, sign(b"", path="/v1/namespaces"), b"", "/v1/namespaces", "GET").status == 401, "another method"
 
 
