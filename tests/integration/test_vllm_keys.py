@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Run:
     def once(name: str, model: Path, *, kvtier: bool = True, **more: str) -> Any:
         out = tmp_path / f"run{next(numbers)}" / "answers.json"
         out.parent.mkdir()
-        answers = start(f"key_scenarios {name}", out, model, disk if kvtier else None, **more)
+        answers = start(f"key_scenarios {name}", out, model, disk if kvtier else None, more=more)
         assert not isinstance(answers, str), str(answers)[-4000:]
         return answers
 
