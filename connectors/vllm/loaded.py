@@ -207,7 +207,7 @@ class Watch:
             self._loaded = True
             return load(*arguments, **more)
 
-        root.load_weights = noted  # type: ignore[assignment]
+        root.load_weights = noted
 
     def _remember(self) -> None:
         self._seen = [] if self._moves else [
@@ -217,7 +217,7 @@ class Watch:
             for name, parameter in module._parameters.items()
             if parameter is not None and parameter.numel() and not parameter.is_meta
         ]  # fmt: skip
-        devices = {module._parameters[name].device for module, name, *_ in self._seen}  # type: ignore[union-attr]
+        devices = {module._parameters[name].device for module, name, *_ in self._seen}
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -237,9 +237,9 @@ class Watch:
     def _read(self, parameters: list[_Seen]) -> bytes:
         """On a GPU by a stream of their own, so that the look waits for no step of the model."""
         if self._stream is None:
-            return _elements(parameters)
+            return bytes(_elements(parameters))
         with torch.cuda.stream(self._stream):
-            return _elements(parameters)
+            return bytes(_elements(parameters))
 
 
 def _place(parameter: torch.Tensor) -> tuple[int, int]:
@@ -257,7 +257,7 @@ def _elements(parameters: list[_Seen]) -> bytes:
         parts.append(flat[:: max(1, flat.numel() // _SEEN)][:_SEEN].float())
     if not parts:
         return b""
-    return torch.cat(parts).cpu().numpy().tobytes()
+    return bytes(torch.cat(parts).cpu().numpy().tobytes())
 
 
 def _moves(vllm_config: Any) -> bool:

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from kvtier.chunk import ChunkKey, ChunkLayout, KeyChain
+from kvtier.chunk import ChunkKey, ChunkLayout
 from kvtier.client import Client
 from kvtier.connectors.vllm.judge import Judge
 from kvtier.connectors.vllm.layout import start_only
 from kvtier.connectors.vllm.metadata import Flow, Job, PoolAddress, StepMetadata, StepReport
 from kvtier.connectors.vllm.misses import Misses
-from kvtier.connectors.vllm.prompts import Pending, Prompt
-from kvtier.connectors.vllm.requests import Adapters, first_extras, media_extra, request_extra
+from kvtier.connectors.vllm.prompts import Pending, Prompt, by_place
+from kvtier.connectors.vllm.requests import Adapters
 from kvtier.forecast import Outlook
 from kvtier.lease import LoadLease, SaveLease
 from kvtier.link import SharedPool
@@ -81,7 +81,7 @@ class SchedulerHalf:
         """vLLM's ``get_num_new_matched_tokens``: tokens loadable beyond the first ``computed``; None = ask again."""
         prompt = self._prompt(request)
         if self._old_blocks and computed:
-            prompt.chain = None  # Nobody can tell which weights have computed what vLLM found in its own cache.
+            prompt.leave_alone()  # Nobody can tell which weights have computed what vLLM found in its own cache.
         if prompt.chain is None or request.skip_reading_prefix_cache:
             return 0, False
         keys = self._keys(prompt, request.num_tokens)
@@ -182,7 +182,7 @@ class SchedulerHalf:
         self._pending[job.number] = Pending(lease, request.request_id, lease.keys[:chunks])
         self._loads.append(job)
         self._account(prompt, lease.sources[:chunks])
-        prompt.sources = self._split(lease.sources[:chunks], job.first, last - first)
+        prompt.sources = by_place(lease.sources[:chunks], self._layout, job.first, last - first)
 
     def _account(self, prompt: Prompt, places: Sequence[str]) -> None:
         """Every chunk from ``prompt.start`` on was loaded, declined, or is missing."""
@@ -197,16 +197,6 @@ class SchedulerHalf:
         if why == "cold" and not prompt.start + known:
             why = self.misses.first.differs(request.all_token_ids[:size], prompt.extras) or why
         self.misses.prompt(prompt.start, places, prompt.declined, (why, asked - known))
-
-    def _split(self, sources: Sequence[str], first: int, count: int) -> dict[str, int]:
-        """Tokens by place, for ``count`` blocks from block ``first`` of the first chunk on."""
-        tokens: dict[str, int] = {}
-        per_chunk, block = self._layout.blocks_per_chunk, self._layout.block_tokens
-        for index, place in enumerate(sources):
-            begin, end = index * per_chunk, (index + 1) * per_chunk
-            inside = min(end, first + count) - max(begin, first)
-            tokens[place] = tokens.get(place, 0) + inside * block
-        return tokens
 
     def sources(self, request: Any) -> dict[str, int]:
         """Tokens of the request's last load by place (``ram`` or a tier's name)."""
@@ -250,7 +240,7 @@ class SchedulerHalf:
         if prompt is None:
             return
         prompt.blocks = blocks
-        self._follow(prompt)
+        self._name(prompt)
         if prompt.chain is None:
             return
         request = prompt.request
@@ -324,7 +314,7 @@ class SchedulerHalf:
         self._old_blocks = True
         for prompt in self._prompts.values():
             self._drop(prompt)
-            prompt.chain = None
+            prompt.leave_alone()
         self._prompts = {name: prompt for name, prompt in self._prompts.items() if prompt.blocks}
 
     def expects_reports(self) -> bool:
@@ -361,26 +351,14 @@ class SchedulerHalf:
         if prompt is None or prompt.request is not request:
             if prompt is not None:
                 self._drop(prompt)
-            prompt = self._prompts[request.request_id] = Prompt(request, *self._named(request), shape=_shape(request))
-        self._follow(prompt)
+            prompt = self._prompts[request.request_id] = Prompt(request, None)
+        self._name(prompt)
         return prompt
 
-    def _named(self, request: Any) -> tuple[KeyChain | None, tuple[bytes, ...]]:
-        """A chain for the request's keys, and what else its first key depends on."""
-        extra = request_extra(request, self._adapters)
-        media = media_extra(request, self._layout.chunk_tokens)
-        chain = None if extra is None else self._layout.chain(extra, media)
-        return chain, first_extras(request, self._adapters, media)
-
-    def _follow(self, prompt: Prompt) -> None:
-        """A streaming session goes on: vLLM has taken back the token it sampled last, and added tokens and media to the
-        request. Its keys are made anew."""
-        shape = _shape(prompt.request)
-        if prompt.chain is None or shape == prompt.shape:
-            return
-        self._drop(prompt)
-        prompt.chain, prompt.extras = self._named(prompt.request)
-        prompt.shape, prompt.saved = shape, 0
+    def _name(self, prompt: Prompt) -> None:
+        """Keys for a request that is new, or whose streaming session goes on."""
+        if prompt.name(self._layout, self._adapters):
+            self._drop(prompt)
 
     def _keys(self, prompt: Prompt, tokens: int) -> list[ChunkKey]:
         """Keys of the request's whole chunks so far; hashes only what is new."""
@@ -411,11 +389,6 @@ class SchedulerHalf:
         if prompt.lease is not None:
             prompt.lease.close()
             prompt.lease = None
-
-
-def _shape(request: Any) -> tuple[int, int]:
-    """What changes of a request when its session goes on, and never else."""
-    return request.num_prompt_tokens, len(request.mm_features or ())
 
 
 def _work(output: Any) -> list[tuple[int, int]]:

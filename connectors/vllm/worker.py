@@ -22,12 +22,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from kvtier.connectors.vllm.layerwise import Ahead, Flowing, ahead_ends
-from kvtier.connectors.vllm.loaded import LoadedModel
 from kvtier.connectors.vllm.metadata import Job, PoolAddress, RankLayout, StepMetadata, StepReport
 from kvtier.errors import TierError
 from kvtier.gpu import Copy, PagedBlocks, Pinning, regions_of, slot_tensor
@@ -48,14 +47,23 @@ class _UnderWay(NamedTuple):
     """False for a save of what may have been computed from garbage."""
 
 
+class Loaded(Protocol):
+    """See :class:`kvtier.connectors.vllm.loaded.LoadedModel`."""
+
+    def backends(self) -> list[str]: ...
+    def resolved(self) -> dict[str, str] | None: ...
+    def weights(self) -> str | None: ...
+    def replaced(self, *, looks: bool) -> bool: ...
+
+
 class WorkerHalf:
     """One rank. Called by vLLM's worker thread only."""
 
-    def __init__(self, rank: int, num_blocks: int, blocks_per_chunk: int, model: Callable[[], LoadedModel]) -> None:
+    def __init__(self, rank: int, num_blocks: int, blocks_per_chunk: int, model: Callable[[], Loaded]) -> None:
         """``model``: the loaded model, once the KV caches are registered."""
         self._rank = rank
         self._find_model = model
-        self._model: LoadedModel | None = None
+        self._model: Loaded | None = None
         self._num_blocks = num_blocks
         self._blocks_per_chunk = blocks_per_chunk
         self._paged: PagedBlocks | None = None

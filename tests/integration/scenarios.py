@@ -225,7 +225,7 @@ def allow_prefixes() -> None:
         check(vllm_config)
         vllm_config.cache_config.enable_prefix_caching = wanted
 
-    CpuPlatform.check_and_update_config = staticmethod(checked)  # type: ignore[method-assign, assignment]
+    CpuPlatform.check_and_update_config = staticmethod(checked)
 
 
 def load_failure(model: str) -> Any:

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,13 @@ def _start(name: str, out: Path, model: Path, kvtier: bool, old: bool, config: d
 
 
 def start(
-    scenario: str, out: Path, model: Path, config: dict[str, Any] | None, *, old: bool = False, **more: str
+    scenario: str,
+    out: Path,
+    model: Path,
+    config: dict[str, Any] | None,
+    *,
+    old: bool = False,
+    more: Mapping[str, str] | None = None,
 ) -> Any:
     """``scenario`` is a module of ``tests.integration`` and a name in it. ``config``: kvtier's keys; None: without
     kvtier. ``more`` goes into its environment. Its log lies beside ``out``."""
@@ -82,7 +88,7 @@ def start(
         environment |= {f"KVTIER_{key.upper()}": str(value) for key, value in settings.items()} | {"WITH_KVTIER": "1"}
     if old:
         environment["PYTHONPATH"] = str(old_vllm())
-    environment |= more
+    environment |= more or {}
     command = [engine_python(), "-m", f"tests.integration.{module}", name, str(out), str(model)]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False

