@@ -18,7 +18,7 @@ from tests.engine_python import engine_python
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 HERE: dict[str, Path | None] = (
     {"of TEST_ENGINE_PYTHON": None} if "TEST_ENGINE_PYTHON" in os.environ else vllm_versions()
 )
