@@ -155,7 +155,7 @@ def test_a_cluster_s_map_and_a_sentinel_s_word_are_bounded_too(kind: str, answer
             tier.close()
 
 
-GARBAGE = {
+GARBAGE: dict[str, dict[bytes, Answer]] = {
     "SCAN tells no names": {b"SCAN": b"*2\r\n$1\r\n0\r\n*2\r\n:1\r\n*0\r\n"},
     "SCAN's cursor is a word": {b"SCAN": b"*2\r\n$4\r\nword\r\n*0\r\n"},
     "SCAN is a number": {b"SCAN": b":5\r\n"},
@@ -171,7 +171,7 @@ NAME = FORM.header_name(KEYS[0])
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_an_engine_starts_over_garbage(garbage: str) -> None:
     """Through the configuration, as an engine does it: the Redis tier misses, everything else works."""
-    held = {b"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$%d\r\n%s\r\n" % (len(NAME), NAME)}
+    held: dict[bytes, Answer] = {b"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$%d\r\n%s\r\n" % (len(NAME), NAME)}
     with scripted(held | GARBAGE[garbage]) as port:
         config = Config(ram_bytes=1 << 20, redis_url=f"redis://127.0.0.1:{port}", redis_bytes=1 << 24)
         layout = ChunkLayout(bytes(32), 1, 1, (4096,))
