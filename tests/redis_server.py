@@ -143,14 +143,15 @@ def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 @contextmanager
-def redis_cluster(nodes: int = 3, **settings: str | int) -> Iterator[list[RedisServer]]:
+def redis_cluster(nodes: int = 3, **settings: str) -> Iterator[list[RedisServer]]:
     """A Redis Cluster of primaries that share the slots. ``settings``: more of every node's configuration."""
     with ExitStack() as stack:
         servers = []
         for _ in range(nodes):
             # The cluster's own bus needs a second port; the default, port + 10000, may be taken or too high.
-            own: dict[str, str | int] = {"cluster_enabled": "yes", "cluster_port": free_port()}
-            server = RedisServer(**own, **{"cluster_node_timeout": 2000} | settings)
+            server = RedisServer(
+                tls=False, cluster_enabled="yes", cluster_port=free_port(), cluster_node_timeout=2000, **settings
+            )
             servers.append(stack.enter_context(server))
         addresses = [f"127.0.0.1:{server.port}" for server in servers]
         subprocess.run(

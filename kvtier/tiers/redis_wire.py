@@ -253,7 +253,7 @@ class Wire:
         """The reply to SET: None, or the server's refusal."""
         line = self._scratch[:5]
         self.fill(line)
-        if line == b"+OK\r\n":
+        if bytes(line) == b"+OK\r\n":
             return None
         reply = self._judged(self.refusal(self._error_line(5)))
         assert isinstance(reply, RefusedError)

@@ -22,10 +22,12 @@ from kvtier.checks import check_redis
 from kvtier.chunk import ChunkLayout
 from kvtier.config import Config
 from kvtier.errors import TierError
+from kvtier.owner import NOBODY
 from kvtier.tiers.redis import RedisTier
+from kvtier.tiers.redis_form import CHECKSUM_BYTES
 from kvtier.tiers.redis_link import Link
 from tests.clock import Clock
-from tests.redis_server import CHUNK_BYTES, FORM, KEYS, chunk
+from tests.redis_server import CHUNK_BYTES, FORM, KEYS, PART_BYTES, chunk
 from tests.scripted_redis import Answer, scripted
 
 SHORT_S = 0.2
@@ -52,6 +54,7 @@ def silence(client: socket.socket) -> None:
         pass
 
 
+HEADER = FORM.header(KEYS[0], CHUNK_BYTES, bytes(CHECKSUM_BYTES), NOBODY)
 HOSTILE: dict[str, Answer] = {
     "a list of a hundred million": b"*100000000\r\n",
     "a list of ten million, come in part": b"*10000000\r\n" + b"$-1\r\n" * 100_000,
@@ -62,6 +65,7 @@ HOSTILE: dict[str, Answer] = {
     "dribbled digits": dribble(b":"),
     "a dribbled value": dribble(b"$4000\r\n"),
     "a dribbled list": dribble(b"*2\r\n$1\r\n0\r\n*3\r\n$90\r\n"),
+    "a header, and a dribbled part": dribble(b"$%d\r\n%s\r\n$%d\r\n" % (len(HEADER), HEADER, PART_BYTES)),
     "silence": silence,
     "another protocol": b"HTTP/1.1 400 Bad Request\r\n\r\n" * 20,
     "no bytes": lambda client: client.close(),
@@ -151,7 +155,7 @@ def test_a_cluster_s_map_and_a_sentinel_s_word_are_bounded_too(kind: str, answer
             tier.close()
 
 
-GARBAGE = {
+GARBAGE: dict[str, dict[bytes, Answer]] = {
     "SCAN tells no names": {b"SCAN": b"*2\r\n$1\r\n0\r\n*2\r\n:1\r\n*0\r\n"},
     "SCAN's cursor is a word": {b"SCAN": b"*2\r\n$4\r\nword\r\n*0\r\n"},
     "SCAN is a number": {b"SCAN": b":5\r\n"},
@@ -167,7 +171,7 @@ NAME = FORM.header_name(KEYS[0])
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_an_engine_starts_over_garbage(garbage: str) -> None:
     """Through the configuration, as an engine does it: the Redis tier misses, everything else works."""
-    held = {b"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$%d\r\n%s\r\n" % (len(NAME), NAME)}
+    held: dict[bytes, Answer] = {b"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$%d\r\n%s\r\n" % (len(NAME), NAME)}
     with scripted(held | GARBAGE[garbage]) as port:
         config = Config(ram_bytes=1 << 20, redis_url=f"redis://127.0.0.1:{port}", redis_bytes=1 << 24)
         layout = ChunkLayout(bytes(32), 1, 1, (4096,))

@@ -372,6 +372,14 @@ def stalled(model: str) -> Any:
     return result | {"after": phase(answers)}
 
 
+def lost_node(model: str) -> Any:
+    """A node of a cluster is killed: answers, and the connector's counts, before and after."""
+    engine = Engine(model, disable_log_stats=False)
+    before = {"answers": rounds(engine, times=3), "counts": counts(engine)}
+    os.kill(int(os.environ["TEST_REDIS_PID"]), signal.SIGKILL)
+    return {"before": before, "after": {"answers": rounds(engine, times=4), "counts": counts(engine)}}
+
+
 def counts(engine: Engine) -> dict[str, int]:
     """The connector's counts as vLLM's own metrics show them."""
     found = {}
@@ -406,6 +414,7 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
         device,
         device_unasked,
         stalled,
+        lost_node,
         refused,
     )
 }

@@ -53,7 +53,7 @@ def served(url: str, **settings: object) -> Iterator[ServerProcess]:
     """A kvtier server whose RAM holds few of the chunks."""
     with short_folder() as folder:
         few = {"ram_bytes": 8 * SLOT, "redis_bytes": "32MiB", "redis_prefix": folder.name} | settings
-        with ServerProcess(folder, redis_url=url, **few) as server:
+        with ServerProcess(folder, flags=(), redis_url=url, **few) as server:
             yield server
 
 

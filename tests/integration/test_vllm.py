@@ -19,7 +19,7 @@ import pytest
 
 from tests.engine_python import engine_python
 from tests.nvme_place import flip
-from tests.redis_server import RedisServer
+from tests.redis_server import RedisServer, cluster_url, redis_cluster
 
 pytestmark = pytest.mark.vllm
 
@@ -326,6 +326,25 @@ def test_pipeline_stages_each_keep_their_part_of_a_chunk(run: Run) -> None:
     assert_same(ours, plain, tolerance=1e-4)
     assert hits(ours)[3:6] == [DOCUMENT_HIT] * 3
     assert sum(hits(ours)[9:]) > 0, "of prompts at the same time some are loaded"
+
+
+@pytest.mark.redis
+@pytest.mark.slow
+def test_an_engine_over_a_cluster_loses_a_node_and_no_answer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with redis_cluster(cluster_require_full_coverage="no") as nodes:
+        monkeypatch.setenv("TEST_REDIS_PID", str(nodes[2].pid))
+        phases = run("lost_node", model="demo", redis_url=cluster_url(nodes), redis_bytes="256MiB",
+                     ram_bytes=8 * DEMO_CHUNK_BYTES)  # fmt: skip
+        with nodes[0].admin() as admin:
+            assert admin.dbsize() > 0
+    assert isinstance(phases, dict), str(phases)[-4000:]
+    plain = phases["before"]["answers"][:3]
+    for phase in phases.values():
+        for index, answer in enumerate(phase["answers"]):
+            assert answer["tokens"] == plain[index % 3]["tokens"]
+    before, after = (phases[name]["counts"] for name in ("before", "after"))
+    assert before["loaded_redis"] > 0
+    assert after["loaded_redis"] > before["loaded_redis"], "the other nodes' chunks still come from there"
 
 
 def test_sliding_window_beside_full_attention_works(run: Run) -> None:

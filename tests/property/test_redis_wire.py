@@ -188,6 +188,14 @@ def test_an_answer_of_more_than_was_asked_for_is_refused_at_its_header(answer: b
     assert peak < 2 << 20
 
 
+def test_a_value_that_is_longer_than_it_says_ends_the_connection() -> None:
+    """What follows is no reply of its own."""
+    with pytest.raises(ProtocolError):
+        on(b"$1\r\naXX:1\r\n").ask([("GET", b"name")] * 2)
+    with pytest.raises(WrongSizeError):
+        list(on(GOOD[:-2] + b"XX" + GOOD).get([b"a", b"b"], [memoryview(bytearray(SIZE)) for _ in range(2)]))
+
+
 @pytest.mark.parametrize(
     ("line", "fault"),
     [

@@ -80,7 +80,7 @@ ROOM = Room(
         ),
         Mutant(
             "tiers/redis_wire.py",
-            '        if line == b"+OK\\r\\n":\n            return None',
+            '        if bytes(line) == b"+OK\\r\\n":\n            return None',
             '        if line != b"-":\n            return None',
             "a write that was refused counts as done",
         ),
