@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -231,6 +232,8 @@ async def _until_told(make: Callable[[], Server], beside: Beside, timeout_s: flo
         server.loop.add_signal_handler(number, told.set)
     async with beside(server):
         await server.prepare(*sizes)
+        gc.collect()
+        gc.freeze()  # what was made until now stays, so no later collection has to walk it while engines wait
         await server.start()
         await told.wait()
         logger.info("stopping")
