@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -284,4 +285,6 @@ async def _until_told(
 
 async def _start(server: Server, sizes: Sizes) -> None:
     await server.prepare(*sizes)
+    gc.collect()
+    gc.freeze()  # what was made until now stays, so no later collection has to walk it while engines wait
     await server.start()

@@ -242,3 +242,22 @@ def test_what_leaves_soon_is_named_once_coldest_first() -> None:
     assert directory.next_out() == []
     assert directory.all_out() == entries[:2]
     assert directory.evicted_unoffered == 0
+
+
+def test_a_slot_that_must_be_given_back_is_not_used_again() -> None:
+    """Four are held when only two may be in use; whoever lets go makes no room before the rest is given back."""
+    directory = Directory(4)
+    entries = [directory.reserve(each, ()) for each in (A, B, C, D)]
+    assert not directory.shrink(2, 10), "nothing can leave now"
+    for entry in entries[:2]:
+        assert entry is not None
+        directory.fill_failed(entry)
+        assert directory.reserve(key("E"), ()) is None
+    leaving = directory.leaving(10)
+    assert len(leaving) == 2
+    directory.gave_back(leaving)
+    assert directory.occupied == 2
+    directory.grow(3)
+    assert directory.reserve(key("E"), ()) is not None
+    assert directory.reserve(key("F"), ()) is None
+    directory.check()

@@ -119,3 +119,12 @@ def test_what_an_engine_brings_back_into_ram_during_an_erase_goes_too(
     told = erased(realms, None)
     assert came == [1], "it was in RAM"
     assert (told.complete, tier.held, one.store.keys()) == (True, {}, set())
+
+
+def test_what_others_wrote_into_a_shared_tier_goes_too(realm: tuple[Realms, Realm], tier: SharedDict) -> None:
+    realms, one = realm
+    (key,) = LAYOUT.keys([9])
+    tier.write(key, memoryview(bytes(SLOT)), OURS)
+    assert key not in one.store.keys(), "nobody here knows of it"
+    told = erased(realms, "ours")
+    assert (told.complete, told.chunks, tier.held) == (True, 1, {})

@@ -241,12 +241,10 @@ def test_a_message_about_thousands_of_chunks_is_worked_on_in_short_pieces(
     asked = wire.End(2) if question == "end" else asked
     counting, pieces = Counting(store, monkeypatch), []
     work = session.begin(asked)
-    while True:
+    going = True
+    while going:
         counting.calls = 0
-        try:
-            next(work)
-        except StopIteration:
-            break
+        going = next(work, None) is not None
         pieces.append(counting.calls)
         store.check()
     assert len(pieces) >= 3000 // ONE_PIECE
