@@ -8,6 +8,7 @@ _STRANGERS = "tests/integration/test_admin_strangers.py"
 
 ROOM = Room(
     {
+        "bounds": (*PYTEST, "tests/unit/test_admin_bounds.py"),
         "guessers": (*PYTEST, _STRANGERS, "-k", "malformed or signed"),
         "impostors": (*PYTEST, _STRANGERS, "-k", "impostor or relay or believed or misspelt"),
         "crowds": (*PYTEST, _STRANGERS, "-k", "crowd or place or sent_away or no_http"),
