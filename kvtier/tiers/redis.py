@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -35,6 +34,7 @@ from kvtier.owner import NOBODY
 from kvtier.recency import coldest_first
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.redis_form import HEADER_BYTES, Form
+from kvtier.tiers.redis_health import FAULTS_TO_OPEN, Health
 from kvtier.tiers.redis_link import Link
 from kvtier.tiers.redis_start import Facts, greet, room_for, scan, search
 from kvtier.tiers.redis_wire import FAULTS, MovedError, MovingError, RefusedError, Reply, Wire, WrongSizeError, arrived
@@ -47,21 +47,10 @@ _COUNTS = (
     "failed_deletes", "corrupt", "evicted", "refused", "breaker_trips",
 )  # fmt: skip
 _MAX_CHUNK_BYTES = 1 << 30
-_FAULTS_TO_OPEN = 3
-_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
-_FULL_WAIT_S, _LONGEST_FULL_WAIT_S = 0.25, 8.0
 _SETTLED_AT_ONCE = 32
 _MOST_OWED = 65_536
 _FIND_AT_ONCE = 512
 _TTL_GRACE_MS = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class _Node:
-    """What is known of one node. Its capacity is its own: a full one says nothing about the others."""
-
-    away: Breaker
-    full: Breaker
 
 
 class RedisTier:
@@ -103,7 +92,7 @@ class RedisTier:
         self._link, self._form, self._clock = link, form, clock
         self._ttl_ms = None if ttl_s is None else max(1, int(ttl_s * 1000))
         self._lock = threading.Lock()
-        self._nodes: dict[str, _Node] = {}
+        self._health = Health(link, clock)
         self._owed: dict[ChunkKey, None] = {}
         self._settling: set[ChunkKey] = set()
         self._logged: set[str] = set()
@@ -118,14 +107,12 @@ class RedisTier:
     @property
     def open_breakers(self) -> int:
         """Nodes that are left alone now because they failed."""
-        known = set(self._link.nodes())
-        return sum(node.away.open for name, node in list(self._nodes.items()) if name in known)
+        return self._health.away
 
     @property
     def full_nodes(self) -> int:
         """Nodes that are sent no writes now because they refused one."""
-        known = set(self._link.nodes())
-        return sum(node.full.open for name, node in list(self._nodes.items()) if name in known)
+        return self._health.full
 
     @property
     def owed(self) -> int:
@@ -145,7 +132,7 @@ class RedisTier:
                 for wire in wires:
                     scan(wire, self._form, self.chunk_bytes, stamps, self._clock, self._link.label)
         except FAULTS as error:
-            self._failed(self._node(b"").away, "failed_finds", error)
+            self._failed(self._health.of(b"").away, "failed_finds", error)
         order = coldest_first(stamps.items())
         if stamps:
             more = max(0, len(order) - self.capacity)
@@ -167,7 +154,7 @@ class RedisTier:
                 for wire in wires:
                     whole &= search(wire, self._form, owner, found, self._clock)
         except FAULTS as error:
-            self._failed(self._node(b"").away, "failed_finds", error)
+            self._failed(self._health.of(b"").away, "failed_finds", error)
             whole = False
         return found, whole
 
@@ -176,7 +163,7 @@ class RedisTier:
         if not 0 < data.nbytes <= self.chunk_bytes:
             raise StateError(f"a chunk of {data.nbytes} bytes for a tier of chunks of {self.chunk_bytes} bytes")
         name = self._form.header_name(key)
-        full = self._node(name).full
+        full = self._health.of(name).full
         with self._lock:
             if key in self._settling or not full.allows():
                 self.counts["refused"] += 1
@@ -331,7 +318,7 @@ class RedisTier:
 
     def _call(self, count: str, name: bytes, action: Callable[[Wire], T], *, settle: bool = True) -> T | None:
         """``action`` on a wire to the node of ``name``; None when the node fails, or is left alone because it did."""
-        breaker = self._node(name).away
+        breaker = self._health.of(name).away
         if self._closed or not breaker.allows():
             self._count("refused")
             return None
@@ -340,7 +327,7 @@ class RedisTier:
                 result = self._once(name, action)
             except MovedError:  # the node is well, and said where to go
                 breaker.ok()
-                breaker = self._node(name).away
+                breaker = self._health.of(name).away
                 result = self._once(name, action)
         except MovingError as error:
             breaker.ok()
@@ -364,24 +351,13 @@ class RedisTier:
         """Small commands about names of one node."""
         return self._call(count, commands[0][1], lambda wire: wire.ask(commands), settle=settle)
 
-    def _node(self, name: bytes) -> _Node:
-        """What is known of the node of ``name``. Nodes that left the cluster are forgotten when a new one is met."""
-        place = self._link.node_of(name)
-        with self._lock:
-            if place not in self._nodes:
-                known = set(self._link.nodes())
-                self._nodes = {name: node for name, node in self._nodes.items() if name in known}
-                away = Breaker(_FAULTS_TO_OPEN, _WAIT_S, _LONGEST_WAIT_S, self._clock)
-                self._nodes[place] = _Node(away, Breaker(1, _FULL_WAIT_S, _LONGEST_FULL_WAIT_S, self._clock))
-            return self._nodes[place]
-
     def _failed(self, breaker: Breaker, count: str, error: Exception) -> None:
         self._count(count)
         self._log_first(count, error)
         if breaker.fault():
             self._count("breaker_trips")
             _LOG.warning("Redis tier %s: %d faults in a row; every call misses for %.1f s, then one tries again (%s)",
-                         self._link.label, _FAULTS_TO_OPEN, breaker.wait_s, error)  # fmt: skip
+                         self._link.label, FAULTS_TO_OPEN, breaker.wait_s, error)  # fmt: skip
 
     def _refused(self, refusal: RefusedError, full: Breaker) -> None:
         """The node answered, and does not take writes now (full, read-only, a disk of its own that fails)."""
@@ -438,5 +414,5 @@ class RedisTier:
         try:
             return greet(self._link, self._form)
         except FAULTS as error:
-            self._failed(self._node(self._form.probe).away, "failed_finds", error)
+            self._failed(self._health.of(self._form.probe).away, "failed_finds", error)
             return []

@@ -188,6 +188,22 @@ def test_an_answer_of_more_than_was_asked_for_is_refused_at_its_header(answer: b
     assert peak < 2 << 20
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"*2\r\n$1\r\n0\r\n*1\r\n:1\r\n",
+        b"*2\r\n$1\r\n0\r\n*1\r\n$-1\r\n",
+        b"*2\r\n$1\r\nx\r\n*0\r\n",
+        b"*2\r\n:0\r\n*0\r\n",
+        b"*1\r\n$1\r\n0\r\n",
+        b":0\r\n",
+    ],
+)
+def test_a_scan_of_something_else_than_names_is_a_fault(answer: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        list(on(answer).scan(b"*", 10))
+
+
 def test_a_value_that_is_longer_than_it_says_ends_the_connection() -> None:
     """What follows is no reply of its own."""
     with pytest.raises(ProtocolError):

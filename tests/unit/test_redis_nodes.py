@@ -186,7 +186,7 @@ def test_nodes_that_left_the_cluster_are_forgotten(stack: ExitStack, two: Any) -
     assert tier.find(HIGH[:1]) == 0  # draws the map
     assert tier.find(LOW[:1]) == 1
     assert tier.open_breakers == 0
-    assert f"127.0.0.1:{ports[0]}" not in tier._nodes
+    assert f"127.0.0.1:{ports[0]}" not in tier._health._nodes
 
 
 # ---- Sentinel ------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ ROOM = Room(
         ),
         # ---- one node for itself ----
         Mutant(
-            "tiers/redis.py",
+            "tiers/redis_health.py",
             "        place = self._link.node_of(name)\n",
             "        place = self._link.label\n",
             "one node that is full or away stops all of them",
