@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from itertools import islice
 from typing import Any, TypeVar
@@ -33,11 +33,13 @@ from kvtier.errors import StateError, TierError
 from kvtier.owner import NOBODY
 from kvtier.recency import coldest_first
 from kvtier.tiers.breaker import Breaker
+from kvtier.tiers.redis_chunk import get_chunk, put_chunk
+from kvtier.tiers.redis_errors import FAULTS, MovedError, MovingError, RefusedError
 from kvtier.tiers.redis_form import HEADER_BYTES, Form
 from kvtier.tiers.redis_health import FAULTS_TO_OPEN, Health
 from kvtier.tiers.redis_link import Link
 from kvtier.tiers.redis_start import Facts, greet, room_for, scan, search
-from kvtier.tiers.redis_wire import FAULTS, MovedError, MovingError, RefusedError, Reply, Wire, WrongSizeError, arrived
+from kvtier.tiers.redis_wire import Reply, Wire, arrived
 
 T = TypeVar("T")
 
@@ -50,7 +52,6 @@ _MAX_CHUNK_BYTES = 1 << 30
 _SETTLED_AT_ONCE = 32
 _MOST_OWED = 65_536
 _FIND_AT_ONCE = 512
-_TTL_GRACE_MS = 10_000
 
 
 class RedisTier:
@@ -169,7 +170,9 @@ class RedisTier:
                 self.counts["refused"] += 1
                 return False
             self._owed.pop(key, None)
-        refusal = self._call("failed_writes", name, lambda wire: [self._put(wire, key, data, owner)])
+        refusal = self._call(
+            "failed_writes", name, lambda wire: [put_chunk(wire, self._form, (key, owner), data, self._ttl_ms)]
+        )
         if refusal is None:  # a fault: parts of it may be there
             self._owe([key])
             return False
@@ -182,7 +185,9 @@ class RedisTier:
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
         """See :meth:`Tier.read`. ``into`` has exactly the size that was written. None while its node is away."""
-        outcome = self._call("failed_reads", self._form.header_name(key), lambda wire: self._get(wire, key, into))
+        outcome = self._call(
+            "failed_reads", self._form.header_name(key), lambda wire: get_chunk(wire, self._form, key, into)
+        )
         if outcome is None:
             return None
         self._count(outcome, "bytes_read", into.nbytes if outcome == "reads" else 0)
@@ -243,55 +248,7 @@ class RedisTier:
         self._closed = True
         self._link.close()
 
-    # ---- one chunk -----------------------------------------------------------------------------------------------
-
-    def _put(self, wire: Wire, key: ChunkKey, data: memoryview, owner: int) -> RefusedError | None:
-        """Parts, then the header; on a refusal the parts are taken back."""
-        digest = xxh3_128(key)
-
-        def parts() -> Iterator[tuple[bytes, memoryview]]:
-            for name, part in zip(self._form.part_names(key, data.nbytes), self._form.split(data), strict=True):
-                digest.update(part)
-                yield name, part
-
-        # Parts outlive their header, so that a chunk whose time is over is a miss and not a torn chunk.
-        refusal = wire.put(parts(), None if self._ttl_ms is None else self._ttl_ms + _TTL_GRACE_MS)
-        if refusal is None:
-            header = memoryview(self._form.header(key, data.nbytes, digest.digest(), owner))
-            refusal = wire.put([(self._form.header_name(key), header)], self._ttl_ms)
-        if refusal is not None:
-            wire.ask([("UNLINK", *self._form.names(key, data.nbytes))])
-        return refusal
-
-    def _get(self, wire: Wire, key: ChunkKey, into: memoryview) -> str:
-        """Header and parts; which count the read falls under."""
-        header = memoryview(bytearray(HEADER_BYTES))
-        digest = xxh3_128(key)
-        parts, checksum = self._form.split(into), None
-        come = 0
-        try:
-            with closing(wire.get(self._form.names(key, into.nbytes), [header, *parts])) as memories:
-                for memory in memories:
-                    if come:
-                        digest.update(memory)
-                    elif (checksum := self._form.checksum(bytes(header), key, into.nbytes)) is None:
-                        return "corrupt"
-                    come += 1
-        except WrongSizeError:
-            return "corrupt"
-        if come == 0:
-            return "misses"
-        if come <= len(parts):
-            return "evicted" if self._is_torn(wire, key, into.nbytes) else "misses"
-        return "reads" if checksum == digest.digest() else "corrupt"
-
-    def _is_torn(self, wire: Wire, key: ChunkKey, length: int) -> bool:
-        """Is there a header without one of its parts? If not, the chunk was deleted, and maybe written anew, while it
-        was read, and must not be dropped. One command, because only one command is one moment: EXISTS counts a name
-        as often as it is given, so the header, given more often than there are parts, shows in the sum."""
-        parts = self._form.part_names(key, length)
-        (count,) = wire.ask([("EXISTS", *[self._form.header_name(key)] * (len(parts) + 1), *parts)])
-        return isinstance(count, int) and len(parts) < count < 2 * len(parts) + 1
+    # ---- many chunks -------------------------------------------------------------------------------
 
     def _held(self, keys: Sequence[ChunkKey]) -> int:
         """How many of ``keys``, from the first on, have a header."""

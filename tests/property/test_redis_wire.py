@@ -12,23 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.redis_nodes import MOST_NODES, SLOTS, cluster_map, slot_of
-from kvtier.tiers.redis_start import Facts, facts_of, limit_of
-from kvtier.tiers.redis_wire import (
+from kvtier.tiers.redis_errors import (
     FAULTS,
-    INFO,
-    SCANNED,
-    SMALL,
-    Bounds,
     LinkError,
     MovedError,
     MovingError,
     ProtocolError,
     RefusedError,
     SetupError,
-    Wire,
     WrongSizeError,
 )
+from kvtier.tiers.redis_nodes import MOST_NODES, SLOTS, cluster_map, slot_of
+from kvtier.tiers.redis_start import Facts, facts_of, limit_of
+from kvtier.tiers.redis_wire import INFO, SCANNED, SMALL, Bounds, Wire
 
 SIZE = 12
 VALUE = bytes(range(SIZE))

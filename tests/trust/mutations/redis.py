@@ -203,9 +203,9 @@ ROOM = Room(
         ),
         # ---- a chunk ----
         Mutant(
-            "tiers/redis.py",
-            '        return "reads" if checksum == digest.digest() else "corrupt"',
-            '        return "reads"',
+            "tiers/redis_chunk.py",
+            '    return "reads" if checksum == digest.digest() else "corrupt"',
+            '    return "reads"',
             "a wrong byte is served",
         ),
         Mutant(
