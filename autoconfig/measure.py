@@ -99,8 +99,8 @@ def _timed_disk(disk: Disk, seconds: float) -> Disk:
 
 def _redis_speed(redis: Redis, seconds: float) -> Fact[float]:
     """The slower of SET and GET of 4 MiB values under one name that expires by itself."""
+    from kvtier.tiers.redis_errors import FAULTS, RefusedError, WrongSizeError
     from kvtier.tiers.redis_link import Link
-    from kvtier.tiers.redis_wire import FAULTS, RefusedError, WrongSizeError
 
     room = (redis.maxmemory.value or 1 << 62) - (redis.used.value or 0)
     if room < _KEEP_FREE * _BLOCK:

@@ -250,12 +250,11 @@ def probe_disks(paths: Sequence[str] = (), root: Path = ROOT) -> tuple[Disk, ...
 
 def probe_redis(url: str) -> Redis:
     """One INFO of every node, at most a second to connect and one to answer. Memory is that of all primaries together.
-
     Raises ConfigError for a URL that is none, without showing it."""
     from kvtier.redis_url import parse
+    from kvtier.tiers.redis_errors import FAULTS
     from kvtier.tiers.redis_link import Link
     from kvtier.tiers.redis_start import hopeless, limit_of, node_facts, wrong_kind
-    from kvtier.tiers.redis_wire import FAULTS
 
     link = Link(url, connections=1)
     local = parse(url).local

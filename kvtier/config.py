@@ -197,12 +197,7 @@ def default_nvme_bytes(free: int) -> int:
 
 def masked(value: object) -> object:
     """``value``, without what may be a password: of a URL that holds one, what was understood of it, or its scheme."""
-    if not isinstance(value, str) or not _MAY_HOLD_A_PASSWORD.match(value):
-        return value
-    return redis_url.masked(value)
-
-
-_MAY_HOLD_A_PASSWORD = re.compile("(?is)(redis|valkey).*:|[^/].*[@#?]")
+    return redis_url.masked_where_needed(value) if isinstance(value, str) else value
 
 
 _SECRET_NAME = re.compile(

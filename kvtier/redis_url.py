@@ -36,6 +36,7 @@ _SCHEME = re.compile(r"(redis|rediss|valkey|valkeys)(?:\+(cluster|sentinel))?|un
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252}))(?::([0-9]{1,5}))?")
 _SERVICE = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _UNPRINTABLE = re.compile(r"[\x00-\x20\x7f-\xa0]")
+_MAY_HOLD_A_PASSWORD = re.compile("(?is)(redis|valkey).*:|[^/].*[@#?]")
 _FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
 _SECRET = ("password", "sentinel_password")
@@ -152,6 +153,11 @@ def masked(text: str) -> str:
     except ConfigError:
         scheme, separator, _ = text.partition("://")
         return f"{scheme.lower()}://***" if separator and _SCHEME.fullmatch(scheme.lower()) else "***"
+
+
+def masked_where_needed(text: str) -> str:
+    """``text`` as it is, unless it may be a URL with a password, right or wrong; then as :func:`masked`."""
+    return masked(text) if _MAY_HOLD_A_PASSWORD.match(text) else text
 
 
 def _options(query: str) -> dict[str, str]:

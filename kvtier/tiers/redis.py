@@ -21,9 +21,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -34,10 +33,13 @@ from kvtier.errors import StateError, TierError
 from kvtier.owner import NOBODY
 from kvtier.recency import coldest_first
 from kvtier.tiers.breaker import Breaker
+from kvtier.tiers.redis_chunk import get_chunk, put_chunk
+from kvtier.tiers.redis_errors import FAULTS, MovedError, MovingError, RefusedError
 from kvtier.tiers.redis_form import HEADER_BYTES, Form
+from kvtier.tiers.redis_health import FAULTS_TO_OPEN, Health
 from kvtier.tiers.redis_link import Link
 from kvtier.tiers.redis_start import Facts, greet, room_for, scan, search
-from kvtier.tiers.redis_wire import FAULTS, MovedError, MovingError, RefusedError, Reply, Wire, WrongSizeError, arrived
+from kvtier.tiers.redis_wire import Reply, Wire, arrived
 
 T = TypeVar("T")
 
@@ -47,21 +49,9 @@ _COUNTS = (
     "failed_deletes", "corrupt", "evicted", "refused", "breaker_trips",
 )  # fmt: skip
 _MAX_CHUNK_BYTES = 1 << 30
-_FAULTS_TO_OPEN = 3
-_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
-_FULL_WAIT_S, _LONGEST_FULL_WAIT_S = 0.25, 8.0
 _SETTLED_AT_ONCE = 32
 _MOST_OWED = 65_536
 _FIND_AT_ONCE = 512
-_TTL_GRACE_MS = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class _Node:
-    """What is known of one node. Its capacity is its own: a full one says nothing about the others."""
-
-    away: Breaker
-    full: Breaker
 
 
 class RedisTier:
@@ -103,7 +93,7 @@ class RedisTier:
         self._link, self._form, self._clock = link, form, clock
         self._ttl_ms = None if ttl_s is None else max(1, int(ttl_s * 1000))
         self._lock = threading.Lock()
-        self._nodes: dict[str, _Node] = {}
+        self._health = Health(link, clock)
         self._owed: dict[ChunkKey, None] = {}
         self._settling: set[ChunkKey] = set()
         self._logged: set[str] = set()
@@ -118,14 +108,12 @@ class RedisTier:
     @property
     def open_breakers(self) -> int:
         """Nodes that are left alone now because they failed."""
-        known = set(self._link.nodes())
-        return sum(node.away.open for name, node in list(self._nodes.items()) if name in known)
+        return self._health.away
 
     @property
     def full_nodes(self) -> int:
         """Nodes that are sent no writes now because they refused one."""
-        known = set(self._link.nodes())
-        return sum(node.full.open for name, node in list(self._nodes.items()) if name in known)
+        return self._health.full
 
     @property
     def owed(self) -> int:
@@ -145,7 +133,7 @@ class RedisTier:
                 for wire in wires:
                     scan(wire, self._form, self.chunk_bytes, stamps, self._clock, self._link.label)
         except FAULTS as error:
-            self._failed(self._node(b"").away, "failed_finds", error)
+            self._failed(self._health.of(b"").away, "failed_finds", error)
         order = coldest_first(stamps.items())
         if stamps:
             more = max(0, len(order) - self.capacity)
@@ -167,7 +155,7 @@ class RedisTier:
                 for wire in wires:
                     whole &= search(wire, self._form, owner, found, self._clock)
         except FAULTS as error:
-            self._failed(self._node(b"").away, "failed_finds", error)
+            self._failed(self._health.of(b"").away, "failed_finds", error)
             whole = False
         return found, whole
 
@@ -176,13 +164,15 @@ class RedisTier:
         if not 0 < data.nbytes <= self.chunk_bytes:
             raise StateError(f"a chunk of {data.nbytes} bytes for a tier of chunks of {self.chunk_bytes} bytes")
         name = self._form.header_name(key)
-        full = self._node(name).full
+        full = self._health.of(name).full
         with self._lock:
             if key in self._settling or not full.allows():
                 self.counts["refused"] += 1
                 return False
             self._owed.pop(key, None)
-        refusal = self._call("failed_writes", name, lambda wire: [self._put(wire, key, data, owner)])
+        refusal = self._call(
+            "failed_writes", name, lambda wire: [put_chunk(wire, self._form, (key, owner), data, self._ttl_ms)]
+        )
         if refusal is None:  # a fault: parts of it may be there
             self._owe([key])
             return False
@@ -195,7 +185,9 @@ class RedisTier:
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
         """See :meth:`Tier.read`. ``into`` has exactly the size that was written. None while its node is away."""
-        outcome = self._call("failed_reads", self._form.header_name(key), lambda wire: self._get(wire, key, into))
+        outcome = self._call(
+            "failed_reads", self._form.header_name(key), lambda wire: get_chunk(wire, self._form, key, into)
+        )
         if outcome is None:
             return None
         self._count(outcome, "bytes_read", into.nbytes if outcome == "reads" else 0)
@@ -256,55 +248,7 @@ class RedisTier:
         self._closed = True
         self._link.close()
 
-    # ---- one chunk -----------------------------------------------------------------------------------------------
-
-    def _put(self, wire: Wire, key: ChunkKey, data: memoryview, owner: int) -> RefusedError | None:
-        """Parts, then the header; on a refusal the parts are taken back."""
-        digest = xxh3_128(key)
-
-        def parts() -> Iterator[tuple[bytes, memoryview]]:
-            for name, part in zip(self._form.part_names(key, data.nbytes), self._form.split(data), strict=True):
-                digest.update(part)
-                yield name, part
-
-        # Parts outlive their header, so that a chunk whose time is over is a miss and not a torn chunk.
-        refusal = wire.put(parts(), None if self._ttl_ms is None else self._ttl_ms + _TTL_GRACE_MS)
-        if refusal is None:
-            header = memoryview(self._form.header(key, data.nbytes, digest.digest(), owner))
-            refusal = wire.put([(self._form.header_name(key), header)], self._ttl_ms)
-        if refusal is not None:
-            wire.ask([("UNLINK", *self._form.names(key, data.nbytes))])
-        return refusal
-
-    def _get(self, wire: Wire, key: ChunkKey, into: memoryview) -> str:
-        """Header and parts; which count the read falls under."""
-        header = memoryview(bytearray(HEADER_BYTES))
-        digest = xxh3_128(key)
-        parts, checksum = self._form.split(into), None
-        come = 0
-        try:
-            with closing(wire.get(self._form.names(key, into.nbytes), [header, *parts])) as memories:
-                for memory in memories:
-                    if come:
-                        digest.update(memory)
-                    elif (checksum := self._form.checksum(bytes(header), key, into.nbytes)) is None:
-                        return "corrupt"
-                    come += 1
-        except WrongSizeError:
-            return "corrupt"
-        if come == 0:
-            return "misses"
-        if come <= len(parts):
-            return "evicted" if self._is_torn(wire, key, into.nbytes) else "misses"
-        return "reads" if checksum == digest.digest() else "corrupt"
-
-    def _is_torn(self, wire: Wire, key: ChunkKey, length: int) -> bool:
-        """Is there a header without one of its parts? If not, the chunk was deleted, and maybe written anew, while it
-        was read, and must not be dropped. One command, because only one command is one moment: EXISTS counts a name
-        as often as it is given, so the header, given more often than there are parts, shows in the sum."""
-        parts = self._form.part_names(key, length)
-        (count,) = wire.ask([("EXISTS", *[self._form.header_name(key)] * (len(parts) + 1), *parts)])
-        return isinstance(count, int) and len(parts) < count < 2 * len(parts) + 1
+    # ---- many chunks -------------------------------------------------------------------------------
 
     def _held(self, keys: Sequence[ChunkKey]) -> int:
         """How many of ``keys``, from the first on, have a header."""
@@ -331,7 +275,7 @@ class RedisTier:
 
     def _call(self, count: str, name: bytes, action: Callable[[Wire], T], *, settle: bool = True) -> T | None:
         """``action`` on a wire to the node of ``name``; None when the node fails, or is left alone because it did."""
-        breaker = self._node(name).away
+        breaker = self._health.of(name).away
         if self._closed or not breaker.allows():
             self._count("refused")
             return None
@@ -340,7 +284,7 @@ class RedisTier:
                 result = self._once(name, action)
             except MovedError:  # the node is well, and said where to go
                 breaker.ok()
-                breaker = self._node(name).away
+                breaker = self._health.of(name).away
                 result = self._once(name, action)
         except MovingError as error:
             breaker.ok()
@@ -364,24 +308,13 @@ class RedisTier:
         """Small commands about names of one node."""
         return self._call(count, commands[0][1], lambda wire: wire.ask(commands), settle=settle)
 
-    def _node(self, name: bytes) -> _Node:
-        """What is known of the node of ``name``. Nodes that left the cluster are forgotten when a new one is met."""
-        place = self._link.node_of(name)
-        with self._lock:
-            if place not in self._nodes:
-                known = set(self._link.nodes())
-                self._nodes = {name: node for name, node in self._nodes.items() if name in known}
-                away = Breaker(_FAULTS_TO_OPEN, _WAIT_S, _LONGEST_WAIT_S, self._clock)
-                self._nodes[place] = _Node(away, Breaker(1, _FULL_WAIT_S, _LONGEST_FULL_WAIT_S, self._clock))
-            return self._nodes[place]
-
     def _failed(self, breaker: Breaker, count: str, error: Exception) -> None:
         self._count(count)
         self._log_first(count, error)
         if breaker.fault():
             self._count("breaker_trips")
             _LOG.warning("Redis tier %s: %d faults in a row; every call misses for %.1f s, then one tries again (%s)",
-                         self._link.label, _FAULTS_TO_OPEN, breaker.wait_s, error)  # fmt: skip
+                         self._link.label, FAULTS_TO_OPEN, breaker.wait_s, error)  # fmt: skip
 
     def _refused(self, refusal: RefusedError, full: Breaker) -> None:
         """The node answered, and does not take writes now (full, read-only, a disk of its own that fails)."""
@@ -438,5 +371,5 @@ class RedisTier:
         try:
             return greet(self._link, self._form)
         except FAULTS as error:
-            self._failed(self._node(self._form.probe).away, "failed_finds", error)
+            self._failed(self._health.of(self._form.probe).away, "failed_finds", error)
             return []

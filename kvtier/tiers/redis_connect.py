@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 
 from kvtier.errors import ConfigError
 from kvtier.redis_url import Address, Login, RedisUrl, Tls
-from kvtier.tiers.redis_wire import LinkError, RefusedError, Wire, login_error
+from kvtier.tiers.redis_errors import LinkError, RefusedError, login_error
+from kvtier.tiers.redis_wire import Wire
 
 
 class Dialer:

@@ -10,8 +10,9 @@ from contextlib import AbstractContextManager, contextmanager
 from kvtier.errors import ConfigError
 from kvtier.redis_url import Address, Kind, RedisUrl, address_text, parse
 from kvtier.tiers.redis_connect import Dialer, Pool
+from kvtier.tiers.redis_errors import FAULTS, MovedError, MovingError
 from kvtier.tiers.redis_nodes import ClusterNodes, Nodes, OneServer, SentinelNodes
-from kvtier.tiers.redis_wire import FAULTS, MovedError, MovingError, Wire
+from kvtier.tiers.redis_wire import Wire
 
 
 class Link:

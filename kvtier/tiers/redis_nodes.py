@@ -15,16 +15,8 @@ from typing import Any, Protocol
 
 from kvtier.redis_url import Address, RedisUrl, address_text
 from kvtier.tiers.redis_connect import Dialer
-from kvtier.tiers.redis_wire import (
-    FAULTS,
-    Bounds,
-    LinkError,
-    ProtocolError,
-    RefusedError,
-    Reply,
-    SetupError,
-    Wire,
-)
+from kvtier.tiers.redis_errors import FAULTS, LinkError, ProtocolError, RefusedError, SetupError
+from kvtier.tiers.redis_wire import Bounds, Reply, Wire
 
 SLOTS = 16384
 MOST_NODES = 1000

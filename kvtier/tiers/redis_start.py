@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from kvtier.chunk import ChunkKey
 from kvtier.errors import TierError
 from kvtier.owner import may
+from kvtier.tiers.redis_errors import FAULTS, RefusedError, SetupError
 from kvtier.tiers.redis_form import Form, judge
 from kvtier.tiers.redis_link import Link
-from kvtier.tiers.redis_wire import FAULTS, INFO, RefusedError, Reply, SetupError, Wire
+from kvtier.tiers.redis_wire import INFO, Reply, Wire
 
 _LOG = logging.getLogger(__name__)
 _SHARE_OF_MAXMEMORY = 0.9

@@ -16,7 +16,15 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.redis_url import Address
+from kvtier.tiers.redis_errors import (
+    LinkError,
+    MovedError,
+    MovingError,
+    ProtocolError,
+    RefusedError,
+    WrongSizeError,
+    login_error,
+)
 
 IN_FLIGHT = 2
 """Parts under way at once: one travels while Redis works on the other. More only fills socket buffers and caches."""
@@ -28,50 +36,6 @@ _NUMBER = re.compile(rb"-?[0-9]{1,19}")
 _CODE = re.compile(rb"[A-Z]{2,20}")
 _ADDRESS = re.compile(r"(.*):([0-9]{1,5})")
 _SLOTS = 16384
-
-
-class LinkError(Exception):
-    """The server, the network or the login failed; the connection is closed."""
-
-
-class SetupError(LinkError):
-    """What only the operator can mend; the text says how."""
-
-
-class ProtocolError(LinkError):
-    """Bytes that are no reply to what was asked."""
-
-
-class MovingError(LinkError):
-    """The node is well, and these names are moving to another one just now. They are somewhere, so this is no miss."""
-
-
-class MovedError(MovingError):
-    """These names lie on another node.
-
-    ``slot``: theirs. ``address``: the node's, None where the server did not say one."""
-
-    def __init__(self, slot: int, address: Address | None) -> None:
-        super().__init__("these names lie on another node of the cluster")
-        self.slot, self.address = slot, address
-
-
-class WrongSizeError(Exception):
-    """A value does not have the size that was asked for; the connection is closed."""
-
-
-FAULTS = (LinkError, OSError)
-"""What a call over a link raises when the server, the network or the login fails."""
-
-
-class RefusedError(Exception):
-    """An error that the server answered with. A value in lists of replies.
-
-    ``code``: its first word, as ``OOM``. Its text is printable, short, and hides our password."""
-
-    def __init__(self, code: str, text: str) -> None:
-        super().__init__(text)
-        self.code = code
 
 
 Reply = Any
@@ -395,11 +359,6 @@ def _moved(words: Sequence[str]) -> MovedError:
         return MovedError(0, None)
     found = _ADDRESS.fullmatch(words[2])
     return MovedError(int(words[1]), (found[1].strip("[]"), int(found[2])) if found and found[1] else None)
-
-
-def login_error(refusal: RefusedError) -> SetupError:
-    """Without the server's words, which may repeat what it was told."""
-    return SetupError(f"login refused ({refusal.code}); correct user and password in redis_url")
 
 
 def arrived(wire: Wire, names: Sequence[bytes], into: Sequence[memoryview]) -> int:

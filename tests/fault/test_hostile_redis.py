@@ -156,7 +156,7 @@ def test_a_cluster_s_map_and_a_sentinel_s_word_are_bounded_too(kind: str, answer
 
 
 GARBAGE: dict[str, dict[bytes, Answer]] = {
-    "SCAN tells no names": {b"SCAN": b"*2\r\n$1\r\n0\r\n*2\r\n:1\r\n*0\r\n"},
+    "SCAN tells no names": {b"SCAN": b"*2\r\n$1\r\n0\r\n*2\r\n:1\r\n:2\r\n"},
     "SCAN's cursor is a word": {b"SCAN": b"*2\r\n$4\r\nword\r\n*0\r\n"},
     "SCAN is a number": {b"SCAN": b":5\r\n"},
     "SCAN is refused": {b"SCAN": b"-ERR unknown command\r\n"},

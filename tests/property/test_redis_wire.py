@@ -12,23 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.redis_nodes import MOST_NODES, SLOTS, cluster_map, slot_of
-from kvtier.tiers.redis_start import Facts, facts_of, limit_of
-from kvtier.tiers.redis_wire import (
+from kvtier.tiers.redis_errors import (
     FAULTS,
-    INFO,
-    SCANNED,
-    SMALL,
-    Bounds,
     LinkError,
     MovedError,
     MovingError,
     ProtocolError,
     RefusedError,
     SetupError,
-    Wire,
     WrongSizeError,
 )
+from kvtier.tiers.redis_nodes import MOST_NODES, SLOTS, cluster_map, slot_of
+from kvtier.tiers.redis_start import Facts, facts_of, limit_of
+from kvtier.tiers.redis_wire import INFO, SCANNED, SMALL, Bounds, Wire
 
 SIZE = 12
 VALUE = bytes(range(SIZE))
@@ -186,6 +182,22 @@ def test_an_answer_of_more_than_was_asked_for_is_refused_at_its_header(answer: b
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2 << 20
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"*2\r\n$1\r\n0\r\n*1\r\n:1\r\n",
+        b"*2\r\n$1\r\n0\r\n*1\r\n$-1\r\n",
+        b"*2\r\n$1\r\nx\r\n*0\r\n",
+        b"*2\r\n:0\r\n*0\r\n",
+        b"*1\r\n$1\r\n0\r\n",
+        b":0\r\n",
+    ],
+)
+def test_a_scan_of_something_else_than_names_is_a_fault(answer: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        list(on(answer).scan(b"*", 10))
 
 
 def test_a_value_that_is_longer_than_it_says_ends_the_connection() -> None:

@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvtier.chunk import ChunkKey
 from kvtier.tiers.base import PartReader, Tier, owners_in, write_for
-from kvtier.tiers.redis_wire import LinkError, RefusedError, WrongSizeError
+from kvtier.tiers.redis_errors import LinkError, RefusedError, WrongSizeError
 from tests.trust.scheduler import Process, ViolationError, World
 
 

@@ -16,9 +16,9 @@ from kvtier.errors import TierError
 from kvtier.redis_url import parse
 from kvtier.tiers.redis import RedisTier
 from kvtier.tiers.redis_connect import Dialer
+from kvtier.tiers.redis_errors import LinkError
 from kvtier.tiers.redis_link import Link
 from kvtier.tiers.redis_nodes import ClusterNodes, SentinelNodes, slot_of
-from kvtier.tiers.redis_wire import LinkError
 from tests.clock import Clock
 from tests.redis_server import CHUNK_BYTES, FORM, KEYS, chunk
 from tests.scripted_redis import Answer, cluster_slots, primary, scripted
@@ -186,7 +186,7 @@ def test_nodes_that_left_the_cluster_are_forgotten(stack: ExitStack, two: Any) -
     assert tier.find(HIGH[:1]) == 0  # draws the map
     assert tier.find(LOW[:1]) == 1
     assert tier.open_breakers == 0
-    assert f"127.0.0.1:{ports[0]}" not in tier._nodes
+    assert f"127.0.0.1:{ports[0]}" not in tier._health._nodes
 
 
 # ---- Sentinel ------------------------------------------------------------------------------------

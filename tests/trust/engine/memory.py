@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 VOCABULARY = 997
+Array = np.ndarray[Any, Any]
 _GARBAGE = np.uint64(0x6261643F6B763F21)
 
 
@@ -50,9 +52,9 @@ class RankMemory:
             for number, name in enumerate(layers)
         }
 
-    def _places(self, blocks: Sequence[int], begin: int, end: int) -> np.ndarray:
+    def _places(self, blocks: Sequence[int], begin: int, end: int) -> Array:
         positions = np.arange(begin, end)
-        table = np.asarray(blocks, np.int64)
+        table: Array = np.asarray(blocks, np.int64)
         return table[positions // self.block_tokens] * self.block_tokens + positions % self.block_tokens
 
     def wrong(self, blocks: Sequence[int], states: Sequence[int], end: int) -> int | None:

@@ -190,7 +190,7 @@ ROOM = Room(
         ),
         # ---- one node for itself ----
         Mutant(
-            "tiers/redis.py",
+            "tiers/redis_health.py",
             "        place = self._link.node_of(name)\n",
             "        place = self._link.label\n",
             "one node that is full or away stops all of them",
@@ -203,9 +203,9 @@ ROOM = Room(
         ),
         # ---- a chunk ----
         Mutant(
-            "tiers/redis.py",
-            '        return "reads" if checksum == digest.digest() else "corrupt"',
-            '        return "reads"',
+            "tiers/redis_chunk.py",
+            '    return "reads" if checksum == digest.digest() else "corrupt"',
+            '    return "reads"',
             "a wrong byte is served",
         ),
         Mutant(
