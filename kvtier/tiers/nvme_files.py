@@ -73,8 +73,6 @@ class SlotFiles:
             if INDEX_NAME in folder.made_files:
                 self._tell_of_removed()
             self._payload = folder.open(SLOTS_NAME, os.O_RDWR, make=True)
-            for fd in (self._index, self._payload):
-                os.fchmod(fd, 0o600)  # a umask may have left fewer rights than the next start needs
             self._check_room()
             self._adopt()
             self._reserve()

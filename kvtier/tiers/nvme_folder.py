@@ -63,7 +63,9 @@ class TierFolder:
         """
         if make:
             with suppress(FileExistsError):
-                os.close(os.open(name, flags | _FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd))
+                made = os.open(name, flags | _FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd)
+                os.fchmod(made, 0o600)  # a umask may have left fewer rights than the next start needs
+                os.close(made)
                 self.made_files.append(name)
         try:
             fd = os.open(name, flags | _FLAGS, dir_fd=self._fd)

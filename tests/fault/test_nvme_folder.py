@@ -170,6 +170,7 @@ def test_a_pipe_in_a_files_place_is_refused_and_not_waited_for(tmp_path: Path, n
 
 
 def test_files_that_a_narrow_umask_made_can_be_opened_again(tmp_path: Path) -> None:
+    (tmp_path / "tier").mkdir()
     before = os.umask(0o277)
     try:
         closed_tier(tmp_path / "tier")

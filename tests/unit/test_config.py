@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -402,3 +403,48 @@ def test_auto_config_fills_only_what_nobody_set() -> None:
     config = filled(load(env={"KVTIER_RAM_BYTES": "1GiB"}), {"ram_bytes": 5, "nvme_threads": 3}, "plan")
     assert (config.ram_bytes, config.nvme_threads) == (2**30, 3)
     assert config.sources["nvme_threads"] == "plan"
+
+
+SECRET = "s3cr3t-0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("KVTIER_REDIS_URL", f"redis:/user:{SECRET}@host"),
+        ("KVTIER_REDIS_URL", f"user:{SECRET}@host:6379"),
+        ("KVTIER_ENCRYPTION_KEY_FILE", SECRET),
+        ("KVTIER_SERVER_TOKEN_FILE", SECRET),
+        ("LMCACHE_EXTRA_CONFIG", f'{{"password": "{SECRET}"'),
+        ("LMCACHE_EXTRA_CONFIG", f'["{SECRET}"]'),
+    ],
+)
+def test_an_error_does_not_show_what_may_be_a_secret(variable: str, value: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(env={variable: value, "KVTIER_REPLACE_LMCACHE": "1"})
+    assert SECRET not in str(error.value)
+
+
+def test_an_error_shows_a_file_that_is_none_and_cuts_what_is_long() -> None:
+    with pytest.raises(ConfigError, match="server_token_file='token'"):
+        load(env={"KVTIER_SERVER_TOKEN_FILE": "token"})
+    with pytest.raises(ConfigError) as error:
+        load(env={"KVTIER_TAKE_HITS": "x" * 100_000})
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"redis_password": SECRET}, {"auth_token": SECRET}, {"sentinel": {"password": SECRET}}, {"hosts": [SECRET]}],
+    ids=lambda extra: next(iter(extra)),
+)
+def test_lmcaches_secrets_are_not_logged(extra: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    load(env={"LMCACHE_EXTRA_CONFIG": json.dumps(extra), "KVTIER_REPLACE_LMCACHE": "1"})
+    assert f"extra_config.{next(iter(extra))}" in caplog.text
+    assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize("url", [f"redis://user:{SECRET}@host/0", f"rediss://host/0?password={SECRET}"])
+def test_a_password_in_a_url_is_not_described(url: str) -> None:
+    assert SECRET not in str(describe(load(env={"KVTIER_REDIS_URL": url})))

@@ -83,16 +83,16 @@ ROOM = Room(
             "one fault of a folder is forgiven",
         ),
         Mutant(
-            _FILES,
-            "                os.fchmod(fd, 0o600)  #",
+            _FOLDER,
+            "                os.fchmod(made, 0o600)  #",
             "                pass  #",
             "after a start with a narrow umask the next one cannot open the files",
         ),
         Mutant(
-            _FILES,
-            "                os.fchmod(fd, 0o600)  #",
-            "                (self.path / SLOTS_NAME).chmod(0o644)  #",
-            "the payloads become readable to every user",
+            _FOLDER,
+            "                os.fchmod(made, 0o600)  #",
+            "                os.fchmod(made, 0o644)  #",
+            "the tier makes files that every user may read, and refuses them",
         ),
         # ---- the way there ---
         Mutant(
