@@ -88,7 +88,7 @@ class Server:
         ``found`` on the disk. That is what the first engine of each size would do. Raises KVTierError when the
         configured one cannot be opened; another is tried again when an engine asks for it."""
         opened = {size: asyncio.wrap_future(one) for size, one in self.realms.prepare(slot_bytes, found).items()}
-        await asyncio.gather(*opened.values(), return_exceptions=True)
+        await asyncio.shield(asyncio.gather(*opened.values(), return_exceptions=True))
         for size, future in opened.items():
             error = future.exception()
             if error is not None and size == slot_bytes:

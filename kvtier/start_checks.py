@@ -62,10 +62,10 @@ def try_redis(config: Config) -> str:
 
 
 def _greeted(config: Config, url: str) -> str:
+    from kvtier.tiers.redis_errors import FAULTS
     from kvtier.tiers.redis_form import Form
     from kvtier.tiers.redis_link import Link
     from kvtier.tiers.redis_start import greet, share_of
-    from kvtier.tiers.redis_wire import FAULTS
 
     link = Link(url, connections=1)
     with closing(link):

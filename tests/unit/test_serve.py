@@ -16,7 +16,7 @@ import pytest
 from kvtier import serve as starting
 from kvtier.bench.servers import free_port
 from kvtier.config import Config
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KVTierError
 from kvtier.server import Server, serve
 from kvtier.store import Store
 from tests.server_process import wait_for
@@ -46,7 +46,7 @@ def test_a_start_that_takes_long_can_be_stopped() -> None:
 
 
 def test_a_size_that_cannot_be_opened_ends_the_start() -> None:
-    with pytest.raises(ConfigError, match="nobody opens 4096"):
+    with pytest.raises(KVTierError, match="nobody opens 4096"):
         serve(lambda: Server(_opens_nothing, ()), lambda _: nullcontext(), lambda _: nullcontext(), (4096, ()))
 
 

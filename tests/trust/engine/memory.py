@@ -55,7 +55,8 @@ class RankMemory:
     def _places(self, blocks: Sequence[int], begin: int, end: int) -> Array:
         positions = np.arange(begin, end)
         table: Array = np.asarray(blocks, np.int64)
-        return table[positions // self.block_tokens] * self.block_tokens + positions % self.block_tokens
+        places: Array = table[positions // self.block_tokens] * self.block_tokens + positions % self.block_tokens
+        return places
 
     def wrong(self, blocks: Sequence[int], states: Sequence[int], end: int) -> int | None:
         """The first of the positions before ``end`` whose KV is not what it must be in some layer, else None."""
