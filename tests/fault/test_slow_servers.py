@@ -263,7 +263,7 @@ def test_a_server_that_answers_another_question_is_not_believed() -> None:
         tier.close()
 
 
-def test_an_answer_that_is_too_long_is_not_read() -> None:
+def test_an_answer_that_is_too_long_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
     def script(client: socket.socket) -> None:
         greet(client)
         hear(client, wire.Inbox(wire.StreamQuestion))
@@ -272,6 +272,7 @@ def test_an_answer_that_is_too_long_is_not_read() -> None:
     with rogue(None, script) as address:
         tier = RemoteTier(door(address))
         assert (tier.find([KEY]), tier.counts["failed"]) == (0, 1)
+        assert "a frame of 1048576 bytes, expected at most 4096" in caplog.text
         tier.close()
 
 
