@@ -36,12 +36,6 @@ ROOM = Room(
         ),
         Mutant(
             "connection.py",
-            ("            if not self._closed:\n                self._transport.pause_reading()\n"),
-            ("            pass\n"),
-            "a client is read from although what it asked is not done",
-        ),
-        Mutant(
-            "connection.py",
             ("        if self._work is not None or not self._lost or self._session is None or self._witness >= 0:\n"),
             ("        if self._work is not None or not self._lost or self._session is None:\n"),
             "slots of a dead engine are used again while its worker still writes",
@@ -78,12 +72,6 @@ ROOM = Room(
             ("        self._session = None\n        self._leave()\n"),
             ("        self._session = None\n"),
             "engines that are gone count as users of their size",
-        ),
-        Mutant(
-            "connection.py",
-            ("            self._work = None  # what it claims on its way goes back with it\n"),
-            "",
-            "what a stream was claiming when it was cut is claimed for ever",
         ),
         Mutant(
             "connection.py",
