@@ -59,6 +59,8 @@ class TestSessions:
         core.add(core.request("session", start[:], max_tokens=4, resumable=True))
         core.run("session")
         assert core.scheduler.requests["session"].num_tokens == 3 * CHUNK
+        half = core.connector._scheduler
+        half._keys(half._prompts["session"], 3 * CHUNK)  # as a step that is planned ahead does
         core.add(core.request("session", MORE.copy(), max_tokens=10, resumable=True))
         core.run("session")
         tokens = core.scheduler.requests["session"].all_token_ids[:]
