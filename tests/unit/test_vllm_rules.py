@@ -165,6 +165,19 @@ def test_a_key_enters_the_store_only_when_every_rank_wrote_its_part(core: Core) 
     assert core.hit(core.request("three", PROMPT[:])) == 3 * CHUNK
 
 
+def test_a_key_that_one_rank_could_not_write_never_enters_the_store(core: Core) -> None:
+    from collections import Counter
+
+    from kvtier.connectors.vllm.metadata import StepReport
+
+    half = core.connector._scheduler
+    half._parts = ((0, True), (4096, True))
+    core.add(core.request("one", PROMPT[:], max_tokens=9))
+    (job,) = core.scheduler.schedule().kv_connector_metadata.saves
+    half.report(StepReport(done=Counter({job.number: 1}), failed=Counter({job.number: 1})))
+    assert core.hit(core.request("two", PROMPT[:])) == 0
+
+
 def test_a_chunk_that_failed_to_load_is_forgotten(core: Core) -> None:
     from collections import Counter
 

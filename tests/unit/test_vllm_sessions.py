@@ -59,6 +59,8 @@ class TestSessions:
         core.add(core.request("session", start[:], max_tokens=4, resumable=True))
         core.run("session")
         assert core.scheduler.requests["session"].num_tokens == 3 * CHUNK
+        half = core.connector._scheduler
+        half._keys(half._prompts["session"], 3 * CHUNK)  # as a step that is planned ahead does
         core.add(core.request("session", MORE.copy(), max_tokens=10, resumable=True))
         core.run("session")
         tokens = core.scheduler.requests["session"].all_token_ids[:]
@@ -92,7 +94,8 @@ class TestReplacedWeights:
         core.add(core.request("one", FIRST.copy(), max_tokens=2 * CHUNK))
         core.step()
         core.step(replaced=True)
-        core.run("one")
+        while "one" in core.scheduler.requests:
+            assert not core.step().kv_connector_metadata.saves
         assert core.hit(core.request("two", FIRST.copy())) == 0
 
     def test_a_request_that_was_waiting_is_kept_under_the_new_keys(self, core: Core) -> None:

@@ -87,12 +87,6 @@ ROOM = Room(
         ),
         Mutant(
             _SCHEDULER,
-            "                prompt.saved = 0\n            else:\n                blocks",
-            "                pass\n            else:\n                blocks",
-            "what a preempted request had saved is never offered again",
-        ),
-        Mutant(
-            _SCHEDULER,
             "            if pending.done + pending.failed == len(self._parts):",
             "            if pending.done + pending.failed >= 1:",
             "a chunk is served when one of two ranks has written it",
