@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.autoconfig.probe import probe_redis
 from kvtier.bench.servers import free_port
 from kvtier.errors import TierError
 from kvtier.redis_url import parse
@@ -21,7 +22,7 @@ from kvtier.tiers.redis_link import Link
 from kvtier.tiers.redis_nodes import ClusterNodes, SentinelNodes, slot_of
 from tests.clock import Clock
 from tests.redis_server import CHUNK_BYTES, FORM, KEYS, chunk
-from tests.scripted_redis import Answer, cluster_slots, primary, scripted
+from tests.scripted_redis import Answer, bulk, cluster_slots, primary, scripted
 
 SHORT_S = 0.3
 HELD = b":1\r\n"
@@ -97,6 +98,15 @@ def test_what_was_known_stays_in_use_while_nobody_says_where_the_nodes_are(stack
     first[b"CLUSTER"] = second[b"CLUSTER"] = b"-ERR not now\r\n"
     tier._link.suspect()
     assert tier.find(KEYS) == len(KEYS)
+
+
+def test_one_node_of_a_cluster_is_not_taken_for_a_server(stack: ExitStack) -> None:
+    node = stack.enter_context(scripted({b"INFO": bulk("maxmemory:100\r\ncluster_enabled:1\r\n")}))
+    url = f"redis://127.0.0.1:{node}"
+    with pytest.raises(TierError, match=r"write redis\+cluster://"):
+        RedisTier(Link(url, timeout_s=SHORT_S), FORM, 1 << 20, CHUNK_BYTES)
+    seen = probe_redis(url)
+    assert seen.reachable.value is False and "write redis+cluster://" in seen.reachable.source
 
 
 # ---- slots that move -----------------------------------------------------------------------------
