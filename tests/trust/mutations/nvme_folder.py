@@ -177,8 +177,8 @@ ROOM = Room(
         ),
         Mutant(
             "status.py",
-            "    return away + [text for text in lost if text]",
-            "    return away",
+            "    return [*server.trouble.values(), *away, *(text for text in lost if text)]",
+            "    return [*server.trouble.values(), *away]",
             "health does not name a folder that was lost",
         ),
         Mutant(

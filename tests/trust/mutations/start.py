@@ -158,20 +158,20 @@ ROOM = Room(
         ),
         Mutant(
             "status.py",
-            "        *server.trouble.values(),\n",
-            "",
+            "    return [*server.trouble.values(), *away,",
+            "    return [*away,",
             "what the start found is told to nobody",
         ),
         Mutant(
             "server.py",
-            "        await server.prepare(slot_bytes)",
-            "        pass",
+            "    await server.prepare(*sizes)\n",
+            "",
             "the server is ready before its tiers are there",
         ),
         Mutant(
             "server.py",
-            "        await asyncio.shield(asyncio.wrap_future(realm.store.touched))",
-            "        pass",
+            "            await asyncio.shield(asyncio.wrap_future(opened[slot_bytes].result().store.touched))\n",
+            "",
             "the server is ready before its memory is there",
         ),
         Mutant(

@@ -86,8 +86,8 @@ ROOM = Room(
         ),
         Mutant(
             "lmcache.py",
-            "        given = f\"{note.key}={'***' if _is_secret(note.key) else shown(note.given)}\"",
-            '        given = f"{note.key}={shown(note.given)}"',
+            '        given = f"{note.key}={shown(note.key, note.given)}"',
+            '        given = f"{note.key}={note.given}"',
             "a password beside the URL is logged",
         ),
         Mutant(
