@@ -92,9 +92,7 @@ class Welcome(Message, tag=3):
     proof: Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)] = b""
 
 
-class Refused(Message, tag=4):
-    """The last message of a connection: why it ends. ``later``: the client did nothing wrong, and may try again."""
-
+class Refused(Message, tag=4):  # the last message: why it ends; later: the client did no wrong and may try again
     reason: Annotated[str, msgspec.Meta(max_length=900)]
     later: bool = False
 
