@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -217,6 +218,16 @@ def test_what_one_rank_says_of_its_weights_is_said_of_all() -> None:
     for one, other in ((True, False), (False, True), (False, False)):
         merged = StepReport(replaced=one).aggregate(StepReport(replaced=other))
         assert merged.replaced is (one or other)
+
+
+def test_every_rank_s_word_on_a_job_counts() -> None:
+    from kvtier.connectors.vllm.metadata import StepReport
+
+    one = StepReport(done=Counter({1: 1, 2: 1}), failed=Counter({3: 1}), failures={0: 1})
+    other = StepReport(done=Counter({1: 1}), failed=Counter({2: 1, 3: 1}), failures={0: 2, 1: 1})
+    merged = one.aggregate(other)
+    assert (merged.done, merged.failed) == (Counter({1: 2, 2: 1}), Counter({2: 1, 3: 2}))
+    assert merged.failures == {0: 2, 1: 1}
 
 
 def test_a_worker_tells_what_its_model_resolved_to(rank: Rank) -> None:
