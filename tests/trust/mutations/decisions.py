@@ -214,7 +214,7 @@ ROOM = Room(
         ),
         Mutant(
             "below.py",
-            "            self._away.fault()",
+            "            self._machine(entry.key).fault()",
             "            pass",
             "a tier that is away takes slots from RAM for every load",
         ),
