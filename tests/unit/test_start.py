@@ -103,7 +103,7 @@ def test_pools_are_found_and_each_is_counted_once(tmp_path: Path) -> None:
 def rows_of(text: str) -> dict[str, str]:
     """Lines of the part "What is set", by their key."""
     part = text.partition("What is set")[2].partition("Left out")[0]
-    return {line.split()[0]: line for line in part.splitlines() if line.startswith("  ")}
+    return {line.split()[0]: line for line in part.splitlines() if line and ":" not in line.split()[0]}
 
 
 def test_the_table_shows_what_is_used_and_whose_word_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,6 +246,7 @@ def test_a_server_tells_what_wears_its_disk(tmp_path: Path) -> None:
     assert store.lanes[0].close(60.0)
     store.tiers[0].delete(keys(1)[0])
     served: Any = SimpleNamespace(
+        trouble={},
         realms=SimpleNamespace(open={SLOT: Realm(store, lambda call: call())}),
         connections=[], lingering=[], counts=Counter(), ready=True, started=0.0,
     )  # fmt: skip

@@ -26,7 +26,9 @@ def made(module: Any, role: str) -> Any:
     """A connector of an engine with one worker, as vLLM makes it."""
     transfer = SimpleNamespace(kv_load_failure_policy="recompute", kv_connector_extra_config={})
     config = SimpleNamespace(
-        kv_transfer_config=transfer, parallel_config=SimpleNamespace(world_size=1, rank=0, data_parallel_index=0)
+        max_concurrent_batches=1,
+        kv_transfer_config=transfer,
+        parallel_config=SimpleNamespace(world_size=1, rank=0, data_parallel_index=0),
     )
     return module.KVTierConnector(config, getattr(module.KVConnectorRole, role), SimpleNamespace(num_blocks=4))
 
@@ -81,6 +83,7 @@ def test_slots_are_cut_by_layer_only_where_such_loads_are_confirmed(
     layout = SimpleNamespace(slot_bytes=8192)
     monkeypatch.setattr(module.layout, "chunk_layout", lambda *_: (layout, ((0, True),)))
     monkeypatch.setattr(module.layout, "layer_cuts", lambda *_: cuts)
+    monkeypatch.setattr(module.layout, "why_no_prefixes", lambda *_: "")
     monkeypatch.setattr(module, "assemble", lambda *_: None)
     monkeypatch.setattr(module, "SchedulerHalf", lambda *_, **more: given.update(more))
     made(module, "SCHEDULER").set_xfer_handshake_metadata_pp_aware({})

@@ -21,12 +21,6 @@ ROOM = Room(
         ),
         Mutant(
             _WORKER,
-            "        self._bad_blocks.update(job.blocks)\n",
-            "",
-            "vLLM is not told of a load that failed",
-        ),
-        Mutant(
-            _WORKER,
             "            first, taken = 0, taken + count\n",
             "            taken += count\n",
             "every chunk of a load begins where the first one does",
@@ -50,12 +44,6 @@ ROOM = Room(
             "min(chunks * self._layout.chunk_tokens, (total - 1) // block * block)",
             "min(chunks * self._layout.chunk_tokens, total // block * block)",
             "no token of a prompt is left to compute, and no answer comes",
-        ),
-        Mutant(
-            _SCHEDULER,
-            "ids[first:last], first - prompt.start * per_chunk)",
-            "ids[first:last], 0)",
-            "a load that begins inside a chunk takes the wrong blocks of it",
         ),
         Mutant(
             _SCHEDULER,
