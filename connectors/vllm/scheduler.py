@@ -286,10 +286,11 @@ class SchedulerHalf:
             pending.failed += report.failed[number]
             if pending.done + pending.failed == len(self._parts):
                 del self._pending[number]
-                self._end(pending)
+                self._end(pending, refused=report.replaced)
 
-    def _end(self, pending: Pending) -> None:
-        """A key enters the store only when every rank wrote its part; a chunk that one rank could not load goes."""
+    def _end(self, pending: Pending, *, refused: bool) -> None:
+        """A key enters the store only when every rank wrote its part; a chunk that one rank could not load goes, unless
+        it was ``refused`` to a model with other weights."""
         if not pending.failed:
             if isinstance(pending.lease, SaveLease | SharedSave):
                 self.misses.saved(len(pending.keys))
@@ -300,7 +301,7 @@ class SchedulerHalf:
         pending.lease.close()
         prompt = self._prompts.get(pending.request_id)
         failed_load = isinstance(pending.lease, LoadLease | SharedLoad)
-        if failed_load and not (isinstance(pending.lease, LoadLease) and pending.lease.fillings):
+        if failed_load and not refused and not (isinstance(pending.lease, LoadLease) and pending.lease.fillings):
             self.store.forget(pending.keys)
             logger.warning("load of %d chunks failed; they are dropped and recomputed", len(pending.keys))
         if prompt is not None and (failed_load or not prompt.retried):

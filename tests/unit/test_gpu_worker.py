@@ -220,6 +220,20 @@ def test_what_one_rank_says_of_its_weights_is_said_of_all() -> None:
         assert merged.replaced is (one or other)
 
 
+def test_saves_begun_after_a_load_that_fails_on_the_device_fail_though_their_copies_are_through(rank: Rank) -> None:
+    from kvtier.connectors.vllm.worker import _UnderWay
+
+    def broken() -> bool:
+        raise RuntimeError("CUDA error: injected")
+
+    load, save = rank.job(1, [0], [4, 5]), rank.job(2, [1], [4, 5])
+    bad: Any = SimpleNamespace(done=broken, seconds=None)
+    good: Any = SimpleNamespace(done=lambda: True, seconds=None)
+    rank.half._under_way.extend([_UnderWay(load, bad, is_load=True), _UnderWay(save, good, is_load=False)])
+    report = rank.half.report()
+    assert (dict(report.failed), dict(report.done)) == ({1: 1, 2: 1}, {})
+
+
 def test_every_rank_s_word_on_a_job_counts() -> None:
     from kvtier.connectors.vllm.metadata import StepReport
 

@@ -90,6 +90,17 @@ class TestReplacedWeights:
         core.run("two")
         assert core.hit(core.request("three", FIRST.copy())) == 0
 
+    def test_a_chunk_that_was_refused_to_the_new_weights_stays_for_the_old(self, core: Core) -> None:
+        half = core.connector._scheduler
+        keys = half._layout.keys(FIRST)
+        core.add(core.request("one", FIRST.copy()))
+        core.run("one")
+        assert core.scheduler.reset_prefix_cache()
+        core.add(core.request("two", FIRST.copy()))
+        assert core.step(replaced=True).kv_connector_metadata.loads
+        core.run("two")
+        assert half.store.match(keys).ready == len(keys)
+
     def test_a_request_that_was_running_is_not_kept(self, core: Core) -> None:
         core.add(core.request("one", FIRST.copy(), max_tokens=2 * CHUNK))
         core.step()
