@@ -67,7 +67,7 @@ def test_a_slot_that_is_no_whole_pages_fails_the_start() -> None:
 @pytest.mark.parametrize(
     ("there", "given", "expected"),
     [
-        ({"cluster_enabled": "yes"}, {"redis_bytes": MIB}, "this is a Redis Cluster; write redis+cluster://"),
+        ({"cluster_enabled": "yes"}, {"redis_bytes": MIB}, "this is a node of a Redis Cluster; write redis+cluster://"),
         ({"requirepass": "secret"}, {"redis_bytes": MIB}, "login refused"),
         ({}, {}, "redis_bytes is not given and the server sets no maxmemory; give redis_bytes"),
     ],
