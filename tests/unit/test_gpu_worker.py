@@ -212,6 +212,27 @@ def test_nothing_is_loaded_or_saved_after_the_weights_were_replaced_until_the_sc
     assert dict(rank.step(seen=9).done) == {5: 1}
 
 
+def test_what_new_weights_computed_is_not_saved_under_the_old_ones_keys(rank: Rank) -> None:
+    rank.half._model.other = True  # type: ignore[union-attr]
+    report = rank.step(saves=[rank.job(1, [0], [0, 1])], forward=rank.fill(0, 3))
+    rank.streams.run()
+    assert dict(report.failed) == {1: 1} and report.failures == {0: 1}
+    assert not dict(rank.step().done)
+
+
+def test_a_load_that_begins_inside_a_chunk_takes_the_next_one_from_its_beginning() -> None:
+    from kvtier.connectors.vllm.metadata import Job
+
+    rank = Rank(held=False)
+    for block, value in enumerate((11, 12, 21, 22)):
+        rank.cache[block] = value
+    rank.step(saves=[rank.job(1, [0, 1], [0, 1, 2, 3])])
+    rank.step([Job(2, rank.address, [0, 1], [5, 6, 7], first=1)])
+    assert [int(rank.cache[block][0]) for block in (5, 6, 7)] == [12, 21, 22]
+    rank.half.close()
+    rank.pool.close()
+
+
 def test_what_one_rank_says_of_its_weights_is_said_of_all() -> None:
     from kvtier.connectors.vllm.metadata import StepReport
 
