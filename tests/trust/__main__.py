@@ -56,7 +56,7 @@ class Extent:
     """More words for the run of the mutants."""
 
 
-SLICE = Extent(2_500, 7_000, 4_000, 50_000, 240, 4_000, 600, ("--every", "3"))
+SLICE = Extent(2_500, 7_000, 4_000, 50_000, 240, 4_000, 600, ("--every", "10"))
 STUCK_TESTS = (
     "tests/trust/test_stuck.py", "tests/fault/test_nvme_disks.py", "tests/fault/test_redis_faults.py",
     "tests/fault/test_hostile_clients.py",

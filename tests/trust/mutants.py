@@ -2,7 +2,7 @@
 
 ``python -m tests.trust.mutants`` applies one after the other to a copy of the package (never to the tree), runs the
 suites of its room there until one fails, and prints which suite noticed. Survivors are the suites' blind spots. The
-mutants lie in ``tests/trust/mutations``, one file a room. ``--every 3`` takes every third of each room.
+mutants lie in ``tests/trust/mutations``, one file a room. ``--every 10`` takes every tenth of each room.
 """
 
 from __future__ import annotations
