@@ -57,7 +57,16 @@ def get_chunk(wire: Wire, form: Form, key: ChunkKey, into: memoryview) -> str:
         return "misses"
     if come <= len(parts):
         return "evicted" if _is_torn(wire, form, key, into.nbytes) else "misses"
-    return "reads" if checksum == digest.digest() else "corrupt"
+    if checksum == digest.digest():
+        return "reads"
+    return "corrupt" if _is_still(wire, form, key, header) else "misses"
+
+
+def _is_still(wire: Wire, form: Form, key: ChunkKey, header: memoryview) -> bool:
+    """Is this the header now? If not, the chunk was written anew while it was read, and must not be dropped. Encryption
+    gives each write other bytes, so the old header does not fit the new parts."""
+    (now,) = wire.ask([("GET", form.header_name(key))])
+    return bool(now == header)
 
 
 def _is_torn(wire: Wire, form: Form, key: ChunkKey, length: int) -> bool:

@@ -61,6 +61,27 @@ def test_it_keeps_the_promises_of_a_tier(server: RedisServer, chunk_bytes: int) 
     check_tier(lambda: emptied(server, server.url), chunk_bytes=chunk_bytes)
 
 
+def test_a_chunk_that_is_written_anew_while_it_is_read_is_a_miss_and_stays(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With other bytes, as encryption gives each write: the old header comes, then the new parts."""
+    tier, other = emptied(server, server.url), emptied(server, server.url)
+    old, new = bytearray(b"\1" * CHUNK_BYTES), bytearray(b"\2" * CHUNK_BYTES)
+    assert tier.write(KEYS[0], memoryview(old))
+    checksum = Form.checksum
+
+    def written_anew(form: Form, header: bytes, key: ChunkKey, length: int) -> bytes | None:
+        monkeypatch.setattr(Form, "checksum", checksum)
+        assert other.write(key, memoryview(new))
+        return checksum(form, header, key, length)
+
+    monkeypatch.setattr(Form, "checksum", written_anew)
+    into = bytearray(CHUNK_BYTES)
+    assert tier.read(KEYS[0], memoryview(into)) is False
+    assert tier.counts["corrupt"] == 0
+    assert other.read(KEYS[0], memoryview(into)) is True and into == new
+
+
 def test_it_keeps_them_over_a_unix_socket(server: RedisServer) -> None:
     check_tier(lambda: emptied(server, f"unix://{server.path}"), chunk_bytes=CHUNK_BYTES)
 

@@ -204,9 +204,15 @@ ROOM = Room(
         # ---- a chunk ----
         Mutant(
             "tiers/redis_chunk.py",
-            '    return "reads" if checksum == digest.digest() else "corrupt"',
-            '    return "reads"',
+            '    if checksum == digest.digest():\n        return "reads"',
+            '    if checksum:\n        return "reads"',
             "a wrong byte is served",
+        ),
+        Mutant(
+            "tiers/redis_chunk.py",
+            "    return bool(now == header)",
+            "    return True",
+            "a read drops the chunk that is written anew beside it",
         ),
         Mutant(
             "tiers/redis.py",
