@@ -159,7 +159,7 @@ def test_lmcaches_connector_is_served_by_kvtier_as_lmi_configures_it(tmp_path: P
     assert [answer["cached"] for answer in answers] == [0, 0, 0, HIT, HIT, HIT]
     assert [answer["tokens"] for answer in answers[:3]] == [answer["tokens"] for answer in answers[3:]]
     assert "kv_connector LMCacheConnectorV1 is served by kvtier" in said
-    assert "RAM 2048 chunks (1.00 GiB)" in said
+    assert "RAM 2048 chunks (1 GiB)" in said
     (shown,) = re.findall(r"auto-config:\s+ram_bytes\s+(.*)", said)
     assert re.match(r"1 GiB\s+environment LMCACHE_MAX_LOCAL_CPU_SIZE\s+yours; the plan would be ", shown), shown
     (used,) = re.findall(r"configuration: (.*)", said)
