@@ -116,7 +116,7 @@ def hits(answers: list[dict[str, Any]]) -> list[int]:
 def beside(server: ServerProcess) -> Iterator[Client]:
     """A client of the engines' realm."""
     with pytest.raises(ConfigError, match="keeps chunks of") as refusal:
-        Client(server.door())
+        Client(server.door(ChunkLayout(bytes(32), 1, 1, (2 << 30,))))  # which no server keeps
     size = re.search(r"keeps chunks of ([\d,]+) bytes", str(refusal.value))
     assert size is not None
     layout = ChunkLayout(bytes(32), 1, 1, (int(size[1].replace(",", "")),))
