@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _kvtier_logs_as_before() -> Iterator[None]:
+    """A connector made in a test's process sends kvtier's lines where vLLM's go; the next test reads them by caplog."""
+    ours = logging.getLogger("kvtier")
+    before = ours.level, list(ours.handlers), ours.propagate
+    yield
+    ours.setLevel(before[0])
+    ours.handlers, ours.propagate = before[1], before[2]

@@ -27,6 +27,7 @@ CHUNK_BYTES = 10_000
 PART_BYTES = 4_096
 PARTS = 3
 NAMESPACE = bytes(range(8))
+_LAST_PORT = 65_535 - 10_000  # a cluster's node listens 10,000 ports higher too
 FORM = Form("kvtier", NAMESPACE, PART_BYTES)
 KEYS = ChunkLayout(bytes(32), 1, 1, (CHUNK_BYTES,)).keys(range(8))
 
@@ -51,7 +52,7 @@ class RedisServer:
     def __init__(self, *, tls: bool = False, **settings: str | int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvtier-redis-")
         self.folder = Path(self._folder.name)
-        self.port = free_port()
+        self.port = next(port for port in iter(free_port, None) if port <= _LAST_PORT)
         self.path = self.folder / "redis.sock"
         self.settings: dict[str, str | int] = {
             "port": self.port, "unixsocket": str(self.path), "dir": str(self.folder), "save": "", "appendonly": "no",
@@ -95,6 +96,8 @@ class RedisServer:
             told.append(line)
             if "eady to accept connections" in line:
                 return
+        self.kill()
+        self._folder.cleanup()
         raise RuntimeError("redis-server did not start:\n" + "".join(told))
 
     def kill(self) -> None:
