@@ -6,16 +6,16 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from kvtier.autoconfig import probe
 from kvtier.autoconfig.breakeven import GPU_KINDS, gpu_kind
 from kvtier.autoconfig.draft import Plan
 from kvtier.autoconfig.explain import as_json, as_yaml, next_step, table
 from kvtier.autoconfig.facts import Disk, Fact, Facts, Gpus, Memory, Model, Serving, known, unknown
 from kvtier.autoconfig.measure import measure
 from kvtier.autoconfig.plan import make_plan
-from kvtier.config import parse_size
-from kvtier.errors import ConfigError
-from kvtier.terminal import width
+from kvtier.autoconfig.probe import probe
+from kvtier.config.keys import parse_size
+from kvtier.core.errors import ConfigError
+from kvtier.core.terminal import width
 
 _WHAT_IF = "what if"
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from kvtier.autoconfig.breakeven import Prefill, Route, break_even
 from kvtier.autoconfig.facts import MIB, Fact, known
-from kvtier.terminal import rate_text, size_text
+from kvtier.core.terminal import rate_text, size_text
 
 Value = int | float | str
 T = TypeVar("T", int, float)

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
-from kvtier import terminal
 from kvtier.autoconfig.draft import Plan, Row, Value
 from kvtier.autoconfig.facts import UNLIMITED
-from kvtier.config import Config, describe, masked
-from kvtier.terminal import rate_text, size_text
+from kvtier.config.keys import Config, describe, masked
+from kvtier.core import terminal
+from kvtier.core.terminal import rate_text, size_text
 
 
 def value_text(key: str, value: Value) -> str:
@@ -28,7 +28,7 @@ def table(plan: Plan, used: Config | None = None, columns: int | None = None) ->
     """Columns key, value, source, reason: what was found, then what is set, then what is left out and why.
 
     ``used``: what is really used, where an operator set keys of his own; None: the plan is. ``columns``: as in
-    :func:`kvtier.terminal.table`.
+    :func:`kvtier.core.terminal.table`.
     """
     settings = plan.settings if used is None else list(_used(plan, used))
     parts = ["What was found", *_rows(plan.derived, columns)]

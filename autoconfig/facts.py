@@ -1,4 +1,5 @@
-"""What a machine, a path, a Redis, a model and an engine *are*. Data only: :mod:`kvtier.autoconfig.probe` fills it.
+"""What a machine, a path, a Redis, a model and an engine *are*. Data only: :mod:`kvtier.autoconfig.probe.probe` fills
+it.
 
 Every field is a :class:`Fact`: a value with where it was read, or no value with why it is unknown. Sizes are bytes,
 speeds bytes a second. Nothing here decides anything.

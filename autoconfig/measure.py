@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvtier.autoconfig.facts import MIB, Disk, Fact, Facts, Redis, known, unknown
 from kvtier.autoconfig.plan import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS
-from kvtier.autoconfig.probe import open_direct
+from kvtier.autoconfig.probe.probe import open_direct
 
 SECONDS = 5.0
 _BLOCK = 4 * MIB
@@ -99,8 +99,8 @@ def _timed_disk(disk: Disk, seconds: float) -> Disk:
 
 def _redis_speed(redis: Redis, seconds: float) -> Fact[float]:
     """The slower of SET and GET of 4 MiB values under one name that expires by itself."""
-    from kvtier.tiers.redis_errors import FAULTS, RefusedError, WrongSizeError
-    from kvtier.tiers.redis_link import Link
+    from kvtier.tiers.redis.errors import FAULTS, RefusedError, WrongSizeError
+    from kvtier.tiers.redis.link import Link
 
     room = (redis.maxmemory.value or 1 << 62) - (redis.used.value or 0)
     if room < _KEEP_FREE * _BLOCK:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.autoconfig.facts import Fact, Model, known, unknown
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 
 Config = Mapping[str, Any]
 

@@ -21,7 +21,7 @@ from kvtier.autoconfig.breakeven import (
 from kvtier.autoconfig.chunks import TYPICAL_KV_BYTES, chunk_tokens, stored_kv_bytes
 from kvtier.autoconfig.draft import Draft, Load, Plan, Row, break_even_row, or_assumed
 from kvtier.autoconfig.facts import GIB, MIB, UNLIMITED, Disk, Fact, Facts, Redis, known, unknown
-from kvtier.terminal import rate_text, size_text
+from kvtier.core.terminal import rate_text, size_text
 
 LONG_CONTEXT = 32_768
 RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})

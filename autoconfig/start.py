@@ -1,4 +1,4 @@
-"""What an engine's start asks when auto-config is on (``auto`` in :mod:`kvtier.config`)."""
+"""What an engine's start asks when auto-config is on (``auto`` in :mod:`kvtier.config.keys`)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def plan_for_engine(
     ``paths`` are candidate directories for the disk tier (default: the usual mounts). Raises ConfigError when the
     model keeps no KV by token.
     """
-    from kvtier.autoconfig import probe
     from kvtier.autoconfig.facts import Facts
     from kvtier.autoconfig.measure import measure
     from kvtier.autoconfig.plan import make_plan
+    from kvtier.autoconfig.probe import probe
 
     engine, model = probe.probe_engine(vllm_config, engines)
     redis = probe.probe_redis(redis_url) if redis_url else None
@@ -31,8 +31,8 @@ def plan_for_engine(
 def chunk_tokens_for_engine(vllm_config: Any, block: int) -> int:
     """The plan's ``chunk_tokens``. From the engine's configuration alone, so that its scheduler and all its workers,
     which must agree before anything is planned, come to the same. ``block``: tokens of one of its blocks."""
-    from kvtier.autoconfig import probe
     from kvtier.autoconfig.chunks import TYPICAL_KV_BYTES, chunk_tokens, stored_kv_bytes
+    from kvtier.autoconfig.probe import probe
 
     engine, model = probe.probe_engine(vllm_config)
     tensor, single = engine.tensor_parallel.value or 1, model.kv_bytes_per_token.value or TYPICAL_KV_BYTES

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvtier.bench.servers import ServerError
-from kvtier.errors import ConfigError
+from kvtier.core.errors import ConfigError
 
 SOCKET = "sock"
 """Where in its folder a companion listens, when it has a Unix socket."""

@@ -13,9 +13,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.bench import long_doc_qa
+from kvtier.bench.long_doc_qa import run as long_doc_qa
 from kvtier.bench.model import make_model
-from kvtier.errors import KVTierError
+from kvtier.core.errors import KVTierError
 
 _MODEL = "kvtier-demo"
 _SHAPE = (

@@ -23,8 +23,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtier.autoconfig import hub
-from kvtier.config import environment
+from kvtier.autoconfig.probe import hub
+from kvtier.config.keys import environment
 
 if TYPE_CHECKING:
     import torch

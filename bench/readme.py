@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier.config import KEYS, Config
+from kvtier.config.keys import KEYS, Config
 
 RESULTS = Path("bench/results")
 README = Path("README.md")

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from kvtier.errors import KVTierError
+from kvtier.core.errors import KVTierError
 
 _HOST = "127.0.0.1"
 # Not the `vllm` command: that of the CPU wheel looks for a distribution called "vllm" and ends.

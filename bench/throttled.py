@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 from kvtier.bench.micro.redis import redis_server
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
 from kvtier.bench.report import Row, spread, write_results
-from kvtier.launch import TRANSFER
+from kvtier.cli.launch import TRANSFER
 
 GOAL = 1.03
 _ARMS = ("none", "always", "auto")

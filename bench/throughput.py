@@ -20,7 +20,7 @@ from typing import Any
 
 from kvtier.bench.model import make_model
 from kvtier.bench.report import Row, spread, write_results
-from kvtier.launch import TRANSFER
+from kvtier.cli.launch import TRANSFER
 
 _GOAL = 0.97
 

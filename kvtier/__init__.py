@@ -12,11 +12,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvtier.chunk import ChunkKey, ChunkLayout
-    from kvtier.config import Config
-    from kvtier.errors import ConfigError, KVTierError, LayoutError, StateError, TierError
-    from kvtier.lease import LoadLease, Match, SaveLease
-    from kvtier.store import Store
+    from kvtier.config.keys import Config
+    from kvtier.core.chunk import ChunkKey, ChunkLayout
+    from kvtier.core.errors import ConfigError, KVTierError, LayoutError, StateError, TierError
+    from kvtier.store.lease import LoadLease, Match, SaveLease
+    from kvtier.store.store import Store
 
 __version__ = "0.1.0"
 
@@ -37,11 +37,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "kvtier.chunk": ("ChunkKey", "ChunkLayout"),
-    "kvtier.config": ("Config",),
-    "kvtier.errors": ("ConfigError", "KVTierError", "LayoutError", "StateError", "TierError"),
-    "kvtier.lease": ("LoadLease", "Match", "SaveLease"),
-    "kvtier.store": ("Store",),
+    "kvtier.core.chunk": ("ChunkKey", "ChunkLayout"),
+    "kvtier.config.keys": ("Config",),
+    "kvtier.core.errors": ("ConfigError", "KVTierError", "LayoutError", "StateError", "TierError"),
+    "kvtier.store.lease": ("LoadLease", "Match", "SaveLease"),
+    "kvtier.store.store": ("Store",),
 }
 
 

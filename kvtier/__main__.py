@@ -2,6 +2,6 @@
 
 import sys
 
-from kvtier.cli import main
+from kvtier.cli.main import main
 
 sys.exit(main())

@@ -11,21 +11,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.autoconfig.probe import probe_disk, probe_memory
-from kvtier.below import Place
-from kvtier.budget import WriteBudget
-from kvtier.chunk import ChunkLayout
-from kvtier.client import Client
-from kvtier.config import ENCRYPTION_KEY, Config, default_nvme_bytes, default_ram_bytes, encryption_key
-from kvtier.dial import Address, Door, client_tls, hello, read_token
-from kvtier.errors import ConfigError
-from kvtier.extras import how
-from kvtier.lanes import Lane
-from kvtier.memory import require_ram
-from kvtier.pool import Pool
-from kvtier.private import read_secret
-from kvtier.store import Store
-from kvtier.terminal import size_text
+from kvtier.autoconfig.memory import require_ram
+from kvtier.autoconfig.probe.probe import probe_disk, probe_memory
+from kvtier.client.client import Client
+from kvtier.client.connect import Address, Door, client_tls, hello, read_token
+from kvtier.config.keys import ENCRYPTION_KEY, Config, default_nvme_bytes, default_ram_bytes, encryption_key
+from kvtier.core.chunk import ChunkLayout
+from kvtier.core.errors import ConfigError
+from kvtier.core.extras import how
+from kvtier.core.lanes import Lane
+from kvtier.core.pool import Pool
+from kvtier.core.secret_files import read_secret
+from kvtier.core.terminal import size_text
+from kvtier.store.lower_tier import Place
+from kvtier.store.store import Store
+from kvtier.store.write_budget import WriteBudget
 from kvtier.tiers.base import Tier
 
 logger = logging.getLogger("kvtier")
@@ -89,23 +89,23 @@ def _tiers(config: Config, layout: ChunkLayout, replica: int) -> list[_Opened]:
     found: list[_Opened] = []
     rest = _at_rest(config, layout)
     if config.nvme_path:
-        from kvtier.tiers.nvme import NvmeTier
+        from kvtier.tiers.nvme.tier import NvmeTier
 
         path = Path(config.nvme_path) / f"replica{replica}" if replica else Path(config.nvme_path)
         nvme, limit = rest.sealed(NvmeTier(path, nvme_bytes(config, path), rest.chunk_bytes)), config.nvme_write_limit
         budget = WriteBudget(limit * layout.slot_bytes // rest.chunk_bytes, layout.slot_bytes) if limit else None
         found.append(_Opened(nvme, config.nvme_threads, budget, nvme_write(config) == "evict"))
     if config.redis_url:
-        from kvtier.tiers.redis import RedisTier
-        from kvtier.tiers.redis_form import Form
-        from kvtier.tiers.redis_link import Link
+        from kvtier.tiers.redis.layout import Form
+        from kvtier.tiers.redis.link import Link
+        from kvtier.tiers.redis.tier import RedisTier
 
         link = Link(config.redis_url, connections=config.redis_threads)
         form = Form(config.redis_prefix, layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name)
         redis = RedisTier(link, form, config.redis_bytes, rest.chunk_bytes, ttl_s=config.redis_ttl_s)
         found.append(_Opened(rest.sealed(redis), config.redis_threads))
     if config.server is not None:
-        from kvtier.tiers.remote import RemoteTier
+        from kvtier.client.remote_tier import RemoteTier
 
         found.append(_Opened(RemoteTier(door(config, config.server, layout)), _REMOTE_THREADS))
     return found

@@ -24,13 +24,13 @@ from typing import Any
 import msgspec
 
 from kvtier.assemble import assemble
-from kvtier.chunk import ChunkKey, ChunkLayout, fingerprint
-from kvtier.client import Client
-from kvtier.config import KEYS, Config
-from kvtier.dial import Address
-from kvtier.errors import KVTierError, TierError
-from kvtier.pool import Pool
-from kvtier.store import Store
+from kvtier.client.client import Client
+from kvtier.client.connect import Address
+from kvtier.config.keys import KEYS, Config
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.errors import KVTierError, TierError
+from kvtier.core.pool import Pool
+from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 
 logger = logging.getLogger("kvtier")

@@ -79,7 +79,7 @@ class AdminServer(ServerProcess):
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(one in line for one in wanted))
 
     def cli(self, *words: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "kvtier.cli", *map(str, words)]
+        command = [sys.executable, "-m", "kvtier", *map(str, words)]
         return subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=60, check=False)
 
 

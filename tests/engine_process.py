@@ -17,11 +17,11 @@ import subprocess
 import sys
 import time
 
-from kvtier.chunk import ChunkKey
-from kvtier.client import Client
-from kvtier.dial import Address, Door, hello
-from kvtier.link import SharedPool
-from kvtier.store import Store
+from kvtier.client.attachment import SharedPool
+from kvtier.client.client import Client
+from kvtier.client.connect import Address, Door, hello
+from kvtier.core.chunk import ChunkKey
+from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from tests.server_process import LAYOUT, SLOT, run
 

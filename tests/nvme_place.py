@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.chunk import ChunkKey, ChunkLayout
+from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.testing.check_tier import content
-from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.nvme_index import table_bytes
+from kvtier.tiers.nvme.index import table_bytes
+from kvtier.tiers.nvme.tier import NvmeTier
 
 SLOT = 8192
 LAYOUT = ChunkLayout(bytes(32), 1, 1, (SLOT,))

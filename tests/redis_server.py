@@ -17,10 +17,10 @@ from typing import Any
 import redis
 
 from kvtier.bench.servers import free_port
-from kvtier.chunk import ChunkKey, ChunkLayout
-from kvtier.tiers.redis import RedisTier
-from kvtier.tiers.redis_form import Form
-from kvtier.tiers.redis_link import Link
+from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.tiers.redis.layout import Form
+from kvtier.tiers.redis.link import Link
+from kvtier.tiers.redis.tier import RedisTier
 from tests.clock import Clock
 
 CHUNK_BYTES = 10_000

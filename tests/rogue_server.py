@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvtier import wire
-from kvtier.dial import Address
-from kvtier.pool import Pool
+from kvtier.client.connect import Address
+from kvtier.core.pool import Pool
+from kvtier.protocol import wire
 from tests.server_process import LAYOUT, SLOT
 
 SLOTS = 8

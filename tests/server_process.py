@@ -14,10 +14,10 @@ from pathlib import Path
 from types import TracebackType
 
 from kvtier.bench.companion import listens
-from kvtier.chunk import ChunkKey, ChunkLayout, fingerprint
-from kvtier.client import Client
-from kvtier.dial import Address, Door, hello
-from kvtier.store import Store
+from kvtier.client.client import Client
+from kvtier.client.connect import Address, Door, hello
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 
 SLOT = 8192
@@ -45,7 +45,7 @@ class ServerProcess:
         self.address = Address(str(self.socket), "", 0)
         self.log = folder / "server.log"
         addresses = [*listen, f"unix://{self.socket}"]
-        self._command = [sys.executable, "-m", "kvtier.cli", "serve", *flags]
+        self._command = [sys.executable, "-m", "kvtier", "serve", *flags]
         self._command += [word for address in addresses for word in ("--listen", address)]
         given = {"ram_bytes": 32 * SLOT, "admin": "off"} | settings
         self._env = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}

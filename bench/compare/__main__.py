@@ -31,11 +31,11 @@ from kvtier.bench.compare.rounds import INFLIGHT, MIXED, MODEL, Serving, first_c
 from kvtier.bench.compare.rows import write
 from kvtier.bench.compare.standing import standings
 from kvtier.bench.compare.table import print_tables
-from kvtier.bench.long_doc_qa_arms import Arm, Sizes, server_args
-from kvtier.bench.long_doc_qa_work import Workload
+from kvtier.bench.long_doc_qa.arms import Arm, Sizes, server_args
+from kvtier.bench.long_doc_qa.work import Workload
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
 from kvtier.bench.servers import VllmServer, free_port
-from kvtier.errors import KVTierError
+from kvtier.core.errors import KVTierError
 
 _DTYPE, _DTYPE_BYTES = "bfloat16", 2
 _BLOCK_TOKENS, _CHUNK_TOKENS = 128, 256

@@ -34,7 +34,7 @@ from kvtier.bench.compare.alone_arm import (
 )
 from kvtier.bench.compare.alone_arms import ARMS, Arm, Asked, running
 from kvtier.bench.report import Row, spread, write_results
-from kvtier.errors import KVTierError
+from kvtier.core.errors import KVTierError
 
 NAME = "compare_alone"
 UNITS = {

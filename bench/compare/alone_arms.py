@@ -17,7 +17,7 @@ from kvtier.bench.compare.alone_arm import DURABLE, LOAD, MATCH_HIT, MATCH_MISS,
 from kvtier.bench.compare.contenders import CONTENDERS, Contender
 from kvtier.bench.compare.limits import DISK_READ, DISK_WRITE, MEMCPY, REDIS_TCP, REDIS_UNIX
 from kvtier.bench.micro.server import server
-from kvtier.errors import KVTierError
+from kvtier.core.errors import KVTierError
 
 _KVTIER, _LMCACHE = "kvtier.bench.compare.alone_kvtier", "kvtier.bench.compare.alone_lmcache"
 _OUR_COPIES = "its copier for CPU tensors is ours, as it has none"

@@ -14,12 +14,12 @@ import torch
 
 from kvtier.assemble import assemble
 from kvtier.bench.compare.alone_arm import PATIENCE_S, Prompt, Setting, Sizes, WrongError, serve
-from kvtier.chunk import ChunkLayout, KeyChain, fingerprint
-from kvtier.client import Client
-from kvtier.config import Config
+from kvtier.client.client import Client
+from kvtier.config.keys import Config
+from kvtier.core.chunk import ChunkLayout, KeyChain, fingerprint
 from kvtier.gpu import PagedBlocks, regions_of, slot_tensor
 from kvtier.gpu.slots import Job
-from kvtier.store import Store
+from kvtier.store.store import Store
 
 RAM, NVME, REDIS, SERVER = "ram", "nvme", "redis", "server"
 _TIERS = {NVME: "nvme", REDIS: "redis"}

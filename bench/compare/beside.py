@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvtier.bench.companion import SOCKET, companion, listens
 from kvtier.bench.compare.contenders import Contender
-from kvtier.bench.long_doc_qa_arms import filled
+from kvtier.bench.long_doc_qa.arms import filled
 from kvtier.bench.servers import answers
 
 _START_S = 120.0

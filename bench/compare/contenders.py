@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bench.compare.limits import DISK_READ, MEMCPY, REDIS_TCP, REDIS_UNIX
-from kvtier.bench.long_doc_qa_arms import ARMS, GPU_HIT, NONE, Arm, Sizes
-from kvtier.launch import TRANSFER
+from kvtier.bench.long_doc_qa.arms import ARMS, GPU_HIT, NONE, Arm, Sizes
+from kvtier.cli.launch import TRANSFER
 
 LMCACHE = "lmcache-0.5.6"
 _PEERS = Path(__file__).resolve().parents[2] / ".venv-peers"

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from kvtier.bench.compare.calls import Step
-from kvtier.bench.long_doc_qa_client import Outcome
+from kvtier.bench.long_doc_qa.client import Outcome
 
 
 @dataclass(frozen=True, slots=True)

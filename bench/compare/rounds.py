@@ -15,14 +15,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvtier.bench import long_doc_qa_client as client
 from kvtier.bench.companion import SOCKET
 from kvtier.bench.compare import calls, memory
 from kvtier.bench.compare.contenders import Contender
 from kvtier.bench.compare.measures import Again, Effort, Memory, Run, efforts, throughput
-from kvtier.bench.long_doc_qa_work import Ask, Workload
+from kvtier.bench.long_doc_qa import client
+from kvtier.bench.long_doc_qa.work import Ask, Workload
 from kvtier.bench.servers import VllmServer
-from kvtier.errors import KVTierError
+from kvtier.core.errors import KVTierError
 
 MODEL = "qwen"
 INFLIGHT = 1

@@ -10,7 +10,7 @@ from kvtier.bench.compare import limits
 from kvtier.bench.compare.contenders import Contender
 from kvtier.bench.compare.measures import Again, Run
 from kvtier.bench.compare.standing import Standing, median, ours, standings
-from kvtier.bench.long_doc_qa_arms import GPU_HIT, NONE
+from kvtier.bench.long_doc_qa.arms import GPU_HIT, NONE
 from kvtier.bench.report import Row, spread, write_results
 
 NAME = "compare"

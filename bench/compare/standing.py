@@ -19,8 +19,8 @@ from kvtier.bench.compare.measures import (
     load_speed,
     throughput,
 )
-from kvtier.bench.long_doc_qa_arms import GPU_HIT, NONE
-from kvtier.bench.long_doc_qa_report import answers
+from kvtier.bench.long_doc_qa.arms import GPU_HIT, NONE
+from kvtier.bench.long_doc_qa.report import answers
 
 
 @dataclass(frozen=True, slots=True)

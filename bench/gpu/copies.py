@@ -10,9 +10,9 @@ import torch
 
 from kvtier.bench.micro.copy import Geometry, Work, against, measure, show
 from kvtier.bench.report import Row
+from kvtier.core.pool import Pool
 from kvtier.gpu import Copy, PagedBlocks, Pinning, regions_of, slot_tensor
 from kvtier.gpu.blocks import nothing
-from kvtier.pool import Pool
 from kvtier.testing import ManualLane
 
 SHAPES = {"1.5B": (28, 1024), "7B": (28, 2048), "72B": (80, 4096)}

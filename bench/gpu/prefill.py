@@ -76,7 +76,7 @@ def with_vllm(tokens: int, rounds: int, _device: torch.device, model: dict[str, 
     """vLLM's own prefix cache is emptied before the second time, so all but a rest of the prompt comes from slots."""
     from vllm import LLM, SamplingParams
 
-    from kvtier.launch import TRANSFER
+    from kvtier.cli.launch import TRANSFER
 
     width = model["hidden_size"] // model["num_attention_heads"]
     kv_bytes = 2 * 2 * model["num_key_value_heads"] * width * model["num_hidden_layers"]

@@ -3,7 +3,7 @@
     python -m kvtier.bench.micro.copy [--variants] [--out FILE]
 
 The engine's side is one backing allocation ``[layer, block, row]`` as vLLM's CPU backend makes it; the slots are a
-:class:`~kvtier.pool.Pool` with its pages in place. Both are at least 512 MiB, so no cache holds them. One thread.
+:class:`~kvtier.core.pool.Pool` with its pages in place. Both are at least 512 MiB, so no cache holds them. One thread.
 Reference: ``memmove`` of whole chunks between the same two memories, in the same direction. Rounds of reference, save
 and load alternate and start with another one each time; a row is the median with lowest and highest. Its ``ratio`` is
 the median of the ratios to the reference of the same round, its ``limit`` what the project asks for (that share of the
@@ -27,8 +27,8 @@ import numpy as np
 import torch
 
 from kvtier.bench.report import Row, spread, write_results
+from kvtier.core.pool import Pool
 from kvtier.gpu import PagedBlocks, regions_of, slot_tensor
-from kvtier.pool import Pool
 
 CHUNK_TOKENS = 256
 SHARES = {16: 0.45, 128: 0.70}

@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvtier import wire
 from kvtier.bench.report import Row
-from kvtier.chunk import ChunkLayout
-from kvtier.client import Client
-from kvtier.dial import Address, Door, enter, hello
+from kvtier.client.client import Client
+from kvtier.client.connect import Address, Door, enter, hello
+from kvtier.core.chunk import ChunkLayout
+from kvtier.protocol import wire
 
 _SLOT = 4096
 SLOTS = 10_000

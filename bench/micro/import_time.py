@@ -31,7 +31,7 @@ def _milliseconds(arguments: tuple[str, ...]) -> float:
 
 def _measure(runs: int) -> list[Row]:
     """Each round runs every case once, so that a slow second of the machine touches all of them alike."""
-    version = ("-m", "kvtier.cli", "version")
+    version = ("-m", "kvtier", "version")
     starts: dict[tuple[str, ...], list[float]] = {_BARE: [], version: [], **{case: [] for case, _ in _CASES.values()}}
     for _ in range(runs + 1):  # the first round writes .pyc files and fills the page cache
         for case, times in starts.items():

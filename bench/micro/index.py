@@ -14,9 +14,9 @@ import tracemalloc
 from collections.abc import Callable, Sequence
 
 from kvtier.bench.report import Row, spread, write_results
-from kvtier.chunk import ChunkKey, ChunkLayout, fingerprint
-from kvtier.pool import Pool
-from kvtier.store import Store
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.pool import Pool
+from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 
 TOKENS, CHUNK, SLOT = 32_768, 256, 4096

@@ -31,8 +31,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvtier.bench.report import Row, spread, write_results
-from kvtier.chunk import ChunkKey, ChunkLayout
-from kvtier.tiers.nvme import NvmeTier
+from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.tiers.nvme.tier import NvmeTier
 
 _WRITE_SHARE, _READ_SHARE = 0.85, 0.90
 _RECOVERY_SECONDS, _INDEX_BYTES = 2.0, 150

@@ -33,10 +33,10 @@ import redis
 from kvtier.bench.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.report import Row, spread, write_results
 from kvtier.bench.servers import free_port
-from kvtier.chunk import ChunkKey, ChunkLayout
-from kvtier.tiers.redis import RedisTier
-from kvtier.tiers.redis_form import PART_BYTES, Form
-from kvtier.tiers.redis_link import Link
+from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.tiers.redis.layout import PART_BYTES, Form
+from kvtier.tiers.redis.link import Link
+from kvtier.tiers.redis.tier import RedisTier
 
 WRITE_SHARE, READ_SHARE = 0.60, 0.70
 """Asked for: shares of redis-benchmark's SET and GET."""

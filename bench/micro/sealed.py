@@ -26,10 +26,10 @@ from pathlib import Path
 
 from kvtier.bench.micro.nvme import Work, gigabytes_per_second, make_buffers, make_keys
 from kvtier.bench.report import Row, spread, write_results
-from kvtier.chunk import ChunkKey
+from kvtier.core.chunk import ChunkKey
 from kvtier.testing import DictTier
 from kvtier.tiers.base import Tier
-from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.sealed import KEY_BYTES, SealedTier, sealed_bytes
 
 _MIB = 1 << 20

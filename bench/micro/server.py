@@ -31,12 +31,12 @@ from kvtier.bench.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.micro import floods
 from kvtier.bench.report import Row, spread, write_results
 from kvtier.bench.servers import free_port
-from kvtier.chunk import ChunkKey, ChunkLayout
-from kvtier.client import Client
-from kvtier.dial import Address, Door, hello
-from kvtier.errors import KVTierError
-from kvtier.pool import Pool
-from kvtier.store import Store
+from kvtier.client.client import Client
+from kvtier.client.connect import Address, Door, hello
+from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.errors import KVTierError
+from kvtier.core.pool import Pool
+from kvtier.store.store import Store
 
 _MATCH_CHUNKS = 128
 _MATCH_MEDIAN_MS, _MATCH_P99_MS = 0.5, 2.0
@@ -68,7 +68,7 @@ def server(ram_bytes: int, more: Mapping[str, str] | None = None) -> Iterator[tu
     settings = {"KVTIER_RAM_BYTES": str(ram_bytes), "KVTIER_LOG_LEVEL": "WARNING", **(more or {})}
     with run_folder() as folder:
         path = folder / "run" / SOCKET
-        command = [sys.executable, "-m", "kvtier.cli", "serve", "--listen", f"unix://{path}"]
+        command = [sys.executable, "-m", "kvtier", "serve", "--listen", f"unix://{path}"]
         with companion(command, settings, partial(listens, path), folder / "log") as pid:
             yield str(path), pid
 

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier import wire
-from kvtier.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.pool import Pool
 from kvtier.gpu import PagedBlocks, regions_of, slot_tensor
-from kvtier.pool import Pool
-from kvtier.store import Store
+from kvtier.protocol import wire
+from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
-from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.nvme.tier import NvmeTier
 
 TOKENS, CHUNK, CHUNKS, SLOT = 32_768, 256, 128, 4096
 LAYOUT = ChunkLayout(fingerprint({"benchmark": "suite"}), CHUNK, 16, (16,))

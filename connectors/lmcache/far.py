@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvtier.chunk import ChunkKey
-from kvtier.client import Client
-from kvtier.dial import Door
-from kvtier.shared_leases import SharedLoad
-from kvtier.tiers.remote import RemoteTier
+from kvtier.client.client import Client
+from kvtier.client.connect import Door
+from kvtier.client.leases import SharedLoad
+from kvtier.client.remote_tier import RemoteTier
+from kvtier.core.chunk import ChunkKey
 
 Fill = Callable[[int, memoryview], bool]
 """Write chunk ``i`` of the run into this slot; False: it cannot be."""

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from kvtier.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey
+from kvtier.core.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey
 
 HEAD_BYTES = PAGE_BYTES
 _DIGEST_BYTES = 32

@@ -9,12 +9,12 @@ from typing import Any
 from lmcache.v1.storage_backend.connector import ConnectorAdapter
 
 from kvtier.assemble import door
-from kvtier.chunk import ChunkLayout, fingerprint
-from kvtier.config import Config, load
+from kvtier.config.keys import Config, load
 from kvtier.connectors.lmcache.far import Attached, Far, Streamed
 from kvtier.connectors.lmcache.parcel import HEAD_BYTES
 from kvtier.connectors.lmcache.remote import KVTierRemote
-from kvtier.errors import ConfigError
+from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.errors import ConfigError
 
 logger = logging.getLogger("kvtier.lmcache")
 

@@ -20,11 +20,11 @@ import torch
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
-from kvtier.chunk import ChunkKey
 from kvtier.connectors.lmcache import parcel
 from kvtier.connectors.lmcache.far import Far
 from kvtier.connectors.lmcache.parcel import Head
-from kvtier.lanes import Executor, Lane
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.lanes import Executor, Lane
 
 logger = logging.getLogger("kvtier.lmcache")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from kvtier.config import replaces_lmcache
+from kvtier.config.keys import replaces_lmcache
 from kvtier.connectors.vllm import versions
 
 if TYPE_CHECKING:

@@ -21,19 +21,19 @@ from kvtier import selftest
 from kvtier.assemble import assemble
 from kvtier.autoconfig.explain import PLANNED, configuration_text, table
 from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
-from kvtier.config import Config, filled, load
+from kvtier.config.keys import Config, filled, load
+from kvtier.config.remarks import tell
 from kvtier.connectors.vllm import layout, versions
 from kvtier.connectors.vllm.idle import IdleHalf
-from kvtier.connectors.vllm.judge import Judge
 from kvtier.connectors.vllm.layerwise import asks_for_layers
 from kvtier.connectors.vllm.loaded import LoadedModel
 from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
 from kvtier.connectors.vllm.stats import TierMetrics, TierStats
 from kvtier.connectors.vllm.worker import WorkerHalf
-from kvtier.errors import ConfigError
-from kvtier.forecast import Prefill
-from kvtier.remarks import tell
+from kvtier.core.errors import ConfigError
+from kvtier.load_policy.decide import Judge
+from kvtier.load_policy.prefill import Prefill
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

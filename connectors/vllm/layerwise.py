@@ -12,11 +12,11 @@ from itertools import accumulate
 from typing import Any
 
 from kvtier.connectors.vllm.metadata import Flow, Job
-from kvtier.errors import TierError
+from kvtier.core.errors import TierError
+from kvtier.core.pool import Pool
 from kvtier.gpu import Copy, PagedBlocks
 from kvtier.gpu import Job as Copies
-from kvtier.layerwise import CONFIRMED, await_parts, cut
-from kvtier.pool import Pool
+from kvtier.store.layerwise import CONFIRMED, await_parts, cut
 
 _AHEAD_PARTS = 4
 """Every part of every chunk is a DMA and a kernel that the host has to queue before the forward pass begins: with 4,

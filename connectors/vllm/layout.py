@@ -7,11 +7,11 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from kvtier.chunk import PAGE_BYTES, ChunkLayout, fingerprint
 from kvtier.connectors.vllm.identity import identity, start_word
 from kvtier.connectors.vllm.metadata import RankLayout
-from kvtier.errors import LayoutError
-from kvtier.layerwise import cut
+from kvtier.core.chunk import PAGE_BYTES, ChunkLayout, fingerprint
+from kvtier.core.errors import LayoutError
+from kvtier.store.layerwise import cut
 
 _ONLY_FULL = "kvtier keeps full-attention KV only (MHA, GQA, MLA). Run this model without the kvtier connector"
 
@@ -87,8 +87,8 @@ def chunk_layout(
 def layer_cuts(
     ranks: Mapping[tuple[int, int], RankLayout], layout: ChunkLayout
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """See :func:`kvtier.layerwise.cut`. None where layers cannot be loaded by themselves: with several ranks, whose
-    parts of a slot lie one behind the other, on GPUs, and in caches whose layers lie together in a block."""
+    """See :func:`kvtier.store.layerwise.cut`. None where layers cannot be loaded by themselves: with several ranks,
+    whose parts of a slot lie one behind the other, on GPUs, and in caches whose layers lie together in a block."""
     if len(ranks) != 1:
         return None
     (rank,) = ranks.values()

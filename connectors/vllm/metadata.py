@@ -47,7 +47,7 @@ class PoolAddress:
 
 @dataclass
 class Flow:
-    """Of a load whose chunks come part by part (:mod:`kvtier.layerwise`)."""
+    """Of a load whose chunks come part by part (:mod:`kvtier.store.layerwise`)."""
 
     fillings: list[int]
     """For each slot, the number of its filling; 0: it is whole already."""
@@ -79,7 +79,7 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[Job] = field(default_factory=list)
     saves: list[Job] = field(default_factory=list)
     number: int = 0
-    """Of the step; see :class:`kvtier.forecast.StepClock`."""
+    """Of the step; see :class:`kvtier.load_policy.prefill.StepClock`."""
     failures_seen: dict[int, int] = field(default_factory=dict)
     """For each rank, how many failed loads the scheduler knew of when it planned this step."""
 

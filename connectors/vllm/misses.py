@@ -6,10 +6,10 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from kvtier.client import Client
-from kvtier.reasons import FirstChunks
-from kvtier.store import Store
-from kvtier.zero_hits import ZeroHits
+from kvtier.client.client import Client
+from kvtier.store.miss_reasons import FirstChunks
+from kvtier.store.store import Store
+from kvtier.store.zero_hits import ZeroHits
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier.chunk import ChunkKey, ChunkLayout, KeyChain
+from kvtier.client.leases import SharedLoad, SharedSave
 from kvtier.connectors.vllm.requests import Adapters, first_extras, media_extra, request_extra
-from kvtier.lease import LoadLease, SaveLease
-from kvtier.shared_leases import SharedLoad, SharedSave
+from kvtier.core.chunk import ChunkKey, ChunkLayout, KeyChain
+from kvtier.store.lease import LoadLease, SaveLease
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class Prompt:
     chain: KeyChain | None
     """None: this request is not cached."""
     extras: tuple[bytes, ...] = ()
-    """Of its first chunk, see :data:`kvtier.reasons.EXTRAS`."""
+    """Of its first chunk, see :data:`kvtier.store.miss_reasons.EXTRAS`."""
     shape: tuple[int, int] | None = None
     """Tokens and media of the prompt that the keys are made of; None: they are not made yet."""
     left_alone: bool = False

@@ -65,7 +65,7 @@ def request_extra(request: Any, adapters: Adapters) -> bytes | None:
 
 def first_extras(request: Any, adapters: Adapters, media: dict[int, bytes]) -> tuple[bytes, ...]:
     """What besides its tokens the key of a request's first chunk depends on, in the order of
-    :data:`kvtier.reasons.EXTRAS`."""
+    :data:`kvtier.store.miss_reasons.EXTRAS`."""
     adapter = None if request.lora_request is None else adapters.identity(request.lora_request)
     return (request.cache_salt or "").encode(), json.dumps(adapter).encode() if adapter else b"", media.get(0, b"")
 

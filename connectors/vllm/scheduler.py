@@ -14,21 +14,21 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from kvtier.chunk import ChunkKey, ChunkLayout
-from kvtier.client import Client
-from kvtier.connectors.vllm.judge import Judge
+from kvtier.client.attachment import SharedPool
+from kvtier.client.client import Client
+from kvtier.client.leases import SharedLoad, SharedSave
 from kvtier.connectors.vllm.layout import start_only
 from kvtier.connectors.vllm.metadata import Flow, Job, PoolAddress, StepMetadata, StepReport
 from kvtier.connectors.vllm.misses import Misses
 from kvtier.connectors.vllm.prompts import Pending, Prompt, by_place
 from kvtier.connectors.vllm.requests import Adapters
-from kvtier.forecast import Outlook
-from kvtier.lease import LoadLease, SaveLease
-from kvtier.link import SharedPool
-from kvtier.pool import Pool
-from kvtier.shared_leases import SharedLoad, SharedSave
-from kvtier.store import Store
-from kvtier.wire import Reason
+from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.pool import Pool
+from kvtier.load_policy.decide import Judge
+from kvtier.load_policy.outlook import Outlook
+from kvtier.protocol.wire import Reason
+from kvtier.store.lease import LoadLease, SaveLease
+from kvtier.store.store import Store
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
@@ -41,7 +41,8 @@ _REPORTS_S = 10.0
 class SchedulerHalf:
     """``store`` is the engine's own, or a server's client. ``parts``: for each worker rank, first byte of its part of a
     slot, and whether it writes that part. ``judge`` says what of a hit is taken. ``cuts``: where a slot is cut for
-    loads by layer, and the regions that are whole with each part (:func:`kvtier.layerwise.cut`); None: no such loads.
+    loads by layer, and the regions that are whole with each part (:func:`kvtier.store.layerwise.cut`); None: no such
+    loads.
     """
 
     def __init__(

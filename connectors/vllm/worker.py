@@ -26,13 +26,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from kvtier.client.attachment import SharedPool
 from kvtier.connectors.vllm.layerwise import Ahead, Flowing, ahead_ends
 from kvtier.connectors.vllm.metadata import Job, PoolAddress, RankLayout, StepMetadata, StepReport
-from kvtier.errors import TierError
+from kvtier.core.errors import TierError
+from kvtier.core.pool import Pool
 from kvtier.gpu import Copy, PagedBlocks, Pinning, regions_of, slot_tensor
 from kvtier.gpu import Job as SlotJob
-from kvtier.link import SharedPool
-from kvtier.pool import Pool
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvtier.errors import LayoutError, StateError
+from kvtier.core.errors import LayoutError, StateError
 from kvtier.gpu.host import HostCopier
 from kvtier.gpu.regions import Region, merged
 from kvtier.gpu.slots import Copy, Job

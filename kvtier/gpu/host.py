@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtier.chunk import PAGE_BYTES
+from kvtier.core.chunk import PAGE_BYTES
 from kvtier.gpu.slots import Copy, Job, cut
 
 Array = np.ndarray[Any, Any]

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from kvtier.core.lanes import Executor, Lane
 from kvtier.gpu.slots import slot_tensor
-from kvtier.lanes import Executor, Lane
 
 logger = logging.getLogger("kvtier.gpu")
 

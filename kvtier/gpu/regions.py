@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtier.errors import LayoutError
+from kvtier.core.errors import LayoutError
 
 
 @dataclass(frozen=True, slots=True)

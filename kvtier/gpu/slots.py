@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvtier.errors import StateError
+from kvtier.core.errors import StateError
 
 Job = tuple[torch.Tensor, int, Sequence[int]]
 """(this rank's part of the slot, first block in the chunk, block ids from there on)."""

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import shake_128
 from threading import Event
 
-from kvtier.chunk import PAGE_BYTES, ChunkKey, ChunkLayout
-from kvtier.owner import NOBODY, owner_of, tenant
+from kvtier.core.chunk import PAGE_BYTES, ChunkKey, ChunkLayout
+from kvtier.core.tenant import NOBODY, owner_of, tenant
 from kvtier.tiers.base import OwnerKeeper, PartReader, SharedKeeper, Tier
 
 Make = Callable[[], Tier]

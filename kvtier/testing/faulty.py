@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from typing import Literal
 
-from kvtier.chunk import ChunkKey
+from kvtier.core.chunk import ChunkKey
 from kvtier.tiers.base import Tier
 
 Call = Literal["write", "read"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvtier.lanes import Work
+from kvtier.core.lanes import Work
 
 
 class ManualLane:
-    """Queues like :class:`kvtier.lanes.Lane`, runs nothing by itself. Single-threaded."""
+    """Queues like :class:`kvtier.core.lanes.Lane`, runs nothing by itself. Single-threaded."""
 
     threads = 1
 

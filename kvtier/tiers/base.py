@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
-from kvtier.chunk import ChunkKey
-from kvtier.owner import NOBODY
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.tenant import NOBODY
 
 
 class Tier(Protocol):
@@ -57,8 +57,8 @@ class Tier(Protocol):
 
 @runtime_checkable
 class OwnerKeeper(Protocol):
-    """What a tier promises besides when it keeps with every chunk whose it is (:mod:`kvtier.owner`). Chunks of other
-    tiers are nobody's after a restart."""
+    """What a tier promises besides when it keeps with every chunk whose it is (:mod:`kvtier.core.tenant`). Chunks of
+    other tiers are nobody's after a restart."""
 
     def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         """See Tier.write. A chunk that is held already keeps its owner, or gets this one."""
@@ -85,8 +85,8 @@ class SharedKeeper(Protocol):
     """What an OwnerKeeper that others write to promises besides: it can be searched for what nobody here knows of."""
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
-        """Chunks that ``owner`` may drop (:func:`kvtier.owner.may`), whoever wrote them; False when the search was cut
-        short by a fault or by time. Takes seconds: called by lane threads only."""
+        """Chunks that ``owner`` may drop (:func:`kvtier.core.tenant.may`), whoever wrote them; False when the search
+        was cut short by a fault or by time. Takes seconds: called by lane threads only."""
         ...
 
 

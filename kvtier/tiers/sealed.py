@@ -31,9 +31,9 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.cmac import CMAC
 
-from kvtier.chunk import PAGE_BYTES, ChunkKey
-from kvtier.errors import StateError
-from kvtier.owner import NOBODY
+from kvtier.core.chunk import PAGE_BYTES, ChunkKey
+from kvtier.core.errors import StateError
+from kvtier.core.tenant import NOBODY
 from kvtier.tiers.base import RoomGiver, SharedKeeper, Tier, machine_of, owners_in, write_for
 
 _LOG = logging.getLogger(__name__)

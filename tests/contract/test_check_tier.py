@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.chunk import ChunkKey, ChunkLayout
+from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.testing import DictTier, Fault, FaultyTier, check_tier, seeded
 
 SIZE = 1000

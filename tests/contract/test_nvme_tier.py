@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.chunk import PAGE_BYTES, ChunkKey, ChunkLayout, own_link, parent_link
-from kvtier.errors import StateError, TierError
+from kvtier.core.chunk import PAGE_BYTES, ChunkKey, ChunkLayout, own_link, parent_link
+from kvtier.core.errors import StateError, TierError
 from kvtier.testing import check_tier
 from kvtier.testing.check_tier import content
-from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.nvme_index import leaf_first, slots_within
+from kvtier.tiers.nvme.index import leaf_first, slots_within
+from kvtier.tiers.nvme.tier import NvmeTier
 from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
 
 KEYS = LAYOUT.keys(range(40))

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from kvtier.chunk import ChunkKey, ChunkLayout
-from kvtier.errors import ConfigError, StateError, TierError
-from kvtier.owner import NOBODY, owner_of, tenant
+from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.errors import ConfigError, StateError, TierError
+from kvtier.core.tenant import NOBODY, owner_of, tenant
 from kvtier.testing import check_tier
-from kvtier.tiers.redis import RedisTier
-from kvtier.tiers.redis_form import Form
-from kvtier.tiers.redis_link import Link
+from kvtier.tiers.redis.layout import Form
+from kvtier.tiers.redis.link import Link
+from kvtier.tiers.redis.tier import RedisTier
 from tests.redis_server import (
     CHUNK_BYTES,
     FORM,
@@ -358,9 +358,9 @@ def test_it_needs_no_package_of_redis(server: RedisServer) -> None:
 import sys
 sys.modules["redis"] = sys.modules["hiredis"] = None
 from kvtier.assemble import assemble
-from kvtier.autoconfig.probe import probe_redis
-from kvtier.chunk import ChunkLayout
-from kvtier.config import Config
+from kvtier.autoconfig.probe.probe import probe_redis
+from kvtier.core.chunk import ChunkLayout
+from kvtier.config.keys import Config
 config = Config(ram_bytes=1 << 20, redis_url="{server.url}", redis_bytes=1 << 24)
 store = assemble(config, ChunkLayout(bytes(32), 1, 1, (4096,)))
 assert [tier.name for tier in store.tiers] == ["redis"]

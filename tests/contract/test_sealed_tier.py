@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 
 from kvtier.assemble import assemble
-from kvtier.chunk import PAGE_BYTES, ChunkKey, ChunkLayout
-from kvtier.config import ENCRYPTION_KEY, Config
-from kvtier.errors import ConfigError, StateError
-from kvtier.fsck import check
-from kvtier.store import Store
+from kvtier.config.keys import ENCRYPTION_KEY, Config
+from kvtier.core.chunk import PAGE_BYTES, ChunkKey, ChunkLayout
+from kvtier.core.errors import ConfigError, StateError
+from kvtier.store.store import Store
 from kvtier.testing import DictTier, check_tier
 from kvtier.testing.check_tier import content
 from kvtier.tiers.base import PartReader
-from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.nvme_folder import SLOTS_NAME
-from kvtier.tiers.redis import RedisTier
-from kvtier.tiers.redis_form import Form
-from kvtier.tiers.redis_link import Link
+from kvtier.tiers.nvme.check import check
+from kvtier.tiers.nvme.folder import SLOTS_NAME
+from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.redis.layout import Form
+from kvtier.tiers.redis.link import Link
+from kvtier.tiers.redis.tier import RedisTier
 from kvtier.tiers.sealed import SealedTier, key_name, sealed_bytes
 from tests.nvme_place import LAYOUT, SLOT, flip, room
 from tests.redis_server import NAMESPACE, PART_BYTES, RedisServer

@@ -10,15 +10,15 @@ from typing import ClassVar
 
 import pytest
 
-from kvtier import wire
-from kvtier.chunk import ChunkLayout
-from kvtier.dial import Address, hello
-from kvtier.listen import listen_tcp, listen_unix
-from kvtier.pool import Pool
-from kvtier.server import Server
-from kvtier.session import Session
-from kvtier.store import Store
-from kvtier.stream import Stream
+from kvtier.client.connect import Address, hello
+from kvtier.core.chunk import ChunkLayout
+from kvtier.core.pool import Pool
+from kvtier.protocol import wire
+from kvtier.server.listeners import listen_tcp, listen_unix
+from kvtier.server.server import Server
+from kvtier.server.session import Session
+from kvtier.server.stream import Stream
+from kvtier.store.store import Store
 from tests.server_process import DEADLINE_S, short_folder
 
 SLOT = 4096
@@ -213,7 +213,7 @@ def test_what_a_client_calls_itself_cannot_forge_a_line_of_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(server: Server, watch: Watch) -> None:
-        await Peer.attached(server, "x\n2026 WARNING kvtier.admin: cleared \x1b[31m")
+        await Peer.attached(server, "x\n2026 WARNING kvtier.admin.http: cleared \x1b[31m")
 
     with caplog.at_level(logging.INFO, "kvtier.server"):
         run(monkeypatch, scenario)

@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvtier import connection, wire
 from kvtier.bench.servers import free_port
-from kvtier.client import Client
-from kvtier.dial import Address, Door, enter, hello
-from kvtier.lease import Match
-from kvtier.listen import listen_tcp, listen_unix
-from kvtier.pool import Pool
-from kvtier.server import Server
-from kvtier.store import Store
+from kvtier.client.client import Client
+from kvtier.client.connect import Address, Door, enter, hello
+from kvtier.core.pool import Pool
+from kvtier.protocol import wire
+from kvtier.server import connection
+from kvtier.server.listeners import listen_tcp, listen_unix
+from kvtier.server.server import Server
+from kvtier.store.lease import Match
+from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from tests.server_process import (
     DEADLINE_S,

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.client import Client
-from kvtier.dial import Address, Door, hello
-from kvtier.errors import ConfigError
-from kvtier.lease import Match
+from kvtier.client.client import Client
+from kvtier.client.connect import Address, Door, hello
+from kvtier.core.errors import ConfigError
+from kvtier.store.lease import Match
 from tests.rogue_server import NOBODY, rogue_process
 from tests.server_process import (
     LAYOUT,

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 from kvtier.assemble import assemble
-from kvtier.autoconfig import probe
 from kvtier.autoconfig.facts import Facts
 from kvtier.autoconfig.measure import measure
-from kvtier.checks import check_redis
-from kvtier.chunk import ChunkLayout
-from kvtier.config import Config
-from kvtier.errors import TierError
-from kvtier.owner import NOBODY
-from kvtier.tiers.redis import RedisTier
-from kvtier.tiers.redis_form import CHECKSUM_BYTES
-from kvtier.tiers.redis_link import Link
+from kvtier.autoconfig.probe import probe
+from kvtier.cli.checks import check_redis
+from kvtier.config.keys import Config
+from kvtier.core.chunk import ChunkLayout
+from kvtier.core.errors import TierError
+from kvtier.core.tenant import NOBODY
+from kvtier.tiers.redis.layout import CHECKSUM_BYTES
+from kvtier.tiers.redis.link import Link
+from kvtier.tiers.redis.tier import RedisTier
 from tests.clock import Clock
 from tests.redis_server import CHUNK_BYTES, FORM, KEYS, PART_BYTES, chunk
 from tests.scripted_redis import Answer, scripted
@@ -182,7 +182,7 @@ def test_an_engine_starts_over_garbage(garbage: str) -> None:
 
 
 def test_a_server_can_neither_forge_a_line_of_the_log_nor_show_the_password(caplog: pytest.LogCaptureFixture) -> None:
-    forged = b"-OOM \x1b[31ms3cret\r\x0bWARNING kvtier.admin: cleared everything\r\n"
+    forged = b"-OOM \x1b[31ms3cret\r\x0bWARNING kvtier.admin.http: cleared everything\r\n"
     with scripted({b"SET": forged, b"EXISTS": b"-LOADING s3cret \x1b[0m\r\n"}) as port, caplog.at_level(logging.DEBUG):
         tier = opened(port)
         assert not tier.write(KEYS[0], chunk(KEYS[0]))

@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvtier import wire
 from kvtier.bench.servers import free_port
-from kvtier.chunk import ChunkKey, ChunkLayout, fingerprint
-from kvtier.dial import Address, Door, hello
-from kvtier.fsck import check
-from kvtier.pool import Pool
-from kvtier.session import Session
-from kvtier.store import Store
+from kvtier.client.connect import Address, Door, hello
+from kvtier.client.remote_tier import RemoteTier
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.pool import Pool
+from kvtier.protocol import wire
+from kvtier.server.session import Session
+from kvtier.store.store import Store
 from kvtier.testing import ManualLane
-from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.redis_form import Form
-from kvtier.tiers.remote import RemoteTier
+from kvtier.tiers.nvme.check import check
+from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.redis.layout import Form
 from tests.admin_server import AdminServer
 from tests.nvme_place import room
 from tests.redis_server import RedisServer

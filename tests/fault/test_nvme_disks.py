@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.chunk import PAGE_BYTES
-from kvtier.errors import TierError
+from kvtier.core.chunk import PAGE_BYTES
+from kvtier.core.errors import TierError
 from kvtier.testing.check_tier import content
-from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.nvme.tier import NvmeTier
 from tests.nvme_place import LAYOUT, SLOT, fill, held, holds, room
 
 SLOTS = 8

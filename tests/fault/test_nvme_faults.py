@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from kvtier.chunk import PAGE_BYTES, ChunkKey
-from kvtier.errors import TierError
-from kvtier.owner import NOBODY, owner_of
+from kvtier.core.chunk import PAGE_BYTES, ChunkKey
+from kvtier.core.errors import TierError
+from kvtier.core.tenant import NOBODY, owner_of
 from kvtier.testing.check_tier import content
-from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.nvme_files import SlotFiles
-from kvtier.tiers.nvme_index import EMPTY_RECORD, RECORD_BYTES, Superblock, pack_record, payload_checksum
+from kvtier.tiers.nvme.files import SlotFiles
+from kvtier.tiers.nvme.index import EMPTY_RECORD, RECORD_BYTES, Superblock, pack_record, payload_checksum
+from kvtier.tiers.nvme.tier import NvmeTier
 from tests.nvme_place import LAYOUT, SLOT, fill, flip, held, holds, room
 
 SLOTS = 8
@@ -284,9 +284,9 @@ def test_random_damage_is_never_a_lie(place: Path, seed: int) -> None:
 
 WRITER = """
 import os, random, sys
-from kvtier.chunk import ChunkLayout
+from kvtier.core.chunk import ChunkLayout
 from kvtier.testing.check_tier import content
-from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.nvme.tier import NvmeTier
 path, room, slot, seed = sys.argv[1], *map(int, sys.argv[2:])
 keys = ChunkLayout(bytes(32), 1, 1, (slot,)).keys(range(40))
 rng = random.Random(seed)
@@ -369,7 +369,7 @@ def test_a_slot_is_free_only_when_its_record_is_off_the_disk(place: Path, monkey
 
 HOLDER = """
 import sys
-from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.nvme.tier import NvmeTier
 tier = NvmeTier(sys.argv[1], *map(int, sys.argv[2:]))
 print(flush=True)
 input()

@@ -18,13 +18,13 @@ import pytest
 
 from kvtier.assemble import assemble
 from kvtier.bench.servers import free_port
-from kvtier.config import load as load_config
-from kvtier.errors import TierError
-from kvtier.fsck import check, discard
-from kvtier.private import open_folder
+from kvtier.config.keys import load as load_config
+from kvtier.core.errors import TierError
+from kvtier.core.secret_files import open_folder
 from kvtier.testing.check_tier import content
-from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.nvme_folder import INDEX_NAME, SLOTS_NAME, leads_to
+from kvtier.tiers.nvme.check import check, discard
+from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME, leads_to
+from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
 from tests.server_process import SLOT as SERVED_SLOT
@@ -53,7 +53,7 @@ def nobody(code: str, *words: object, imports: str = "") -> str:
 
 
 def checked(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvtier.cli", "check", "--nvme", str(folder)]
+    command = [sys.executable, "-m", "kvtier", "check", "--nvme", str(folder)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -94,7 +94,7 @@ def test_the_folder_of_root_is_refused_by_an_ordinary_user(open_place: Path) -> 
     words = nobody(
         "try: TierFolder(Path(sys.argv[1]))\nexcept TierError as error: print(error)",
         open_place / "tier",
-        imports="from kvtier.tiers.nvme_folder import *\n",
+        imports="from kvtier.tiers.nvme.folder import *\n",
     )
     assert f"owner 0, expected {NOBODY}" in words
 
@@ -310,7 +310,7 @@ def test_a_disk_that_cannot_be_asked_is_no_lost_folder(tmp_path: Path, monkeypat
         raise OSError(errno.EIO, "simulated")
 
     with (tmp_path / "file").open("w") as file:
-        monkeypatch.setattr("kvtier.tiers.nvme_folder.os.stat", fails)
+        monkeypatch.setattr("kvtier.tiers.nvme.folder.os.stat", fails)
         assert leads_to(tmp_path / "file", file.fileno())
 
 

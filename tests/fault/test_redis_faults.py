@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from kvtier.bench.servers import free_port
-from kvtier.errors import TierError
-from kvtier.owner import NOBODY
-from kvtier.tiers.redis import RedisTier
-from kvtier.tiers.redis_form import CHECKSUM_BYTES, Form
-from kvtier.tiers.redis_link import Link
+from kvtier.core.errors import TierError
+from kvtier.core.tenant import NOBODY
+from kvtier.tiers.redis.layout import CHECKSUM_BYTES, Form
+from kvtier.tiers.redis.link import Link
+from kvtier.tiers.redis.tier import RedisTier
 from tests.clock import Clock
 from tests.redis_server import (
     CHUNK_BYTES,

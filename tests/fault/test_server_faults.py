@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from kvtier.chunk import ChunkKey
-from kvtier.client import Client
-from kvtier.lease import Match
+from kvtier.client.client import Client
+from kvtier.core.chunk import ChunkKey
+from kvtier.store.lease import Match
 from tests.engine_process import LONGEST, PROMPTS
 from tests.server_process import (
     DEADLINE_S,

@@ -12,15 +12,15 @@ from collections.abc import Callable
 import pytest
 import xxhash
 
-from kvtier import dial, wire
-from kvtier.dial import Address, Door, enter, hello
-from kvtier.errors import TierError
-from kvtier.lanes import Lane
-from kvtier.pool import Pool
-from kvtier.store import Store
+from kvtier.client import connect, remote_tier
+from kvtier.client.connect import Address, Door, enter, hello
+from kvtier.client.remote_tier import RemoteTier
+from kvtier.core.errors import TierError
+from kvtier.core.lanes import Lane
+from kvtier.core.pool import Pool
+from kvtier.protocol import wire
+from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
-from kvtier.tiers import remote
-from kvtier.tiers.remote import RemoteTier
 from tests.rogue_server import SLOTS, greet, hear, rogue
 from tests.server_process import DEADLINE_S, LAYOUT, SLOT, run, short_folder, wait_for
 
@@ -44,7 +44,7 @@ def door(address: Address, stream: bool = True) -> Door:
 
 @pytest.mark.parametrize("near", [True, False], ids=["unix", "tcp"])
 def test_a_challenge_that_comes_byte_by_byte(near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dial, "_CHALLENGE_S", BOUND_S)
+    monkeypatch.setattr(connect, "_CHALLENGE_S", BOUND_S)
     challenge = wire.frame(wire.Challenge(wire.VERSION, bytes(32)))
 
     def script(client: socket.socket) -> None:
@@ -110,7 +110,7 @@ def descriptors() -> int:
 
 
 def test_a_tls_handshake_that_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dial, "_CONNECT_S", BOUND_S)
+    monkeypatch.setattr(connect, "_CONNECT_S", BOUND_S)
     context = ssl.create_default_context()
 
     def script(client: socket.socket) -> None:
@@ -126,7 +126,7 @@ def test_a_tls_handshake_that_is_not_answered(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_host_with_many_addresses_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first takes all the time there is; the others are not tried."""
-    monkeypatch.setattr(dial, "_CONNECT_S", BOUND_S)
+    monkeypatch.setattr(connect, "_CONNECT_S", BOUND_S)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         place = full.getsockname()
         waiting = [socket.socket() for _ in range(3)]
@@ -199,8 +199,8 @@ SLOW: dict[str, tuple[Callable[[RemoteTier], object], object, Callable[[socket.s
 
 def quick_to(tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on a call has a part of the seconds it has."""
-    monkeypatch.setattr(remote, "_CALL_S", BOUND_S)
-    monkeypatch.setattr(remote, "_SLOWEST", 1 << 40)
+    monkeypatch.setattr(remote_tier, "_CALL_S", BOUND_S)
+    monkeypatch.setattr(remote_tier, "_SLOWEST", 1 << 40)
 
 
 @pytest.mark.parametrize("call", SLOW)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from kvtier import wire
 from kvtier.bench.servers import free_port
-from kvtier.dial import Address, Door, client_tls, enter, hello
-from kvtier.handshakes import PLACES, PLACES_OF_ONE
+from kvtier.client.connect import Address, Door, client_tls, enter, hello
+from kvtier.protocol import wire
+from kvtier.server.handshake_places import PLACES, PLACES_OF_ONE
 from tests.certificates import make_certificates
 from tests.fault.test_hostile_clients import last_words
 from tests.server_process import DEADLINE_S, LAYOUT, SLOT, at_rest, attached, run, save, serving

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvtier.core.pool import Pool
 from kvtier.gpu import PagedBlocks, Pinning, regions_of, slot_tensor
-from kvtier.pool import Pool
 from kvtier.testing import ManualLane
-from tests.unit.test_gpu_copy import (  # noqa: F401 - collected here again, with the place below
+from tests.unit.gpu.test_gpu_copy import (  # noqa: F401 - collected here again, with the place below
     device,
     make,
     test_a_load_may_end_inside_its_chunk,

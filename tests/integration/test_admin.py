@@ -19,9 +19,9 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from kvtier.bench.servers import free_port
-from kvtier.chunk import ChunkLayout
-from kvtier.client import Client
-from kvtier.lease import Match
+from kvtier.client.client import Client
+from kvtier.core.chunk import ChunkLayout
+from kvtier.store.lease import Match
 from tests.admin_server import NVME, TOKEN, AdminServer, Body, administered, spilled
 from tests.redis_server import RedisServer, make_certificate
 from tests.server_process import (
@@ -426,7 +426,8 @@ def test_stats_and_clear_from_a_terminal(server: AdminServer) -> None:
 
 def test_watch_goes_on_until_it_is_interrupted(server: AdminServer) -> None:
     # A shell that runs the tests in the background makes them, and their children, ignore SIGINT.
-    code = "import signal, sys; from kvtier.cli import main; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code = "import signal, sys; from kvtier.cli.main import main; "
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler); "
     words = ["stats", "--watch", "--json", "--admin", server.url]
     command = [sys.executable, "-c", code + "sys.exit(main())", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:

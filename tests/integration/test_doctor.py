@@ -12,15 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import cli, doctor, selftest
-from kvtier.autoconfig import probe
+from kvtier import selftest
 from kvtier.autoconfig.facts import Model, known
+from kvtier.autoconfig.probe import probe
 from kvtier.bench.model import PRESETS
 from kvtier.bench.servers import free_port
-from kvtier.checks import Finding, judge_disk, planned
-from kvtier.config import Config, load
-from kvtier.errors import TierError
-from kvtier.pool import Pool
+from kvtier.cli import doctor
+from kvtier.cli import main as cli
+from kvtier.cli.checks import Finding, judge_disk, planned
+from kvtier.config.keys import Config, load
+from kvtier.core.errors import TierError
+from kvtier.core.pool import Pool
 from tests import server_process as engines
 from tests.mounts import mounted
 from tests.redis_server import RedisServer
@@ -125,7 +127,7 @@ def test_a_vllm_that_does_not_load_fails(tmp_path: Path) -> None:
     info = tmp_path / "vllm-0.32.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
-    command = [sys.executable, "-m", "kvtier.cli", "doctor", "--json"]
+    command = [sys.executable, "-m", "kvtier", "doctor", "--json"]
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     findings = [Finding(**row) for row in json.loads(done.stdout)["findings"]]
@@ -144,7 +146,7 @@ def test_a_vllm_that_does_not_load_fails(tmp_path: Path) -> None:
     ],
 )
 def test_the_real_vllm_loads_the_connector_in_lmcaches_place(plug_ins: dict[str, str], state: str, seen: str) -> None:
-    command = [sys.executable, "-m", "kvtier.cli", "doctor", "--json"]
+    command = [sys.executable, "-m", "kvtier", "doctor", "--json"]
     env = os.environ | {"KVTIER_REPLACE_LMCACHE": "1", **plug_ins}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     found = one([Finding(**row) for row in json.loads(done.stdout)["findings"]], "connector")

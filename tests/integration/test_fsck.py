@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import ConfigError, TierError
-from kvtier.fsck import Report, check, discard, tier_folders
-from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.nvme_folder import INDEX_NAME, SLOTS_NAME
-from kvtier.tiers.nvme_index import RECORD_BYTES, pack_record, payload_checksum
+from kvtier.core.errors import ConfigError, TierError
+from kvtier.tiers.nvme.check import Report, check, discard, tier_folders
+from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME
+from kvtier.tiers.nvme.index import RECORD_BYTES, pack_record, payload_checksum
+from kvtier.tiers.nvme.tier import NvmeTier
 from tests.nvme_place import LAYOUT, SLOT, fill, flip, held, room
 from tests.server_process import ServerProcess, attached, run, save, short_folder, wait_for
 
@@ -41,7 +41,7 @@ def bytes_of(folder: Path) -> dict[str, str]:
 
 def cli(*words: object) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
-    command = [sys.executable, "-m", "kvtier.cli", "check", *map(str, words)]
+    command = [sys.executable, "-m", "kvtier", "check", *map(str, words)]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 

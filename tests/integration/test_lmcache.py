@@ -17,8 +17,8 @@ import pytest
 
 from kvtier.bench.model import make_model
 from kvtier.bench.servers import free_port
-from kvtier.chunk import ChunkLayout
-from kvtier.client import Client
+from kvtier.client.client import Client
+from kvtier.core.chunk import ChunkLayout
 from tests.server_process import ServerProcess, attached, serving, wait_for
 
 ROOT = Path(__file__).parents[2]

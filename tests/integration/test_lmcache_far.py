@@ -8,10 +8,10 @@ from contextlib import closing, contextmanager
 import pytest
 
 from kvtier.bench.servers import free_port
-from kvtier.chunk import ChunkKey
+from kvtier.client.connect import Address, Door, hello
 from kvtier.connectors.lmcache import parcel
 from kvtier.connectors.lmcache.far import Attached, Far, Streamed
-from kvtier.dial import Address, Door, hello
+from kvtier.core.chunk import ChunkKey
 from kvtier.testing.check_tier import content
 from tests.server_process import LAYOUT, SLOT, ServerProcess, attached, serving, short_folder, wait_for
 

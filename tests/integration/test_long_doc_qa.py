@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.long_doc_qa_client import connect
+from kvtier.bench.long_doc_qa.client import connect
 from kvtier.bench.model import make_model
 from kvtier.bench.servers import ServerError, VllmServer
 

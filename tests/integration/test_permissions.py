@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.dial import Address
-from kvtier.errors import ConfigError
-from kvtier.fsck import check
-from kvtier.listen import listen_unix
-from kvtier.pool import Pool
-from kvtier.private import make_folder, read_secret
+from kvtier.client.connect import Address
+from kvtier.core.errors import ConfigError
+from kvtier.core.pool import Pool
+from kvtier.core.secret_files import make_folder, read_secret
+from kvtier.server.listeners import listen_unix
+from kvtier.tiers.nvme.check import check
 from tests.server_process import SLOT, ServerProcess, attached, run, save, short_folder, wait_for
 
 MADE = {

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from kvtier.autoconfig import measure as timing
-from kvtier.autoconfig import probe
 from kvtier.autoconfig.facts import UNLIMITED, Facts, Memory, known
 from kvtier.autoconfig.measure import measure
 from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.plan import make_plan
-from kvtier.errors import ConfigError
+from kvtier.autoconfig.probe import probe
+from kvtier.core.errors import ConfigError
 from tests.memory_cgroup import entering, memory_cgroup
 from tests.mounts import mounted
 

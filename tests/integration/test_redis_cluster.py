@@ -14,12 +14,12 @@ import pytest
 
 from kvtier.assemble import assemble
 from kvtier.bench.servers import free_port
-from kvtier.chunk import ChunkKey
-from kvtier.cli import main
-from kvtier.client import Client
-from kvtier.config import Config
-from kvtier.errors import ConfigError, TierError
-from kvtier.tiers.redis_nodes import slot_of
+from kvtier.cli.main import main
+from kvtier.client.client import Client
+from kvtier.config.keys import Config
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.errors import ConfigError, TierError
+from kvtier.tiers.redis.nodes import slot_of
 from tests.clock import Clock
 from tests.redis_server import (
     CHUNK_BYTES,

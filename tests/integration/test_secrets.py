@@ -18,10 +18,10 @@ import pytest
 
 from kvtier.assemble import assemble
 from kvtier.bench.servers import free_port
-from kvtier.chunk import ChunkLayout
-from kvtier.config import ENCRYPTION_KEY, Config, load
-from kvtier.errors import ConfigError
-from kvtier.store import Store
+from kvtier.config.keys import ENCRYPTION_KEY, Config, load
+from kvtier.core.chunk import ChunkLayout
+from kvtier.core.errors import ConfigError
+from kvtier.store.store import Store
 from kvtier.tiers.sealed import key_name
 from tests.redis_server import RedisServer, make_certificate
 from tests.server_process import SLOT, ServerProcess, attached, run, save, short_folder, wait_for
@@ -53,7 +53,7 @@ def secrets_in(folder: Path) -> list[str]:
 def said(words: tuple[str, ...], env: Mapping[str, str]) -> str:
     """All that a command says until it ends, or serves."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("KVTIER_", "LMCACHE_"))}
-    command = [sys.executable, "-m", "kvtier.cli", *words]
+    command = [sys.executable, "-m", "kvtier", *words]
     with tempfile.NamedTemporaryFile("r") as log:
         with subprocess.Popen(command, env=clean | dict(env), stdout=log.fileno(), stderr=subprocess.STDOUT) as process:
 

@@ -102,15 +102,15 @@ def test_ram_beyond_the_cgroup_is_an_error_in_serve_launch_and_engine() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
     environment |= {"KVTIER_RAM_BYTES": "1GiB", "KVTIER_ADMIN": "off"}
     engine = (
-        "import sys; from kvtier.assemble import assemble; from kvtier.chunk import ChunkLayout\n"
-        "from kvtier.config import load; from kvtier.errors import ConfigError\n"
+        "import sys; from kvtier.assemble import assemble; from kvtier.core.chunk import ChunkLayout\n"
+        "from kvtier.config.keys import load; from kvtier.core.errors import ConfigError\n"
         "try: assemble(load(), ChunkLayout(bytes(32), 1, 1, (1 << 20,)))\n"
         "except ConfigError as error: sys.exit(print(error, file=sys.stderr) or 2)"
     )
     with memory_cgroup(512 * MIB) as group, short_folder() as folder:
         for words in (
-            ["-m", "kvtier.cli", "serve", "--listen", f"unix://{folder}/run/kvtier.sock"],
-            ["-m", "kvtier.cli", "launch", "--print", "--", "vllm", "serve", "model"],
+            ["-m", "kvtier", "serve", "--listen", f"unix://{folder}/run/kvtier.sock"],
+            ["-m", "kvtier", "launch", "--print", "--", "vllm", "serve", "model"],
             ["-c", engine],
         ):
             command = entering(group, [sys.executable, *words])

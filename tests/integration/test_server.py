@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.chunk import ChunkLayout, fingerprint
-from kvtier.client import Client
-from kvtier.errors import StateError
-from kvtier.lease import Match
-from kvtier.pool import Pool
+from kvtier.client.client import Client
+from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.errors import StateError
+from kvtier.core.pool import Pool
+from kvtier.store.lease import Match
 from kvtier.testing.check_tier import content
 from tests.server_process import (
     LAYOUT,
@@ -108,7 +108,7 @@ def test_a_worker_maps_the_pool_by_its_path(client: Client) -> None:
     pool = client.pool
     assert pool is not None
     worker = (
-        "from kvtier.link import SharedPool; import sys; path, witness, slot = sys.argv[1:];"
+        "from kvtier.client.attachment import SharedPool; import sys; path, witness, slot = sys.argv[1:];"
         "SharedPool.join(path, witness, 32, 8192).view(int(slot))[:4] = b'mine'"
     )
     with client.save(run(1, 1)) as lease:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvtier.forecast import NOTHING
-from kvtier.lease import Match
+from kvtier.load_policy.outlook import NOTHING
+from kvtier.store.lease import Match
 from tests.server_process import at_rest, attached, load, run, save, serving, short_folder, wait_for
 
 RAM_CHUNKS = 32

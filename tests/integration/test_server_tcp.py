@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvtier import wire
 from kvtier.bench.servers import free_port
-from kvtier.chunk import ChunkLayout
-from kvtier.dial import Address, Door, hello
-from kvtier.errors import ConfigError, TierError
-from kvtier.lanes import Lane
-from kvtier.pool import Pool
-from kvtier.store import Store
+from kvtier.client.connect import Address, Door, hello
+from kvtier.client.remote_tier import RemoteTier
+from kvtier.core.chunk import ChunkLayout
+from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.lanes import Lane
+from kvtier.core.pool import Pool
+from kvtier.protocol import wire
+from kvtier.store.store import Store
 from kvtier.testing import check_tier
 from kvtier.testing.check_tier import content
-from kvtier.tiers.remote import RemoteTier
 from tests.rogue_server import hear, rogue
 from tests.server_process import (
     DEADLINE_S,
@@ -313,7 +313,7 @@ def test_a_far_namespace_is_its_own(server: ServerProcess, port: int) -> None:
 
 
 def test_nobody_there_is_an_error_that_says_where(port: int) -> None:
-    from kvtier.dial import enter
+    from kvtier.client.connect import enter
 
     with pytest.raises(TierError, match=f"no kvtier server at tcp://127.0.0.1:{port}"):
         enter(far(port))

@@ -13,15 +13,15 @@ import pytest
 
 from kvtier.assemble import assemble
 from kvtier.bench.servers import free_port
-from kvtier.chunk import ChunkKey
-from kvtier.client import Client
-from kvtier.config import Config
-from kvtier.config import load as load_config
-from kvtier.dial import Address, Door, client_tls, hello
-from kvtier.errors import ConfigError
-from kvtier.store import Store
+from kvtier.client.client import Client
+from kvtier.client.connect import Address, Door, client_tls, hello
+from kvtier.client.remote_tier import RemoteTier
+from kvtier.config.keys import Config
+from kvtier.config.keys import load as load_config
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.errors import ConfigError
+from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
-from kvtier.tiers.remote import RemoteTier
 from tests.certificates import make_certificates
 from tests.integration.test_server_tcp import TOKEN, engine, far, relay
 from tests.rogue_server import greet, rogue

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtier import __version__
-from kvtier.config import KEYS
+from kvtier.config.keys import KEYS
 from tests.server_process import ServerProcess, attached, serving, wait_for
 
 ROOT = Path(__file__).parents[2]

@@ -163,7 +163,7 @@ def test_a_damaged_disk_costs_hits_and_no_answer(run: Run, tmp_path: Path) -> No
     slots = tmp_path / "nvme" / "slots.kvtier"
     for end in range(DEMO_CHUNK_BYTES, slots.stat().st_size + 1, DEMO_CHUNK_BYTES):
         flip(slots, end - 1)
-    check = [sys.executable, "-m", "kvtier.cli", "check", "--nvme", str(slots.parent)]
+    check = [sys.executable, "-m", "kvtier", "check", "--nvme", str(slots.parent)]
     assert subprocess.run(check, check=False, capture_output=True, timeout=TIMEOUT_S).returncode == 1
     again = run("plain", **disk, ram_bytes="65MiB")
     assert_same(again, first)

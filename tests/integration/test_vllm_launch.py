@@ -81,7 +81,7 @@ class Launched(VllmServer):
     def __init__(self, enter: str, model: str, args: list[str], env: dict[str, str], log: Path) -> None:
         super().__init__(model, args, env, log, START_S)
         vllm = Path(engine_python()).parent / "vllm"
-        launch = [engine_python(), "-m", "kvtier.cli", "launch", "--", str(vllm), "serve", model, "--host", "127.0.0.1"]
+        launch = [engine_python(), "-m", "kvtier", "launch", "--", str(vllm), "serve", model, "--host", "127.0.0.1"]
         self._command = ["unshare", "-m", "sh", "-c", f'{enter} && exec "$@"', "sh", *launch, *args]
 
     def asked(self, path: str, body: dict[str, Any] | None = None) -> str:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from kvtier.bench.model import make_model
-from kvtier.chunk import ChunkLayout
-from kvtier.client import Client
-from kvtier.errors import ConfigError
+from kvtier.client.client import Client
+from kvtier.core.chunk import ChunkLayout
+from kvtier.core.errors import ConfigError
 from tests.engine_python import engine_python
 from tests.server_process import ServerProcess, at_rest, attached, serving, short_folder, wait_for
 

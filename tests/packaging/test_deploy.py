@@ -17,10 +17,11 @@ import pytest
 import yaml
 from redis import AuthenticationError, Redis
 
-from kvtier import cli, lmcache, lmi
-from kvtier.config import KEYS, NO_KEYS, load
+from kvtier.admin.forms import ROUTES
+from kvtier.cli import main as cli
+from kvtier.config import lmcache, lmi
+from kvtier.config.keys import KEYS, NO_KEYS, load
 from kvtier.connectors.vllm import versions
-from kvtier.openapi import ROUTES
 from tests.server_process import attached, serving, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -186,7 +187,9 @@ def test_the_build_context_is_the_package_and_nothing_more(tmp_path: Path) -> No
     subprocess.run(command, cwd=tmp_path / "context", check=True, capture_output=True)
     (wheel,) = (tmp_path / "dist").iterdir()
     with zipfile.ZipFile(wheel) as archive:
-        assert {"kvtier/cli.py", "kvtier/bench/demo.py", "kvtier/connectors/vllm/worker.py"} <= set(archive.namelist())
+        assert {"kvtier/cli/main.py", "kvtier/bench/demo.py", "kvtier/connectors/vllm/worker.py"} <= set(
+            archive.namelist()
+        )
     for copied in re.findall(r"^COPY (requirements\S+)", "\n".join(TEXT[path] for path in DOCKERFILES), re.MULTILINE):
         assert kept(copied)
 
@@ -290,7 +293,7 @@ def test_the_servers_command_lines_are_understood(words: list[str], tmp_path: Pa
     """With the paths moved to a folder of the test's, the server starts and tells where it listens."""
     moved = [word.replace("/run/kvtier", str(tmp_path)).replace("/etc/kvtier", str(tmp_path)) for word in words]
     (tmp_path / "kvtier.yaml").write_text("ram_bytes: 1MiB\nadmin: 'off'\n")
-    command = [sys.executable, "-m", "kvtier.cli", "serve", *moved]
+    command = [sys.executable, "-m", "kvtier", "serve", *moved]
     env = os.environ | {"KVTIER_RAM_BYTES": "1MiB", "KVTIER_ADMIN": "off"}
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
@@ -332,7 +335,7 @@ def test_an_engine_in_other_namespaces_maps_the_servers_memory() -> None:
         env = {key: value for key, value in os.environ.items() if not key.startswith("KVTIER_")}
         run = server.socket.parent
         mount = f"mount --bind {run} {run} && mount -o remount,ro,bind {run} && ! touch {run}/x 2>/dev/null"
-        engine = shlex.join([sys.executable, "-m", "kvtier.cli", "doctor", "--no-engine"])
+        engine = shlex.join([sys.executable, "-m", "kvtier", "doctor", "--no-engine"])
         command = [*apart, "sh", "-c", f"{mount} && exec {engine}"]
         env["KVTIER_SERVER"] = str(server.address)
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

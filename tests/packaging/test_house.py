@@ -28,9 +28,9 @@ WORN_CLASSES = (
     "Utils",
 )
 # Who may read the environment: configuration, and benchmarks that start servers.
-ENVIRONMENT = ("kvtier/config.py", "bench/")
+ENVIRONMENT = ("kvtier/config/keys.py", "bench/")
 # Who may start threads: lanes, what hammers tiers in tests, and benchmarks.
-THREADS = ("kvtier/lanes.py", "kvtier/testing/", "bench/")
+THREADS = ("kvtier/core/lanes.py", "kvtier/testing/", "bench/")
 READS = {"os.environ", "os.getenv", "os.environb"}
 STARTS = {"threading.Thread", "threading.Timer", "futures.ThreadPoolExecutor", "_thread.start_new_thread"}
 
@@ -51,7 +51,7 @@ def dotted(file: str) -> set[str]:
 
 
 def test_the_files_are_found() -> None:
-    assert {"kvtier/config.py", "connectors/__init__.py", "bench/report.py"} <= set(FILES)
+    assert {"kvtier/config/keys.py", "connectors/__init__.py", "bench/report.py"} <= set(FILES)
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -12,8 +12,8 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kvtier.config import KEYS, Config, describe, load
-from kvtier.errors import ConfigError
+from kvtier.config.keys import KEYS, Config, describe, load
+from kvtier.core.errors import ConfigError
 
 FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LMCACHES = ("chunk_size", "max_local_cpu_size", "local_disk", "max_local_disk_size", "remote_url", "extra_config",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.chunk import ChunkKey, ChunkLayout, own_link, parent_link
-from kvtier.recency import coldest_first
+from kvtier.core.chunk import ChunkKey, ChunkLayout, own_link, parent_link
+from kvtier.tiers.recovery_order import coldest_first
 
 LAYOUT = ChunkLayout(bytes(32), 1, 1, (1,))
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=6)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.redis_errors import (
+from kvtier.tiers.redis.errors import (
     FAULTS,
     LinkError,
     MovedError,
@@ -22,9 +22,9 @@ from kvtier.tiers.redis_errors import (
     SetupError,
     WrongSizeError,
 )
-from kvtier.tiers.redis_nodes import MOST_NODES, SLOTS, cluster_map, slot_of
-from kvtier.tiers.redis_start import Facts, facts_of, limit_of
-from kvtier.tiers.redis_wire import INFO, SCANNED, SMALL, Bounds, Wire
+from kvtier.tiers.redis.nodes import MOST_NODES, SLOTS, cluster_map, slot_of
+from kvtier.tiers.redis.startup import Facts, facts_of, limit_of
+from kvtier.tiers.redis.wire import INFO, SCANNED, SMALL, Bounds, Wire
 
 SIZE = 12
 VALUE = bytes(range(SIZE))

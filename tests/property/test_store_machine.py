@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from kvtier.below import Place
-from kvtier.budget import WriteBudget
-from kvtier.chunk import ChunkKey, ChunkLayout, fingerprint
-from kvtier.lease import LoadLease, SaveLease
-from kvtier.pool import Pool
-from kvtier.store import Store
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.pool import Pool
+from kvtier.store.lease import LoadLease, SaveLease
+from kvtier.store.lower_tier import Place
+from kvtier.store.store import Store
+from kvtier.store.write_budget import WriteBudget
 from kvtier.testing import DictTier, ManualLane
 
 SLOT = 4096

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey
+from kvtier.core.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey
 from kvtier.testing import DictTier
 from kvtier.testing.check_tier import content
-from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.nvme_folder import INDEX_NAME, SLOTS_NAME
-from kvtier.tiers.nvme_index import FORMAT_VERSION, RECORD_BYTES, Superblock, pack_record, read_records, table_bytes
-from kvtier.tiers.redis import RedisTier
-from kvtier.tiers.redis_form import HEADER_BYTES
+from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME
+from kvtier.tiers.nvme.index import FORMAT_VERSION, RECORD_BYTES, Superblock, pack_record, read_records, table_bytes
+from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.redis.layout import HEADER_BYTES
+from kvtier.tiers.redis.tier import RedisTier
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
 from tests.redis_server import CHUNK_BYTES, FORM, KEYS, RedisServer, chunk

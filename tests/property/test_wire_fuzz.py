@@ -7,16 +7,16 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from kvtier import wire
-from kvtier.chunk import ChunkLayout, fingerprint
-from kvtier.pool import Pool
-from kvtier.realm import Realm
-from kvtier.session import Session
-from kvtier.steps import whole
-from kvtier.store import Store
-from kvtier.stream import Stream
+from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.pool import Pool
+from kvtier.core.steps import whole
+from kvtier.protocol import wire
+from kvtier.protocol.wire import Inbox, WireError, frame
+from kvtier.server.registry import Realm
+from kvtier.server.session import Session
+from kvtier.server.stream import Stream
+from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
-from kvtier.wire import Inbox, WireError, frame
 
 SLOT = 4096
 LAYOUT = ChunkLayout(fingerprint({"model": "fuzz"}), 1, 1, (SLOT,))

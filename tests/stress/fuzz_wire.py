@@ -23,14 +23,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvtier import wire
-from kvtier.chunk import ChunkLayout, fingerprint
-from kvtier.dial import Address, hello
-from kvtier.lanes import Lane
-from kvtier.listen import listen_tcp, listen_unix
-from kvtier.pool import Pool
-from kvtier.server import Server
-from kvtier.store import Store
+from kvtier.client.connect import Address, hello
+from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.lanes import Lane
+from kvtier.core.pool import Pool
+from kvtier.protocol import wire
+from kvtier.server.listeners import listen_tcp, listen_unix
+from kvtier.server.server import Server
+from kvtier.store.store import Store
 from kvtier.testing import DictTier
 from kvtier.testing.check_tier import content
 
@@ -171,8 +171,8 @@ class Attack:
 
 async def behave(address: Address) -> None:
     """A client that behaves: its chunks are served, byte for byte."""
-    from kvtier.client import Client
-    from kvtier.dial import Door
+    from kvtier.client.client import Client
+    from kvtier.client.connect import Door
 
     def talk() -> None:
         client = Client(Door(address, hello(bytes([7]) * 32, SLOT, stream=False, client="good")), 5.0)

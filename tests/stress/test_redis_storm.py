@@ -9,7 +9,7 @@ from itertools import count
 
 import pytest
 
-from kvtier.tiers.redis import RedisTier
+from kvtier.tiers.redis.tier import RedisTier
 from tests.clock import Clock
 from tests.redis_server import KEYS, RedisServer, chunk, holds
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from kvtier.chunk import PAGE_BYTES, ChunkKey, ChunkLayout, fingerprint
-from kvtier.lease import LoadLease, SaveLease
-from kvtier.store import Store
+from kvtier.core.chunk import PAGE_BYTES, ChunkKey, ChunkLayout, fingerprint
+from kvtier.store.lease import LoadLease, SaveLease
+from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from tests.trust.scheduler import Dead, Process, ViolationError
 

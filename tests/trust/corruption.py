@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtier.chunk import PAGE_BYTES, ChunkKey, ChunkLayout
+from kvtier.core.chunk import PAGE_BYTES, ChunkKey, ChunkLayout
 from kvtier.testing.check_tier import content
 from kvtier.tiers.base import Tier
-from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.nvme_index import FORMAT_VERSION, RECORD_BYTES, Superblock, table_bytes
+from kvtier.tiers.nvme.index import FORMAT_VERSION, RECORD_BYTES, Superblock, table_bytes
+from kvtier.tiers.nvme.tier import NvmeTier
 
 SLOT = PAGE_BYTES
 SLOTS = 32
@@ -250,9 +250,9 @@ REDIS_CHUNK, REDIS_PART, REDIS_CHUNKS = 300, 128, 64
 
 def redis(payload_bits: int, seed: int = 0) -> Tally:
     """All of it, on a redis-server of its own."""
-    from kvtier.tiers.redis import RedisTier
-    from kvtier.tiers.redis_form import HEADER_BYTES, Form
-    from kvtier.tiers.redis_link import Link
+    from kvtier.tiers.redis.layout import HEADER_BYTES, Form
+    from kvtier.tiers.redis.link import Link
+    from kvtier.tiers.redis.tier import RedisTier
     from tests.redis_server import NAMESPACE, RedisServer
 
     tally, draw = Tally(), random.Random(seed)
@@ -324,8 +324,8 @@ class RedisDamage:
 
 def foreign_names(tally: Tally, admin: Any, link: Any, form: Any, keys: Sequence[ChunkKey]) -> None:
     """Another version's and another model's chunks under names of their own: not seen, not touched."""
-    from kvtier.tiers.redis import RedisTier
-    from kvtier.tiers.redis_form import Form
+    from kvtier.tiers.redis.layout import Form
+    from kvtier.tiers.redis.tier import RedisTier
     from tests.redis_server import NAMESPACE
 
     other_form = Form("kvtier", NAMESPACE[::-1], REDIS_PART)

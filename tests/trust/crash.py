@@ -36,14 +36,14 @@ from typing import Any
 import numpy as np
 
 from kvtier.assemble import assemble
-from kvtier.chunk import PAGE_BYTES, ChunkKey, fingerprint
-from kvtier.config import Config
-from kvtier.fsck import check
-from kvtier.store import Store
+from kvtier.config.keys import Config
+from kvtier.core.chunk import PAGE_BYTES, ChunkKey, fingerprint
+from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
-from kvtier.tiers.nvme_folder import INDEX_NAME, SLOTS_NAME
-from kvtier.tiers.nvme_index import RECORD_BYTES, read_records
-from kvtier.tiers.redis_form import Form
+from kvtier.tiers.nvme.check import check
+from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME
+from kvtier.tiers.nvme.index import RECORD_BYTES, read_records
+from kvtier.tiers.redis.layout import Form
 from tests.engine_process import LONGEST, PROMPTS
 from tests.redis_server import RedisServer
 from tests.server_process import LAYOUT, SLOT, at_rest, attached, load, run, short_folder, wait_for

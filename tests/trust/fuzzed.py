@@ -19,12 +19,12 @@ from typing import Any
 
 FUZZ_TESTS = (
     "tests/property/test_config_fuzz.py", "tests/property/test_wire_fuzz.py", "tests/property/test_stored_forms.py",
-    "tests/property/test_redis_wire.py", "tests/unit/test_redis_url.py",
+    "tests/property/test_redis_wire.py", "tests/unit/config/test_redis_url.py",
 )  # fmt: skip
 PARTS = (
-    "kvtier/config.py", "kvtier/wire.py", "kvtier/session.py", "kvtier/stream.py", "kvtier/tiers/nvme_index.py",
-    "kvtier/tiers/nvme_files.py", "kvtier/tiers/redis_form.py", "kvtier/tiers/redis_wire.py", "kvtier/redis_url.py",
-    "kvtier/tiers/sealed.py",
+    "kvtier/config/keys.py", "kvtier/config/redis_url.py", "kvtier/protocol/wire.py", "kvtier/server/session.py",
+    "kvtier/server/stream.py", "kvtier/tiers/nvme/index.py", "kvtier/tiers/nvme/files.py",
+    "kvtier/tiers/redis/layout.py", "kvtier/tiers/redis/wire.py", "kvtier/tiers/sealed.py",
 )  # fmt: skip
 LEAST_PERCENT = 70.0
 """What is left are the halves that write, and that open connections."""

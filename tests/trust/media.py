@@ -13,9 +13,9 @@ from typing import Any, cast
 
 from xxhash import xxh3_64_intdigest
 
-from kvtier.chunk import ChunkKey
+from kvtier.core.chunk import ChunkKey
 from kvtier.tiers.base import PartReader, Tier, owners_in, write_for
-from kvtier.tiers.redis_errors import LinkError, RefusedError, WrongSizeError
+from kvtier.tiers.redis.errors import LinkError, RefusedError, WrongSizeError
 from tests.trust.scheduler import Process, ViolationError, World
 
 
@@ -236,7 +236,7 @@ class SimRedis:
 
 
 class SimLink:
-    """:class:`kvtier.tiers.redis_link.Link`, as far as RedisTier sees it."""
+    """:class:`kvtier.tiers.redis.link.Link`, as far as RedisTier sees it."""
 
     label = "simulated"
     kind = "server"

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-import kvtier.tiers.nvme_files
+import kvtier.tiers.nvme.files
 from kvtier.bench.throttled import Throttle
 from tests.redis_server import RedisServer
 
@@ -106,7 +106,7 @@ REDIS_PLIGHTS: dict[str, Plight] = {
 
 
 class HangingDisk:
-    """Stands in for ``os`` in :mod:`kvtier.tiers.nvme_files`: while ``hangs``, no payload comes or goes."""
+    """Stands in for ``os`` in :mod:`kvtier.tiers.nvme.files`: while ``hangs``, no payload comes or goes."""
 
     def __init__(self) -> None:
         self._goes = threading.Event()
@@ -135,7 +135,7 @@ class HangingDisk:
 @contextmanager
 def hanging_disk() -> Iterator[HangingDisk]:
     """NVMe tiers lie on it."""
-    files: Any = kvtier.tiers.nvme_files
+    files: Any = kvtier.tiers.nvme.files
     files.os = disk = HangingDisk()
     try:
         yield disk

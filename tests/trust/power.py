@@ -38,18 +38,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import kvtier.tiers.nvme_files
-import kvtier.tiers.nvme_folder
-from kvtier.below import Place
-from kvtier.chunk import PAGE_BYTES, ChunkKey
-from kvtier.fsck import check
-from kvtier.lanes import Lane
-from kvtier.pool import Pool
-from kvtier.store import Store
+import kvtier.tiers.nvme.files
+import kvtier.tiers.nvme.folder
+from kvtier.core.chunk import PAGE_BYTES, ChunkKey
+from kvtier.core.lanes import Lane
+from kvtier.core.pool import Pool
+from kvtier.store.lower_tier import Place
+from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
-from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.nvme_folder import INDEX_NAME, SLOTS_NAME
-from kvtier.tiers.nvme_index import RECORD_BYTES, Superblock, read_records
+from kvtier.tiers.nvme.check import check
+from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME
+from kvtier.tiers.nvme.index import RECORD_BYTES, Superblock, read_records
+from kvtier.tiers.nvme.tier import NvmeTier
 from tests.nvme_place import LAYOUT, SLOT, room
 from tests.server_process import load, save
 from tests.trust.disk import SECTOR, SimFile
@@ -118,7 +118,7 @@ class Recorder:
 @contextmanager
 def recorded() -> Iterator[Recorder]:
     """The tier's files, noted."""
-    modules: Any = (kvtier.tiers.nvme_files, kvtier.tiers.nvme_folder)
+    modules: Any = (kvtier.tiers.nvme.files, kvtier.tiers.nvme.folder)
     recorder = Recorder()
     for module in modules:
         module.os = recorder

@@ -7,7 +7,8 @@ from their key alone, load, hold leases long, forget, clear and die; servers die
 what their media kept; other servers use the shared media. After every step that may have changed something:
 
 - every READY chunk, and every byte under an open load lease, is exactly what was computed for its key;
-- the Directory's own rules hold (slots, capacities, quotas; see :mod:`kvtier.directory`), no lane work has raised;
+- the Directory's own rules hold (slots, capacities, quotas; see :mod:`kvtier.store.directory`), no lane work has
+  raised;
 - no call of an engine waits for a lock or does I/O, and each ends within a number of steps that its keys bound.
 
 A kill (no power cut, no fault) loses nothing that was stored and brings back nothing that was deleted. At rest: nothing
@@ -33,23 +34,23 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import kvtier.tiers.nvme_files
-import kvtier.tiers.nvme_folder
-from kvtier.below import Place
-from kvtier.budget import WriteBudget
-from kvtier.chunk import ChunkKey
-from kvtier.directory import READY
-from kvtier.errors import TierError
-from kvtier.lanes import Lane
-from kvtier.layerwise import CONFIRMED, told
-from kvtier.lease import LoadLease
-from kvtier.pool import Pool
-from kvtier.store import Store
+import kvtier.tiers.nvme.files
+import kvtier.tiers.nvme.folder
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.errors import TierError
+from kvtier.core.lanes import Lane
+from kvtier.core.pool import Pool
+from kvtier.store.directory import READY
+from kvtier.store.layerwise import CONFIRMED, told
+from kvtier.store.lease import LoadLease
+from kvtier.store.lower_tier import Place
+from kvtier.store.store import Store
+from kvtier.store.write_budget import WriteBudget
 from kvtier.tiers.base import Tier
-from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.nvme_index import table_bytes
-from kvtier.tiers.redis import RedisTier
-from kvtier.tiers.redis_form import Form
+from kvtier.tiers.nvme.index import table_bytes
+from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.redis.layout import Form
+from kvtier.tiers.redis.tier import RedisTier
 from tests.trust.clients import FRESH, RUNS, SLOT, Client, right
 from tests.trust.disk import SimDisk
 from tests.trust.media import Medium, SimLink, SimRedis, SimTier, Watched, watched
@@ -418,8 +419,8 @@ def replaced(sim: Simulation) -> Iterator[None]:
     before: list[tuple[Any, str, Any]] = []
     for module in modules:
         before += [(module, name, vars(module)[name]) for name in stand_ins if name in vars(module)]
-    files: Any = kvtier.tiers.nvme_files
-    folder: Any = kvtier.tiers.nvme_folder
+    files: Any = kvtier.tiers.nvme.files
+    folder: Any = kvtier.tiers.nvme.folder
     before += [(files, "os", files.os), (files, "fcntl", files.fcntl), (folder, "os", folder.os)]
     before.append((files, "holders_of_removed", files.holders_of_removed))
     stand_ins["holders_of_removed"] = lambda path: []

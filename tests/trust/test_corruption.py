@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.tiers.nvme_index import RECORD_BYTES
+from kvtier.tiers.nvme.index import RECORD_BYTES
 from tests.trust import corruption
 
 NVME_BITS, REDIS_BITS = 7_000, 4_000

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.below import Place
-from kvtier.chunk import ChunkKey
-from kvtier.errors import TierError
-from kvtier.lease import Match
-from kvtier.pool import Pool
-from kvtier.store import Store
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.errors import TierError
+from kvtier.core.pool import Pool
+from kvtier.store.lease import Match
+from kvtier.store.lower_tier import Place
+from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
-from kvtier.tiers.nvme import NvmeTier
+from kvtier.tiers.nvme.tier import NvmeTier
 from tests.nvme_place import room
 from tests.trust.clients import LAYOUT, SLOT, right
 from tests.trust.plights import nothing_more_to_open

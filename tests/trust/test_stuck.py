@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.lanes import Lane
-from kvtier.pool import Pool
-from kvtier.store import Store
-from kvtier.tiers.nvme import NvmeTier
-from kvtier.tiers.redis import RedisTier
-from kvtier.tiers.redis_form import Form
-from kvtier.tiers.redis_link import Link
+from kvtier.core.lanes import Lane
+from kvtier.core.pool import Pool
+from kvtier.store.store import Store
+from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.redis.layout import Form
+from kvtier.tiers.redis.link import Link
+from kvtier.tiers.redis.tier import RedisTier
 from tests.clock import Clock
 from tests.mounts import mounted
 from tests.nvme_place import room

@@ -21,7 +21,9 @@ from tests.engine_process import churn, client_at
 from tests.server_process import DEADLINE_S, LAYOUT, ServerProcess
 
 _FORK = multiprocessing.get_context("forkserver")
-_FORK.set_forkserver_preload(["kvtier.serve", "kvtier.tiers.nvme", "kvtier.tiers.redis", "kvtier.fsck", __name__])
+_FORK.set_forkserver_preload(
+    ["kvtier.cli.serve", "kvtier.tiers.nvme.tier", "kvtier.tiers.redis.tier", "kvtier.tiers.nvme.check", __name__]
+)
 
 
 class Forked:
@@ -96,7 +98,7 @@ class Engine:
 
 
 def _serve(environment: Mapping[str, str], words: list[str], log: str) -> None:
-    from kvtier.cli import main
+    from kvtier.cli.main import main
 
     with open(log, "ab") as file:
         os.dup2(file.fileno(), 1)
@@ -113,6 +115,6 @@ def _engine(place: Path | Mapping[str, Any], seed: int, mouth: Connection) -> No
         churn(client_at(str(place)), seed)
         return
     from kvtier.assemble import assemble
-    from kvtier.config import Config
+    from kvtier.config.keys import Config
 
     churn(assemble(Config(**place), LAYOUT), seed)

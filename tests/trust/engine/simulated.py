@@ -38,7 +38,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvtier.connectors.vllm import KVTierConnector
-from kvtier.errors import TierError
+from kvtier.core.errors import TierError
 from tests.trust.engine.cells import Cell
 from tests.trust.engine.memory import VOCABULARY, RankMemory, chain, next_token
 

@@ -11,9 +11,13 @@ _METADATA = "connectors/vllm/metadata.py"
 
 ROOM = Room(
     {
-        "rules": (*PYTEST, "tests/unit/test_vllm_rules.py", "tests/unit/test_vllm_sessions.py"),
-        "worker": (*PYTEST, "tests/unit/test_gpu_worker.py"),
-        "scheduler": (*PYTEST, "tests/unit/test_vllm_scheduler.py", "tests/unit/test_vllm_layerwise.py"),
+        "rules": (*PYTEST, "tests/unit/connectors/test_vllm_rules.py", "tests/unit/connectors/test_vllm_sessions.py"),
+        "worker": (*PYTEST, "tests/unit/gpu/test_gpu_worker.py"),
+        "scheduler": (
+            *PYTEST,
+            "tests/unit/connectors/test_vllm_scheduler.py",
+            "tests/unit/connectors/test_vllm_layerwise.py",
+        ),
     },
     (
         # ---- scheduler: what is served ---

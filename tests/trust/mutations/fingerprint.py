@@ -9,8 +9,8 @@ _LAYOUT = "connectors/vllm/layout.py"
 
 ROOM = Room(
     {
-        "identity": (*PYTEST, "tests/unit/test_vllm_identity.py"),
-        "layout": (*PYTEST, "tests/unit/test_vllm_layout.py"),
+        "identity": (*PYTEST, "tests/unit/connectors/test_vllm_identity.py"),
+        "layout": (*PYTEST, "tests/unit/connectors/test_vllm_layout.py"),
     },
     (
         # ---- identity ---

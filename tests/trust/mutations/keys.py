@@ -8,36 +8,36 @@ _REQUESTS = "connectors/vllm/requests.py"
 
 ROOM = Room(
     {
-        "names": (*PYTEST, "tests/unit/test_chunk.py", "tests/unit/test_vllm_requests.py"),
+        "names": (*PYTEST, "tests/unit/core/test_chunk.py", "tests/unit/connectors/test_vllm_requests.py"),
     },
     (
         # ---- chunk ---
         Mutant(
-            "chunk.py",
+            "core/chunk.py",
             '                update(struct.pack("<I", len(more)) + more)',
             "                update(more)",
             "an image's name that goes on like another's tokens is taken for it",
         ),
         Mutant(
-            "chunk.py",
+            "core/chunk.py",
             'struct.pack("<I?I", layout.chunk_tokens, framed, len(extra))',
             'struct.pack("<I?I", layout.chunk_tokens, framed, 0)',
             "a salt that goes on like another's media is taken for it",
         ),
         Mutant(
-            "chunk.py",
+            "core/chunk.py",
             'struct.pack("<I?I", layout.chunk_tokens, framed, len(extra))',
             'struct.pack("<I?I", 0, framed, len(extra))',
             "engines with chunks of two sizes share keys",
         ),
         Mutant(
-            "chunk.py",
+            "core/chunk.py",
             "self._per_chunk.get(done + index, b",
             "self._per_chunk.get(index, b",
             "a prompt that grows has the media of its first chunks again",
         ),
         Mutant(
-            "chunk.py",
+            "core/chunk.py",
             "            link = own[:_LINK_BYTES]",
             "            link = _ROOT_LINK",
             "every chunk is a prompt's first to a tier",

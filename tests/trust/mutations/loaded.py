@@ -7,7 +7,7 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 _LOADED = "connectors/vllm/loaded.py"
 
 ROOM = Room(
-    {"loaded": (*PYTEST, "tests/unit/test_loaded_model.py")},
+    {"loaded": (*PYTEST, "tests/unit/connectors/test_loaded_model.py")},
     (
         # ---- loaded ---
         Mutant(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_FOLDER, _FILES, _TIER = "tiers/nvme_folder.py", "tiers/nvme_files.py", "tiers/nvme.py"
+_FOLDER, _FILES, _TIER = "tiers/nvme/folder.py", "tiers/nvme/files.py", "tiers/nvme/tier.py"
 
 ROOM = Room(
     {
@@ -96,19 +96,19 @@ ROOM = Room(
         ),
         # ---- the way there ---
         Mutant(
-            "private.py",
+            "core/secret_files.py",
             "    if state.st_uid not in (0, os.geteuid()):\n        os.close(found)",
             "    if False:\n        os.close(found)",
             "a stranger's link leads root's tier into any folder",
         ),
         Mutant(
-            "private.py",
+            "core/secret_files.py",
             "    if links >= _MOST_LINKS:",
             "    if links >= 1:",
             "a second link on the way is refused",
         ),
         Mutant(
-            "private.py",
+            "core/secret_files.py",
             "os.mkdir(name, 0o700, dir_fd=here)",
             "os.mkdir(name, 0o777, dir_fd=here)",
             "folders are made that others may enter",
@@ -127,7 +127,7 @@ ROOM = Room(
             "two processes write one folder",
         ),
         Mutant(
-            "fsck.py",
+            "tiers/nvme/check.py",
             "        fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)",
             "        pass",
             "a folder in use is repaired or removed",
@@ -176,7 +176,7 @@ ROOM = Room(
             "trouble that is over is told for ever",
         ),
         Mutant(
-            "status.py",
+            "admin/status.py",
             "    return [*server.trouble.values(), *away, *(text for text in lost if text)]",
             "    return [*server.trouble.values(), *away]",
             "health does not name a folder that was lost",

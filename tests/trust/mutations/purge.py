@@ -6,66 +6,66 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 
 ROOM = Room(
     {
-        "unit": (*PYTEST, "tests/unit/test_erase.py"),
-        "directory": (*PYTEST, "tests/unit/test_directory.py", "tests/unit/test_session.py"),
+        "unit": (*PYTEST, "tests/unit/admin/test_erase.py"),
+        "directory": (*PYTEST, "tests/unit/store/test_directory.py", "tests/unit/server/test_session.py"),
     },
     (
         Mutant(
-            "erase.py",
+            "admin/purge.py",
             "        unfinished = await _forget(realm.store, owner, seen)  # and",
             "        unfinished = 0 * len(seen)  # and",
             "what engines load during an erase survives it",
         ),
         Mutant(
-            "erase.py",
+            "admin/purge.py",
             ("        unseen, unsearched = await _forget_unseen(realm.store, owner)\n"),
             ("        unseen, unsearched = 0, list[str]()\n"),
             "what only a shared tier knows of is not erased",
         ),
         Mutant(
-            "directory.py",
+            "store/directory.py",
             "key in tier.order and may(owner, tier.order.owner(key)) for tier in self._tiers",
             "key in tier.order for tier in self._tiers",
             "an erase of one tenant counts what others have in lower tiers",
         ),
         Mutant(
-            "erase.py",
+            "admin/purge.py",
             "await _in_turns(store.finding(owner))",
             "await _in_turns(store.finding())",
             "an erase counts chunks of others",
         ),
         Mutant(
-            "directory.py",
+            "store/directory.py",
             ("            every += tier.order.keys()\n"),
             ("            pass\n"),
             "clearing everything misses what only lower tiers hold",
         ),
         Mutant(
-            "directory.py",
+            "store/directory.py",
             ("        if entry is not None and entry.state is READY and may(owner, entry.owner):\n"),
             ("        if entry is not None and entry.state is READY:\n"),
             "in RAM a tenant drops another's chunks",
         ),
         Mutant(
-            "directory.py",
+            "store/directory.py",
             (" for index in self.holders(key) if may(owner, self._tiers[index].order.owner(key))]\n"),
             (" for index in self.holders(key)]\n"),
             "in lower tiers a tenant drops another's chunks",
         ),
         Mutant(
-            "store.py",
+            "store/store.py",
             ("                        self._below[index].discard(key)\n            yield 0.0\n"),
             ("                        pass\n            yield 0.0\n"),
             "what is forgotten stays in the tiers",
         ),
         Mutant(
-            "below.py",
+            "store/lower_tier.py",
             ("            self._delete(going)\n"),
             ("            pass\n"),
             "what a search of a shared tier found is not deleted",
         ),
         Mutant(
-            "below.py",
+            "store/lower_tier.py",
             ("                going = self._directory.unwanted(self._index, keys)\n"),
             ("                going = []\n"),
             "what others wrote into a shared tier is not erased",

@@ -17,37 +17,37 @@ ROOM = Room(
     },
     (
         Mutant(
-            "connection.py",
+            "server/connection.py",
             ("_TURN_S = 0.001\n"),
             ("_TURN_S = 10.0\n"),
             "one client that floods the server is served alone",
         ),
         Mutant(
-            "connection.py",
+            "server/connection.py",
             ("                if self._rest is not None or self._host.clock() >= until:\n"),
             ("                if self._rest is not None:\n"),
             "a turn has no end",
         ),
         Mutant(
-            "connection.py",
+            "server/connection.py",
             ("            self._host.loop.call_soon(self._turn)\n"),
             ("            self._turn()\n"),
             "the others never have their turn",
         ),
         Mutant(
-            "connection.py",
+            "server/connection.py",
             ("        if self._work is not None or not self._lost or self._session is None or self._witness >= 0:\n"),
             ("        if self._work is not None or not self._lost or self._session is None:\n"),
             "slots of a dead engine are used again while its worker still writes",
         ),
         Mutant(
-            "connection.py",
+            "server/connection.py",
             ("        if self._work is not None or not self._lost or self._session is None or self._witness >= 0:\n"),
             ("        if self._work is not None or self._session is None or self._witness >= 0:\n"),
             "a session ends while its connection lives",
         ),
         Mutant(
-            "connection.py",
+            "server/connection.py",
             (
                 "        if self._session is not None and not self._session.leases and self._work is None:\n"
                 "            self.let_go()\n"
@@ -56,49 +56,49 @@ ROOM = Room(
             "an engine that loses its connection loses its slots in the middle of a copy",
         ),
         Mutant(
-            "connection.py",
+            "server/connection.py",
             ("            self._work = self._session.ending()\n"),
             ("            self._work = None\n"),
             "leases of dead engines never end",
         ),
         Mutant(
-            "connection.py",
+            "server/connection.py",
             ("            self._host.realms.leave(self._realm)\n"),
             ("            pass\n"),
             "a size that had an engine once never gives its room back",
         ),
         Mutant(
-            "connection.py",
+            "server/connection.py",
             ("        self._session = None\n        self._leave()\n"),
             ("        self._session = None\n"),
             "engines that are gone count as users of their size",
         ),
         Mutant(
-            "connection.py",
+            "server/connection.py",
             ('        if self._session is not None:\n            self.drop("it does not read its answers")\n'),
             "",
             "answers that nobody reads fill the memory",
         ),
         Mutant(
-            "connection.py",
+            "server/connection.py",
             "client %r",
             "client %s",
             "a client forges lines of the log",
         ),
         Mutant(
-            "stream.py",
+            "server/stream.py",
             ("        self._share.leave()\n"),
             "",
             "streams that are gone keep a part of the pool",
         ),
         Mutant(
-            "stream.py",
+            "server/stream.py",
             ("        if self.busy:\n            raise"),
             ("        if False:\n            raise"),
             "a stream asks a second question before the first is answered",
         ),
         Mutant(
-            "server.py",
+            "server/server.py",
             ("        self.lingering.discard(one)\n"),
             ("        pass\n"),
             "engines that are gone take the places of others",

@@ -6,10 +6,15 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 
 ROOM = Room(
     {
-        "versions": (*PYTEST, "tests/unit/test_versions.py", "-k", "not itself"),
-        "lmcache": (*PYTEST, "tests/unit/test_lmcache_files.py", "tests/unit/test_lmi.py", "tests/unit/test_config.py"),
-        "launch": (*PYTEST, "tests/unit/test_launch.py"),
-        "layers": (*PYTEST, "tests/unit/test_vllm_hooks.py"),
+        "versions": (*PYTEST, "tests/unit/connectors/test_versions.py", "-k", "not itself"),
+        "lmcache": (
+            *PYTEST,
+            "tests/unit/config/test_lmcache_files.py",
+            "tests/unit/config/test_lmi.py",
+            "tests/unit/config/test_config.py",
+        ),
+        "launch": (*PYTEST, "tests/unit/cli/test_launch.py"),
+        "layers": (*PYTEST, "tests/unit/connectors/test_vllm_hooks.py"),
     },
     mutants=(
         Mutant(
@@ -55,49 +60,49 @@ ROOM = Room(
             "every process of an engine says the same",
         ),
         Mutant(
-            "installed.py",
+            "cli/installed.py",
             "    return versions.judged(found.vllm)",
             '    return f"vLLM {found.vllm}"',
             "launch starts an engine that is too old",
         ),
         Mutant(
-            "command.py",
+            "cli/vllm_command.py",
             "    if value(arguments, _OWN_OFFLOADING) is not None:",
             "    if False:",
             "vLLM's own offloading silently replaces kvtier",
         ),
         Mutant(
-            "command.py",
+            "cli/vllm_command.py",
             '    return None if flag == "--config" else _in_file(arguments, flag)',
             "    return None",
             "vLLM's own offloading in a file silently replaces kvtier",
         ),
         Mutant(
-            "lmi.py",
+            "config/lmi.py",
             "    if named is None and lmcaches and not Path(lmcaches).is_file():",
             "    if named is None and lmcaches:",
             "auto-config beside LMCACHE_CONFIG_FILE does not start, as it does in LMI",
         ),
         Mutant(
-            "config.py",
+            "config/keys.py",
             "        if given is not None and not (beside and source.startswith(_SIZED_BY_HAND) and key in _SIZES):",
             "        if given is not None:",
             "sizes by hand beat auto-config's",
         ),
         Mutant(
-            "lmcache.py",
+            "config/lmcache.py",
             '        given = f"{note.key}={shown(note.key, note.given)}"',
             '        given = f"{note.key}={note.given}"',
             "a password beside the URL is logged",
         ),
         Mutant(
-            "lmcache.py",
+            "config/lmcache.py",
             "        if note.lost:\n            lost.append",
             "        if note.lost and not note.given:\n            lost.append",
             "a remote tier that is not served is no warning",
         ),
         Mutant(
-            "lmcache.py",
+            "config/lmcache.py",
             '    if "," in hosts and "+" not in ours:',
             "    if False:",
             "several hosts are taken for one address of Redis, and the start fails",

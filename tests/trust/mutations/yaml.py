@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_FILE = "yaml_file.py"
+_FILE = "config/yaml_file.py"
 
 ROOM = Room(
-    {"yaml": (*PYTEST, "tests/unit/test_yaml_file.py")},
+    {"yaml": (*PYTEST, "tests/unit/config/test_yaml_file.py")},
     mutants=(
         Mutant(_FILE, "            if key in lines:", "            if False:", "the last of two equal keys counts"),
         Mutant(

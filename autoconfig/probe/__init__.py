@@ -1,0 +1,1 @@
+"""What looks at the machine. Everything else in auto-config is told."""

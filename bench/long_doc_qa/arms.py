@@ -1,0 +1,153 @@
+"""Long Doc QA's arms: each is a vLLM server differing from ``none`` only in what its row of :data:`ARMS` says.
+
+All arms have vLLM's own prefix caching on. All but ``vllm-prefix-cache`` have the same small GPU cache: enough blocks
+for the requests in flight and half a document more, so that a document asked again has left it. That one keeps every
+document in it, which no tier below can beat: it is the bound the other arms are held against.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvtier.bench.long_doc_qa.work import Workload
+from kvtier.cli.launch import TRANSFER
+
+NONE = "none"
+COLD = "cold"
+"""Not an arm: the first answers of a server that was not started here."""
+GPU_HIT = "vllm-prefix-cache"
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to serve. ``kvtier``: environment of the connector, values as templates over :meth:`Sizes.names`; None:
+    no connector. ``beside``, ``beside_env``: a cache of its own process, templates too (:mod:`kvtier.bench.companion`).
+    ``second_engine``: another vLLM server, started after the warm-up, answers the query round. ``gpu_hit_limit``: what
+    its TTFT may be, as a multiple of ``vllm-prefix-cache``'s."""
+
+    name: str
+    about: str
+    kvtier: Mapping[str, str] | None = None
+    keeps_all_on_gpu: bool = False
+    restart_before_query: bool = False
+    second_engine: bool = False
+    beside: tuple[str, ...] = ()
+    beside_env: Mapping[str, str] = field(default_factory=dict)
+    gpu_hit_limit: float | None = None
+
+
+_RAM_ALL = {"KVTIER_RAM_BYTES": "{ram_all}", "KVTIER_CHUNK_TOKENS": "{chunk_tokens}"}
+_RAM_FEW = _RAM_ALL | {"KVTIER_RAM_BYTES": "{ram_few}"}
+_REDIS = "redis-server --port 0 --unixsocket {run}/sock --save --maxmemory {redis_bytes}"
+_NVME = {"KVTIER_NVME_PATH": "{nvme_path}", "KVTIER_NVME_BYTES": "{nvme_bytes}"}
+
+ARMS: dict[str, Arm] = {
+    arm.name: arm
+    for arm in (
+        Arm(NONE, "vLLM alone; the documents do not fit its GPU cache"),
+        Arm(GPU_HIT, "vLLM alone; its GPU cache holds every document", keeps_all_on_gpu=True),
+        Arm("kvtier-ram", "RAM holds every document", kvtier=_RAM_ALL, gpu_hit_limit=1.15),
+        Arm(
+            "kvtier-nvme",
+            "RAM holds the requests in flight only, NVMe every document",
+            kvtier=_RAM_FEW | _NVME,
+            gpu_hit_limit=1.5,
+        ),
+        Arm(
+            "kvtier-nvme-restart",
+            "as kvtier-ram with NVMe below; the server restarts before the query round",
+            kvtier=_RAM_ALL | _NVME,
+            restart_before_query=True,
+        ),
+        Arm(
+            "kvtier-server",
+            "one cache server; an engine fills it, another engine asks",
+            kvtier={"KVTIER_SERVER": "unix://{run}/sock", "KVTIER_CHUNK_TOKENS": "{chunk_tokens}"},
+            second_engine=True,
+            beside=(sys.executable, "-m", "kvtier", "serve", "--listen", "unix://{run}/sock"),
+            beside_env={"KVTIER_RAM_BYTES": "{ram_all}"},
+            gpu_hit_limit=1.15,
+        ),
+        Arm(
+            "kvtier-redis",
+            "RAM holds the requests in flight only, a redis-server on this host every document",
+            kvtier=_RAM_FEW | {"KVTIER_REDIS_URL": "unix://{run}/sock"},
+            beside=tuple(_REDIS.split()),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the arms' caches must hold. Tokens and bytes; ``token_bytes`` is the KV of one token in all layers."""
+
+    workload: Workload
+    inflight: int
+    block_tokens: int
+    chunk_tokens: int
+    token_bytes: int
+
+    @property
+    def documents(self) -> int:
+        return self.workload.num_documents + sum(ask.is_miss for ask in self.workload.queries())
+
+    @property
+    def request_blocks(self) -> int:
+        return math.ceil(self.workload.request_length / self.block_tokens)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.request_blocks * self.block_tokens
+
+    def gpu_blocks(self, arm: Arm) -> int:
+        """Blocks of the engine's cache; one more than asked for, because vLLM keeps block 0 for itself."""
+        if arm.keeps_all_on_gpu:
+            tail = math.ceil((self.workload.request_length - self.workload.document_length) / self.block_tokens) + 1
+            asked = len(self.workload.queries()) * tail
+            return (self.documents + self.inflight + 1) * self.request_blocks + asked + 1
+        return self.inflight * self.request_blocks + self.request_blocks // 2 + 1
+
+    def gpu_gib(self, arm: Arm) -> int:
+        return math.ceil(self.gpu_blocks(arm) * self.block_tokens * self.token_bytes / 2**30)
+
+    def names(self, nvme_path: Path, run: Path) -> dict[str, str]:
+        """What an arm's templates may name. ``run``: the folder of its companion's socket."""
+        request = math.ceil(self.workload.request_length / self.chunk_tokens) * self.chunk_tokens * self.token_bytes
+        everything = (self.documents + self.inflight + 2) * request
+        return {
+            "ram_all": _mib(everything),
+            "ram_few": _mib((self.inflight + 0.5) * request),
+            "nvme_path": str(nvme_path),
+            "nvme_bytes": _mib(everything * 1.1),
+            "redis_bytes": str(math.ceil(everything * 1.2)),
+            "chunk_tokens": str(self.chunk_tokens),
+            "run": str(run),
+        }
+
+
+def installed() -> list[Arm]:
+    """The arms whose companion's program is on this machine."""
+    return [arm for arm in ARMS.values() if not arm.beside or shutil.which(arm.beside[0])]
+
+
+def server_args(arm: Arm, sizes: Sizes) -> list[str]:
+    """vLLM's arguments that make this arm; what all arms share is :mod:`kvtier.bench.long_doc_qa`'s."""
+    args = ["--max-model-len", str(sizes.max_model_len), "--num-gpu-blocks-override", str(sizes.gpu_blocks(arm))]
+    return args if arm.kvtier is None else [*args, "--kv-transfer-config", json.dumps(TRANSFER, separators=(",", ":"))]
+
+
+def filled(templates: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+    """An arm's environment variables for its ``names`` (:meth:`Sizes.names`)."""
+    return {variable: template.format_map(names) for variable, template in templates.items()}
+
+
+def _mib(size: float) -> str:
+    return f"{math.ceil(size / _MIB)}MiB"

@@ -1,0 +1,1 @@
+"""The HTTP surface of a server: health, metrics, counts, lookup, purge."""

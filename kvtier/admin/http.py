@@ -1,0 +1,368 @@
+"""Admin: the HTTP surface of a server, on the server's own loop: health, metrics, counts, lookup, clear.
+
+Who may call what: on loopback, health, metrics and counts are open to every process of the host. What tells which
+prompts were seen (lookup) or destroys (clear) needs the token always: a loopback port is open to every user of the
+host, a Unix socket of mode 0600 is not. Beyond loopback everything but health needs it.
+
+A browser on the host must not be a way in: on loopback the Host header has to name this host (a page whose name was
+rebound to 127.0.0.1 sends its own), there are no CORS headers, and bodies must say that they are JSON.
+
+What is sent to it is bounded before it is read: 64 connections (:mod:`kvtier.admin.places`), 3 s until the first
+request and 15 s between two, bodies of 4 MiB and only with the token. What strangers cause in the log is bounded, too.
+
+The token is sent as it is (``Authorization: Bearer``, for curl and Prometheus), or only used to sign the request
+(:mod:`kvtier.protocol.admin_proof`, for ``kvtier stats`` and ``kvtier clear``); the answer to a signed request is
+signed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import hashlib
+import hmac
+import ipaddress
+import json
+import logging
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+from aiohttp import web
+
+from kvtier.admin import forms, prometheus, status
+from kvtier.admin.places import AT_WORK, PLACES, Places
+from kvtier.admin.purge import erase
+from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.errors import ConfigError, KVTierError
+from kvtier.protocol import admin_proof
+from kvtier.server.log_limit import LogLimit
+
+logger = logging.getLogger("kvtier.admin")
+
+_IDLE_S = 15.0
+_MOST_NAMED = 20
+"""Namespaces in the answer to a clear of an unknown one."""
+_STRANGERS = logging.getLogger("kvtier.admin")
+"""What aiohttp says of requests that are no HTTP: anybody can send them."""
+_STRANGERS.addFilter(LogLimit(10, 10.0))
+_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Server": "kvtier"}
+
+
+class Port(NamedTuple):
+    """Where the surface is: a bound socket that listens. ``local``: only processes of this host get there."""
+
+    socket: socket.socket
+    url: str
+    tls: ssl.SSLContext | None
+    local: bool
+
+
+class Host(status.Served, Protocol):
+    """What the surface needs of a server."""
+
+    loop: asyncio.AbstractEventLoop
+
+
+def bind(url: str, *, token: bool, tls: ssl.SSLContext | None) -> Port:
+    """Listen at ``http://host:port`` or ``https://host:port``; port 0 is any.
+
+    Raises ConfigError when the port is taken, when it is beyond loopback and there is no token, or when https is asked
+    for without a certificate.
+    """
+    scheme, host, number = _parts(url)
+    local = _is_this_host(host)
+    if not local and not token:
+        raise ConfigError(f"admin={url} would let everybody on the network look in: set admin_token_file, or 127.0.0.1")
+    if scheme == "https" and tls is None:
+        raise ConfigError(f"admin={url} needs a certificate: set server_cert and server_key, or give http://")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        sock = socket.create_server((host, number), family=family, backlog=2 * PLACES)
+    except OSError as error:
+        raise ConfigError(f"admin={url}: cannot listen there: {error}; give another port, or admin=off") from error
+    sock.setblocking(False)
+    shown = f"[{host}]" if ":" in host else host
+    return Port(sock, f"{scheme}://{shown}:{sock.getsockname()[1]}", tls if scheme == "https" else None, local)
+
+
+@asynccontextmanager
+async def beside(server: Host, port: Port, token: bytes | None, nvme_path: str | None) -> AsyncIterator[None]:
+    """The surface, for as long as the context lasts. ``nvme_path``: the folder that has the realms' folders."""
+    places = Places(server.loop, port.tls)
+    runner = web.AppRunner(
+        Admin(server, port, token, nvme_path, places).app(),
+        access_log=None,
+        logger=_STRANGERS,
+        handle_signals=False,
+        keepalive_timeout=_IDLE_S,
+        shutdown_timeout=1.0,
+    )
+    await runner.setup()
+    assert runner.server is not None
+    accepting = server.loop.create_task(places.accept(port.socket, runner.server))
+    logger.info("admin surface at %s%s", port.url, "" if token else "; no token, so without lookup and clear")
+    try:
+        yield
+    finally:
+        accepting.cancel()
+        await asyncio.gather(accepting, return_exceptions=True)
+        port.socket.close()
+        await runner.cleanup()
+
+
+class _RefusedError(Exception):
+    """A request that is not served, and why."""
+
+    def __init__(self, status: int, what: str, expected: str, do: str) -> None:
+        super().__init__(what)
+        self.status = status
+        self.problem = forms.Problem(what, expected, do)
+
+
+class Admin:
+    """The application over one server. Everything runs on the server's loop, in turns of a few milliseconds."""
+
+    def __init__(self, server: Host, port: Port, token: bytes | None, nvme_path: str | None, places: Places) -> None:
+        self._server = server
+        self._places = places
+        self._seen = admin_proof.Seen()
+        self._port = port
+        self._token = token
+        self._nvme_path = nvme_path
+        self._document = json.dumps(forms.document(), indent=1).encode()
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._answered], client_max_size=forms.MAX_BODY)
+        works: Mapping[str, Callable[[Any], Awaitable[web.Response]]] = {
+            "/healthz": self._ready,
+            "/healthz/live": self._live,
+            "/healthz/ready": self._ready,
+            "/metrics": self._metrics,
+            "/v1/stats": self._stats,
+            "/v1/namespaces": self._namespaces,
+            "/v1/lookup": self._lookup,
+            "/v1/clear": self._clear,
+            "/openapi.json": self._openapi,
+        }
+        for route in forms.ROUTES:
+            app.router.add_route(route.method, route.path, self._guarded(route, works[route.path]))
+        return app
+
+    # ---- the way in ----------------------------------------------------------------------------------------------
+
+    def _guarded(
+        self, route: forms.Route, work: Callable[[Any], Awaitable[web.Response]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def serve(request: web.Request) -> web.Response:
+            signed = self._signed_body(request)
+            if signed is None and (route.secret or not (route.open or self._port.local)):
+                self._prove(request)
+            if not route.open and self._places.at_work > AT_WORK:
+                raise _RefusedError(503, f"{AT_WORK} requests under way", "fewer at once", "ask again later")
+            answer = await work(None if route.asks is None else await _body(request, route.asks, signed))
+            if signed is not None and self._token is not None:
+                credentials, body = request.headers["Authorization"], answer.body
+                assert isinstance(body, bytes)
+                proof = admin_proof.answered(self._token, credentials, answer.status, body)
+                answer.headers[admin_proof.ANSWER_HEADER] = proof
+            return answer
+
+        return serve
+
+    @web.middleware
+    async def _answered(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Every request, known or not: who may ask, and what went wrong in words."""
+        try:
+            self._expect_our_name(request)
+            with self._places.request(request.protocol):
+                return await handler(request)
+        except _RefusedError as error:
+            return _json(error.problem, error.status)
+        except web.HTTPException as error:
+            return _json(_plain(request, error), error.status, error.headers.get("Allow"))
+        except KVTierError as error:
+            return _json(forms.Problem(str(error), "a server that is not stopping", "ask again later"), 503)
+        except Exception:
+            logger.exception("a bug: %s %s", request.method, request.path)
+            problem = forms.Problem("internal error", "an answer", "see the server's log, and report it")
+            return _json(problem, 500)
+
+    def _expect_our_name(self, request: web.Request) -> None:
+        named = request.headers.get("Host", "")
+        if self._port.local and not _is_this_host(_without_port(named)):
+            raise _RefusedError(
+                421, f"Host: {named[:100]}", "localhost or a loopback address", f"ask at {self._port.url}"
+            )
+
+    def _signed_body(self, request: web.Request) -> str | None:
+        """What the body's SHA-256 must be; None where the token did not sign this request, or signed it for another."""
+        credentials, now = request.headers.get("Authorization", ""), time.time()
+        if self._token is None:
+            return None
+        digest = admin_proof.body_digest(self._token, credentials, request.method, request.path, now)
+        return digest if digest is not None and self._seen.first(credentials, now) else None
+
+    def _prove(self, request: web.Request) -> None:
+        if self._token is None:
+            raise _RefusedError(
+                403, f"{request.path} and no token is configured", "a server with admin_token_file", "set it, restart"
+            )
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        known = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._token)
+        if scheme.lower() != "bearer" or not known:
+            raise _RefusedError(
+                401,
+                "no token, or a wrong one",
+                "Authorization: Bearer <token>",
+                "send what admin_token_file has; a signed request holds once, and while both clocks agree to a minute",
+            )
+
+    # ---- what is asked -------------------------------------------------------------------------------------------
+
+    async def _live(self, _: None) -> web.Response:
+        return _json(self._health(), 200)
+
+    async def _ready(self, _: None) -> web.Response:
+        return _json(self._health(), 200 if self._server.ready else 503)
+
+    def _health(self) -> forms.Health:
+        return forms.Health(True, self._server.ready, status.trouble(self._server))
+
+    async def _metrics(self, _: None) -> web.Response:
+        text = prometheus.exposition(status.read(self._server))
+        return web.Response(body=text, headers={**_HEADERS, "Content-Type": prometheus.CONTENT_TYPE})
+
+    async def _stats(self, _: None) -> web.Response:
+        return _json(status.read(self._server), 200)
+
+    async def _namespaces(self, _: None) -> web.Response:
+        found = [
+            forms.Namespace(size, fingerprint.hex(), name)
+            for size, realm in self._server.realms.open.items()
+            for fingerprint, name in realm.owners
+        ]
+        return _json(forms.Namespaces(found), 200)
+
+    async def _lookup(self, asked: forms.Lookup) -> web.Response:
+        keys = _keys(asked)
+        realms = []
+        for size, realm in self._server.realms.open.items():
+            ready, coming = realm.store.match(keys)
+            names = ["ram", *(tier.name for tier in realm.store.tiers)]
+            tiers = [forms.TierReach(*pair) for pair in zip(names, realm.store.reach(keys), strict=True)]
+            realms.append(forms.RealmReach(size, ready, coming, tiers))
+        return _json(forms.Reach(len(keys), realms), 200)
+
+    async def _clear(self, asked: forms.Clear) -> web.Response:
+        if asked.everything == (asked.namespace is not None):
+            raise _RefusedError(
+                400, "both or none of namespace and everything", "one of them", 'send {"namespace": "..."} for a tenant'
+            )
+        cleared = await erase(self._server.realms, asked.namespace, self._nvme_path)
+        if asked.namespace is not None and cleared.complete and not cleared.chunks:
+            self._expect_known(asked.namespace)
+        whose = "everything" if asked.everything else f"namespace {asked.namespace!r}"
+        logger.warning("cleared %s: %s", whose, cleared)
+        return _json(cleared, 200)
+
+    def _expect_known(self, namespace: str) -> None:
+        """A name of which nothing was there and nobody came may be misspelt: refuse it."""
+        known = sorted({name for realm in self._server.realms.open.values() for _, name in realm.owners})
+        if namespace in known:
+            return
+        near = difflib.get_close_matches(namespace, known, n=1)
+        raise _RefusedError(
+            404,
+            f"namespace {namespace!r}: no chunk of it was found, and no engine of it came since the server's start",
+            f"one of {len(known)}: {', '.join(map(repr, known[:_MOST_NAMED])) or 'none is known'}",
+            f"did you mean {near[0]!r}?" if near else "see /v1/namespaces; nothing is left to forget if it is right",
+        )
+
+    async def _openapi(self, _: None) -> web.Response:
+        return web.Response(body=self._document, headers={**_HEADERS, "Content-Type": forms.JSON})
+
+
+def _keys(asked: forms.Lookup) -> list[ChunkKey]:
+    """Raises a refusal when it is not clear which."""
+    if asked.keys is not None and asked.tokens is None and asked.fingerprint is None:
+        return [ChunkKey(bytes.fromhex(key)) for key in asked.keys]
+    if asked.keys is not None or asked.tokens is None or asked.fingerprint is None:
+        raise _RefusedError(
+            400, "not one way to name chunks", "keys, or fingerprint and tokens", "see /v1/namespaces for fingerprints"
+        )
+    if asked.salt is not None and asked.extra is not None:
+        raise _RefusedError(400, "salt and extra", "at most one of them", "leave out the one that is not needed")
+    extra = bytes.fromhex(asked.extra or "")
+    if asked.salt:
+        extra = json.dumps({"lora": None, "salt": asked.salt}, sort_keys=True).encode()
+    layout = ChunkLayout(bytes.fromhex(asked.fingerprint), asked.chunk_tokens, 1, (1,))
+    return layout.keys(asked.tokens, extra)
+
+
+async def _body(request: web.Request, form: type[Any], digest: str | None) -> Any:
+    """``digest``: the SHA-256 that was signed; None: the request is not signed."""
+    if request.content_type != forms.JSON:
+        raise _RefusedError(
+            415, f"Content-Type: {request.content_type[:100]}", forms.JSON, "send JSON and say so in the header"
+        )
+    body = await request.read()
+    if digest is not None and not hmac.compare_digest(hashlib.sha256(body).hexdigest(), digest):
+        raise _RefusedError(401, "the body is not the one that was signed", "the signed body", "sign the whole body")
+    try:
+        return msgspec.json.decode(body, type=form)
+    except msgspec.DecodeError as error:
+        raise _RefusedError(400, str(error)[:500], f"a {form.__name__}", "see /openapi.json") from None
+
+
+def _plain(request: web.Request, error: web.HTTPException) -> forms.Problem:
+    """aiohttp's own refusals: unknown path or method, too long a body."""
+    if error.status == 413:
+        return forms.Problem("the body is too long", f"at most {forms.MAX_BODY:,} bytes", "ask for less at once")
+    if error.status == 405:
+        return forms.Problem(f"{request.method} {request.path[:100]}", "another method", "see the Allow header")
+    return forms.Problem(f"{request.path[:100]}: {error.reason}", "a path of /openapi.json", "correct the path")
+
+
+def _json(body: msgspec.Struct, status: int, allow: str | None = None) -> web.Response:
+    headers = {**_HEADERS, "Content-Type": forms.JSON}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if allow is not None:
+        headers["Allow"] = allow
+    return web.Response(body=msgspec.json.encode(body), status=status, headers=headers)
+
+
+def _parts(url: str) -> tuple[str, str, int]:
+    """Scheme, host and port. Raises ConfigError."""
+    try:
+        parts = urlsplit(url)
+        scheme, host, number = parts.scheme, parts.hostname, parts.port
+    except ValueError:
+        scheme, host, number = "", None, None
+    if scheme not in {"http", "https"} or not host or number is None or parts.path not in {"", "/"}:
+        raise ConfigError(f"admin={url}: expected http://host:port, https://host:port or off")
+    return scheme, host, number
+
+
+def _without_port(host: str) -> str:
+    """The name in a Host header; "" for nonsense."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_this_host(name: str) -> bool:
+    """``name`` is localhost or a loopback address (``127.example.org`` is neither)."""
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,92 @@
+"""Erase: make a server forget a tenant, or everything, and say what is left.
+
+What it promises is in the description of ``POST /v1/clear`` (:mod:`kvtier.admin.forms`). A Store forgets at once what
+is READY; a chunk that an engine is filling, or a tier is writing, is caught when that has ended: hence the rounds. The
+lock is taken for a batch at a time, so that engines go on in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from kvtier.admin.forms import Cleared
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.errors import TierError
+from kvtier.core.steps import Steps
+from kvtier.core.tenant import tenant
+from kvtier.server.registry import Realms
+from kvtier.store.store import Store
+from kvtier.tiers.nvme.check import discard
+from kvtier.tiers.nvme.folder import INDEX_NAME
+
+_SEARCH_S = 15.0
+T = TypeVar("T")
+_WAITS_S = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0, 1.0, 1.0)
+
+
+async def erase(realms: Realms, namespace: str | None, nvme_path: str | None) -> Cleared:
+    """Forget the tenant ``namespace``; None: everything. On the server's loop; at most about 25 seconds a realm.
+    Raises KVTierError when the server is closing."""
+    owner = None if namespace is None else tenant(namespace)
+    chunks, busy = await asyncio.wrap_future(realms.aside(partial(_discard_closed, nvme_path, owner)))
+    opened = realms.open
+    untouched = [str(folder) for folder in busy if folder.name not in {f"slots-{size}" for size in opened}]
+    left = owed = 0
+    for size, realm in opened.items():
+        seen: set[ChunkKey] = set()
+        await _forget(realm.store, owner, seen)
+        unseen, unsearched = await _forget_unseen(realm.store, owner)
+        unfinished = await _forget(realm.store, owner, seen)  # and what engines loaded before it was deleted below
+        chunks += len(seen) - unfinished + unseen
+        left += unfinished
+        untouched += [f"{name}, chunks of {size} bytes" for name in unsearched]
+        owed += sum(int(getattr(tier, "owed", 0)) for tier in realm.store.tiers)
+    return Cleared(not (left or owed or untouched), chunks, left, owed, untouched)
+
+
+async def _forget(store: Store, owner: int | None, seen: set[ChunkKey]) -> int:
+    """Adds the chunks that were there to ``seen``; how many of those are left."""
+    left = 0
+    for wait_s in _WAITS_S:
+        await asyncio.sleep(wait_s)
+        keys = list(await _in_turns(store.finding(owner)))
+        await _in_turns(store.forgetting(keys, owner))
+        seen.update(keys)
+        left = await _in_turns(store.outliving(list(seen), owner))
+        if not left:
+            break
+    return left
+
+
+async def _in_turns(steps: Steps[T]) -> T:
+    """Do it piece by piece, and everything else on the loop in between."""
+    while True:
+        try:
+            await asyncio.sleep(next(steps))
+        except StopIteration as done:
+            result: T = done.value
+            return result
+
+
+async def _forget_unseen(store: Store, owner: int | None) -> tuple[int, list[str]]:
+    """Chunks deleted in shared tiers that nobody here knew of, and the tiers that were not searched to the end."""
+    searches = [asyncio.wrap_future(search) for search in store.forget_unseen(owner)]
+    if searches:
+        await asyncio.wait(searches, timeout=_SEARCH_S)
+    told = [search.result() if search.done() else (0, False) for search in searches]
+    names = [tier.name for tier, (_, whole) in zip(store.tiers, told, strict=True) if not whole]
+    return sum(count for count, _ in told), names
+
+
+def _discard_closed(nvme_path: str | None, owner: int | None) -> tuple[int, list[Path]]:
+    """On the lane that opens realms: chunks removed from the files of realms that are not open, and the others."""
+    chunks, busy = 0, []
+    for index in sorted(Path(nvme_path).glob(f"slots-*/{INDEX_NAME}")) if nvme_path else []:
+        try:
+            chunks += discard(index.parent, owner)
+        except TierError:
+            busy.append(index.parent)
+    return chunks, busy

@@ -1,0 +1,103 @@
+"""``kvtier launch -- vllm serve MODEL ...``: the same command with kvtier's connector in it, and no process more.
+
+What would only fail a minute into the engine's start is looked at first: kvtier's configuration, vLLM's version, and
+whether vLLM's Python can find kvtier at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+from kvtier.assemble import ram_bytes
+from kvtier.autoconfig.memory import require_ram
+from kvtier.cli.installed import Installed, judged, look
+from kvtier.cli.vllm_command import (
+    API_SERVER,
+    TRANSFER_FLAG,
+    Command,
+    named_connector,
+    refuse_own_offloading,
+    transfer,
+    understood,
+    value,
+)
+from kvtier.config.keys import KEYS, Config, Setting, describe, environment, load, replaces_lmcache
+from kvtier.config.lmi import PROPERTIES_VARIABLE
+from kvtier.connectors.vllm import CONNECTOR
+from kvtier.core.errors import ConfigError
+from kvtier.core.terminal import size_text
+
+TRANSFER = {
+    "kv_connector": CONNECTOR,
+    "kv_connector_module_path": "kvtier.connectors.vllm",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+"""With its module's path: it works where vLLM's plug-ins are switched off (VLLM_PLUGINS), too."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "kvtier launch [--config YAML] [--properties FILE] [--print] -- vllm serve MODEL ..."
+    parser.add_argument("--config", metavar="YAML", help="configuration file; sets KVTIER_CONFIG_FILE")
+    parser.add_argument("--properties", metavar="FILE", help="LMI's serving.properties; sets KVTIER_PROPERTIES_FILE")
+    parser.add_argument("--print", action="store_true", help="print the command instead of running it")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=f"vllm serve ..., or python -m {API_SERVER} ...")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Become the engine; returns only for ``--print``. Raises ConfigError for what cannot work, before it starts."""
+    files = {"KVTIER_CONFIG_FILE": arguments.config, PROPERTIES_VARIABLE: arguments.properties}
+    env = environment(**{name: os.path.abspath(path) for name, path in files.items() if path})
+    words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    config = load(env=env)
+    if not (config.auto or config.server):  # auto-config counts for itself; a server has the RAM tier of its engines
+        require_ram(ram_bytes(config), source=config.sources.get("ram_bytes", "default"))
+    refuse_own_offloading(env)
+    command = understood(words, env.get("PATH"))
+    found = look(command.python, env)
+    said = [judged(found, command.python), *transfer(command.arguments, replaces_lmcache(env))]
+    final = with_connector(command, found)
+    print(f"kvtier: {'; '.join([*filter(None, said), settings(config)])}", file=sys.stderr, flush=True)
+    if arguments.print:
+        print(json.dumps(final))
+        return 0
+    try:
+        os.execvpe(final[0], final, env)  # noqa: S606 - the operator's own command
+    except OSError as error:
+        raise ConfigError(f"{final[0]} cannot be run: {error}") from error
+
+
+def with_connector(command: Command, found: Installed) -> list[str]:
+    """The command to run. The ``vllm`` command of the CPU wheel asks for a distribution called ``vllm`` and ends, so
+    there the server is run as a module."""
+    program, arguments = command.program, command.arguments
+    if found.package != "vllm" and program[1:] == ["serve"]:
+        program = [command.python, "-m", API_SERVER]
+        if arguments[:1] and not arguments[0].startswith("-"):
+            arguments = ["--model", *arguments]
+        elif value(arguments, "--model") is None:
+            raise ConfigError(f"with {found.package} the model comes first: vllm serve MODEL ...")
+    added = [] if named_connector(arguments) else [TRANSFER_FLAG, json.dumps(TRANSFER)]
+    return [*program, *arguments, *added]
+
+
+def settings(config: Config) -> str:
+    """What the cache will be, in a line."""
+    if config.auto:
+        asked = config.sources["auto"]
+        return f"auto-config ({asked}): the engine measures the machine and logs each size with its reason"
+    given = [row for row in describe(config) if row.key in config.sources]
+    if not given:
+        default = KEYS["ram_bytes"]["reason"].partition("none: ")[2]
+        return (
+            f"defaults: {size_text(ram_bytes(config))} of RAM ({default}), nothing on disk; "
+            "KVTIER_AUTO=true sizes every tier, 'kvtier plan' shows how"
+        )
+    return ", ".join(f"{row.key}={_shown(row)} ({row.source})" for row in given)
+
+
+def _shown(row: Setting) -> str:
+    return size_text(row.value) if row.unit == "bytes" and isinstance(row.value, int) else str(row.value)

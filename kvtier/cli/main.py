@@ -1,0 +1,152 @@
+"""The ``kvtier`` command. A subcommand is one line of :data:`COMMANDS`; its module is imported when it is run."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import kvtier
+from kvtier.core.errors import KVTierError
+from kvtier.core.extras import explained
+
+_OPERATOR_ERROR = 2
+_CLOSED_PIPE = 128 + signal.SIGPIPE
+_INTERRUPTED = 128 + signal.SIGINT
+"""What a shell shows for a program that ended by that signal."""
+
+
+class Command(NamedTuple):
+    """``add_arguments`` declares the flags, ``run`` does the work and gives the exit status."""
+
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def _module(name: str, part: str = "") -> Callable[[], Command]:
+    """A subcommand whose module, or ``part`` of it, has the two functions; imported only when it is asked for."""
+
+    def find() -> Command:
+        module: Any = importlib.import_module(name)
+        found = getattr(module, part) if part else module
+        return Command(found.add_arguments, found.run)
+
+    return find
+
+
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    """For a command without flags."""
+
+
+def _show_version(arguments: argparse.Namespace) -> int:
+    print(_version())
+    return 0
+
+
+def _version() -> str:
+    return f"kvtier {kvtier.__version__}"
+
+
+COMMANDS: dict[str, tuple[str, Callable[[], Command]]] = {
+    "bench long-doc-qa": (
+        "time to first token on long documents, with and without kvtier",
+        _module("kvtier.bench.long_doc_qa"),
+    ),
+    "plan": ("what auto-config would set on this machine, and why", _module("kvtier.autoconfig.command")),
+    "config": ("print the effective configuration and where each value came from", _module("kvtier.cli.show_config")),
+    "doctor": (
+        "is everything here as an engine with kvtier needs it? exit status 1 if not",
+        _module("kvtier.cli.doctor"),
+    ),
+    "launch": ("run vllm serve with kvtier in it: kvtier launch -- vllm serve MODEL ...", _module("kvtier.cli.launch")),
+    "check": (
+        "verify every slot of an NVMe tier that is not in use; --repair frees bad ones",
+        _module("kvtier.tiers.nvme.check"),
+    ),
+    "clear": ("make a server forget a tenant, or everything", _module("kvtier.cli.operate", "ClearCommand")),
+    "stats": ("what a server holds and does; --watch for rates", _module("kvtier.cli.operate", "StatsCommand")),
+    "serve": ("one cache for several engines, on this host and others", _module("kvtier.cli.serve")),
+    "version": ("print kvtier's version", lambda: Command(_no_arguments, _show_version)),
+}
+"""Words on the command line -> (help, how to find the command)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Exit status: the command's; 2 for what the operator gave wrongly; 130 after ^C; 141 when the
+    reader of standard output went away (``| head``), as for a program that the signal ended."""
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes once more at its end, and would complain then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CLOSED_PIPE
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _run(words: list[str]) -> int:
+    parsers = _parsers()
+    name = next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None)
+    if name is None:
+        return _no_command(parsers, words)
+    try:
+        command = COMMANDS[name][1]()
+        command.add_arguments(parsers[name])
+        return command.run(parsers[name].parse_args(words[len(name.split()) :]))
+    except KVTierError as error:
+        return _told(str(error))
+    except ModuleNotFoundError as error:
+        if (what := explained(error)) is None:
+            raise
+        return _told(what)
+    except OSError as error:
+        if error.filename is None:  # no file or folder that the operator named
+            raise
+        return _told(f"{error.filename}: {error.strerror}")
+
+
+def _no_command(parsers: Mapping[str, argparse.ArgumentParser], words: list[str]) -> int:
+    """Help, --version, or which command is nearest to the one that there is not."""
+    group = words[0] if words and words[0] in parsers else ""
+    tried = words[1 if group else 0 :]
+    known = sorted({each.removeprefix(group).split()[0] for each in COMMANDS if each.startswith(group)})
+    if tried and not tried[0].startswith("-"):
+        near = difflib.get_close_matches(tried[0], known, n=1, cutoff=0.0)[0]
+        parsers[group].error(f"no command {tried[0]!r}; the nearest is {near!r}, of {', '.join(known)}")
+    parsers[""].parse_args(words)
+    parsers[""].print_help()
+    return _OPERATOR_ERROR
+
+
+def _told(what: str) -> int:
+    print(f"kvtier: {what}", file=sys.stderr)
+    return _OPERATOR_ERROR
+
+
+def _parsers() -> dict[str, argparse.ArgumentParser]:
+    """Every parser by its words: the whole command's (""), groups' (``bench``: two words), and commands'."""
+    root = argparse.ArgumentParser(prog="kvtier", description=(kvtier.__doc__ or "").partition("\n")[0])
+    root.add_argument("--version", action="version", version=_version())
+    parsers = {"": root}
+    branches = {"": root.add_subparsers(metavar="COMMAND")}
+    for name, (help_text, _) in COMMANDS.items():
+        group, _, leaf = name.rpartition(" ")
+        if group not in branches:
+            inside = ", ".join(each.split()[-1] for each in COMMANDS if each.startswith(f"{group} "))
+            about = f"benchmarks: {inside}"
+            parsers[group] = branches[""].add_parser(group, help=about, description=about)
+            branches[group] = parsers[group].add_subparsers(metavar="COMMAND", required=True)
+        parsers[name] = branches[group].add_parser(leaf, help=help_text, description=help_text)
+    return parsers
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""``kvtier stats`` and ``kvtier clear``: a server's admin surface, asked from a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import ssl
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvtier.admin.forms import JSON, Clear, Cleared, Problem
+from kvtier.admin.status import RealmStatus, Stats, TierStatus
+from kvtier.client.connect import client_tls, read_token
+from kvtier.config.keys import Config, load, typed
+from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.terminal import size_text, table
+from kvtier.protocol import admin_proof
+
+_TIMEOUT_S = 60.0
+_WATCH_S = 2.0
+_HOME_AND_CLEAR = "\x1b[H\x1b[J"
+T = TypeVar("T")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What both commands need."""
+    parser.add_argument("--admin", metavar="URL", help="the server's admin surface; none: the key admin")
+    parser.add_argument("--config", metavar="YAML", help="configuration file that has admin and admin_token_file")
+    parser.add_argument("--token-file", metavar="FILE", help="the server's token; none: the key admin_token_file")
+
+
+class Surface:
+    """One server's admin surface. Raises TierError when it cannot be reached, ConfigError when it refuses."""
+
+    def __init__(self, url: str, token: bytes | None, tls: ssl.SSLContext | None) -> None:
+        self._url, self._token, self._tls = url, token, tls
+        self._parts = urlsplit(url)
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Surface:
+        """From the flags of :func:`add_arguments`, and the configuration where they are not given."""
+        flags = {"admin": arguments.admin, "admin_token_file": arguments.token_file}
+        config = load(arguments.config, flags=typed(flags))
+        if config.admin == "off":
+            raise ConfigError("admin=off: the server has no admin surface; give --admin http://host:port")
+        secret = config.admin_token_file
+        token = read_token(secret, "admin_token_file") if secret else None
+        return cls(config.admin, token, _tls(config) if config.admin.startswith("https") else None)
+
+    def ask(self, path: str, kind: type[T], body: msgspec.Struct | None = None) -> T:
+        """GET, or POST with a body. With a token the request is signed, and an answer that is not is not believed: the
+        token itself is never sent, because anybody may have taken the port."""
+        parts = self._parts
+        assert parts.hostname is not None
+        if self._tls is not None:
+            line: http.client.HTTPConnection = http.client.HTTPSConnection(
+                parts.hostname, parts.port, timeout=_TIMEOUT_S, context=self._tls
+            )
+        else:
+            line = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+        sent = None if body is None else msgspec.json.encode(body)
+        method, headers = "GET" if sent is None else "POST", {"Content-Type": JSON}
+        if self._token is not None:
+            headers["Authorization"] = admin_proof.signed(self._token, method, path, sent or b"", time.time())
+        try:
+            line.request(method, path, sent, headers)
+            answer = line.getresponse()
+            text = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise TierError(
+                f"no kvtier server answers at {self._url}: {error}; is it running, with admin on?"
+            ) from error
+        finally:
+            line.close()
+        if answer.status == 200 and self._token is not None:
+            self._expect_proof(headers["Authorization"], text, answer.headers.get(admin_proof.ANSWER_HEADER, ""))
+        return self._read(text, answer.status, kind)
+
+    def _expect_proof(self, credentials: str, text: bytes, proof: str) -> None:
+        assert self._token is not None
+        if not admin_proof.is_answer(self._token, credentials, 200, text, proof):
+            raise ConfigError(
+                f"who answers at {self._url} does not show that it knows the token: it is not the server, or has "
+                "another admin_token_file. The token was not sent, and the answer is not believed. See who has the "
+                "port (ss -ltnp), and give the server's own token"
+            )
+
+    def _read(self, text: bytes, status: int, kind: type[T]) -> T:
+        try:
+            if status == 200:
+                return msgspec.json.decode(text, type=kind)
+            problem = msgspec.json.decode(text, type=Problem)
+        except msgspec.DecodeError as error:
+            raise TierError(f"{self._url} is not a kvtier server of this version: {status} {text[:100]!r}") from error
+        raise ConfigError(f"{self._url} refused: {problem.what}; expected {problem.expected}: {problem.do}")
+
+
+def _tls(config: Config) -> ssl.SSLContext:
+    if config.server_ca is not None:
+        return client_tls(config.server_ca, config.server_cert, config.server_key)
+    return ssl.create_default_context()
+
+
+class StatsCommand:
+    """``kvtier stats``."""
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        add_arguments(parser)
+        parser.add_argument("--watch", action="store_true", help=f"again every {_WATCH_S:.0f} s, with rates, until ^C")
+        parser.add_argument("--json", action="store_true", help="print the document of /v1/stats, a line each time")
+
+    @staticmethod
+    def run(arguments: argparse.Namespace) -> int:
+        surface = Surface.of(arguments)
+        if not arguments.watch:
+            _show(surface, None, arguments)
+            return 0
+        before: Stats | None = None
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                before = _show(surface, before, arguments)
+                time.sleep(_WATCH_S)
+        return 0
+
+
+class ClearCommand:
+    """``kvtier clear``."""
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        add_arguments(parser)
+        parser.add_argument("--namespace", metavar="NAME", help="only this tenant's chunks, and nobody's")
+        parser.add_argument("--everything", action="store_true", help="all chunks of all tenants")
+        parser.add_argument("--json", action="store_true", help="print the answer of /v1/clear")
+
+    @staticmethod
+    def run(arguments: argparse.Namespace) -> int:
+        """Exit status 1 when something is left."""
+        if arguments.everything == (arguments.namespace is not None):
+            raise ConfigError("say what to clear: either --namespace NAME or --everything")
+        wish = Clear(arguments.namespace, arguments.everything)
+        done = Surface.of(arguments).ask("/v1/clear", Cleared, wish)
+        print(msgspec.json.encode(done).decode() if arguments.json else _cleared(done))
+        return 0 if done.complete else 1
+
+
+def _cleared(done: Cleared) -> str:
+    lines = [f"{done.chunks:,} chunks forgotten"]
+    if done.left:
+        lines.append(f"{done.left:,} are being saved or deleted still: stop the engines, or run this again")
+    if done.owed_deletes:
+        lines.append(f"{done.owed_deletes:,} deletes wait for Redis to be back: keep the server running until then")
+    lines += [f"{place}: in use by another process, or not searched to the end" for place in done.untouched]
+    return "\n".join(lines)
+
+
+def _show(surface: Surface, before: Stats | None, arguments: argparse.Namespace) -> Stats:
+    """Ask, print, and give what was shown."""
+    now = surface.ask("/v1/stats", Stats)
+    if arguments.json:
+        print(msgspec.json.encode(now).decode(), flush=True)
+    else:
+        clear = _HOME_AND_CLEAR if arguments.watch and sys.stdout.isatty() else ""
+        print(clear + screen(now, before), flush=True)
+    return now
+
+
+def screen(now: Stats, before: Stats | None = None) -> str:
+    """One screen of plain text; rates per second where there is a look before."""
+    there = now.connections
+    state = "ready" if now.ready else "NOT READY"
+    memory = f"memory {size_text(now.memory.process)} + pools {size_text(now.memory.pools)}"
+    open_ = f"connections {there.open} open, {there.lingering} lingering, {there.leases} leases"
+    past = f"{there.accepted} accepted, {there.rejected} rejected, {there.dropped} dropped"
+    lines = [f"kvtier {now.version}  {state}  up {_duration(now.uptime_s)}  {memory}", f"{open_}; so far {past}"]
+    lines += [f"TROUBLE: {words}" for words in now.trouble]
+    for realm in now.realms:
+        last = next((one for one in before.realms if one.slot_bytes == realm.slot_bytes), None) if before else None
+        seconds = now.uptime_s - before.uptime_s if before else 0.0
+        lines += ["", *_realm(realm, last if seconds > 0 else None, seconds)]
+    if not now.realms:
+        lines += ["", "no engine has come yet"]
+    return "\n".join(lines)
+
+
+def _realm(realm: RealmStatus, before: RealmStatus | None, seconds: float) -> Iterator[str]:
+    yield (
+        f"chunks of {size_text(realm.slot_bytes)}: {_hits(realm, before)}, {realm.namespaces} namespaces, "
+        f"slots {realm.free} free, {realm.filling} filling, {realm.pinned} pinned"
+    )
+    yield from _misses(realm, before)
+    per = "/s" if before else ""
+    heads: tuple[str, ...] = ("tier", "held", "fill", f"loads{per}", f"stores{per}", f"read{per}", f"written{per}")
+    rows = []
+    for index, tier in enumerate(realm.tiers):
+        last = before.tiers[index] if before and index < len(before.tiers) else None
+        rows.append(_tier(tier, last, seconds))
+    heads = (*heads, "missed", "refused", "failed", "corrupt", "queue")
+    yield from table(heads, rows, numbers=range(1, len(heads)))
+
+
+def _tier(tier: TierStatus, before: TierStatus | None, seconds: float) -> list[str]:
+    def flow(name: str) -> float:
+        if before is None:
+            return float(getattr(tier, name))
+        return float(getattr(tier, name) - getattr(before, name)) / seconds
+
+    lane = tier.lane
+    name = f"{tier.tier}{' AWAY' if tier.open_breakers else ''}"
+    return [
+        name,
+        f"{tier.held:,}",
+        f"{tier.held / tier.capacity:.0%}" if tier.capacity else "-",
+        f"{flow('loads'):,.0f}",
+        f"{flow('stores'):,.0f}",
+        size_text(flow("bytes_read")) if lane else "-",
+        size_text(flow("bytes_written")) if lane else "-",
+        *(f"{count:,}" for count in (tier.misses, tier.refused, tier.failed, tier.corrupt)),
+        f"{lane.queued_reads}+{lane.queued_writes}" if lane else "-",
+    ]
+
+
+def _hits(realm: RealmStatus, before: RealmStatus | None) -> str:
+    asked = realm.asked - (before.asked if before else 0)
+    loads = _loads(realm) - (_loads(before) if before else 0)
+    return f"{loads / asked:.1%} of {asked:,} chunks asked for were hits" if asked else "no chunk asked for"
+
+
+def _misses(realm: RealmStatus, before: RealmStatus | None) -> Iterator[str]:
+    """Why chunks were computed, the most common reason first; what the audit found; why there are no hits at all."""
+    counts = Counter(realm.missed) + Counter(realm.declined)
+    if before:
+        counts -= Counter(before.missed) + Counter(before.declined)
+    if counts:
+        whole = counts.total()
+        yield "computed: " + ", ".join(f"{count / whole:.0%} {reason}" for reason, count in counts.most_common())
+    if realm.audited:
+        yield f"audit: {realm.audited:,} chunks compared, {realm.audit_mismatches:,} had other bytes"
+    if realm.zero_hits:
+        yield f"NO HITS: {realm.zero_hits}"
+
+
+def _loads(realm: RealmStatus) -> int:
+    return sum(tier.loads for tier in realm.tiers)
+
+
+def _duration(seconds: float) -> str:
+    minutes, left = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{left:02}"

@@ -1,0 +1,224 @@
+"""``kvtier serve``: configuration -> listeners and stores -> a Server until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import ssl
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from kvtier import selftest
+from kvtier.admin.status import trouble
+from kvtier.assemble import assemble, ram_bytes
+from kvtier.autoconfig.explain import configuration_text
+from kvtier.cli.start_checks import try_everything, try_redis
+from kvtier.client.connect import Address, read_token
+from kvtier.config.keys import Config, environment, load
+from kvtier.config.remarks import tell
+from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.errors import ConfigError, KVTierError, TierError
+from kvtier.core.extras import how
+from kvtier.core.secret_files import read_secret
+from kvtier.server.listeners import Listener, listen_tcp, listen_unix, server_tls
+from kvtier.server.server import Beside, Server, serve
+from kvtier.server.systemd import Notifier
+from kvtier.store.store import Store
+from kvtier.tiers.nvme.check import discard
+
+logger = logging.getLogger("kvtier.server")
+
+_LOOK_AGAIN_S = 5.0
+"""Between two looks at what the start could not have."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="YAML", help="configuration file; beats KVTIER_CONFIG_FILE")
+    parser.add_argument(
+        "--listen",
+        metavar="ADDRESS",
+        action="append",
+        help="unix:///path or tcp://host:port; may be given again; default: the key 'server'",
+    )
+    parser.add_argument("--insecure", action="store_true", help="serve TCP on loopback without token or TLS")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until SIGTERM. Exit status 1 when something was dropped at the end."""
+    config = load(arguments.config)
+    logging.basicConfig(
+        level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    tell(config.remarks)
+    addresses = arguments.listen or ([config.server] if config.server else [])
+    if not addresses:
+        raise ConfigError("nowhere to listen: give --listen unix:///path/kvtier.sock, or the key 'server'")
+    token = read_token(config.server_token_file) if config.server_token_file else None
+    logger.info("configuration: %s", configuration_text(config))
+    sizes = kept_sizes(config)
+    if config.slot_bytes is None and not sizes:
+        logger.info("slot_bytes is not set: the first engine decides it, and the pool and the tiers are made then")
+    away = try_everything(config)
+    if config.self_test:
+        selftest.at_start(replace(config, server=None))
+    surface = admin_surface(config)  # first: who can attach can ask, too
+    listeners = _listeners(config, addresses, token is not None, arguments.insecure)
+    opener, closer = partial(open_store, config), partial(discard_closed, config)
+    make = lambda: Server(opener, listeners, token=token, discard=closer)  # noqa: E731
+    notifier = Notifier(environment())
+    ready = lambda server: notifier.serving(partial(status_text, server))  # noqa: E731
+    clean = serve(make, partial(_beside, config, surface, away), ready, (config.slot_bytes, sizes))
+    return 0 if clean else 1
+
+
+def status_text(server: Server) -> str:
+    """One line for ``systemctl status``."""
+    return "; ".join([f"{len(server.connections)} connections", *trouble(server)])
+
+
+@asynccontextmanager
+async def _beside(config: Config, surface: Beside, away: Mapping[str, str], server: Server) -> AsyncIterator[None]:
+    """The admin surface, and a look now and then at what the start could not reach."""
+    for name, why in away.items():
+        server.trouble[name] = f"{name} cannot be reached: its chunks are misses until it can; the log says more"
+        logger.warning("%s", why)
+    looking = server.loop.create_task(_look_again(config, server)) if away else None
+    try:
+        async with surface(server):
+            yield
+    finally:
+        if looking is not None:
+            looking.cancel()
+
+
+async def _look_again(config: Config, server: Server) -> None:
+    """Until Redis can be used; on the lane where stores are opened, which is idle but for that."""
+    said = ""
+    while "redis" in server.trouble:
+        await asyncio.sleep(_LOOK_AGAIN_S)
+        try:
+            why = await asyncio.shield(asyncio.wrap_future(server.realms.aside(partial(try_redis, config))))
+        except KVTierError as error:
+            why = str(error)
+        if not why:
+            del server.trouble["redis"]
+            logger.info("redis can be reached now")
+        elif why != said:
+            logger.warning("%s", why)
+        said = why
+
+
+def admin_surface(config: Config) -> Beside:
+    """What serves ``config.admin``. Where nobody asked for it, a port that is taken (by the admin surface of another
+    server on this host) or a library that is missing costs the surface and not the server: a cache must not fail for
+    its gauges. It is trouble then, and a port is tried again. Asked for by name, it is a ConfigError."""
+    if config.admin == "off":
+        return lambda server: nullcontext()
+    try:
+        return _admin_surface(config)
+    except ConfigError as error:
+        if "admin" in config.sources:
+            raise
+        logger.warning("no admin surface: %s", error)
+        return partial(_surface_later, config, str(error))
+
+
+@asynccontextmanager
+async def _surface_later(config: Config, why: str, server: Server) -> AsyncIterator[None]:
+    """The surface as soon as it can be had."""
+    server.trouble["admin"] = f"no admin surface: {why}"
+    over = asyncio.Event()
+    trying = server.loop.create_task(_try_surface(config, server, over))
+    try:
+        yield
+    finally:
+        over.set()
+        await asyncio.gather(trying, return_exceptions=True)
+
+
+async def _try_surface(config: Config, server: Server, over: asyncio.Event) -> None:
+    while not over.is_set():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(over.wait(), _LOOK_AGAIN_S)
+        with suppress(ConfigError):
+            async with _admin_surface(config)(server):
+                del server.trouble["admin"]
+                await over.wait()
+
+
+def _admin_surface(config: Config) -> Beside:
+    try:
+        from kvtier.admin.http import beside, bind
+    except ImportError as error:
+        raise ConfigError(f"admin={config.admin}: {error}; {how('server')}, or set admin=off") from error
+    secret = config.admin_token_file
+    token = read_token(secret, "admin_token_file") if secret else None
+    port = bind(config.admin, token=token is not None, tls=_tls(config) if config.admin.startswith("https") else None)
+    return lambda server: beside(server, port, token, config.nvme_path)
+
+
+def open_store(config: Config, slot_bytes: int, parts: int = 1) -> Store:
+    """The Store of one realm, one of ``parts``: its part of RAM, and of NVMe in a folder of its own; in Redis it is one
+    with the realms of other servers that have the same slot size. Raises ConfigError or TierError."""
+    own = replace(
+        config,
+        server=None,
+        ram_bytes=ram_bytes(config) // parts,
+        nvme_bytes=config.nvme_bytes and config.nvme_bytes // parts,
+        nvme_write_limit=config.nvme_write_limit and max(1, config.nvme_write_limit // parts),
+        nvme_path=config.nvme_path and f"{config.nvme_path}/slots-{slot_bytes}",
+    )
+    if slot_bytes != config.slot_bytes:
+        logger.info(
+            "chunks of %d bytes are new here: slot_bytes=%d has them ready at the start", slot_bytes, slot_bytes
+        )
+    layout = ChunkLayout(fingerprint({"server": slot_bytes}), 1, 1, (slot_bytes,))
+    store = assemble(own, layout)
+    assert isinstance(store, Store)
+    return store
+
+
+def kept_sizes(config: Config) -> list[int]:
+    """Slot sizes of which there are folders in ``nvme_path`` from before, the one used last first."""
+    folders = Path(config.nvme_path).glob("slots-*/") if config.nvme_path else ()
+    found = [folder for folder in folders if folder.name.removeprefix("slots-").isdecimal()]
+    found.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
+    return [int(folder.name.removeprefix("slots-")) for folder in found]
+
+
+def discard_closed(config: Config, slot_bytes: int) -> None:
+    """Remove the NVMe folder of a realm that is closed. Best effort: one that is in use is not ours."""
+    if config.nvme_path:
+        with suppress(TierError):
+            discard(Path(config.nvme_path) / f"slots-{slot_bytes}")
+
+
+def _listeners(config: Config, addresses: Sequence[str], token: bool, insecure: bool) -> list[Listener]:
+    """All or none."""
+    listeners: list[Listener] = []
+    with ExitStack() as undo:
+        for text in addresses:
+            address = Address.parse(text)
+            if address.path:
+                listener = listen_unix(address)
+            else:
+                plain = config.server_unencrypted
+                listener = listen_tcp(address, token=token, tls=_tls(config), insecure=insecure, unencrypted=plain)
+            undo.callback(listener.close)
+            listeners.append(listener)
+        undo.pop_all()
+    return listeners
+
+
+def _tls(config: Config) -> ssl.SSLContext | None:
+    if config.server_cert is None or config.server_key is None:
+        if config.server_cert or config.server_key or config.server_ca:
+            raise ConfigError("TLS at a server needs both server_cert and server_key")
+        return None
+    read_secret(config.server_key, "server_key")
+    return server_tls(config.server_cert, config.server_key, config.server_ca)

@@ -1,0 +1,94 @@
+"""``kvtier config``: every key with the value that it has here and now, its unit, and where it came from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from kvtier.assemble import nvme_bytes, nvme_write, ram_bytes
+from kvtier.config.keys import KEYS, Config, Setting, describe, load, masked, typed
+from kvtier.config.remarks import tell
+from kvtier.core.errors import ConfigError
+from kvtier.core.terminal import size_text, table, width
+
+_HEADS = ("key", "value", "unit", "source", "what for")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "kvtier config [--config YAML] [--ranks N] [--yaml | --json] [--KEY VALUE ...]"
+    parser.add_argument("--config", metavar="YAML", help="configuration file; beats KVTIER_CONFIG_FILE")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="worker ranks, for LMCache files: their sizes are per worker (default: 1)"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--yaml", action="store_true", help="print a file that gives this configuration")
+    form.add_argument("--json", action="store_true", help="print every key as JSON")
+    keys = parser.add_argument_group("keys, to try what they would do; sizes such as 4GiB, 512MB or plain bytes")
+    for key, about in KEYS.items():
+        flag = "--" + key.replace("_", "-")
+        keys.add_argument(
+            flag, dest=f"key_{key}", metavar=about["unit"].upper(), help=about["reason"].replace("%", "%%")
+        )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the effective configuration. Raises ConfigError for one that cannot be read."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+    if arguments.ranks < 1:
+        raise ConfigError(f"--ranks {arguments.ranks}: expected 1 or more")
+    given = vars(arguments).items()
+    flags = {name.removeprefix("key_"): value for name, value in given if name.startswith("key_")}
+    config = load(arguments.config, flags=typed(flags), ranks=arguments.ranks)
+    tell(config.remarks)
+    rows = describe(config)
+    if arguments.yaml:
+        for row in rows:
+            print(f"{row.key}: {json.dumps(row.value)}  # {row.unit}; {row.source}; {row.reason}")
+    elif arguments.json:
+        print(json.dumps([_as_json(config, row) for row in rows], indent=2))
+    else:
+        cells = [(row.key, _shown(config, row), row.unit, row.source, row.reason) for row in rows]
+        print("\n".join(table(_HEADS, cells, columns=width())))
+    return 0
+
+
+def effective(config: Config, key: str) -> Any:
+    """The value that an engine started here now would use; None where it has none, or learns it from elsewhere."""
+    value = masked(getattr(config, key))
+    if value is not None or _elsewhere(config, key):
+        return value
+    decided: dict[str, Callable[[Config], Any]] = {
+        "ram_bytes": ram_bytes,
+        "nvme_bytes": nvme_bytes,
+        "nvme_write": nvme_write,
+    }
+    return decided[key](config) if key in decided else None
+
+
+def _elsewhere(config: Config, key: str) -> str:
+    """Who decides about a key that is not set, where this configuration alone does not; empty where it does."""
+    tier = key.partition("_")[0]
+    if tier == "ram" and (config.server or "").startswith("unix:"):
+        return "the server's"
+    if (tier == "nvme" and config.nvme_path is None) or (tier == "redis" and config.redis_url is None):
+        return "-" if key not in ("nvme_path", "redis_url") else "no such tier"
+    return "auto-config, at the start" if config.auto and key in ("ram_bytes", "nvme_bytes", "redis_bytes") else ""
+
+
+def _as_json(config: Config, row: Setting) -> dict[str, Any]:
+    """``value`` is what was set (null: nothing), ``effective`` what comes of it."""
+    return {**row._asdict(), "effective": effective(config, row.key)}
+
+
+def _shown(config: Config, row: Setting) -> str:
+    """The value in words. A key that is not set shows what follows from that."""
+    used = effective(config, row.key)
+    if used is None:
+        return _elsewhere(config, row.key) or row.reason.partition("none: ")[2] or "-"
+    if row.unit == "bytes":
+        return size_text(used)
+    return str(used).lower() if isinstance(used, bool) else str(used)

@@ -1,0 +1,78 @@
+"""What ``kvtier serve`` tries before it lets engines in: memory, secrets, and every tier.
+
+What waiting does not mend is a ConfigError: given, expected, what to do. A Redis that is only away is trouble in words:
+RAM serves meanwhile, and the tier comes back by itself. Nothing here depends on the size of chunks.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+
+from kvtier.assemble import ram_bytes, secret_key
+from kvtier.autoconfig.memory import require_ram
+from kvtier.autoconfig.probe.probe import probe_disk
+from kvtier.cli.checks import judge_disk
+from kvtier.config.keys import Config
+from kvtier.core.chunk import PAGE_BYTES
+from kvtier.core.errors import ConfigError, TierError
+
+logger = logging.getLogger("kvtier.server")
+
+_NAMESPACE = bytes(8)
+"""For the trial's names in Redis; chunks have their engine's."""
+
+
+def try_everything(config: Config) -> dict[str, str]:
+    """What is only away now, in words, by what it is about. Raises ConfigError. Takes some seconds at most."""
+    secret_key(config)
+    require_ram(ram_bytes(config), source=config.sources.get("ram_bytes", "default"))
+    require_whole_pages(config)
+    _try_nvme(config)
+    return {"redis": away} if (away := try_redis(config)) else {}
+
+
+def require_whole_pages(config: Config) -> None:
+    """Raises ConfigError for a size that no slot can have."""
+    if config.slot_bytes is not None and config.slot_bytes % PAGE_BYTES:
+        raise ConfigError(
+            f"slot_bytes={config.slot_bytes:,}: expected a multiple of {PAGE_BYTES:,}; take the one that /v1/stats of "
+            "a server with engines shows, or remove it"
+        )
+
+
+def _try_nvme(config: Config) -> None:
+    if config.nvme_path is None:
+        return
+    for finding in judge_disk(config, probe_disk(config.nvme_path)):
+        if finding.state == "fail":
+            raise ConfigError(f"nvme_path={config.nvme_path}: {finding.seen}; {finding.do}")
+        if finding.state == "warn":
+            logger.warning("nvme_path=%s: %s; %s", config.nvme_path, finding.seen, finding.do)
+
+
+def try_redis(config: Config) -> str:
+    """Why Redis cannot be used for now; empty when it can. Raises ConfigError for what waiting does not mend."""
+    if config.redis_url is None:
+        return ""
+    try:
+        return _greeted(config, config.redis_url)
+    except TierError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _greeted(config: Config, url: str) -> str:
+    from kvtier.tiers.redis.errors import FAULTS
+    from kvtier.tiers.redis.layout import Form
+    from kvtier.tiers.redis.link import Link
+    from kvtier.tiers.redis.startup import greet, share_of
+
+    link = Link(url, connections=1)
+    with closing(link):
+        try:
+            facts = greet(link, Form(config.redis_prefix, _NAMESPACE))
+        except FAULTS as error:
+            share_of(link.label, config.redis_bytes, ())
+            return f"redis {link.label} cannot be reached: {error}; its chunks are misses until it can"
+        share_of(link.label, config.redis_bytes, facts)
+    return ""

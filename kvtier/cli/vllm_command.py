@@ -1,0 +1,152 @@
+"""vLLM's command line, as far as it decides about connectors: which program, and which connector it asks for."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvtier.config import lmi
+from kvtier.connectors.vllm import CONNECTOR, LMCACHE
+from kvtier.core.errors import ConfigError
+
+API_SERVER = "vllm.entrypoints.openai.api_server"
+TRANSFER_FLAG = "--kv-transfer-config"
+_MULTI = "MultiConnector"
+_OWN_OFFLOADING = "--kv-offloading-size"
+
+
+class Command(NamedTuple):
+    """``arguments`` are vLLM's, after ``program``; ``python`` is the interpreter that will run it."""
+
+    program: list[str]
+    arguments: list[str]
+    python: str
+
+
+def understood(words: Sequence[str], path: str | None = None) -> Command:
+    """The command's parts. Raises ConfigError for one that does not start vLLM's server."""
+    name = Path(words[0]).name if words else ""
+    if name == "vllm" and words[1:2] == ["serve"]:
+        program = shutil.which(words[0], path=path)
+        if program is None:
+            raise ConfigError(f"{words[0]}: no such program; install vLLM, or activate the environment that has it")
+        return Command([program, "serve"], list(words[2:]), _interpreter(program))
+    if re.fullmatch(r"python[\d.]*", name) and list(words[1:3]) == ["-m", API_SERVER]:
+        return Command(list(words[:3]), list(words[3:]), words[0])
+    given = " ".join(words) or "nothing"
+    raise ConfigError(f"the command {given!r} was given: expected vllm serve MODEL ..., or python -m {API_SERVER} ...")
+
+
+def _interpreter(script: str) -> str:
+    """The Python in a script's first line, or ours when it has none."""
+    with open(script, "rb") as file:
+        first = file.readline(512).decode(errors="replace")
+    words = first.removeprefix("#!").split()
+    if not first.startswith("#!") or "python" not in first:
+        return sys.executable
+    return words[1] if Path(words[0]).name == "env" and len(words) > 1 else words[0]
+
+
+def transfer(arguments: Sequence[str], replaces: bool) -> list[str]:
+    """What to say of the connector that the command names itself; nothing when it names none.
+
+    Raises ConfigError when that is not ours: an engine has one connector.
+    """
+    if value(arguments, _OWN_OFFLOADING) is not None:
+        raise _own_offloading(_OWN_OFFLOADING)
+    given = named_connector(arguments)
+    if given is None:
+        return [f"{CONNECTOR} added"]
+    name = _name(given)
+    if name == CONNECTOR:
+        return [f"{CONNECTOR} as the command says"]
+    if name == LMCACHE and replaces:
+        return [f"{CONNECTOR} in the place of {LMCACHE}"]
+    if name == _MULTI and CONNECTOR in _children(given):
+        raise ConfigError(
+            f"the command asks for {_MULTI} with {CONNECTOR} as one of its connectors, and kvtier launch starts "
+            f"an engine that has no other: ask for {CONNECTOR} alone, or start vLLM without kvtier launch"
+        )
+    hint = f", or set KVTIER_REPLACE_LMCACHE=1 to have {LMCACHE} served by kvtier" if name == LMCACHE else ""
+    raise ConfigError(
+        f"the command asks for the connector {name!r}, and an engine has one: remove {TRANSFER_FLAG}{hint}"
+    )
+
+
+def refuse_own_offloading(env: Mapping[str, str]) -> None:
+    """Raises ConfigError where LMI's options ask for vLLM's own offloading, which LMI hands on to vLLM."""
+    given = lmi.option("kv_offloading_size", env)
+    if given is not None:
+        raise _own_offloading(given.source)
+
+
+def _own_offloading(source: str) -> ConfigError:
+    return ConfigError(
+        f"{source} asks for vLLM's own offloading, which replaces kvtier's connector and says nothing: remove it"
+    )
+
+
+def named_connector(arguments: Sequence[str]) -> Mapping[str, Any] | None:
+    """The KV transfer configuration in vLLM's arguments, in each way it may be written there or in its ``--config``
+    file; None where there is none. Raises ConfigError when it names no connector."""
+    dotted: dict[str, str] = {}
+    for word, following in pairwise([*arguments, ""]):
+        name, equals, given = word.partition("=")
+        name, _, part = name.replace("_", "-").partition(".")
+        if name == TRANSFER_FLAG:
+            dotted[part] = given if equals else following
+    if dotted.get("kv-connector"):
+        return {"kv_connector": dotted["kv-connector"]}
+    if dotted:
+        return _transfer_config(dotted.get("", "{}"))
+    in_file = _in_file(arguments, TRANSFER_FLAG)
+    return None if in_file is None else _transfer_config(in_file)
+
+
+def value(arguments: Sequence[str], flag: str) -> Any:
+    """The value of a flag of vLLM's, on the command line or in the ``--config`` file; None where it is not given."""
+    for word, following in pairwise([*arguments, ""]):
+        name, equals, given = word.partition("=")
+        if name.replace("_", "-") == flag:
+            return given if equals else following
+    return None if flag == "--config" else _in_file(arguments, flag)
+
+
+def _transfer_config(given: object) -> Mapping[str, Any]:
+    try:
+        content: Any = json.loads(given) if isinstance(given, str) else given
+        _name(content)
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{TRANSFER_FLAG} {given!r}: expected JSON with kv_connector; or remove it") from None
+    else:
+        return dict(content)
+
+
+def _name(transfer_config: Mapping[str, Any]) -> str:
+    return str(transfer_config["kv_connector"])
+
+
+def _children(transfer_config: Mapping[str, Any]) -> list[Any]:
+    extra = transfer_config.get("kv_connector_extra_config")
+    children = extra.get("connectors") if isinstance(extra, Mapping) else None
+    return [child.get("kv_connector") for child in children or () if isinstance(child, Mapping)]
+
+
+def _in_file(arguments: Sequence[str], flag: str) -> Any:
+    file = value(arguments, "--config")
+    if file is None:
+        return None
+    import yaml
+
+    try:
+        content: Any = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"vLLM's --config {file} cannot be read: {error}") from error
+    keys = {str(key).replace("_", "-"): given for key, given in content.items()} if isinstance(content, dict) else {}
+    return keys.get(flag.removeprefix("--"))

@@ -1,0 +1,1 @@
+"""An engine's side of a kvtier server: connect, attach, hold leases."""

@@ -1,0 +1,148 @@
+"""Link: an attached connection to a server on this host, with the pool it serves. Non-blocking, with deadlines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+import weakref
+from typing import Any
+
+from kvtier.client.connect import Entered
+from kvtier.core.errors import TierError
+from kvtier.core.pool import Pool
+from kvtier.protocol import wire
+
+_UNSENT_BYTES = 4 * wire.MAX_FRAME
+"""Messages a server has not taken; beyond that it is given up."""
+
+
+class SharedPool(Pool):
+    """A pool that belongs to a server. Every process that maps it holds its witness open as long as it does: when the
+    last one lets go, the server knows that no slot is read or written any more. A view that is still held keeps the
+    memory mapped, so it keeps the witness open too. Both descriptors are the pool's own, also when it is refused."""
+
+    def __init__(self, slots: int, slot_bytes: int, fd: int, witness: int) -> None:
+        self._witness = witness
+        try:
+            super().__init__(slots, slot_bytes, fd=fd)
+        except BaseException:
+            os.close(witness)
+            raise
+        let_go = weakref.finalize(self._map, os.close, witness)
+        let_go.atexit = False  # at the end of a process a thread may still copy; the kernel closes it after that
+
+    @classmethod
+    def join(cls, path: str, witness_path: str, slots: int, slot_bytes: int) -> SharedPool:
+        """Map it in another process of the engine. Raises TierError when the engine has let go of it."""
+        try:
+            witness = os.open(witness_path, os.O_WRONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise TierError(f"cannot open the pool's witness {witness_path}: {error}; is its owner alive?") from error
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            os.close(witness)
+            raise TierError(f"cannot map the shared pool {path}: {error}; is its owner alive, same user?") from error
+        return cls(slots, slot_bytes, fd, witness)
+
+    @property
+    def witness_path(self) -> str:
+        """Where another process of the same user can open the witness for writing while this one holds it."""
+        return f"/proc/{os.getpid()}/fd/{self._witness}"
+
+
+class Link:
+    """One attachment: its socket, its pool, and the leases that refer to it. Its owner's lock guards every call."""
+
+    def __init__(self, entered: Entered) -> None:
+        self.places = entered.welcome.places
+        self.lost = False
+        self.awaited: Any = None
+        """The question whose answer is overdue."""
+        self.overdue_since = 0.0
+        self.leases: set[int] = set()
+        """Numbers of the open leases."""
+        self._socket = entered.socket
+        self._socket.setblocking(False)
+        self._descriptor = self._socket.fileno()
+        self._readable, self._both = select.poll(), select.poll()
+        self._readable.register(self._descriptor, select.POLLIN)
+        self._both.register(self._descriptor, select.POLLIN | select.POLLOUT)
+        self._inbox: wire.Inbox[wire.Answer | wire.Refused] = wire.Inbox(wire.Answer | wire.Refused)
+        self._unsent = bytearray()
+        pool, witness = entered.descriptors
+        try:
+            self.pool = SharedPool(entered.welcome.slots, entered.welcome.slot_bytes, pool, witness)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    # ---- messages ------------------------------------------------------------------------------------------------
+
+    def put(self, message: wire.Message) -> None:
+        """Send, now or with the next call. Raises OSError or TierError when the server is gone."""
+        self._unsent += wire.frame(message)
+        if len(self._unsent) > _UNSENT_BYTES:
+            raise TierError(f"the server has not taken {len(self._unsent)} bytes of messages")
+        self.flush()
+
+    def take(self, timeout_s: float) -> wire.Answer | None:
+        """The next answer; None when there is none within ``timeout_s``. With no time left it reads once more.
+
+        Raises OSError, TierError or WireError when the server is gone or talks nonsense.
+        """
+        until, left = time.monotonic() + timeout_s, 1.0
+        while (answer := self._inbox.next()) is None:
+            if left <= 0:
+                return None
+            left = until - time.monotonic()
+            poll = self._both if self._unsent else self._readable
+            if not poll.poll(max(0.0, left) * 1000):
+                return None
+            if self._unsent:
+                self.flush()
+            with contextlib.suppress(BlockingIOError):
+                count = self._socket.recv_into(self._inbox.room())
+                if not count:
+                    raise ConnectionResetError("the server closed the connection")
+                self._inbox.filled(count)
+        if isinstance(answer, wire.Refused):
+            raise TierError(f"the server ended the session: {answer.reason}")
+        return answer
+
+    @property
+    def settled(self) -> bool:
+        """Nothing is overdue, and everything is sent."""
+        return self.awaited is None and not self._unsent
+
+    def flush(self) -> None:
+        """Send what the socket takes. Raises OSError when the server is gone."""
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+
+    # ---- life ----------------------------------------------------------------------------------------------------
+
+    def release(self, lease: int) -> None:
+        """The lease ended."""
+        self.leases.discard(lease)
+        self._close_pool_if_unused()
+
+    def lose(self) -> None:
+        """Close the socket. The pool stays until the last lease ends: workers may be in the middle of a copy, and the
+        server keeps the slots as they are until the last process has let go."""
+        self.lost = True
+        self._socket.close()
+        self._close_pool_if_unused()
+
+    def close(self) -> None:
+        """Let go of everything, leases or not: the engine ends."""
+        self.lost = True
+        self._socket.close()
+        self.pool.close()
+
+    def _close_pool_if_unused(self) -> None:
+        if self.lost and not self.leases:
+            self.pool.close()

@@ -1,0 +1,268 @@
+"""Connect to a kvtier server and be welcomed: addresses, TLS and the greeting, on blocking sockets.
+
+Each step has a total bound in time and in bytes, whatever the other side does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import re
+import socket
+import ssl
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from kvtier.client.deadline import Deadline
+from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.secret_files import peer_uid, read_secret
+from kvtier.protocol import wire
+
+_CONNECT_S = 2.0
+"""For all addresses of a host together, and for the TLS handshake again. Looking up a name is the system's affair."""
+_CHALLENGE_S = 2.0
+_WELCOME_S = 15.0
+"""A server that opens a large NVMe tier takes its time; when it is too long, the next attempt finds it open."""
+_ATTACH_DESCRIPTORS = 2
+PLAIN = "%s is not encrypted (server_unencrypted): who sees the network between can read and forge chunks"
+
+
+class Address(NamedTuple):
+    """``unix:///path`` has a path; ``tcp://host:port`` has host and port."""
+
+    path: str
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Raises ConfigError for anything else."""
+        if text.startswith("unix:///"):
+            return cls(text.removeprefix("unix://"), "", 0)
+        found = re.fullmatch(r"tcp://(?:\[([0-9A-Fa-f:.]+)\]|([^\s:/\[\]]+)):(\d{1,5})/?", text)
+        if found is None or int(found[3]) >= 1 << 16:
+            raise ConfigError(f"address {text!r}: expected unix:///path/kvtier.sock or tcp://host:port")
+        return cls("", found[1] or found[2], int(found[3]))
+
+    @property
+    def is_loopback(self) -> bool:
+        """TCP that does not leave this host. A name other than ``localhost`` may mean anything."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"unix://{self.path}" if self.path else f"tcp://{host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Where a server is and how to be let in. ``hello`` without nonce and proof; ``tls`` for tcp:// only.
+
+    ``unencrypted``: the operator gave up encryption beyond loopback. Raises ConfigError where nobody did, and where
+    there is not even a token then.
+    """
+
+    address: Address
+    hello: wire.Hello
+    token: bytes | None = None
+    tls: ssl.SSLContext | None = None
+    unencrypted: bool = False
+
+    def __post_init__(self) -> None:
+        if self.is_plain:
+            refuse_plain(self.address, "server_ca", unencrypted=self.unencrypted)
+            if self.token is None:
+                raise ConfigError(
+                    f"{self.address} is not encrypted and there is no token: set server_token_file, because "
+                    "server_unencrypted gives up encryption only"
+                )
+
+    @property
+    def is_plain(self) -> bool:
+        """Chunks would cross a network as they are."""
+        return not self.address.path and not self.address.is_loopback and self.tls is None
+
+
+def refuse_plain(address: Address, keys: str, *, unencrypted: bool) -> None:
+    """For TCP beyond loopback without TLS. Raises ConfigError unless ``unencrypted``; ``keys`` would give TLS."""
+    if not unencrypted:
+        raise ConfigError(
+            f"{address} is beyond this host and not encrypted: who sees the network could read and forge chunks, also "
+            f"with a token; set {keys} for TLS. server_unencrypted=true goes without"
+        )
+
+
+class Entered(NamedTuple):
+    """A connection past its greeting; the caller owns socket and descriptors (pool, witness; none for streams)."""
+
+    socket: socket.socket
+    welcome: wire.Welcome
+    descriptors: list[int]
+
+
+def hello(fingerprint: bytes, chunk_bytes: int, *, stream: bool, namespace: str = "", client: str = "") -> wire.Hello:
+    """Who we are, for a :class:`Door`."""
+    mode: wire.Mode = "stream" if stream else "attach"
+    nobody = bytes(wire.NONCE_BYTES)
+    return wire.Hello(wire.VERSION, mode, fingerprint, namespace[:64], chunk_bytes, client[:64], nobody)
+
+
+def client_tls(ca: str, certificate: str | None = None, key: str | None = None) -> ssl.SSLContext:
+    """Trust servers whose certificate ``ca`` signed for their host name; show ours if there is one.
+
+    Raises ConfigError when a file cannot be used.
+    """
+    try:
+        context = ssl.create_default_context(cafile=ca)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        if certificate is not None:
+            context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"TLS files {ca}, {certificate}, {key} cannot be used: {error}") from error
+    return context
+
+
+def read_token(path: str, key: str = "server_token_file") -> bytes:
+    """A secret of at least 16 bytes. Raises ConfigError for a shorter one, and as :func:`read_secret` does."""
+    token = read_secret(path, key)
+    if len(token) < 16:  # of printable text; 128 bits would be 22
+        raise ConfigError(
+            f"{key}={path} has {len(token)} bytes, expected 16 or more, such as from: openssl rand -hex 32"
+        )
+    return token
+
+
+def enter(door: Door, welcome_s: float = _WELCOME_S) -> Entered:
+    """Connect and greet. Blocks for six seconds and ``welcome_s`` at most, and less than a second as a rule.
+
+    Raises TierError when the server cannot be reached, talks nonsense or has no room for our chunks now (try again
+    later), ConfigError when it does not let us in, or when it is not ours: it runs as somebody else, or cannot show
+    that it has our token.
+    """
+    descriptors: list[int] = []
+    try:
+        sock = _connect(door)
+    except OSError as error:
+        raise TierError(f"no kvtier server at {door.address}: {error}") from error
+    try:
+        welcome = _greet(sock, door, descriptors, welcome_s)
+    except BaseException as error:
+        sock.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if isinstance(error, OSError | wire.WireError):
+            raise TierError(f"greeting with the server at {door.address} failed: {error}") from error
+        raise
+    return Entered(sock, welcome, descriptors)
+
+
+def _connect(door: Door) -> socket.socket:
+    with contextlib.ExitStack() as undo:
+        if door.address.path:
+            sock = undo.enter_context(socket.socket(socket.AF_UNIX))
+            sock.settimeout(_CONNECT_S)
+            sock.connect(door.address.path)
+            _refuse_stranger(sock, door)
+        else:
+            sock = undo.enter_context(_connect_tcp(door.address))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if door.tls is not None:
+                sock.settimeout(_CONNECT_S)
+                sock = undo.enter_context(door.tls.wrap_socket(sock, server_hostname=door.address.host))
+        undo.pop_all()
+        return sock
+
+
+def _connect_tcp(address: Address) -> socket.socket:
+    """The first address of the host that answers. Raises OSError."""
+    deadline, failure = Deadline(_CONNECT_S), OSError("the name has no address")
+    for family, kind, protocol, _, place in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(deadline.left())
+            sock.connect(place)
+        except OSError as error:
+            sock.close()
+            failure = error
+        else:
+            return sock
+    raise failure
+
+
+def _refuse_stranger(sock: socket.socket, door: Door) -> None:
+    """Raises ConfigError when a Unix socket is somebody else's: chunks would lie in their memory, and be what they
+    want. With a token it is enough that the server has it, which is proven later."""
+    uid = peer_uid(sock)
+    if uid not in (os.geteuid(), 0) and door.token is None:
+        raise ConfigError(
+            f"the server at {door.address} runs as user {uid}, expected user {os.geteuid()} or root; it gets no KV. "
+            "Run it as the engine's user, or set server_token_file at both"
+        )
+
+
+def _greet(sock: socket.socket, door: Door, descriptors: list[int], welcome_s: float) -> wire.Welcome:
+    inbox: wire.Inbox[wire.Challenge | wire.Welcome | wire.Refused] = wire.Inbox(
+        wire.Challenge | wire.Welcome | wire.Refused, wire.MAX_GREETING
+    )
+    deadline = Deadline(_CHALLENGE_S)
+    challenge = _receive(sock, inbox, descriptors, deadline)
+    if not isinstance(challenge, wire.Challenge):
+        raise _unwelcome(challenge, door)
+    if challenge.version != wire.VERSION:
+        raise ConfigError(
+            f"the server at {door.address} speaks version {challenge.version} of the protocol, this client "
+            f"{wire.VERSION}: install the same kvtier on both"
+        )
+    hello = msgspec.structs.replace(door.hello, nonce=os.urandom(wire.NONCE_BYTES))
+    if door.token is not None:
+        hello = msgspec.structs.replace(hello, proof=wire.client_proof(door.token, challenge, hello))
+    deadline.send(sock, wire.frame(hello))
+    welcome = _receive(sock, inbox, descriptors, Deadline(welcome_s))
+    if not isinstance(welcome, wire.Welcome):
+        raise _unwelcome(welcome, door)
+    if door.token is not None and not wire.proven(wire.server_proof(door.token, challenge, hello), welcome.proof):
+        raise ConfigError(
+            f"the server at {door.address} does not know our token; it gets no KV. Give both ends the same "
+            "server_token_file"
+        )
+    if len(descriptors) != (_ATTACH_DESCRIPTORS if hello.mode == "attach" else 0):
+        raise wire.WireError(f"the server passed {len(descriptors)} descriptors")
+    return welcome
+
+
+def _receive(
+    sock: socket.socket,
+    inbox: wire.Inbox[wire.Challenge | wire.Welcome | wire.Refused],
+    descriptors: list[int],
+    deadline: Deadline,
+) -> wire.Challenge | wire.Welcome | wire.Refused:
+    while (message := inbox.next()) is None:
+        room = inbox.room()
+        if sock.family != socket.AF_UNIX:
+            inbox.filled(deadline.receive(sock, room))
+            continue
+        sock.settimeout(deadline.left())
+        data, passed, _, _ = socket.recv_fds(sock, len(room), _ATTACH_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        descriptors += passed
+        if len(descriptors) > _ATTACH_DESCRIPTORS:
+            raise wire.WireError(f"the server passed {len(descriptors)} descriptors")
+        if not data:
+            raise ConnectionResetError("it closed the connection")
+        room[: len(data)] = data
+        inbox.filled(len(data))
+    return message
+
+
+def _unwelcome(message: object, door: Door) -> Exception:
+    if isinstance(message, wire.Refused):
+        kind = TierError if message.later else ConfigError
+        return kind(f"the server at {door.address} refused: {message.reason}")
+    return wire.WireError(f"{type(message).__name__} out of turn")

@@ -1,0 +1,251 @@
+"""RemoteTier: a kvtier server on another host as the lowest tier of an engine's own Store.
+
+Each call uses one connection, kept for the next call; so there are as many connections as lane threads. The bytes of a
+chunk cross once, straight between socket and slot, hashed piece by piece on the way; both ends check the hash. A call
+ends in time however slowly the server gives its bytes, because a lane thread and a slot wait for it. The server decides
+what it keeps; other engines write there too, so what it holds of a run is found by asking.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import xxhash
+
+from kvtier.client.connect import PLAIN, Door, enter
+from kvtier.client.deadline import Deadline
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.errors import KVTierError, TierError
+from kvtier.protocol import wire
+
+logger = logging.getLogger("kvtier.tiers.remote")
+
+_PIECE_BYTES = 512 * 1024
+_CALL_S = 5.0
+"""For a question and its answer, and for a new connection's Welcome."""
+_SLOWEST = 4 << 20
+"""Bytes a second: a chunk has as long as it takes at this rate, besides."""
+_MAX_ANSWER = 4096
+_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
+_REMEMBERED, _REMEMBERED_AT_LEAST = 2, 131_072
+"""Chunks this engine's directory may know of in the server: so many for each one that fits there, and at least so
+many. More than fit, because what leaves that directory is deleted in the server, where it may be dear to others."""
+R = TypeVar("R")
+A = TypeVar("A", bound=wire.Message)
+
+
+class RemoteTier:
+    """Chunks of ``chunk_bytes`` bytes in the server behind ``door``. Implements :class:`~kvtier.tiers.base.Tier`.
+
+    Threads: all methods from any thread; a connection serves one call at a time. While the server cannot be reached,
+    calls fail at once and it is tried again after 0.1 to 5 s.
+
+    Raises ConfigError when the server refuses us at the start; when it is not there then, engines start without it.
+    """
+
+    shared = True
+
+    def __init__(self, door: Door, name: str = "remote") -> None:
+        self.name = name
+        self.counts: Counter[str] = Counter()
+        """``failed`` calls and ``corrupt`` chunks since the start."""
+        self._door = door
+        self._chunk_bytes = door.hello.chunk_bytes
+        self._idle: list[_Line] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        self._backoff_s = _BACKOFF_S
+        self._down_until = 0.0
+        self.capacity = _REMEMBERED_AT_LEAST
+        if door.is_plain:
+            logger.warning(PLAIN, door.address)
+        try:
+            entered = enter(door)
+        except TierError as error:
+            self._failed(error)
+        else:
+            self.capacity = max(self.capacity, _REMEMBERED * entered.welcome.capacity)
+            self._idle.append(_Line(entered.socket))
+
+    def recovered(self) -> Sequence[ChunkKey]:
+        """Nothing: others' chunks and ours are found by asking."""
+        return []
+
+    def find(self, keys: Sequence[ChunkKey]) -> int:
+        return min(self._call(lambda line: line.find(keys), 0), len(keys))
+
+    def write(self, key: ChunkKey, data: memoryview) -> bool:
+        return self._call(lambda line: line.put(key, data), False)
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+        """See :meth:`Tier.read`. None too for bytes that were damaged on the way: the server has the right ones."""
+        return self._call(lambda line: line.get(key, into), None)
+
+    def delete(self, key: ChunkKey) -> None:
+        self._call(lambda line: line.delete(key), None)
+
+    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
+        """Close the connections. The order here is the server's own."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for line in idle:
+            line.close()
+
+    # ---- connections ---------------------------------------------------------------------------------------------
+
+    def _call(self, work: Callable[[_Line], R], fallback: R) -> R:
+        """One call on one connection. On a kept one that turns out to be dead, once more on a new one."""
+        for attempt in range(2):
+            try:
+                with self._line(fresh=attempt > 0) as line:
+                    return work(line)
+            except _DeadLineError:
+                continue
+            except (OSError, KVTierError) as error:
+                self._failed(error)
+                break
+        return fallback
+
+    @contextlib.contextmanager
+    def _line(self, fresh: bool) -> Iterator[_Line]:
+        line = self._take(fresh)
+        kept = line.calls > 0
+        try:
+            line.calls += 1
+            yield line
+        except BaseException as error:
+            line.close()
+            if kept and isinstance(error, ConnectionError):
+                raise _DeadLineError from error
+            raise
+        with self._lock:
+            if not self._closed:
+                self._idle.append(line)
+                return
+        line.close()
+
+    def _take(self, fresh: bool) -> _Line:
+        """An idle connection or a new one. ``fresh``: the idle ones are dead too."""
+        with self._lock:
+            if self._closed:
+                raise TierError("the tier is closed")
+            stale: list[_Line] = []
+            if fresh:
+                stale, self._idle = self._idle, []
+            elif self._idle:
+                return self._idle.pop()
+            if time.monotonic() < self._down_until:
+                raise TierError("the server was not there a moment ago")
+        for line in stale:
+            line.close()
+        line = _Line(enter(self._door, _CALL_S).socket)
+        with self._lock:
+            self._backoff_s, self._down_until = _BACKOFF_S, 0.0
+        return line
+
+    def _failed(self, error: Exception) -> None:
+        """Leave the server alone for a while; one line in the log each time it is found dead."""
+        with self._lock:
+            self.counts["failed"] += 1
+            if isinstance(error, _CorruptError):
+                self.counts["corrupt"] += 1
+            if self._closed or time.monotonic() < self._down_until:
+                return
+            self._down_until = time.monotonic() + self._backoff_s
+            self._backoff_s = min(2 * self._backoff_s, _MAX_BACKOFF_S)
+        logger.warning("server at %s: %s; misses for a while", self._door.address, error)
+
+
+class _DeadLineError(Exception):
+    """A kept connection had ended meanwhile."""
+
+
+class _CorruptError(KVTierError):
+    """A chunk's bytes do not match their checksum."""
+
+
+class _Line:
+    """One connection past its greeting. Any exception leaves it unusable. Each call has a total bound in time: a call
+    without a chunk five seconds, one with a chunk those and what its bytes take at 4 MiB/s."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.calls = 0
+        self._socket = sock
+        self._number = 0
+        self._inbox: wire.Inbox[wire.StreamAnswer] = wire.Inbox(wire.StreamAnswer, _MAX_ANSWER)
+        self._deadline = Deadline(_CALL_S)
+
+    def find(self, keys: Sequence[ChunkKey]) -> int:
+        self._deadline = Deadline(_CALL_S)
+        answer = self._ask(wire.Find(self._next(), wire.joined(keys[: wire.MAX_KEYS])))
+        return self._expect(answer, wire.Found).count
+
+    def delete(self, key: ChunkKey) -> None:
+        self._deadline = Deadline(_CALL_S)
+        self._expect(self._ask(wire.Delete(self._next(), key)), wire.Done)
+
+    def put(self, key: ChunkKey, data: memoryview) -> bool:
+        self._deadline = Deadline(_CALL_S + len(data) / _SLOWEST)
+        go = self._expect(self._ask(wire.Put(self._next(), key)), wire.Go)
+        if not go.send:
+            return go.held
+        hashed = xxhash.xxh3_128(key)
+        for at in range(0, len(data), _PIECE_BYTES):
+            piece = data[at : at + _PIECE_BYTES]
+            hashed.update(piece)
+            self._deadline.send(self._socket, piece)
+        return self._expect(self._ask(wire.Seal(hashed.digest())), wire.Stored).kept
+
+    def get(self, key: ChunkKey, into: memoryview) -> bool:
+        self._deadline = Deadline(_CALL_S + len(into) / _SLOWEST)
+        chunk = self._expect(self._ask(wire.Get(self._next(), key)), wire.Chunk)
+        if not chunk.size:
+            return False
+        if chunk.size != len(into):
+            raise wire.WireError(f"a chunk of {chunk.size} bytes, expected {len(into)}")
+        hashed = xxhash.xxh3_128(key)
+        at = self._inbox.drain(into)
+        hashed.update(into[:at])
+        while at < len(into):
+            count = self._deadline.receive(self._socket, into[at : at + _PIECE_BYTES])
+            hashed.update(into[at : at + count])
+            at += count
+        seal = self._expect(self._receive(), wire.Seal)
+        if not wire.proven(hashed.digest(), seal.checksum):
+            raise _CorruptError(f"chunk {key.hex()[:16]} came with a wrong checksum")
+        return True
+
+    def close(self) -> None:
+        self._socket.close()
+
+    # ---- messages ------------------------------------------------------------------------------------------------
+
+    def _next(self) -> int:
+        self._number = self._number % (2**32 - 1) + 1
+        return self._number
+
+    def _ask(self, question: wire.StreamQuestion) -> wire.StreamAnswer:
+        self._deadline.send(self._socket, wire.frame(question))
+        return self._receive()
+
+    def _receive(self) -> wire.StreamAnswer:
+        while (answer := self._inbox.next()) is None:
+            self._inbox.filled(self._deadline.receive(self._socket, self._inbox.room()))
+        if isinstance(answer, wire.Refused):
+            raise TierError(f"the server ended the connection: {answer.reason}")
+        return answer
+
+    def _expect(self, answer: wire.StreamAnswer, kind: type[A]) -> A:
+        if not isinstance(answer, kind):
+            raise wire.WireError(f"{type(answer).__name__} instead of {kind.__name__}")
+        if getattr(answer, "id", self._number) != self._number:
+            raise wire.WireError(f"{kind.__name__} for another question")
+        return answer

@@ -1,0 +1,1 @@
+"""Where every configuration key comes from: files, variables, flags, and what LMCache and LMI call them."""

@@ -1,0 +1,102 @@
+"""AWS LMI's two options for a KV cache, in both forms an operator gives them: ``OPTION_<NAME>`` in the environment,
+``option.<name>`` in the model's ``serving.properties``. The file is the model's own and comes first.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier.config.remarks import Remark
+from kvtier.core.errors import ConfigError
+
+SERVING_PROPERTIES = "/opt/ml/model/serving.properties"
+"""Where LMI's containers keep it; looked at when it is there and no other file is named."""
+PROPERTIES_VARIABLE = "KVTIER_PROPERTIES_FILE"
+
+_LINE = re.compile(r"((?:\\.|[^\\=:\s])+)\s*[=:\s]?\s*(.*)", re.DOTALL)
+
+
+class Option(NamedTuple):
+    """``source``: where an operator finds it, for messages."""
+
+    value: str
+    source: str
+
+
+def option(name: str, env: Mapping[str, str]) -> Option | None:
+    """LMI's option ``name``, such as ``lmcache_auto_config``; None when nobody gave it.
+
+    Raises ConfigError when a properties file is named that cannot be read.
+    """
+    file = properties_file(env)
+    if file is not None:
+        value = parse(_text(file)).get(f"option.{name}", "")
+        if value:
+            return Option(value, f"option.{name} in {file}")
+    variable = f"OPTION_{name.upper()}"
+    return Option(env[variable], f"environment {variable}") if env.get(variable) else None
+
+
+def config_file(env: Mapping[str, str]) -> Option | None:
+    """``lmcache_config_file``; a relative path counts from the folder of the file that names it, as in LMI."""
+    given = option("lmcache_config_file", env)
+    file = properties_file(env)
+    if given is None or file is None or not given.source.startswith("option."):
+        return given
+    return given._replace(value=str(file.parent / given.value))
+
+
+def beside_auto(asked: str, ours: object, env: Mapping[str, str]) -> list[Remark]:
+    """As in LMI, sizes come from one place: ``asked`` is who asks for auto-config, ``ours`` kvtier's own file, if any.
+
+    Beside a file that ``LMCACHE_CONFIG_FILE`` names auto-config goes on with a warning: its sizes are taken, the file's
+    other keys hold. Raises ConfigError beside every other file, and when that one is not there.
+    """
+    option, lmcaches = config_file(env), env.get("LMCACHE_CONFIG_FILE")
+    named = str(ours) if ours else option.value if option else None
+    if named is None and lmcaches and not Path(lmcaches).is_file():
+        named = f"{lmcaches} (environment LMCACHE_CONFIG_FILE), which is not there,"
+    if named is not None:
+        raise ConfigError(
+            f"{asked} asks for auto-config and the file {named} sets sizes by hand: remove one of the two "
+            "('kvtier plan --yaml' writes the file that auto-config would use)"
+        )
+    if not lmcaches:
+        return []
+    text = f"{asked} asks for auto-config and environment LMCACHE_CONFIG_FILE names {lmcaches}"
+    return [Remark(logging.WARNING, f"{text}: sizes are auto-config's, the file's other keys hold")]
+
+
+def properties_file(env: Mapping[str, str]) -> Path | None:
+    """The file that counts: the one named, else LMI's own if this is such a container."""
+    named = env.get(PROPERTIES_VARIABLE)
+    if named:
+        return Path(named)
+    usual = Path(SERVING_PROPERTIES)
+    return usual if usual.is_file() else None
+
+
+def parse(text: str) -> dict[str, str]:
+    """Java's properties format: ``key=value``, ``key: value`` or ``key value``; ``#`` and ``!`` begin a comment, a
+    backslash joins the next line."""
+    found = {}
+    for line in re.sub(r"(?<!\\)((?:\\\\)*)\\\r?\n[ \t]*", r"\1", text).splitlines():
+        content = line.strip()
+        if content and content[0] not in "#!" and (match := _LINE.fullmatch(content)):
+            found[_unescaped(match[1])] = _unescaped(match[2])
+    return found
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\(.)", r"\1", text)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"properties file {str(file)!r} cannot be read: {error}") from error

@@ -1,0 +1,1 @@
+"""How long loads and prefill take, and what of a hit is worth taking."""

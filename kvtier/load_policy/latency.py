@@ -1,0 +1,125 @@
+"""How long one tier takes: its reads, its queue, and when to try it again. Pure: every time comes from the caller, in
+monotonic seconds; no clock, lock or I/O.
+
+What is learned is forgotten with time, so that a tier that changes is believed to have changed. Owners guard these
+objects with their own lock.
+"""
+
+from __future__ import annotations
+
+import math
+
+_FORGET_S = 2.0
+"""After this time without a sample the next one has 63 % of the say."""
+_LEAST_SAY = 1 / 8
+_PROBE_S, _PROBE_READS, _LONGEST_PROBE_S = 2.0, 4.0, 30.0
+"""Pause between trial reads of a tier that is declined: this, and this many reads of it; at most so long."""
+
+
+class Average:
+    """Exponentially weighted moving average (Roberts 1959) of samples that come at irregular times.
+
+    A sample's weight grows with the time since the last one (the "last point" scheme of Zumbach and Müller, *Operators
+    on inhomogeneous time series*, 2001), from 1/8 in a burst to nearly 1 after a long silence.
+    """
+
+    __slots__ = ("at", "value")
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        """None before the first sample."""
+        self.at = 0.0
+        """Of the last sample."""
+
+    def add(self, sample: float, now: float) -> None:
+        """A sample that is negative or not finite (a clock that jumped) is left out."""
+        if not 0 <= sample < math.inf:
+            return
+        if self.value is None:
+            self.value = sample
+        else:
+            say = max(_LEAST_SAY, 1 - math.exp(-max(0.0, now - self.at) / _FORGET_S))
+            self.value = (1 - say) * self.value + say * sample
+        self.at = now
+
+
+class Pace:
+    """One tier's lane: what its threads do now, what waits for them, how long one chunk takes.
+
+    All chunks of a Store are equally large, so latency and bandwidth need not be told apart: seconds a chunk, measured
+    with as many reads beside it as there usually are.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.queued = 0.0
+        """Reads, and parts of reads, submitted and not begun."""
+        self.odds = 1.0
+        """Which part of what a shared tier is asked for it turns out to hold."""
+        self._threads = max(1, threads)
+        self._reads, self._writes = Average(), Average()
+        self._begun: dict[int, float] = {}
+        self._calls = 0
+        self._probing = False
+        self._probed_at = -math.inf
+
+    @property
+    def chunk_s(self) -> float | None:
+        """Seconds of one read; before there was one, of one write; None before there was any."""
+        return self._writes.value if self._reads.value is None else self._reads.value
+
+    def begun(self, now: float) -> int:
+        """A thread calls the tier; give the number back when the call ends."""
+        self._calls += 1
+        self._begun[self._calls] = now
+        return self._calls
+
+    def read(self, call: int, now: float, whole: bool, parts: float = 1) -> None:
+        """A read ended, of one of so many parts. One that failed says how slow the tier can be, never how fast."""
+        self._took((now - self._begun.pop(call)) * parts, now, whole)
+
+    def wrote(self, call: int, now: float, stored: bool) -> None:
+        seconds = now - self._begun.pop(call)
+        if stored:
+            self._writes.add(seconds, now)
+
+    def asked(self, call: int, now: float, found: float) -> None:
+        """A find ended; ``found``: which part of the run is held. It is no slower than a read, or shows that."""
+        self._took(now - self._begun.pop(call), now, whole=False)
+        self.odds += _LEAST_SAY * (found - self.odds)
+
+    def wait(self, reads: int, now: float) -> float | None:
+        """Seconds until ``reads`` more reads have ended, behind all that is queued and under way; None: unknown.
+
+        A fluid queue of equal threads: each takes work from when it is free, and all end together. A call that is
+        overdue is expected to last as long again as it has lasted (Lindy's law), so a tier that stalls is believed
+        slow before the first call fails.
+        """
+        ages = [max(0.0, now - at) for at in self._begun.values()]
+        one = self.chunk_s
+        if one is None:
+            if not ages:
+                return None
+            one = max(ages)
+        free = sorted(age if age > one else one - age for age in ages)[: self._threads]
+        free = [0.0] * (self._threads - len(free)) + free
+        work, end = (self.queued + reads) * one, 0.0
+        for threads in range(1, self._threads + 1):
+            end = (work + sum(free[:threads])) / threads
+            if threads == self._threads or end <= free[threads]:
+                break
+        return max(end, free[0] + one)
+
+    def probe_due(self, now: float) -> bool:
+        """May one chunk be read for the sake of learning? If so, :meth:`probed` must follow."""
+        pause = min(_PROBE_S + _PROBE_READS * (self.chunk_s or 0.0), _LONGEST_PROBE_S)
+        if self._probing or now - self._probed_at < pause:
+            return False
+        self._probing = True
+        return True
+
+    def probed(self, now: float) -> None:
+        self._probing, self._probed_at = False, now
+
+    def _took(self, seconds: float, now: float, whole: bool) -> None:
+        if whole or seconds > (self.chunk_s or 0.0):
+            self._reads.add(seconds, now)

@@ -1,0 +1,1 @@
+"""What crosses a socket between engines and a kvtier server, as bytes and rules. No sockets here."""

@@ -1,0 +1,51 @@
+"""What a server of ours can have answered, and nothing else. Pure.
+
+An engine goes by these numbers when it copies: a slot or a place that is not there would be an error in its
+scheduler, or another chunk's bytes. :mod:`kvtier.protocol.wire` has looked at each field by itself, here they are
+compared with the question. Every function raises :class:`~kvtier.protocol.wire.WireError`; the connection is of no use
+then.
+"""
+
+from __future__ import annotations
+
+from kvtier.protocol import wire
+
+
+def check_number(answer: wire.Answer, asked: int) -> None:
+    """One question is open at a time, so whatever comes is the answer to it."""
+    if answer.id != asked:
+        raise wire.WireError(f"an answer to question {answer.id}, expected one to {asked}")
+
+
+def check_extent(extent: wire.Extent, chunks: int) -> None:
+    """``chunks``: how many were asked for."""
+    counts = [count for count, _ in extent.steps]
+    if counts != sorted(counts) or counts[-1] > chunks:
+        raise wire.WireError(f"runs of {counts} chunks, expected rising numbers up to {chunks}")
+
+
+def check_slots(slots: wire.Slots, chunks: int, pool_slots: int) -> None:
+    """``chunks``: how many are to be saved, into a pool of ``pool_slots``."""
+    if len(slots.places) != len(slots.slots):
+        raise wire.WireError(f"{len(slots.slots)} slots for {len(slots.places)} chunks")
+    if max(slots.places, default=0) >= max(chunks, 1) or len(set(slots.places)) < len(slots.places):
+        raise wire.WireError(f"slots for other chunks than the {chunks} to be saved")
+    _check_in_pool(slots.slots, pool_slots)
+    if len(set(slots.slots)) < len(slots.slots):
+        raise wire.WireError("one slot for two chunks to be saved")
+
+
+def check_claim(claim: wire.Claim, chunks: int, pool_slots: int, places: int) -> None:
+    """``chunks``: how many of the lease the engine has not been told of; ``places``: how many the Welcome named."""
+    if len(claim.sources) != len(claim.slots):
+        raise wire.WireError(f"{len(claim.sources)} sources of {len(claim.slots)} chunks")
+    if len(claim.slots) + claim.coming > chunks:
+        raise wire.WireError(f"{len(claim.slots)} chunks and {claim.coming} to come, of {chunks}")
+    if max(claim.sources, default=0) >= max(places, 1):
+        raise wire.WireError(f"a chunk from place {max(claim.sources)} of {places}")
+    _check_in_pool(claim.slots, pool_slots)
+
+
+def _check_in_pool(slots: list[int], pool_slots: int) -> None:
+    if max(slots, default=0) >= pool_slots:
+        raise wire.WireError(f"slot {max(slots)} of a pool of {pool_slots}")

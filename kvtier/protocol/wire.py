@@ -1,0 +1,400 @@
+"""Messages between engines and a kvtier server, and their bytes. Sans-I/O: no sockets, loop, clock or lock here.
+
+A frame is a 4-byte little-endian length, then one msgpack array ``[tag, field, ...]`` (no pickle, no names). Lengths
+are checked before anything is allocated, fields by msgspec while decoding, and what is not exactly a known message is
+a :class:`WireError`, which ends the connection.
+
+A connection begins with a greeting: ``Challenge`` (server), ``Hello`` (client), ``Welcome`` or ``Refused`` (server).
+Then, by the ``mode`` of the Hello:
+
+- ``attach`` (Unix socket, same host): the Store's verbs. The Welcome carries two descriptors, the pool's memory and
+  the witness (see :mod:`kvtier.server.server`); KV bytes never cross the socket.
+- ``stream`` (TCP, another host): a tier's verbs, one question at a time. The bytes of a chunk follow ``Go`` (from the
+  client) or ``Chunk`` (from the server) outside of any frame, and then a ``Seal`` with their checksum.
+
+Keys travel as one blob of 40 bytes each. ``id`` pairs an answer with its question; messages without one are not
+answered. ``lease`` numbers are the session's own; 0 is an empty lease that needs no end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+import msgspec
+
+from kvtier.core.chunk import KEY_BYTES, ChunkKey
+from kvtier.core.errors import KVTierError
+
+VERSION = 4
+MAX_KEYS = 32_768
+"""Keys in one message: a million tokens in chunks of 32."""
+MAX_FRAME = MAX_KEYS * KEY_BYTES + 1024
+MAX_GREETING = 1024
+"""Longest frame before the other side is known."""
+NONCE_BYTES = PROOF_BYTES = 32
+_HEADER_BYTES = 4
+_ROOM_BYTES = 64 * 1024
+
+
+class WireError(KVTierError):
+    """The other side does not speak this protocol: malformed, too long, or out of turn."""
+
+
+Number = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+Slot = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+Keys = Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * KEY_BYTES)]
+Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Bytes16 = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Name = Annotated[str, msgspec.Meta(max_length=64)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)] | None
+Mode = Literal["attach", "stream"]
+Reason = Literal["slower", "deadline", "refused", "unasked"]
+Numbers32k = Annotated[list[Slot], msgspec.Meta(max_length=MAX_KEYS)]
+
+
+class Message(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
+    """Root of all messages."""
+
+
+# ---- greeting ------------------------------------------------------------------------------------------------------
+
+
+class Challenge(Message, tag=1):
+    version: Number
+    nonce: Bytes32
+
+
+class Hello(Message, tag=2):
+    """``fingerprint`` and ``namespace`` name whose chunks these are; ``chunk_bytes`` is the size of one; ``proof`` see
+    :func:`client_proof`, empty without a token."""
+
+    version: Number
+    mode: Mode
+    fingerprint: Bytes32
+    namespace: Name
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+    client: Name
+    nonce: Bytes32
+    proof: Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)] = b""
+
+
+class Welcome(Message, tag=3):
+    """``places``: what ``Claim.sources`` refer to, RAM first. ``capacity``: chunks that all places hold together."""
+
+    slots: Slot
+    slot_bytes: Slot
+    places: Annotated[list[Name], msgspec.Meta(max_length=16)]
+    capacity: Slot
+    proof: Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)] = b""
+
+
+class Refused(Message, tag=4):  # the last message: why it ends; later: the client did no wrong and may try again
+    reason: Annotated[str, msgspec.Meta(max_length=900)]
+    later: bool = False
+
+
+# ---- attach: questions ---------------------------------------------------------------------------------------------
+
+
+class Match(Message, tag=10):
+    id: Number
+    keys: Keys
+
+
+class Save(Message, tag=11):
+    id: Number
+    keys: Keys
+
+
+class Load(Message, tag=12):
+    id: Number
+    keys: Keys
+    start: Number
+    most: Number = MAX_KEYS
+
+
+class Poll(Message, tag=13):
+    """``known``: how many ready chunks of the lease the client has been told of."""
+
+    id: Number
+    lease: Number
+    known: Number
+
+
+class Wait(Message, tag=14):
+    id: Number
+    timeout_ms: Annotated[int, msgspec.Meta(ge=0, le=10_000)]
+
+
+class Stats(Message, tag=15):
+    id: Number
+
+
+class Check(Message, tag=16):
+    id: Number
+    idle: bool
+
+
+class Commit(Message, tag=17):
+    lease: Number
+
+
+class End(Message, tag=18):  # release of a load lease, abandon of a save lease
+    lease: Number
+
+
+class Forget(Message, tag=19):
+    keys: Keys
+
+
+class Clear(Message, tag=20):
+    pass
+
+
+class Decline(Message, tag=21):
+    keys: Keys
+    reason: Reason
+
+
+Question = Match | Save | Load | Poll | Wait | Stats | Check | Commit | End | Forget | Clear | Decline
+
+# ---- attach: answers -----------------------------------------------------------------------------------------------
+
+
+class Extent(Message, tag=30):
+    """Answer to Match: an Outlook, see :mod:`kvtier.load_policy.outlook`."""
+
+    id: Number
+    steps: Annotated[list[tuple[Number, Seconds]], msgspec.Meta(min_length=1, max_length=64)]
+    asking: tuple[Seconds, Seconds, Annotated[float, msgspec.Meta(ge=0, le=1)]] | None = None
+    why: Name = ""
+
+
+class Slots(Message, tag=31):
+    """Answer to Save: chunk ``places[i]`` of the run belongs into ``slots[i]``."""
+
+    id: Number
+    lease: Number
+    places: Numbers32k
+    slots: Numbers32k
+
+
+class Claim(Message, tag=32):
+    """Answer to Load and Poll: the chunks that became ready since ``known``; ``sources`` are indexes of places."""
+
+    id: Number
+    lease: Number
+    coming: Number
+    slots: Numbers32k
+    sources: Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS)]
+
+
+class Done(Message, tag=33):
+    """Answer to Wait and Check, and to a stream's Delete; ``trouble`` says what Check found."""
+
+    id: Number
+    trouble: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+
+
+class Counted(Message, tag=34):
+    """Answer to Stats."""
+
+    id: Number
+    values: Annotated[dict[Name, int], msgspec.Meta(max_length=1024)]
+
+
+Answer = Extent | Slots | Claim | Done | Counted
+
+# ---- stream --------------------------------------------------------------------------------------------------------
+
+
+class Find(Message, tag=40):
+    id: Number
+    keys: Keys
+
+
+class Get(Message, tag=41):
+    id: Number
+    key: Key
+
+
+class Put(Message, tag=42):
+    id: Number
+    key: Key
+
+
+class Seal(Message, tag=43):  # after the bytes of a chunk
+    checksum: Bytes16
+
+
+class Delete(Message, tag=44):
+    id: Number
+    key: Key
+
+
+class Found(Message, tag=50):
+    """Answer to Find: how many from the first on, without a gap."""
+
+    id: Number
+    count: Number
+
+
+class Chunk(Message, tag=51):
+    """Answer to Get: ``size`` bytes and a Seal follow; 0 is a miss."""
+
+    id: Number
+    size: Slot
+
+
+class Go(Message, tag=52):
+    """First answer to Put: ``send`` the bytes and a Seal; else ``held`` says whether the chunk is there already."""
+
+    id: Number
+    send: bool
+    held: bool
+
+
+class Stored(Message, tag=53):
+    """Second answer to Put."""
+
+    id: Number
+    kept: bool
+
+
+StreamQuestion = Find | Get | Put | Seal | Delete
+StreamAnswer = Found | Chunk | Go | Stored | Seal | Done | Refused
+
+# ---- bytes ---------------------------------------------------------------------------------------------------------
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def frame(message: Message) -> bytes:
+    """The message as it goes over the socket."""
+    body = _encode(message)
+    return len(body).to_bytes(_HEADER_BYTES, "little") + body
+
+
+def joined(keys: Sequence[ChunkKey]) -> bytes:
+    """Keys as one blob."""
+    return b"".join(keys)
+
+
+def split(blob: bytes) -> list[ChunkKey]:
+    """The keys of a blob. Raises WireError when they do not come out even."""
+    if len(blob) % KEY_BYTES:
+        raise WireError(f"a blob of {len(blob)} bytes of keys, expected a multiple of {KEY_BYTES}")
+    return [ChunkKey(blob[at : at + KEY_BYTES]) for at in range(0, len(blob), KEY_BYTES)]
+
+
+T = TypeVar("T")
+
+
+class Inbox(Generic[T]):
+    """Bytes from a socket -> messages of one union, incrementally.
+
+    Read into :meth:`room`, tell :meth:`filled`, then call :meth:`next` until it is None. Keeps at most one frame of
+    ``limit`` bytes and 64 KiB. Not thread-safe.
+    """
+
+    __slots__ = ("_buffer", "_decode", "_end", "_limit", "_size", "_start")
+
+    def __init__(self, union: Any, limit: int = MAX_FRAME) -> None:
+        self.expect(union, limit)
+        self._buffer = memoryview(bytearray(self._size))
+        self._start = self._end = 0
+
+    def expect(self, union: Any, limit: int = MAX_FRAME) -> None:
+        """From the next frame on: other messages."""
+        self._decode = msgspec.msgpack.Decoder(union).decode
+        self._limit = limit
+        self._size = min(_ROOM_BYTES, _HEADER_BYTES + limit)
+
+    def room(self) -> memoryview:
+        """Where the next bytes belong; never empty. Raises WireError when too much was read and not taken."""
+        need = self._needed()
+        if self._start == self._end:
+            self._start = self._end = 0
+            if len(self._buffer) != self._size:
+                self._buffer = memoryview(bytearray(self._size))
+        elif self._start + need > len(self._buffer) or self._end == len(self._buffer):
+            self._make_room(need)
+        return self._buffer[self._end :]
+
+    def _make_room(self, need: int) -> None:
+        kept = self._buffer[self._start : self._end]
+        if len(kept) > self._limit + _ROOM_BYTES:
+            raise WireError(f"{len(kept)} bytes of messages unread: it asks faster than it is answered")
+        if need > len(self._buffer) or len(kept) == len(self._buffer):
+            self._buffer = memoryview(bytearray(max(need, len(kept) + _ROOM_BYTES)))
+        self._buffer[: len(kept)] = kept
+        self._start, self._end = 0, len(kept)
+
+    def filled(self, count: int) -> None:
+        """``count`` bytes were written into :meth:`room`."""
+        self._end += count
+
+    def next(self) -> T | None:
+        """The next message; None when more bytes are needed. Raises WireError; the connection is of no use then."""
+        need = self._needed()
+        if self._end - self._start < need:
+            return None
+        body = self._buffer[self._start + _HEADER_BYTES : self._start + need]
+        self._start += need
+        try:
+            message: T = self._decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise WireError(f"malformed message: {error}") from None
+        return message
+
+    def feed(self, data: bytes | memoryview) -> Iterator[T]:
+        """The messages that ``data`` completes."""
+        rest = memoryview(data)
+        while rest:
+            room = self.room()
+            taken = min(len(room), len(rest))
+            room[:taken] = rest[:taken]
+            rest = rest[taken:]
+            self.filled(taken)
+            while (message := self.next()) is not None:
+                yield message
+
+    def drain(self, into: memoryview) -> int:
+        """Move bytes that were read and are not of a frame to where they belong; returns how many."""
+        count = min(self._end - self._start, len(into))
+        into[:count] = self._buffer[self._start : self._start + count]
+        self._start += count
+        return count
+
+    def _needed(self) -> int:
+        """Bytes of the frame at the front, as far as they are known. Raises WireError for one that is too long."""
+        if self._end - self._start < _HEADER_BYTES:
+            return _HEADER_BYTES
+        length = int.from_bytes(self._buffer[self._start : self._start + _HEADER_BYTES], "little")
+        if length > self._limit:
+            raise WireError(f"a frame of {length} bytes, expected at most {self._limit}")
+        return _HEADER_BYTES + length
+
+
+# ---- who is who ----------------------------------------------------------------------------------------------------
+
+
+def client_proof(token: bytes, challenge: Challenge, hello: Hello) -> bytes:
+    """HMAC-SHA256 (RFC 2104) of both nonces and everything the Hello says: shows that the client has the token, which
+    itself never crosses the wire, and cannot be used a second time."""
+    said = _encode(msgspec.structs.replace(hello, proof=b""))
+    return hmac.digest(token, b"kvtier client\0" + challenge.nonce + said, hashlib.sha256)
+
+
+def server_proof(token: bytes, challenge: Challenge, hello: Hello) -> bytes:
+    """The same for the server, so that a client with a token gives no KV to an impostor."""
+    return hmac.digest(token, b"kvtier server\0" + hello.nonce + challenge.nonce, hashlib.sha256)
+
+
+def proven(expected: bytes, given: bytes) -> bool:
+    """Compare proofs in constant time."""
+    return hmac.compare_digest(expected, given)

@@ -1,0 +1,1 @@
+"""One cache for several engines: listeners, connections, sessions, Stores by slot size."""

@@ -1,0 +1,454 @@
+"""Connection: one client's socket, from its greeting to its end. With server.py the only files that know asyncio.
+
+After its greeting a connection is a Session (same host, pool mapped) or a Stream (another host), and owns what that
+asked for. How it comes back:
+
+- a stream's slots are touched by this process only: with its connection everything of it ends.
+- an attached engine maps the pool in several processes (its scheduler and workers). Each of them holds open the write
+  end of a pipe, the *witness*, so end-of-file at the server's end means that none is left who could read or write a
+  slot. A session's leases end when both its connection and its witness are closed, and no sooner: a worker may
+  outlive its scheduler for a moment, and a live engine may lose its connection in the middle of a copy. No time-outs.
+
+Nothing a client sends can do more than close its own connection. Every connection has its turn: what it asks is
+answered in pieces (:mod:`kvtier.core.steps`), for about a millisecond at a time, and then all others go first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from kvtier.core.chunk import PAGE_BYTES
+from kvtier.core.errors import ConfigError, KVTierError
+from kvtier.core.steps import Steps
+from kvtier.protocol import wire
+from kvtier.server.listeners import Listener
+from kvtier.server.registry import Realm, Realms
+from kvtier.server.session import Session, capacity, places
+from kvtier.server.stream import Stream
+
+logger = logging.getLogger("kvtier.server")
+
+_TURN_S = 0.001
+"""What one connection asks is worked on for so long, and one more piece, before the others have their turn."""
+_UNSENT_BYTES = 1 << 20
+"""Answers a client has not read: an attached one is dropped, a stream waits."""
+_GREETING_S = 4.0
+_STALLED_S = 30.0
+"""A chunk that does not move for this long ends its connection."""
+_FLUSH_S = 2.0
+"""For a closing connection to take what is written."""
+
+
+class Host(Protocol):
+    """What a connection needs of its server."""
+
+    loop: asyncio.AbstractEventLoop
+    clock: Callable[[], float]
+    """Seconds that only grow; by it turns are measured."""
+    token: bytes | None
+    realms: Realms
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Run ``call`` on the loop; from any thread."""
+        ...
+
+    def dropped(self, listener: Listener, reason: str) -> None:
+        """A client did what it should not."""
+        ...
+
+    def greeted(self, one: Connection) -> None:
+        """The client has shown that it may come in."""
+        ...
+
+    def closed(self, one: Connection) -> None:
+        """The socket is closed; :attr:`Connection.lingers` may still be so."""
+        ...
+
+    def retired(self, one: Connection) -> None:
+        """It does not linger any more."""
+        ...
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One client, from its greeting on. All methods run on the loop."""
+
+    def __init__(self, host: Host, listener: Listener, sock: socket.socket) -> None:
+        self._host = host
+        self.listener = listener
+        self._sock = sock
+        self._inbox: wire.Inbox[Any] = wire.Inbox(wire.Hello, wire.MAX_GREETING)
+        self._challenge = wire.Challenge(wire.VERSION, os.urandom(wire.NONCE_BYTES))
+        self._transport: asyncio.Transport
+        self._realm: Realm | None = None
+        self._session: Session | None = None
+        self._stream: Stream | None = None
+        self._greeted = False
+        self._payload = False
+        """The last :meth:`get_buffer` was a slot."""
+        self._turning = self._flowing = self._choked = self._finishing = False
+        self._closed = self._lost = self._scheduled = False
+        self._rest: asyncio.TimerHandle | None = None
+        """What was asked pauses until then."""
+        self._work: Steps[wire.Answer | None] | None = None
+        """What was asked and is not fully answered."""
+        self._ended = False
+        """The session's leases are ended, or being ended."""
+        self._witness = -1
+        self._waiting: int | None = None
+        self._waiting_until: asyncio.TimerHandle | None = None
+        self._arrivals_seen = 0
+        self._moved_at = time.monotonic()
+        self._timers: list[asyncio.TimerHandle] = []
+        """Cancelled at the end: a timer must not keep a connection that is gone in memory."""
+
+    # ---- asyncio's calls -----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(_UNSENT_BYTES)
+        self._send(self._challenge)
+        self._timers = [self._host.loop.call_later(_GREETING_S, self._expect_progress)]
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        room = self._stream.room() if self._stream is not None else None
+        self._payload = room is not None
+        return self._inbox.room() if room is None else room
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._payload:
+            assert self._stream is not None
+            self._stream.filled(nbytes)
+            self._moved_at = time.monotonic()
+            return
+        self._inbox.filled(nbytes)
+        if not self._turning:
+            self._turn()
+
+    def pause_writing(self) -> None:
+        self._choked = True
+        if self._session is not None:
+            self.drop("it does not read its answers")
+
+    def resume_writing(self) -> None:
+        self._choked = False
+        self._moved_at = time.monotonic()
+        self._flow()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._closed = self._lost = True
+        for timer in self._timers:
+            timer.cancel()
+        self._stop_waiting()
+        if self._stream is not None:
+            self._work = None  # what it claims on its way goes back with it
+            self._stream.end()
+            self._leave()
+        if self._session is not None and not self._session.leases and self._work is None:
+            self.let_go()
+        self._host.closed(self)
+        self._retire()
+
+    # ---- messages ------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """Work on what has come until it is done or the turn is over; then the others go first."""
+        self._scheduled = False
+        until = self._host.clock() + _TURN_S
+        try:
+            while self._works_on():
+                if self._rest is not None or self._host.clock() >= until:
+                    self._turn_again()
+                    return
+        except wire.WireError as error:
+            self._work = None
+            self.drop(str(error))
+        except Exception:
+            logger.exception("a bug: the connection that met it is closed")
+            self._work = None
+            self.drop("internal error")
+        if self._turning and not self._closed:
+            self._transport.resume_reading()
+        self._turning = False
+        self._end_turn()
+
+    def _works_on(self) -> bool:
+        """One piece of what was asked last, or the first of the next message. False: there is neither."""
+        if self._work is None:
+            message = None if self._closed else self._inbox.next()
+            if message is None:
+                return False
+            self._take(message)
+        if self._work is None:
+            return True
+        try:
+            pause = next(self._work)
+        except StopIteration as done:
+            self._work = None
+            if done.value is not None:
+                self._send(done.value)
+            return True
+        if pause:
+            self._rest = self._host.loop.call_later(pause, self._rested)
+        return True
+
+    def _rested(self) -> None:
+        self._rest = None
+        self._turn()
+
+    def _turn_again(self) -> None:
+        """Read no more before what was read is done."""
+        if not self._turning:
+            self._turning = True
+            if not self._closed:
+                self._transport.pause_reading()
+        if self._rest is None and not self._scheduled:
+            self._scheduled = True
+            self._host.loop.call_soon(self._turn)
+
+    def _end_turn(self) -> None:
+        if self._finishing and not self.busy and not self._closed:
+            self.close()
+        if self._lost:
+            self._retire()
+
+    def _take(self, message: Any) -> None:
+        if self._session is not None:
+            if isinstance(message, wire.Wait):
+                self._wait(message)
+                return
+            self._work = self._session.begin(message)
+        elif self._stream is not None:
+            self._moved_at = time.monotonic()
+            self._work = self._stream.begin(message)
+        elif self._greeted or not isinstance(message, wire.Hello):
+            raise wire.WireError(f"{type(message).__name__} before the Welcome")
+        else:
+            self._greeted = True
+            self._greet(message)
+
+    def _send(self, message: wire.Message) -> None:
+        self._write(wire.frame(message))
+
+    def _write(self, data: bytes | memoryview) -> None:
+        if not self._closed:
+            self._transport.write(data)
+
+    def drop(self, reason: str, *, later: bool = False) -> None:
+        """End a connection that does not do as it should, or cannot be served now (``later``)."""
+        if not self._closed:
+            self._closed = True
+            self._host.dropped(self.listener, reason)
+            self._transport.write(wire.frame(wire.Refused(reason[:900], later)))
+            self.close()
+
+    def finish(self) -> None:
+        """End the connection when no chunk is on its way."""
+        self._finishing = True
+        if not self.busy:
+            self.close()
+
+    def close(self) -> None:
+        """End the connection after what is written has been sent, or cannot be."""
+        self._closed = True
+        self._transport.close()
+        self._timers.append(self._host.loop.call_later(_FLUSH_S, self._transport.abort))
+
+    def cut(self) -> None:
+        """End a connection that may still be in its TLS handshake, at once and without a word."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def leases(self) -> int:
+        """How many leases the client has open."""
+        return self._session.leases if self._session is not None else int(self.busy)
+
+    @property
+    def busy(self) -> bool:
+        """A chunk is on its way, or what was asked is being worked on."""
+        return self._work is not None or self._streams
+
+    @property
+    def _streams(self) -> bool:
+        """A chunk is on its way."""
+        return self._stream is not None and self._stream.busy
+
+    def _expect_progress(self) -> None:
+        """Every now and then: a greeting or a chunk that does not get on."""
+        if self._closed:
+            return
+        if not self._greeted:
+            self.drop(f"no greeting within {_GREETING_S:.0f} s")
+        elif self._streams and time.monotonic() - self._moved_at > _STALLED_S:
+            self.drop(f"a chunk has not moved for {_STALLED_S:.0f} s")
+        else:
+            self._timers = [self._host.loop.call_later(_STALLED_S, self._expect_progress)]
+
+    # ---- greeting ------------------------------------------------------------------------------------------------
+
+    def _greet(self, hello: wire.Hello) -> None:
+        if hello.version != wire.VERSION:
+            raise wire.WireError(
+                f"the server speaks version {wire.VERSION}, the client {hello.version}: install the same kvtier"
+            )
+        if hello.mode == "attach" and not self.listener.local:
+            raise wire.WireError("attach is for Unix sockets: another host cannot map the pool")
+        token = self._host.token
+        if self.listener.needs_token:
+            assert token is not None
+            if not wire.proven(wire.client_proof(token, self._challenge, hello), hello.proof):
+                raise wire.WireError("the client does not know the server's token (server_token_file)")
+        self._host.greeted(self)
+        proof = b"" if token is None else wire.server_proof(token, self._challenge, hello)
+        self._ask_for_realm(hello, proof)
+
+    def _ask_for_realm(self, hello: wire.Hello, proof: bytes) -> None:
+        slot_bytes = -(-hello.chunk_bytes // PAGE_BYTES) * PAGE_BYTES
+
+        def opened(future: Future[Realm]) -> None:
+            self._host.call_soon(lambda: self._opened(hello, future, proof))
+
+        self._host.realms.get(slot_bytes).add_done_callback(opened)
+
+    def _opened(self, hello: wire.Hello, future: Future[Realm], proof: bytes) -> None:
+        if self._closed:
+            return
+        try:
+            realm = future.result()
+            if not self._host.realms.enter(realm):
+                self._ask_for_realm(hello, proof)  # its room was given to another size just now
+                return
+            self._realm = realm
+            owner = realm.owner(hello.fingerprint, hello.namespace)
+            pool = realm.store.pool
+            welcome = wire.Welcome(pool.slots, pool.slot_bytes, places(realm.store), capacity(realm.store), proof)
+            if hello.mode == "attach":
+                self._attach(Session(realm.store, owner, realm.shares, realm.pace), pool.fd, welcome)
+            else:
+                self._stream = Stream(realm, owner, hello.chunk_bytes, self._write, self._flow)
+                self._inbox.expect(wire.StreamQuestion)
+                self._send(welcome)
+        except (KVTierError, OSError) as error:
+            self.drop(str(error), later=not isinstance(error, ConfigError))
+            return
+        except Exception:
+            logger.exception("a bug: a store could not be opened")
+            self.drop("internal error")
+            return
+        logger.info(
+            "%s: %s %s, client %r", self.listener.address, hello.mode, hello.fingerprint.hex()[:12], hello.client
+        )
+
+    def _attach(self, session: Session, pool_descriptor: int, welcome: wire.Welcome) -> None:
+        """Pass the pool and the witness with the first byte of the Welcome."""
+        frame = wire.frame(welcome)
+        ours, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            sent = socket.send_fds(self._sock, [frame], [pool_descriptor, theirs])
+        except OSError:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
+        self._witness = ours
+        self._session = session
+        self._host.loop.add_reader(ours, self._witnessed)
+        self._inbox.expect(wire.Question)
+        if sent != len(frame):
+            raise wire.WireError("it does not read its Welcome")
+
+    # ---- an attached engine's end --------------------------------------------------------------------------------
+
+    def _witnessed(self) -> None:
+        """End-of-file: nobody of that engine has the pool mapped. Nothing should ever be written there."""
+        with contextlib.suppress(BlockingIOError):
+            if os.read(self._witness, 4096):
+                return
+            self.let_go()
+            self._retire()
+
+    def _retire(self) -> None:
+        """End the session if the engine can touch no slot any more, and nothing of it is being worked on."""
+        if self._work is not None or not self._lost or self._session is None or self._witness >= 0:
+            return
+        if not self._ended:
+            self._ended = True
+            self._work = self._session.ending()
+            self._turn_again()
+            return
+        self._session = None
+        self._leave()
+        self._host.retired(self)
+
+    def _leave(self) -> None:
+        if self._realm is not None:
+            self._host.realms.leave(self._realm)
+
+    @property
+    def lingers(self) -> bool:
+        """Processes of an attached engine may have the pool mapped, or leases of theirs have yet to end."""
+        return self._session is not None
+
+    def let_go(self) -> None:
+        """Do not wait for the witness: there are no leases, or the pool itself ends."""
+        if self._witness >= 0:
+            self._host.loop.remove_reader(self._witness)
+            os.close(self._witness)
+            self._witness = -1
+
+    # ---- waiting for promotions ----------------------------------------------------------------------------------
+
+    def _wait(self, question: wire.Wait) -> None:
+        assert self._realm is not None
+        if self._waiting is not None:
+            raise wire.WireError("a second Wait before the first was answered")
+        self._waiting = question.id
+        if self._realm.arrivals != self._arrivals_seen:
+            self._end_wait()
+            return
+        self._realm.listen(self._end_wait)
+        self._waiting_until = self._host.loop.call_later(question.timeout_ms / 1000, self._end_wait)
+
+    def _end_wait(self) -> None:
+        assert self._realm is not None
+        waiting = self._waiting
+        self._stop_waiting()
+        self._arrivals_seen = self._realm.arrivals
+        if waiting is not None:
+            self._send(wire.Done(waiting))
+
+    def _stop_waiting(self) -> None:
+        self._waiting = None
+        if self._realm is not None:
+            self._realm.ignore(self._end_wait)
+        if self._waiting_until is not None:
+            self._waiting_until.cancel()
+            self._waiting_until = None
+
+    # ---- a stream's bytes ----------------------------------------------------------------------------------------
+
+    def _flow(self) -> None:
+        """Begin to send, unless that is going on."""
+        if self._stream is not None and self._stream.sending and not self._flowing:
+            self._flowing = True
+            self._host.loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """One piece a turn of the loop, while the socket takes it."""
+        stream = self._stream
+        assert stream is not None
+        self._flowing = False
+        if stream.sending and not self._choked and not self._closed:
+            stream.pump()
+            self._moved_at = time.monotonic()
+            self._flow()
+            self._end_turn()

@@ -1,0 +1,127 @@
+"""Where a server listens, and who may knock: socket files, modes, peer credentials, TLS. No loop here."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier.client.connect import PLAIN, Address, refuse_plain
+from kvtier.core.errors import ConfigError
+from kvtier.core.secret_files import make_folder, refuse_shared_folder
+
+logger = logging.getLogger("kvtier.server")
+
+_BACKLOG = 128
+
+
+class Listener(NamedTuple):
+    """One listening socket, not blocking. ``needs_token``: its clients must prove that they have the token."""
+
+    socket: socket.socket
+    address: Address
+    tls: ssl.SSLContext | None
+    needs_token: bool
+    close: Callable[[], None]
+
+    @property
+    def local(self) -> bool:
+        """Clients are processes of this host, and can map the pool."""
+        return bool(self.address.path)
+
+
+def listen_unix(address: Address) -> Listener:
+    """A socket file of mode 0600, in a folder of ours or root's that nobody else may write (made with mode 0700 if it
+    is missing). A folder such as /tmp is refused.
+
+    A stale file is replaced; raises ConfigError when another server has it, or its folder is not safe.
+    """
+    path = Path(address.path)
+    make_folder(path.parent)
+    refuse_shared_folder(path.parent)
+    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove_stale(path)
+        os.fchmod(sock.fileno(), 0o600)  # before bind: the file is never wider than this
+        sock.bind(address.path)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        os.close(lock)
+        why = "another kvtier server has it" if isinstance(error, BlockingIOError) else str(error)
+        raise ConfigError(f"cannot listen at {address}: {why}") from error
+    except ConfigError:
+        sock.close()
+        os.close(lock)
+        raise
+
+    def close() -> None:
+        sock.close()
+        path.unlink(missing_ok=True)
+        os.close(lock)
+
+    return Listener(sock, address, None, False, close)
+
+
+def listen_tcp(
+    address: Address, *, token: bool, tls: ssl.SSLContext | None, insecure: bool = False, unencrypted: bool = False
+) -> Listener:
+    """A TCP port. ``token``: the server has one, which clients must know.
+
+    Raises ConfigError where anybody could come in: without a token and client certificates, unless bound to loopback
+    and told ``insecure``. Raises it too where anybody could read along: beyond loopback without TLS, unless told
+    ``unencrypted``, which is said in the log.
+    """
+    named = tls is not None and tls.verify_mode is ssl.CERT_REQUIRED
+    if not token and not named and not (insecure and address.is_loopback):
+        raise ConfigError(
+            f"{address} would serve KV to anybody: set server_token_file, or server_ca for client certificates; beyond "
+            "loopback also server_cert and server_key for TLS. On a loopback address, --insecure serves without"
+        )
+    if tls is None and not address.is_loopback:
+        refuse_plain(address, "server_cert and server_key", unencrypted=unencrypted)
+        logger.warning(PLAIN, address)
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        sock = socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {address}: {error}") from error
+    sock.setblocking(False)
+    bound = Address("", address.host, sock.getsockname()[1])
+    return Listener(sock, bound, tls, token, sock.close)
+
+
+def server_tls(certificate: str, key: str, ca: str | None = None) -> ssl.SSLContext:
+    """Our certificate and key; ``ca``: clients must show a certificate that it signed. Raises ConfigError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_cert_chain(certificate, key)
+        if ca is not None:
+            context.load_verify_locations(ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"TLS files {certificate}, {key}, {ca} cannot be used: {error}") from error
+    return context
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove a socket file nobody listens at. Raises ConfigError when somebody does, or it is another kind of file."""
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise ConfigError(f"{path} is there and is not a socket: remove it, or listen elsewhere")
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+        probe.settimeout(1.0)
+        probe.connect(os.fspath(path))
+        raise ConfigError(f"cannot listen at {path}: another process does")
+    path.unlink()

@@ -1,0 +1,325 @@
+"""Realm: one Store of a server with what its sessions share. Realms: several of them, by slot size, in one budget.
+
+Engines whose slots are equally large share one Store; keys contain the engines' fingerprints, so chunks of different
+models cannot meet. An *owner* is a namespace (fingerprint and tenant name) as a number: what quotas count, and what
+``clear`` is limited to; see :mod:`kvtier.core.tenant`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from fractions import Fraction
+from typing import TypeVar
+
+from kvtier.core.chunk import ChunkKey, own_link, parent_link
+from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.lanes import Lane
+from kvtier.core.steps import whole
+from kvtier.core.tenant import owner_of
+from kvtier.server.shares import Pace, Shares
+from kvtier.store.store import Store
+from kvtier.store.zero_hits import ZeroHits, totals
+
+logger = logging.getLogger("kvtier.server")
+
+_MAX_OWNERS = 4096
+_MOST_SIZES = 8
+_IDLE_S = 600.0
+_CLOSE_S = 5.0
+_MAX_LINKS = 65_536
+_OPENINGS_QUEUED = 64
+_MAX_SLOT_BYTES = 1 << 30
+"""No tier keeps larger chunks; who asks for one learns what is kept, and opens nothing."""
+Listener = Callable[[], None]
+R = TypeVar("R")
+
+
+class Realm:
+    """All methods but :meth:`_arrived` are called on the server's loop.
+
+    ``call_soon``: how a lane thread hands a call to that loop; from any thread.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        call_soon: Callable[[Listener], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.store = store
+        self._call_soon = call_soon
+        self.shares = Shares(lambda: store.slots)
+        self.pace = Pace(clock)
+        self._owners: OrderedDict[tuple[bytes, str], int] = OrderedDict()
+        self._listeners: set[Listener] = set()
+        self._links: OrderedDict[bytes, ChunkKey] = OrderedDict()
+        self.users = 0
+        """Connections, for :class:`Realms`; and when the last one of them left."""
+        self.left = clock()
+        self.parts = 1
+        """The part of the budget it was opened with is one of so many."""
+        self.arrivals = 0
+        """Differs from what it was when promotions have ended since."""
+        store.on_arrival = self._arrived
+        self.zero_hits = ZeroHits.of(store, clock)
+
+    def owner(self, fingerprint: bytes, namespace: str) -> int:
+        """The namespace's number, which its name alone decides. Of many names those are forgotten that came longest
+        ago: only the list of names is shorter then."""
+        name = fingerprint, namespace
+        number = self._owners.setdefault(name, owner_of(fingerprint, namespace))
+        self._owners.move_to_end(name)
+        if len(self._owners) > _MAX_OWNERS:
+            self._owners.popitem(last=False)
+        return number
+
+    @property
+    def owners(self) -> Mapping[tuple[bytes, str], int]:
+        """Number by fingerprint and tenant name, of the engines that came last: at most 4,096."""
+        return self._owners
+
+    def look(self) -> None:
+        """Now and then: has nothing been hit for long? One line in the log each time that is so."""
+        if self.zero_hits.look(*totals(self.store.stats())):
+            logger.warning("%s", self.zero_hits.verdict)
+
+    # ---- promotions that end -------------------------------------------------------------------------------------
+
+    def listen(self, listener: Listener) -> None:
+        """Call ``listener`` whenever promotions have ended, until :meth:`ignore`. Look once after this call: what
+        ended before it is not told."""
+        self._listeners.add(listener)
+
+    def ignore(self, listener: Listener) -> None:
+        self._listeners.discard(listener)
+
+    def _arrived(self) -> None:
+        """On a lane thread. A listener added meanwhile has yet to look for the first time, and sees the chunk."""
+        self.arrivals += 1
+        if self._listeners:
+            self._call_soon(self._tell)
+
+    def _tell(self) -> None:
+        for listener in tuple(self._listeners):
+            listener()
+
+    # ---- runs of chunks that come one by one ---------------------------------------------------------------------
+
+    def remember(self, keys: Sequence[ChunkKey]) -> None:
+        """Know these keys as somebody's parents, for :meth:`run_to`."""
+        for key in keys:
+            self._links[own_link(key)] = key
+            self._links.move_to_end(own_link(key))
+        while len(self._links) > _MAX_LINKS:
+            self._links.popitem(last=False)
+
+    def run_to(self, key: ChunkKey) -> list[ChunkKey]:
+        """The run that ends with ``key``, first chunk first, as far as its ancestors were seen lately: chunks that are
+        written one by one leave leaf first like all others."""
+        run, seen = [key], {key}
+        while (parent := self._links.get(parent_link(run[-1]))) is not None and parent not in seen:
+            run.append(parent)
+            seen.add(parent)
+        return run[::-1]
+
+
+class Realms:
+    """A Store for each slot size that engines ask for, all out of one budget, which they divide equally.
+
+    They are opened and resized on a lane of their own: recovery of a large NVMe tier takes seconds, and nobody else
+    shall wait for it. A size that comes beside others takes its part of RAM and of the tiers from them. One without
+    engines for ten minutes is closed, and the others have its room. There are at most eight: for one more the size
+    leaves that has been without engines longest, and where all have engines, who asks is told to try again later. All
+    methods are for the server's loop, but for those that say otherwise.
+
+    Args:
+        open_store: ``open_store(slot_bytes)`` makes a Store with the whole budget, ``open_store(slot_bytes, parts)``
+            one of so many. On the lane; raises KVTierError, and is tried anew when that size is asked for again.
+        call_soon: how a lane thread hands a call to the loop.
+        clock: seconds that only grow.
+        discard: removes what is left of a closed realm on disks, by slot size. On the lane.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[..., Store],
+        call_soon: Callable[[Listener], object],
+        clock: Callable[[], float] = time.monotonic,
+        discard: Callable[[int], object] = lambda slot_bytes: None,
+    ) -> None:
+        self._open_store = open_store
+        self._call_soon = call_soon
+        self._clock = clock
+        self._discard = discard
+        self._lane = Lane("realms", 1, urgent_bound=1, bound=_OPENINGS_QUEUED)
+        self._opening: dict[int, Future[Realm]] = {}
+        self._kept: int | None = None
+        self._expected = 1
+        self._sharing: dict[int, Realm] = {}
+        """The open realms, as the lane knows them."""
+        self._budget = 0
+        """Bytes of RAM that they have together. The lane's."""
+        self._settling = False
+
+    @property
+    def open(self) -> dict[int, Realm]:
+        """The realms that are ready, by slot size."""
+        return {size: one.result() for size, one in self._opening.items() if one.done() and not one.exception()}
+
+    def prepare(self, slot_bytes: int | None, found: Sequence[int] = ()) -> dict[int, Future[Realm]]:
+        """At the start: open the size that is configured, which is kept for good, and those ``found`` on the disk. Each
+        fails as in :meth:`get`."""
+        self._kept = slot_bytes
+        sizes = list(dict.fromkeys([*([slot_bytes] if slot_bytes else []), *found]))[:_MOST_SIZES]
+        self._expected = max(1, len(sizes))
+        return {size: self.get(size) for size in sizes}
+
+    def get(self, slot_bytes: int) -> Future[Realm]:
+        """The realm of this slot size, now or soon; fails with KVTierError: TierError where another attempt may
+        succeed."""
+        self._opening = {size: future for size, future in self._opening.items() if not _failed(future)}
+        if slot_bytes in self._opening:
+            return self._opening[slot_bytes]
+        future: Future[Realm] = Future()
+        if slot_bytes > _MAX_SLOT_BYTES:
+            sizes = ", ".join(f"{size:,}" for size in self._opening)
+            kept = f"keeps chunks of {sizes} bytes" if sizes else "keeps no chunks yet"
+            future.set_exception(
+                ConfigError(f"no chunk may have {slot_bytes:,} bytes, at most {_MAX_SLOT_BYTES:,}; this server {kept}")
+            )
+            return future
+        closing = self._without_engines(_IDLE_S)
+        if not closing and len(self._opening) >= _MOST_SIZES:
+            closing = self._without_engines(0.0)[:1]
+        if len(self._opening) - len(closing) >= _MOST_SIZES:
+            future.set_exception(
+                TierError(
+                    f"this server keeps chunks of {_MOST_SIZES} sizes, all with engines, and has no room for chunks of "
+                    f"{slot_bytes:,} bytes; give the engine's model a server of its own"
+                )
+            )
+            return future
+        closed = {size: self._opening.pop(size).result() for size in closing}
+        if not self._submit(future, lambda: self._open(slot_bytes, closed)):
+            self._opening.update({size: _done(realm) for size, realm in closed.items()})
+            return future
+        self._opening[slot_bytes] = future
+        return future
+
+    def enter(self, realm: Realm) -> bool:
+        """A connection uses it from now on. False: it is closed; ask again."""
+        if realm not in self.open.values():
+            return False
+        realm.users += 1
+        return True
+
+    def leave(self, realm: Realm) -> None:
+        """A connection uses it no more."""
+        realm.users -= 1
+        realm.left = self._clock()
+
+    def settle(self) -> None:
+        """Now and then: close what has been without engines for long beside others, and move room to where it belongs,
+        as slots are let go of."""
+        closing = self._without_engines(_IDLE_S)
+        if self._settling or not (closing or (len(self._opening) > 1 or self._expected > 1)):
+            return
+        closed = {size: self._opening.pop(size).result() for size in closing}
+        self._expected = 1
+        self._settling = True
+        future: Future[None] = Future()
+        future.add_done_callback(lambda _: setattr(self, "_settling", False))
+        self._submit(future, lambda: self._close(closed))
+
+    def aside(self, work: Callable[[], R]) -> Future[R]:
+        """Do ``work`` on the lane where stores are opened: in turn, so that none is opening meanwhile."""
+        future: Future[R] = Future()
+        self._submit(future, work)
+        return future
+
+    def close(self, timeout_s: float) -> bool:
+        """Close every store; queued writes have ``timeout_s`` seconds. False: something was dropped or hangs."""
+        clean = self._lane.close(timeout_s)
+        for realm in self.open.values():
+            clean &= realm.store.close(timeout_s)
+        return clean
+
+    def _submit(self, future: Future[R], work: Callable[[], R]) -> bool:
+        if self._lane.submit(lambda: _settle(future, work)):
+            return True
+        future.set_exception(TierError("the server is closing, or opens too many stores at once"))
+        return False
+
+    def _without_engines(self, seconds: float) -> list[int]:
+        """Sizes that nobody has used for so long, the longest first; never the configured one, nor the last one."""
+        now, found = self._clock(), self.open
+        idle = [size for size, realm in found.items() if size != self._kept and not realm.users]
+        gone = sorted((size for size in idle if now - found[size].left >= seconds), key=lambda size: found[size].left)
+        return gone if len(gone) < len(self._opening) or seconds == 0.0 else gone[:-1]
+
+    # ---- on the lane ---------------------------------------------------------------------------------------------
+
+    def _open(self, slot_bytes: int, closed: Mapping[int, Realm]) -> Realm:
+        parts = max(len(self._sharing.keys() - closed.keys()) + 1, self._expected)
+        if self._sharing and slot_bytes > self._budget // parts:  # before anybody gives room for it
+            self._close(closed)
+            raise TierError(
+                f"one of {parts} parts of {self._budget:,} bytes of RAM holds no chunk of {slot_bytes:,} bytes: raise "
+                "ram_bytes, or give the engine's model a server of its own"
+            )
+        self._close(closed, parts)
+        try:
+            store = self._open_store(slot_bytes) if parts == 1 else self._open_store(slot_bytes, parts)
+        except ConfigError as error:
+            self._divide(max(1, len(self._sharing)))
+            raise TierError(str(error)) from error
+        realm = Realm(store, self._call_soon, self._clock)
+        realm.parts = parts
+        self._sharing[slot_bytes] = realm
+        self._budget = max(self._budget, parts * store.pool.slots * slot_bytes)
+        self._divide(parts)
+        if len(self._sharing) > 1:
+            logger.info("chunks of %s bytes share RAM and disks, %d parts", ", ".join(map(str, self._sharing)), parts)
+        return realm
+
+    def _close(self, closed: Mapping[int, Realm], parts: int = 0) -> None:
+        """Close these; the others divide the budget by ``parts``, 0: by their number."""
+        for size, realm in closed.items():
+            logger.info("chunks of %d bytes: no engine for long; their room goes to others", size)
+            self._sharing.pop(size, None)
+            realm.store.close(_CLOSE_S)
+            self._discard(size)
+        if self._sharing:
+            self._divide(parts or len(self._sharing))
+
+    def _divide(self, parts: int) -> None:
+        """Give each its part of the budget; first take, then give, so that together they never have more."""
+        for growing in (False, True):
+            for size, realm in self._sharing.items():
+                part = min(Fraction(1), Fraction(realm.parts, parts))
+                others = sum(other.store.occupied * their for their, other in self._sharing.items() if their != size)
+                room = max(0, self._budget - others) // size
+                slots = max(1, min(int(realm.store.pool.slots * part), room))
+                if growing or slots <= realm.store.slots:
+                    whole(realm.store.sharing(slots, part))
+
+
+def _settle(future: Future[R], work: Callable[[], R]) -> None:
+    try:
+        future.set_result(work())
+    except Exception as error:  # noqa: BLE001 - whoever asked for it is told
+        future.set_exception(error)
+
+
+def _done(realm: Realm) -> Future[Realm]:
+    future: Future[Realm] = Future()
+    future.set_result(realm)
+    return future
+
+
+def _failed(future: Future[Realm]) -> bool:
+    return future.done() and future.exception() is not None

@@ -1,0 +1,290 @@
+"""The server: listens, keeps its connections and its Stores, and ends in order. One loop thread does everything."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvtier.core.errors import ConfigError
+from kvtier.core.secret_files import peer_uid
+from kvtier.server.connection import Connection
+from kvtier.server.handshake_places import Handshakes
+from kvtier.server.listeners import Listener
+from kvtier.server.registry import Realms
+from kvtier.store.store import Store
+
+logger = logging.getLogger("kvtier.server")
+
+_MAX_CONNECTIONS = 512
+"""Through Unix sockets, and as many again through TCP that were let in."""
+_HANDSHAKE_S = 4.0
+"""For TLS; the greeting has its own bound after it."""
+_LOG_LINES, _LOG_SECONDS = 10, 10.0
+_DRAIN_S = 2.0
+_SETTLE_S = 1.0
+"""Between two looks at whether room must go from one slot size to another."""
+_LOOK_S = 60.0
+"""Between two looks at whether there are hits."""
+
+
+class Server:
+    """Serves Stores to any number of engines until :meth:`stop`. Make it, then ``await`` its methods on one loop.
+
+    Args:
+        open_store: makes the Store for a slot size, and how many sizes share if it is not the only one; called on a
+            lane thread; raises KVTierError.
+        listeners: where to listen; closed by :meth:`stop`.
+        token: what clients of ``needs_token`` listeners must prove to know.
+        discard: removes what is left of a slot size's chunks on disks, when its room goes to others.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[..., Store],
+        listeners: Sequence[Listener],
+        *,
+        token: bytes | None = None,
+        discard: Callable[[int], object] = lambda slot_bytes: None,
+    ) -> None:
+        if token is None and any(listener.needs_token for listener in listeners):
+            raise ConfigError("a listener asks for a token and the server has none: set server_token_file")
+        self.loop = asyncio.get_running_loop()
+        self.clock = time.monotonic
+        self.listeners = listeners
+        self.token = token
+        self.realms = Realms(open_store, self.call_soon, discard=discard)
+        self.counts: Counter[str] = Counter()
+        """Events since the start: connections by ``accepted``, ``rejected``, ``dropped``, ``ended``."""
+        self.connections: set[Connection] = set()
+        self.handshakes: Handshakes[Connection] = Handshakes()
+        """Connections through TCP that have not shown yet that they may come in."""
+        self.lingering: set[Connection] = set()
+        """Attached engines whose connection is closed while some of their processes have the pool mapped."""
+        self.started = time.monotonic()
+        self._empty = asyncio.Event()
+        self.ready = False
+        """Connections are accepted."""
+        self.trouble: dict[str, str] = {}
+        """What is wrong beside the tiers that engines use now, in words, by what it is about. For whoever shows it."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._admitting: set[asyncio.Task[None]] = set()
+        self._logged: list[float] = []
+
+    @property
+    def stores(self) -> dict[int, Store]:
+        """The open stores by slot size; thread-safe objects, for whoever shows or checks them."""
+        return {size: realm.store for size, realm in self.realms.open.items()}
+
+    async def prepare(self, slot_bytes: int | None, found: Sequence[int] = ()) -> None:
+        """Open the Store of the configured slot size, which is kept for good, and touch its whole pool; and open those
+        ``found`` on the disk. That is what the first engine of each size would do. Raises KVTierError when the
+        configured one cannot be opened; another is tried again when an engine asks for it."""
+        opened = {size: asyncio.wrap_future(one) for size, one in self.realms.prepare(slot_bytes, found).items()}
+        await asyncio.shield(asyncio.gather(*opened.values(), return_exceptions=True))
+        for size, future in opened.items():
+            error = future.exception()
+            if error is not None and size == slot_bytes:
+                raise error
+            if error is not None:
+                logger.warning("chunks of %d bytes from before cannot be used: %s", size, error)
+        if slot_bytes is not None:
+            await asyncio.shield(asyncio.wrap_future(opened[slot_bytes].result().store.touched))
+            logger.info("chunks of %d bytes: the pool and the tiers are ready", slot_bytes)
+
+    async def start(self) -> None:
+        self._tasks = [self.loop.create_task(self._accept(listener)) for listener in self.listeners]
+        self._tasks += [self.loop.create_task(self._look()), self.loop.create_task(self._settle())]
+        self.ready = True
+        logger.info("serving at %s", ", ".join(str(listener.address) for listener in self.listeners))
+
+    async def stop(self, timeout_s: float = 20.0) -> bool:
+        """Stop listening, let chunks on their way arrive, close every connection, write what is queued to the lower
+        tiers. False: something was dropped."""
+        self.ready = False
+        for task in (*self._tasks, *self._admitting):
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._admitting, return_exceptions=True)
+        for listener in self.listeners:
+            listener.close()
+        await self._close_connections()
+        for one in self.lingering:
+            one.let_go()
+        return self.realms.close(timeout_s)
+
+    async def _close_connections(self) -> None:
+        """First those without a chunk on its way, then the others."""
+        for close in (Connection.finish, Connection.close):
+            for one in tuple(self.connections):
+                close(one)
+            if self.connections:
+                self._empty.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._empty.wait(), _DRAIN_S)
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Run ``call`` on the loop; from any thread. No effect once the loop is closed."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(call)
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for realm in self.realms.open.values():
+                realm.look()
+
+    async def _settle(self) -> None:
+        while True:
+            await asyncio.sleep(_SETTLE_S)
+            self.realms.settle()
+
+    # ---- connections ---------------------------------------------------------------------------------------------
+
+    async def _accept(self, listener: Listener) -> None:
+        while True:
+            try:
+                sock, peer = await self.loop.sock_accept(listener.socket)
+                welcome = self._may_enter(listener, sock)
+            except OSError as error:
+                self._log("cannot accept at %s: %s", listener.address, error)
+                await asyncio.sleep(0.1)
+                continue
+            self.counts["accepted"] += 1
+            if not welcome:
+                self.counts["rejected"] += 1
+                sock.close()
+                continue
+            one = Connection(self, listener, sock)
+            self.connections.add(one)
+            if not listener.local:
+                self._make_place(one, peer[0])
+            task = self.loop.create_task(self._admit(one, sock))
+            self._admitting.add(task)
+            task.add_done_callback(self._admitting.discard)
+            await asyncio.sleep(0)  # sock_accept does not let others run while clients are queued
+
+    def _may_enter(self, listener: Listener, sock: socket.socket) -> bool:
+        local = listener.local
+        there = [one for one in self.connections | self.lingering if one not in self.handshakes]
+        taken = sum(one.listener.local == local for one in there)
+        if taken >= _MAX_CONNECTIONS:
+            self._log("%s: %d connections are open; one more was closed", listener.address, taken)
+            return False
+        if local and peer_uid(sock) not in (os.getuid(), 0):
+            self._log("%s: user %d may not attach, only user %d", listener.address, peer_uid(sock), os.getuid())
+            return False
+        return True
+
+    def _make_place(self, one: Connection, address: str) -> None:
+        oldest = self.handshakes.enter(one, address)
+        if oldest is not None:
+            self.counts["rejected"] += 1
+            self._log("%s: too many clients have not said who they are; the oldest was closed", one.listener.address)
+            oldest.cut()
+
+    async def _admit(self, one: Connection, sock: socket.socket) -> None:
+        listener = one.listener
+        try:
+            if not listener.local:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            handshake_s = _HANDSHAKE_S if listener.tls is not None else None
+            await self.loop.connect_accepted_socket(
+                lambda: one, sock, ssl=listener.tls, ssl_handshake_timeout=handshake_s
+            )
+        except OSError as error:
+            self._forget(one)
+            self.dropped(listener, f"no connection: {error}")
+            sock.close()
+
+    def greeted(self, one: Connection) -> None:
+        self.handshakes.leave(one)
+
+    def closed(self, one: Connection) -> None:
+        self.counts["ended"] += 1
+        self._forget(one)
+        if one.lingers:
+            self.lingering.add(one)
+
+    def _forget(self, one: Connection) -> None:
+        self.connections.discard(one)
+        self.handshakes.leave(one)
+        if not self.connections:
+            self._empty.set()
+
+    def retired(self, one: Connection) -> None:
+        self.lingering.discard(one)
+
+    def dropped(self, listener: Listener, reason: str) -> None:
+        self.counts["dropped"] += 1
+        self._log("%s: dropped a connection: %s", listener.address, reason)
+
+    def _log(self, text: str, *arguments: object) -> None:
+        """Warn, at most ten times in ten seconds, whatever clients do."""
+        now = time.monotonic()
+        self._logged = [at for at in self._logged if now - at < _LOG_SECONDS]
+        if len(self._logged) < _LOG_LINES:
+            self._logged.append(now)
+            logger.warning(text, *arguments)
+
+
+Beside = Callable[[Server], contextlib.AbstractAsyncContextManager[None]]
+"""What runs on a server's loop for a while: from before it is ready until after it has ended, or while it is ready."""
+
+
+Sizes = tuple[int | None, Sequence[int]]
+"""The slot size that is configured, and those of which there are chunks from before; see :meth:`Server.prepare`."""
+
+
+def serve(
+    make: Callable[[], Server],
+    beside: Beside,
+    ready: Beside,
+    sizes: Sizes = (None, ()),
+    timeout_s: float = 20.0,
+) -> bool:
+    """Run a server until SIGTERM or SIGINT, then :meth:`Server.stop`. ``make`` is called on the loop.
+
+    ``beside`` runs all the time, ``ready`` while engines are let in. ``sizes``: see :meth:`Server.prepare`. False:
+    something was dropped at the end. Raises KVTierError when it cannot start.
+    """
+    return asyncio.run(_until_told(make, beside, ready, sizes, timeout_s))
+
+
+async def _until_told(
+    make: Callable[[], Server], beside: Beside, ready: Beside, sizes: Sizes, timeout_s: float
+) -> bool:
+    told = asyncio.Event()
+    server = make()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        server.loop.add_signal_handler(number, told.set)
+    async with beside(server):
+        telling = server.loop.create_task(told.wait())
+        starting = server.loop.create_task(_start(server, sizes))
+        try:
+            await asyncio.wait({starting, telling}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                async with ready(server):
+                    await telling
+            logger.info("stopping")
+        finally:
+            telling.cancel()
+            starting.cancel()
+            await asyncio.gather(telling, starting, return_exceptions=True)
+            clean = await server.stop(timeout_s)
+        return clean
+
+
+async def _start(server: Server, sizes: Sizes) -> None:
+    await server.prepare(*sizes)
+    gc.collect()
+    gc.freeze()  # what was made until now stays, so no later collection has to walk it while engines wait
+    await server.start()

@@ -1,0 +1,226 @@
+"""Session: what one engine that has the pool mapped may do: a question in, an answer out. No sockets, no loop.
+
+A session owns the leases it asked for; :meth:`Session.ending` ends what is left of them. Whoever drives it decides when
+that is safe (:mod:`kvtier.server.connection`). Every question is answered in short pieces (:mod:`kvtier.core.steps`),
+and what a session may hold at once is bounded (:mod:`kvtier.server.shares`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvtier.core.chunk import KEY_BYTES, ChunkKey
+from kvtier.core.steps import Steps, pieces, whole
+from kvtier.protocol import wire
+from kvtier.server.shares import Pace, Shares
+from kvtier.store.lease import LoadLease, SaveLease
+from kvtier.store.store import Store
+
+_MAX_LEASES = 16_384
+"""Open leases of one session: several for every request an engine can have waiting."""
+_SPLIT_AT_ONCE = 1024
+Answered = Steps[wire.Answer | None]
+
+
+class Session:
+    """One engine's, over one Store shared with others. ``owner``: whose chunks these are. ``shares`` and ``pace`` are
+    those of all sessions of the Store. Not thread-safe."""
+
+    def __init__(self, store: Store, owner: int, shares: Shares | None = None, pace: Pace | None = None) -> None:
+        self._store = store
+        self._owner = owner
+        self._share = (shares or Shares(lambda: store.slots)).join()
+        self._pace = pace or Pace(time.monotonic)
+        self._leases: dict[int, tuple[SaveLease | LoadLease, int]] = {}
+        self._numbers = 0
+        self._works: dict[type, Callable[[Any], Answered]] = {
+            wire.Match: self._match,
+            wire.Save: self._save,
+            wire.Load: self._load,
+            wire.Poll: self._poll,
+            wire.Stats: self._stats,
+            wire.Check: self._check,
+            wire.Commit: self._commit,
+            wire.End: self._end,
+            wire.Forget: self._forget,
+            wire.Clear: self._clear,
+            wire.Decline: self._decline,
+        }
+
+    @property
+    def leases(self) -> int:
+        """How many leases are open."""
+        return len(self._leases)
+
+    def begin(self, question: wire.Question) -> Answered:
+        """Do what is asked, memory only, in pieces of less than a millisecond; they must be done to the end before the
+        next question. Raises WireError for what no correct client asks."""
+        return self._works[type(question)](question)
+
+    def answer(self, question: wire.Question) -> wire.Answer | None:
+        """:meth:`begin`, all at once."""
+        return whole(self.begin(question))
+
+    def ending(self) -> Steps[None]:
+        """Nobody reads or writes the slots any more: end every lease, in pieces."""
+        while self._leases:
+            yield from self._drop(next(iter(self._leases))).closing()
+            yield 0.0
+        self._share.leave()
+
+    def end(self) -> None:
+        """:meth:`ending`, all at once."""
+        whole(self.ending())
+
+    # ---- questions -----------------------------------------------------------------------------------------------
+
+    def _match(self, question: wire.Match) -> Answered:
+        keys = yield from _split(question.keys)
+        outlook = yield from self._store.forecasting(keys)
+        return wire.Extent(question.id, list(outlook.steps), outlook.asking, outlook.why)
+
+    def _save(self, question: wire.Save) -> Answered:
+        keys = yield from _split(question.keys)
+        places = {key: index for index, key in enumerate(keys)}
+        if len(places) < len(keys):
+            raise wire.WireError("a run to save names a chunk twice")
+        most = self._left()
+        if not most:
+            return wire.Slots(question.id, 0, [], [])
+        with self._taken(most):
+            lease = yield from self._store.saving(keys, self._owner, most)
+        number = yield from self._keep(lease, len(lease.entries))
+        return wire.Slots(question.id, number, [places[key] for key in lease.keys], lease.slots)
+
+    def _load(self, question: wire.Load) -> Answered:
+        keys = yield from _split(question.keys)
+        most = self._left()
+        if not most:
+            return wire.Claim(question.id, 0, 0, [], b"")
+        with self._taken(most):
+            lease = yield from self._store.loading(keys, question.start, self._owner, min(most, question.most))
+        ready, coming = lease.poll()
+        number = yield from self._keep(lease, len(lease.keys) if lease.asking else ready + coming)
+        return self._claim(question.id, number, lease, 0, coming)
+
+    def _poll(self, question: wire.Poll) -> Answered:
+        yield from ()  # in one piece
+        lease = self._leased(question.lease)
+        if not isinstance(lease, LoadLease):
+            raise wire.WireError(f"poll of lease {question.lease}, which is a save")
+        ready, coming = lease.poll()
+        if question.known > ready:
+            raise wire.WireError(f"poll of lease {question.lease} beyond what is ready")
+        if not lease.asking:
+            self._book(question.lease, ready + coming)
+        return self._claim(question.id, question.lease, lease, question.known, coming)
+
+    def _stats(self, question: wire.Stats) -> Answered:
+        yield from ()  # in one piece
+        return wire.Counted(question.id, self._store.stats())
+
+    def _check(self, question: wire.Check) -> Answered:
+        trouble = yield from self._store.checking(question.idle)
+        return wire.Done(question.id, trouble[:4000])
+
+    def _commit(self, message: wire.Commit) -> Answered:
+        lease = self._leased(message.lease)
+        if not isinstance(lease, SaveLease):
+            raise wire.WireError(f"commit of lease {message.lease}, which is a load")
+        self._drop(message.lease)
+        yield from lease.committing()
+        return None
+
+    def _end(self, message: wire.End) -> Answered:
+        self._leased(message.lease)
+        yield from self._drop(message.lease).closing()
+        return None
+
+    def _forget(self, message: wire.Forget) -> Answered:
+        keys = yield from _split(message.keys)
+        yield from self._store.forgetting(keys, self._owner)
+        return None
+
+    def _decline(self, message: wire.Decline) -> Answered:
+        keys = yield from _split(message.keys)
+        self._store.decline(keys, message.reason)
+        return None
+
+    def _clear(self, message: wire.Clear) -> Answered:
+        """The one look that cannot be cut into pieces is the first."""
+        yield from self._pace.turn()
+        begun = self._pace.now()
+        keys = self._store.every_key()
+        self._pace.looked(begun)
+        yield from self._store.forgetting(keys, self._owner)
+        return None
+
+    # ---- leases --------------------------------------------------------------------------------------------------
+
+    def _left(self) -> int:
+        """Slots that one lease more may hold."""
+        return self._share.left if len(self._leases) < _MAX_LEASES else 0
+
+    @contextmanager
+    def _taken(self, count: int) -> Iterator[None]:
+        """So many are held while a lease is made: others are served in between."""
+        self._share.held += count
+        try:
+            yield
+        finally:
+            self._share.held -= count
+
+    def _keep(self, lease: SaveLease | LoadLease, slots: int) -> Steps[int]:
+        """The lease's number; 0 for one that is empty, which ends here."""
+        if not slots:
+            yield from lease.closing()
+            return 0
+        self._numbers = self._numbers % (2**32 - 1) + 1
+        self._leases[self._numbers] = lease, 0
+        self._book(self._numbers, slots)
+        return self._numbers
+
+    def _book(self, number: int, slots: int) -> None:
+        """A lease holds so many slots now."""
+        lease, before = self._leases[number]
+        self._leases[number] = lease, slots
+        self._share.held += slots - before
+
+    def _leased(self, number: int) -> SaveLease | LoadLease:
+        if number not in self._leases:
+            raise wire.WireError(f"lease {number} is not open")
+        return self._leases[number][0]
+
+    def _drop(self, number: int) -> SaveLease | LoadLease:
+        self._book(number, 0)
+        return self._leases.pop(number)[0]
+
+    @staticmethod
+    def _claim(id_: int, number: int, lease: LoadLease, known: int, coming: int) -> wire.Claim:
+        origins = lease.origins[known : lease.ready]
+        sources = bytes(0 if origin is None else origin + 1 for origin in origins)
+        return wire.Claim(id_, number, coming, lease.slots[known:], sources)
+
+
+def _split(blob: bytes) -> Steps[list[ChunkKey]]:
+    """See :func:`kvtier.protocol.wire.split`; in pieces."""
+    if len(blob) <= _SPLIT_AT_ONCE * KEY_BYTES:
+        return wire.split(blob)
+    keys: list[ChunkKey] = []
+    for part in pieces(blob, _SPLIT_AT_ONCE * KEY_BYTES):
+        keys += wire.split(bytes(part))
+        yield 0.0
+    return keys
+
+
+def places(store: Store) -> list[str]:
+    """What ``Claim.sources`` refer to."""
+    return ["ram", *(tier.name for tier in store.tiers)]
+
+
+def capacity(store: Store) -> int:
+    """Chunks that RAM and all tiers hold together."""
+    return store.pool.slots + sum(tier.capacity for tier in store.tiers)

@@ -1,0 +1,197 @@
+"""Stream: what an engine on another host may do: find, get, put, delete chunks. No sockets, no loop.
+
+One question at a time; the bytes of a chunk go straight between the socket and its slot. Every call is short: bytes
+are hashed piece by piece as they pass, a question is answered in pieces (:mod:`kvtier.core.steps`), and a promotion is
+waited for by listening to the realm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import xxhash
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.steps import Steps
+from kvtier.protocol import wire
+from kvtier.server.registry import Realm
+from kvtier.store.lease import LoadLease, SaveLease
+
+_MOST_FOUND = 4096
+"""Chunks of a run that one Find claims and answers for."""
+PIECE_BYTES = 256 * 1024
+"""Bytes hashed and copied in one turn of the loop: about 0.1 ms that others wait."""
+
+
+class Stream:
+    """One connection's. ``write`` hands bytes to the socket; memoryviews are copied or sent before it returns.
+    ``flow`` asks for :meth:`pump` to be called while there is something to send and the socket takes it.
+
+    Not thread-safe. Every method may raise WireError; the connection ends then, and :meth:`end` gives back what it
+    held.
+    """
+
+    def __init__(
+        self,
+        realm: Realm,
+        owner: int,
+        chunk_bytes: int,
+        write: Callable[[bytes | memoryview], None],
+        flow: Callable[[], None],
+    ) -> None:
+        self._realm = realm
+        self._store = realm.store
+        self._owner = owner
+        self._chunk_bytes = chunk_bytes
+        self._write = write
+        self._flow = flow
+        self._id = 0
+        self._key = ChunkKey(b"")
+        self._lease: SaveLease | LoadLease | None = None
+        self._share = realm.shares.join()
+        self._known = 0
+        """Chunks of the run that is looked for, from the first on, that this server knew of when it was asked."""
+        self._view: memoryview | None = None
+        """The chunk on its way; None while no bytes flow."""
+        self._at = 0
+        self._hash = xxhash.xxh3_128()
+
+    @property
+    def busy(self) -> bool:
+        """A question is not fully answered."""
+        return self._lease is not None
+
+    def begin(self, message: wire.StreamQuestion) -> Steps[None]:
+        """A message came: do what it asks, in pieces that must be done to the end before the next message."""
+        if isinstance(message, wire.Seal):
+            self._sealed(message)
+            return
+        if self.busy:
+            raise wire.WireError(f"{type(message).__name__} before the last question was answered")
+        self._id = message.id
+        if isinstance(message, wire.Find):
+            yield from self._find(wire.split(message.keys)[:_MOST_FOUND])
+        elif isinstance(message, wire.Delete):
+            self._store.forget([ChunkKey(message.key)], self._owner)
+            self._write(wire.frame(wire.Done(message.id)))
+        elif isinstance(message, wire.Get):
+            self._begin(ChunkKey(message.key), self._store.load([ChunkKey(message.key)], 0, self._owner), 1)
+            self._realm.listen(self.look)
+            self.look()
+        else:
+            self._put(ChunkKey(message.key))
+
+    def end(self) -> None:
+        """The connection is gone. Its slots are written and read by this process only, so they are free at once."""
+        self._end()
+        self._share.leave()
+
+    def _end(self) -> None:
+        lease = self._lease
+        self._rest()
+        if lease is not None:
+            lease.close()
+
+    # ---- find ----------------------------------------------------------------------------------------------------
+
+    def _find(self, keys: list[ChunkKey]) -> Steps[None]:
+        """Claims the run too, so that what lies lower is on its way up when the engine asks for it."""
+        self._realm.remember(keys)
+        outlook = yield from self._store.forecasting(keys)
+        self._known = outlook.known
+        lease = yield from self._store.loading(keys, 0, self._owner, self._share.left)
+        self._begin(ChunkKey(b""), lease, len(lease.keys) if lease.asking else sum(lease.poll()))
+        self._realm.listen(self.look)
+        self.look()
+
+    def look(self) -> None:
+        """See how far the claim has come; called again whenever promotions have ended."""
+        lease = self._lease
+        if not isinstance(lease, LoadLease) or self._view is not None:
+            return
+        ready, coming = lease.poll()
+        if not self._key:
+            if not lease.asking:
+                self._answer(wire.Found(self._id, max(ready + coming, self._known)))
+        elif ready:
+            self._realm.ignore(self.look)
+            self._write(wire.frame(wire.Chunk(self._id, self._chunk_bytes)))
+            self._view = lease.views()[0][: self._chunk_bytes]
+            self._flow()
+        elif not coming:
+            self._answer(wire.Chunk(self._id, 0))
+
+    # ---- get: slot -> socket -------------------------------------------------------------------------------------
+
+    @property
+    def sending(self) -> bool:
+        """:meth:`pump` has something to do."""
+        return self._view is not None and isinstance(self._lease, LoadLease)
+
+    def pump(self) -> None:
+        """Write the next piece of a chunk; called when the socket takes more."""
+        assert self._view is not None
+        piece = self._view[self._at : self._at + PIECE_BYTES]
+        self._hash.update(piece)
+        self._write(piece)
+        self._at += len(piece)
+        if self._at == self._chunk_bytes:
+            self._answer(wire.Seal(self._hash.digest()))
+
+    # ---- put: socket -> slot -------------------------------------------------------------------------------------
+
+    def _put(self, key: ChunkKey) -> None:
+        self._realm.remember([key])
+        if sum(self._store.match([key])):
+            self._write(wire.frame(wire.Go(self._id, False, True)))
+            return
+        lease = self._store.save([key], self._owner)
+        if not lease.entries:
+            lease.close()
+            self._write(wire.frame(wire.Go(self._id, False, False)))
+            return
+        lease.run = self._realm.run_to(key)
+        self._begin(key, lease, 1)
+        self._view = lease.views()[0][: self._chunk_bytes]
+        self._write(wire.frame(wire.Go(self._id, True, False)))
+
+    def room(self) -> memoryview | None:
+        """Where the next bytes from the socket belong; None when a message is expected."""
+        if self._view is None or self._at == self._chunk_bytes or not isinstance(self._lease, SaveLease):
+            return None
+        return self._view[self._at : self._at + PIECE_BYTES]
+
+    def filled(self, count: int) -> None:
+        """``count`` bytes were written into :meth:`room`."""
+        assert self._view is not None
+        self._hash.update(self._view[self._at : self._at + count])
+        self._at += count
+
+    def _sealed(self, seal: wire.Seal) -> None:
+        lease = self._lease
+        if not isinstance(lease, SaveLease):
+            raise wire.WireError("a Seal without a chunk")
+        kept = wire.proven(self._hash.digest(), seal.checksum)
+        if kept:
+            self._rest()
+            lease.commit()
+            self._write(wire.frame(wire.Stored(self._id, True)))
+        else:
+            self._answer(wire.Stored(self._id, False))
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, key: ChunkKey, lease: SaveLease | LoadLease, slots: int) -> None:
+        self._key, self._lease, self._at = key, lease, 0
+        self._share.held = slots
+        self._hash = xxhash.xxh3_128(key)
+
+    def _answer(self, message: wire.StreamAnswer) -> None:
+        """The last word to a question: give up its lease first."""
+        self._end()
+        self._write(wire.frame(message))
+
+    def _rest(self) -> None:
+        self._realm.ignore(self.look)
+        self._share.held = 0
+        self._lease = self._view = None

@@ -1,0 +1,522 @@
+"""Directory: every state of every chunk and every transition. Pure: no I/O, lock, thread, clock or log.
+
+A chunk's states in RAM, all of them::
+
+    ABSENT --reserve--> FILLING --filled--> READY --evicted in reserve, or forget--> ABSENT
+                           `------fill_failed------> ABSENT
+
+An :class:`Entry` is one stay of a chunk in RAM, from reserve until its slot is free again. When the chunk becomes
+ABSENT while somebody still holds a pin (a reader, a waiter, a spill in progress), the entry is GONE: it can no longer
+be found, and its slot returns to the free list with the last pin. So a slot is never reused under a reader.
+
+Besides, the set of tiers that hold a chunk: one Policy a tier, its keys being what the tier holds or is being given.
+
+Rules (``check`` asserts them):
+
+1. a slot is free, or given back (:meth:`Directory.shrink`), or belongs to exactly one entry;
+2. a READY entry without readers, and nothing else, is in the RAM policy; what is being spilled keeps its place there,
+   so that a write makes nothing hotter, and is passed over by evictions;
+3. no tier is asked to hold more than its capacity;
+4. at rest no entry is FILLING, pinned or GONE;
+5. no owner has more than its quota of slots, or of a tier's room.
+
+Owners (:mod:`kvtier.core.tenant`; 0 is nobody) are whom a server keeps apart. A chunk belongs to who saved it, in RAM
+again when it is promoted. Nobody's counts against no quota and leaves like everything else; in RAM it is who asked for
+it's.
+
+Not thread-safe: the Store's lock guards every call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from enum import Enum
+from itertools import islice, repeat
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.errors import StateError
+from kvtier.core.tenant import may
+from kvtier.store.eviction import LRU, Owned, Policy
+from kvtier.store.miss_reasons import Left, Past
+from kvtier.store.tier_index import Holding, quota_of
+
+_MOST_AHEAD = 512
+"""A longer walk would hold the Store's lock for more than 0.1 ms."""
+
+
+class State(Enum):
+    FILLING = "filling"
+    READY = "ready"
+    GONE = "gone"
+
+
+FILLING, READY, GONE = State.FILLING, State.READY, State.GONE
+
+
+class Entry:
+    """One stay of one chunk in one slot. Fields are the Directory's to change."""
+
+    __slots__ = ("copies", "key", "offered", "origin", "owner", "pins", "slot", "state", "writes")
+
+    def __init__(self, key: ChunkKey, slot: int, origin: int | None, owner: int) -> None:
+        self.key = key
+        self.owner = owner
+        self.slot = slot
+        self.state = FILLING
+        self.pins = self.writes = 0
+        """Who needs the slot as it is; how many of them only write it below."""
+        self.origin = origin
+        """The tier it is promoted from (FILLING takes bounded time); None when an engine fills it."""
+        self.offered = origin is not None
+        """It lies below, or tiers that write on eviction were asked to take it."""
+        self.copies = 0
+        """Tiers, as bits, that got their copy from this slot or gave it: exactly these bytes."""
+
+
+class Directory:
+    """Who holds what, for ``slots`` RAM slots and any number of lower tiers (given by their capacities).
+
+    ``share``: the part of RAM and of every tier that one owner may have, above 0 and up to 1; None for no quotas.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        capacities: Sequence[int] = (),
+        policy: Callable[[], Policy] = LRU,
+        share: float | None = None,
+    ) -> None:
+        self.slots = slots
+        """Slots that may be in use; fewer than there are while another Store has the room of the others."""
+        self._share = share
+        self._quota = quota_of(slots, share)
+        self._used: Counter[int] = Counter()
+        """Slots by owner, 0 not counted; no owner without a slot."""
+        self._free = list(range(slots - 1, -1, -1))
+        self._leaving: list[int] = []
+        """Slots whose memory is to be given back; not free before :meth:`gave_back`."""
+        self._given: list[int] = []
+        """Slots without memory."""
+        self._in_slot: list[Entry | None] = [None] * slots
+        self._entries: dict[ChunkKey, Entry] = {}
+        self._gone: set[Entry] = set()
+        self._filling = self._pinned = 0
+        """Entries that are FILLING, and entries with a pin."""
+        self.evicted_unoffered = 0
+        """Chunks since the start that left RAM before :meth:`next_out` named them."""
+        self._past = Past(slots + sum(capacities))
+        self._evictable = Owned(policy, share is not None)
+        self._tiers = [Holding(capacity, policy, share) for capacity in capacities]
+
+    # ---- looks: no effect ----------------------------------------------------------------------------------------
+
+    def get(self, key: ChunkKey) -> Entry | None:
+        """The chunk's entry, FILLING or READY; None when ABSENT."""
+        return self._entries.get(key)
+
+    def holders(self, key: ChunkKey) -> Iterator[int]:
+        """Tiers (by index, fastest first) that hold the chunk."""
+        return (index for index, tier in enumerate(self._tiers) if key in tier.order)
+
+    def ready_run(self, keys: Sequence[ChunkKey]) -> int:
+        """How many leading chunks are READY."""
+        entries = self._entries
+        for index, key in enumerate(keys):
+            entry = entries.get(key)
+            if entry is None or entry.state is not READY:
+                return index
+        return len(keys)
+
+    def held_run(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
+        """How many leading chunks are READY, or can be without an engine's help: on the way up, or held lower."""
+        entries, tiers = self._entries, self._tiers
+        for index in range(start, len(keys)):
+            key = keys[index]
+            entry = entries.get(key)
+            if entry is not None and (entry.state is READY or entry.origin is not None):
+                continue
+            if entry is not None or not any(key in tier.order for tier in tiers):
+                return index
+        return len(keys)
+
+    def why(self, key: ChunkKey) -> str:
+        """The reason why a run ends before this chunk: see :mod:`kvtier.store.miss_reasons`."""
+        if key in self._entries:
+            return "saving"
+        return "tier_down" if next(self.holders(key), None) is not None else self._past.why(key)
+
+    # ---- RAM -----------------------------------------------------------------------------------------------------
+
+    def reserve(
+        self, key: ChunkKey, keep: Container[ChunkKey], origin: int | None = None, owner: int = 0
+    ) -> Entry | None:
+        """ABSENT -> FILLING: a slot for ``key``, evicting the coldest unpinned chunk if none is free, and the owner's
+        own coldest if its quota is used up.
+
+        None when every slot is filling or pinned, or when only chunks of ``keep`` (the run this is for) could leave.
+        """
+        if key in self._entries:
+            raise StateError(f"reserve of a chunk that is {self._entries[key].state.value}: {key.hex()[:16]}")
+        owner = owner if origin is None else self._tiers[origin].order.owner(key) or owner
+        spent = self._quota is not None and owner != 0 and self._used[owner] >= self._quota
+        if spent or not self._free:
+            order = self._evictable.part(owner) if spent else iter(self._evictable)
+            victim = next((key for key in order if not self._entries[key].pins), None)
+            if victim is None or victim in keep:
+                return None
+            self._past.left(victim, Left.EVICTED)
+            self.evicted_unoffered += not self._entries[victim].offered
+            self._remove(self._entries[victim])
+        if not self._free:  # the slot that became free had to be given back
+            return None
+        entry = self._entries[key] = Entry(key, self._free.pop(), origin, owner)
+        self._in_slot[entry.slot] = entry
+        self._filling += 1
+        if owner:
+            self._used[owner] += 1
+        return entry
+
+    def filled(self, entry: Entry, source: int | None = None) -> None:
+        """FILLING -> READY, by an engine or from tier ``source``. No effect on an entry that is GONE meanwhile."""
+        if entry.state is GONE:
+            return
+        self._expect(entry, FILLING)
+        entry.state = READY
+        self._filling -= 1
+        entry.copies = 0 if source is None else 1 << source
+        if not entry.pins:
+            self._evictable.add(entry.key, entry.owner)
+
+    def fill_failed(self, entry: Entry) -> None:
+        """FILLING -> ABSENT. No effect on an entry that is GONE meanwhile."""
+        if entry.state is GONE:
+            return
+        self._expect(entry, FILLING)
+        self._remove(entry)
+
+    def pin(self, entry: Entry) -> None:
+        """Nobody may reuse the entry's slot until the matching :meth:`unpin`."""
+        if entry.state is GONE:
+            raise StateError("pin of a chunk that is gone")
+        self._pin(entry)
+        self._evictable.discard(entry.key)
+
+    def unpin(self, entry: Entry) -> None:
+        if entry.pins < 1:
+            raise StateError("unpin without a pin")
+        entry.pins -= 1
+        self._pinned -= not entry.pins
+        if entry.state is READY and entry.pins == entry.writes:
+            if entry.key not in self._evictable:
+                self._evictable.add(entry.key, entry.owner)
+        elif entry.state is GONE and not entry.pins:
+            self._gone.discard(entry)
+            self._free_slot(entry)
+
+    def touch(self, run: Sequence[ChunkKey]) -> None:
+        """A prompt's run was used: hottest now in RAM and in every tier, its beginning hottest of all."""
+        self._evictable.touch(run)
+        for tier in self._tiers:
+            tier.order.touch(run)
+
+    def forget(self, key: ChunkKey, owner: int | None = None) -> list[int]:
+        """The chunk is bad or unwanted: ABSENT everywhere. Returns the tiers that must delete it, then :meth:`deleted`.
+
+        ``owner``: only where it is this owner's or nobody's. A FILLING chunk stays: it is being made anew. A write in
+        progress is caught by :meth:`spill_ended`.
+        """
+        entry = self._entries.get(key)
+        if entry is not None and entry.state is READY and may(owner, entry.owner):
+            self._remove(entry)
+        holders = [index for index in self.holders(key) if may(owner, self._tiers[index].order.owner(key))]
+        for index in holders:
+            self._tiers[index].leave(key)
+        if self._entries.get(key) is None and next(self.holders(key), None) is None:
+            self._past.left(key, Left.FORGOTTEN)
+        return holders
+
+    def next_out(self, owner: int = 0) -> list[Entry]:
+        """Chunks that leave RAM soon, coldest first, each named once in its stay: those that go when ``owner`` wants
+        half of RAM, or half of its quota, at most :data:`_MOST_AHEAD` slots."""
+        wanted = min(_MOST_AHEAD, -(-self.slots // 2)) - len(self._free)
+        keys = list(islice(self._evictable, max(0, wanted)))
+        if self._quota is not None and owner:
+            wanted = min(_MOST_AHEAD, -(-self._quota // 2)) - (self._quota - self._used[owner])
+            keys += islice(self._evictable.part(owner), max(0, wanted))
+        return self._offer(keys)
+
+    def all_out(self) -> list[Entry]:
+        """Every unpinned chunk in RAM that :meth:`next_out` has not named, hottest first."""
+        return self._offer(self._evictable)[::-1]
+
+    def _offer(self, keys: Iterable[ChunkKey]) -> list[Entry]:
+        entries = []
+        for key in keys:
+            entry = self._entries[key]
+            if not entry.offered:
+                entry.offered = True
+                entries.append(entry)
+        return entries
+
+    # ---- lower tiers ---------------------------------------------------------------------------------------------
+
+    def found(self, index: int, keys: Sequence[ChunkKey], owners: Iterable[int] = repeat(0)) -> list[ChunkKey]:
+        """Tier ``index`` turned out to hold ``keys`` (at start, or by asking a shared tier), coldest first; all of them
+        are hotter than what it was known to hold. ``owners``: whose each of them is. Returns the keys that leave for
+        it; the tier must delete them, then :meth:`deleted`.
+        """
+        tier, grown = self._tiers[index], set[int]()
+        for key, owner in zip(keys, owners, strict=False):
+            if tier.takes(key):
+                tier.order.add(key, owner)
+                grown.add(owner)
+        surplus = tier.shrink(grown)
+        for victim in surplus:
+            self._past.left(victim, Left.EVICTED)
+        return surplus
+
+    def unwanted(self, index: int, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+        """Tier ``index`` has ``keys``, known here or not. Returns those it must delete, then :meth:`deleted`."""
+        return self._tiers[index].leave_all(keys)
+
+    def takes(self, index: int, key: ChunkKey) -> bool:
+        """Tier ``index`` neither has the chunk nor is being given it nor has yet to delete it."""
+        return self._tiers[index].takes(key)
+
+    def spill_begun(self, entry: Entry, index: int) -> list[ChunkKey] | None:
+        """Tier ``index`` shall take this READY chunk: pins it and makes room.
+
+        Returns the keys the tier must delete first (then :meth:`deleted`), or None when the tier has the chunk, gets
+        it already, or has no room.
+        """
+        self._expect(entry, READY)
+        tier = self._tiers[index]
+        victims = tier.make_room(entry.owner) if tier.takes(entry.key) else None
+        if victims is None:
+            return None
+        for victim in victims:
+            self._past.left(victim, Left.EVICTED)
+        tier.writing[entry.key] = entry.owner
+        self._pin(entry)
+        entry.writes += 1
+        return victims
+
+    def spill_ended(self, entry: Entry, index: int, stored: bool) -> bool:
+        """The write ended; ``stored`` says whether the tier holds the chunk now.
+
+        Returns False when the chunk was forgotten meanwhile: the tier must delete it, then :meth:`deleted`.
+        """
+        tier = self._tiers[index]
+        del tier.writing[entry.key]
+        wanted = entry.state is not GONE
+        if stored and wanted:
+            tier.order.add(entry.key, entry.owner)
+            entry.copies |= 1 << index
+        elif stored:
+            tier.leaving.add(entry.key)
+        entry.writes -= 1
+        self.unpin(entry)
+        return wanted or not stored
+
+    def stored_with(self, index: int, run: Sequence[ChunkKey]) -> None:
+        """Tier ``index`` got a chunk of ``run``: writes end in any order, so the run is put in order again."""
+        self._tiers[index].order.touch(run)
+
+    def deleted(self, index: int, keys: Iterable[ChunkKey]) -> None:
+        """Tier ``index`` has deleted ``keys``."""
+        self._tiers[index].leaving.difference_update(keys)
+
+    def lost(self, index: int, key: ChunkKey, how: Left = Left.EVICTED) -> None:
+        """Tier ``index`` does not hold the chunk after all. Not for a tier that cannot be asked now: what it holds must
+        stay known, or no :meth:`forget` reaches it."""
+        self._tiers[index].order.discard(key)
+        self._past.left(key, how)
+
+    def order(self, index: int) -> Iterator[ChunkKey]:
+        """What tier ``index`` holds, coldest first."""
+        return iter(self._tiers[index].order)
+
+    # ---- looks at the whole --------------------------------------------------------------------------------------
+
+    def usage(self) -> dict[str, int]:
+        """Chunks by place and state. No walk: these are counts that each step keeps."""
+        return {
+            "ram_free": len(self._free),
+            "ram_ready": len(self._entries) - self._filling,
+            "ram_filling": self._filling,
+            "ram_pinned": self._pinned,
+        }
+
+    def keys(self) -> list[ChunkKey]:
+        """Every chunk in RAM or in a tier, some of them twice. The one look at all: 20 ns a chunk."""
+        every = [*self._entries]
+        for tier in self._tiers:
+            every += tier.order.keys()
+        return every
+
+    def of(self, keys: Iterable[ChunkKey], owner: int | None) -> Iterator[ChunkKey]:
+        """Those of ``keys`` that ``owner`` may drop somewhere: his own and nobody's; None: all."""
+        for key in keys:
+            entry = self._entries.get(key)
+            if (entry is not None and may(owner, entry.owner)) or any(
+                key in tier.order and may(owner, tier.order.owner(key)) for tier in self._tiers
+            ):
+                yield key
+
+    def unfinished(self, keys: Iterable[ChunkKey], owner: int | None = None) -> int:
+        """How many of ``keys`` outlive a :meth:`forget` for now: being filled, written or deleted."""
+        return sum(
+            (key in self._entries and may(owner, self._entries[key].owner))
+            or any(key in tier.leaving or key in tier.writing for tier in self._tiers)
+            for key in keys
+        )
+
+    def held_first(self, index: int, keys: Sequence[ChunkKey]) -> int:
+        """How many leading chunks tier ``index`` holds."""
+        order = self._tiers[index].order
+        return next((at for at, key in enumerate(keys) if key not in order), len(keys))
+
+    def capacity(self, index: int) -> int:
+        """Chunks tier ``index`` may hold."""
+        return self._tiers[index].capacity
+
+    def held(self, index: int) -> int:
+        """Chunks tier ``index`` holds."""
+        return len(self._tiers[index].order)
+
+    def check(self, idle: bool = False) -> None:
+        """Raise StateError when a rule of this module is broken; ``idle`` adds rule 4. A full walk."""
+        problems = [*self.check_slots(0, len(self._in_slot)), *self.check_counts(idle)]
+        entries = [*self._entries.values(), *self._gone]
+        slots = sorted([*self._free, *self._leaving, *self._given, *(entry.slot for entry in entries)])
+        if slots != list(range(len(self._in_slot))):
+            problems.append(f"slots lost or shared: {len(self._free)} free, {len(entries)} used of {self.slots}")
+        counted = (sum(e.state is FILLING for e in entries), sum(e.pins > 0 for e in entries))
+        if counted != (self._filling, self._pinned):
+            problems.append(f"{counted} chunks filling and pinned, booked {(self._filling, self._pinned)}")
+        if not set(self._evictable) <= self._entries.keys():
+            problems.append("the order of leaving names chunks that are not in RAM")
+        used = Counter(entry.owner for entry in entries if entry.owner)
+        if used != self._used:
+            problems.append(f"owners have {dict(used)} slots, booked {dict(self._used)}, quota {self._quota}")
+        if problems:
+            raise StateError("; ".join(problems))
+
+    def check_slots(self, first: int, count: int) -> list[str]:
+        """What is wrong with these slots and their chunks, in words: rules 1 and 2 for each by itself."""
+        problems = []
+        for slot, entry in enumerate(self._in_slot[first : first + count], start=first):
+            if entry is None:
+                continue
+            known = entry in self._gone if entry.state is GONE else self._entries.get(entry.key) is entry
+            if entry.slot != slot or not known:
+                problems.append(f"slot {slot} belongs to a chunk that is {entry.state.value} and not there")
+            if (entry.state is READY and entry.pins == entry.writes) != (
+                entry.state is not GONE and entry.key in self._evictable
+            ):
+                problems.append("the order of leaving differs from READY chunks without readers")
+        return problems
+
+    def check_counts(self, idle: bool = False) -> list[str]:
+        """What is wrong with the counts, in words: rules 1, 3, 5 and, with ``idle``, 4. No walk over chunks."""
+        problems = []
+        used = len(self._entries) + len(self._gone)
+        if used + len(self._free) + len(self._leaving) + len(self._given) != len(self._in_slot):
+            problems.append(f"slots lost or shared: {len(self._free)} free, {used} used of {self.slots}")
+        quota = quota_of(len(self._in_slot), self._share)
+        if quota is not None and max(self._used.values(), default=0) > quota:
+            problems.append(f"an owner has more than its {quota} slots")
+        for index, tier in enumerate(self._tiers):
+            if len(tier) > tier.capacity:
+                problems.append(f"tier {index} holds more than its {tier.capacity} chunks")
+            if tier.quota is not None and any(tier.order.count(owner) > tier.quota for owner in self._used):
+                problems.append(f"an owner has more than its {tier.quota} chunks of tier {index}")
+            if idle and (tier.writing or tier.leaving):
+                problems.append(f"tier {index} still writes {len(tier.writing)}, deletes {len(tier.leaving)} chunks")
+        if idle and (self._gone or self._filling or self._pinned):
+            problems.append(f"not at rest: {self.usage()}")
+        return problems
+
+    # ---- room that another Store has ---------------------------------------------------------------------------
+
+    def shrink(self, slots: int, most: int) -> bool:
+        """From now on at most ``slots`` may be in use: free slots and, coldest first, up to ``most`` chunks leave; a
+        slot that somebody holds leaves when he lets go. True: call again, there is more that can leave now."""
+        self.slots, self._quota = slots, quota_of(slots, self._share)
+        for _ in range(most):
+            if self._surplus <= 0:
+                return False
+            if self._free:
+                self._leaving.append(self._free.pop())
+                continue
+            victim = next((key for key in self._evictable if not self._entries[key].pins), None)
+            if victim is None:
+                return False
+            self._past.left(victim, Left.EVICTED)
+            self.evicted_unoffered += not self._entries[victim].offered
+            self._remove(self._entries[victim])
+        return self._surplus > 0
+
+    def leaving(self, most: int) -> list[int]:
+        """Up to ``most`` slots whose memory nobody uses any more and is to be given back; then :meth:`gave_back`."""
+        return self._leaving[-most:]
+
+    def gave_back(self, slots: Sequence[int]) -> None:
+        """The memory of these slots, named by :meth:`leaving`, is given back."""
+        gone = set(slots)
+        self._leaving = [slot for slot in self._leaving if slot not in gone]
+        self._given += slots
+
+    def grow(self, slots: int) -> None:
+        """At most ``slots`` may be in use from now on: so many of those given back are free again."""
+        self.slots, self._quota = slots, quota_of(slots, self._share)
+        while self._surplus < 0 and self._given:
+            self._free.append(self._given.pop())
+
+    def limit(self, index: int, capacity: int, most: int) -> list[ChunkKey]:
+        """Tier ``index`` shall hold at most ``capacity`` chunks from now on. Returns up to ``most`` keys that it must
+        delete, then :meth:`deleted`; call again until there are none."""
+        victims = self._tiers[index].limit(capacity, most)
+        for victim in victims:
+            self._past.left(victim, Left.EVICTED)
+        return victims
+
+    @property
+    def occupied(self) -> int:
+        """Slots that have memory, or may get some at any time."""
+        return len(self._in_slot) - len(self._given)
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def _remove(self, entry: Entry) -> None:
+        del self._entries[entry.key]
+        self._evictable.discard(entry.key)
+        self._filling -= entry.state is FILLING
+        entry.state = GONE
+        if entry.pins:
+            self._gone.add(entry)
+        else:
+            self._free_slot(entry)
+
+    def _pin(self, entry: Entry) -> None:
+        self._pinned += not entry.pins
+        entry.pins += 1
+
+    def _free_slot(self, entry: Entry) -> None:
+        self._in_slot[entry.slot] = None
+        (self._leaving if self._surplus > 0 else self._free).append(entry.slot)
+        if entry.owner:
+            self._used[entry.owner] -= 1
+            if not self._used[entry.owner]:
+                del self._used[entry.owner]
+
+    @property
+    def _surplus(self) -> int:
+        """Slots in use or free beyond those that may be."""
+        return len(self._in_slot) - len(self._leaving) - len(self._given) - self.slots
+
+    @staticmethod
+    def _expect(entry: Entry, state: State) -> None:
+        if entry.state is not state:
+            raise StateError(f"chunk is {entry.state.value}, expected {state.value}")

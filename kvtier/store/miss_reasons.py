@@ -1,0 +1,144 @@
+"""Reasons: why a chunk that was asked for is not there. Pure: no I/O, lock, thread, clock or log.
+
+A prompt's run ends at its first chunk that is missing; everything behind that counts under the same reason.
+
+=============  =====================================================================================================
+``cold``       never seen, as far as is remembered
+``evicted``    was held, and left for room
+``corrupt``    was held, and its bytes did not match their checksum any more; never served
+``forgotten``  was dropped on purpose: cleared, erased, or no load of it worked
+``tier_down``  a lower tier, or the server, that has it or may have it does not answer
+``saving``     another prompt is computing it at this moment
+``salt``       the same tokens were saved under another cache salt
+``adapter``    the same tokens were saved under another LoRA adapter
+``media``      the same tokens were saved with other images, audio or video
+=============  =====================================================================================================
+
+What is there and is computed all the same is *declined*, not missed: ``slower``, ``unasked``, ``deadline`` or
+``refused``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from itertools import pairwise
+
+from kvtier.core.chunk import ChunkKey
+
+_WAYS = 4
+_MARK_BITS = 3
+_LEAST_PLACES, _MOST_PLACES = 1 << 15, 1 << 20
+_FIRST_PLACES = 1 << 14
+
+
+class Left(IntEnum):
+    """How a chunk ceased to be held; the name in small letters is the reason."""
+
+    EVICTED = 1
+    CORRUPT = 2
+    FORGOTTEN = 3
+
+
+class Marks:
+    """A bounded memory of small numbers (1 to 7) by digest; 8 bytes a place, all taken at the start.
+
+    Set-associative as processor caches are (A. J. Smith, *Cache Memories*, ACM Computing Surveys 1982): a digest has
+    four places, and the oldest of the four goes. 61 bits of a digest are compared, so one is mistaken for another once
+    in 10**17 looks. Not thread-safe.
+    """
+
+    __slots__ = ("_sets", "_words")
+
+    def __init__(self, places: int) -> None:
+        self._sets = max(1, places // _WAYS)
+        self._words = array("Q", [0]) * (self._sets * _WAYS)
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def put(self, digest: bytes, mark: int) -> None:
+        """``digest``: 8 bytes or more, evenly distributed; ``mark`` replaces an older one of the same digest."""
+        words, (tag, start) = self._words, self._find(digest)
+        at = next((at for at in range(start, start + _WAYS) if words[at] >> _MARK_BITS == tag), start + _WAYS - 1)
+        for to, source in pairwise(range(at, start - 1, -1)):
+            words[to] = words[source]
+        words[start] = tag << _MARK_BITS | mark
+
+    def get(self, digest: bytes) -> int:
+        """The mark; 0 when there is none (any more)."""
+        tag, start = self._find(digest)
+        for word in self._words[start : start + _WAYS]:
+            if word >> _MARK_BITS == tag:
+                return word & ((1 << _MARK_BITS) - 1)
+        return 0
+
+    def _find(self, digest: bytes) -> tuple[int, int]:
+        tag = int.from_bytes(digest[:8], "little") >> _MARK_BITS
+        return tag, tag % self._sets * _WAYS
+
+
+class Past:
+    """Why chunks that were held are held no more: ghosts, as in 2Q's A1out (Johnson and Shasha, *2Q*, VLDB 1994).
+
+    Remembers as many departures as twice the chunks that there is room for, within 256 KiB and 8 MiB. It keeps parts of
+    keys, which say nothing without the tokens. Guarded by its Directory's lock.
+    """
+
+    __slots__ = ("_marks",)
+
+    def __init__(self, room: int) -> None:
+        self._marks = Marks(min(max(2 * room, _LEAST_PLACES), _MOST_PLACES))
+
+    def left(self, key: ChunkKey, how: Left) -> None:
+        self._marks.put(key, how)
+
+    def why(self, key: ChunkKey) -> str:
+        """The reason why a chunk that is held nowhere is not held."""
+        mark = self._marks.get(key)
+        return Left(mark).name.lower() if mark else "cold"
+
+
+EXTRAS = ("salt", "adapter", "media")
+"""What besides its tokens a first chunk's key depends on, within one engine."""
+
+
+class FirstChunks:
+    """Which tokens prompts began with, and under which salt, adapter and media they were saved: what tells a mismatch
+    of keys from a prompt that is new.
+
+    One engine's scheduler's own memory: it never leaves that process and no request is told what it says, only counters
+    are; servers, which several tenants use, keep none. 128 KiB: about the last 3,000 beginnings. One thread.
+    """
+
+    __slots__ = ("_marks",)
+
+    def __init__(self) -> None:
+        self._marks = Marks(_FIRST_PLACES)
+
+    def saved(self, tokens: Sequence[int], extras: Sequence[bytes]) -> None:
+        """A first chunk with these tokens was saved; ``extras`` in the order of :data:`EXTRAS`."""
+        name = _namer(tokens)
+        for without in (None, *range(len(EXTRAS))):
+            self._marks.put(name(extras, without), 1)
+
+    def differs(self, tokens: Sequence[int], extras: Sequence[bytes]) -> str:
+        """The one of :data:`EXTRAS` in which this first chunk differs from one that was saved; "" when none was, or the
+        very same was."""
+        name, marks = _namer(tokens), self._marks
+        if marks.get(name(extras, None)):
+            return ""
+        return next((part for at, part in enumerate(EXTRAS) if marks.get(name(extras, at))), "")
+
+
+def _namer(tokens: Sequence[int]) -> Callable[[Sequence[bytes], int | None], bytes]:
+    """Digests of a first chunk with all its extras but one."""
+    content = hashlib.blake2b(array("I", tokens).tobytes(), digest_size=32).digest()
+
+    def name(extras: Sequence[bytes], without: int | None) -> bytes:
+        parts = [b"*" if at == without else b"=" + hashlib.sha256(part).digest() for at, part in enumerate(extras)]
+        return hashlib.blake2b(content + b"".join(parts), digest_size=8).digest()
+
+    return name

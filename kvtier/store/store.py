@@ -1,0 +1,558 @@
+"""Store: one lock + Directory + lanes: the claims and leases; each lower tier's own part is a Below.
+
+Decide under the lock, act outside it: the Directory is changed with the lock held (memory only, microseconds), tiers
+and copies run without it. Everything here is safe to call from any thread; no call waits for a tier.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from fractions import Fraction
+from functools import partial
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.lanes import Executor
+from kvtier.core.pool import Pool
+from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
+from kvtier.load_policy.outlook import Outlook
+from kvtier.store.audit import Audit
+from kvtier.store.directory import FILLING, GONE, READY, Directory, Entry
+from kvtier.store.eviction import LRU, Policy
+from kvtier.store.lease import LoadLease, Match, SaveLease
+from kvtier.store.lookup import look
+from kvtier.store.lower_tier import Below, Core, Place
+from kvtier.store.promotion import Promotions
+from kvtier.tiers.base import Tier
+
+_POPULATE_BYTES = 32 << 20
+_SLOTS_CHECKED = 512
+_PROBLEMS = 20
+
+
+class Store:
+    """A pool of RAM slots over lower tiers (fastest first), each with its own lane.
+
+    ``recovered()`` of every tier is read here, once. :meth:`close` closes lanes, tiers and the pool. ``share`` and
+    every ``owner``: see :mod:`kvtier.store.directory`; for servers. ``spare`` is a lane without a tier: it makes the
+    pool's pages present while nobody waits. ``clock``: monotonic seconds, for forecasts.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        tiers: Sequence[Place | tuple[Tier, Executor]] = (),
+        policy: Callable[[], Policy] = LRU,
+        share: float | None = None,
+        spare: Executor | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pool = pool
+        places = [Place(*each) for each in tiers]
+        self.tiers = [place.tier for place in places]
+        self.counts: Counter[str] = Counter()
+        """Events in chunks since the start; see :meth:`stats`."""
+        self._spare = spare
+        self._lock = threading.Lock()
+        self._arrived = threading.Condition(self._lock)
+        self._arrivals = 0
+        self._closed = False
+        self.touched: Future[None] = Future()  # done when ``spare`` has made every page; cancelled by a close before
+        self.on_arrival: Callable[[], None] = _nothing
+        """Called on a lane thread, without the lock, whenever :meth:`wait` would return."""
+        self._directory = Directory(pool.slots, [tier.capacity for tier in self.tiers], policy, share)
+        core = Core(self._lock, self._directory, pool, self.counts)
+        self._below = [Below(core, index, place, clock) for index, place in enumerate(places)]
+        self._on_save = [below for below in self._below if not below.on_evict]
+        self._on_evict = [below for below in self._below if below.on_evict]
+        self._looking: set[int] = set()
+        """Owners for whom a :meth:`_look_ahead` is queued."""
+        self._promotions = Promotions(core, self._below, self._note_arrival)
+        self.audit = Audit(core, self._below, self.forget)
+        self._waits = [below.timed.wait for below in self._below]
+        for below in self._below:
+            keys = below.tier.recovered()
+            below.found(keys, below.timed.owners(keys))
+            below.sweep_soon()
+        if spare is not None:
+            spare.submit(partial(self._populate, 0))
+
+    # ---- the five verbs ------------------------------------------------------------------------------------------
+
+    def match(self, keys: Sequence[ChunkKey]) -> Match:
+        """How far the run ``keys`` (first chunk first) can be served. No effect; memory only.
+
+        Chunks that only a shared tier knows of are not seen here: :meth:`load` asks it.
+        """
+        with self._lock:
+            ready = self._directory.ready_run(keys)
+            return Match(ready, self._directory.held_run(keys, ready) - ready)
+
+    def save(self, keys: Sequence[ChunkKey], owner: int = 0) -> SaveLease:
+        """Reserve slots for the chunks of ``keys`` (the whole run so far) that are not in RAM.
+
+        The lease names them; fewer when there is no room, none for what is held. Its owner fills the slots, then
+        commits.
+        """
+        return whole(self.saving(keys, owner))
+
+    def saving(self, keys: Sequence[ChunkKey], owner: int = 0, most: int | None = None) -> Steps[SaveLease]:
+        """:meth:`save` in pieces, of at most ``most`` slots. What is reserved goes back when it is left unfinished."""
+        lease = SaveLease(self, keys, [])
+        keep, wanted, missing = frozenset(keys), len(keys) if most is None else most, 0
+        try:
+            yield from self._touching(keys[AT_ONCE:])
+            for number, part in enumerate(pieces(keys)):
+                if number:
+                    yield 0.0
+                with self._lock:
+                    if not number:
+                        self._directory.touch(part)
+                    absent = [key for key in part if self._directory.get(key) is None]
+                    missing += len(absent)
+                    for key in absent[: wanted - len(lease.entries)]:
+                        entry = self._directory.reserve(key, keep, None, owner)
+                        if entry is None:
+                            wanted = len(lease.entries)
+                            break
+                        lease.entries.append(entry)
+        except BaseException:
+            lease.close()
+            raise
+        with self._lock:
+            self.counts["save_refused"] += missing - len(lease.entries)
+        return lease
+
+    def load(
+        self,
+        keys: Sequence[ChunkKey],
+        start: int = 0,
+        owner: int = 0,
+        most: int | None = None,
+        cuts: Sequence[int] = (),
+    ) -> LoadLease:
+        """Pin what can be served of ``keys[start:]`` without a gap, at most ``most`` chunks, and start promoting what
+        lower tiers hold. The lease pins each chunk from now (or its arrival) until it is closed: poll, copy, close.
+
+        ``cuts``: part by part if all can come so, parts of a slot ending at these bytes; see ``LoadLease.fillings``.
+        """
+        return whole(self.loading(keys, start, owner, most, cuts))
+
+    def loading(
+        self,
+        keys: Sequence[ChunkKey],
+        start: int = 0,
+        owner: int = 0,
+        most: int | None = None,
+        cuts: Sequence[int] = (),
+    ) -> Steps[LoadLease]:
+        """:meth:`load` in pieces; with ``cuts`` in one. What it pinned is let go when it is left unfinished."""
+        rest = keys[start:]
+        lease = LoadLease(self, rest[:most], owner)
+        at_once = len(lease.keys) if cuts else AT_ONCE
+        try:
+            yield from self._touching(keys)
+            while self._load_piece(lease, at_once, owner):
+                yield 0.0
+        except BaseException:
+            lease.close()
+            raise
+        with self._lock:
+            self.counts["load_asked"] += len(rest)
+            promotions = self._claim(lease, at_once)
+            unknown = lease.keys[len(lease.entries) :]
+            asked = self._ask(unknown) if unknown else None
+            lease.asking = asked is not None
+            if asked is None:
+                self._miss(rest, len(lease.entries), most)
+            in_parts = self._promotions.in_parts(lease, promotions, cuts) if cuts and asked is None else None
+        (in_parts or partial(self._promotions.begin, promotions))()
+        if promotions:
+            self._look_ahead_soon(owner)
+        if asked is not None and not self._below[asked].timed.submit(partial(self._find, lease, asked)):
+            with self._lock:
+                lease.asking = False
+        return lease
+
+    def _load_piece(self, lease: LoadLease, count: int, owner: int) -> bool:
+        """Claim one piece of a run, but for the last one. False: the rest is the last, or the run has a gap."""
+        known = len(lease.entries)
+        if len(lease.keys) - known <= count:
+            return False
+        with self._lock:
+            promotions = self._claim(lease, count)
+        self._promotions.begin(promotions)
+        if promotions:
+            self._look_ahead_soon(owner)
+        return len(lease.entries) - known == count
+
+    def _touching(self, run: Sequence[ChunkKey]) -> Steps[None]:
+        """A run was used; its end first, so that its beginning is hottest."""
+        parts = list(pieces(run))
+        for part in reversed(parts):
+            with self._lock:
+                self._directory.touch(part)
+            if part is not parts[0]:
+                yield 0.0
+
+    def check(self, idle: bool = False) -> None:
+        """Raise StateError when an internal rule is broken; ``idle``: also when something is in progress."""
+        with self._lock:
+            self._directory.check(idle)
+
+    def checking(self, idle: bool = False) -> Steps[str]:
+        """What is broken in words, "" if nothing is: :meth:`check` in pieces, each slot by itself and then the counts,
+        so without what only a look at all slots at one moment can see."""
+        problems: list[str] = []
+        for first in range(0, self.pool.slots, _SLOTS_CHECKED):
+            with self._lock:
+                problems += self._directory.check_slots(first, _SLOTS_CHECKED)[:1]
+            yield 0.0
+        with self._lock:
+            problems += self._directory.check_counts(idle)
+        return "; ".join(problems[:_PROBLEMS])
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Run queued writes for up to ``timeout_s`` seconds, then close lanes, tiers and pool.
+
+        Returns False when something was dropped or hangs. Safe to call twice.
+        """
+        with self._lock:
+            if self._closed:
+                return True
+            self._closed = True
+            left = self._directory.all_out() if self._on_evict else []
+        for below in self._on_evict:
+            below.offer(left[: below.tier.capacity], ())
+        clean = True
+        for lane in [*self.lanes, *([self._spare] if self._spare else [])]:
+            clean &= lane.close(timeout_s)
+        self.touched.cancel()
+        for below in self._below:
+            below.close([entry.key for entry in left])
+        if clean:
+            self.pool.close()
+        return clean
+
+    # ---- the rest of the surface ---------------------------------------------------------------------------------
+
+    def forecast(self, keys: Sequence[ChunkKey]) -> Outlook:
+        """How far :meth:`load` would get with the run, and when. No effect; memory only."""
+        return whole(self.forecasting(keys))
+
+    def forecasting(self, keys: Sequence[ChunkKey]) -> Steps[Outlook]:
+        """:meth:`forecast` in pieces."""
+        looking = look(self._directory, self._waits, keys)
+        while True:
+            with self._lock:
+                try:
+                    next(looking)
+                except StopIteration as done:
+                    outlook: Outlook = done.value
+                    break
+            yield 0.0
+        with self._lock:
+            asked = self._ask(keys[outlook.known :]) if outlook.known < len(keys) else None
+            outlook = outlook._replace(why=self._end_of(keys, outlook.ready, outlook.known)[1])
+        if asked is None:
+            return outlook
+        return outlook._replace(asking=self._below[asked].timed.asking(len(keys) - outlook.known))
+
+    def decline(self, keys: Sequence[ChunkKey], reason: str) -> None:
+        """These chunks could be had and are computed instead; why. Counted, and now and then one of them is read in the
+        background, so that a tier that has become fast is found out."""
+        with self._lock:
+            self.counts[f"declined_{reason}"] += len(keys)
+            index = next(self._directory.holders(keys[0]), self._ask(keys)) if keys else None
+        if index is not None:
+            self._below[index].probe(keys[0])
+
+    def forget(self, keys: Sequence[ChunkKey], owner: int | None = None) -> None:
+        """Drop these chunks everywhere: they are bad, or nobody may have them any more."""
+        whole(self.forgetting(keys, owner))
+
+    def forgetting(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[None]:
+        """:meth:`forget` in pieces."""
+        for part in pieces(keys):
+            with self._lock:
+                for key in part:
+                    for index in self._directory.forget(key, owner):
+                        self._below[index].discard(key)
+            yield 0.0
+        for below in self._below:
+            below.sweep_soon()
+
+    def clear(self, owner: int | None = None) -> None:
+        """Drop every chunk everywhere (those being filled right now excepted); of one owner: its own and nobody's."""
+        self.forget(self.every_key(), owner)
+
+    def every_key(self) -> list[ChunkKey]:
+        """Every chunk in RAM or in a tier, some of them twice. Holds the lock for 20 ns a chunk: see
+        :class:`kvtier.server.shares.Pace`."""
+        with self._lock:
+            return self._directory.keys()
+
+    def keys(self, owner: int | None = None) -> set[ChunkKey]:
+        """Every chunk in RAM or in a tier; of one owner: its own and nobody's. What :meth:`clear` drops."""
+        return whole(self.finding(owner))
+
+    def finding(self, owner: int | None = None) -> Steps[set[ChunkKey]]:
+        """:meth:`keys` in pieces."""
+        found = set[ChunkKey]()
+        for part in pieces(self.every_key()):
+            with self._lock:
+                found.update(self._directory.of(part, owner))
+            yield 0.0
+        return found
+
+    def forget_unseen(self, owner: int | None) -> list[Future[tuple[int, bool]]]:
+        """For every tier: see :meth:`kvtier.store.lower_tier.Below.forget_unseen`."""
+        return [below.forget_unseen(owner) for below in self._below]
+
+    def unfinished(self, keys: Sequence[ChunkKey], owner: int | None = None) -> int:
+        """How many of these chunks, forgotten before, are being filled, or not yet deleted below."""
+        return whole(self.outliving(keys, owner))
+
+    def outliving(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[int]:
+        """:meth:`unfinished` in pieces."""
+        left = 0
+        for part in pieces(keys):
+            with self._lock:
+                left += self._directory.unfinished(part, owner)
+            yield 0.0
+        return left
+
+    @property
+    def slots(self) -> int:
+        """Slots that may be in use now; fewer than the pool has while another Store has the room of the others."""
+        return self._directory.slots
+
+    @property
+    def capacities(self) -> list[int]:
+        """Chunks that each of :attr:`tiers` may hold now."""
+        return [self._directory.capacity(index) for index in range(len(self.tiers))]
+
+    @property
+    def occupied(self) -> int:
+        """Slots of the pool that have memory, or may get some at any time."""
+        with self._lock:
+            return self._directory.occupied
+
+    def sharing(self, slots: int, part: Fraction) -> Steps[None]:
+        """Use so many slots, and this part of what the tiers of our own hold; what is beyond goes back to the host.
+        On a thread that may block. Slots that somebody holds now go back when this is called again later."""
+        while True:
+            with self._lock:
+                more = slots <= self._directory.slots and self._directory.shrink(slots, AT_ONCE)
+            if not more:
+                break
+            yield 0.0
+        while True:
+            with self._lock:
+                leaving = self._directory.leaving(AT_ONCE)
+            if not leaving:
+                break
+            for slot in leaving:
+                self.pool.give_back(slot)
+            with self._lock:
+                self._directory.gave_back(leaving)
+            yield 0.0
+        with self._lock:
+            if slots > self._directory.slots:
+                self._directory.grow(slots)
+        for below in self._below:
+            if not below.tier.shared:
+                yield from below.limit(max(1, int(below.tier.capacity * part)))
+
+    def reach(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """How many leading chunks of a run each place holds by itself: RAM, then every tier. No effect."""
+        with self._lock:
+            lower = [self._directory.held_first(index, keys) for index in range(len(self.tiers))]
+            return [self._directory.ready_run(keys), *lower]
+
+    @property
+    def lanes(self) -> Sequence[Executor]:
+        """The tiers' lanes, in the order of :attr:`tiers`."""
+        return [below.lane for below in self._below]
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when a promotion has ended since the last wait, or after ``timeout_s``. For one waiting thread."""
+        with self._arrived:
+            if not self._arrivals:
+                self._arrived.wait(timeout_s)
+            self._arrivals = 0
+
+    def stats(self) -> dict[str, int]:
+        """Chunks by place and state now, and events since the start (all in chunks)."""
+        with self._lock:
+            held = {f"{tier.name}_held": self._directory.held(index) for index, tier in enumerate(self.tiers)}
+            stats = Counter({**self._directory.usage(), **held, **self.counts})
+            for below in self._on_evict:
+                stats[f"{below.tier.name}_spill_late"] += self._directory.evicted_unoffered
+            return stats
+
+    def _populate(self, first: int) -> None:
+        """On the spare lane: some slots' pages, then the next ones as new work, so that a close comes in between."""
+        count = min(max(1, _POPULATE_BYTES // self.pool.slot_bytes), self.pool.slots - first)
+        self.pool.populate(first, count)
+        if first + count < self.slots == self.pool.slots and self._spare is not None:
+            self._spare.submit(partial(self._populate, first + count))
+        elif self.touched.set_running_or_notify_cancel():
+            self.touched.set_result(None)
+
+    # ---- promotion: lower tier -> slot ---------------------------------------------------------------------------
+
+    def _claim(self, lease: LoadLease, most: int | None = None) -> list[tuple[Entry, int]]:
+        """Under the lock: extend the lease as far as chunks are in RAM, on their way, or held lower, by at most
+        ``most``. Of a run that is longer than RAM the end leaves for the beginning, after all else."""
+        directory, promotions, known = self._directory, list[tuple[Entry, int]](), len(lease.entries)
+        for key in lease.keys[known : None if most is None else known + most]:
+            entry = directory.get(key)
+            if entry is None:
+                holder = next((index for index in directory.holders(key) if self._below[index].may_read(key)), None)
+                if holder is None:
+                    break
+                entry = directory.reserve(key, (), holder, lease.owner)
+                if entry is None:
+                    self.counts["load_refused"] += 1
+                    break
+                promotions.append((entry, holder))
+            elif entry.state is FILLING and entry.origin is None:
+                break
+            directory.pin(entry)
+            lease.entries.append(entry)
+            lease.origins.append(entry.origin if entry.state is FILLING else None)
+        self.counts["ram_loaded"] += len(lease.entries) - known - len(promotions)
+        return promotions
+
+    def _note_arrival(self) -> None:
+        """A promotion has ended, or a question was answered."""
+        with self._arrived:
+            self._arrivals += 1
+            self._arrived.notify_all()
+        self.on_arrival()
+
+    def _ask(self, unknown: Sequence[ChunkKey]) -> int | None:
+        """Under the lock: the shared tier that may know more of a run than we do."""
+        if self._directory.get(unknown[0]) is not None or next(self._directory.holders(unknown[0]), None) is not None:
+            return None
+        return next((index for index, tier in enumerate(self.tiers) if tier.shared), None)
+
+    def _find(self, lease: LoadLease, index: int) -> None:
+        """On a lane thread: learn what a shared tier holds of the rest of the lease's run, and claim it."""
+        with self._lock:
+            unknown = lease.keys[len(lease.entries) :]
+        below = self._below[index]
+        found = unknown[: below.timed.find(unknown)][::-1]
+        owners = below.timed.owners(found)
+        with self._arrived:
+            below.found(found, owners)
+            promotions = [] if lease.closed else self._claim(lease)
+            self._miss(lease.keys, len(lease.entries))
+            lease.asking = False
+            self._arrivals += 1
+            self._arrived.notify_all()
+        self._promotions.begin(promotions)
+        self.on_arrival()
+        below.sweep()
+
+    # ---- misses --------------------------------------------------------------------------------------------------
+
+    def _end_of(self, keys: Sequence[ChunkKey], ready: int, known: int) -> tuple[int, str]:
+        """Under the lock: how many leading chunks of a run can be had, of which ``ready`` are here and ``known`` here
+        or below; and the reason why no more, "" when that is all."""
+        directory, below = self._directory, self._below
+        if ready < len(keys) and directory.get(keys[ready]) is None:
+            holders = list(directory.holders(keys[ready]))
+            if holders and all(below[index].away for index in holders):
+                return ready, "tier_down"
+        if known == len(keys):
+            return known, ""
+        why = directory.why(keys[known])
+        unsure = why in {"cold", "evicted"} and any(one.away and one.tier.shared for one in below)
+        return known, "tier_down" if unsure else why
+
+    def _miss(self, keys: Sequence[ChunkKey], ready: int, most: int | None = None) -> None:
+        """Under the lock: count by reason what a load is short of, but for what was declined, beyond ``most``."""
+        end, why = self._end_of(keys, ready, self._directory.held_run(keys, ready))
+        if why and (most is None or most >= end):
+            self.counts[f"missed_{why}"] += len(keys) - end
+
+    # ---- for leases ----------------------------------------------------------------------------------------------
+
+    def end_save(self, lease: SaveLease, commit: bool) -> Steps[None]:
+        """See :class:`kvtier.store.lease.Keeper`. Committed chunks are READY, and offered to every lower tier's
+        lane."""
+        for part in pieces(lease.entries):
+            with self._lock:
+                for entry in part:
+                    if commit:
+                        self._directory.filled(entry)
+                    else:
+                        self._directory.fill_failed(entry)
+                self.counts["saved"] += commit * len(part)
+            yield 0.0
+        if not commit:
+            return
+        yield from self._touching(lease.run)
+        for below in self._on_save:
+            for part in pieces(lease.entries):
+                below.offer(part, lease.run)
+                yield 0.0
+        if lease.entries:
+            self._look_ahead_soon(lease.entries[0].owner)
+
+    def _look_ahead_soon(self, owner: int) -> None:
+        """``owner`` has taken slots: tiers that write on eviction shall have what leaves next before it leaves."""
+        if self._on_evict and owner not in self._looking:
+            self._looking.add(owner)
+            if not self._on_evict[0].lane.submit(partial(self._look_ahead, owner)):
+                self._looking.discard(owner)
+
+    def _look_ahead(self, owner: int) -> None:
+        """On a lane thread."""
+        self._on_evict[0].sweep()
+        with self._lock:
+            self._looking.discard(owner)
+            entries = self._directory.next_out(owner)
+        for below in self._on_evict:
+            below.offer(entries, ())
+
+    def poll_load(self, lease: LoadLease) -> Match:
+        """See :meth:`LoadLease.poll`."""
+        with self._lock:
+            entries, ready = lease.entries, lease.ready
+            while ready < len(entries) and entries[ready].state is READY:
+                ready += 1
+            whole = next((at for at in range(ready, len(entries)) if entries[at].state is GONE), len(entries))
+            if whole < len(entries):
+                self._unpin(entries[whole:])
+                del entries[whole:]
+                lease.asking = False
+            lease.ready = ready
+            return Match(ready, whole - ready + lease.asking)
+
+    def end_load(self, lease: LoadLease) -> Steps[None]:
+        """See :class:`kvtier.store.lease.Keeper`. The run's end first, so that its beginning ends up hottest."""
+        with self._lock:
+            lease.closed = True
+            drawn = self.audit.drawn(lease.entries[: lease.ready])
+            entries, lease.entries, lease.ready = lease.entries, [], 0
+        for part in reversed(list(pieces(entries))):
+            with self._lock:
+                self._unpin(part)
+            yield 0.0
+        self.audit.begin(drawn)
+
+    def _unpin(self, entries: Sequence[Entry]) -> None:
+        """Last first, so that the beginning of the run ends up hottest."""
+        for entry in reversed(entries):
+            self._directory.unpin(entry)
+            self._promotions.unpinned(entry)
+
+
+def _nothing() -> None:
+    """Nobody listens."""

@@ -1,0 +1,1 @@
+"""Chunks on a local disk."""

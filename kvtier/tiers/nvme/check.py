@@ -1,0 +1,254 @@
+"""``kvtier check``: is all true that an NVMe tier's folder says? Reads every slot; only ``--repair`` changes any.
+
+What is compared: the superblock with both files' sizes, every record with its own checksum, every payload with the
+checksum in its record, and keys with each other. The Store writes whole slots, so a payload is as long as its slot.
+Payloads are dropped from the page cache before they are read: the answer is the disk's.
+Encrypted chunks are compared as they lie there, without the key; that they open is not checked.
+
+A folder in use is refused: it changes under the reader, and its owner checks what it reads anyway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import mmap
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvtier.config.keys import load
+from kvtier.core.chunk import PAGE_BYTES
+from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.tenant import may
+from kvtier.core.terminal import size_text
+from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME, TierFolder
+from kvtier.tiers.nvme.index import (
+    EMPTY_RECORD,
+    FORMAT_VERSION,
+    RECORD_BYTES,
+    Records,
+    Superblock,
+    payload_checksum,
+    read_records,
+    table_bytes,
+)
+
+_READ_STEP = 8 << 20
+_COUNTS = ("good", "corrupt", "damaged", "stale", "free")
+
+
+class Report(msgspec.Struct):
+    """One folder. Every slot is counted once: good, corrupt, damaged, stale or free."""
+
+    path: str
+    slot_bytes: int = 0
+    slots: int = 0
+    closed: bool = False
+    """Its last owner closed it; otherwise it crashed, which costs nothing that was written."""
+    good: int = 0
+    corrupt: int = 0
+    """A good record whose payload does not match it, or cannot be read."""
+    damaged: int = 0
+    """Records that do not match their own checksum."""
+    stale: int = 0
+    """Older records of a key that has a newer one: a power cut undid their deletion. No tier believes them."""
+    free: int = 0
+    repaired: int = 0
+    """Slots that this check made free."""
+    problems: list[str] = []
+    """What is wrong with the files as a whole."""
+
+    @property
+    def bad(self) -> bool:
+        """Something is left that a tier would have to find out by itself."""
+        return bool(self.problems or self.corrupt + self.damaged) and not self.repaired
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nvme", metavar="FOLDER", help="a tier's folder, or one that has some; none: nvme_path")
+    parser.add_argument("--config", metavar="YAML", help="configuration file that has nvme_path")
+    parser.add_argument("--repair", action="store_true", help="make every bad slot free; without it nothing is changed")
+    parser.add_argument("--json", action="store_true", help="print one JSON list, an object a folder")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status: 0 nothing bad is left, 1 something is, 2 (by errors) the folders cannot be checked."""
+    place = arguments.nvme or load(arguments.config).nvme_path
+    if place is None:
+        raise ConfigError("no folder to check: give --nvme /path, or the key nvme_path")
+    reports = [check(folder, repair=arguments.repair) for folder in tier_folders(Path(place))]
+    if arguments.json:
+        print(msgspec.json.format(msgspec.json.encode(reports)).decode())
+    else:
+        print("\n".join(_told(report) for report in reports))
+    if any(report.bad for report in reports) and not arguments.repair:
+        print("kvtier check: --repair makes the bad slots free", file=sys.stderr)
+    return int(any(report.bad for report in reports))
+
+
+def tier_folders(place: Path) -> list[Path]:
+    """``place``, if it is a tier's folder, and those directly in it: a server's realms, an engine's replicas.
+
+    Raises ConfigError when there is none.
+    """
+    found = [folder for folder in (place, *sorted(place.glob("*/"))) if (folder / INDEX_NAME).exists()]
+    if not found:
+        raise ConfigError(f"{place}: no NVMe tier's folder (none has {INDEX_NAME}); give the folder in nvme_path")
+    return found
+
+
+def check(folder: Path, *, repair: bool = False) -> Report:
+    """Look at every slot. ``repair``: make bad ones free. About as fast as one thread reads the disk.
+
+    Raises TierError when the folder is in use, not this user's alone, not readable, or of a newer format (which is not
+    ours to repair).
+    """
+    with _locked(folder, os.O_RDWR if repair else os.O_RDONLY) as (files, index):
+        report = Report(str(folder), problems=[])
+        superblock = Superblock.unpack(os.pread(index, PAGE_BYTES, 0))
+        if superblock is None:
+            report.problems.append("the superblock is not readable: the next start drops everything here")
+            if repair:
+                os.ftruncate(index, 0)
+                report.repaired, report.problems = 1, []
+            return report
+        if superblock.version != FORMAT_VERSION:
+            raise TierError(f"{folder}: format version {superblock.version}, expected {FORMAT_VERSION}; use its kvtier")
+        report.slot_bytes, report.slots, report.closed = superblock.slot_bytes, superblock.slots, superblock.clean
+        table = _table(index, superblock.slots)
+        records = read_records(table, superblock.slots, superblock.slot_bytes)
+        bad = _count(report, files, table, records)
+        _compare_sizes(report, files)
+        if repair and bad:
+            _make_free(index, bad)
+            report.repaired = len(bad)
+        return report
+
+
+def discard(folder: Path, owner: int | None = None) -> int:
+    """Remove a tier's folder that is not in use, or of its chunks ``owner``'s (see :func:`kvtier.core.tenant.may`); how
+    many chunks went. A folder of another format is removed in any case. Raises TierError when it is in use."""
+    with _locked(folder, os.O_RDWR) as (files, index):
+        superblock = Superblock.unpack(os.pread(index, PAGE_BYTES, 0))
+        chunks = 0
+        if superblock is not None and superblock.version == FORMAT_VERSION:
+            table = _table(index, superblock.slots)
+            records = read_records(table, superblock.slots, superblock.slot_bytes)
+            whose = [int.from_bytes(each.tobytes(), "little") for each in records.owners]
+            going = [at for at, each in enumerate(whose) if may(owner, each)]
+            chunks = len({records.keys[at] for at in going})
+            if len(going) < len(whose):
+                _make_free(index, [int(records.slots[at]) for at in going])
+                return chunks
+        for name in (SLOTS_NAME, INDEX_NAME):
+            files.remove(name)
+        with suppress(OSError):
+            folder.rmdir()
+        return chunks
+
+
+@contextmanager
+def _locked(folder: Path, mode: int) -> Iterator[tuple[TierFolder, int]]:
+    """The folder, and the index file's descriptor under the lock that a running tier holds."""
+    try:
+        with TierFolder(folder) as files, _descriptor(files.open(INDEX_NAME, mode)) as index:
+            _lock(folder, index)
+            yield files, index
+    except OSError as error:
+        raise TierError(f"{folder}: {error}") from error
+
+
+@contextmanager
+def _descriptor(fd: int) -> Iterator[int]:
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _lock(folder: Path, index: int) -> None:
+    try:
+        fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = Superblock.unpack(os.pread(index, PAGE_BYTES, 0))
+        who = f"process {holder.pid}" if holder else "another process"
+        raise TierError(f"{folder}: in use by {who}; stop it first") from None
+
+
+def _table(index: int, slots: int) -> memoryview:
+    """The records; zeros, which are free slots, where the file is too short."""
+    table = memoryview(bytearray(slots * RECORD_BYTES))
+    for start in range(0, len(table), _READ_STEP):
+        os.preadv(index, [table[start : start + _READ_STEP]], PAGE_BYTES + start)
+    return table
+
+
+def _count(report: Report, files: TierFolder, table: memoryview, records: Records) -> list[int]:
+    """Fill in the report; the slots that are bad or stale."""
+    words = np.frombuffer(table, dtype="<u8").reshape(-1, RECORD_BYTES // 8)
+    used = set(np.flatnonzero(words[:, 7] | words[:, -1]).tolist())  # sequence number and checksum
+    believed = records.slots.tolist()
+    newest = dict(zip(records.keys, range(len(believed)), strict=True))
+    corrupt = _corrupt(files, records, sorted(newest.values(), key=believed.__getitem__), report.slot_bytes)
+    damaged = used.difference(believed)
+    stale = set(believed).difference(believed[at] for at in newest.values())
+    report.good, report.corrupt = len(newest) - len(corrupt), len(corrupt)
+    report.damaged, report.stale, report.free = len(damaged), len(stale), report.slots - len(used)
+    return sorted({*corrupt, *damaged, *stale})
+
+
+def _corrupt(files: TierFolder, records: Records, order: Sequence[int], slot_bytes: int) -> list[int]:
+    """Slots whose payload is not what its record says."""
+    if not order:
+        return []
+    try:
+        opened = files.open(SLOTS_NAME, os.O_RDONLY)
+    except OSError:
+        return [int(records.slots[at]) for at in order]
+    with _descriptor(opened) as payload:
+        whole = memoryview(mmap.mmap(-1, slot_bytes))
+        return [
+            int(records.slots[at])
+            for at in order
+            if not _read(payload, int(records.slots[at]) * slot_bytes, whole)
+            or payload_checksum(records.keys[at], whole) != records.checksums[at].tobytes()
+        ]
+
+
+def _read(payload: int, offset: int, into: memoryview) -> bool:
+    try:
+        os.posix_fadvise(payload, offset, len(into), os.POSIX_FADV_DONTNEED)
+        return os.preadv(payload, [into], offset) == len(into)
+    except OSError:
+        return False
+
+
+def _compare_sizes(report: Report, files: TierFolder) -> None:
+    wanted = {INDEX_NAME: table_bytes(report.slots), SLOTS_NAME: report.slots * report.slot_bytes}
+    for name, size in wanted.items():
+        found = 0
+        with suppress(FileNotFoundError), _descriptor(files.open(name, os.O_RDONLY)) as fd:
+            found = os.fstat(fd).st_size
+        if found < size:
+            report.problems.append(f"{name} has {found:,} bytes, expected {size:,}: the next start reserves the rest")
+
+
+def _make_free(index: int, slots: Sequence[int]) -> None:
+    for slot in slots:
+        os.pwrite(index, EMPTY_RECORD, PAGE_BYTES + slot * RECORD_BYTES)
+    os.fdatasync(index)
+
+
+def _told(report: Report) -> str:
+    end = "closed cleanly" if report.closed else "not closed by its last owner"
+    counts = ", ".join(f"{getattr(report, count):,} {count}" for count in _COUNTS)
+    lines = [f"{report.path}: {report.slots:,} slots of {size_text(report.slot_bytes)}, {end}: {counts}"]
+    if report.repaired:
+        lines.append(f"{report.repaired:,} made free")
+    return "\n  ".join([*lines, *report.problems])

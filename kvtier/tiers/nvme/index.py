@@ -1,0 +1,167 @@
+"""The NVMe tier's table as bytes: what a record and a superblock are, which of them to believe, in which order.
+
+No I/O. ``index.kvtier`` is one page of superblock, then one 128-byte record for every slot of ``slots.kvtier``, in
+slot order. A record never crosses a page, so one small write replaces it whole.
+
+What is believed, and why it is enough after ``kill -9`` and after a power cut:
+
+- A record carries a checksum over itself, seeded with its slot number and the slot size. A torn, flipped, moved or
+  swapped record is no record. So its owner (:mod:`kvtier.core.tenant`) is never another one's; records from before
+  there were owners have zeros there, which is nobody.
+- A record carries the checksum of key and payload (and so of its length, which is stored nowhere). The payload is
+  written before its record, but nothing forces the device to keep that order in a power cut; a payload that did not
+  arrive, arrived in part, or was overwritten under a stale record fails that checksum when read, and is a miss.
+
+So the order of writes decides only how much survives, never whether what survives is true.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
+
+from kvtier.core.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey, own_link, parent_link
+from kvtier.core.tenant import NOBODY, OWNER_BYTES
+
+FORMAT_VERSION = 1
+RECORD_BYTES = 128
+CHECKSUM_BYTES = 16
+EMPTY_RECORD = bytes(RECORD_BYTES)
+
+_BODY_BYTES = RECORD_BYTES - 8
+_BODY = struct.Struct(f"<40s16sQ{OWNER_BYTES}s40x")
+_CHECK = struct.Struct("<Q")
+_ROW = np.dtype(
+    {
+        "names": ["key", "checksum", "seq", "owner", "check"],
+        "formats": [f"V{KEY_BYTES}", f"V{CHECKSUM_BYTES}", "<u8", f"V{OWNER_BYTES}", "<u8"],
+        "offsets": [0, 40, 56, 64, _BODY_BYTES],
+        "itemsize": RECORD_BYTES,
+    }
+)
+_MAGIC = b"kvtier\0N"
+_SUPERBLOCK = struct.Struct("<8sIIQQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """The table's first page. ``pid`` is the process that has (or last had) it open; ``clean``: it closed it."""
+
+    slot_bytes: int
+    slots: int
+    pid: int
+    clean: bool
+    version: int = FORMAT_VERSION
+
+    def pack(self) -> bytes:
+        """One page."""
+        body = _SUPERBLOCK.pack(_MAGIC, self.version, self.clean, self.slot_bytes, self.slots, self.pid)
+        return (body + _CHECK.pack(xxh3_64_intdigest(body))).ljust(PAGE_BYTES, b"\0")
+
+    @classmethod
+    def unpack(cls, page: bytes) -> Superblock | None:
+        """None for anything that is not a whole superblock of ours, of whatever version."""
+        size = _SUPERBLOCK.size
+        if len(page) < size + _CHECK.size or not page.startswith(_MAGIC):
+            return None
+        if _CHECK.unpack_from(page, size)[0] != xxh3_64_intdigest(page[:size]):
+            return None
+        _, version, clean, slot_bytes, slots, pid = _SUPERBLOCK.unpack_from(page)
+        return cls(slot_bytes, slots, pid, bool(clean), version)
+
+
+def table_bytes(slots: int) -> int:
+    """Size of ``index.kvtier``: whole pages."""
+    return PAGE_BYTES + -(-slots * RECORD_BYTES // PAGE_BYTES) * PAGE_BYTES
+
+
+def slots_within(bytes_: int, slot_bytes: int) -> int:
+    """The most slots whose two files together take at most ``bytes_``; 0 if not even one fits."""
+    slots = max(0, (bytes_ - PAGE_BYTES) // (slot_bytes + RECORD_BYTES))
+    while slots and table_bytes(slots) + slots * slot_bytes > bytes_:
+        slots -= 1
+    return slots
+
+
+def payload_checksum(key: ChunkKey, payload: memoryview) -> bytes:
+    """16 bytes over key and payload. Releases the GIL; about 30 GB/s a core from memory.
+
+    XXH3-128 (https://github.com/Cyan4973/xxHash) finds damage, not forgery: who can write the files can write a
+    matching checksum, hence mode 0600.
+    """
+    return xxh3_128_digest(payload, seed=int.from_bytes(own_link(key), "little"))
+
+
+def pack_record(slot: int, slot_bytes: int, key: ChunkKey, checksum: bytes, seq: int, owner: int = NOBODY) -> bytes:
+    """The 128 bytes of one record; ``seq`` orders records by age, larger is newer, and is never 0."""
+    body = _BODY.pack(key, checksum, seq, owner.to_bytes(OWNER_BYTES, "little"))
+    return body + _CHECK.pack(xxh3_64_intdigest(body, seed=_seed(slot, slot_bytes)))
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The believed records of a table, oldest first, as columns; ``damaged`` counts those that were not believed."""
+
+    keys: list[ChunkKey]
+    slots: NDArray[np.intp]
+    seqs: NDArray[np.uint64]
+    checksums: NDArray[np.uint8]
+    """Shape ``(records, 16)``."""
+    owners: NDArray[np.uint8]
+    """Shape ``(records, 16)``, each little-endian."""
+    damaged: int
+
+
+def read_records(table: memoryview, slots: int, slot_bytes: int) -> Records:
+    """Believe what deserves it among the first ``slots`` records of ``table`` (records only, no superblock).
+
+    100,000 records take about 60 ms.
+    """
+    rows = np.frombuffer(table, dtype=_ROW, count=slots)
+    used = np.flatnonzero((rows["seq"] != 0) | (rows["check"] != 0))
+    seed = _seed(0, slot_bytes)
+    checks = [
+        xxh3_64_intdigest(table[slot * RECORD_BYTES : slot * RECORD_BYTES + _BODY_BYTES], seed=seed + slot)
+        for slot in used.tolist()
+    ]
+    good = used[rows["check"][used] == np.array(checks, dtype=np.uint64)]
+    good = good[np.argsort(rows["seq"][good], kind="stable")]
+    names = rows["key"][good].tobytes()
+    return Records(
+        keys=[ChunkKey(names[at : at + KEY_BYTES]) for at in range(0, len(names), KEY_BYTES)],
+        slots=good,
+        seqs=rows["seq"][good],
+        checksums=np.frombuffer(rows["checksum"][good].tobytes(), dtype=np.uint8).reshape(-1, CHECKSUM_BYTES),
+        owners=np.frombuffer(rows["owner"][good].tobytes(), dtype=np.uint8).reshape(-1, OWNER_BYTES),
+        damaged=len(used) - len(good),
+    )
+
+
+def leaf_first(oldest_first: Sequence[ChunkKey]) -> list[ChunkKey]:
+    """The same keys, coldest first, no parent colder than its child.
+
+    Records are as old as their writes, and a prompt's first chunk is written first; but a run is only as useful as
+    its first chunk, so a parent is made as recent as the most recent chunk below it.
+    """
+    by_link = {own_link(key): key for key in oldest_first}
+    placed: set[ChunkKey] = set()
+    hottest_first: list[ChunkKey] = []
+    for newest in reversed(oldest_first):
+        line: list[ChunkKey] = []
+        key: ChunkKey | None = newest
+        while key is not None and key not in placed:
+            placed.add(key)
+            line.append(key)
+            key = by_link.get(parent_link(key))
+        hottest_first.extend(reversed(line))
+    hottest_first.reverse()
+    return hottest_first
+
+
+def _seed(slot: int, slot_bytes: int) -> int:
+    return (slot_bytes << 32) + slot

@@ -1,0 +1,337 @@
+"""NvmeTier: chunks on a local disk, in preallocated slots, found again after a restart or a crash.
+
+The index lives in memory (one dict entry and 36 packed bytes a chunk) and, record by record, on disk. See
+:mod:`kvtier.tiers.nvme.index` for what is believed after a crash, :mod:`kvtier.tiers.nvme.files` for the files and how
+payloads get there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kvtier.core.chunk import PAGE_BYTES, ChunkKey
+from kvtier.core.errors import StateError, TierError
+from kvtier.core.tenant import NOBODY, OWNER_BYTES
+from kvtier.tiers.nvme.files import SlotFiles
+from kvtier.tiers.nvme.index import (
+    CHECKSUM_BYTES,
+    EMPTY_RECORD,
+    RECORD_BYTES,
+    leaf_first,
+    pack_record,
+    payload_checksum,
+    read_records,
+    slots_within,
+)
+
+_LOG = logging.getLogger(__name__)
+_MAX_SLOT_BYTES = 1 << 30
+_COUNTS = (
+    "writes", "reads", "misses", "bytes_written", "bytes_read", "failed_writes", "failed_reads", "corrupt", "refused",
+    "evicted_unread",
+)  # fmt: skip
+
+
+class NvmeTier:
+    """A :class:`~kvtier.tiers.base.Tier` on a local file system.
+
+    Args:
+        path: a folder of its own; made, with mode 0700, if missing.
+        bytes_: room the tier may take there, both files together; reserved at once, never exceeded.
+        slot_bytes: the largest chunk, a multiple of 4096, at most 1 GiB.
+        direct: bypass the page cache where the file system allows it.
+
+    Raises TierError when the folder is in use, not this user's alone, not writable, or without room; then nothing is
+    left behind.
+
+    Threads: any number of lane threads. ``_lock`` guards the index and the counts, and is never held during I/O.
+    A slot has one owner at any time: the free list, the write that fills it, the index, or the call that empties it.
+    ``counts`` holds plain integers since the start, for reading at any time; ``evicted_unread``: chunks that were
+    written and deleted and never read between, what a disk wore out for. ``trouble``: empty, or in words why nothing
+    is written now, because the folder was removed or another put in its place while it was in use. Each write and read
+    looks. Chunks are served as before, and writing goes on when the folder is back.
+    """
+
+    shared = False
+
+    def __init__(
+        self, path: str | Path, bytes_: int, slot_bytes: int, *, name: str = "nvme", direct: bool = True
+    ) -> None:
+        if not 0 < slot_bytes <= _MAX_SLOT_BYTES or slot_bytes % PAGE_BYTES:
+            raise StateError(f"slot_bytes={slot_bytes}: expected a multiple of {PAGE_BYTES} up to {_MAX_SLOT_BYTES}")
+        slots = slots_within(bytes_, slot_bytes)
+        if not slots:
+            raise TierError(
+                f"NVMe tier {path}: {bytes_:,} bytes hold no chunk of {slot_bytes:,} bytes; "
+                f"give at least {slot_bytes + 2 * PAGE_BYTES:,}"
+            )
+        self.name, self.capacity, self.slot_bytes = name, slots, slot_bytes
+        self.counts = dict.fromkeys(_COUNTS, 0)
+        self._files = SlotFiles(Path(path).absolute(), slots, slot_bytes, direct=direct)
+        self.direct = self._files.direct
+        self._lock = threading.Lock()
+        self._logged: set[str] = set()
+        self.trouble = ""
+        # key -> place = seq * capacity + slot: one integer says where, and tells this filling of the slot from others.
+        self._places: dict[ChunkKey, int] = {}
+        self._checksums = bytearray(CHECKSUM_BYTES * slots)
+        self._owners = bytearray(OWNER_BYTES * slots)
+        self._unread = bytearray(slots)
+        """1 for every slot that was written since the start, and not read."""
+        self._given: list[int] = []
+        """Slots that are not free although no chunk is there: their blocks were given back."""
+        self._free = array("I")
+        self._seq = 0
+        self._recovered = self._recover()
+
+    def recovered(self) -> Sequence[ChunkKey]:
+        keys, self._recovered = self._recovered, []
+        return keys
+
+    def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """See :class:`~kvtier.tiers.base.OwnerKeeper`."""
+        with self._lock:
+            places = [self._places.get(key) for key in keys]
+            return [NOBODY if place is None else self._owner(place % self.capacity) for place in places]
+
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+        """See :meth:`Tier.write`. A key that is held is not written again. Raises StateError for a wrong size."""
+        if not 0 < data.nbytes <= self.slot_bytes:
+            raise StateError(f"a chunk of {data.nbytes} bytes for slots of {self.slot_bytes} bytes")
+        with self._lock:
+            if key in self._places:
+                return True
+            if not self._free:
+                self.counts["refused"] += 1
+                return False
+            slot = self._free.pop()
+            self._seq += 1
+            place = self._seq * self.capacity + slot
+        held = False
+        try:
+            held = self._fill(key, place, data, owner)
+        finally:
+            with self._lock:
+                if held:
+                    self._places[key] = place
+                    self._unread[slot] = 1
+                    self.counts["writes"] += 1
+                    self.counts["bytes_written"] += data.nbytes
+                else:
+                    self._free.append(slot)
+        return held
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool:
+        """See :meth:`Tier.read`. ``into`` has exactly the size that was written."""
+        with self._lock:
+            place = self._places.get(key)
+            if place is None:
+                self.counts["misses"] += 1
+                return False
+            slot = place % self.capacity
+            checksum = self._checksum(slot)
+        self._look()
+        # From here on the slot may be freed and filled with another chunk: then the checksum does not match.
+        try:
+            self._files.read_payload(slot, into)
+            if payload_checksum(key, into) == checksum:
+                self._was_read(slot, into)
+                return True
+            self._drop(key, place, "corrupt")
+        except OSError as error:
+            self._log_first("read", error)
+            self._drop(key, place, "failed_reads")
+        return False
+
+    def read_part(self, key: ChunkKey, into: memoryview, begin: int, end: int) -> bool:
+        """See :class:`~kvtier.tiers.base.PartReader`."""
+        with self._lock:
+            place = self._places.get(key)
+            if place is None:
+                self.counts["misses"] += 1
+                return False
+        self._look()
+        try:
+            self._files.read_payload(place % self.capacity, into[begin:end], begin)
+        except OSError as error:
+            self._log_first("read", error)
+            self._drop(key, place, "failed_reads")
+            return False
+        return True
+
+    def verify(self, key: ChunkKey, whole: memoryview) -> bool:
+        """See :class:`~kvtier.tiers.base.PartReader`."""
+        with self._lock:
+            place = self._places.get(key)
+            if place is None:
+                self.counts["misses"] += 1
+                return False
+            checksum = self._checksum(place % self.capacity)
+        if payload_checksum(key, whole) != checksum:
+            self._drop(key, place, "corrupt")
+            return False
+        self._was_read(place % self.capacity, whole)
+        return True
+
+    def resize(self, chunks: int) -> None:
+        """See :class:`~kvtier.tiers.base.RoomGiver`: blocks of free slots, the last of the file first, go back to the
+        file system; or are reserved again, as far as it has room."""
+        with self._lock:
+            free = sorted(self._free)
+            count = min(max(0, self.capacity - chunks - len(self._given)), len(free))
+            self._free = array("I", free[: len(free) - count][::-1])
+            going = free[len(free) - count :]
+            back = [self._given.pop() for _ in range(min(len(self._given), chunks - self.capacity + len(self._given)))]
+        try:
+            for slot in going:
+                self._files.give_back(slot)
+            for slot in back:
+                self._files.reserve(slot)
+        except OSError as error:
+            self._log_first("resize", error)
+            going, back = [*going, *back], []
+        with self._lock:
+            self._given += going
+            self._free.extend(back)
+
+    def find(self, keys: Sequence[ChunkKey]) -> int:
+        places = self._places
+        for count, key in enumerate(keys):
+            if key not in places:
+                return count
+        return len(keys)
+
+    def delete(self, key: ChunkKey) -> None:
+        with self._lock:
+            place = self._places.pop(key, None)
+            if place is not None:
+                self.counts["evicted_unread"] += self._unread[place % self.capacity]
+        if place is not None:
+            self._empty(place % self.capacity)
+
+    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
+        """See :meth:`Tier.close`. Held keys that ``coldest_first`` does not name count as colder than those it names.
+        The lanes are closed before; a later call is a miss or a refusal."""
+        with self._lock:
+            places, self._places = self._places, {}
+            self._free = array("I")
+        named = [key for key in dict.fromkeys(coldest_first) if key in places]
+        others = places.keys() - set(named)
+        order = [*sorted(others, key=places.__getitem__), *named]
+        table = bytearray(RECORD_BYTES * self.capacity)
+        for seq, key in enumerate(order, start=1):
+            slot = places[key] % self.capacity
+            record = pack_record(slot, self.slot_bytes, key, self._checksum(slot), seq, self._owner(slot))
+            table[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES] = record
+        try:
+            self._files.close(memoryview(table))
+        except OSError as error:
+            self._log_first("close", error)
+
+    def _recover(self) -> list[ChunkKey]:
+        """Build the index from the table; returns its keys, coldest first."""
+        records = read_records(self._read_table(), self._files.kept, self.slot_bytes)
+        # A key with two records (its delete was lost in a power cut) keeps the newer: later entries win.
+        self._places = dict(
+            zip(records.keys, (records.seqs.astype(np.int64) * self.capacity + records.slots).tolist(), strict=True)
+        )
+        np.frombuffer(self._checksums, dtype=np.uint8).reshape(-1, CHECKSUM_BYTES)[records.slots] = records.checksums
+        np.frombuffer(self._owners, dtype=np.uint8).reshape(-1, OWNER_BYTES)[records.slots] = records.owners
+        self._seq = int(records.seqs[-1]) if len(records.seqs) else 0
+        unused = np.ones(self.capacity, dtype=bool)
+        unused[np.fromiter(self._places.values(), dtype=np.int64, count=len(self._places)) % self.capacity] = False
+        # Popped from the end: the first chunks go to the first slots.
+        self._free = array("I", np.flatnonzero(unused)[::-1].astype(np.uint32).tobytes())
+        self.counts["corrupt"] += records.damaged
+        if self._places or records.damaged:
+            how = "" if self._files.clean else " after a stop without close"
+            _LOG.info("NVMe tier %s: %d chunks found%s, %d records damaged",
+                      self._files.path, len(self._places), how, records.damaged)  # fmt: skip
+        return leaf_first(list(self._places))
+
+    def _read_table(self) -> memoryview:
+        try:
+            return self._files.read_table()
+        except OSError as error:
+            self._log_first("read", error)
+            self._files.kept = 0
+            return memoryview(b"")
+
+    def _fill(self, key: ChunkKey, place: int, data: memoryview, owner: int) -> bool:
+        """Payload, then record. The slot's old record is gone or (power cut) names a payload that is no longer there,
+        so at no moment can anybody believe something false about this slot. The order of the two decides nothing but
+        a count: a record without its payload fails the payload's checksum and is counted as corrupt."""
+        if not self._look():
+            with self._lock:
+                self.counts["refused"] += 1
+            return False
+        seq, slot = divmod(place, self.capacity)
+        checksum = payload_checksum(key, data)
+        try:
+            self._files.write_payload(slot, data)
+            self._files.write_record(slot, pack_record(slot, self.slot_bytes, key, checksum, seq, owner))
+        except OSError as error:
+            self._log_first("write", error)
+            with self._lock:
+                self.counts["failed_writes"] += 1
+            return False
+        self._checksums[slot * CHECKSUM_BYTES : (slot + 1) * CHECKSUM_BYTES] = checksum
+        self._owners[slot * OWNER_BYTES : (slot + 1) * OWNER_BYTES] = owner.to_bytes(OWNER_BYTES, "little")
+        return True
+
+    def _look(self) -> bool:
+        """Whether the folder still has our files."""
+        if self._files.in_place():
+            self.trouble = ""
+            return True
+        self.trouble = (
+            f"{self.name}: its folder {self._files.path} was removed or replaced while in use: what it holds is served "
+            "until the end of this process and then lost, nothing more is written; restart to begin with a new one"
+        )
+        self._log_first("folder", self.trouble)
+        return False
+
+    def _was_read(self, slot: int, chunk: memoryview) -> None:
+        with self._lock:
+            self._unread[slot] = 0
+            self.counts["reads"] += 1
+            self.counts["bytes_read"] += chunk.nbytes
+
+    def _drop(self, key: ChunkKey, place: int, count: str) -> None:
+        """Forget a bad chunk, unless it is not bad but was deleted, and maybe written anew, since we looked."""
+        with self._lock:
+            if self._places.get(key) != place:
+                self.counts["misses"] += 1
+                return
+            del self._places[key]
+            self.counts[count] += 1
+        self._log_first(count, key.hex())
+        self._empty(place % self.capacity)
+
+    def _empty(self, slot: int) -> None:
+        """Take the record off the disk, then free the slot; between the two it belongs to this call alone. In the other
+        order a new chunk's record could be there first, and be erased in this one's place."""
+        try:
+            self._files.write_record(slot, EMPTY_RECORD)
+        except OSError as error:
+            self._log_first("write", error)
+        with self._lock:
+            self._free.append(slot)
+
+    def _checksum(self, slot: int) -> bytes:
+        return bytes(self._checksums[slot * CHECKSUM_BYTES : (slot + 1) * CHECKSUM_BYTES])
+
+    def _owner(self, slot: int) -> int:
+        return int.from_bytes(self._owners[slot * OWNER_BYTES : (slot + 1) * OWNER_BYTES], "little")
+
+    def _log_first(self, kind: str, what: object) -> None:
+        if kind not in self._logged:
+            self._logged.add(kind)
+            _LOG.warning("NVMe tier %s: first fault of kind %s: %s (only counted from now on)",
+                         self._files.path, kind, what)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Chunks in Redis, a Redis Cluster, or behind Sentinel."""

@@ -1,0 +1,54 @@
+"""What can go wrong on the way to a Redis, and what a Redis answers with an error."""
+
+from __future__ import annotations
+
+from kvtier.config.redis_url import Address
+
+
+class LinkError(Exception):
+    """The server, the network or the login failed; the connection is closed."""
+
+
+class SetupError(LinkError):
+    """What only the operator can mend; the text says how."""
+
+
+class ProtocolError(LinkError):
+    """Bytes that are no reply to what was asked."""
+
+
+class MovingError(LinkError):
+    """The node is well, and these names are moving to another one just now. They are somewhere, so this is no miss."""
+
+
+class MovedError(MovingError):
+    """These names lie on another node.
+
+    ``slot``: theirs. ``address``: the node's, None where the server did not say one."""
+
+    def __init__(self, slot: int, address: Address | None) -> None:
+        super().__init__("these names lie on another node of the cluster")
+        self.slot, self.address = slot, address
+
+
+class WrongSizeError(Exception):
+    """A value does not have the size that was asked for; the connection is closed."""
+
+
+FAULTS = (LinkError, OSError)
+"""What a call over a link raises when the server, the network or the login fails."""
+
+
+class RefusedError(Exception):
+    """An error that the server answered with. A value in lists of replies.
+
+    ``code``: its first word, as ``OOM``. Its text is printable, short, and hides our password."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def login_error(refusal: RefusedError) -> SetupError:
+    """Without the server's words, which may repeat what it was told."""
+    return SetupError(f"login refused ({refusal.code}); correct user and password in redis_url")

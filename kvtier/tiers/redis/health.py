@@ -1,0 +1,55 @@
+"""Which nodes of a Redis are left alone now, because they fail or take no writes: each for itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtier.tiers.breaker import Breaker
+from kvtier.tiers.redis.link import Link
+
+FAULTS_TO_OPEN = 3
+_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
+_FULL_WAIT_S, _LONGEST_FULL_WAIT_S = 0.25, 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What is known of one node. Its capacity is its own: a full one says nothing about the others."""
+
+    away: Breaker
+    full: Breaker
+
+
+class Health:
+    """The nodes of a link, by where a name lies. Threads: any; ``_lock`` is never held during I/O."""
+
+    def __init__(self, link: Link, clock: Callable[[], float]) -> None:
+        self._link, self._clock = link, clock
+        self._lock = threading.Lock()
+        self._nodes: dict[str, Node] = {}
+
+    def of(self, name: bytes) -> Node:
+        """The node of ``name``. Nodes that left the cluster are forgotten when a new one is met."""
+        place = self._link.node_of(name)
+        with self._lock:
+            if place not in self._nodes:
+                self._nodes = dict(self._present())
+                away = Breaker(FAULTS_TO_OPEN, _WAIT_S, _LONGEST_WAIT_S, self._clock)
+                self._nodes[place] = Node(away, Breaker(1, _FULL_WAIT_S, _LONGEST_FULL_WAIT_S, self._clock))
+            return self._nodes[place]
+
+    @property
+    def away(self) -> int:
+        """Nodes that are left alone now because they failed."""
+        return sum(node.away.open for _, node in self._present())
+
+    @property
+    def full(self) -> int:
+        """Nodes that are sent no writes now because they refused one."""
+        return sum(node.full.open for _, node in self._present())
+
+    def _present(self) -> list[tuple[str, Node]]:
+        known = set(self._link.nodes())
+        return [(name, node) for name, node in list(self._nodes.items()) if name in known]

@@ -1,0 +1,135 @@
+"""Link: wires to the servers that one ``redis_url`` stands for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from kvtier.config.redis_url import Address, Kind, RedisUrl, address_text, parse
+from kvtier.core.errors import ConfigError
+from kvtier.tiers.redis.connections import Dialer, Pool
+from kvtier.tiers.redis.errors import FAULTS, MovedError, MovingError
+from kvtier.tiers.redis.nodes import ClusterNodes, Nodes, OneServer, SentinelNodes
+from kvtier.tiers.redis.wire import Wire
+
+
+class Link:
+    """Where Redis is and how to reach it. Connects when first used, and again by itself after a fault.
+
+    Args:
+        url: what :mod:`kvtier.config.redis_url` reads. The scheme says whether it is a cluster, because a server that
+        is down
+            at the start cannot.
+        connections: to each node, at most; as many as threads call.
+        timeout_s: longest wait for one reply, one send or one connect. A call that moves a chunk ends within twice
+            that; within three times, where it must connect first; within five times, where it must ask a cluster or
+            Sentinel first where the nodes are. Looking up a host's name is the system's affair.
+        clock: monotonic seconds, for how often a cluster or Sentinel is asked.
+
+    Raises ConfigError for a URL that is none.
+
+    Threads: any. ``_lock`` guards the pools and is never held during I/O.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        connections: int = 4,
+        timeout_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        given = _understood(url)
+        self.timeout_s, self._connections = timeout_s, connections
+        self.kind: Kind = given.kind
+        self.label = given.label
+        """Where it is, for logs: no user, no password."""
+        self._dialer = Dialer(given, given.login, given.database, timeout_s)
+        self._nodes = _nodes(given, self._dialer, timeout_s, clock)
+        self._lock = threading.Lock()
+        self._pools: dict[Address | None, Pool] = {}
+        self._closed = False
+
+    def node_of(self, name: bytes) -> str:
+        """Which node holds ``name``, as far as known; asks nobody."""
+        address = self._nodes.guess(name) if self.kind == "cluster" else None
+        return self.label if address is None else address_text(address)
+
+    def nodes(self) -> list[str]:
+        """Every answer that :meth:`node_of` may give now, or gave before a cluster was asked."""
+        known = [address_text(address) for address in self._nodes.known() if address is not None]
+        return [self.label, *(known if self.kind == "cluster" else [])]
+
+    def wire(self, name: bytes) -> AbstractContextManager[Wire]:
+        """A wire to the node that holds ``name``. Raises FAULTS; a wire that failed is closed, not reused."""
+        return self._borrowed(name)
+
+    def wires(self) -> Generator[Wire]:
+        """A wire to every node that takes writes, one after the other. Raises FAULTS; close it when you stop early."""
+        with self._watched():
+            addresses = self._nodes.every()
+        for address in addresses:
+            with self._watched(), self._pool(address).wire() as wire:
+                yield wire
+
+    def suspect(self) -> None:
+        """What was believed to be a primary takes no writes: ask again where the primaries are."""
+        self._nodes.suspect()
+
+    def close(self) -> None:
+        """Close every connection that nobody uses now."""
+        with self._lock:
+            self._closed = True
+            pools = list(self._pools.values())
+        for pool in pools:
+            pool.close()
+
+    @contextmanager
+    def _borrowed(self, name: bytes) -> Iterator[Wire]:
+        with self._watched(), self._pool(self._nodes.of(name)).wire() as wire:
+            yield wire
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """A slot that moved or a node that went: both mean that what we know of the nodes may be old."""
+        try:
+            yield
+        except MovedError as error:
+            self._nodes.moved(error.slot, error.address)
+            raise
+        except MovingError:
+            raise
+        except FAULTS:
+            self._nodes.suspect()
+            raise
+
+    def _pool(self, address: Address | None) -> Pool:
+        """The pool of this server; those of servers that are none of ours any more are closed."""
+        with self._lock:
+            if self._closed:
+                raise ConnectionError("closed")
+            if (pool := self._pools.get(address)) is not None:
+                return pool
+            known = {*self._nodes.known(), address}
+            gone = [self._pools.pop(one) for one in list(self._pools) if one not in known]
+            pool = self._pools[address] = Pool(self._dialer, address, self._connections)
+        for one in gone:
+            one.close()
+        return pool
+
+
+def _understood(url: str) -> RedisUrl:
+    try:
+        return parse(url)
+    except ConfigError as error:
+        raise ConfigError(f"redis_url: {error}") from None
+
+
+def _nodes(url: RedisUrl, dialer: Dialer, timeout_s: float, clock: Callable[[], float]) -> Nodes:
+    if url.kind == "cluster":
+        return ClusterNodes(url, dialer, clock)
+    if url.kind == "sentinel":
+        return SentinelNodes(url, Dialer(url, url.sentinel_login, 0, timeout_s), clock)
+    return OneServer(None if url.path else url.seeds[0])

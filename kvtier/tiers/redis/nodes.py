@@ -1,0 +1,257 @@
+"""Which server holds a name: the only one, a cluster's node by its map of slots, or the primary that Sentinel names.
+
+What a cluster or a Sentinel names is believed: who can answer in its place can send the tier anywhere, with its login.
+TLS with a verified certificate closes that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from binascii import crc_hqx
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, Protocol
+
+from kvtier.config.redis_url import Address, RedisUrl, address_text
+from kvtier.tiers.redis.connections import Dialer
+from kvtier.tiers.redis.errors import FAULTS, LinkError, ProtocolError, RefusedError, SetupError
+from kvtier.tiers.redis.wire import Bounds, Reply, Wire
+
+SLOTS = 16384
+MOST_NODES = 1000
+_MAP = Bounds(8 << 20, 400_000, 5)
+_PRIMARY = Bounds(4096, 2, 1)
+_REDRAW_S = 0.2
+
+
+class Nodes(Protocol):
+    """Where names lie. Threads: any."""
+
+    def every(self) -> Sequence[Address | None]:
+        """Every server that takes writes; None is the Unix socket. May ask the servers; raises FAULTS."""
+        ...
+
+    def of(self, name: bytes) -> Address | None:
+        """The server that holds ``name``. May ask the servers; raises FAULTS."""
+        ...
+
+    def known(self) -> Sequence[Address | None]:
+        """As :meth:`every`, as far as known now; asks nobody."""
+        ...
+
+    def guess(self, name: bytes) -> Address | None:
+        """As :meth:`of`, as far as known now; asks nobody."""
+        ...
+
+    def suspect(self) -> None:
+        """A server failed, or is no primary any more: ask again, at the next call."""
+        ...
+
+    def moved(self, slot: int, to: Address | None) -> None:
+        """A node said that this slot lies there now."""
+        ...
+
+
+class OneServer:
+    """No choice. None: a Unix socket."""
+
+    def __init__(self, address: Address | None) -> None:
+        self._address = address
+
+    def every(self) -> Sequence[Address | None]:
+        return [self._address]
+
+    known = every
+
+    def of(self, name: bytes) -> Address | None:
+        return self._address
+
+    guess = of
+
+    def suspect(self) -> None:
+        """There is nobody to ask."""
+
+    def moved(self, slot: int, to: Address | None) -> None:
+        """A cluster's answer: the start refuses a cluster here."""
+
+
+class _Asked:
+    """What is learnt by asking one of several servers, and is learnt anew after a fault.
+
+    ``_lock`` is held while they are asked, and waited for no longer than one answer may take. All servers together
+    get that time. One that fails is asked last from then on, so that a seed that is down costs one call."""
+
+    def __init__(self, seeds: Sequence[Address], dialer: Dialer, clock: Callable[[], float]) -> None:
+        self._candidates = list(seeds)
+        self._dialer, self._clock = dialer, clock
+        self._lock = threading.Lock()
+        self._stale, self._again_at = True, clock()
+
+    def suspect(self) -> None:
+        self._stale = True
+
+    def _renew(self, learn: Callable[[Wire, Address], None], *, known: bool) -> None:
+        """Ask, if there is reason to. What was known stays in use while nobody answers, and for a moment after each
+        question."""
+        if not self._stale or (known and self._clock() < self._again_at):
+            return
+        if not self._lock.acquire(timeout=0 if known else self._dialer.timeout_s):
+            if known:
+                return
+            raise TimeoutError("another call asks where the nodes are")
+        try:
+            if self._stale:
+                self._ask(learn)
+                self._stale = False
+        except FAULTS:
+            if not known:
+                raise
+        finally:
+            self._again_at = self._clock() + _REDRAW_S
+            self._lock.release()
+
+    def _ask(self, learn: Callable[[Wire, Address], None]) -> None:
+        until = time.monotonic() + self._dialer.timeout_s
+        last: Exception = LinkError("there is no node to ask")
+        for rest in range(len(self._candidates), 0, -1):
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            candidate = self._candidates[0]
+            try:
+                with self._wire(candidate, left / min(rest, 2)) as wire:
+                    return learn(wire, candidate)
+            except FAULTS as error:
+                last = last if isinstance(last, SetupError) else error
+                self._candidates.append(self._candidates.pop(0))
+        raise last
+
+    @contextmanager
+    def _wire(self, address: Address, within_s: float) -> Iterator[Wire]:
+        until = time.monotonic() + within_s
+        with closing(self._dialer.dial(address, within_s)) as connection:
+            yield Wire(connection, max(0.001, until - time.monotonic()), self._dialer.secrets)
+
+
+class ClusterNodes(_Asked):
+    """The primaries of a Redis Cluster, and the slots that each has."""
+
+    def __init__(self, url: RedisUrl, dialer: Dialer, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(url.seeds, dialer, clock)
+        self._seeds = url.seeds
+        self._map: list[Address | None] = []
+        self._primaries: tuple[Address, ...] = ()
+
+    def every(self) -> Sequence[Address]:
+        self._renew(self._draw, known=bool(self._map))
+        return self._primaries
+
+    def known(self) -> Sequence[Address]:
+        return self._primaries
+
+    def of(self, name: bytes) -> Address:
+        self._renew(self._draw, known=bool(self._map))
+        if (found := self._map[slot_of(name)]) is None:
+            self._stale = True
+            raise LinkError("no node of the cluster has this slot now")
+        return found
+
+    def guess(self, name: bytes) -> Address | None:
+        return self._map[slot_of(name)] if self._map else None
+
+    def moved(self, slot: int, to: Address | None) -> None:
+        if to in self._primaries:
+            self._map[slot] = to
+        else:
+            self._stale, self._again_at = True, self._clock()
+
+    def _draw(self, wire: Wire, asked: Address) -> None:
+        (reply,) = wire.ask([("CLUSTER", "SLOTS")], _MAP)
+        if isinstance(reply, RefusedError):
+            raise _refused_map(reply)
+        drawn = cluster_map(reply, asked[0])
+        self._primaries = tuple(dict.fromkeys(address for address in drawn if address is not None))
+        self._map = drawn
+        self._candidates = list(dict.fromkeys((asked, *self._primaries, *self._seeds)))
+
+
+class SentinelNodes(_Asked):
+    """The primary of one service, as Sentinel names it. Its failover is seen when the old primary fails, or refuses
+    writes because it is a replica now."""
+
+    def __init__(self, url: RedisUrl, dialer: Dialer, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(url.seeds, dialer, clock)
+        self._service = url.service
+        self._primary: Address | None = None
+
+    def every(self) -> Sequence[Address]:
+        self._renew(self._name, known=self._primary is not None)
+        assert self._primary is not None
+        return [self._primary]
+
+    def known(self) -> Sequence[Address]:
+        return [] if self._primary is None else [self._primary]
+
+    def of(self, name: bytes) -> Address:
+        return self.every()[0]
+
+    def guess(self, name: bytes) -> Address | None:
+        return self._primary
+
+    def moved(self, slot: int, to: Address | None) -> None:
+        """A cluster's answer: the start refuses a cluster here."""
+
+    def _name(self, wire: Wire, asked: Address) -> None:
+        (reply,) = wire.ask([("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)], _PRIMARY)
+        if isinstance(reply, RefusedError):
+            raise SetupError(f"{address_text(asked)} is no Sentinel, or may not answer us ({reply}); correct redis_url")
+        if reply is None:
+            raise SetupError(f"Sentinel {address_text(asked)} knows no service {self._service!r}; correct redis_url")
+        self._primary = _address(reply, asked[0])
+
+
+def _refused_map(refusal: RefusedError) -> LinkError:
+    if "cluster support disabled" in str(refusal):
+        return SetupError("this server is no Redis Cluster; write redis:// or rediss:// in redis_url")
+    if refusal.code == "NOPERM":
+        return SetupError(f"the user lacks a right ({refusal}); allow +cluster|slots")
+    return LinkError(str(refusal))
+
+
+def slot_of(name: bytes) -> int:
+    """The slot of a name: of its hash tag, where it has one."""
+    begin = name.find(b"{")
+    end = name.find(b"}", begin + 1)
+    tag = name[begin + 1 : end] if begin >= 0 and end > begin + 1 else name
+    return crc_hqx(tag, 0) % SLOTS
+
+
+def cluster_map(reply: Reply, asked: str) -> list[Address | None]:
+    """Slot -> its primary, None where none has it, from a reply to CLUSTER SLOTS.
+
+    ``asked``: the host that answered, for nodes that do not know their own. Raises ProtocolError."""
+    drawn: list[Address | None] = [None] * SLOTS
+    if not isinstance(reply, list) or len(reply) > SLOTS:
+        raise ProtocolError("the cluster's map is none")
+    for part in reply:
+        match part:
+            case [int(first), int(last), [*node], *_] if 0 <= first <= last < SLOTS:
+                drawn[first : last + 1] = [_address(node, asked)] * (last + 1 - first)
+            case _:
+                raise ProtocolError("the cluster's map has a line that is none")
+    if len(set(drawn)) > MOST_NODES + 1:
+        raise ProtocolError(f"the cluster's map names more than {MOST_NODES} nodes")
+    return drawn
+
+
+def _address(node: Any, asked: str) -> Address:
+    match node:
+        case [None | bytes() as host, int() | bytes() as port, *_]:
+            text = (host or b"").decode(errors="replace") or asked
+            if text == "?" or len(text) > 253 or not text.isprintable():
+                text = asked
+            number = int(port) if isinstance(port, int) or port.isdigit() else 0
+            if 0 < number < 65536:
+                return text, number
+    raise ProtocolError("a node's address is none")

@@ -1,0 +1,196 @@
+"""What a Redis tier asks at its start: may it work here, and what does it hold? And later: what of it is whose?
+
+Nothing that a server says here is believed to be well formed: an answer that makes no sense is as good as none.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import ssl
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.errors import TierError
+from kvtier.core.tenant import may
+from kvtier.tiers.redis.errors import FAULTS, RefusedError, SetupError
+from kvtier.tiers.redis.layout import Form, judge
+from kvtier.tiers.redis.link import Link
+from kvtier.tiers.redis.wire import INFO, Reply, Wire
+
+_LOG = logging.getLogger(__name__)
+_SHARE_OF_MAXMEMORY = 0.9
+_PROBE_MS = 1000
+_SCAN_COUNT = 1000
+_MOST_SCANNED = 2_000_000
+_SCAN_S = 5.0
+_SEARCH_S = 10.0
+_ORPHAN_S = 60
+_AT_ONCE = 512
+_WORD = re.compile("[a-z-]{1,32}")
+_RIGHTS = "+get +set +exists +unlink +scan +info +object|idletime"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What one node says of itself (INFO); None for what it does not say, or says in no form that makes sense."""
+
+    maxmemory: int | None = None
+    """Bytes; 0: no limit."""
+    used: int | None = None
+    policy: str | None = None
+    cluster: bool = False
+
+
+def node_facts(link: Link) -> list[Facts]:
+    """Facts of every node that takes writes. INFO and not CONFIG GET: it tells the same settings, and hosted Redis
+    often forbids CONFIG. Raises FAULTS."""
+    with closing(link.wires()) as wires:
+        return [facts_of(wire.ask([("INFO",)], INFO)[0]) for wire in wires]
+
+
+def greet(link: Link, form: Form) -> list[Facts]:
+    """Facts of every node, after trying there what the tier will do.
+
+    Raises FAULTS when the server cannot be reached now, TierError for what only the operator can mend.
+    """
+    probe = form.probe
+    trials = [("SET", probe, b"1", "PX", _PROBE_MS), ("GET", probe), ("EXISTS", probe), ("UNLINK", probe)]
+    try:
+        facts = node_facts(link)
+        if (wrong := wrong_kind(link, facts)) is not None:
+            raise TierError(f"Redis tier {link.label}: {wrong}")
+        with link.wire(probe) as wire:
+            replies = wire.ask(trials)
+    except FAULTS as error:
+        if (reason := hopeless(error)) is not None:
+            raise TierError(f"Redis tier {link.label}: {reason}") from error
+        raise
+    denied = [reply for reply in replies if isinstance(reply, RefusedError) and reply.code == "NOPERM"]
+    if denied:
+        names = probe.decode().removesuffix("probe") + "*"
+        more = " +cluster|slots" if link.kind == "cluster" else ""
+        raise TierError(
+            f"Redis tier {link.label}: the user lacks a right ({denied[0]}); allow {_RIGHTS}{more} on keys {names}"
+        )
+    return facts
+
+
+def room_for(label: str, room: int, bytes_: int | None, facts: Sequence[Facts], *, ttl: bool) -> int:
+    """Chunks of ``room`` bytes that our share holds; says in one line what the server's memory settings mean for them.
+
+    ``bytes_`` None: nine tenths of ``maxmemory``. Raises TierError when that is not known, or is less than a chunk.
+    """
+    policies = sorted({fact.policy for fact in facts if fact.policy is not None})
+    limit = limit_of(facts) or 0
+    bytes_ = share_of(label, bytes_, facts)
+    if bytes_ < room:
+        raise TierError(f"Redis tier {label}: {bytes_:,} bytes hold no chunk; give at least {room:,}")
+    if policies:
+        finding = judge(policies, limit, bytes_, ttl)
+        _LOG.log(logging.INFO if finding.good else logging.WARNING,
+                 "Redis tier %s: room for %d chunks (%.2f GiB); maxmemory-policy %s, maxmemory %s: %s",
+                 label, bytes_ // room, bytes_ / 2**30, "/".join(policies),
+                 f"{limit / 2**30:.2f} GiB" if limit else "not set", finding.text)  # fmt: skip
+    return bytes_ // room
+
+
+def share_of(label: str, bytes_: int | None, facts: Sequence[Facts]) -> int:
+    """Bytes of its memory that are ours. Raises TierError when nobody says."""
+    if bytes_ is not None:
+        return bytes_
+    limit = limit_of(facts)
+    if not limit:
+        reason = "the server sets no maxmemory" if facts else "the server cannot be asked for its maxmemory now"
+        raise TierError(f"Redis tier {label}: redis_bytes is not given and {reason}; give redis_bytes")
+    return int(_SHARE_OF_MAXMEMORY * limit)
+
+
+def limit_of(facts: Iterable[Facts]) -> int | None:
+    """``maxmemory`` of all nodes together. 0: a node has no limit. None: a node does not say."""
+    limits = [fact.maxmemory for fact in facts]
+    known = [limit for limit in limits if limit is not None]
+    if len(known) < len(limits) or not known:
+        return None
+    return sum(known) if all(known) else 0
+
+
+def facts_of(info: Reply) -> Facts:
+    """What a reply to INFO says."""
+    if not isinstance(info, bytes):
+        return Facts()
+    lines = info.decode(errors="replace").splitlines()
+    told = dict(line.split(":", 1) for line in lines if ":" in line)
+    policy = told.get("maxmemory_policy", "")
+    return Facts(
+        maxmemory=_size(told.get("maxmemory", "")),
+        used=_size(told.get("used_memory", "")),
+        policy=policy if _WORD.fullmatch(policy) else None,
+        cluster=told.get("cluster_enabled") == "1",
+    )
+
+
+def _size(text: str) -> int | None:
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
+
+
+def wrong_kind(link: Link, facts: Sequence[Facts]) -> str | None:
+    """What the operator must change when the URL says something else than the server."""
+    if link.kind != "cluster" and any(fact.cluster for fact in facts):
+        return "this is a node of a Redis Cluster; write redis+cluster:// in redis_url"
+    return None
+
+
+def hopeless(error: BaseException) -> str | None:
+    """What the operator must change; None for a fault that may heal by waiting."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, SetupError):
+            return str(cause)
+        if isinstance(cause, ssl.SSLError):
+            return f"TLS failed ({cause}); give the server's CA as ?ssl_ca_certs=FILE in redis_url"
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def scan(
+    wire: Wire, form: Form, chunk_bytes: int, stamps: dict[ChunkKey, int], clock: Callable[[], float], label: str
+) -> None:
+    """Stamp the chunks of one node with minus the seconds since they were last used, and take away parts that
+    have had no header for a minute: their writer died."""
+    until = clock() + _SCAN_S
+    headless: set[ChunkKey] = set()
+    for names in wire.scan(form.pattern, _SCAN_COUNT):
+        ours = [(name, parsed) for name in names if (parsed := form.parse(name)) is not None]
+        idle = wire.ask(("OBJECT", "IDLETIME", name) for name, _ in ours)
+        for (_, (key, is_header)), seconds in zip(ours, idle, strict=True):
+            if is_header:
+                stamps[key] = -seconds if isinstance(seconds, int) else 0
+            elif isinstance(seconds, int) and seconds > _ORPHAN_S:
+                headless.add(key)
+        if clock() > until or len(stamps) + len(headless) > _MOST_SCANNED:
+            _LOG.warning(
+                "Redis tier %s: only the first %d chunks were looked at in the time a start may take; the rest is "
+                "found by asking", label, len(stamps),
+            )  # fmt: skip
+            return
+    orphans = list(headless - stamps.keys())
+    for start in range(0, len(orphans), _AT_ONCE):
+        wire.renew()
+        wire.ask([("UNLINK", *form.names(key, chunk_bytes)) for key in orphans[start : start + _AT_ONCE]])
+
+
+def search(wire: Wire, form: Form, owner: int | None, found: list[ChunkKey], clock: Callable[[], float]) -> bool:
+    """Add the chunks of one node that ``owner`` may drop; False when there was no time for all."""
+    until = clock() + _SEARCH_S
+    for names in wire.scan(form.pattern, _SCAN_COUNT):
+        if clock() > until:
+            return False
+        keys = [parsed[0] for name in names if (parsed := form.parse(name)) is not None and parsed[1]]
+        headers = wire.ask(("GET", form.header_name(key)) for key in keys)
+        for key, header in zip(keys, headers, strict=True):
+            if may(owner, form.owner(header, key)):
+                found.append(key)
+    return True

@@ -1,0 +1,375 @@
+"""RedisTier: chunks on a Redis or a Redis Cluster that several servers share and that outlives them.
+
+What is believed: a chunk counts as held when its header is there, and the header is written last, after every part was
+acknowledged. A reader takes header and parts, and compares XXH3-128 over key and payload; a part that Redis evicted
+or a writer never finished is a miss, a wrong byte is a miss and a count. See :mod:`kvtier.tiers.redis.layout` for the
+names and bytes, :mod:`kvtier.tiers.redis.link` for the connections, :mod:`kvtier.tiers.redis.wire` for the protocol.
+
+Order and room are the Directory's, as for every tier: it deletes leaf first within ``capacity``. Redis's own eviction
+should be off (``maxmemory-policy noeviction``); what was found at the start is logged.
+
+A node that fails is left alone for a while, and one that takes no writes is sent none for a while: each node for
+itself, the others go on. Names that move between nodes of a cluster are "not now", never a miss.
+
+Several servers on one Redis: each owns a budget of its own and sees what the others wrote by asking (``find``). What
+one deletes is gone for all, and a miss for them. With ``ttl_s`` chunks that no server remembers leave by themselves;
+without it they stay until a server of the same model starts and takes them over, as far as its budget goes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from itertools import islice
+from typing import Any, TypeVar
+
+from xxhash import xxh3_128
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.errors import StateError, TierError
+from kvtier.core.tenant import NOBODY
+from kvtier.tiers.breaker import Breaker
+from kvtier.tiers.recovery_order import coldest_first
+from kvtier.tiers.redis.chunk import get_chunk, put_chunk
+from kvtier.tiers.redis.errors import FAULTS, MovedError, MovingError, RefusedError
+from kvtier.tiers.redis.health import FAULTS_TO_OPEN, Health
+from kvtier.tiers.redis.layout import HEADER_BYTES, Form
+from kvtier.tiers.redis.link import Link
+from kvtier.tiers.redis.startup import Facts, greet, room_for, scan, search
+from kvtier.tiers.redis.wire import Reply, Wire, arrived
+
+T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
+_COUNTS = (
+    "writes", "reads", "misses", "bytes_written", "bytes_read", "failed_writes", "failed_reads", "failed_finds",
+    "failed_deletes", "corrupt", "evicted", "refused", "breaker_trips",
+)  # fmt: skip
+_MAX_CHUNK_BYTES = 1 << 30
+_SETTLED_AT_ONCE = 32
+_MOST_OWED = 65_536
+_FIND_AT_ONCE = 512
+
+
+class RedisTier:
+    """A :class:`~kvtier.tiers.base.Tier` on Redis.
+
+    Args:
+        link: where Redis is; closed with the tier.
+        form: names and part size.
+        bytes_: our share of its memory; None: nine tenths of its ``maxmemory``.
+        chunk_bytes: the largest chunk, at most 1 GiB.
+        ttl_s: chunks leave Redis this long after their last write, read or not; None: never by time.
+        clock: monotonic seconds.
+
+    A server that cannot be reached is no error: the tier misses and refuses, and is there once the server is.
+    Raises TierError for what does not heal by waiting: a refused login, a missing permission, a certificate that is
+    not trusted, a cluster where none was said or none where one was, no room for a chunk.
+
+    Threads: any number of lane threads, each for at most what :class:`Link` promises; no thread of its own. ``_lock``
+    guards counts and owed deletes and is never held during I/O. ``counts`` holds plain integers since the start.
+    """
+
+    shared = True
+    name = "redis"
+
+    def __init__(
+        self,
+        link: Link,
+        form: Form,
+        bytes_: int | None,
+        chunk_bytes: int,
+        *,
+        ttl_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not 0 < chunk_bytes <= _MAX_CHUNK_BYTES:
+            raise StateError(f"chunk_bytes={chunk_bytes}: expected 1 to {_MAX_CHUNK_BYTES}")
+        self.chunk_bytes = chunk_bytes
+        self.counts = dict.fromkeys(_COUNTS, 0)
+        self._link, self._form, self._clock = link, form, clock
+        self._ttl_ms = None if ttl_s is None else max(1, int(ttl_s * 1000))
+        self._lock = threading.Lock()
+        self._health = Health(link, clock)
+        self._owed: dict[ChunkKey, None] = {}
+        self._settling: set[ChunkKey] = set()
+        self._logged: set[str] = set()
+        self._closed = False
+        try:
+            facts = self._greet()
+            self.capacity = room_for(link.label, form.room(chunk_bytes), bytes_, facts, ttl=ttl_s is not None)
+        except TierError:
+            link.close()
+            raise
+
+    @property
+    def open_breakers(self) -> int:
+        """Nodes that are left alone now because they failed."""
+        return self._health.away
+
+    @property
+    def full_nodes(self) -> int:
+        """Nodes that are sent no writes now because they refused one."""
+        return self._health.full
+
+    @property
+    def owed(self) -> int:
+        """Deletes that wait until Redis can be reached."""
+        return len(self._owed)
+
+    def machine(self, key: ChunkKey) -> str:
+        """See :class:`~kvtier.tiers.base.Spread`."""
+        return self._link.node_of(self._form.header_name(key))
+
+    def recovered(self) -> Sequence[ChunkKey]:
+        """See :meth:`Tier.recovered`. At most ``capacity`` keys, the most recently used: the rest may be another
+        server's, and is found by asking. Bounded in time and number; on a fault, what was found so far."""
+        stamps: dict[ChunkKey, int] = {}
+        try:
+            with closing(self._link.wires()) as wires:
+                for wire in wires:
+                    scan(wire, self._form, self.chunk_bytes, stamps, self._clock, self._link.label)
+        except FAULTS as error:
+            self._failed(self._health.of(b"").away, "failed_finds", error)
+        order = coldest_first(stamps.items())
+        if stamps:
+            more = max(0, len(order) - self.capacity)
+            _LOG.info("Redis tier %s: %d chunks found, %d more than our share are left to other servers",
+                      self._link.label, len(order), more)  # fmt: skip
+        return order[-self.capacity :]
+
+    def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """See :class:`~kvtier.tiers.base.OwnerKeeper`."""
+        runs = [keys[start : start + _FIND_AT_ONCE] for start in range(0, len(keys), _FIND_AT_ONCE)]
+        headers = [header for run in runs for header in self._of_headers("GET", run)]
+        return [self._form.owner(header, key) for header, key in zip(headers, keys, strict=True)]
+
+    def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
+        """See :class:`~kvtier.tiers.base.SharedKeeper`. At most ten seconds a node."""
+        found, whole = list[ChunkKey](), True
+        try:
+            with closing(self._link.wires()) as wires:
+                for wire in wires:
+                    whole &= search(wire, self._form, owner, found, self._clock)
+        except FAULTS as error:
+            self._failed(self._health.of(b"").away, "failed_finds", error)
+            whole = False
+        return found, whole
+
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+        """See :meth:`Tier.write`. Raises StateError for a wrong size."""
+        if not 0 < data.nbytes <= self.chunk_bytes:
+            raise StateError(f"a chunk of {data.nbytes} bytes for a tier of chunks of {self.chunk_bytes} bytes")
+        name = self._form.header_name(key)
+        full = self._health.of(name).full
+        with self._lock:
+            if key in self._settling or not full.allows():
+                self.counts["refused"] += 1
+                return False
+            self._owed.pop(key, None)
+        refusal = self._call(
+            "failed_writes", name, lambda wire: [put_chunk(wire, self._form, (key, owner), data, self._ttl_ms)]
+        )
+        if refusal is None:  # a fault: parts of it may be there
+            self._owe([key])
+            return False
+        if refusal[0] is not None:
+            self._refused(refusal[0], full)
+            return False
+        full.ok()
+        self._count("writes", "bytes_written", data.nbytes)
+        return True
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+        """See :meth:`Tier.read`. ``into`` has exactly the size that was written. None while its node is away."""
+        outcome = self._call(
+            "failed_reads", self._form.header_name(key), lambda wire: get_chunk(wire, self._form, key, into)
+        )
+        if outcome is None:
+            return None
+        self._count(outcome, "bytes_read", into.nbytes if outcome == "reads" else 0)
+        if outcome in {"corrupt", "evicted"}:
+            self._log_first(outcome, key.hex())
+            self.delete(key)
+        return outcome == "reads"
+
+    def read_part(self, key: ChunkKey, into: memoryview, begin: int, end: int) -> bool | None:
+        """See :class:`~kvtier.tiers.base.PartReader`. Brings the values that begin within."""
+        size = self._form.part_bytes
+        values = slice(-(-begin // size), -(-end // size))
+        names, memories = self._form.part_names(key, into.nbytes)[values], self._form.split(into)[values]
+        if not names:
+            return True
+        count = self._call("failed_reads", self._form.header_name(key), lambda wire: arrived(wire, names, memories))
+        if count is None:
+            return None
+        if count < len(names):
+            self._count("misses")
+        return count == len(names)
+
+    def verify(self, key: ChunkKey, whole: memoryview) -> bool | None:
+        """See :class:`~kvtier.tiers.base.PartReader`: against the header, as it is now."""
+        header, name = memoryview(bytearray(HEADER_BYTES)), self._form.header_name(key)
+        count = self._call("failed_reads", name, lambda wire: arrived(wire, [name], [header]))
+        if count is None:
+            return None
+        if not count:
+            self._count("misses")
+            return False
+        digest = xxh3_128(key)
+        digest.update(whole)
+        if self._form.checksum(bytes(header), key, whole.nbytes) != digest.digest():
+            self._count("corrupt")
+            self._log_first("corrupt", key.hex())
+            self.delete(key)
+            return False
+        self._count("reads", "bytes_read", whole.nbytes)
+        return True
+
+    def find(self, keys: Sequence[ChunkKey]) -> int:
+        """See :meth:`Tier.find`: counts headers. Whether every part is there too shows when it is read."""
+        for start in range(0, len(keys), _FIND_AT_ONCE):
+            run = keys[start : start + _FIND_AT_ONCE]
+            held = self._held(run)
+            if held < len(run):
+                return start + held
+        return len(keys)
+
+    def delete(self, key: ChunkKey) -> None:
+        """See :meth:`Tier.delete`. While Redis is away the delete is owed, and made good after the next call that
+        succeeds; of more than 65,536 the oldest is given up."""
+        self._unlink([key], "failed_deletes")
+
+    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
+        """Give back the connections. The order is kept by Redis itself, as the time of last use of every key."""
+        self._closed = True
+        self._link.close()
+
+    # ---- many chunks -------------------------------------------------------------------------------
+
+    def _held(self, keys: Sequence[ChunkKey]) -> int:
+        """How many of ``keys``, from the first on, have a header."""
+        replies = self._of_headers("EXISTS", keys)
+        return next((index for index, reply in enumerate(replies) if reply != 1), len(replies))
+
+    def _of_headers(self, command: str, keys: Sequence[ChunkKey]) -> list[Reply]:
+        """One small command about each header; None where its node fails."""
+        names = [self._form.header_name(key) for key in keys]
+        found: list[Reply] = [None] * len(keys)
+        for indices in self._by_node(names):
+            replies = self._ask("failed_finds", [(command, names[index]) for index in indices])
+            for index, reply in zip(indices, replies or (), strict=False):
+                found[index] = reply
+        return found
+
+    def _by_node(self, names: Sequence[bytes]) -> list[list[int]]:
+        groups: dict[str, list[int]] = {}
+        for index, name in enumerate(names):
+            groups.setdefault(self._link.node_of(name), []).append(index)
+        return list(groups.values())
+
+    # ---- faults --------------------------------------------------------------------------------------------------
+
+    def _call(self, count: str, name: bytes, action: Callable[[Wire], T], *, settle: bool = True) -> T | None:
+        """``action`` on a wire to the node of ``name``; None when the node fails, or is left alone because it did."""
+        breaker = self._health.of(name).away
+        if self._closed or not breaker.allows():
+            self._count("refused")
+            return None
+        try:
+            try:
+                result = self._once(name, action)
+            except MovedError:  # the node is well, and said where to go
+                breaker.ok()
+                breaker = self._health.of(name).away
+                result = self._once(name, action)
+        except MovingError as error:
+            breaker.ok()
+            self._count(count)
+            self._log_first("moving", error)
+            return None
+        except (*FAULTS, RefusedError) as error:
+            self._failed(breaker, count, error)
+            return None
+        if breaker.ok():
+            _LOG.info("Redis tier %s: answers again", self._link.label)
+        if settle and self._owed:
+            self._settle()
+        return result
+
+    def _once(self, name: bytes, action: Callable[[Wire], T]) -> T:
+        with self._link.wire(name) as wire:
+            return action(wire)
+
+    def _ask(self, count: str, commands: list[tuple[Any, ...]], *, settle: bool = True) -> list[Reply] | None:
+        """Small commands about names of one node."""
+        return self._call(count, commands[0][1], lambda wire: wire.ask(commands), settle=settle)
+
+    def _failed(self, breaker: Breaker, count: str, error: Exception) -> None:
+        self._count(count)
+        self._log_first(count, error)
+        if breaker.fault():
+            self._count("breaker_trips")
+            _LOG.warning("Redis tier %s: %d faults in a row; every call misses for %.1f s, then one tries again (%s)",
+                         self._link.label, FAULTS_TO_OPEN, breaker.wait_s, error)  # fmt: skip
+
+    def _refused(self, refusal: RefusedError, full: Breaker) -> None:
+        """The node answered, and does not take writes now (full, read-only, a disk of its own that fails)."""
+        self._count("failed_writes")
+        self._log_first("refused write", refusal)
+        full.fault()
+        if refusal.code == "READONLY":  # a primary that became a replica
+            self._link.suspect()
+
+    def _unlink(self, keys: Sequence[ChunkKey], count: str) -> None:
+        """Header and parts in one command a chunk, so that nobody sees one without the other; owed if it fails."""
+        names = [self._form.header_name(key) for key in keys]
+        for indices in self._by_node(names):
+            commands = [("UNLINK", *self._form.names(keys[index], self.chunk_bytes)) for index in indices]
+            replies = self._ask(count, commands, settle=False)
+            if replies is None or any(isinstance(reply, RefusedError) for reply in replies):
+                self._owe([keys[index] for index in indices])
+
+    def _owe(self, keys: Iterable[ChunkKey]) -> None:
+        with self._lock:
+            self._owed.update(dict.fromkeys(keys))
+            while len(self._owed) > _MOST_OWED:
+                del self._owed[next(iter(self._owed))]
+
+    def _settle(self) -> None:
+        """Make good a few owed deletes. A key is refused to writers meanwhile: its new chunk must not fall too."""
+        with self._lock:
+            keys = [key for key in islice(self._owed, _SETTLED_AT_ONCE) if key not in self._settling]
+            for key in keys:
+                del self._owed[key]
+            self._settling.update(keys)
+        try:
+            self._unlink(keys, "failed_deletes")
+        finally:
+            with self._lock:
+                self._settling.difference_update(keys)
+
+    def _count(self, count: str, sum_: str = "", by: int = 0) -> None:
+        with self._lock:
+            self.counts[count] += 1
+            if by:
+                self.counts[sum_] += by
+
+    def _log_first(self, kind: str, what: object) -> None:
+        if kind not in self._logged:
+            self._logged.add(kind)
+            _LOG.warning("Redis tier %s: first fault of kind %s: %s (only counted from now on)",
+                         self._link.label, kind, what)  # fmt: skip
+
+    # ---- start ---------------------------------------------------------------------------------------------------
+
+    def _greet(self) -> list[Facts]:
+        """What the servers say of themselves; [] when they cannot be reached now."""
+        try:
+            return greet(self._link, self._form)
+        except FAULTS as error:
+            self._failed(self._health.of(self._form.probe).away, "failed_finds", error)
+            return []

@@ -1,0 +1,130 @@
+"""Erase: what one call reaches: RAM, every lower tier, and what engines save or load while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from kvtier.admin.forms import Cleared
+from kvtier.admin.purge import erase
+from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.lanes import Lane
+from kvtier.core.pool import Pool
+from kvtier.core.tenant import may, owner_of
+from kvtier.server.registry import Realm, Realms
+from kvtier.store.store import Store
+from kvtier.testing import DictTier
+
+SLOT = 4096
+LAYOUT = ChunkLayout(bytes(32), 1, 1, (SLOT,))
+OURS, THEIRS = owner_of(bytes(32), "ours"), owner_of(bytes(32), "theirs")
+
+
+class SharedDict(DictTier):
+    """A shared tier that keeps owners and can be searched; ``before`` runs at the beginning of every search."""
+
+    def __init__(self) -> None:
+        super().__init__(64, shared=True)
+        self.whose: dict[ChunkKey, int] = {}
+        self.before: Callable[[], None] = lambda: None
+
+    def write(self, key: ChunkKey, data: memoryview, owner: int = 0) -> bool:
+        self.whose[key] = owner
+        return super().write(key, data)
+
+    def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
+        return [self.whose.get(key, 0) for key in keys]
+
+    def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
+        self.before()
+        return [key for key in self.held if may(owner, self.whose.get(key, 0))], True
+
+
+@pytest.fixture
+def tier() -> SharedDict:
+    return SharedDict()
+
+
+@pytest.fixture
+def realm(tier: SharedDict) -> Iterator[tuple[Realms, Realm]]:
+    lane = Lane("dict", 2, urgent_bound=64, bound=64)
+    realms = Realms(lambda size: Store(Pool(16, size), [(tier, lane)]), lambda call: call())
+    yield realms, realms.get(SLOT).result(10.0)
+    assert realms.close(10.0)
+
+
+def save(store: Store, owner: int, *tokens: int) -> list[ChunkKey]:
+    keys = LAYOUT.keys(tokens)
+    with store.save(keys, owner) as lease:
+        lease.commit()
+    return keys
+
+
+def erased(realms: Realms, namespace: str | None) -> Cleared:
+    return asyncio.run(erase(realms, namespace, None))
+
+
+def spilled(store: Store, count: int) -> None:
+    while store.stats().get("dict_stored", 0) < count:
+        store.wait(0.01)
+
+
+def test_clearing_everything_reaches_ram_and_the_tiers_below(realm: tuple[Realms, Realm], tier: SharedDict) -> None:
+    realms, one = realm
+    save(one.store, OURS, 1, 2)
+    save(one.store, THEIRS, 3)
+    spilled(one.store, 3)
+    assert len(tier.held) == 3
+    told = erased(realms, None)
+    assert (told.complete, told.chunks) == (True, 3)
+    assert (tier.held, one.store.keys()) == ({}, set())
+
+
+def test_clear_of_a_store_reaches_what_only_a_lower_tier_holds() -> None:
+    tier, lane = DictTier(64), Lane("dict", 1, urgent_bound=64, bound=64)
+    tier.held.update(dict.fromkeys(LAYOUT.keys([1, 2, 3]), bytes(SLOT)))
+    store = Store(Pool(2, SLOT), [(tier, lane)])
+    store.clear()
+    assert store.close(10.0)
+    assert tier.held == {}
+
+
+def test_of_a_tenant_only_what_is_its_own(realm: tuple[Realms, Realm]) -> None:
+    realms, one = realm
+    save(one.store, OURS, 1, 2)
+    theirs = save(one.store, THEIRS, 3)
+    spilled(one.store, 3)
+    assert erased(realms, "ours").chunks == 2
+    assert one.store.keys() == set(theirs)
+
+
+def test_what_an_engine_brings_back_into_ram_during_an_erase_goes_too(
+    realm: tuple[Realms, Realm], tier: SharedDict
+) -> None:
+    """The first pass has been over RAM when an engine loads a chunk from the tier; only then it is deleted there."""
+    realms, one = realm
+    (key,) = LAYOUT.keys([7])
+    tier.write(key, memoryview(bytes(SLOT)), OURS)
+    came: list[int] = []
+
+    def load() -> None:
+        with one.store.load([key], owner=OURS) as lease:
+            while lease.poll().coming:
+                one.store.wait(0.01)
+            came.append(lease.poll().ready)
+
+    tier.before = load
+    told = erased(realms, None)
+    assert came == [1], "it was in RAM"
+    assert (told.complete, tier.held, one.store.keys()) == (True, {}, set())
+
+
+def test_what_others_wrote_into_a_shared_tier_goes_too(realm: tuple[Realms, Realm], tier: SharedDict) -> None:
+    realms, one = realm
+    (key,) = LAYOUT.keys([9])
+    tier.write(key, memoryview(bytes(SLOT)), OURS)
+    assert one.store.keys() == set(), "nobody here knows of it"
+    told = erased(realms, "ours")
+    assert (told.complete, told.chunks, tier.held) == (True, 1, {})

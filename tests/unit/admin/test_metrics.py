@@ -1,0 +1,305 @@
+"""A server's own counts as a document and as Prometheus' text; the dashboard and the alerts name nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import ClientSession
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtier.admin import http as admin
+from kvtier.admin import prometheus, status
+from kvtier.cli import operate
+from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.lanes import Lane
+from kvtier.core.pool import Pool
+from kvtier.server import server
+from kvtier.server.registry import Realm, Realms
+from kvtier.store.store import Store
+from kvtier.store.zero_hits import ZeroHits
+from kvtier.testing.check_tier import content
+from kvtier.tiers.nvme.tier import NvmeTier
+from tests.clock import Clock
+
+ROOT = Path(__file__).parents[3]
+SLOT = 4096
+LAYOUT = ChunkLayout(bytes(32), 1, 1, (SLOT,))
+
+
+class Peer:
+    def __init__(self, leases: int) -> None:
+        self.leases = leases
+
+
+class Served:
+    """A server without its sockets: one realm over RAM and a real disk."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def __init__(self, folder: Path) -> None:
+        self.realms = Realms(lambda size: self._store(folder, size), lambda call: call())
+        self.counts = Counter(accepted=3, dropped=1)
+        self.ready = True
+        self.trouble: dict[str, str] = {}
+        self.started = 0.0
+        self.connections = [Peer(2)]
+        self.lingering = [Peer(1)]
+
+    @staticmethod
+    def _store(folder: Path, size: int) -> Store:
+        lane = Lane("nvme", 1, urgent_bound=8, bound=8)
+        return Store(Pool(2, size), [(NvmeTier(folder / "nvme", 1 << 16, size), lane)])
+
+    def realm(self) -> Realm:
+        return self.realms.get(SLOT).result(10.0)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    served = Served(tmp_path)
+    yield served
+    served.realms.close(10.0)
+
+
+def keys(*tokens: int) -> list[ChunkKey]:
+    return LAYOUT.keys(tokens)
+
+
+def save(store: Store, run: list[ChunkKey]) -> None:
+    with store.save(run) as lease:
+        for key, view in zip(lease.keys, lease.views(), strict=True):
+            view[:] = content(key, len(view))
+        lease.commit()
+
+
+def load(store: Store, run: list[ChunkKey]) -> int:
+    with store.load(run) as lease:
+        while lease.poll().coming:
+            store.wait(1.0)
+        return lease.poll().ready
+
+
+def settled(store: Store, name: str, count: int) -> None:
+    """Wait for the lane: a chunk is counted under its lock."""
+    while store.stats().get(name, 0) < count:
+        store.wait(0.01)
+
+
+def samples(stats: status.Stats) -> dict[tuple[str, ...], float]:
+    """Name and label values -> value, without the realm's label."""
+    text = prometheus.exposition(stats).decode()
+    return {
+        (sample.name, *(value for name, value in sorted(sample.labels.items()) if name != "slot_bytes")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def used(served: Served) -> Store:
+    """Two chunks in RAM and four on disk; one load from RAM, two from the disk, one miss, one refusal."""
+    realm = served.realm()
+    realm.owner(bytes(32), "tenant")
+    store = realm.store
+    save(store, keys(1, 2))
+    assert load(store, keys(1)) == 1
+    settled(store, "nvme_stored", 2)
+    save(store, keys(3, 4))
+    settled(store, "nvme_stored", 4)
+    assert load(store, keys(1, 2)) == 2
+    assert load(store, keys(9)) == 0
+    return store
+
+
+def test_the_document_says_what_happened(served: Served) -> None:
+    used(served)
+    stats = status.read(served)
+    assert stats.connections == status.ConnectionStatus(1, 1, 3, 3, 0, 1, 0)
+    (realm,) = stats.realms
+    assert (realm.slot_bytes, realm.slots, realm.asked, realm.namespaces) == (SLOT, 2, 4, 1)
+    ram, nvme = realm.tiers
+    assert (ram.held, ram.loads, ram.stores, ram.lane) == (2, 1, 4, None)
+    assert (nvme.held, nvme.loads, nvme.stores, nvme.misses) == (4, 2, 4, 0)
+    assert (nvme.bytes_read, nvme.bytes_written) == (2 * SLOT, 4 * SLOT)
+    assert nvme.lane == status.LaneStatus(0, 0, 0)
+    assert stats.memory.process > 1 << 20
+    assert stats.memory.pools >= 2 * SLOT
+
+
+def test_what_was_not_there_is_counted_by_reason(served: Served) -> None:
+    store = used(served)
+    store.decline(keys(1), "slower")
+    store.forget(keys(3, 4))
+    assert load(store, keys(3, 4)) == 0
+    (realm,) = status.read(served).realms
+    assert (realm.missed, realm.declined) == ({"cold": 1, "forgotten": 2}, {"slower": 1})
+    shown = samples(status.read(served))
+    assert shown["kvtier_missed_chunks_total", "cold"] == 1
+    assert shown["kvtier_missed_chunks_total", "forgotten"] == 2
+    assert shown["kvtier_declined_chunks_total", "slower"] == 1
+    assert "computed: 50% forgotten, 25% cold, 25% slower" in operate.screen(status.read(served))
+
+
+def test_what_the_audit_found_is_shown(served: Served) -> None:
+    store = used(served)
+    store.audit.one_in = 1
+    with store.load(keys(1, 2)) as lease:
+        while lease.poll().coming:
+            store.wait(1.0)
+        lease.views()[1][0] ^= 1
+    settled(store, "audit_mismatch", 1)
+    settled(store, "audited", 2)
+    shown = samples(status.read(served))
+    assert (shown["kvtier_audited_chunks_total",], shown["kvtier_audit_mismatches_total",]) == (2, 1)
+    assert "audit: 2 chunks compared, 1 had other bytes" in operate.screen(status.read(served))
+
+
+def test_a_server_that_never_hits_says_why_everywhere(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    realm, clock = served.realm(), Clock()
+    realm.zero_hits = ZeroHits.of(realm.store, clock)
+    save(realm.store, keys(1, 2))
+    for number in range(2000):
+        assert load(realm.store, keys(7, number)) == 0
+    realm.look()
+    assert samples(status.read(served))["kvtier_zero_hits",] == 0, "too soon"
+    clock.now = 600.0
+    realm.look()
+    realm.look()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("0 of 4,000 chunks asked for were hits in 10 min: 100% cold: never seen before")
+    assert samples(status.read(served))["kvtier_zero_hits",] == 1
+    assert f"NO HITS: {said}" in operate.screen(status.read(served))
+    assert load(realm.store, keys(1)) == 1
+    realm.look()
+    assert samples(status.read(served))["kvtier_zero_hits",] == 0
+
+
+def test_the_text_says_the_same(served: Served) -> None:
+    used(served)
+    shown = samples(status.read(served))
+    assert shown["kvtier_held_chunks", "ram"] == 2
+    assert shown["kvtier_held_bytes", "nvme"] == 4 * SLOT
+    assert shown["kvtier_loads_total", "ram"] == 1
+    assert shown["kvtier_loads_total", "nvme"] == 2
+    assert shown["kvtier_asked_chunks_total",] == 4
+    assert shown["kvtier_slots", "ready"] == 2
+    assert shown["kvtier_connection_events_total", "dropped"] == 1
+    assert shown["kvtier_leases",] == 3
+    assert shown["kvtier_lane_queued", "writes", "nvme"] == 0
+
+
+def test_damage_and_refusals_are_counted(served: Served, tmp_path: Path) -> None:
+    store = used(served)
+    slots = tmp_path / "nvme" / "slots.kvtier"
+    slots.write_bytes(bytes(slots.stat().st_size))
+    with store.save(keys(5, 6)) as held, store.save(keys(7)):
+        assert len(held.keys) == 2
+        shown = samples(status.read(served))
+        assert shown["kvtier_slots", "filling"] == 2
+        assert shown["kvtier_refusals_total", "ram"] == 1
+    assert load(store, keys(3, 4)) == 0
+    shown = samples(status.read(served))
+    assert shown["kvtier_corrupt_chunks_total", "nvme"] >= 1
+    assert shown["kvtier_load_misses_total", "nvme"] >= 1
+
+
+def test_a_server_nobody_came_to_has_metrics_too(served: Served) -> None:
+    shown = samples(status.read(served))
+    assert shown["kvtier_ready",] == 1
+    assert not any(name.startswith("kvtier_held") for name, *_ in shown)
+
+
+def names_in(text: str) -> set[str]:
+    return set(re.findall(r"kvtier_[a-z_]+", text))
+
+
+def known(served: Served) -> set[str]:
+    used(served)
+    store = served.realm().store
+    store.decline(keys(1), "slow")
+    return {name for name, *_ in samples(status.read(served))}
+
+
+def test_the_dashboard_names_metrics_that_exist(served: Served) -> None:
+    board = json.loads((ROOT / "deploy/grafana/kvtier.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    asked = names_in(" ".join(queries))
+    assert asked <= known(served)
+    assert len(asked) > 20
+    places = [panel["gridPos"] for panel in board["panels"]]
+    cells = [
+        (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(cells) == len(set(cells)), "panels overlap"
+    assert max(x for x, _ in cells) < 24
+
+
+def test_the_alerts_name_metrics_that_exist(served: Served) -> None:
+    (group,) = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())["groups"]
+    there = known(served)
+    for rule in group["rules"]:
+        assert names_in(rule["expr"]) <= there, rule["alert"]
+        assert names_in(rule["expr"])
+        assert {"summary", "do"} <= rule["annotations"].keys()
+
+
+def test_the_screen_shows_rates_between_two_looks(served: Served) -> None:
+    store = used(served)
+    before = status.read(served)
+    assert load(store, keys(1, 2)) == 2
+    now = status.read(served)
+    first = operate.screen(before)
+    assert "75.0% of 4 chunks asked for were hits" in first
+    assert re.search(r"^nvme +4 ", first, re.MULTILINE)
+    second = operate.screen(now, before)
+    assert "100.0% of 2 chunks asked for were hits" in second
+    assert "loads/s" in second
+
+
+async def _asked(served: Served, path: str) -> tuple[int, Any]:
+    served.loop = asyncio.get_running_loop()
+    port = admin.bind("http://127.0.0.1:0", token=False, tls=None)
+    async with (
+        admin.beside(served, port, None, None),
+        ClientSession() as session,
+        session.get(port.url + path) as answer,
+    ):
+        return answer.status, await answer.json()
+
+
+def test_a_server_that_starts_or_stops_is_live_and_not_ready(served: Served) -> None:
+    served.ready = False
+    not_ready = {"live": True, "ready": False, "trouble": []}
+    assert asyncio.run(_asked(served, "/healthz/live")) == (200, not_ready)
+    assert asyncio.run(_asked(served, "/healthz/ready")) == (503, not_ready)
+    assert asyncio.run(_asked(served, "/healthz")) == (503, not_ready)
+    served.ready = True
+    assert asyncio.run(_asked(served, "/healthz"))[0] == 200
+
+
+def test_a_bug_is_an_answer_in_words(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    del served.started
+    status_, problem = asyncio.run(_asked(served, "/v1/stats"))
+    assert (status_, problem["what"]) == (500, "internal error")
+    assert "a bug: GET /v1/stats" in caplog.text
+
+
+def test_a_server_looks_for_hits_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_LOOK_S", 0.001)
+
+    async def looked() -> None:
+        one, seen = server.Server(lambda size: Store(Pool(2, size)), []), asyncio.Event()
+        await one.start()
+        realm = await asyncio.wrap_future(one.realms.get(SLOT))
+        monkeypatch.setattr(realm, "look", seen.set)
+        await asyncio.wait_for(seen.wait(), 10.0)
+        assert await one.stop()
+
+    asyncio.run(looked())

@@ -1,0 +1,74 @@
+"""Break-even lengths, prefill estimates, and LMI's published table for the p4de.24xlarge."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.autoconfig.breakeven import Prefill, Route, break_even, gpu_kind, gpu_kv_bytes, offload_from
+from kvtier.autoconfig.model import describe
+
+GIB = 1 << 30
+MODELS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parents[2] / "data" / "model_configs.json").read_text())
+
+
+def test_a_fast_tier_pays_after_its_latency_and_a_slow_one_never() -> None:
+    prefill = Prefill(per_token=100e-6)
+    assert break_even(Route(10e9, 0.009), 100_000, prefill, 100_000) == 100  # 10 us a token to load: 90 us gained
+    assert break_even(Route(1e9, 0.001), 100_000, prefill, 10**9) is None  # 100 us a token: no gain at any length
+    assert break_even(Route(10e9, 0.0), 100_000, prefill, 10) == 1
+
+
+def test_attention_makes_a_slow_tier_pay_for_long_prompts_only() -> None:
+    prefill = Prefill(per_token=50e-6, per_square=1e-9)
+    route = Route(1e9, 0.0)  # 100 us a token: pays where 1e-9 * n > 50e-6
+    assert break_even(route, 100_000, prefill, 100_000) == 50_000
+    assert break_even(route, 100_000, prefill, 49_999) is None
+
+
+def test_the_fields_example_8b_at_25k_tokens_a_second_needs_more_than_3_2_gigabytes_a_second() -> None:
+    prefill = Prefill(1 / 25_000)
+    assert break_even(Route(3.2e9, 0.001), 128 * 1024, prefill, 131_072) is None
+    assert break_even(Route(3.4e9, 0.001), 128 * 1024, prefill, 131_072) is not None
+
+
+def test_prefill_estimates_are_of_the_right_size() -> None:
+    a100 = gpu_kind("NVIDIA A100-SXM4-80GB")
+    assert a100 is not None
+    model = describe(MODELS["qwen2.5-7b"], "7b")
+    assert model.active_parameters.value
+    assert model.attention_flops.value == 2 * 28 * 3584
+    estimate = Prefill.estimate(model.active_parameters.value, model.attention_flops.value, a100.flops)
+    assert 8_000 < 1 / estimate.per_token < 12_000
+    assert estimate.seconds(32_768) > 32_768 * estimate.per_token
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("NVIDIA L40S", "L40S"), ("NVIDIA L4", "L4"), ("NVIDIA A10G", "A10G"), ("Quadro", None)]
+)
+def test_gpu_names_are_whole_words(name: str, kind: str | None) -> None:
+    assert gpu_kind(name) == (gpu_kind(kind) if kind else None)
+
+
+# LMI's table (djl-serving, lmcache_performance.md) and the layouts of its tests: model, TP, RAM from, disk from.
+LMI_TABLE = [("qwen2.5-1.5b", 1, 2_000_000, 25_000_000), ("qwen3-8b", 1, 250_000, 6_000_000),
+             ("qwen2.5-72b", 4, 250_000, 2_500_000)]  # fmt: skip
+P4DE_AVAILABLE = 1130 * GIB  # of 1152 GiB
+
+
+@pytest.mark.parametrize(("name", "tensor", "ram_from", "disk_from"), LMI_TABLE)
+def test_lmi_table_is_when_the_working_set_outgrows_the_tier_above(
+    name: str, tensor: int, ram_from: int, disk_from: int
+) -> None:
+    model = describe(MODELS[name], name)
+    weights, kv_bytes = model.weight_bytes.value, model.kv_bytes_per_token.value
+    assert weights and kv_bytes
+    from_gpu = offload_from(gpu_kv_bytes(tensor, 80 * GIB, weights), kv_bytes)
+    steps = [250_000 << step for step in range(8)]
+    assert max(step for step in steps if step <= from_gpu) == ram_from
+    ram = P4DE_AVAILABLE - max(2 * weights, P4DE_AVAILABLE // 5)
+    from_ram = offload_from(ram, kv_bytes)
+    assert disk_from <= from_ram < 1.4 * disk_from

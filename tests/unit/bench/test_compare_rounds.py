@@ -1,0 +1,157 @@
+"""Which questions the comparison asks of an arm, of which engine, and when: with an engine that only takes notes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.bench.compare import calls, rounds
+from kvtier.bench.compare.contenders import CONTENDERS
+from kvtier.bench.compare.measures import Run
+from kvtier.bench.long_doc_qa import client as long_doc_qa_client
+from kvtier.bench.long_doc_qa.client import Outcome
+from kvtier.bench.long_doc_qa.work import Ask, Workload
+from kvtier.bench.servers import ServerError
+
+WORDS = range(100, 2000)
+ARGUMENTS = argparse.Namespace(
+    num_documents=3,
+    document_length=64,
+    question_length=8,
+    output_len=4,
+    repeat_count=1,
+    repeat_mode="tile",
+    hit_miss_ratio=(1, 0),
+    shuffle_seed=0,
+)
+
+
+class Notes:
+    """A server and its client in one. ``events`` is shared by an arm's two servers."""
+
+    def __init__(self, name: str, events: list[str], file: Path) -> None:
+        self.name, self.events, self.file = name, events, file
+        self.base_url, self.pid = name, os.getpid()
+        self.asked: list[Ask] = []
+        self.broken = False
+
+    def start(self) -> None:
+        self.events.append(f"{self.name} starts")
+        if self.broken:
+            raise ServerError("no port is free")
+
+    def stop(self) -> None:
+        self.events.append(f"{self.name} stops")
+
+    def run(self, asks: Sequence[Ask], inflight: int, on_done: Callable[[], None]) -> list[Outcome]:
+        assert inflight == 1
+        outcomes = []
+        for ask in asks:
+            self.asked.append(ask)
+            with self.file.open("a") as file:
+                file.write(f'{{"at": {time.perf_counter()}, "calls": {{"start_load_kv": 0.25}}, "look_ups": [0.5]}}\n')
+            on_done()
+            outcomes.append(Outcome(ask.document, ask.question, ask.is_miss, 0.0, 0.1, 1.0, True, 72, 1, 64))
+        self.events.append(f"{self.name} answers {len(asks)}")
+        return outcomes
+
+
+@pytest.fixture
+def arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``arm(name)`` makes what serves; its servers are the clients too."""
+    served: dict[str, Notes] = {}
+    monkeypatch.setattr(rounds, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(rounds, "_REST_S", 0.0)
+    monkeypatch.setattr(long_doc_qa_client, "connect", lambda url, *_: (served[url], WORDS))
+
+    def make(name: str) -> rounds.Serving:
+        events: list[str] = []
+        first, second = (Notes(one, events, tmp_path / one) for one in ("first", "second"))
+        served.update(first=first, second=second)
+        made: Any = (CONTENDERS[name], first, second, None, tmp_path, 0, tmp_path / "first")
+        return rounds.Serving(*made)
+
+    return make
+
+
+def run(serving: rounds.Serving, *, last: bool = True) -> Run:
+    return rounds.measured(ARGUMENTS, serving, last)
+
+
+def test_a_second_engine_asks_while_the_first_runs_and_before_it_is_restarted(arm: Any) -> None:
+    serving = arm("kvtier-server")
+    found = run(serving)
+    after = serving.server.events[-6:]
+    assert after == [
+        "second starts",
+        "second answers 3",
+        "second stops",
+        "first stops",
+        "first starts",
+        "first answers 3",
+    ]
+    assert found.second is not None and found.restart is not None
+    assert [one.document for one in found.second.outcomes] == [0, 1, 2]
+    assert found.second.cached == pytest.approx(64 / 72) and found.second.ready_s >= 0
+
+
+def test_questions_of_different_rounds_are_different_ones(arm: Any) -> None:
+    serving = arm("kvtier-server")
+    run(serving)
+    asked = [tuple(ask.prompt) for ask in (*serving.server.asked, *serving.second.asked)]
+    assert len(set(asked)) == len(asked)
+
+
+def test_a_second_engine_that_does_not_start_is_the_arms_failure_and_is_stopped(arm: Any) -> None:
+    serving = arm("lmcache-redis")
+    serving.second.broken = True
+    found = run(serving)
+    assert found.second is not None and found.second.error == "no port is free"
+    assert "second stops" in serving.server.events and found.restart is not None
+    assert found.restart.mean == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("name", "last"), [("kvtier-nvme", True), ("kvtier-ram", True), ("kvtier-server", False)])
+def test_a_second_engine_is_started_where_it_could_have_something(name: str, last: bool, arm: Any) -> None:
+    serving = arm(name)
+    found = run(serving, last=last)
+    assert found.second is None and not serving.second.asked and "second starts" not in serving.server.events
+    assert (found.restart is not None) == (name == "kvtier-nvme")
+
+
+def test_every_ask_of_the_pairs_has_its_cpu_time_and_its_calls(arm: Any) -> None:
+    found = run(arm("kvtier-ram"), last=False)
+    assert len(found.pairs) == len(found.pair_efforts) == 2 * 12 * 3 and len(found.fill_efforts) == 3
+    assert [one.document for one in found.pairs[::2]] == [one.document for one in found.pairs[1::2]] == [0, 1, 2] * 12
+    for one in (*found.pair_efforts, *found.fill_efforts):
+        assert one.calls == {"start_load_kv": 0.25} and one.look_up_s == 0.5
+        assert one.cpu_s is not None and one.cpu_s >= 0
+    assert found.fill_tokens == 3 * 72
+
+
+def test_an_arm_whose_calls_are_not_there_has_its_cpu_time_still(arm: Any, tmp_path: Path) -> None:
+    serving = arm("kvtier-ram")
+    serving.server.file = tmp_path / "elsewhere"
+    (effort, *_) = run(serving, last=False).pair_efforts
+    assert effort.calls is None and effort.look_up_s is None and effort.cpu_s is not None
+    assert calls.read(serving.calls) is None
+
+
+def test_cpu_time_is_that_of_the_processes_threads_included() -> None:
+    before = rounds._cpu_s([os.getpid()])
+    began, until = time.process_time(), time.process_time() + 0.02
+    while time.process_time() < until:
+        Workload(WORDS, 1, 64, 8, 4).warm_up()
+    after = rounds._cpu_s([os.getpid()])
+    assert before is not None and after is not None
+    assert after - before >= 0.02 and abs((after - before) - (time.process_time() - began)) < 0.01
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    assert rounds._cpu_s([os.getpid(), ended.pid]) is None

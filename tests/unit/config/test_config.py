@@ -1,0 +1,450 @@
+"""The configuration: sources and their order, parsing, errors, and LMCache's files."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import lmcache
+from kvtier.config.keys import (
+    KEYS,
+    Config,
+    default_nvme_bytes,
+    default_ram_bytes,
+    describe,
+    filled,
+    load,
+    masked,
+    parse_size,
+)
+from kvtier.config.remarks import tell
+from kvtier.core.errors import ConfigError
+
+GIB = 2**30
+LMI_EXAMPLE = """\
+chunk_size: 256
+local_disk: "file:///tmp/lmcache/"
+max_local_disk_size: 66.0
+max_local_cpu_size: 210.0
+extra_config: {'use_odirect': True}
+"""
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "given.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def source_of(config: Config, key: str) -> str:
+    return next(row.source for row in describe(config) if row.key == key)
+
+
+# ---------------------------------------------------------------- sources
+
+
+def test_without_anything_the_defaults_hold() -> None:
+    config = load(env={})
+    assert config == Config()
+    assert {row.source for row in describe(config)} == {"default"}
+
+
+def test_each_source_beats_the_one_before(tmp_path: Path) -> None:
+    file = written(tmp_path, "chunk_tokens: 512\nnvme_threads: 3\nredis_threads: 5\n")
+    env = {"KVTIER_CONFIG_FILE": file, "KVTIER_NVME_THREADS": "4", "KVTIER_REDIS_THREADS": "6"}
+    config = load(env=env, flags={"redis_threads": 7, "save_decode": None})
+    assert (config.chunk_tokens, config.nvme_threads, config.redis_threads) == (512, 4, 7)
+    assert source_of(config, "chunk_tokens") == f"file {file}"
+    assert source_of(config, "nvme_threads") == "environment KVTIER_NVME_THREADS"
+    assert source_of(config, "redis_threads") == "flag"
+    assert source_of(config, "save_decode") == "default"
+
+
+def test_the_process_environment_is_the_default_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_CHUNK_TOKENS", "1024")
+    assert load().chunk_tokens == 1024
+
+
+def test_a_file_given_by_name_beats_the_environments(tmp_path: Path) -> None:
+    given = written(tmp_path, "chunk_tokens: 512\n")
+    assert load(given, env={"KVTIER_CONFIG_FILE": "/nowhere", "LMCACHE_CONFIG_FILE": "/nowhere"}).chunk_tokens == 512
+
+
+def test_an_empty_file_null_and_an_empty_variable_say_nothing(tmp_path: Path) -> None:
+    assert load(written(tmp_path, "")) == Config()
+    assert load(written(tmp_path, "ram_bytes: null\n"), env={"KVTIER_CHUNK_TOKENS": ""}) == Config()
+
+
+def test_a_lower_value_is_checked_even_when_a_higher_one_wins(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="chunk_tokens='many'"):
+        load(written(tmp_path, "chunk_tokens: many\n"), env={}, flags={"chunk_tokens": 256})
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("env", "flags"),
+    [({"KVTIER_CHUNK_TOKEN": "256"}, {}), ({}, {"chunk_token": 256}), ({"KVTIER_CHUNKTOKENS": "1"}, {})],
+)
+def test_an_unknown_key_is_an_error_that_names_the_nearest(env: dict[str, str], flags: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'chunk_?tokens?' .* nearest is 'chunk_tokens'"):
+        load(env=env, flags=flags)
+
+
+def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
+    file = written(tmp_path, "ram: 4GiB\n")
+    with pytest.raises(ConfigError, match=f"unknown key 'ram' .file {file}.*'ram_bytes'"):
+        load(file)
+
+
+def test_an_lmcache_key_in_our_file_says_which_variable_to_use(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="LMCACHE_CONFIG_FILE"):
+        load(written(tmp_path, "max_local_cpu_size: 5.0\n"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("ram_bytes", "4 potatoes", "a size such as 4GiB"),
+        ("ram_bytes", "50%", "a size such as 4GiB"),
+        ("ram_bytes", 0, "a size such as 4GiB"),
+        ("ram_bytes", True, "a size such as 4GiB"),
+        ("chunk_tokens", 0, "at least 1"),
+        ("chunk_tokens", -256, "at least 1"),
+        ("chunk_tokens", 2.5, "whole number"),
+        ("nvme_threads", True, "whole number"),
+        ("save_decode", "maybe", "true or false"),
+        ("nvme_path", "relative/folder", "absolute path"),
+        ("server", "http://host:1", "unix:///path"),
+        ("redis_prefix", "a b", "letters"),
+        ("log_level", "LOUD", "DEBUG"),
+    ],
+)
+def test_a_bad_value_says_given_where_expected_and_what_to_do(key: str, value: object, expected: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(env={}, flags={key: value})
+    message = str(raised.value)
+    assert message.startswith(f"{key}={value!r} (flag): expected ")
+    assert expected in message
+    assert message.endswith("correct it or remove it")
+
+
+@pytest.mark.parametrize("key", ["nvme_bytes", "redis_bytes", "redis_ttl_s"])
+def test_a_key_that_would_have_no_effect_is_an_error(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}=4096 has no effect without (nvme_path|redis_url)"):
+        load(env={}, flags={key: 4096})
+
+
+@pytest.mark.parametrize(("text", "message"), [("a: [", "is not YAML"), ("- a\n- b\n", "found list")])
+def test_a_file_that_is_no_mapping_is_an_error(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(written(tmp_path, text))
+
+
+@pytest.mark.parametrize("variable", ["KVTIER_CONFIG_FILE", "LMCACHE_CONFIG_FILE", "OPTION_LMCACHE_CONFIG_FILE"])
+def test_a_named_file_that_is_missing_is_an_error(variable: str) -> None:
+    with pytest.raises(ConfigError, match=r"'/nowhere/x.yaml' cannot be read"):
+        load(env={variable: "/nowhere/x.yaml"})
+
+
+def test_a_kubernetes_service_called_kvtier_is_no_configuration() -> None:
+    links = {
+        "KVTIER_SERVICE_HOST": "10.0.0.1",
+        "KVTIER_SERVICE_PORT": "7000",
+        "KVTIER_SERVICE_PORT_METRICS": "9000",
+        "KVTIER_PORT": "tcp://10.0.0.1:7000",
+        "KVTIER_PORT_7000_TCP_ADDR": "10.0.0.1",
+        "KVTIER_SERVER_PORT": "tcp://10.0.0.1:7000",
+    }
+    assert load(env=links) == Config()
+
+
+def test_passwords_are_shown_nowhere() -> None:
+    config = load(env={}, flags={"redis_url": "redis://me:s3:c@ret@host:6379/0"})
+    assert config.redis_url == "redis://me:s3:c@ret@host:6379/0"
+    shown = next(row.value for row in describe(config) if row.key == "redis_url")
+    assert shown == "redis://me:***@host:6379/0"
+    assert masked("unix:///run/r.sock?password=s3cret&db=1") == "unix://:***@/run/r.sock?db=1"
+    assert masked("unix:///run/kvtier.sock") == "unix:///run/kvtier.sock"
+    assert masked("tcp://host:7000") == "tcp://host:7000"
+    with pytest.raises(ConfigError) as raised:
+        load(env={}, flags={"redis_url": "http://:s3cret@host"})
+    assert "s3cret" not in str(raised.value)
+
+
+# ---------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4GiB", 4 * GIB),
+        ("4Gi", 4 * GIB),
+        ("4 gib", 4 * GIB),
+        ("1.5GiB", 3 * GIB // 2),
+        ("512MB", 512_000_000),
+        ("512M", 512_000_000),
+        ("64k", 64_000),
+        ("2TiB", 2 * 2**40),
+        ("4096", 4096),
+        ("4096B", 4096),
+        (4096, 4096),
+        (4096.0, 4096),
+    ],
+)
+def test_sizes(text: object, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [("true", True), ("YES", True), ("1", True), ("off", False), (False, False)]
+)
+def test_flags(word: object, value: bool) -> None:
+    assert load(env={}, flags={"save_decode": word}).save_decode is value
+
+
+def test_every_key_is_described_with_unit_and_reason() -> None:
+    rows = describe(Config())
+    assert [row.key for row in rows] == list(KEYS)
+    assert all(row.unit and row.reason for row in rows)
+
+
+def test_default_sizes_leave_the_host_its_own() -> None:
+    assert default_ram_bytes(8 * GIB) == 2 * GIB
+    assert default_ram_bytes(1024 * GIB) == 32 * GIB
+    assert default_nvme_bytes(100 * GIB) == 50 * GIB
+    assert default_nvme_bytes(4096 * GIB) == 256 * GIB
+
+
+# ---------------------------------------------------------------- LMCache's files
+
+
+@pytest.mark.parametrize("variable", ["LMCACHE_CONFIG_FILE", "OPTION_LMCACHE_CONFIG_FILE"])
+def test_lmis_example_file_is_understood(tmp_path: Path, variable: str) -> None:
+    config = load(env={variable: written(tmp_path, LMI_EXAMPLE)}, ranks=4)
+    assert (config.chunk_tokens, config.nvme_path) == (256, "/tmp/lmcache")
+    assert (config.ram_bytes, config.nvme_bytes) == (4 * 210 * GIB, 4 * 66 * GIB)
+    told = [remark.text for remark in config.remarks]
+    assert len(told) == 5
+    assert f"LMCache key max_local_cpu_size=210.0 -> ram_bytes={840 * GIB} (210 GiB per worker x 4 worker(s))" in told
+    assert any("extra_config.use_odirect=True" in line for line in told)
+    assert source_of(config, "ram_bytes").endswith(": max_local_cpu_size")
+
+
+def test_our_file_and_variables_beat_lmcaches(tmp_path: Path) -> None:
+    (tmp_path / "lmcache.yaml").write_text(LMI_EXAMPLE)
+    lmcache_file = str(tmp_path / "lmcache.yaml")
+    assert load(env={"LMCACHE_CONFIG_FILE": lmcache_file, "KVTIER_CHUNK_TOKENS": "512"}).chunk_tokens == 512
+    config = load(written(tmp_path, "chunk_tokens: 128\n"), env={"LMCACHE_CONFIG_FILE": lmcache_file})
+    assert (config.chunk_tokens, config.nvme_path) == (128, None)
+    (remark,) = config.remarks
+    assert f"LMCACHE_CONFIG_FILE={lmcache_file} is not read" in remark.text
+
+
+def test_lmcaches_variables_count_only_beside_its_file(tmp_path: Path) -> None:
+    variables = {"LMCACHE_CHUNK_SIZE": "512", "LMCACHE_MAX_LOCAL_CPU_SIZE": "2.5", "LMCACHE_TRACK_USAGE": "false"}
+    variables["LMCACHE_EXTRA_CONFIG"] = '{"use_odirect": true}'
+    assert load(env=variables) == Config()
+    config = load(env={**variables, "LMCACHE_CONFIG_FILE": written(tmp_path, LMI_EXAMPLE)})
+    assert (config.chunk_tokens, config.ram_bytes) == (512, 5 * GIB // 2)
+    assert source_of(config, "chunk_tokens") == "environment LMCACHE_CHUNK_SIZE"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("local_cpu: false", "not supported: every transfer passes through RAM"),
+        ("cache_policy: LFU", "not supported: kvtier evicts by LRU"),
+        ("remote_serde: cachegen", "not supported: kvtier stores exact bytes"),
+        ("save_unfull_chunk: true", "not needed"),
+        ("lookup_timeout_ms: 3000", "not needed"),
+        ("numa_mode: auto", "not needed"),
+        ("enable_lazy_memory_allocator: true", "not needed"),
+        ("enable_p2p: true", "peer-to-peer sharing: not supported"),
+        ("enable_p2p: false", "peer-to-peer sharing: off"),
+        ("pd_role: sender", "prefill/decode split: not supported"),
+        ("nixl_backends: [UCX]", "NIXL: not supported"),
+        ("gds_path: /gds", "GPU direct storage: not supported"),
+        ("enable_blending: true", "blending (reuse that is not a prefix): not supported"),
+        ("extra_config: {use_odirect: false}", "extra_config.use_odirect=False: not supported"),
+        ("extra_config: {enable_nixl_storage: true}", "NIXL: not supported"),
+        ("extra_config: {lookup: 1}", "extra_config.lookup=1: unknown to kvtier"),
+        ("chunk_sise: 256", "chunk_sise=256: unknown to kvtier"),
+        ("max_local_disk_size: 10", "not used: local_disk names no place"),
+        ("max_local_cpu_size: 0", "kvtier's default for ram_bytes holds"),
+        ("remote_url: null", "null: kvtier's default holds"),
+        ("remote_url: ''", "off, as in kvtier when redis_url is not set"),
+        ("local_device: cpu", "as in kvtier: the tier above all others is the host's RAM"),
+        ("local_device: cuda", "not supported: kvtier keeps chunks in the host's RAM"),
+        ("remote_url: lm://h:1", "no such remote tier (LMCache's own cache server"),
+        ("remote_url: mooncakestore://h:1", "no such remote tier (kvtier's is Redis"),
+        ("remote_url: host", "no such remote tier (kvtier's is Redis"),
+        ("remote_url: redis://h1:1,h2:2", "redis:// names one host; several are redis-cluster://"),
+    ],
+)
+def test_no_lmcache_key_is_ignored_in_silence(tmp_path: Path, line: str, told: str) -> None:
+    config = load(env={"LMCACHE_CONFIG_FILE": written(tmp_path, line)})
+    assert config == Config()
+    (remark,) = config.remarks
+    assert told in remark.text
+    asked_in_vain = any(word in told for word in ("not supported", "unknown", "not used", "no such", "names one"))
+    assert (remark.level == logging.WARNING) is asked_in_vain
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "value"),
+    [
+        ("remote_url: redis://u:p@h:6379/1", "redis_url", "redis://u:p@h:6379/1"),
+        ("remote_url: rediss://h:6379", "redis_url", "rediss://h:6379"),
+        ("remote_url: resp://h:6379", "redis_url", "redis://h:6379"),
+        ("remote_url: valkey://h:6379", "redis_url", "redis://h:6379"),
+        ("remote_url: unix:///run/redis.sock", "redis_url", "unix:///run/redis.sock"),
+        ("remote_url: file:///mnt/kv", "nvme_path", "/mnt/kv"),
+        ("remote_url: fs:///mnt/kv/", "nvme_path", "/mnt/kv"),
+        ("local_disk: /mnt/kv", "nvme_path", "/mnt/kv"),
+        ("local_disk: file://mnt/kv/", "nvme_path", "/mnt/kv"),
+        ("save_decode_cache: false", "save_decode", False),
+        ("blocking_timeout_secs: 10", "load_timeout_ms", 10_000),
+    ],
+)
+def test_lmcache_keys_that_have_one_of_ours(tmp_path: Path, line: str, key: str, value: object) -> None:
+    assert getattr(load(env={"LMCACHE_CONFIG_FILE": written(tmp_path, line)}), key) == value
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("remote_url: file:///", "one absolute folder"),
+        ("local_disk: file:///a/,file:///b/", "one absolute folder"),
+        ("local_disk: relative", "one absolute folder"),
+        ("max_local_cpu_size: lots", "a number of GiB per worker"),
+        ("max_local_cpu_size: -1", "a number of GiB per worker"),
+        ("extra_config: '{'", "expected a JSON object"),
+        ("extra_config: [1]", "expected a mapping"),
+        ("chunk_size: many", "chunk_tokens='many'"),
+    ],
+)
+def test_lmcache_values_that_cannot_be_had_are_errors(tmp_path: Path, line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(env={"LMCACHE_CONFIG_FILE": written(tmp_path, line)})
+
+
+def test_an_lmcache_password_is_not_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "kvtier"):
+        for url in ("redis://:s3cret@h:1", "mooncakestore://u:s3cret@h:1"):
+            tell(load(env={"LMCACHE_CONFIG_FILE": written(tmp_path, f"remote_url: {url}")}).remarks)
+    assert "redis://:***@h:1" in caplog.text and "remote_url=***" in caplog.text
+    assert "s3cret" not in caplog.text
+
+
+def test_every_mapped_key_of_lmcaches_leads_to_one_of_ours() -> None:
+    given = {"chunk_size": 1, "max_local_cpu_size": 1, "local_disk": "/a", "max_local_disk_size": 1}
+    given |= {"remote_url": "redis://h:1", "save_decode_cache": True, "blocking_timeout_secs": 1}
+    notes = lmcache.translate(given, ranks=1)
+    assert {note.ours for note in notes} <= set(KEYS)
+    assert all(note.ours for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, False),
+        ({"OPTION_LMCACHE_AUTO_CONFIG": "True"}, True),
+        ({"KVTIER_AUTO": "1"}, True),
+        ({"KVTIER_AUTO": "off"}, False),
+    ],
+)
+def test_auto_config_is_switched_on_as_in_lmi(env: dict[str, str], expected: bool) -> None:
+    assert load(env=env).auto is expected
+
+
+@pytest.mark.parametrize("variable", ["OPTION_LMCACHE_CONFIG_FILE", "KVTIER_CONFIG_FILE"])
+@pytest.mark.parametrize("there", [True, False])
+def test_auto_config_beside_a_manual_file_is_an_error_that_names_both(
+    variable: str, there: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "sizes.yaml"
+    if there:
+        file.write_text("chunk_size: 256\n" if "LMCACHE" in variable else "ram_bytes: 1GiB\n")
+    with pytest.raises(ConfigError, match=f"OPTION_LMCACHE_AUTO_CONFIG asks .* the file {file} sets"):
+        load(env={"OPTION_LMCACHE_AUTO_CONFIG": "true", variable: str(file)})
+
+
+@pytest.mark.parametrize("switch", ["OPTION_LMCACHE_AUTO_CONFIG", "KVTIER_AUTO"])
+def test_auto_config_beside_lmcaches_own_variable_warns_and_takes_the_sizes(switch: str, tmp_path: Path) -> None:
+    file = written(tmp_path, "chunk_size: 512\nmax_local_cpu_size: 7\nlocal_disk: /kv\nmax_local_disk_size: 9\n")
+    config = load(env={switch: "true", "LMCACHE_CONFIG_FILE": file})
+    assert config.auto and (config.chunk_tokens, config.nvme_path) == (512, "/kv")
+    assert (config.ram_bytes, config.nvme_bytes) == (None, None)
+    (warning,) = [remark.text for remark in config.remarks if remark.level == logging.WARNING]
+    assert f"{switch} asks for auto-config and environment LMCACHE_CONFIG_FILE names {file}" in warning
+    by_hand = load(env={switch: "false", "LMCACHE_CONFIG_FILE": file})
+    assert (by_hand.ram_bytes, by_hand.nvme_bytes) == (7 * GIB, 9 * GIB)
+
+
+def test_a_missing_file_beside_auto_config_names_the_conflict() -> None:
+    with pytest.raises(
+        ConfigError, match=r"KVTIER_AUTO asks for auto-config .*/none.yaml.*LMCACHE_CONFIG_FILE.*not there"
+    ):
+        load(env={"KVTIER_AUTO": "1", "LMCACHE_CONFIG_FILE": "/none.yaml"})
+
+
+def test_auto_in_the_file_itself_is_its_own_wish(tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.yaml"
+    file.write_text("auto: true\nram_bytes: 1GiB\n")
+    assert load(file, env={}).auto
+
+
+def test_auto_config_fills_only_what_nobody_set() -> None:
+    config = filled(load(env={"KVTIER_RAM_BYTES": "1GiB"}), {"ram_bytes": 5, "nvme_threads": 3}, "plan")
+    assert (config.ram_bytes, config.nvme_threads) == (2**30, 3)
+    assert config.sources["nvme_threads"] == "plan"
+
+
+SECRET = "s3cr3t-0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("KVTIER_REDIS_URL", f"redis:/user:{SECRET}@host"),
+        ("KVTIER_REDIS_URL", f"user:{SECRET}@host:6379"),
+        ("KVTIER_ENCRYPTION_KEY_FILE", SECRET),
+        ("KVTIER_SERVER_TOKEN_FILE", SECRET),
+        ("LMCACHE_EXTRA_CONFIG", f'{{"password": "{SECRET}"'),
+        ("LMCACHE_EXTRA_CONFIG", f'["{SECRET}"]'),
+    ],
+)
+def test_an_error_does_not_show_what_may_be_a_secret(variable: str, value: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(env={variable: value, "KVTIER_REPLACE_LMCACHE": "1"})
+    assert SECRET not in str(error.value)
+
+
+def test_an_error_shows_a_file_that_is_none_and_cuts_what_is_long() -> None:
+    with pytest.raises(ConfigError, match="server_token_file='token'"):
+        load(env={"KVTIER_SERVER_TOKEN_FILE": "token"})
+    with pytest.raises(ConfigError) as error:
+        load(env={"KVTIER_TAKE_HITS": "x" * 100_000})
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"redis_password": SECRET}, {"auth_token": SECRET}, {"sentinel": {"password": SECRET}}, {"hosts": [SECRET]}],
+    ids=lambda extra: next(iter(extra)),
+)
+def test_lmcaches_secrets_are_not_logged(extra: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    tell(load(env={"LMCACHE_EXTRA_CONFIG": json.dumps(extra), "KVTIER_REPLACE_LMCACHE": "1"}).remarks)
+    assert f"extra_config.{next(iter(extra))}" in caplog.text
+    assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize("url", [f"redis://user:{SECRET}@host/0", f"rediss://host/0?password={SECRET}"])
+def test_a_password_in_a_url_is_not_described(url: str) -> None:
+    assert SECRET not in str(describe(load(env={"KVTIER_REDIS_URL": url})))

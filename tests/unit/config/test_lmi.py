@@ -1,0 +1,205 @@
+"""LMI's two forms of an option, LMCache's variables, and what wins when several speak at once."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvtier.config import keys as config
+from kvtier.config import lmi
+from kvtier.config.keys import filled, load, replaces_lmcache
+from kvtier.core.errors import ConfigError
+
+GIB = 2**30
+DJL = {
+    "LMCACHE_MAX_LOCAL_CPU_SIZE": "10.0",
+    "LMCACHE_MAX_LOCAL_DISK_SIZE": "100.0",
+    "LMCACHE_LOCAL_DISK": "file:///tmp/lmcache/",
+    "LMCACHE_ENABLE_LAZY_MEMORY_ALLOCATOR": "True",
+    "LMCACHE_EXTRA_CONFIG": '{"use_odirect": true}',
+    "PYTHONHASHSEED": "0",
+}
+"""What LMI's own auto-config puts into the environment."""
+
+
+@pytest.fixture(autouse=True)
+def no_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where LMI would keep its file: not there unless a test writes it."""
+    usual = tmp_path / "usual.properties"
+    monkeypatch.setattr(lmi, "SERVING_PROPERTIES", str(usual))
+    return usual
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("option.x=true", "true"),
+        ("  option.x = true  ", "true"),
+        ("option.x: true", "true"),
+        ("option.x true", "true"),
+        ("# option.x=false\n! option.x=false\noption.x=true\noption.xy=no", "true"),
+        ("option.x=a,\\\n   b", "a,b"),
+        ("option.x=C\\:\\\\d", "C:\\d"),
+        ("option.x=false\noption.x=true", "true"),
+        ("option.x", ""),
+    ],
+)
+def test_java_properties(text: str, value: str) -> None:
+    assert lmi.parse(text)["option.x"] == value
+
+
+def test_serving_properties_is_found_where_lmi_keeps_it_and_where_it_is_named(
+    no_container: Path, tmp_path: Path
+) -> None:
+    assert load(env={}).auto is False
+    no_container.write_text("engine=Python\noption.lmcache_auto_config=true\n")
+    assert load(env={}).auto is True
+    assert load(env={}).sources["auto"] == f"option.lmcache_auto_config in {no_container}"
+    other = tmp_path / "other.properties"
+    other.write_text("option.lmcache_auto_config=False\n")
+    named = {"KVTIER_PROPERTIES_FILE": str(other), "OPTION_LMCACHE_AUTO_CONFIG": "true"}
+    assert load(env=named).auto is False, "the model's own file comes first"
+
+
+def test_a_named_file_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"'/none/serving.properties' cannot be read"):
+        load(env={"KVTIER_PROPERTIES_FILE": "/none/serving.properties"})
+
+
+def test_a_config_file_named_there_counts_from_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "lm.yaml").write_text("chunk_size: 512\n")
+    properties = tmp_path / "serving.properties"
+    properties.write_text("option.lmcache_config_file=lm.yaml\n")
+    found = load(env={"KVTIER_PROPERTIES_FILE": str(properties)})
+    assert (found.chunk_tokens, found.sources["chunk_tokens"]) == (512, f"LMCache file {tmp_path}/lm.yaml: chunk_size")
+
+
+def test_file_and_auto_together_are_refused_naming_both(tmp_path: Path) -> None:
+    (tmp_path / "lm.yaml").write_text("chunk_size: 512\n")
+    properties = tmp_path / "serving.properties"
+    properties.write_text("option.lmcache_config_file=lm.yaml\noption.lmcache_auto_config=true\n")
+    with pytest.raises(ConfigError) as refused:
+        load(env={"KVTIER_PROPERTIES_FILE": str(properties)})
+    assert f"option.lmcache_auto_config in {properties} asks" in str(refused.value)
+    assert f"the file {tmp_path}/lm.yaml sets sizes by hand" in str(refused.value)
+    ours = {"KVTIER_CONFIG_FILE": str(tmp_path / "lm.yaml"), "KVTIER_AUTO": "1"}
+    (tmp_path / "lm.yaml").write_text("ram_bytes: 1GiB\n")
+    with pytest.raises(
+        ConfigError, match=r"environment KVTIER_AUTO asks for auto-config and the file \S+lm\.yaml sets sizes"
+    ):
+        load(env=ours)
+
+
+# -- LMCache's variables -------------------------------------------------------------------------------------------
+
+
+def test_without_the_word_lmcache_variables_are_not_ours() -> None:
+    assert load(env=DJL).sources == {}
+
+
+def test_with_the_word_each_lmcache_variable_is_read_and_answered_for() -> None:
+    found = load(env={**DJL, "KVTIER_REPLACE_LMCACHE": "1", "LMCACHE_ENABLE_P2P": "True"}, ranks=2)
+    assert (found.ram_bytes, found.nvme_bytes, found.nvme_path) == (20 * GIB, 200 * GIB, "/tmp/lmcache")
+    assert found.sources["ram_bytes"] == "environment LMCACHE_MAX_LOCAL_CPU_SIZE"
+    *told, warning = found.remarks
+    said = {remark.text.removeprefix("LMCache key ").partition("=")[0]: remark for remark in told}
+    expected = {name.removeprefix("LMCACHE_").lower() for name in DJL} - {"extra_config"} | {"extra_config.use_odirect"}
+    assert set(said) == expected and len(told) == len(expected)
+    assert (warning.level, "does not serve: enable_p2p=True: peer-to-peer" in warning.text) == (logging.WARNING, True)
+    assert "SHA-256" in said["pythonhashseed"].text
+
+
+def test_ours_beat_lmcache_variables_and_a_file_of_ours_takes_their_place(tmp_path: Path) -> None:
+    env = {**DJL, "KVTIER_REPLACE_LMCACHE": "true", "KVTIER_RAM_BYTES": "3GiB"}
+    assert load(env=env).ram_bytes == 3 * GIB
+    (tmp_path / "own.yaml").write_text("chunk_tokens: 128\n")
+    own = load(file=tmp_path / "own.yaml", env=env)
+    assert (own.chunk_tokens, own.nvme_path, own.ram_bytes) == (128, None, 3 * GIB)
+
+
+def test_the_word_must_be_a_flag_and_is_no_key() -> None:
+    assert [replaces_lmcache({"KVTIER_REPLACE_LMCACHE": text}) for text in ("1", "true", "0", "")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    with pytest.raises(ConfigError, match="KVTIER_REPLACE_LMCACHE='perhaps': expected true or false"):
+        replaces_lmcache({"KVTIER_REPLACE_LMCACHE": "perhaps"})
+    assert load(env={"KVTIER_REPLACE_LMCACHE": "1", "KVTIER_PROPERTIES_FILE": ""}).sources == {}
+
+
+def test_lmcaches_connector_settings_are_named_and_not_ours() -> None:
+    given = {"lmcache_rpc_port": "x", "chunk_tokens": 512}
+    assert load(env={"KVTIER_REPLACE_LMCACHE": "1"}, flags=given).chunk_tokens == 512
+    with pytest.raises(ConfigError, match="unknown key 'lmcache_rpc_port'"):
+        load(env={}, flags=given)
+
+
+def test_lmis_own_sizes_are_the_most_auto_config_may_take() -> None:
+    """LMI counts neither the cgroup nor what the disk holds; a smaller size of kvtier's plan wins, a larger one not."""
+    env = {**DJL, "KVTIER_REPLACE_LMCACHE": "1", "OPTION_LMCACHE_AUTO_CONFIG": "True"}
+    given = load(env=env)
+    assert given.auto and given.ram_bytes == 10 * GIB
+    plan = {"ram_bytes": 4 * GIB, "nvme_path": "/tmp/lmcache", "nvme_bytes": 900 * GIB}
+    planned = filled(given, plan, "auto-config")
+    assert (planned.ram_bytes, planned.sources["ram_bytes"]) == (4 * GIB, "auto-config")
+    assert (planned.nvme_bytes, planned.nvme_path) == (100 * GIB, "/tmp/lmcache")
+
+
+def test_a_disk_that_auto_config_leaves_out_is_not_used_unless_its_size_was_given() -> None:
+    plan = {"ram_bytes": GIB}
+    place = {"KVTIER_AUTO": "1", "KVTIER_NVME_PATH": "/dev/shm/x"}
+    assert filled(load(env=place), plan, "auto-config").nvme_path is None
+    sized = filled(load(env={**place, "KVTIER_NVME_BYTES": "1GiB"}), plan, "auto-config")
+    assert (sized.nvme_path, sized.nvme_bytes) == ("/dev/shm/x", GIB)
+    djl = {**DJL, "KVTIER_REPLACE_LMCACHE": "1", "OPTION_LMCACHE_AUTO_CONFIG": "1"}
+    assert filled(load(env=djl), plan, "auto-config").nvme_path is None
+
+
+# -- vLLM's plug-in, on its factory --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def factory(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """vLLM's registry of connectors with LMCache's in it, without vLLM."""
+    known: dict[str, object] = {"LMCacheConnectorV1": "lmcache's"}
+
+    def register_connector(name: str, module: str, cls: str) -> None:
+        assert name not in known, "vLLM refuses a name twice"
+        known[name] = (module, cls)
+
+    name = "vllm.distributed.kv_transfer.kv_connector.factory"
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), SimpleNamespace(__path__=[]))
+    vars(sys.modules["vllm"])["__version__"] = "0.32.0"
+    module = sys.modules[name]
+    vars(module)["KVConnectorFactory"] = SimpleNamespace(_registry=known, register_connector=register_connector)
+    monkeypatch.delenv("KVTIER_REPLACE_LMCACHE", raising=False)
+    return known
+
+
+def test_the_plug_in_takes_lmcaches_place_only_when_told(
+    factory: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvtier.connectors.vllm import register
+
+    ours = ("kvtier.connectors.vllm", "KVTierConnector")
+    register()
+    assert factory == {"LMCacheConnectorV1": "lmcache's", "KVTierConnector": ours}
+    monkeypatch.setenv("KVTIER_REPLACE_LMCACHE", "1")
+    register()
+    register()
+    assert factory == {"LMCacheConnectorV1": ours, "KVTierConnector": ours}
+
+
+def test_environment_for_a_child_has_what_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_RAM_BYTES", "1GiB")
+    child = config.environment(KVTIER_CONFIG_FILE="/a.yaml", KVTIER_PROPERTIES_FILE=None)
+    assert (child["KVTIER_RAM_BYTES"], child["KVTIER_CONFIG_FILE"]) == ("1GiB", "/a.yaml")
+    assert "KVTIER_PROPERTIES_FILE" not in child

@@ -1,0 +1,144 @@
+"""Which vLLM kvtier runs with: below the floor every road ends with one sentence, above it what is missing is off."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli.vllm_command import API_SERVER
+from kvtier.connectors.vllm import versions
+from kvtier.core.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+OLD = "0.15.1"
+TOO_OLD = "vLLM 0.15.1 is too old: kvtier needs 0.23 or newer"
+FACTORY = """
+import importlib
+class KVConnectorFactory:
+    _registry = {"LMCacheConnectorV1": None}
+    @classmethod
+    def register_connector(cls, name, module, attribute):
+        cls._registry[name] = lambda: getattr(importlib.import_module(module), attribute)
+"""
+PLUGIN = """
+from kvtier.connectors.vllm import register
+register()
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+print(sorted(KVConnectorFactory._registry))
+KVConnectorFactory._registry["{name}"]()
+"""
+MODULE_PATH = "import importlib; importlib.import_module('kvtier.connectors.vllm').KVTierConnector"
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A folder for PYTHONPATH with a vLLM 0.15.1 that has a registry of connectors, and nothing else."""
+    home = tmp_path / "site"
+    factory = home / "vllm/distributed/kv_transfer/kv_connector/factory.py"
+    factory.parent.mkdir(parents=True)
+    factory.write_text(FACTORY)
+    (home / "vllm/__init__.py").write_text(f"__version__ = '{OLD}'\n")
+    folder = home / f"vllm-{OLD}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {OLD}\n")
+    return home
+
+
+def run(words: list[str], old: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("KVTIER_", "OPTION_", "LMCACHE_"))}
+    env |= {"PYTHONPATH": f"{old}:{ROOT}", **more}
+    return subprocess.run(words, cwd=old, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def self_check() -> list[str]:
+    """The last command of deploy/lmi/Dockerfile's build, with this Python."""
+    (text,) = re.findall(r"&& (python3 .*)", (ROOT / "deploy/lmi/Dockerfile").read_text())
+    return [sys.executable, *shlex.split(text)[1:]]
+
+
+ROADS = {
+    "plug-in": [sys.executable, "-c", PLUGIN.format(name="KVTierConnector")],
+    "plug-in, for LMCache": [sys.executable, "-c", PLUGIN.format(name="LMCacheConnectorV1")],
+    "module path": [sys.executable, "-c", MODULE_PATH],
+    "launch": [sys.executable, "-m", "kvtier", "launch", "--", "{old}/python3", "-m", API_SERVER, "--model", "m"],
+    "doctor": [sys.executable, "-m", "kvtier", "doctor"],
+    "Dockerfile": self_check(),
+}
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_below_the_floor_every_road_ends_with_the_same_sentence(road: str, old: Path) -> None:
+    with pytest.raises(ConfigError, match=TOO_OLD) as refusal:
+        versions.judged(OLD)
+    (old / "python3").symlink_to(sys.executable)  # launch knows a command by its program's name
+    done = run([word.replace("{old}", str(old)) for word in ROADS[road]], old, KVTIER_REPLACE_LMCACHE="1")
+    assert done.returncode != 0
+    assert str(refusal.value) in done.stdout + done.stderr
+
+
+def test_an_old_engine_that_does_not_ask_for_kvtier_goes_on(old: Path) -> None:
+    """vLLM loads the plug-in in every engine of the environment, whatever its connector."""
+    done = run([sys.executable, "-c", PLUGIN.rsplit("\n", 2)[0]], old)
+    assert done.returncode == 0, done.stderr
+    assert "KVTierConnector" in done.stdout
+
+
+def test_the_self_check_passes_what_kvtier_runs_with(old: Path) -> None:
+    (old / f"vllm-{OLD}.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.23.1.dev4+gcd\n")
+    done = run(self_check(), old)
+    assert (done.returncode, done.stdout) == (0, "vLLM 0.23.1.dev4+gcd\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("0.23.0", "vLLM 0.23.0"),
+        ("0.23.0rc1", "vLLM 0.23.0rc1"),
+        ("0.33.4", "vLLM 0.33.4"),
+        ("0.31.0", "vLLM 0.31.0 (not tested; 0.23.0, 0.29.0, 0.32.0, 0.33.0 are)"),
+        ("1.2.0", "vLLM 1.2.0 (not tested; 0.23.0, 0.29.0, 0.32.0, 0.33.0 are)"),
+        ("dev", "vLLM dev (not tested; 0.23.0, 0.29.0, 0.32.0, 0.33.0 are)"),
+    ],
+)
+def test_what_is_not_too_old_passes(version: str, said: str) -> None:
+    assert versions.judged(version) == said
+
+
+@pytest.mark.parametrize("version", ["0.22.9", "0.9.2", "0.0.1"])
+def test_what_is_too_old_does_not(version: str) -> None:
+    with pytest.raises(ConfigError, match=f"vLLM {version} is too old"):
+        versions.judged(version)
+
+
+def test_a_hook_that_is_missing_costs_its_feature_and_is_told() -> None:
+    class Oldest:
+        def wait_for_save(self) -> None: ...
+
+    class Newest(Oldest):
+        def finish_forward(self) -> None: ...
+        def has_pending_push_work(self) -> None: ...
+        def get_external_cache_hit_sources(self) -> None: ...
+
+    assert versions.limits(Newest) == []
+    told = versions.limits(Oldest)
+    assert len(told) == 3
+    assert (
+        told[0] == "this vLLM has no finish_forward: loads are whole before the forward pass begins, not layer by layer"
+    )
+    assert (versions.has_hook(Oldest, versions.BY_LAYER), versions.has_hook(Newest, versions.BY_LAYER)) == (False, True)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_class_itself_refuses_too() -> None:
+    """For who names its module by its own path."""
+    script = "import vllm; vllm.__version__ = '0.22.0'\n"
+    script += "from kvtier.connectors.vllm import connector; connector.KVTierConnector(None, None, None)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert "ConfigError: vLLM 0.22.0 is too old: kvtier needs 0.23 or newer" in done.stderr

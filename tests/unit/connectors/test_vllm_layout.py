@@ -1,0 +1,124 @@
+"""Layouts of engines: what each rank tells is in the fingerprint, and which engines are left alone or refused."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.errors import LayoutError
+from tests.unit.connectors.test_vllm_identity import engine, folder
+
+pytestmark = pytest.mark.vllm
+
+__all__ = ["folder"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def layout() -> Any:
+    """vLLM warns while it is imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module("kvtier.connectors.vllm.layout")
+
+
+def rank(**other: Any) -> Any:
+    from kvtier.connectors.vllm.metadata import RankLayout
+
+    given: dict[str, Any] = {
+        "block_bytes": 4096, "description": {"strides": [1, 2]}, "model": {"rotary": "a", "attention": "b"},
+        "weights": None,
+    } | other  # fmt: skip
+    return RankLayout(**given)
+
+
+def cache() -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    return SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+
+
+def print_of(given: Any, ranks: Any = None, tokens: int = 32) -> bytes:
+    from kvtier.connectors.vllm.layout import chunk_layout
+
+    return chunk_layout(given, cache(), ranks or {(0, 0): rank()}, tokens)[0].fingerprint
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"description": {"strides": [2, 1]}},
+        {"block_bytes": 8192},
+        {"model": {"rotary": "c", "attention": "b"}},
+        {"model": {"rotary": "a", "attention": "c"}},
+    ],
+    ids=["strides", "block bytes", "rotary tables", "attention"],
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_each_rank_tells_is_in_it(folder: Path, other: dict[str, Any], place: int) -> None:
+    same, changed = ({(0, 0): rank(), (0, 1): rank()} for _ in range(2))
+    changed[0, place] = rank(**other)
+    assert print_of(engine(folder), changed) != print_of(engine(folder), same)
+    assert print_of(engine(folder), {(0, 0): rank()}) != print_of(engine(folder), same)
+
+
+def test_ranks_are_told_apart_by_their_place(folder: Path) -> None:
+    one, two = rank(model={"rotary": "one"}), rank(model={"rotary": "two"})
+    assert print_of(engine(folder), {(0, 0): one, (0, 1): two}) != print_of(engine(folder), {(0, 0): two, (0, 1): one})
+    assert print_of(engine(folder), {(0, 0): one, (0, 1): two}) != print_of(engine(folder), {(0, 0): one, (1, 0): two})
+
+
+def test_the_size_of_chunks_is_in_every_key(folder: Path) -> None:
+    from kvtier.connectors.vllm.layout import chunk_layout
+
+    tokens = list(range(64))
+    small, large = (chunk_layout(engine(folder), cache(), {(0, 0): rank()}, size)[0] for size in (32, 64))
+    assert not set(small.keys(tokens)) & set(large.keys(tokens))
+
+
+def test_a_handshake_that_another_connector_answered_is_named(folder: Path) -> None:
+    from kvtier.connectors.vllm.layout import chunk_layout
+
+    with pytest.raises(LayoutError, match=r"MultiConnector.*put KVTierConnector first"):
+        chunk_layout(engine(folder), cache(), {}, 32)
+
+
+def test_keys_of_one_start_are_random(layout: Any) -> None:
+    given = ChunkLayout(fingerprint({"model": "a"}), 32, 16, (4096,))
+    one, two = layout.start_only(given, "why"), layout.start_only(given, "why")
+    assert len({given.fingerprint, one.fingerprint, two.fingerprint}) == 3
+    assert one.chunk_tokens == given.chunk_tokens and one.rank_block_bytes == given.rank_block_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "mla", "caching", "declines"),
+    [
+        ("X86", True, False, True),
+        ("X86", True, True, False),
+        ("X86", False, False, False),
+        ("RISCV", False, False, True),
+        ("RISCV", False, True, False),
+        ("", True, False, False),
+    ],
+)
+def test_kvtier_declines_where_the_platform_turned_prefixes_off(
+    monkeypatch: pytest.MonkeyPatch, kind: str, mla: bool, caching: bool, declines: bool
+) -> None:
+    from vllm import platforms
+
+    from kvtier.connectors.vllm import layout
+
+    architecture = platforms.CpuArchEnum[kind] if kind else None
+    platform = SimpleNamespace(is_cpu=lambda: bool(kind), get_cpu_architecture=lambda: architecture)
+    monkeypatch.setattr(platforms, "_current_platform", platform)
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=caching), model_config=SimpleNamespace(use_mla=mla)
+    )
+    assert bool(layout.why_no_prefixes(config)) is declines

@@ -1,0 +1,134 @@
+"""What of a request enters its keys besides tokens: adapter by content, salt, media with their places."""
+
+from __future__ import annotations
+
+import os
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvtier.connectors.vllm.requests
+from kvtier.core.chunk import ChunkLayout, fingerprint
+
+LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 32, 16, (4096,))
+TOKENS = list(range(128))
+
+
+@pytest.fixture
+def requests() -> Any:
+    return kvtier.connectors.vllm.requests
+
+
+def image(identifier: str, offset: int, length: int = 8) -> Any:
+    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
+
+
+def asked(**other: Any) -> Any:
+    given = {"kv_transfer_params": None, "prompt_embeds": None, "lora_request": None, "cache_salt": None}
+    return SimpleNamespace(**given | {"mm_features": None} | other)
+
+
+def adapter(folder: Path, content: bytes = b"weights", name: str = "adapter", **other: Any) -> Any:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    given = {"lora_name": name, "lora_int_id": 1, "lora_path": str(folder), "load_inplace": False}
+    return SimpleNamespace(**given | other)
+
+
+def keys(requests: Any, request: Any, adapters: Any = None) -> list[bytes]:
+    extra = requests.request_extra(request, adapters or requests.Adapters())
+    assert extra is not None
+    return list(LAYOUT.keys(TOKENS, extra, requests.media_extra(request, LAYOUT.chunk_tokens)))
+
+
+class TestMedia:
+    def test_every_chunk_that_an_image_touches_has_it(self, requests: Any) -> None:
+        found = requests.media_extra(asked(mm_features=[image("cat", 30, 40)]), 32)
+        assert set(found) == {0, 1, 2}
+        assert set(requests.media_extra(asked(mm_features=[image("cat", 32, 32)]), 32)) == {1}
+        assert set(requests.media_extra(asked(mm_features=[image("cat", 31, 2)]), 32)) == {0, 1}
+        assert set(requests.media_extra(asked(mm_features=[image("cat", 33, 0)]), 32)) == {1}
+
+    def test_which_image_and_where_it_lies_are_in_the_key(self, requests: Any) -> None:
+        several = [
+            [image("cat", 40)], [image("dog", 40)], [image("cat", 41)], [image("cat", 40), image("dog", 52)],
+            [image("dog", 40), image("cat", 52)], [],
+        ]  # fmt: skip
+        found = [keys(requests, asked(mm_features=features)) for features in several]
+        for one, other in combinations(found, 2):
+            assert one[1] != other[1]
+            assert one[2] != other[2], "what comes after an image has seen it"
+
+    def test_the_order_in_which_media_are_told_is_not(self, requests: Any) -> None:
+        one, two = [image("cat", 40), image("dog", 52)], [image("dog", 52), image("cat", 40)]
+        assert keys(requests, asked(mm_features=one)) == keys(requests, asked(mm_features=two))
+
+    @given(
+        st.lists(st.tuples(st.text(max_size=6), st.integers(0, 31)), max_size=3),
+        st.lists(st.tuples(st.text(max_size=6), st.integers(0, 31)), max_size=3),
+    )
+    def test_equal_bytes_mean_equal_media(self, one: list[tuple[str, int]], other: list[tuple[str, int]]) -> None:
+        media_extra = kvtier.connectors.vllm.requests.media_extra
+        said = [media_extra(asked(mm_features=[image(*each, 1) for each in media]), 32) for media in (one, other)]
+        assert (said[0] == said[1]) == (sorted(one) == sorted(other))
+
+
+class TestSaltsAndAdapters:
+    def test_neither_is_the_other_and_none_is_nothing(self, requests: Any, tmp_path: Path) -> None:
+        lora, other = adapter(tmp_path / "a"), adapter(tmp_path / "b", b"others")
+        several = [
+            asked(), asked(cache_salt="a"), asked(cache_salt="b"), asked(lora_request=lora),
+            asked(lora_request=other), asked(lora_request=lora, cache_salt="a"),
+        ]  # fmt: skip
+        found = [keys(requests, one) for one in several]
+        for one, two in combinations(found, 2):
+            assert not set(one) & set(two)
+
+    def test_an_adapter_is_its_content_whatever_its_name_and_place(self, requests: Any, tmp_path: Path) -> None:
+        one, two = adapter(tmp_path / "a"), adapter(tmp_path / "b", name="renamed", lora_int_id=2)
+        assert keys(requests, asked(lora_request=one)) == keys(requests, asked(lora_request=two))
+
+    def test_an_adapter_that_changes_under_the_engine_is_left_alone(self, requests: Any, tmp_path: Path) -> None:
+        adapters, lora = requests.Adapters(), adapter(tmp_path / "a")
+        before = keys(requests, asked(lora_request=lora), adapters)
+        adapter(tmp_path / "a", b"other weights")
+        assert requests.request_extra(asked(lora_request=lora), adapters) is None
+        assert requests.request_extra(asked(lora_request=lora), adapters) is None, "nor later"
+        lora.load_inplace = True
+        after = keys(requests, asked(lora_request=lora), adapters)
+        assert not set(before) & set(after)
+
+    def test_one_that_is_written_over_at_the_same_size_is_noticed(self, requests: Any, tmp_path: Path) -> None:
+        adapters, lora = requests.Adapters(), adapter(tmp_path / "a", b"one")
+        keys(requests, asked(lora_request=lora), adapters)
+        adapter(tmp_path / "a", b"two")
+        os.utime(tmp_path / "a" / "adapter_model.safetensors", ns=(1, 1))
+        assert requests.request_extra(asked(lora_request=lora), adapters) is None
+
+    def test_one_without_files_here_is_its_name_and_path(self, requests: Any, tmp_path: Path) -> None:
+        given = {"lora_int_id": 1, "load_inplace": False}
+        one, two, three = (
+            SimpleNamespace(lora_name=name, lora_path=str(tmp_path / path), **given)
+            for name, path in (("a", "x"), ("b", "x"), ("a", "y"))
+        )
+        found = [keys(requests, asked(lora_request=lora)) for lora in (one, two, three)]
+        assert len({each[0] for each in found}) == 3
+
+
+class TestLeftAlone:
+    def test_prompts_that_are_embeddings(self, requests: Any) -> None:
+        assert requests.request_extra(asked(prompt_embeds=object()), requests.Adapters()) is None
+
+    @pytest.mark.parametrize("no", [False, None, 0, "true", 1])
+    def test_requests_that_ask_not_to_be_kept(self, requests: Any, no: object) -> None:
+        request = asked(kv_transfer_params={requests.CACHE: no})
+        assert requests.request_extra(request, requests.Adapters()) is None
+
+    def test_and_no_others(self, requests: Any) -> None:
+        for params in (None, {}, {"other": False}, {requests.CACHE: True}):
+            assert requests.request_extra(asked(kv_transfer_params=params), requests.Adapters()) == b""

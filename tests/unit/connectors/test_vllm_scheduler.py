@@ -1,0 +1,462 @@
+"""The connector's scheduler half over a real Store with hand-turned lanes and clock: what of a hit it takes, and when
+it gives up waiting."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections import Counter
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Gauge, Histogram
+from prometheus_client import Counter as Counted
+
+from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.pool import Pool
+from kvtier.load_policy.outlook import NOTHING
+from kvtier.load_policy.prefill import Prefill
+from kvtier.store.store import Store
+from kvtier.testing import DictTier, ManualLane
+from tests.clock import Clock
+
+pytestmark = pytest.mark.vllm
+
+SLOT = 4096
+BLOCK, CHUNK = 16, 32
+LAYOUT = ChunkLayout(fingerprint({"model": "test"}), CHUNK, BLOCK, (SLOT,))
+PER_TOKEN = 1 / 64
+"""A chunk of 32 tokens takes half a second to compute."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """vLLM warns while it is imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("kvtier.connectors.vllm.scheduler")
+
+
+def report(**fields: Any) -> Any:
+    """What workers say of a step."""
+    from kvtier.connectors.vllm.metadata import StepReport
+
+    return StepReport(**fields)
+
+
+class SlowTier(DictTier):
+    """Reads take ``seconds`` of the test's clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(64)
+        self.clock, self.seconds, self.reads = clock, 0.0, 0
+        self.away = False
+
+    def read(self, key: Any, into: memoryview) -> bool | None:
+        self.reads += 1
+        self.clock.now += self.seconds
+        return None if self.away else super().read(key, into)
+
+
+class Bench:
+    """A scheduler half with its store, and vLLM's calls in short."""
+
+    def __init__(self, *, always: bool = False, known: bool = True, slots: int = 8) -> None:
+        from kvtier.connectors.vllm.scheduler import SchedulerHalf
+        from kvtier.load_policy.decide import Judge
+
+        self.clock = Clock(100.0)
+        self.tier, self.lane = SlowTier(self.clock), ManualLane()
+        self.store = Store(Pool(slots, SLOT), [(self.tier, self.lane)], clock=self.clock)
+        self.judge = Judge(60.0, always=always, prefill=Prefill(PER_TOKEN if known else None), clock=self.clock)
+        self.half = SchedulerHalf(self.store, LAYOUT, ((0, True),), self.judge, save_decode=True)
+
+    def hold(self, tokens: list[int], read_s: float, ready: int = 0) -> None:
+        """The tier holds the prompt's chunks, RAM the first ``ready``; the last read of it took ``read_s``."""
+        keys = LAYOUT.keys(tokens)
+        self.tier.held.update({key: bytes(SLOT) for key in keys})
+        probe = LAYOUT.keys([7] * CHUNK)
+        self.tier.held[probe[0]] = bytes(SLOT)
+        self.store._directory.found(0, [*keys[::-1], *probe])
+        self.tier.seconds = read_s
+        with self.store.load(probe):
+            self.lane.run()
+        self.store.load(keys, most=ready).close()
+        with self.store.load(keys, most=ready):
+            self.lane.run()
+        self.tier.reads = 0
+
+    def matched(self, request: Any) -> int | None:
+        tokens, later = self.half.matched(request, 0)
+        assert not later
+        return tokens
+
+    def waits_until_idle(self, request: Any) -> int | None:
+        while (tokens := self.matched(request)) is None:
+            assert len(self.lane), "it waits for nothing"
+            self.lane.turn()
+        return tokens
+
+    def ended(self, request: Any, tokens: int) -> dict[str, int]:
+        """The request gets its blocks, ``tokens`` of them to be loaded; what vLLM's metrics are told then."""
+        blocks = SimpleNamespace(get_block_ids=lambda: ([*range(-(-request.num_tokens // BLOCK))],))
+        self.half.allocated(request, blocks, tokens)
+        for number in list(self.half._pending):
+            self.half.report(report(done=Counter({number: 1})))
+        return self.half.misses.new()
+
+    def computed(self, request: Any) -> None:
+        """The request is computed whole, and its chunks are saved."""
+        new = SimpleNamespace(req_id=request.request_id, block_ids=([*range(99)],), num_computed_tokens=0)
+        none = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+        tokens = request.num_tokens
+        output = SimpleNamespace(
+            scheduled_new_reqs=[new], scheduled_cached_reqs=none, num_scheduled_tokens={request.request_id: tokens},
+            total_num_scheduled_tokens=tokens,
+        )  # fmt: skip
+        for job in self.half.step(output).saves:
+            self.half.report(report(done=Counter({job.number: 1})))
+        self.lane.run()
+
+    def served(self, request: Any) -> dict[str, int]:
+        """A request from its arrival to its end; what vLLM's metrics are told of it."""
+        counts = self.ended(request, self.waits_until_idle(request) or 0)
+        self.computed(request)
+        done(self, request)
+        return counts
+
+    def counts(self) -> dict[str, int]:
+        return {name: count for name, count in self.store.stats().items() if name.startswith("declined")}
+
+
+def prompt(chunks: int, request_id: str = "one", *, salt: str | None = None, first: int = 0) -> Any:
+    tokens = [first, *range(1, chunks * CHUNK + 1)]
+    return SimpleNamespace(
+        request_id=request_id, num_tokens=len(tokens), num_prompt_tokens=len(tokens), all_token_ids=tokens,
+        skip_reading_prefix_cache=False, prompt_embeds=None, lora_request=None, cache_salt=salt, mm_features=None,
+        kv_transfer_params=None,
+    )  # fmt: skip
+
+
+def done(bench: Bench, request: Any) -> None:
+    """The request ends; nothing of it is left."""
+    bench.half.finished(request)
+    bench.lane.run()
+    bench.store.check(idle=True)
+
+
+def test_a_hit_that_is_slower_than_computing_is_declined_at_once_and_leaves_nothing() -> None:
+    bench, request = Bench(), prompt(6)
+    bench.hold(request.all_token_ids[:-1], read_s=0.6)
+    assert bench.matched(request) == 0
+    assert bench.counts() == {"declined_slower": 6}
+    bench.store.check(idle=True)
+    assert bench.matched(request) == 0, "vLLM may ask again"
+    assert bench.counts() == {"declined_slower": 6}, "and it is counted once"
+    assert bench.ended(request, 0) == {"declined_slower": 6}
+    done(bench, request)
+    assert bench.tier.reads == 1, "one trial read"
+
+
+def test_a_hit_that_is_faster_is_waited_for_and_taken_whole() -> None:
+    bench, request = Bench(), prompt(6)
+    bench.hold(request.all_token_ids[:-1], read_s=0.1)
+    assert bench.matched(request) is None
+    assert bench.waits_until_idle(request) == 6 * CHUNK
+    assert bench.counts() == {}
+    done(bench, request)
+
+
+@pytest.mark.parametrize("no", [False, 0, None, "false", "true"])
+def test_a_request_that_asks_not_to_be_kept_leaves_no_trace_and_is_served_nothing(no: object) -> None:
+    bench, request = Bench(), prompt(6)
+    bench.hold(request.all_token_ids[:-1], read_s=0.1)
+    request.kv_transfer_params = {"kvtier.cache": no}
+    assert bench.served(request) == {}
+    private, held = prompt(6, "private", first=1), bench.store.keys()
+    private.kv_transfer_params = {"kvtier.cache": no}
+    assert bench.served(private) == {}
+    assert bench.store.keys() == held, "nothing was kept"
+    private.kv_transfer_params, private.request_id = {"kvtier.cache": True}, "yes"
+    assert bench.served(private) == {"missed_cold": 6}
+    assert len(bench.store.keys() - held) == 6
+
+
+def test_what_is_in_ram_is_taken_and_the_slow_rest_left() -> None:
+    bench, request = Bench(), prompt(6)
+    bench.hold(request.all_token_ids[:-1], read_s=0.6, ready=2)
+    assert bench.matched(request) == 2 * CHUNK
+    assert bench.counts() == {"declined_slower": 4}
+    done(bench, request)
+
+
+def test_always_takes_all_whatever_it_takes() -> None:
+    bench, request = Bench(always=True), prompt(6)
+    bench.hold(request.all_token_ids[:-1], read_s=5.0)
+    assert bench.waits_until_idle(request) == 6 * CHUNK
+    done(bench, request)
+
+
+def test_a_stalled_tier_costs_one_deadline_and_is_then_left() -> None:
+    bench = Bench()
+    first, second = prompt(6, "first"), prompt(6, "second")
+    bench.hold(first.all_token_ids[:-1], read_s=0.1)
+    asked_at = bench.clock.now
+    assert bench.matched(first) is None
+    bench.clock.now = asked_at + 6 * 0.1 * 3 - 0.01
+    assert bench.matched(first) is None
+    bench.clock.now = asked_at + 6 * 0.1 * 3 + 0.01
+    assert bench.matched(first) == 0, "three times what was forecast"
+    assert bench.counts() == {"declined_deadline": 6}
+
+    bench.tier.seconds = 30.0
+    bench.lane.run()  # only the trial read is still wanted
+    assert bench.tier.reads == 1
+    assert bench.matched(second) == 0
+    assert bench.counts() == {"declined_deadline": 6, "declined_slower": 6}
+    bench.half.finished(first)
+    done(bench, second)
+
+
+def test_no_load_is_waited_for_longer_than_computing_takes() -> None:
+    bench, request = Bench(), prompt(6)
+    bench.hold(request.all_token_ids[:-1], read_s=0.3)
+    asked_at = bench.clock.now
+    assert bench.matched(request) is None
+    bench.lane.turn()
+    bench.clock.now = asked_at + 6 * CHUNK * PER_TOKEN + 0.01
+    assert bench.matched(request) == CHUNK, "what came in time is taken"
+    assert bench.counts() == {"declined_deadline": 5}
+    done(bench, request)
+
+
+def test_a_cut_that_the_server_does_not_answer_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, request = Bench(), prompt(6)
+    bench.hold(request.all_token_ids[:-1], read_s=0.1)
+    assert bench.matched(request) is None
+    bench.lane.turn()
+    bench.clock.now += 60
+    load = bench.store.load
+    monkeypatch.setattr(bench.store, "load", lambda keys, start, most: load(keys, start, most=0))
+    assert bench.matched(request) == 0, "no slot is promised that is not there"
+    done(bench, request)
+
+
+def test_an_engine_of_unknown_speed_takes_a_hit_and_learns_from_its_steps() -> None:
+    bench, request = Bench(known=False), prompt(6)
+    bench.hold(request.all_token_ids[:-1], read_s=5.0)
+    assert bench.matched(request) is None
+    done(bench, request)
+    for _ in range(3):
+        number = bench.judge.planned([(1000, 0)])
+        bench.clock.now += 1000 * PER_TOKEN
+        bench.judge.ended(number, 0, 0.0, 0.0)
+    bench.tier.seconds = 0.0
+    assert bench.matched(prompt(6, "two")) == 0
+    bench.store.check(idle=False)
+
+
+def test_a_chunk_that_is_not_there_after_all_is_a_miss_with_the_rest_of_its_run() -> None:
+    bench, request = Bench(), prompt(4)
+    bench.hold(request.all_token_ids[:-1], read_s=0.1)
+    keys = LAYOUT.keys(request.all_token_ids[:-1])
+    assert bench.matched(request) is None
+    del bench.tier.held[keys[1]]
+    assert bench.waits_until_idle(request) == CHUNK
+    assert bench.ended(request, CHUNK) == {"loaded_dict": 1, "missed_evicted": 3}
+    done(bench, request)
+
+
+def test_a_chunk_that_ram_has_no_slot_for_is_refused() -> None:
+    bench, request, other = Bench(slots=4), prompt(4), LAYOUT.keys([9] * CHUNK * 3)
+    bench.hold(request.all_token_ids[:-1], read_s=0.1)
+    with bench.store.save(other) as held:
+        assert len(held.slots) == 3
+        assert bench.waits_until_idle(request) == CHUNK
+        assert bench.ended(request, CHUNK) == {"loaded_dict": 1, "declined_refused": 3}
+    done(bench, request)
+
+
+def test_chunks_that_came_meanwhile_are_taken_when_vllm_asks_again() -> None:
+    bench, request = Bench(), prompt(4)
+    assert bench.matched(request) == 0
+    with bench.store.save(LAYOUT.keys(request.all_token_ids[:-1])) as lease:
+        lease.commit()
+    assert bench.matched(request) == 4 * CHUNK
+    done(bench, request)
+
+
+def test_a_step_tells_the_judge_what_it_computes() -> None:
+    bench, request = Bench(known=False), prompt(40)
+    new = SimpleNamespace(req_id="one", block_ids=([*range(80)],), num_computed_tokens=0)
+    none = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+    bench.matched(request)
+    for _ in range(2):
+        output = SimpleNamespace(
+            scheduled_new_reqs=[new], scheduled_cached_reqs=none, num_scheduled_tokens={"one": 1024},
+            total_num_scheduled_tokens=1024,
+        )  # fmt: skip
+        metadata = bench.half.step(output)
+        bench.clock.now += 20.0
+        bench.half.report(report(step=metadata.number, load_s=1.0, loaded_blocks=2, save_s=3.0))
+    hit = prompt(6, "two")
+    bench.hold(hit.all_token_ids[:-1], read_s=0.6)
+    assert bench.matched(hit) == 0, "1,024 tokens take 16 s: a chunk is computed in half a second"
+
+
+def test_counts_add_up_in_vllms_log() -> None:
+    from kvtier.connectors.vllm.stats import TierStats
+
+    both = TierStats(data={"declined_slower": 2}).aggregate(TierStats(data={"declined_slower": 1, "loaded_ram": 4}))
+    assert both.reduce() == {"declined_slower": 3, "loaded_ram": 4}
+    both.reset()
+    assert both.is_empty()
+
+
+# -- every chunk under one reason ----------------------------------------------------------------------------------
+
+
+def test_each_reason_of_a_miss_is_told_and_the_whole_run_counts_under_it() -> None:
+    bench = Bench(slots=4)
+    assert bench.served(prompt(3)) == {"missed_cold": 3}
+    assert bench.served(prompt(3, "again")) == {"loaded_ram": 3}
+    assert bench.served(prompt(3, "tenant", salt="tenant")) == {"missed_salt": 3}
+    assert bench.served(prompt(4, "longer", salt="tenant")) == {"loaded_ram": 3, "missed_cold": 1}
+    bench.store.forget(LAYOUT.keys(prompt(3).all_token_ids[:-1]))
+    assert bench.served(prompt(3, "cleared")) == {"missed_forgotten": 3}
+
+
+def test_what_left_for_room_is_evicted_not_cold() -> None:
+    bench = Bench(slots=4)
+    without = Bench(slots=4)
+    without.store = without.half.store = Store(Pool(4, SLOT))
+    for one in (bench, without):
+        one.served(prompt(4))
+        one.served(prompt(4, "other", first=7))
+    assert bench.served(prompt(4, "again")) == {"loaded_dict": 4}
+    assert without.served(prompt(4, "again")) == {"missed_evicted": 4}
+
+
+def test_a_request_that_is_being_computed_by_another_is_not_called_new() -> None:
+    bench, one, two = Bench(), prompt(3), prompt(3, "two")
+    with bench.store.save(LAYOUT.keys(one.all_token_ids[:-1])):
+        assert bench.matched(two) == 0
+        assert bench.ended(two, 0) == {"missed_saving": 3}
+    done(bench, two)
+
+
+def test_a_server_that_does_not_answer_is_a_tier_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, request = Bench(), prompt(3)
+    monkeypatch.setattr(bench.store, "forecast", lambda keys: NOTHING)
+    assert bench.matched(request) == 0
+    assert bench.ended(request, 0) == {"missed_tier_down": 3}
+    done(bench, request)
+
+
+def test_loaded_declined_and_missed_add_up_to_what_was_asked_for() -> None:
+    bench, request = Bench(), prompt(9)
+    bench.hold(request.all_token_ids[: 6 * CHUNK], read_s=0.6, ready=2)
+    tokens = bench.waits_until_idle(request)
+    assert tokens == 2 * CHUNK
+    assert bench.ended(request, tokens) == {"loaded_ram": 2, "declined_slower": 4, "missed_cold": 3}
+    done(bench, request)
+
+
+def test_the_last_block_of_a_prompt_is_always_computed_and_no_miss() -> None:
+    bench, request = Bench(), prompt(3)
+    request.num_tokens = len(request.all_token_ids) - 1
+    assert bench.served(request) == {"missed_cold": 3}
+    again = prompt(3, "again")
+    again.num_tokens = len(again.all_token_ids) - 1
+    assert bench.waits_until_idle(again) == 3 * CHUNK - BLOCK
+    assert bench.ended(again, 3 * CHUNK - BLOCK) == {"loaded_ram": 3}
+    done(bench, again)
+
+
+def test_a_block_that_can_never_be_loaded_is_no_miss() -> None:
+    bench, request = Bench(), prompt(1)
+    bench.half._layout = ChunkLayout(LAYOUT.fingerprint, BLOCK, BLOCK, (SLOT,))
+    request.num_tokens = CHUNK
+    assert bench.matched(request) == 0
+    assert bench.ended(request, 0) == {"missed_cold": 1}, "of two, the last is computed whatever is held"
+    done(bench, request)
+
+
+def test_a_tier_that_stops_answering_on_the_way_is_down_and_has_refused_nothing() -> None:
+    bench, request = Bench(), prompt(4)
+    bench.hold(request.all_token_ids[:-1], read_s=0.1, ready=1)
+    bench.tier.away = True
+    assert bench.waits_until_idle(request) == CHUNK
+    assert bench.ended(request, CHUNK) == {"loaded_ram": 1, "missed_tier_down": 3}
+    done(bench, request)
+
+
+def test_a_run_that_begins_with_a_hit_differs_in_no_salt() -> None:
+    """Its first chunk came from another engine, so this one knows its tokens under another salt only."""
+    bench, request = Bench(), prompt(3, salt="tenant")
+    bench.served(prompt(1, "plain"))
+    assert bench.matched(prompt(3, "two", salt="tenant")) == 0
+    with bench.store.save(bench.half._keys(bench.half._prompts["two"], CHUNK)[:1]) as lease:
+        lease.commit()
+    assert bench.matched(request) == CHUNK
+    assert bench.ended(request, CHUNK) == {"loaded_ram": 1, "missed_cold": 2}
+    bench.half.finished(request)
+
+
+def test_an_engine_whose_own_cache_serves_the_beginnings_is_not_warned(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(slots=16)
+    bench.served(prompt(1))
+    for number in range(240):
+        request = prompt(11, str(number), first=number)
+        assert bench.half.matched(request, CHUNK) == (0, False)
+        assert bench.ended(request, 0) == {"missed_cold": 10}
+        bench.half.finished(request)
+        bench.clock.now += 5.0
+    assert "were hits" not in caplog.text
+
+
+def test_an_engine_that_never_hits_warns_once_and_tells_vllm(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(slots=16)
+    told = Counter[str]()
+    for number in range(240):
+        told.update(bench.served(prompt(10, str(number), salt=str(number))))
+        bench.clock.now += 5.0
+    assert told == {"missed_cold": 10, "missed_salt": 2390, "zero_hits": 1}
+    (warning,) = [record.getMessage() for record in caplog.records if "were hits" in record.getMessage()]
+    assert warning.startswith("0 of 2,000 chunks asked for were hits in 17 min: 100% salt: ")
+    assert "cache_salt" in warning
+    assert bench.served(prompt(10, "again", salt="239"))["zero_hits"] == 0, "a hit ends it"
+
+
+def test_prompts_shorter_than_a_chunk_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    for number in range(2000):
+        request = prompt(1, str(number))
+        request.num_tokens = CHUNK - 1
+        assert bench.matched(request) == 0
+        bench.ended(request, 0)
+        bench.half.finished(request)
+        bench.clock.now += 1.0
+    assert "prompts have fewer tokens than one chunk" in caplog.text
+
+
+def test_vllm_shows_misses_by_reason_and_that_nothing_is_ever_hit() -> None:
+    from kvtier.connectors.vllm.stats import TierMetrics, TierStats
+
+    registry = CollectorRegistry()
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counted, Gauge, Histogram)}
+    shown = TierMetrics(SimpleNamespace(kv_transfer_config=None), kinds, ["engine"], {0: ["0"]})
+    first = TierStats(data={"missed_salt": 2, "zero_hits": 0}).aggregate(TierStats(data={"missed_salt": 1}))
+    assert first.reduce() == {"missed_salt": 3, "zero_hits": 0}
+    told = first.aggregate(TierStats(data={"zero_hits": 1}))
+    shown.observe(told.to_dict())
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"vllm:kvtier_{name}", {"engine": "0"} | labels)
+
+    assert value("missed_chunks_total", reason="salt") == 3
+    assert value("zero_hits") == 1
+    shown.observe({"zero_hits": 0})
+    assert value("zero_hits") == 0

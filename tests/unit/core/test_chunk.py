@@ -1,0 +1,149 @@
+"""Keys: equal exactly when the KV bytes must be equal."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.core.chunk import KEY_BYTES, ChunkLayout, fingerprint, own_link, parent_link
+from kvtier.core.errors import ConfigError, LayoutError
+
+LAYOUT = ChunkLayout(fingerprint({"model": "a"}), 4, 2, (100, 30))
+KNOWN: list[tuple[bytes, dict[int, bytes], list[str]]] = [
+    (b"", {}, ["6818a140f18fef62", "4484b34617a4a497"]),
+    (b"salt", {}, ["bbbee2e2dd8d420d", "3ab0e965f0cd93d9"]),
+    (b"salt", {0: b"cat"}, ["9335fa67602a3c6b", "8fb49695a3b4aa86"]),
+    (b"", {1: b"cat"}, ["ed7b5d63cb81ac4f", "14944b1174fc773a"]),
+    (b"", {0: b"cat", 1: b"dog"}, ["553c012c028119f0", "8bfd6ebbc38faaea"]),
+]
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+@pytest.mark.parametrize(("extra", "media", "known"), KNOWN)
+def test_known_keys_never_change(extra: bytes, media: dict[int, bytes], known: list[str]) -> None:
+    """A key that changes makes every stored chunk worthless: these were computed once and are written down."""
+    keys = LAYOUT.keys(list(range(10)), extra, media)
+    assert [key.hex()[:16] for key in keys] == known
+    assert all(len(key) == KEY_BYTES for key in keys)
+
+
+CHUNK_BYTES = 4 * LAYOUT.chunk_tokens
+"""What the tokens of one chunk are hashed as."""
+SPLIT = st.tuples(*[st.integers(0, 12)] * 3)
+
+
+def cut(flat: bytes, split: tuple[int, int, int]) -> tuple[bytes, dict[int, bytes], list[int]]:
+    """Read a run of bytes as a prompt: so many of the extra, of the first chunk's media and of the second's, each
+    before what belongs to it."""
+    parts, at = [], 0
+    for size in (split[0], split[1], CHUNK_BYTES, split[2], CHUNK_BYTES):
+        parts.append(flat[at : at + size])
+        at += size
+    extra, first, one, second, two = parts
+    media = {index: what for index, what in enumerate((first, second)) if what}
+    return extra, media, list(struct.unpack(f"<{2 * LAYOUT.chunk_tokens}I", one + two))
+
+
+@given(st.binary(min_size=64, max_size=64), SPLIT, SPLIT)
+def test_no_two_readings_of_the_same_bytes_share_a_key(flat: bytes, one: Any, other: Any) -> None:
+    """Salts, media and tokens lie one behind the other in what is hashed. Where one ends is in it, too."""
+    flat += bytes(CHUNK_BYTES)
+    left, right = cut(flat, one), cut(flat, other)
+    keys = [LAYOUT.keys(tokens, extra, media)[-1] for extra, media, tokens in (left, right)]
+    assert (keys[0] == keys[1]) == (left == right)
+
+
+def test_media_end_where_they_end() -> None:
+    """An image's name that goes on as another's tokens do."""
+    split = [(0, 1, 8), (0, 5, 4), (4, 1, 4), (0, 9, 0), (9, 0, 0), (0, 0, 9), (5, 4, 0), (4, 0, 5)]
+    flat = bytes([1] * 9 + [0] * 2 * CHUNK_BYTES)
+    read = [cut(bytes([1]) * len(flat), one) for one in split]
+    keys = {LAYOUT.keys(tokens, extra, media)[-1] for extra, media, tokens in read}
+    assert len(keys) == len(split)
+
+
+def test_keys_do_not_depend_on_the_process() -> None:
+    code = (
+        "from kvtier.core.chunk import *; "
+        "print(ChunkLayout(fingerprint({'b': 1, 'a': 2}), 4, 2, (1,)).keys(list(range(9)))[1].hex())"
+    )
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("0", "1", "random")
+    }
+    assert seen == {ChunkLayout(fingerprint({"a": 2, "b": 1}), 4, 2, (1,)).keys(list(range(9)))[1].hex() + "\n"}
+
+
+@given(TOKENS, TOKENS)
+def test_equal_keys_mean_equal_tokens_so_far(left: list[int], right: list[int]) -> None:
+    for index, (one, other) in enumerate(zip(LAYOUT.keys(left), LAYOUT.keys(right), strict=False)):
+        assert (one == other) == (left[: 4 * index + 4] == right[: 4 * index + 4])
+
+
+@given(TOKENS, st.lists(st.integers(0, 40), max_size=5))
+def test_growing_prompt_hashes_to_the_same_keys(tokens: list[int], cuts: list[int]) -> None:
+    chain = LAYOUT.chain(b"x", {1: b"image"})
+    for cut in [*sorted(cuts), len(tokens)]:
+        chain.extend(tokens[:cut])
+    assert chain.keys == LAYOUT.keys(tokens, b"x", {1: b"image"})
+
+
+def test_a_prompt_that_grows_past_an_image_has_it_where_it_lies() -> None:
+    tokens, media = list(range(16)), {0: b"cat", 2: b"dog"}
+    chain = LAYOUT.chain(b"", media)
+    for end in (4, 9, 12, 16):
+        chain.extend(tokens[:end])
+    assert chain.keys == LAYOUT.keys(tokens, b"", media)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        LAYOUT.keys(list(range(8)), b"tenant"),
+        LAYOUT.keys(list(range(8)), per_chunk={0: b"image"}),
+        LAYOUT.keys(list(range(8)), per_chunk={0: b"other image"}),
+        ChunkLayout(fingerprint({"model": "b"}), 4, 2, (100, 30)).keys(list(range(8))),
+        ChunkLayout(fingerprint({"model": "a"}), 8, 2, (100, 30)).keys(list(range(8))),
+    ],
+    ids=["salt", "image", "other image", "model", "chunk size"],
+)
+def test_everything_that_changes_bytes_changes_keys(other: list[bytes]) -> None:
+    assert not set(other) & set(LAYOUT.keys(list(range(8))))
+
+
+def test_an_image_in_a_later_chunk_leaves_earlier_ones_apart_from_plain_text_only_in_framing() -> None:
+    one, two = (LAYOUT.keys(list(range(8)), per_chunk={1: image}) for image in (b"cat", b"dog"))
+    assert one[0] == two[0] and one[1] != two[1]
+
+
+def test_keys_link_a_run() -> None:
+    keys = LAYOUT.keys(list(range(16)))
+    assert not any(parent_link(keys[0]))
+    assert [parent_link(key) for key in keys[1:]] == [own_link(key) for key in keys[:-1]]
+
+
+@pytest.mark.parametrize("tokens", [[-1] * 4, [2**32] * 4, ["a"] * 4, [1.5] * 4])
+def test_bad_token_ids_are_named(tokens: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"0 .. 2\*\*32-1"):
+        LAYOUT.keys(tokens)
+
+
+def test_layout_sizes() -> None:
+    assert LAYOUT.blocks_per_chunk == 2
+    assert LAYOUT.chunk_bytes == 260
+    assert LAYOUT.slot_bytes == 4096
+    assert [LAYOUT.rank_span(rank) for rank in (0, 1)] == [(0, 200), (200, 260)]
+
+
+@pytest.mark.parametrize("arguments", [(b"short", 4, 2, (1,)), (bytes(32), 5, 2, (1,)), (bytes(32), 4, 2, ())])
+def test_impossible_layouts_are_refused(arguments: tuple[bytes, int, int, tuple[int, ...]]) -> None:
+    with pytest.raises(LayoutError):
+        ChunkLayout(*arguments)

@@ -1,0 +1,74 @@
+"""Lanes: bounded, reads first, never stopped by a failing work. Steps are ordered by events, not by sleeping."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from kvtier.core.lanes import Lane
+
+SOON = 10.0
+
+
+class Gate:
+    """A work that holds the lane's thread until it is opened."""
+
+    def __init__(self) -> None:
+        self.entered, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.entered.set()
+        assert self.opened.wait(SOON)
+
+
+def held_lane(threads: int = 1, bound: int = 2) -> tuple[Lane, Gate]:
+    lane, gate = Lane("test", threads, urgent_bound=bound, bound=bound), Gate()
+    assert lane.submit(gate)
+    assert gate.entered.wait(SOON)
+    return lane, gate
+
+
+def test_a_full_lane_refuses() -> None:
+    lane, gate = held_lane()
+    done: list[int] = []
+    assert [lane.submit(lambda: done.append(1)) for _ in range(3)] == [True, True, False]
+    assert [lane.submit(lambda: done.append(2), urgent=True) for _ in range(3)] == [True, True, False]
+    gate.opened.set()
+    assert lane.close(SOON)
+    assert done == [2, 2, 1, 1], "urgent work goes first"
+
+
+def _fail() -> None:
+    raise ValueError("injected")
+
+
+def test_a_failing_work_is_counted_and_the_lane_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    lane = Lane("test", 1, urgent_bound=9, bound=9)
+    done = threading.Event()
+    with caplog.at_level(logging.ERROR, "kvtier.lanes"):
+        lane.submit(_fail)
+        lane.submit(done.set)
+        assert done.wait(SOON)
+    assert lane.close(SOON)
+    assert lane.failures == 1
+    assert "lane test: work failed" in caplog.text
+
+
+def test_close_does_not_wait_for_a_hung_tier() -> None:
+    lane, gate = held_lane()
+    lane.submit(lambda: None)
+    assert lane.close(0.0) is False
+    assert not lane.submit(lambda: None)
+    gate.opened.set()
+
+
+def test_threads_run_side_by_side() -> None:
+    lane, first = held_lane(threads=2)
+    second = Gate()
+    lane.submit(second)
+    assert second.entered.wait(SOON)
+    first.opened.set()
+    second.opened.set()
+    assert lane.close(SOON)

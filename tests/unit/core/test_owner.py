@@ -1,0 +1,36 @@
+"""Owner: the same number on every server and after every restart, and who may drop what."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from kvtier.core.tenant import NOBODY, OWNER_BYTES, may, owner_of, tenant
+
+MODEL, OTHER = bytes(32), bytes(range(32))
+NAMES = ["", "acme", "acmf", "Acme", "ac", "a" * 64, "\N{SNOWMAN}"]
+
+
+def test_the_number_is_part_of_what_lies_on_disks_and_does_not_change() -> None:
+    assert owner_of(MODEL, "acme") == 0x6C04919CEAC5136F163BC5D9F60EBA6A
+    code = "from kvtier.core.tenant import owner_of; print(owner_of(bytes(32), 'acme'))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert int(told) == owner_of(MODEL, "acme")
+
+
+def test_names_and_models_are_told_apart_and_fit() -> None:
+    owners = [owner_of(model, name) for model in (MODEL, OTHER) for name in NAMES]
+    assert len({NOBODY, *owners}) == len(owners) + 1
+    assert all(owner < 1 << 8 * OWNER_BYTES for owner in owners)
+
+
+def test_a_tenant_is_all_its_models_and_nobody_but_no_other_tenant() -> None:
+    for name in NAMES:
+        allowed = {
+            (model, other) for model in (MODEL, OTHER) for other in NAMES if may(tenant(name), owner_of(model, other))
+        }
+        assert allowed == {(MODEL, name), (OTHER, name)}
+        assert may(tenant(name), NOBODY) and may(owner_of(MODEL, name), NOBODY)
+        assert may(None, owner_of(MODEL, name)) and may(None, NOBODY)
+        assert may(owner_of(MODEL, name), owner_of(MODEL, name))
+        assert not may(owner_of(MODEL, name), owner_of(OTHER, name)), "an engine drops only its own model's"

@@ -1,0 +1,298 @@
+"""Blocks <-> slots on CPU tensors, by both copiers: the host's own and the staged one that GPUs use.
+
+``tests/gpu`` runs the same tests on a CUDA device by giving its own ``place`` fixture.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.core.errors import StateError
+from kvtier.core.pool import Pool
+from kvtier.gpu import PagedBlocks, regions_of, slot_tensor
+from kvtier.gpu.host import plan
+from kvtier.gpu.regions import merged
+from tests.unit.paged_engines import (
+    BLOCKS,
+    BLOCKS_PER_CHUNK,
+    ENGINES,
+    LAYERS,
+    ORDERS,
+    Engine,
+    as_bytes,
+    fill,
+    keys_and_values_apart,
+    one_backing,
+)
+from tests.unit.paged_streams import Held, Inline
+
+Make = Callable[["Engine"], PagedBlocks]
+
+
+Place = tuple[torch.device, Callable[[], dict[str, Any]]]
+"""Where the blocks lie, and what more :class:`PagedBlocks` is given there."""
+
+WAYS: dict[str, Callable[[], dict[str, Any]]] = {
+    "host": dict,
+    "staged": lambda: {"streams": Inline(), "pinned": lambda _: True},
+    "staged, slots not locked": lambda: {"streams": Inline()},
+    "staged, in any order": lambda: {"streams": Held(room=0, dice=random.Random(3)), "pinned": lambda _: True},
+    "staged, in any order, not locked": lambda: {"streams": Held(room=0, dice=random.Random(4))},
+}
+
+
+@pytest.fixture(params=WAYS)
+def place(request: pytest.FixtureRequest) -> Place:
+    return torch.device("cpu"), WAYS[request.param]
+
+
+@pytest.fixture
+def device(place: Place) -> torch.device:
+    return place[0]
+
+
+@pytest.fixture
+def make(place: Place) -> Make:
+    def paged_blocks(engine: Engine) -> PagedBlocks:
+        return PagedBlocks(regions_of(engine.caches, BLOCKS), BLOCKS_PER_CHUNK, **place[1]())
+
+    return paged_blocks
+
+
+def slot_part(paged: PagedBlocks) -> torch.Tensor:
+    return torch.zeros(paged.block_bytes * BLOCKS_PER_CHUNK, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize(("saved", "loaded"), [([7, 2, 3, 0], [1, 8, 5, 6]), ([4, 5, 6, 7], [0, 1, 2, 3])])
+def test_what_was_saved_is_loaded_and_nothing_else_moves(
+    make: Make, device: torch.device, name: str, first: int, saved: list[int], loaded: list[int]
+) -> None:
+    engine = ENGINES[name](device)
+    fill(engine)
+    paged = make(engine)
+    part = slot_part(paged)
+    expected = ENGINES[name](device)
+    for mine, theirs in zip(expected.backings, engine.backings, strict=True):
+        mine.copy_(theirs)
+    for layer in engine.caches:
+        for source, target in list(zip(saved, loaded, strict=True))[first:]:
+            expected.block(layer, target).copy_(engine.block(layer, source))
+
+    paged.save([(part, 0, saved)]).wait()
+    paged.load([(part, first, loaded[first:])]).wait()
+
+    for got, wanted in zip(engine.memory(), expected.memory(), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_a_load_may_end_inside_its_chunk(make: Make, device: torch.device) -> None:
+    engine = one_backing(ORDERS["LBHNC"], device)
+    fill(engine)
+    paged = make(engine)
+    part = slot_part(paged)
+    paged.save([(part, 0, [0, 1, 2, 3])]).wait()
+    kept = as_bytes(engine.block("layer.1", 3))
+
+    paged.load([(part, 1, [8, 7])]).wait()
+
+    assert as_bytes(engine.block("layer.1", 8)) == as_bytes(engine.block("layer.1", 1))
+    assert as_bytes(engine.block("layer.1", 7)) == as_bytes(engine.block("layer.1", 2))
+    assert as_bytes(engine.block("layer.1", 3)) == kept
+
+
+@pytest.mark.parametrize("blocks", [[7, 2, 3, 0], [3, 4, 5, 6]])
+def test_slot_is_region_major_whatever_blocks_the_chunk_lay_in(
+    make: Make, device: torch.device, blocks: list[int]
+) -> None:
+    engine = one_backing(ORDERS["LBNHC"], device)
+    fill(engine)
+    paged = make(engine)
+    part = slot_part(paged)
+
+    paged.save([(part, 0, blocks)]).wait()
+
+    rows = [engine.block(layer, block).transpose(1, 2) for layer in engine.caches for block in blocks]
+    assert as_bytes(part) == b"".join(as_bytes(row) for row in rows)
+
+
+def test_merged_and_separate_layers_give_the_same_slot(make: Make, device: torch.device) -> None:
+    together = one_backing(ORDERS["LBHNC"], device)
+    fill(together)
+    clones = {name: cache.clone() for name, cache in together.caches.items()}
+    apart = Engine(clones, list(clones.values()))
+    parts = []
+    for engine, strided_copies in ((together, 1), (apart, LAYERS)):
+        paged = make(engine)
+        assert len(paged._copier._paged) == strided_copies
+        parts.append(slot_part(paged))
+        paged.save([(parts[-1], 0, [8, 1, 0, 5])]).wait()
+
+    assert torch.equal(*parts)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_layers_of_one_backing_move_in_one_strided_copy(device: torch.device, order: str) -> None:
+    regions = regions_of(one_backing(ORDERS[order], device).caches, BLOCKS)
+
+    groups = merged([region.rows for region in regions])
+
+    assert [tuple(group.shape) for group in groups] == [(len(regions), BLOCKS, regions[0].rows.shape[1])]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "runs", "scattered"),
+    [
+        ([7, 8, 9, 3, 5, 4], [(2, 7, 3), (5, 3, 1), (6, 5, 1), (7, 4, 1)], True),
+        ([7, 8, 9, 3, 4, 5], [(2, 7, 3), (5, 3, 3)], False),
+        ([4], [(2, 4, 1)], False),
+    ],
+)
+def test_neighbouring_blocks_move_together(
+    blocks: list[int], runs: list[tuple[int, int, int]], scattered: bool
+) -> None:
+    found, index = plan(2, blocks)
+
+    assert found == runs
+    assert (index is not None) is scattered
+
+
+def test_jobs_of_one_call_do_not_disturb_each_other(make: Make, device: torch.device) -> None:
+    engine = one_backing(ORDERS["LBHNC"], device)
+    fill(engine)
+    before = engine.memory()
+    paged = make(engine)
+    parts = [slot_part(paged), slot_part(paged)]
+    groups = [[0, 1, 2, 3], [7, 4, 6, 5]]
+
+    paged.save([(part, 0, blocks) for part, blocks in zip(parts, groups, strict=True)]).wait()
+    for backing in engine.backings:
+        backing.zero_()
+    copy = paged.load([(parts[0], 0, groups[0]), (parts[1], 2, groups[1][2:]), (parts[1], 0, groups[1][:2])])
+    copy.wait()
+
+    assert copy.done()
+    untouched = one_backing(ORDERS["LBHNC"], torch.device("cpu"))
+    untouched.backings[0].copy_(before[0])
+    for layer in engine.caches:
+        assert not engine.block(layer, 8).any()
+        for block in range(8):
+            assert as_bytes(engine.block(layer, block)) == as_bytes(untouched.block(layer, block))
+
+
+def test_a_copy_keeps_the_slots_memory() -> None:
+    engine = one_backing(ORDERS["LBHNC"], torch.device("cpu"))
+    paged = PagedBlocks(regions_of(engine.caches, BLOCKS), BLOCKS_PER_CHUNK)
+    memory = bytearray(paged.block_bytes * BLOCKS_PER_CHUNK)
+
+    copy = paged.save([(slot_tensor(memoryview(memory)), 0, [0, 1, 2, 3])])
+
+    with pytest.raises(BufferError):
+        memory.append(0)
+    del copy
+    memory.append(0)
+
+
+def _no_change(part: torch.Tensor) -> torch.Tensor:
+    return part
+
+
+@pytest.mark.parametrize(
+    ("change", "first", "blocks", "words"),
+    [
+        (_no_change, 0, [0, 1, 2, 9], "0 .. 8"),
+        (_no_change, 0, [0, 1, 2, -1], "-1 .. 2"),
+        (_no_change, 1, [0, 1, 2, 3], "4 blocks from block 1"),
+        (_no_change, -1, [0, 1], "from block -1"),
+        (_no_change, 2, [], "0 blocks from block 2"),
+        (lambda part: part[1:], 0, [0, 1, 2, 3], "expected 1152"),
+        (lambda part: part.view(torch.int8), 0, [0, 1, 2, 3], "of torch.int8"),
+        (lambda part: part.repeat_interleave(2)[::2], 0, [0, 1, 2, 3], "dense uint8"),
+    ],
+)
+def test_a_wrong_load_moves_no_byte(
+    make: Make,
+    device: torch.device,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    first: int,
+    blocks: list[int],
+    words: str,
+) -> None:
+    engine = one_backing(ORDERS["LBHNC"], device)
+    fill(engine)
+    before = engine.memory()
+    paged = make(engine)
+    part = slot_part(paged)
+
+    with pytest.raises(StateError, match=words):
+        paged.load([(part, 0, [0, 1, 2, 3]), (change(part), first, blocks)])
+
+    assert torch.equal(engine.memory()[0], before[0])
+
+
+@pytest.mark.parametrize(("first", "blocks"), [(0, [0, 1, 2]), (1, [0, 1, 2]), (0, [0, 1, 2, 9])])
+def test_a_save_takes_whole_chunks_only(make: Make, device: torch.device, first: int, blocks: list[int]) -> None:
+    engine = one_backing(ORDERS["LBHNC"], device)
+    fill(engine)
+    paged = make(engine)
+    part = slot_part(paged)
+
+    with pytest.raises(StateError):
+        paged.save([(part, 0, [0, 1, 2, 3]), (part, first, blocks)])
+
+    assert not part.any()
+
+
+def test_slot_tensor_is_the_pools_memory() -> None:
+    pool = Pool(2, 4096)
+    slot_tensor(pool.view(1)).fill_(7)
+
+    assert bytes(pool.view(1)) == b"\7" * 4096
+    assert bytes(pool.view(0)) == bytes(4096)
+    with pytest.raises(StateError, match="read-only"):
+        slot_tensor(pool.view(0).toreadonly())
+
+
+def test_random_jobs_against_a_plain_model(make: Make, device: torch.device) -> None:
+    """Saves and loads of random blocks between random slots; the model is a dict of bytes by slot and by block."""
+    dice = random.Random(5)
+    engine = keys_and_values_apart(device)
+    fill(engine)
+    paged = make(engine)
+    parts = [slot_part(paged) for _ in range(3)]
+    slots: dict[int, list[bytes]] = {}
+    blocks = {block: content(engine, block) for block in range(BLOCKS)}
+    for _ in range(60):
+        slot, chosen = dice.randrange(3), dice.sample(range(BLOCKS), BLOCKS_PER_CHUNK)
+        first = dice.randrange(BLOCKS_PER_CHUNK)
+        if slot not in slots or dice.random() < 0.5:
+            paged.save([(parts[slot], 0, chosen)]).wait()
+            slots[slot] = [blocks[block] for block in chosen]
+        else:
+            paged.load([(parts[slot], first, chosen[first:])]).wait()
+            blocks |= dict(zip(chosen[first:], slots[slot][first:], strict=True))
+        assert blocks == {block: content(engine, block) for block in range(BLOCKS)}
+
+
+def content(engine: Engine, block: int) -> bytes:
+    return b"".join(as_bytes(engine.block(layer, block)) for layer in engine.caches)
+
+
+def test_an_engine_in_inference_mode_is_served(make: Make, device: torch.device) -> None:
+    with torch.inference_mode():
+        engine = one_backing(ORDERS["LBHNC"], device)
+        fill(engine)
+        paged = make(engine)
+    part = slot_part(paged)
+    wanted = content(engine, 1)
+
+    paged.save([(part, 0, [0, 1, 2, 3])]).wait()
+    paged.load([(part, 0, [8, 7, 6, 5])]).wait()
+
+    assert content(engine, 7) == wanted

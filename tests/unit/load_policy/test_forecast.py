@@ -1,0 +1,316 @@
+"""Forecasts: they converge, forget, are never negative or NaN; and what is chosen by them is the soonest served."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.load_policy.choose import Choice, choose
+from kvtier.load_policy.latency import Average, Pace
+from kvtier.load_policy.outlook import Asking, Outlook
+from kvtier.load_policy.prefill import Prefill, StepClock
+
+SECONDS = st.floats(0, 1e4)
+
+
+def paced(threads: int, read_s: float | None = None) -> Pace:
+    """A lane whose reads took ``read_s``."""
+    pace = Pace(threads)
+    if read_s is not None:
+        pace.read(pace.begun(0.0), read_s, whole=True)
+    return pace
+
+
+# ---- averages --------------------------------------------------------------------------------------------------------
+
+
+def test_an_average_converges_in_a_burst_and_gives_in_at_once_after_a_silence() -> None:
+    average = Average()
+    average.add(10.0, 0.0)
+    for _ in range(40):
+        average.add(1.0, 0.0)
+    assert average.value == pytest.approx(1.0, abs=0.1)
+    average.add(7.0, 60.0)
+    assert average.value == pytest.approx(7.0)
+
+
+def test_one_outlier_in_a_burst_has_an_eighth_of_the_say() -> None:
+    average = Average()
+    average.add(1.0, 0.0)
+    average.add(9.0, 0.0)
+    assert average.value == pytest.approx(2.0)
+
+
+@given(st.lists(st.tuples(st.floats(), st.floats(-1e9, 1e9)), max_size=30))
+def test_an_average_stays_among_its_samples(samples: list[tuple[float, float]]) -> None:
+    average = Average()
+    for sample, now in samples:
+        average.add(sample, now)
+    valid = [sample for sample, _ in samples if 0 <= sample < math.inf]
+    if valid:
+        assert average.value is not None
+        assert min(valid) * (1 - 1e-9) <= average.value <= max(valid) * (1 + 1e-9)
+    else:
+        assert average.value is None
+
+
+# ---- a tier's lane ---------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_tier_says_so_and_a_write_stands_in_for_the_first_read() -> None:
+    pace = Pace(2)
+    assert pace.wait(5, 0.0) is None
+    pace.wrote(pace.begun(0.0), 0.25, stored=True)
+    assert pace.wait(4, 1.0) == pytest.approx(0.5)
+    pace.read(pace.begun(1.0), 2.0, whole=True)
+    assert pace.chunk_s == pytest.approx(1.0), "a read is known: writes say nothing any more"
+
+
+def test_what_waits_before_and_how_many_read_at_once_count() -> None:
+    pace = paced(4, read_s=0.1)
+    assert pace.wait(1, 1.0) == pytest.approx(0.1), "one read cannot be divided"
+    assert pace.wait(8, 1.0) == pytest.approx(0.2)
+    pace.queued = 8
+    assert pace.wait(8, 1.0) == pytest.approx(0.4)
+
+
+def test_threads_that_are_busy_are_waited_for() -> None:
+    pace = paced(2, read_s=1.0)
+    for _ in range(2):
+        pace.begun(10.0)
+    assert pace.wait(1, 10.25) == pytest.approx(1.75), "one of them is free after 0.75 s"
+    assert pace.wait(0, 10.25) == pytest.approx(1.75)
+
+
+def test_a_call_that_does_not_end_makes_the_tier_slow_before_it_fails() -> None:
+    pace = paced(2, read_s=0.01)
+    calls = [pace.begun(10.0) for _ in range(2)]
+    assert (pace.wait(1, 10.0) or 0) < 0.03
+    assert (pace.wait(1, 40.0) or 0) > 30
+    for call in calls:
+        pace.read(call, 40.0, whole=False)
+    assert (pace.wait(1, 40.0) or 0) > 10, "a read that failed late is slow"
+    stuck = paced(2, read_s=0.01)
+    stuck.begun(10.0)
+    assert (stuck.wait(4, 40.0) or 0) == pytest.approx(0.04), "the other thread does the work"
+
+
+def test_the_first_call_of_all_tells_by_not_ending() -> None:
+    pace = Pace(1)
+    pace.begun(0.0)
+    assert (pace.wait(1, 60.0) or 0) >= 60
+
+
+def test_a_quick_failure_and_a_quick_answer_do_not_make_a_tier_fast() -> None:
+    pace = paced(1, read_s=1.0)
+    pace.read(pace.begun(60.0), 60.0, whole=False)
+    pace.asked(pace.begun(60.0), 60.001, found=0.0)
+    assert pace.chunk_s == 1.0
+    assert pace.odds < 1
+
+
+def test_probes_are_bounded_and_never_two_at_once() -> None:
+    pace = paced(1, read_s=1.0)
+    assert pace.probe_due(10.0)
+    assert not pace.probe_due(1000.0), "the first has not ended"
+    pace.probed(1000.0)
+    assert not pace.probe_due(1005.0)
+    assert pace.probe_due(1007.0)
+
+
+@given(
+    st.integers(1, 8), st.integers(0, 5000), st.lists(SECONDS, max_size=12), st.one_of(st.none(), SECONDS),
+    st.integers(0, 5000),
+)  # fmt: skip
+def test_a_wait_is_finite_and_grows_with_the_work(
+    threads: int, queued: int, begun: list[float], read_s: float | None, reads: int
+) -> None:
+    pace = paced(threads, read_s)
+    pace.queued = queued
+    for at in begun:
+        pace.begun(at)
+    some, more = pace.wait(reads, 1e4), pace.wait(reads + 1, 1e4)
+    if some is not None:
+        assert more is not None and 0 <= some <= more * (1 + 1e-9) < math.inf
+
+
+# ---- prefill ---------------------------------------------------------------------------------------------------------
+
+FLAT, SLOPE = 40e-6, 2e-9
+
+
+def truth(tokens: int, cached: int) -> float:
+    return tokens * FLAT + (tokens * cached + tokens * tokens / 2) * SLOPE
+
+
+def taught(prefill: Prefill, pace: float = 1.0) -> Prefill:
+    """Twelve prompts in steps of 2,048 tokens."""
+    for _ in range(12):
+        for cached in range(0, 16_384, 2048):
+            prefill.learn(2048, 2048 * cached + 2048**2 / 2, pace * truth(2048, cached))
+    return prefill
+
+
+@pytest.mark.parametrize(("tokens", "cached"), [(2048, 0), (16_384, 0), (512, 16_384), (30_000, 2000)])
+def test_prefill_is_learned_from_steps_and_holds_for_other_sizes(tokens: int, cached: int) -> None:
+    assert taught(Prefill()).seconds(tokens, cached) == pytest.approx(truth(tokens, cached), rel=0.02)
+
+
+def test_a_wrong_estimate_is_corrected_and_an_engine_that_slows_down_believed() -> None:
+    prefill = taught(Prefill(per_token=10 * FLAT))
+    assert prefill.seconds(2048, 0) == pytest.approx(truth(2048, 0), rel=0.05)
+    assert taught(prefill, pace=3.0).seconds(2048, 0) == pytest.approx(3 * truth(2048, 0), rel=0.15)
+
+
+def test_nothing_is_known_of_a_new_engine() -> None:
+    assert Prefill().seconds(100, 0) is None
+    assert Prefill(per_token=1e-3).seconds(100, 0) == pytest.approx(0.1)
+
+
+def test_short_tails_hardly_change_what_whole_steps_taught() -> None:
+    prefill = taught(Prefill())
+    for _ in range(20):
+        prefill.learn(130, 130 * 2048, 0.02)  # four times what these tokens cost: mostly the step itself
+    assert prefill.seconds(2048, 0) == pytest.approx(truth(2048, 0), rel=0.1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**5), st.floats(0, 1e6), st.floats()), max_size=40), st.integers(1, 10**6))
+def test_prefill_is_never_negative_nor_nan(steps: list[tuple[int, float, float]], tokens: int) -> None:
+    prefill = Prefill()
+    for new, depth, seconds in steps:
+        prefill.learn(new, new * (depth + new / 2), min(seconds, 1e6))
+    for cached in (0, 10**6):
+        forecast = prefill.seconds(tokens, cached)
+        assert forecast is None or 0 <= forecast < math.inf
+
+
+# ---- which interval is a step's --------------------------------------------------------------------------------------
+
+
+class Learnt(Prefill):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[int, float]] = []
+
+    def learn(self, tokens: int, looks: float, seconds: float) -> None:
+        self.steps.append((tokens, seconds))
+
+
+@pytest.fixture
+def prefill() -> Learnt:
+    return Learnt()
+
+
+@pytest.fixture
+def clock(prefill: Learnt) -> StepClock:
+    """A clock that has seen its first step, from 0 to 1."""
+    clock = StepClock(prefill)
+    clock.end(clock.plan(0.0, [(2000, 0)]), 1.0, 0.0)
+    return clock
+
+
+def test_a_steps_time_begins_when_it_is_planned_or_the_one_before_has_ended(clock: StepClock, prefill: Learnt) -> None:
+    first = clock.plan(10.0, [(2000, 0)])
+    ahead = clock.plan(10.1, [(1000, 2000)])
+    clock.end(first, 12.0, 0.0)
+    clock.end(ahead, 13.0, 0.25)
+    assert prefill.steps == [(2000, 2.0), (1000, 0.75)], "idle time and copies do not count"
+
+
+def test_steps_that_only_decode_teach_what_a_step_costs_anyway(clock: StepClock, prefill: Learnt) -> None:
+    for at in range(10, 20):
+        clock.end(clock.plan(at, [(1, 500)] * 4), at + 0.125, 0.0)
+    clock.end(clock.plan(30.0, []), 35.0, 0.0)
+    assert prefill.steps == []
+    clock.end(clock.plan(40.0, [(1000, 0), (1, 7)]), 41.0, 0.0)
+    assert [seconds for _, seconds in prefill.steps] == pytest.approx([0.875])
+
+
+def test_a_step_that_was_never_seen_to_end_spoils_one_sample_and_no_more(clock: StepClock, prefill: Learnt) -> None:
+    clock.plan(10.0, [(2000, 0)])
+    clock.end(clock.plan(10.0, [(2000, 0)]), 20.0, 0.0)
+    assert prefill.steps == []
+    clock.end(clock.plan(30.0, [(2000, 0)]), 31.0, 0.0)
+    assert prefill.steps == [(2000, 1.0)]
+
+
+def test_an_engines_first_prefill_is_a_hint_and_no_measure(prefill: Learnt) -> None:
+    clock = StepClock(prefill)
+    clock.end(clock.plan(0.0, [(2000, 0)]), 10.0, 0.0)
+    assert prefill.steps == []
+    assert prefill.seconds(1000, 0) == pytest.approx(5.0)
+    taught(known := Prefill(per_token=1.0)).guess(9.0)
+    assert (known.seconds(1000, 0) or 9) < 1
+
+
+# ---- what to take ----------------------------------------------------------------------------------------------------
+
+
+def per_chunk(seconds: float) -> Callable[[int], float | None]:
+    return lambda chunks: chunks * seconds
+
+
+def test_what_is_slower_than_computing_is_left_and_what_is_there_taken() -> None:
+    outlook = Outlook([(2, 0.0), (10, 5.0)])
+    assert choose(outlook, 10, per_chunk(0.1)) == Choice(2, False, 0.0)
+    assert choose(outlook, 10, per_chunk(1.0))[:2] == (10, False)
+
+
+def test_the_cut_falls_between_a_fast_and_a_slow_tier() -> None:
+    outlook = Outlook([(0, 0.0), (8, 0.1), (16, 30.0)])
+    assert choose(outlook, 16, per_chunk(0.1))[:2] == (8, False)
+
+
+def test_at_the_break_even_point_nothing_is_waited_for() -> None:
+    assert choose(Outlook([(0, 0.0), (10, 0.95)]), 10, per_chunk(0.1)).chunks == 0
+    assert choose(Outlook([(0, 0.0), (10, 0.85)]), 10, per_chunk(0.1)).chunks == 10
+
+
+def test_the_deadline_is_a_multiple_of_the_forecast_and_never_more_than_computing() -> None:
+    def within(wait: float | None) -> float:
+        return choose(Outlook([(4, 0.0), (10, wait)]), 10, per_chunk(0.1)).within_s
+
+    assert within(0.1) == pytest.approx(0.3)
+    assert within(0.5) == pytest.approx(0.6), "six chunks cost 0.6 s to compute"
+    assert within(None) == pytest.approx(0.6), "an unknown tier is tried, for so long"
+    assert within(1e-6) == pytest.approx(0.6 / 8), "not for milliseconds"
+
+
+def test_an_unknown_engine_takes_all_there_is() -> None:
+    outlook = Outlook([(1, 0.0), (10, 99.0)], Asking(1.0, 2.0, 0.5))
+    assert choose(outlook, 20, lambda chunks: None) == Choice(10, True, math.inf)
+
+
+def test_a_copy_that_is_slower_than_computing_is_not_made() -> None:
+    assert choose(Outlook([(4, 0.0), (8, 0.1)]), 8, per_chunk(-0.1)) == Choice(0, False, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("answer_s", "arrive_s", "odds", "asked"),
+    [(0.001, 0.1, 1.0, True), (0.001, 0.1, 0.0, True), (0.1, 0.2, 0.0, False), (0.1, 0.2, 0.9, True),
+     (0.1, 2.0, 1.0, False), (None, None, 1.0, True)],
+)  # fmt: skip
+def test_a_shared_tier_is_asked_when_the_answer_is_worth_it(
+    answer_s: float | None, arrive_s: float | None, odds: float, asked: bool
+) -> None:
+    outlook = Outlook([(0, 0.0)], Asking(answer_s, arrive_s, odds))
+    assert choose(outlook, 10, per_chunk(0.1)).ask is asked
+
+
+WAITS = st.one_of(st.none(), st.floats(0, 100))
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), WAITS), max_size=6), st.floats(0, 5), st.none() | st.floats(0, 1))
+def test_a_choice_is_possible_and_waits_no_longer_than_computing_takes(
+    more: list[tuple[int, float | None]], each: float, odds: float | None
+) -> None:
+    counts = sorted(count for count, _ in more)
+    steps = [(counts[0] if counts else 0, 0.0), *zip(counts, (wait for _, wait in more), strict=True)]
+    asking = None if odds is None else Asking(0.5, 1.0, odds)
+    choice = choose(Outlook(steps, asking), 60, per_chunk(each))
+    assert 0 <= choice.chunks <= steps[-1][0]
+    assert 0 <= choice.within_s <= 60 * each

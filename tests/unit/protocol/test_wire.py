@@ -1,0 +1,211 @@
+"""Messages and their bytes: what comes out is what went in, and nothing malformed gets through."""
+
+from __future__ import annotations
+
+import ast
+import hmac
+import tracemalloc
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.protocol import wire
+from kvtier.protocol.wire import Inbox, WireError, frame
+
+KEY = bytes(range(40))
+MESSAGES = [
+    wire.Challenge(1, bytes(32)),
+    wire.Hello(1, "attach", bytes(32), "tenant", 4096, "engine", bytes(32), b"proof"),
+    wire.Welcome(8, 4096, ["ram", "nvme"], 100, b"proof"),
+    wire.Refused("why"),
+    wire.Match(1, KEY),
+    wire.Save(2, KEY * 2),
+    wire.Load(3, KEY * 3, 1),
+    wire.Poll(4, 5, 6),
+    wire.Wait(5, 100),
+    wire.Stats(6),
+    wire.Check(7, True),
+    wire.Commit(8),
+    wire.End(9),
+    wire.Forget(KEY),
+    wire.Clear(),
+    wire.Extent(1, [(2, 0.0), (5, 0.25), (7, None)], (None, 1.5, 0.5), "evicted"),
+    wire.Decline(KEY, "slower"),
+    wire.Slots(1, 2, [0, 1], [7, 9]),
+    wire.Claim(1, 2, 3, [7], b"\1"),
+    wire.Done(1, "trouble"),
+    wire.Counted(1, {"ram_free": 3}),
+    wire.Find(1, KEY),
+    wire.Get(1, KEY),
+    wire.Put(1, KEY),
+    wire.Seal(bytes(16)),
+    wire.Delete(1, KEY),
+    wire.Found(1, 2),
+    wire.Chunk(1, 4096),
+    wire.Go(1, True, False),
+    wire.Stored(1, True),
+]
+ANY = wire.Challenge | wire.Hello | wire.Welcome | wire.Question | wire.Answer | wire.StreamQuestion | wire.StreamAnswer
+
+
+def test_every_message_survives_the_wire_byte_by_byte() -> None:
+    inbox: Inbox[wire.Message] = Inbox(ANY)
+    sent = b"".join(map(frame, MESSAGES))
+    assert [message for at in range(len(sent)) for message in inbox.feed(sent[at : at + 1])] == MESSAGES
+
+
+def test_the_list_above_has_every_message() -> None:
+    assert {type(message) for message in MESSAGES} == set(wire.Message.__subclasses__())
+
+
+def test_many_messages_in_one_read() -> None:
+    inbox: Inbox[wire.Message] = Inbox(ANY)
+    assert list(inbox.feed(b"".join(map(frame, MESSAGES * 2000)))) == MESSAGES * 2000
+
+
+def test_a_message_larger_than_the_first_room_and_a_small_one_after_it() -> None:
+    inbox: Inbox[wire.Message] = Inbox(ANY)
+    sent = [wire.Match(1, KEY * wire.MAX_KEYS), wire.Match(2, KEY)]
+    assert list(inbox.feed(b"".join(map(frame, sent)))) == sent
+    assert len(inbox.room()) == 64 * 1024, "the large room is given back"
+
+
+def test_a_long_frame_is_refused_before_anything_is_allocated() -> None:
+    inbox: Inbox[wire.Message] = Inbox(wire.Question)
+    tracemalloc.start()
+    with pytest.raises(WireError, match="4294967295 bytes, expected at most"):
+        list(inbox.feed(b"\xff\xff\xff\xff" + bytes(100)))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 64 * 1024
+    with pytest.raises(WireError, match="expected at most 1024"):
+        list(Inbox[wire.Message](wire.Hello, wire.MAX_GREETING).feed(frame(wire.Match(1, KEY * 100))))
+
+
+def test_what_is_read_and_not_taken_is_bounded() -> None:
+    inbox: Inbox[wire.Message] = Inbox(wire.Question, 1024)
+    flood = frame(wire.Match(1, KEY))
+    with pytest.raises(WireError, match="faster than it is answered"):
+        for _ in range(100):
+            room = inbox.room()
+            inbox.filled(min(len(room), 64 * 1024))
+            room[: len(flood)] = flood
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        b"\x90",
+        msgspec.msgpack.encode([10, 1]),
+        msgspec.msgpack.encode([10, 1, KEY, 1]),
+        msgspec.msgpack.encode([10, -1, KEY]),
+        msgspec.msgpack.encode([10, 2**32, KEY]),
+        msgspec.msgpack.encode([10, 1, KEY.hex()]),
+        msgspec.msgpack.encode([10, 1, KEY * (wire.MAX_KEYS + 1)]),
+        msgspec.msgpack.encode([30, 1, 2, 3]),
+        msgspec.msgpack.encode([41, 1, KEY[:-1]]),
+        msgspec.msgpack.encode({"tag": 10}),
+        msgspec.msgpack.encode([10, 1, KEY]) + b"\0",
+        b"\x91" * 900,
+    ],
+)
+def test_what_is_not_exactly_a_message_is_refused(body: bytes) -> None:
+    with pytest.raises(WireError, match=r"malformed|at most"):
+        list(Inbox[wire.Message](wire.Question | wire.StreamQuestion).feed(len(body).to_bytes(4, "little") + body))
+
+
+def test_keys_travel_as_one_blob() -> None:
+    keys = [ChunkKey(bytes([n]) * 40) for n in range(5)]
+    assert wire.split(wire.joined(keys)) == keys
+    with pytest.raises(WireError, match="81 bytes of keys, expected a multiple of 40"):
+        wire.split(bytes(81))
+
+
+def test_bytes_behind_a_frame_can_be_drained() -> None:
+    inbox: Inbox[wire.Message] = Inbox(ANY)
+    room = inbox.room()
+    sent = frame(wire.Chunk(1, 8)) + b"eight on" + b"e more"
+    room[: len(sent)] = sent
+    inbox.filled(len(sent))
+    assert inbox.next() == wire.Chunk(1, 8)
+    into = memoryview(bytearray(8))
+    assert (inbox.drain(into), bytes(into)) == (8, b"eight on")
+    assert (inbox.drain(into), bytes(into[:6])) == (6, b"e more")
+
+
+def test_proofs_depend_on_token_nonces_side_and_everything_said() -> None:
+    token = b"token"
+    challenge, hello = wire.Challenge(1, bytes(32)), wire.Hello(1, "stream", bytes(32), "", 1, "", bytes(32))
+    proof = wire.client_proof(token, challenge, hello)
+    assert wire.proven(proof, wire.client_proof(token, challenge, msgspec.structs.replace(hello, proof=proof)))
+    others = [
+        wire.client_proof(b"other", challenge, hello),
+        wire.client_proof(token, wire.Challenge(1, bytes([1]) * 32), hello),
+        wire.client_proof(token, challenge, msgspec.structs.replace(hello, nonce=bytes([1]) * 32)),
+        wire.client_proof(token, challenge, msgspec.structs.replace(hello, namespace="other")),
+        wire.server_proof(token, challenge, hello),
+        b"",
+    ]
+    assert not any(wire.proven(proof, other) for other in others)
+
+
+def test_a_servers_proof_depends_on_token_and_both_nonces() -> None:
+    """Without the client's own nonce an impostor could replay what it heard."""
+    token, challenge = b"token", wire.Challenge(1, bytes(32))
+    hello = wire.Hello(1, "attach", bytes(32), "tenant", 4096, "engine", bytes(32))
+    proof = wire.server_proof(token, challenge, hello)
+    others = (
+        wire.server_proof(b"other", challenge, hello),
+        wire.server_proof(token, wire.Challenge(1, bytes([1]) * 32), hello),
+        wire.server_proof(token, challenge, msgspec.structs.replace(hello, nonce=bytes([1]) * 32)),
+        wire.client_proof(token, challenge, hello),
+        b"",
+    )
+    assert wire.proven(proof, wire.server_proof(token, challenge, hello))
+    assert not any(wire.proven(proof, other) for other in others)
+
+
+def test_a_clients_proof_depends_on_every_field_of_its_hello() -> None:
+    challenge = wire.Challenge(1, bytes(32))
+    hello = wire.Hello(1, "attach", bytes(32), "tenant", 4096, "engine", bytes(32))
+    changed = {"version": 2, "mode": "stream", "fingerprint": bytes([1]) * 32, "namespace": "b", "chunk_bytes": 1}
+    changed |= {"client": "b", "nonce": bytes([1]) * 32}
+    assert changed.keys() | {"proof"} == set(wire.Hello.__struct_fields__)
+    proofs = [
+        wire.client_proof(b"token", challenge, msgspec.structs.replace(hello, **{k: v})) for k, v in changed.items()
+    ]
+    assert len({wire.client_proof(b"token", challenge, hello), *proofs}) == 1 + len(changed)
+
+
+def test_proofs_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+
+    def same(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return True
+
+    monkeypatch.setattr(hmac, "compare_digest", same)
+    assert wire.proven(b"one", b"other")
+    assert compared == [(b"one", b"other")]
+
+
+SECRETS = {"proof", "token", "secret", "client_proof", "server_proof"}
+
+
+def test_no_file_compares_a_secret_by_its_first_difference() -> None:
+    """``==`` ends at the first byte that differs, and so tells how much of a guess was right."""
+
+    def names(node: ast.AST) -> set[str]:
+        each = (getattr(part, "id", None) or getattr(part, "attr", None) for part in ast.walk(node))
+        return {name.lstrip("_") for name in each if isinstance(name, str)}
+
+    found = []
+    for file in (Path(wire.__file__).parent).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare) and any(isinstance(op, ast.Eq | ast.NotEq) for op in node.ops):
+                found += [f"{file.name}:{node.lineno}"] if names(node) & SECRETS else []
+    assert found == []

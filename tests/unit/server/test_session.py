@@ -1,0 +1,390 @@
+"""Session: leases are the session's own, limits hold, and what no correct client asks is refused. And owners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.pool import Pool
+from kvtier.core.tenant import owner_of, tenant
+from kvtier.protocol import wire
+from kvtier.protocol.wire import WireError
+from kvtier.server import session as session_module
+from kvtier.server.registry import Realm
+from kvtier.server.session import Session
+from kvtier.server.shares import Pace, Shares
+from kvtier.store.store import Store
+from kvtier.testing import DictTier, ManualLane
+from kvtier.tiers.nvme.tier import NvmeTier
+from tests.clock import Clock
+from tests.nvme_place import room
+
+SLOT = 4096
+LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
+
+
+def blob(*tokens: int) -> bytes:
+    return wire.joined(LAYOUT.keys(list(tokens)))
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store(Pool(8, SLOT))
+
+
+@pytest.fixture
+def session(store: Store) -> Session:
+    return Session(store, 1)
+
+
+def save(session: Session, *tokens: int) -> None:
+    slots = session.answer(wire.Save(0, blob(*tokens)))
+    assert isinstance(slots, wire.Slots)
+    if slots.lease:
+        session.answer(wire.Commit(slots.lease))
+
+
+def test_a_save_names_the_places_of_what_is_new(session: Session) -> None:
+    save(session, 1, 2)
+    assert session.answer(wire.Save(7, blob(1, 2, 3, 4))) == wire.Slots(7, 2, [2, 3], [2, 3])
+    assert session.answer(wire.Save(8, blob(1, 2))) == wire.Slots(8, 0, [], [])
+
+
+def test_leases_end_with_the_session(store: Store, session: Session) -> None:
+    save(session, 1, 2)
+    session.answer(wire.Load(0, blob(1, 2), 0))
+    session.answer(wire.Save(0, blob(3)))
+    assert session.leases == 2
+    session.end()
+    store.check(idle=True)
+    assert session.leases == 0
+
+
+def test_a_lease_is_of_one_session(store: Store, session: Session) -> None:
+    slots = session.answer(wire.Save(0, blob(1)))
+    assert isinstance(slots, wire.Slots)
+    with pytest.raises(WireError, match="lease 1 is not open"):
+        Session(store, 1).answer(wire.Commit(slots.lease))
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        wire.Commit(9),
+        wire.End(9),
+        wire.Poll(1, 9, 0),
+        wire.Commit(2),
+        wire.Poll(1, 1, 0),
+        wire.Poll(1, 2, 3),
+        wire.Save(1, blob(1) * 2),
+        wire.Match(1, bytes(41)),
+    ],
+)
+def test_what_no_correct_client_asks(store: Store, session: Session, question: wire.Question) -> None:
+    """Lease 1 is a save, lease 2 a load of two chunks."""
+    save(Session(store, 1), 5, 6)
+    session.answer(wire.Save(0, blob(1)))
+    session.answer(wire.Load(0, blob(5, 6), 0))
+    with pytest.raises(WireError):
+        session.answer(question)
+    session.end()
+    store.check(idle=True)
+
+
+def test_one_session_cannot_hold_the_whole_pool(store: Store, session: Session) -> None:
+    first = session.answer(wire.Save(0, blob(*range(8))))
+    assert isinstance(first, wire.Slots)
+    assert len(first.slots) == 6, "one message asks for all, and gets three quarters"
+    assert session.answer(wire.Save(0, blob(9))) == wire.Slots(0, 0, [], [])
+    assert session.answer(wire.Load(0, blob(9), 0)) == wire.Claim(0, 0, 0, [], b"")
+    session.answer(wire.Commit(first.lease))
+    assert session.answer(wire.Save(0, blob(9))) == wire.Slots(0, 2, [0], [6])
+
+
+def test_loads_pin_no_more_than_saves_fill(store: Store, session: Session) -> None:
+    for token in range(8):
+        save(session, token)
+    leases = [session.answer(wire.Load(0, blob(token), 0)) for token in range(8)]
+    assert [len(lease.slots) for lease in leases if isinstance(lease, wire.Claim)] == [1] * 6 + [0] * 2
+    first = leases[0]
+    assert isinstance(first, wire.Claim)
+    session.answer(wire.End(first.lease))
+    assert session.answer(wire.Load(0, blob(7), 0)) == wire.Claim(0, 15, 0, [7], b"\0")
+
+
+def test_one_load_cannot_pin_the_whole_pool(store: Store, session: Session) -> None:
+    lease = store.save(LAYOUT.keys(range(8)), 1)
+    lease.commit()
+    claim = session.answer(wire.Load(0, blob(*range(8)), 0))
+    assert isinstance(claim, wire.Claim)
+    assert (len(claim.slots), claim.coming) == (6, 0)
+
+
+def test_a_load_holds_what_a_shared_tier_may_still_bring() -> None:
+    """Until it has answered: then only what came."""
+    lane = ManualLane()
+    store = Store(Pool(8, SLOT), [(DictTier(64, shared=True), lane)])
+    session = Session(store, 1)
+    claim = session.answer(wire.Load(0, blob(*range(100)), 0))
+    assert isinstance(claim, wire.Claim)
+    assert session.answer(wire.Save(0, blob(9))) == wire.Slots(0, 0, [], []), "six may come"
+    lane.run()
+    session.answer(wire.Poll(0, claim.lease, 0))
+    assert isinstance(slots := session.answer(wire.Save(0, blob(9))), wire.Slots) and len(slots.slots) == 1
+    session.end()
+    store.check(idle=True)
+
+
+class Engines:
+    """Sessions over one Store with 64 slots, as engines of one server have them."""
+
+    def __init__(self, share: float | None = None) -> None:
+        self.store = Store(Pool(64, SLOT), share=share)
+        self.shares = Shares(lambda: self.store.slots)
+
+    def session(self, owner: int) -> Session:
+        return Session(self.store, owner, self.shares, Pace(Clock()))
+
+
+def test_an_engine_that_stops_while_it_fills_all_it_can_leaves_the_others_room() -> None:
+    """It never commits, and nothing is taken from it, because it may still write."""
+    engines = Engines()
+    stopped, honest = engines.session(1), engines.session(2)
+    slots = stopped.answer(wire.Save(0, blob(*range(64))))
+    assert isinstance(slots, wire.Slots) and len(slots.slots) == 54
+    for token in range(100, 200):
+        save(honest, token)
+        assert engines.store.match(LAYOUT.keys([token])).ready == 1
+    engines.store.check()
+    assert engines.store.stats()["ram_filling"] == 54
+    assert engines.store.stats()["save_refused"] == 10
+
+
+def test_four_names_of_one_client_do_not_make_its_part_larger() -> None:
+    engines = Engines(share=0.25)
+    honest = engines.session(9)
+    for owner in range(1, 5):
+        engines.session(owner).answer(wire.Save(0, wire.joined(LAYOUT.keys([owner, *range(63)]))))
+    assert engines.store.stats()["ram_filling"] < 64
+    save(honest, 1000)
+    assert isinstance(claim := honest.answer(wire.Load(0, blob(1000), 0)), wire.Claim)
+    assert len(claim.slots) == 1
+
+
+def test_a_session_that_is_ended_holds_nothing() -> None:
+    engines = Engines()
+    greedy, other = engines.session(1), engines.session(2)
+    greedy.answer(wire.Save(0, blob(*range(64))))
+    greedy.end()
+    slots = other.answer(wire.Save(0, blob(*range(100, 164))))
+    assert isinstance(slots, wire.Slots) and len(slots.slots) == 48
+    engines.store.check()
+
+
+# ---- pieces ----------------------------------------------------------------------------------------------------------
+
+LONG = LAYOUT.keys(range(3000))
+MESSAGES: dict[str, wire.Question] = {
+    "match": wire.Match(1, wire.joined(LONG)),
+    "save": wire.Save(1, wire.joined(LONG)),
+    "load": wire.Load(1, wire.joined(LONG), 0),
+    "forget": wire.Forget(wire.joined(LONG)),
+    "clear": wire.Clear(),
+    "check": wire.Check(1, False),
+    "end": wire.End(1),
+    "commit": wire.Commit(1),
+}
+ONE_PIECE = 1024
+
+
+class Counting:
+    """A lock that counts, between two of its holders, how many chunks the Directory was asked about."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+        for name in ("get", "reserve", "pin", "unpin", "filled", "forget"):
+            monkeypatch.setattr(store._directory, name, self._counted(getattr(store._directory, name)))
+        touch = store._directory.touch
+
+        def touched(run: list[ChunkKey]) -> None:
+            self.calls += len(run)
+            touch(run)
+
+        monkeypatch.setattr(store._directory, "touch", touched)
+
+    def _counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*words: Any) -> Any:
+            self.calls += 1
+            return method(*words)
+
+        return counted
+
+
+@pytest.mark.parametrize("question", MESSAGES)
+def test_a_message_about_thousands_of_chunks_is_worked_on_in_short_pieces(
+    question: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(Pool(4096, SLOT), [(DictTier(1), ManualLane(bound=1))])
+    session = Session(store, 1, None, Pace(Clock()))
+    if question not in {"save", "commit"}:
+        save(session, *range(3000))
+    if question == "end":
+        session.answer(wire.Load(0, wire.joined(LONG), 0))
+    if question == "commit":
+        session.answer(wire.Save(0, wire.joined(LONG)))
+    asked = MESSAGES[question]
+    asked = wire.End(2) if question == "end" else asked
+    counting, pieces = Counting(store, monkeypatch), []
+    work = session.begin(asked)
+    going = True
+    while going:
+        counting.calls = 0
+        going = next(work, None) is not None
+        pieces.append(counting.calls)
+        store.check()
+    assert len(pieces) >= 3000 // ONE_PIECE
+    assert max(pieces) <= ONE_PIECE
+    session.end()
+    store.check(idle=True)
+
+
+@pytest.mark.parametrize("question", ["save", "load"])
+def test_what_is_left_in_the_middle_goes_back(question: str) -> None:
+    store = Store(Pool(4096, SLOT))
+    session = Session(store, 1)
+    if question == "load":
+        save(session, *range(3000))
+    work = session.begin(MESSAGES[question])
+    for _ in range(30):
+        next(work)
+    assert store.stats()["ram_filling"] + store.stats()["ram_pinned"] > 0
+    work.close()
+    store.check(idle=True)
+    assert session.leases == 0
+
+
+def test_one_that_clears_all_the_time_waits_for_its_turn_and_others_do_not() -> None:
+    clock = Clock()
+    store = Store(Pool(8, SLOT))
+    pace = Pace(clock)
+    looks = []
+
+    def look() -> list[ChunkKey]:
+        looks.append(clock.now)
+        clock.now += 0.02
+        return []
+
+    store.every_key = look  # type: ignore[method-assign]
+    flood, other = Session(store, 1, None, pace), Session(store, 2, None, pace)
+    for _ in range(3):
+        for pause in flood.begin(wire.Clear()):
+            clock.now += pause
+            save(other, 1)
+    assert [round(later - earlier, 6) for earlier, later in pairwise(looks)] == [2.0, 2.0], "1 % of the time"
+
+
+def test_the_number_of_leases_is_bounded(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "_MAX_LEASES", 2)
+    save(session, 1)
+    answers = [session.answer(wire.Load(0, blob(1), 0)) for _ in range(3)]
+    assert [answer.lease for answer in answers if isinstance(answer, wire.Claim)] == [2, 3, 0]
+
+
+def test_a_claim_says_what_is_new_since_the_last_and_where_from() -> None:
+    tier, lane = DictTier(8), ManualLane(urgent_bound=8, bound=8)
+    store = Store(Pool(8, SLOT), [(tier, lane)])
+    session = Session(store, 1)
+    save(session, 1, 2)
+    lane.run()
+    first, second = LAYOUT.keys([1, 2])
+    for key in (first, second):
+        assert key in tier.held
+    again = Store(Pool(8, SLOT), [(tier, lane)])
+    session = Session(again, 1)
+    assert session.answer(wire.Load(5, blob(1, 2), 0)) == wire.Claim(5, 1, 2, [], b"")
+    lane.turn(0)
+    assert session.answer(wire.Poll(6, 1, 0)) == wire.Claim(6, 1, 1, [0], b"\1")
+    lane.turn(0)
+    assert session.answer(wire.Poll(7, 1, 1)) == wire.Claim(7, 1, 0, [1], b"\1")
+
+
+# ---- owners ----------------------------------------------------------------------------------------------------------
+
+
+def test_owners_drop_only_what_is_theirs_or_nobodys() -> None:
+    tier, lane = DictTier(8), ManualLane(urgent_bound=8, bound=64)
+    nobodys = LAYOUT.keys([9])[0]
+    tier.write(nobodys, memoryview(bytes(SLOT)))
+    store = Store(Pool(8, SLOT), [(tier, lane)])
+    one, two = Session(store, 1), Session(store, 2)
+    save(one, 1)
+    save(two, 2)
+    lane.run()
+    one.answer(wire.Forget(blob(2)))
+    assert store.match(LAYOUT.keys([2])).ready == 1
+    one.answer(wire.Clear())
+    lane.run()
+    assert set(tier.held) == set(LAYOUT.keys([2]))
+    assert [sum(store.match(LAYOUT.keys([token]))) for token in (1, 2, 9)] == [0, 1, 0]
+
+
+def test_a_quota_holds_in_ram_and_in_every_tier() -> None:
+    tier, lane = DictTier(6), ManualLane(urgent_bound=64, bound=64)
+    store = Store(Pool(8, SLOT), [(tier, lane)], share=0.5)
+    quiet, loud = Session(store, 1), Session(store, 2)
+    save(quiet, 1, 2, 3)
+    lane.run()
+    for token in range(10, 20):
+        save(loud, token)
+        lane.run()
+        store.check()
+    assert store.match(LAYOUT.keys([1, 2, 3])).ready == 3
+    assert sum(store.match(LAYOUT.keys([token])).ready for token in range(10, 20)) == 4
+    assert sum(key in tier.held for token in range(10, 20) for key in LAYOUT.keys([token])) == 3
+    assert all(key in tier.held for key in LAYOUT.keys([1, 2, 3]))
+    store.check(idle=True)
+
+
+def test_quotas_and_promotions_know_whose_the_recovered_chunks_are(tmp_path: Path) -> None:
+    loud, quiet, keys = owner_of(bytes(32), "loud"), owner_of(bytes(32), "quiet"), LAYOUT.keys(range(12))
+
+    def opened(share: float | None) -> tuple[Store, NvmeTier, ManualLane]:
+        tier, lane = NvmeTier(tmp_path / "nvme", room(12, SLOT), SLOT), ManualLane(urgent_bound=64, bound=64)
+        return Store(Pool(12, SLOT), [(tier, lane)], share=share), tier, lane
+
+    store, tier, lane = opened(None)
+    for owner, run in ((loud, keys[:8]), (quiet, keys[8:])):
+        with store.save(run, owner) as lease:
+            lease.commit()
+    lane.run()
+    store.close()
+    store, tier, lane = opened(0.5)
+    lane.run()
+    store.check(idle=True)
+    assert [tier.owners(keys).count(owner) for owner in (loud, quiet)] == [6, 4], "half of 12"
+    with store.load(keys[:6], 0, quiet) as load:
+        lane.run()
+        assert load.poll().ready == 6
+    assert store.keys(loud) == set(keys[:6]), "in RAM, too, they are whose they were, not who asked for them's"
+    store.forget(keys, quiet)
+    assert store.match(keys).ready == 6
+    store.forget(keys, tenant("loud"))
+    lane.run()
+    assert (sum(store.match(keys)), tier.owners(keys).count(loud)) == (0, 0)
+    store.close()
+
+
+def test_a_run_that_comes_chunk_by_chunk_is_put_together_again() -> None:
+    realm = Realm(Store(Pool(1, SLOT)), lambda call: None)
+    keys = LAYOUT.keys([1, 2, 3, 4])
+    realm.remember([keys[2], keys[0], keys[1]])
+    assert realm.run_to(keys[3]) == keys
+    assert realm.run_to(keys[1]) == keys[:2]
+    circle = [ChunkKey(bytes([n]) * 32 + bytes([1 - n]) * 8) for n in (0, 1)]
+    realm.remember(circle)
+    assert set(realm.run_to(circle[0])) == set(circle), "a forged circle of links ends"

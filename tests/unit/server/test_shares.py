@@ -1,0 +1,85 @@
+"""Shares: what engines may hold of a pool at once; and how often anybody may look at everything."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.server.shares import Pace, Share, Shares
+from tests.clock import Clock
+
+
+def taken(share: Share) -> int:
+    """Take all that may be taken."""
+    count = share.left
+    share.held += count
+    return count
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 8, 64, 1000])
+def test_one_alone_gets_three_quarters_and_at_least_one(slots: int) -> None:
+    share = Shares(lambda: slots).join()
+    assert taken(share) == slots - slots // 4
+    assert share.left == 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("most", "least"), [(1, 41), (4, 8), (20, 1)])
+def test_who_holds_nothing_gets_something_however_many_take_all_they_can(most: int, least: int, late: bool) -> None:
+    """Of 1,000 slots; whether he was there before them or comes last."""
+    shares = Shares(lambda: 1000)
+    honest = None if late else shares.join()
+    greedy = [shares.join() for _ in range(most)]
+    for _ in range(3):
+        for one in greedy:
+            taken(one)
+    assert (honest or shares.join()).left >= least
+
+
+def test_what_greedy_engines_hold_does_not_grow_by_asking_again() -> None:
+    shares = Shares(lambda: 1000)
+    greedy = [shares.join() for _ in range(3)]
+    for one in greedy:
+        taken(one)
+    held = sum(one.held for one in greedy)
+    for _ in range(100):
+        for one in greedy:
+            taken(one)
+    assert held <= sum(one.held for one in greedy) <= 1000 - 1000 // 16, "half of the reserve is left"
+
+
+def test_all_together_never_have_more_than_there_is() -> None:
+    shares = Shares(lambda: 10)
+    assert sum(taken(shares.join()) for _ in range(100)) <= 10
+
+
+def test_who_leaves_makes_room() -> None:
+    shares = Shares(lambda: 100)
+    greedy, other = shares.join(), shares.join()
+    count = taken(greedy)
+    assert (count, other.left) == (84, 4)
+    greedy.held = 0
+    greedy.leave()
+    assert other.left == 75
+
+
+def test_a_pool_that_shrinks_gives_no_more() -> None:
+    slots = [100]
+    shares = Shares(lambda: slots[0])
+    one, other = shares.join(), shares.join()
+    one.held = 60
+    slots[0] = 50
+    assert (one.left, other.left) == (0, 0)
+
+
+def test_looks_at_everything_take_a_hundredth_of_the_time() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    assert list(pace.turn()) == []
+    begun, clock.now = clock.now, 0.02
+    pace.looked(begun)
+    waiting = pace.turn()
+    assert next(waiting) == pytest.approx(99 * 0.02)
+    clock.now += 1.0
+    assert next(waiting) == pytest.approx(99 * 0.02 - 1.0)
+    clock.now += 1.0
+    assert list(waiting) == []

@@ -1,0 +1,146 @@
+"""The audit: slots that change behind everybody's back are found by comparison, and right chunks are never blamed."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvtier.assemble import assemble
+from kvtier.config.keys import Config
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.pool import Pool
+from kvtier.store.lease import Match
+from kvtier.store.store import Store
+from kvtier.testing import DictTier, ManualLane
+from kvtier.testing.check_tier import content
+
+SLOT = 512 * 1024  # two pieces
+LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
+
+
+def keys(*tokens: int) -> list[ChunkKey]:
+    return LAYOUT.keys(tokens)
+
+
+class Bench:
+    """A Store over one tier, whose lane is turned by hand."""
+
+    def __init__(self, one_in: int = 1, *, slots: int = 4, shared: bool = False) -> None:
+        self.tier, self.lane = DictTier(64, shared=shared), ManualLane()
+        self.store = Store(Pool(slots, SLOT), [(self.tier, self.lane)])
+        self.store.audit.one_in = one_in
+
+    def save(self, run: list[ChunkKey], version: bytes = b"") -> None:
+        with self.store.save(run) as lease:
+            for key, view in zip(lease.keys, lease.views(), strict=True):
+                view[:] = content(ChunkKey(key + version), SLOT)
+            lease.commit()
+        self.lane.run()
+
+    def load(self, run: list[ChunkKey]) -> None:
+        with self.store.load(run) as lease:
+            self.lane.run()
+            assert lease.poll() == Match(len(run), 0)
+        self.lane.run()
+        self.store.check(idle=True)
+
+    def flip(self, run: list[ChunkKey], at: int) -> None:
+        """One bit of the last chunk's slot changes while it is held in RAM."""
+        with self.store.load(run) as lease:
+            lease.poll()
+            lease.views()[-1][at] ^= 1
+            self.store.audit.one_in, one_in = 0, self.store.audit.one_in
+        self.store.audit.one_in = one_in
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Audited, and of them wrong."""
+        counts = self.store.stats()
+        return counts.get("audited", 0), counts.get("audit_mismatch", 0)
+
+
+@pytest.mark.parametrize("at", [0, SLOT // 2, SLOT - 1])
+def test_a_slot_that_changed_is_found_named_once_and_dropped_everywhere(
+    at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench()
+    bench.save(keys(1, 2))
+    bench.flip(keys(1, 2), at)
+    bench.load(keys(1, 2))
+    assert bench.counts == (2, 1)
+    assert bench.store.match(keys(1, 2)) == Match(1, 0)
+    assert set(bench.tier.held) == set(keys(1)), "the copy below may be the wrong one as well"
+    bench.save(keys(1, 2))
+    bench.flip(keys(1, 2), at)
+    bench.load(keys(1, 2))
+    assert bench.counts == (4, 2)
+    (said,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert keys(1, 2)[1].hex()[:16] in said.getMessage() and "dict" in said.getMessage()
+
+
+def test_what_came_up_from_a_tier_is_compared_with_it() -> None:
+    bench = Bench(slots=1)
+    bench.save(keys(1))
+    bench.save(keys(2))
+    bench.load(keys(1))
+    assert bench.counts == (1, 0)
+    bench.flip(keys(1), 7)
+    bench.load(keys(1))
+    assert bench.counts == (2, 1)
+
+
+@pytest.mark.parametrize(("one_in", "audited"), [(0, 0), (1, 12), (3, 4), (5, 2), (13, 0)])
+def test_one_in_so_many_loaded_chunks_is_compared(one_in: int, audited: int) -> None:
+    bench = Bench(one_in)
+    bench.save(keys(1, 2, 3))
+    for _ in range(4):
+        bench.load(keys(1, 2, 3))
+    assert bench.counts == (audited, 0)
+
+
+def test_a_chunk_that_was_computed_twice_may_differ_and_is_left_alone() -> None:
+    """Floating point sums differ in their last bits from batch to batch: equal keys, both right."""
+    bench = Bench(slots=1)
+    bench.save(keys(1), b"first")
+    bench.save(keys(2))
+    bench.save(keys(1), b"second")
+    bench.load(keys(1))
+    assert bench.counts == (0, 0)
+
+
+def test_a_tier_that_others_write_to_is_left_alone() -> None:
+    bench = Bench(shared=True)
+    bench.save(keys(1))
+    bench.load(keys(1))
+    assert bench.counts == (0, 0)
+
+
+def test_a_chunk_that_left_before_its_turn_and_a_full_lane_cost_nothing() -> None:
+    bench = Bench()
+    bench.save(keys(1))
+    with bench.store.load(keys(1)) as lease:
+        lease.poll()
+    bench.store.forget(keys(1))
+    bench.lane.run()
+    assert bench.counts == (0, 0)
+    bench.store.check(idle=True)
+    bench.save(keys(1))
+    bench.lane.closed = True
+    bench.load(keys(1))
+    assert bench.counts == (0, 0)
+
+
+def test_the_key_sets_how_often() -> None:
+    store = assemble(Config(ram_bytes=SLOT, audit_one_in=7), LAYOUT)
+    assert isinstance(store, Store) and store.audit.one_in == 7
+    store.close()
+
+
+def test_a_chunk_that_cannot_be_read_below_is_no_mismatch() -> None:
+    bench = Bench()
+    bench.save(keys(1))
+    bench.tier.held.clear()
+    bench.load(keys(1))
+    assert bench.counts == (0, 0)
+    assert bench.store.match(keys(1)) == Match(1, 0)

@@ -1,0 +1,263 @@
+"""The state machine, transition by transition; the random walk over all of them is tests/property."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.errors import StateError
+from kvtier.store.directory import FILLING, GONE, Directory, Entry
+
+
+def key(name: str) -> ChunkKey:
+    return ChunkKey(name.encode().ljust(40, b"."))
+
+
+A, B, C, D = (key(name) for name in "ABCD")
+
+
+def ready(directory: Directory, *keys: ChunkKey) -> list[Entry]:
+    entries = []
+    for one in keys:
+        entry = directory.reserve(one, ())
+        assert entry is not None
+        directory.filled(entry)
+        entries.append(entry)
+    directory.touch(keys)
+    return entries
+
+
+def test_a_chunk_is_found_only_when_ready() -> None:
+    directory = Directory(2)
+    entry = directory.reserve(A, ())
+    assert entry is not None and entry.state is FILLING
+    assert directory.ready_run([A]) == 0 and directory.held_run([A]) == 0
+    directory.filled(entry)
+    assert directory.ready_run([A, B]) == 1
+    directory.check(idle=True)
+
+
+def test_a_failed_fill_leaves_nothing() -> None:
+    directory = Directory(1)
+    entry = directory.reserve(A, ())
+    assert entry is not None
+    directory.fill_failed(entry)
+    assert directory.get(A) is None and directory.usage()["ram_free"] == 1
+
+
+def test_the_leaf_of_the_coldest_run_leaves_first() -> None:
+    directory = Directory(4)
+    ready(directory, A, B)
+    ready(directory, C, D)
+    directory.touch([A, B])
+    left = [directory.reserve(key(str(index)), ()) for index in range(3)]
+    assert None not in left
+    assert [directory.get(one) is not None for one in (A, B, C, D)] == [True, False, False, False]
+
+
+def test_a_run_never_pushes_out_itself() -> None:
+    directory = Directory(2)
+    ready(directory, A, B)
+    assert directory.reserve(C, {A, B, C}) is None
+    assert directory.ready_run([A, B]) == 2
+
+
+def test_pinned_chunks_stay_until_the_last_pin() -> None:
+    directory = Directory(1)
+    (entry,) = ready(directory, A)
+    directory.pin(entry)
+    directory.pin(entry)
+    directory.unpin(entry)
+    assert directory.reserve(B, ()) is None
+    directory.unpin(entry)
+    assert directory.reserve(B, ()) is not None
+    assert entry.state is GONE
+
+
+def test_a_forgotten_chunk_keeps_its_slot_while_it_is_read() -> None:
+    directory = Directory(1)
+    (entry,) = ready(directory, A)
+    directory.pin(entry)
+    directory.forget(A)
+    assert directory.get(A) is None
+    assert directory.reserve(B, ()) is None, "the slot is still being read"
+    directory.unpin(entry)
+    assert directory.reserve(B, ()) is not None
+
+
+def test_a_waiter_of_a_failed_fill_frees_the_slot() -> None:
+    directory = Directory(1, [1])
+    directory.found(0, [A])
+    entry = directory.reserve(A, (), origin=0)
+    assert entry is not None
+    directory.pin(entry)
+    directory.fill_failed(entry)
+    assert entry.state is GONE and directory.usage()["ram_free"] == 0
+    directory.unpin(entry)
+    directory.check(idle=True)
+    assert directory.usage()["ram_free"] == 1
+
+
+def test_a_full_tier_gives_up_its_coldest_leaf() -> None:
+    directory = Directory(3, [2])
+    entries = ready(directory, A, B, C)
+    for entry in entries[:2]:
+        assert directory.spill_begun(entry, 0) == []
+        directory.spill_ended(entry, 0, stored=True)
+    directory.touch([A, B])
+    assert directory.spill_begun(entries[2], 0) == [B]
+    assert directory.held_run([A, B]) == 2, "B is still in RAM"
+    assert list(directory.holders(B)) == []
+    directory.deleted(0, [B])
+    directory.spill_ended(entries[2], 0, stored=True)
+    directory.check(idle=True)
+    assert sorted(directory.order(0)) == [A, C]
+
+
+def test_nothing_is_written_twice_or_while_it_leaves() -> None:
+    directory = Directory(2, [1])
+    a, b = ready(directory, A, B)
+    assert directory.spill_begun(a, 0) == []
+    assert directory.spill_begun(a, 0) is None, "is being written"
+    directory.spill_ended(a, 0, stored=True)
+    assert directory.spill_begun(a, 0) is None, "is held"
+    assert directory.spill_begun(b, 0) == [A]
+    assert directory.spill_begun(a, 0) is None, "is being deleted"
+
+
+def test_a_chunk_forgotten_while_written_is_not_kept_below() -> None:
+    directory = Directory(1, [1])
+    (entry,) = ready(directory, A)
+    directory.spill_begun(entry, 0)
+    directory.forget(A)
+    assert directory.spill_ended(entry, 0, stored=True) is False
+    assert list(directory.holders(A)) == []
+    directory.deleted(0, [A])
+    directory.check(idle=True)
+
+
+def test_forget_names_every_tier_that_must_delete() -> None:
+    directory = Directory(1, [1, 1])
+    directory.found(0, [A])
+    directory.found(1, [A])
+    assert directory.forget(A) == [0, 1]
+    assert directory.held_run([A]) == 0
+
+
+def test_what_is_promoted_is_whose_it_was_and_nobodys_is_who_asked_for_its() -> None:
+    directory = Directory(2, [2])
+    directory.found(0, [A, B], [7, 0])
+    entries = [directory.reserve(key, (), origin=0, owner=8) for key in (A, B)]
+    assert [entry and entry.owner for entry in entries] == [7, 8]
+    assert set(directory.of(directory.keys(), 8)) == {B}
+    assert set(directory.of(directory.keys(), 7)) == {A, B}, "in the tier B is nobody's still"
+
+
+def test_found_chunks_beyond_an_owners_quota_are_given_back_coldest_first() -> None:
+    directory = Directory(1, [4], share=0.5)
+    assert directory.found(0, [A, B, C], [7, 7, 7]) == [A]
+    directory.deleted(0, [A])
+    assert directory.found(0, [D], [7]) == [B]
+    directory.deleted(0, [B])
+    assert directory.found(0, [A, B], [0, 0]) == [], "nobody has no quota"
+    directory.check(idle=True)
+
+
+def test_unwanted_chunks_leave_known_or_not_but_not_while_they_are_written() -> None:
+    directory = Directory(1, [4])
+    directory.found(0, [A])
+    entry = directory.reserve(B, ())
+    assert entry is not None
+    directory.filled(entry)
+    assert directory.spill_begun(entry, 0) == []
+    assert directory.unwanted(0, [A, B, C]) == [A, C]
+    assert directory.unwanted(0, [A, B, C]) == [], "they are being deleted"
+    assert not directory.takes(0, C), "nor may anybody write them meanwhile"
+    directory.deleted(0, [A, C])
+    directory.spill_ended(entry, 0, stored=True)
+    assert list(directory.order(0)) == [B]
+    directory.check(idle=True)
+
+
+def test_found_chunks_beyond_the_capacity_are_given_back_coldest_first() -> None:
+    directory = Directory(1, [2])
+    assert directory.found(0, [A, B, C]) == [A]
+    assert list(directory.order(0)) == [B, C]
+
+
+@pytest.mark.parametrize("step", ["reserve twice", "unpin unpinned", "fill ready", "pin gone"])
+def test_broken_promises_are_loud(step: str) -> None:
+    directory = Directory(2)
+    (entry,) = ready(directory, A)
+    with pytest.raises(StateError):
+        if step == "reserve twice":
+            directory.reserve(A, ())
+        elif step == "unpin unpinned":
+            directory.unpin(entry)
+        elif step == "fill ready":
+            directory.filled(entry)
+        else:
+            directory.forget(A)
+            directory.pin(entry)
+
+
+def test_check_sees_what_is_not_at_rest() -> None:
+    directory = Directory(1)
+    directory.reserve(A, ())
+    directory.check()
+    with pytest.raises(StateError, match="not at rest"):
+        directory.check(idle=True)
+
+
+def test_a_write_makes_a_chunk_no_hotter_and_evictions_pass_it_over() -> None:
+    directory = Directory(2, [8])
+    _, coldest = ready(directory, A, B)
+    assert directory.spill_begun(coldest, 0) == []
+    entry = directory.reserve(C, ())
+    assert entry is not None and (directory.get(A), directory.get(B)) == (None, coldest)
+    directory.filled(entry)
+    directory.spill_ended(coldest, 0, stored=True)
+    assert directory.reserve(D, ()) is not None
+    assert directory.get(B) is None, "it kept its place"
+    directory.check()
+
+
+def test_a_reader_that_leaves_during_a_write_makes_the_chunk_the_hottest() -> None:
+    directory = Directory(2, [8])
+    _, coldest = ready(directory, A, B)
+    directory.pin(coldest)
+    assert directory.spill_begun(coldest, 0) == []
+    directory.unpin(coldest)
+    directory.check()
+    directory.spill_ended(coldest, 0, stored=True)
+    directory.check(idle=True)
+    assert directory.reserve(C, ()) is not None
+    assert directory.get(A) is None and directory.get(B) is coldest
+
+
+def test_what_leaves_soon_is_named_once_coldest_first() -> None:
+    directory = Directory(4)
+    entries = ready(directory, A, B, C, D)
+    assert directory.next_out() == entries[:1:-1], "half of RAM, leaf first"
+    assert directory.next_out() == []
+    assert directory.all_out() == entries[:2]
+    assert directory.evicted_unoffered == 0
+
+
+def test_a_slot_that_must_be_given_back_is_not_used_again() -> None:
+    """Four are held when only two may be in use; whoever lets go makes no room before the rest is given back."""
+    directory = Directory(4)
+    entries = [directory.reserve(each, ()) for each in (A, B, C, D)]
+    assert not directory.shrink(2, 10), "nothing can leave now"
+    for entry in entries[:2]:
+        assert entry is not None
+        directory.fill_failed(entry)
+        assert directory.reserve(key("E"), ()) is None
+    leaving = directory.leaving(10)
+    assert len(leaving) == 2
+    directory.gave_back(leaving)
+    assert directory.occupied == 2
+    directory.grow(3)
+    assert directory.reserve(key("E"), ()) is not None
+    assert directory.reserve(key("F"), ()) is None
+    directory.check()

@@ -1,0 +1,133 @@
+"""What a Store says of chunks it cannot give: each miss under one reason, in its counts and in its forecasts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.pool import Pool
+from kvtier.store.store import Store
+from kvtier.testing import DictTier, ManualLane
+from kvtier.testing.check_tier import content
+from kvtier.tiers.base import Tier
+from kvtier.tiers.nvme.tier import NvmeTier
+
+SLOT = 4096
+LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
+
+
+def keys(*tokens: int) -> list[ChunkKey]:
+    return LAYOUT.keys(tokens)
+
+
+class Bench:
+    def __init__(self, tier: Tier | None = None, slots: int = 4) -> None:
+        self.lane = ManualLane()
+        self.store = Store(Pool(slots, SLOT), [] if tier is None else [(tier, self.lane)])
+
+    def save(self, run: list[ChunkKey]) -> None:
+        with self.store.save(run) as lease:
+            for key, view in zip(lease.keys, lease.views(), strict=True):
+                view[:] = content(key, SLOT)
+            lease.commit()
+        self.lane.run()
+
+    def missed(self, run: list[ChunkKey], most: int | None = None) -> dict[str, int]:
+        """What loading the run adds to the counts."""
+        before = self.store.stats()
+        with self.store.load(run, most=most):
+            self.lane.run()
+        after = self.store.stats()
+        return {
+            name.removeprefix("missed_"): after[name] - before.get(name, 0)
+            for name in after
+            if name.startswith("missed_") and after[name] > before.get(name, 0)
+        }
+
+
+class Away(DictTier):
+    """A tier that can be cut off."""
+
+    away = False
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+        return None if self.away else super().read(key, into)
+
+    @property
+    def open_breakers(self) -> int:
+        return int(self.away)
+
+
+def test_cold_evicted_forgotten_and_saving() -> None:
+    bench = Bench(slots=2)
+    assert bench.store.forecast(keys(1, 2)).why == "cold"
+    assert bench.missed(keys(1, 2)) == {"cold": 2}
+    bench.save(keys(1, 2))
+    assert bench.store.forecast(keys(1, 2)).why == ""
+    assert bench.missed(keys(1, 2, 3)) == {"cold": 1}
+    bench.save(keys(8, 9))
+    assert bench.store.forecast(keys(1, 2)).why == "evicted"
+    assert bench.missed(keys(1, 2)) == {"evicted": 2}
+    bench.store.clear()
+    assert bench.missed(keys(8, 9)) == {"forgotten": 2}
+    with bench.store.save(keys(5)):
+        assert bench.missed(keys(5, 6)) == {"saving": 2}
+
+
+def test_the_last_departure_from_the_last_place_counts() -> None:
+    bench = Bench(DictTier(3), slots=2)
+    bench.save(keys(1, 2))
+    bench.save(keys(8))
+    assert bench.missed(keys(1, 2)) == {}, "it left RAM, and lies below"
+    bench.save(keys(8, 9))
+    bench.save(keys(5, 6))
+    assert bench.missed(keys(1, 2)) == {"evicted": 2}
+
+
+def test_what_the_disk_gives_back_wrong_is_corrupt(tmp_path: Path) -> None:
+    bench = Bench(NvmeTier(tmp_path, 1 << 17, SLOT), slots=1)
+    bench.save(keys(1))
+    bench.save(keys(2))
+    slots = tmp_path / "slots.kvtier"
+    slots.write_bytes(bytes(slots.stat().st_size))
+    assert bench.missed(keys(1)) == {}, "it was there when it was asked for"
+    assert bench.store.forecast(keys(1)).why == "corrupt"
+    assert bench.missed(keys(1)) == {"corrupt": 1}
+    bench.store.close()
+
+
+def test_a_tier_that_does_not_answer_is_told_from_a_miss() -> None:
+    tier = Away(8)
+    bench = Bench(tier, slots=1)
+    bench.save(keys(1))
+    bench.save(keys(2))
+    tier.away = True
+    for _ in range(3):
+        bench.missed(keys(1))
+    assert bench.store.forecast(keys(1, 3)).why == "tier_down"
+    assert bench.missed(keys(1, 3)) == {"tier_down": 2}
+    assert bench.missed(keys(7)) == {"cold": 1}, "nobody else writes there: we would know"
+
+
+@pytest.mark.parametrize(("away", "why"), [(True, "tier_down"), (False, "cold")])
+def test_nobody_knows_what_a_shared_tier_has_while_it_is_away(away: bool, why: str) -> None:
+    tier = Away(8, shared=True)
+    bench = Bench(tier)
+    tier.away = away
+    assert bench.missed(keys(1, 2, 3)) == {why: 3}
+
+
+def test_a_run_that_a_shared_tier_has_in_part_is_counted_when_it_has_answered() -> None:
+    tier = DictTier(8, shared=True)
+    bench = Bench(tier)
+    tier.held.update({key: bytes(content(key, SLOT)) for key in keys(1, 2)})
+    assert bench.missed(keys(1, 2, 3, 4)) == {"cold": 2}
+
+
+def test_what_lies_behind_declined_chunks_is_not_counted() -> None:
+    bench = Bench()
+    bench.save(keys(1, 2))
+    assert bench.missed(keys(1, 2, 3), most=1) == {}
+    assert bench.missed(keys(1, 2, 3), most=2) == {"cold": 1}

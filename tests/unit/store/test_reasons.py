@@ -1,0 +1,81 @@
+"""Why a chunk is missing: what is remembered of those that left, and of first chunks under other salts."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.store.miss_reasons import FirstChunks, Left, Marks, Past
+
+LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (4096,))
+
+
+def keys(count: int, start: int = 0) -> list[ChunkKey]:
+    return LAYOUT.keys(range(start, start + count))
+
+
+def test_a_chunk_nobody_saw_is_cold_and_one_that_left_says_how() -> None:
+    past = Past(8)
+    run = keys(4)
+    for key, how in zip(run, Left, strict=False):
+        past.left(key, how)
+    assert [past.why(key) for key in run] == ["evicted", "corrupt", "forgotten", "cold"]
+    past.left(run[0], Left.FORGOTTEN)
+    assert past.why(run[0]) == "forgotten", "the last departure counts"
+
+
+def test_memory_is_fixed_and_the_oldest_departures_fade() -> None:
+    marks = Marks(64)
+    every = keys(4000)
+    for key in every:
+        marks.put(key, Left.EVICTED)
+    assert len(marks) == 64
+    remembered = [bool(marks.get(key)) for key in every]
+    assert sum(remembered) == 64, "no place is left empty, and none is used twice"
+    assert not any(remembered[:3000])
+    assert all(remembered[-4:]), "four newcomers find four places, even in one set"
+
+
+def test_a_mark_that_is_put_again_is_the_newest_of_its_set() -> None:
+    marks = Marks(4)
+    first, *others = keys(5)
+    for key in (first, *others[:3], first, others[3]):
+        marks.put(key, 1)
+    assert [marks.get(key) for key in (first, *others)] == [1, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("room", "places"), [(1, 1 << 15), (50_000, 100_000), (10**9, 1 << 20)])
+def test_it_remembers_twice_what_there_is_room_for_within_bounds(room: int, places: int) -> None:
+    assert len(Past(room)._marks) == places
+
+
+PLAIN = (b"", b"", b"")
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "part"),
+    [
+        (PLAIN, (b"tenant", b"", b""), "salt"),
+        ((b"one", b"", b""), (b"two", b"", b""), "salt"),
+        ((b"one", b"", b""), PLAIN, "salt"),
+        (PLAIN, (b"", b"adapter", b""), "adapter"),
+        ((b"one", b"adapter", b""), (b"one", b"other", b""), "adapter"),
+        ((b"", b"", b"cat"), (b"", b"", b"dog"), "media"),
+        (PLAIN, PLAIN, ""),
+        (PLAIN, (b"tenant", b"adapter", b""), ""),
+    ],
+)
+def test_tokens_known_under_another_salt_adapter_or_image_say_which(
+    saved: tuple[bytes, ...], asked: tuple[bytes, ...], part: str
+) -> None:
+    first = FirstChunks()
+    first.saved([1, 2, 3], saved)
+    assert first.differs([1, 2, 3], asked) == part
+    assert first.differs([1, 2, 4], asked) == "", "other tokens are new, not a mismatch"
+
+
+def test_extras_cannot_be_mistaken_for_each_other() -> None:
+    first = FirstChunks()
+    first.saved([1], (b"a", b"bc", b""))
+    assert first.differs([1], (b"ab", b"c", b"")) == ""
+    assert first.differs([1], (b"*", b"bc", b"")) == "salt"

@@ -1,0 +1,277 @@
+"""When the Store writes below: at the save or before an eviction, and within a budget."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.admin import prometheus, status
+from kvtier.assemble import assemble
+from kvtier.config.keys import Config
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.pool import Pool
+from kvtier.server.registry import Realm
+from kvtier.store.lease import Match
+from kvtier.store.lower_tier import Place
+from kvtier.store.store import Store
+from kvtier.store.write_budget import WriteBudget
+from kvtier.testing import DictTier, ManualLane
+from kvtier.tiers.nvme.tier import NvmeTier
+from tests.clock import Clock
+
+SLOT = 4096
+LAYOUT = ChunkLayout(fingerprint({"model": "writing"}), 1, 1, (SLOT,))
+DAY = 86_400
+
+
+def keys(*tokens: int) -> list[ChunkKey]:
+    return LAYOUT.keys(list(tokens))
+
+
+def save(store: Store, run: list[ChunkKey], owner: int = 0) -> None:
+    with store.save(run, owner) as lease:
+        for key, view in zip(lease.keys, lease.views(), strict=True):
+            view[:40] = key
+        lease.commit()
+
+
+def late(tier: DictTier, slots: int, **more: float) -> tuple[Store, ManualLane]:
+    """A store that writes to its tier on eviction only."""
+    lane = ManualLane()
+    return Store(Pool(slots, SLOT), [Place(tier, lane, on_evict=True)], **more), lane  # type: ignore[arg-type]
+
+
+def budgeted(tier: DictTier, budget: WriteBudget, clock: Clock) -> tuple[Store, ManualLane]:
+    lane = ManualLane()
+    return Store(Pool(8, SLOT), [Place(tier, lane, budget)], clock=clock), lane
+
+
+# ---- write on evict --------------------------------------------------------------------------------------------------
+
+
+def test_what_ram_has_room_for_is_not_written() -> None:
+    tier = DictTier(8)
+    store, lane = late(tier, slots=4)
+    save(store, keys(1, 2))
+    lane.run()
+    assert not tier.held, "half of RAM is free"
+
+
+class CountingTier(DictTier):
+    writes = 0
+
+    def write(self, key: ChunkKey, data: memoryview) -> bool:
+        self.writes += 1
+        return super().write(key, data)
+
+
+def test_what_leaves_next_is_written_before_it_leaves_and_comes_back() -> None:
+    tier = CountingTier(8)
+    store, lane = late(tier, slots=4)
+    first, second = keys(1, 2), keys(3, 4)
+    for run in (first, second):
+        save(store, run)
+        lane.run()
+    assert set(tier.held) == set(first), "the colder half"
+    save(store, keys(5, 6))
+    lane.run()
+    assert store.match(first) == Match(0, 2)
+    with store.load(first) as lease:
+        lane.run()
+        assert [lease.poll(), [bytes(view[:40]) for view in lease.views()]] == [Match(2, 0), first]
+    tier.writes = 0
+    save(store, keys(7, 8))
+    lane.run()
+    assert tier.writes == 0, "what leaves next came from below"
+    assert (store.stats()["dict_stored"], store.stats()["dict_spill_late"]) == (6, 0)
+    store.check(idle=True)
+
+
+def test_when_saves_outrun_the_tier_the_coldest_leaves_unwritten_and_is_counted() -> None:
+    tier = DictTier(8)
+    store, lane = late(tier, slots=2)
+    save(store, keys(1, 2))
+    save(store, keys(3, 4))
+    assert store.match(keys(3, 4)) == Match(2, 0), "a save never waits and is not refused"
+    assert store.stats()["dict_spill_late"] == 2
+    lane.run()
+    assert store.match(keys(1, 2)) == Match(0, 0)
+
+
+def test_a_clean_close_writes_what_is_in_ram_so_that_a_restart_is_warm() -> None:
+    class Closing(DictTier):
+        order: list[ChunkKey]
+
+        def close(self, coldest_first: object = ()) -> None:
+            self.order = list(coldest_first)  # type: ignore[call-overload]
+
+    tier = Closing(8)
+    store, _ = late(tier, slots=4)
+    cold, hot = keys(1, 2), keys(3, 4)
+    save(store, cold)
+    save(store, hot)
+    assert store.close()
+    assert tier.order == [*cold[::-1], *hot[::-1]], "the coldest first, leaves before their beginnings"
+
+
+def test_a_close_writes_the_hottest_where_not_all_find_room() -> None:
+    tier = DictTier(1)
+    store, _ = late(tier, slots=4)
+    save(store, keys(1, 2, 3))
+    store.close()
+    assert set(tier.held) == set(keys(1))
+
+
+def test_an_owner_whose_quota_is_used_up_has_its_own_coldest_written_first() -> None:
+    tier = DictTier(8)
+    store, lane = late(tier, slots=8, share=0.5)
+    for token in (1, 2, 3, 4):
+        save(store, keys(token), owner=1)
+        lane.run()
+    assert set(tier.held) == {*keys(1), *keys(2)}, "half of its quota, though half of RAM is free"
+    save(store, keys(5), owner=1)
+    assert store.match(keys(1)) == Match(0, 1)
+    assert store.stats()["dict_spill_late"] == 0
+
+
+def test_a_restart_of_real_files_is_warm(tmp_path: Path) -> None:
+    config = Config(ram_bytes=8 * SLOT, nvme_path=str(tmp_path), nvme_bytes=1 << 20, nvme_write="evict")
+    run = keys(1, 2, 3)
+    for match in (Match(0, 0), Match(0, 3)):
+        store = assemble(config, LAYOUT)
+        assert isinstance(store, Store)
+        assert store.match(run) == match
+        save(store, run)
+        assert store.close()
+
+
+# ---- the budget ------------------------------------------------------------------------------------------------------
+
+
+@given(
+    writes=st.lists(st.tuples(st.floats(0, DAY / 20), st.integers(1, 100)), max_size=200),
+    a_day=st.integers(100, 1_000_000),
+)
+def test_no_day_sees_more_than_the_limit_and_one_burst(writes: list[tuple[float, int]], a_day: int) -> None:
+    budget, now = WriteBudget(a_day, least=100), 0.0
+    burst = max(100.0, a_day * 600 / DAY)
+    done: list[tuple[float, int]] = []
+    for pause, size in writes:
+        now += pause
+        if budget.allows(size, now):
+            budget.spend(size)
+            done.append((now, size))
+    for begin, _ in done:
+        assert sum(size for at, size in done if begin <= at < begin + DAY) <= a_day + burst + 1e-6
+
+
+def test_a_budget_fills_again_with_time_and_not_beyond_its_burst() -> None:
+    budget = WriteBudget(DAY, least=1)  # a byte a second, a burst of 600
+    assert budget.allows(600, 0.0)
+    budget.spend(600)
+    assert not budget.allows(1, 0.5)
+    assert budget.allows(10, 10.5) and not budget.allows(12, 10.5)
+    assert budget.allows(600, 1e9) and not budget.allows(601, 2e9)
+    assert not budget.allows(601, 0.0), "a clock that went back gives nothing"
+
+
+def test_over_its_budget_a_tier_refuses_and_gives_up_nothing_for_it() -> None:
+    clock, tier = Clock(), DictTier(2)
+    store, lane = budgeted(tier, WriteBudget(2 * SLOT, least=2 * SLOT), clock)
+    run = keys(1, 2, 3, 4)
+    save(store, run)
+    lane.run()
+    assert len(tier.held) == 2
+    held, stats = set(tier.held), store.stats()
+    assert (stats["dict_stored"], stats["dict_write_over_budget"]) == (2, 2)
+    save(store, keys(9))
+    lane.run()
+    assert set(tier.held) == held, "what is there is not evicted for what is not written"
+    clock.now += DAY / 2
+    save(store, keys(8))
+    lane.run()
+    assert set(keys(8)) < set(tier.held)
+    store.check(idle=True)
+
+
+def test_what_a_tier_has_costs_no_budget_and_is_not_counted_as_refused() -> None:
+    clock, tier = Clock(), DictTier(4)
+    store, lane = budgeted(tier, WriteBudget(SLOT, least=SLOT), clock)
+    for token in (1, *range(10, 17)):
+        save(store, keys(token))
+    lane.run()
+    assert store.stats()["dict_stored"] == 1
+    save(store, keys(20))
+    lane.queues[False].clear()
+    refused = store.stats()["dict_write_over_budget"]
+    assert store.match(keys(1)) == Match(0, 1), "RAM has given it up"
+    save(store, keys(1))
+    lane.run()
+    assert store.stats()["dict_write_over_budget"] == refused
+
+
+# ---- NVMe and the configuration --------------------------------------------------------------------------------------
+
+
+def test_chunks_that_leave_nvme_unread_are_counted(tmp_path: Path) -> None:
+    tier = NvmeTier(tmp_path / "nvme", 1 << 20, SLOT, direct=False)
+    read, unread, left = keys(1)[0], keys(2)[0], keys(3)[0]
+    into = memoryview(bytearray(SLOT))
+    for key in (read, unread, left):
+        assert tier.write(key, memoryview(bytes(SLOT)))
+    assert tier.read(read, into)
+    tier.delete(read)
+    assert tier.counts["evicted_unread"] == 0
+    tier.delete(unread)
+    tier.delete(unread)
+    assert tier.counts["evicted_unread"] == 1
+    tier.close()
+    tier = NvmeTier(tmp_path / "nvme", 1 << 20, SLOT, direct=False)
+    tier.delete(left)
+    assert tier.counts["evicted_unread"] == 0, "it may have been read before the restart"
+    tier.close()
+
+
+def test_a_server_tells_what_wears_its_disk(tmp_path: Path) -> None:
+    place = {"nvme_path": str(tmp_path), "nvme_bytes": 1 << 20, "nvme_threads": 1, "nvme_write": "save"}
+    store = assemble(Config(ram_bytes=8 * SLOT, nvme_write_limit=1, **place), LAYOUT)  # type: ignore[arg-type]
+    assert isinstance(store, Store)
+    save(store, keys(1, 2, 3))
+    assert store.lanes[0].close(60.0)
+    store.tiers[0].delete(keys(1)[0])
+    served: Any = SimpleNamespace(
+        trouble={},
+        realms=SimpleNamespace(open={SLOT: Realm(store, lambda call: call())}),
+        connections=[], lingering=[], counts=Counter(), ready=True, started=0.0,
+    )  # fmt: skip
+    told = prometheus.exposition(status.read(served)).decode()
+    labels = f'{{slot_bytes="{SLOT}",tier="nvme"}}'
+    assert f"kvtier_over_budget_total{labels} 2.0" in told
+    assert f"kvtier_evicted_unread_total{labels} 1.0" in told
+    assert f"kvtier_written_bytes_total{labels} {float(SLOT)}" in told
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "written_at_once"),
+    [({}, 3), ({"nvme_write": "evict"}, 0), ({"nvme_write_limit": 1 << 40}, 0),
+     ({"nvme_write_limit": 1 << 40, "nvme_write": "save"}, 3), ({"nvme_write_limit": 1, "nvme_write": "save"}, 1)],
+)  # fmt: skip
+def test_the_keys_say_when_and_how_much_is_written(
+    tmp_path: Path, given: dict[str, int | str], written_at_once: int
+) -> None:
+    config = Config(ram_bytes=8 * SLOT, nvme_path=str(tmp_path), nvme_bytes=1 << 20, nvme_threads=1, **given)  # type: ignore[arg-type]
+    store = assemble(config, LAYOUT)
+    assert isinstance(store, Store)
+    save(store, keys(1, 2, 3))
+    assert store.lanes[0].close(60.0)
+    stats = store.stats()
+    assert (stats.get("nvme_stored", 0), store.tiers[0].counts["writes"]) == (written_at_once, written_at_once)  # type: ignore[attr-defined]
+    assert stats.get("nvme_write_over_budget", 0) == (2 if given.get("nvme_write_limit") == 1 else 0)
+    store.close()
