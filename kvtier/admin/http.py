@@ -43,12 +43,12 @@ from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.protocol import admin_proof
 from kvtier.server.log_limit import LogLimit
 
-logger = logging.getLogger("kvtier.admin")
+logger = logging.getLogger("kvtier.admin.http")
 
 _IDLE_S = 15.0
 _MOST_NAMED = 20
 """Namespaces in the answer to a clear of an unknown one."""
-_STRANGERS = logging.getLogger("kvtier.admin")
+_STRANGERS = logging.getLogger("kvtier.admin.http")
 """What aiohttp says of requests that are no HTTP: anybody can send them."""
 _STRANGERS.addFilter(LogLimit(10, 10.0))
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Server": "kvtier"}

@@ -116,7 +116,7 @@ def test_what_is_no_http_costs_the_log_a_few_lines(server: AdminServer) -> None:
     assert server.ask("GET", LIVE, token=None).status == 200
     said = server.said()
     assert "Traceback" not in said
-    assert 1 <= said.count("kvtier.admin.http.http") <= 20
+    assert 1 <= said.count("kvtier.admin.http") <= 20
 
 
 # ---- guessers --------------------------------------------------------------------------------------------------------
