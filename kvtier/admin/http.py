@@ -43,7 +43,7 @@ from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.protocol import admin_proof
 from kvtier.server.log_limit import LogLimit
 
-logger = logging.getLogger("kvtier.admin.http")
+logger = logging.getLogger("kvtier.admin")
 
 _IDLE_S = 15.0
 _MOST_NAMED = 20
