@@ -21,7 +21,6 @@ BLOCK_TOKENS = (16, 32, 64)
 STEP_TOKENS = 8192
 """What vLLM computes in one step of a long prefill: a call saves the chunks of so many tokens."""
 GOAL = 0.9
-AHEAD_PARTS = 4
 
 
 def geometry(name: str, block_tokens: int, ranks: int = 1) -> Geometry:
@@ -67,16 +66,6 @@ class Paged:
 
     def load(self) -> None:
         for copy in [self.copier.load(self.jobs[at : at + self.a_step]) for at in range(0, self.chunks, self.a_step)]:
-            copy.wait()
-
-    def load_ahead(self) -> None:
-        """As :meth:`load`, cut by layers as a worker's loads are that run ahead of the forward pass; nothing computes
-        here, so this is what cutting costs."""
-        layers = self.shape.layers
-        ends = sorted({-(-layers * part // AHEAD_PARTS) for part in range(1, AHEAD_PARTS + 1)})
-        for at in range(0, self.chunks, self.a_step):
-            copy = self.copier.load_ahead(self.jobs[at : at + self.a_step], ends)
-            copy.need(layers)
             copy.wait()
 
     def save_step(self, index: int) -> Copy:
@@ -146,13 +135,10 @@ def measure_copies(names: Sequence[str], megabytes: int, rounds: int, device: to
             paged.check()
             to_host, to_device = limits(paged)
             works = {"to host": to_host, "save": paged.save, "to device": to_device, "load": paged.load}
-            if paged.copier.runs_ahead:
-                works["load, cut by layers"] = paged.load_ahead
-            out, save, back, load, *ahead = measure(paged, works, rounds, time.perf_counter).values()
+            out, save, back, load = measure(paged, works, rounds, time.perf_counter).values()
             found = [
                 against(f"{paged.shape.name}: save", save, out, GOAL),
                 against(f"{paged.shape.name}: load", load, back, GOAL),
-                *(against(f"{paged.shape.name}: load, cut by layers", one, back, GOAL) for one in ahead),
             ]
             paged.close()
             show(found)

@@ -25,12 +25,11 @@ from kvtier.config.keys import Config, filled, load
 from kvtier.config.remarks import tell
 from kvtier.connectors.vllm import layout, versions
 from kvtier.connectors.vllm.idle import IdleHalf
-from kvtier.connectors.vllm.layerwise import asks_for_layers
 from kvtier.connectors.vllm.loaded import LoadedModel
 from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
-from kvtier.connectors.vllm.scheduler import SchedulerHalf
+from kvtier.connectors.vllm.scheduler import Duty, SchedulerHalf
 from kvtier.connectors.vllm.stats import TierMetrics, TierStats
-from kvtier.connectors.vllm.worker import WorkerHalf
+from kvtier.connectors.vllm.worker import BUSY_COPY_PART, BUSY_COPY_S, WorkerHalf
 from kvtier.core.errors import ConfigError
 from kvtier.load_policy.decide import Judge
 from kvtier.load_policy.prefill import Prefill
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
-_BY_LAYER = versions.has_hook(KVConnectorBase_V1, versions.BY_LAYER)
+_NAMES_FAILED_LOADS = versions.has_hook(KVConnectorBase_V1, versions.LOAD_RESULTS)
 
 
 class KVTierConnector(KVConnectorBase_V1):
@@ -93,14 +92,15 @@ class KVTierConnector(KVConnectorBase_V1):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._of_worker().layout()
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._of_worker().begin()
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._of_worker().load(self._step(), layered=_BY_LAYER and asks_for_layers(forward_context))
+        self._of_worker().load(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        self._of_worker().layer(layer_name)
-
-    def finish_forward(self) -> None:
-        self._of_worker().forward_ended()
+        """Loads go into blocks that no step computes with."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         return
@@ -108,8 +108,21 @@ class KVTierConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         self._of_worker().save(self._step())
 
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Before 0.32: see :meth:`get_transfer_results`."""
+        return None, self._of_worker().transfers()[0]
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Requests whose load has ended, and of them those whose load failed."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+        ended, failed = self._of_worker().transfers()
+        return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._of_worker().bad_blocks()
+        """Block ids tell vLLM of a failed load only where it cannot be told by name."""
+        bad = self._of_worker().bad_blocks()
+        return set() if _NAMES_FAILED_LOADS else bad
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._of_worker().report()
@@ -133,13 +146,23 @@ class KVTierConnector(KVConnectorBase_V1):
             chunks = layout.of_namespace(chunks, config.namespace)
         if config.self_test:
             selftest.at_start(config, chunks.slot_bytes)
+        transfer = self._vllm_config.kv_transfer_config
         self._scheduler = SchedulerHalf(
             assemble(config, chunks, self._vllm_config.parallel_config.data_parallel_index),
             chunks,
             parts,
-            Judge(self._config.load_timeout_ms / 1000, always=self._config.take_hits == "always", prefill=prefill),
-            save_decode=self._config.save_decode,
-            cuts=layout.layer_cuts(ranks, chunks) if _BY_LAYER else None,
+            Judge(
+                self._config.load_timeout_ms / 1000,
+                always=self._config.take_hits == "always",
+                prefill=prefill,
+                slice_s=(BUSY_COPY_S, BUSY_COPY_PART) if layout.on_cpu(ranks) else None,
+            ),
+            Duty(
+                loads=transfer.is_kv_consumer,
+                saves=transfer.is_kv_producer,
+                save_decode=self._config.save_decode,
+                shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
+            ),
         )
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

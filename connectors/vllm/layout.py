@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 from kvtier.connectors.vllm.identity import identity, start_word
 from kvtier.connectors.vllm.metadata import RankLayout
-from kvtier.core.chunk import PAGE_BYTES, ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import LayoutError
-from kvtier.store.layerwise import cut
 
 _ONLY_FULL = "kvtier keeps full-attention KV only (MHA, GQA, MLA). Run this model without the kvtier connector"
 
@@ -84,18 +82,9 @@ def chunk_layout(
     return layout, tuple((layout.rank_span(part)[0], writes) for part, writes in owners)
 
 
-def layer_cuts(
-    ranks: Mapping[tuple[int, int], RankLayout], layout: ChunkLayout
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """See :func:`kvtier.store.layerwise.cut`. None where layers cannot be loaded by themselves: with several ranks,
-    whose parts of a slot lie one behind the other, on GPUs, and in caches whose layers lie together in a block."""
-    if len(ranks) != 1:
-        return None
-    (rank,) = ranks.values()
-    rows = rank.description["row_bytes"]
-    if not rank.loads_regions or len(rows) < 2:
-        return None
-    return cut(list(accumulate(row * layout.blocks_per_chunk for row in rows)), PAGE_BYTES, layout.slot_bytes)
+def on_cpu(ranks: Mapping[tuple[int, int], RankLayout]) -> bool:
+    """Whether the workers themselves copy between slots and blocks."""
+    return all(str(rank.description["device"]).startswith("cpu") for rank in ranks.values())
 
 
 def refuse_recurrent(model: Any) -> None:

@@ -1,5 +1,6 @@
-"""What travels between the scheduler's and the workers' half of the connector: slot numbers and block ids, never
-keys, tokens or KV bytes. Plain data, pickled by vLLM between its own processes.
+"""What travels between the scheduler's and the workers' half of the connector: slot numbers, block ids and, of loads,
+the names of requests, because vLLM is told of a load by that name. Never keys, tokens or KV bytes. Plain data, pickled
+by vLLM between its own processes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ class RankLayout(KVConnectorHandshakeMetadata):
     block_bytes: int
     description: dict[str, Any]
     """JSON-able shape of the regions; part of the fingerprint."""
-    loads_regions: bool = False
-    """Whether some of a chunk's regions can be loaded by themselves."""
     model: dict[str, Any] | None = None
     """What the loaded model's layers resolved to (:mod:`kvtier.connectors.vllm.loaded`); part of the fingerprint. None:
     it cannot be looked at."""
@@ -46,18 +45,6 @@ class PoolAddress:
 
 
 @dataclass
-class Flow:
-    """Of a load whose chunks come part by part (:mod:`kvtier.store.layerwise`)."""
-
-    fillings: list[int]
-    """For each slot, the number of its filling; 0: it is whole already."""
-    regions: tuple[int, ...]
-    """For each part, how many regions of the KV cache are whole with it."""
-    until: float
-    """When to give up waiting (``time.monotonic``, which is one clock on one host)."""
-
-
-@dataclass
 class Job:
     """Copy chunks between slots and blocks. A load may start inside its first chunk and end inside its last."""
 
@@ -67,7 +54,8 @@ class Job:
     blocks: list[int]
     first: int = 0
     """Block of the first chunk at which ``blocks`` begins."""
-    flow: Flow | None = None
+    request_id: str = ""
+    """Of a load: the request that waits for it."""
 
 
 @dataclass
@@ -80,8 +68,10 @@ class StepMetadata(KVConnectorMetadata):
     saves: list[Job] = field(default_factory=list)
     number: int = 0
     """Of the step; see :class:`kvtier.load_policy.prefill.StepClock`."""
-    failures_seen: dict[int, int] = field(default_factory=dict)
-    """For each rank, how many failed loads the scheduler knew of when it planned this step."""
+    computes: bool = False
+    """Whether the step runs a forward pass, so that requests wait for it."""
+    replacements_seen: dict[int, int] = field(default_factory=dict)
+    """For each rank, how many replacements of its weights the scheduler knew of when it planned this step."""
 
 
 @dataclass
@@ -94,30 +84,24 @@ class StepReport(KVConnectorWorkerMetadata):
     """Blocks copied from slots by one rank, and the seconds of the slowest rank for them."""
     load_s: float = 0.0
     save_s: float = 0.0
-    waited_s: float = 0.0
-    """Seconds in which the forward pass stood still because layers had not come."""
-
     done: Counter[int] = field(default_factory=Counter)
     failed: Counter[int] = field(default_factory=Counter)
-    failures: dict[int, int] = field(default_factory=dict)
-    """For each rank, failed loads since its start."""
-    replaced: bool = False
-    """Some rank's weights are not those that it had at the last step's report."""
+    replacements: dict[int, int] = field(default_factory=dict)
+    """For each rank whose weights are not those that it had at the last step's report: how often they were replaced
+    since its start."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)
-        failures = {
-            rank: max(self.failures.get(rank, 0), other.failures.get(rank, 0))
-            for rank in self.failures.keys() | other.failures.keys()
+        replacements = {
+            rank: max(self.replacements.get(rank, 0), other.replacements.get(rank, 0))
+            for rank in self.replacements.keys() | other.replacements.keys()
         }
         return StepReport(
             step=max(self.step, other.step),
             loaded_blocks=max(self.loaded_blocks, other.loaded_blocks),
             load_s=max(self.load_s, other.load_s),
             save_s=max(self.save_s, other.save_s),
-            waited_s=max(self.waited_s, other.waited_s),
             done=self.done + other.done,
             failed=self.failed + other.failed,
-            failures=failures,
-            replaced=self.replaced or other.replaced,
+            replacements=replacements,
         )

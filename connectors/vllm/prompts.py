@@ -30,7 +30,11 @@ class Prompt:
     """Chunks that were offered to the store, from the first on."""
     retried: bool = False
     """A failed save was offered again."""
+    load_failed: bool = False
+    """It is promised nothing any more."""
     lease: LoadLease | SharedLoad | None = None
+    first: bool = True
+    """vLLM asked for it before all others at the last look."""
     start: int = -1
     """First chunk of the run that was decided on."""
     known: int = 0
@@ -86,5 +90,7 @@ class Pending:
     lease: LoadLease | SaveLease | SharedLoad | SharedSave
     request_id: str
     keys: Sequence[ChunkKey]
+    tokens: int = 0
+    """Of a load."""
     done: int = 0
     failed: int = 0

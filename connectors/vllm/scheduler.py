@@ -1,24 +1,29 @@
 """The scheduler's half: requests -> keys -> leases. Runs in vLLM's scheduling loop, one thread; memory only, no waits.
 
 Life of a request here: :meth:`matched` claims as much of what the store has as pays, and asks vLLM to come back while
-chunks are on their way up, until a deadline; :meth:`allocated` turns the claim into a load job; every :meth:`step`
-turns newly finished chunks into save jobs; :meth:`report` ends the jobs' leases as workers confirm them;
+chunks are on their way up, until a deadline. What it then promises is in RAM, verified and pinned. :meth:`allocated`
+turns the claim into a load job, and vLLM lets the request wait until every rank has reported the load. Every
+:meth:`step` turns newly finished chunks into save jobs. :meth:`report` ends the jobs' leases as workers confirm them.
 :meth:`finished` forgets the request. Leases belong to jobs once one exists, so an aborted request cannot free a slot
 that a worker is still copying.
+
+A promise cannot be made smaller. When a load fails, vLLM gives the request's blocks back and asks again; such a request
+is promised nothing any more, because the same chunks could fail again without end.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from kvtier.client.attachment import SharedPool
 from kvtier.client.client import Client
 from kvtier.client.leases import SharedLoad, SharedSave
 from kvtier.connectors.vllm.layout import start_only
-from kvtier.connectors.vllm.metadata import Flow, Job, PoolAddress, StepMetadata, StepReport
+from kvtier.connectors.vllm.metadata import Job, PoolAddress, StepMetadata, StepReport
 from kvtier.connectors.vllm.misses import Misses
 from kvtier.connectors.vllm.prompts import Pending, Prompt, by_place
 from kvtier.connectors.vllm.requests import Adapters
@@ -32,18 +37,24 @@ from kvtier.store.store import Store
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
-_IDLE_WAIT_S = 0.002
-"""Longest pause of an engine step that has nothing to compute but chunks on their way; keeps it from spinning."""
 _REPORTS_S = 10.0
 """How long after the last job an engine without work is kept stepping for the workers' reports."""
 
 
+class Duty(NamedTuple):
+    """What kvtier does for an engine."""
+
+    loads: bool = True
+    saves: bool = True
+    save_decode: bool = True
+    """Save what the model has answered too."""
+    shares_blocks: bool = True
+    """vLLM's own prefix cache is on: what one request has loaded is there for others."""
+
+
 class SchedulerHalf:
     """``store`` is the engine's own, or a server's client. ``parts``: for each worker rank, first byte of its part of a
-    slot, and whether it writes that part. ``judge`` says what of a hit is taken. ``cuts``: where a slot is cut for
-    loads by layer, and the regions that are whole with each part (:func:`kvtier.store.layerwise.cut`); None: no such
-    loads.
-    """
+    slot, and whether it writes that part. ``judge`` says what of a hit is taken."""
 
     def __init__(
         self,
@@ -51,27 +62,27 @@ class SchedulerHalf:
         layout: ChunkLayout,
         parts: tuple[tuple[int, bool], ...],
         judge: Judge,
-        *,
-        save_decode: bool,
-        cuts: tuple[Sequence[int], tuple[int, ...]] | None = None,
+        duty: Duty,
     ) -> None:
         self.store = store
-        self._cuts = cuts
+        self._duty = duty
         self._running: set[str] = set()
         """Requests that the last step computed for and that have not finished."""
+        self._loading: Counter[ChunkKey] = Counter()
+        """Chunks that are being copied into blocks, by how many requests."""
+        self._asked = False
+        """vLLM has asked for some request since the last step."""
         self._layout = layout
         self._parts = parts
         self._addresses: WeakKeyDictionary[Pool, PoolAddress] = WeakKeyDictionary()
         self._judge = judge
-        self._save_decode = save_decode
         self._adapters = Adapters()
         self._prompts: dict[str, Prompt] = {}
         self._pending: dict[int, Pending] = {}
         self._next_job = 0
         self._reports_until = 0.0
         self._loads: list[Job] = []
-        self._failures_seen: dict[int, int] = {}
-        self._waiting = False
+        self._replacements_seen: dict[int, int] = {}
         self._old_blocks = False
         """vLLM's own cache may hold blocks that other weights have computed."""
         self.misses = Misses(store, judge.clock)
@@ -79,25 +90,30 @@ class SchedulerHalf:
     # ---- lookup --------------------------------------------------------------------------------------------------
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """vLLM's ``get_num_new_matched_tokens``: tokens loadable beyond the first ``computed``; None = ask again."""
+        """vLLM's ``get_num_new_matched_tokens``: tokens loadable beyond the first ``computed``, and whether the request
+        waits for them; None = ask again."""
         prompt = self._prompt(request)
+        prompt.first, self._asked = not self._asked, True
         if self._old_blocks and computed:
             prompt.leave_alone()  # Nobody can tell which weights have computed what vLLM found in its own cache.
-        if prompt.chain is None or request.skip_reading_prefix_cache:
+        if prompt.chain is None or prompt.load_failed or not self._duty.loads or _is_served_elsewhere(request):
             return 0, False
         keys = self._keys(prompt, request.num_tokens)
         start, prompt.begin = computed // self._layout.chunk_tokens, computed
-        lease = self._claim(prompt, keys, start)
+        lease = None if self._is_coming_for_others(keys, start) else self._claim(prompt, keys, start)
+        if lease is None:
+            return None, False
         ready, coming = lease.poll()
-        in_time = self._judge.clock() < prompt.until
-        if coming and in_time and isinstance(lease, LoadLease) and lease.fillings:
-            ready, coming = ready + coming, 0
-        if coming and in_time:
-            self._waiting = True
+        if coming and self._judge.clock() < prompt.until:
             return None, False
         if coming or ready < prompt.taken:
             ready = self._cut(prompt, keys, ready, coming)
-        return max(0, self._end_of(prompt, start + ready) - computed), False
+        promised = max(0, self._end_of(prompt, start + ready) - computed)
+        return promised, promised > 0
+
+    def _is_coming_for_others(self, keys: Sequence[ChunkKey], start: int) -> bool:
+        """Whether vLLM will have a part of this in its own blocks soon: the next chunk is being loaded for another."""
+        return self._duty.shares_blocks and len(keys) > start and keys[start] in self._loading
 
     def _end_of(self, prompt: Prompt, chunks: int) -> int:
         """Tokens there are with so many leading chunks of the prompt. At least one token must be left to compute;
@@ -105,8 +121,9 @@ class SchedulerHalf:
         block, total = self._layout.block_tokens, prompt.request.num_tokens
         return int(min(chunks * self._layout.chunk_tokens, (total - 1) // block * block))
 
-    def _claim(self, prompt: Prompt, keys: Sequence[ChunkKey], start: int) -> LoadLease | SharedLoad:
-        """The request's lease; a new one when the old one starts elsewhere or the store has learnt of more since."""
+    def _claim(self, prompt: Prompt, keys: Sequence[ChunkKey], start: int) -> LoadLease | SharedLoad | None:
+        """The request's lease; a new one when the old one starts elsewhere or the store has learnt of more since. None:
+        there is no room for it now."""
         lease, outlook = prompt.lease, None
         if lease is not None and prompt.start == start:
             ready, coming = lease.poll()
@@ -120,15 +137,22 @@ class SchedulerHalf:
         self._drop(prompt)
         return self._decide(prompt, keys, start, outlook or self.store.forecast(keys[start:]))
 
-    def _decide(self, prompt: Prompt, keys: Sequence[ChunkKey], start: int, outlook: Outlook) -> LoadLease | SharedLoad:
+    def _decide(
+        self, prompt: Prompt, keys: Sequence[ChunkKey], start: int, outlook: Outlook
+    ) -> LoadLease | SharedLoad | None:
         """Claim the part of a run that is worth it, and no more: what is claimed starts to move."""
         rest = keys[start:]
-        choice = self._judge.choose(outlook, len(rest), prompt.begin, lambda count: self._end_of(prompt, start + count))
+        choice = self._judge.choose(
+            outlook,
+            len(rest),
+            prompt.begin,
+            lambda count: self._end_of(prompt, start + count),
+            busy=bool(self._running),
+        )
         most = len(rest) if choice.ask else choice.chunks
-        if self._cuts is not None and isinstance(self.store, Store) and self._is_alone(prompt):
-            prompt.lease = self.store.load(keys, start, most=most, cuts=self._cuts[0])
-        else:
-            prompt.lease = self.store.load(keys, start, most=most)
+        if not self._has_room(prompt, most):
+            return None
+        prompt.lease = self.store.load(keys, start, most=most)
         prompt.start, prompt.known, prompt.taken = start, outlook.known, choice.chunks
         prompt.why, prompt.declined = outlook.why, {}
         prompt.until = self._judge.clock() + choice.within_s
@@ -138,10 +162,14 @@ class SchedulerHalf:
             self._decline(prompt, rest[outlook.known :], "unasked")
         return prompt.lease
 
-    def _is_alone(self, prompt: Prompt) -> bool:
-        """Whether the engine would stand still until this prompt's chunks are there. If so it computes layer by layer
-        as they come; if not, others go on, and the prompt comes in when all of it is in RAM."""
-        return not self._loads and self._running <= {prompt.request.request_id}
+    def _has_room(self, prompt: Prompt, chunks: int) -> bool:
+        """vLLM asks for its whole queue at each step. Requests that wait may claim half of RAM together, so that there
+        are slots for what running ones save. Whoever vLLM asks for first may always claim."""
+        pool = self.store.pool
+        if pool is None or prompt.first or not chunks:
+            return True
+        claimed = sum(len(other.lease.keys) for other in self._prompts.values() if other.lease is not None)
+        return claimed + chunks <= pool.slots // 2
 
     def _cut(self, prompt: Prompt, keys: Sequence[ChunkKey], ready: int, coming: int) -> int:
         """Do with what is ready: the rest is not coming in time (``coming``), or not at all: refused, or lost after it
@@ -177,10 +205,17 @@ class SchedulerHalf:
         first, last = prompt.begin // block, (prompt.begin + tokens) // block
         chunks = -(-last // per_chunk) - prompt.start
         place = self._address(lease.pool)
-        job = Job(self._number(), place, lease.slots[:chunks], ids[first:last], first - prompt.start * per_chunk)
-        if isinstance(lease, LoadLease) and lease.fillings and self._cuts is not None:
-            job.flow = Flow(lease.fillings[:chunks], self._cuts[1], prompt.until)
-        self._pending[job.number] = Pending(lease, request.request_id, lease.keys[:chunks])
+        job = Job(
+            self._number(),
+            place,
+            lease.slots[:chunks],
+            ids[first:last],
+            first - prompt.start * per_chunk,
+            request.request_id,
+        )
+        self._pending[job.number] = Pending(lease, request.request_id, lease.keys[:chunks], tokens)
+        self._loading.update(lease.keys[:chunks])
+        self._judge.load_began(tokens)
         self._loads.append(job)
         self._account(prompt, lease.sources[:chunks])
         prompt.sources = by_place(lease.sources[:chunks], self._layout, job.first, last - first)
@@ -210,8 +245,15 @@ class SchedulerHalf:
         """vLLM's ``build_connector_meta``."""
         pool = self.store.pool
         address = self._address(pool) if pool is not None else None
-        metadata = StepMetadata(address, self._loads, [], self._judge.planned(_work(output)), dict(self._failures_seen))
-        self._loads, self._running = [], set(output.num_scheduled_tokens)
+        metadata = StepMetadata(
+            address,
+            self._loads,
+            [],
+            self._judge.planned(_work(output)),
+            bool(output.total_num_scheduled_tokens),
+            dict(self._replacements_seen),
+        )
+        self._loads, self._running, self._asked = [], set(output.num_scheduled_tokens), False
         for new in output.scheduled_new_reqs:
             self._advance(metadata, output, new.req_id, list(new.block_ids[0]), new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
@@ -226,9 +268,6 @@ class SchedulerHalf:
             else:
                 blocks = prompt.blocks + blocks
             self._advance(metadata, output, request_id, blocks, cached.num_computed_tokens[index])
-        if self._waiting and not output.total_num_scheduled_tokens:
-            self.store.wait(_IDLE_WAIT_S)
-        self._waiting = False
         return metadata
 
     def _advance(self, metadata: StepMetadata, output: Any, request_id: str, blocks: list[int], computed: int) -> None:
@@ -242,10 +281,10 @@ class SchedulerHalf:
             return
         prompt.blocks = blocks
         self._name(prompt)
-        if prompt.chain is None:
+        if prompt.chain is None or not self._duty.saves:
             return
         request = prompt.request
-        known = request.num_tokens if self._save_decode else request.num_prompt_tokens
+        known = request.num_tokens if self._duty.save_decode else request.num_prompt_tokens
         finished = min(computed + output.num_scheduled_tokens[request_id], known) // self._layout.chunk_tokens
         if finished <= prompt.saved:
             return
@@ -273,11 +312,10 @@ class SchedulerHalf:
 
     def report(self, report: StepReport) -> None:
         """vLLM's ``update_connector_output``: what all ranks said of this step's jobs."""
-        elsewhere = report.save_s + report.waited_s
-        self._judge.ended(report.step, report.loaded_blocks * self._layout.block_tokens, report.load_s, elsewhere)
-        for rank, failures in report.failures.items():
-            self._failures_seen[rank] = max(failures, self._failures_seen.get(rank, 0))
-        if report.replaced:
+        self._judge.ended(report.step, report.loaded_blocks * self._layout.block_tokens, report.load_s, report.save_s)
+        for rank, count in report.replacements.items():
+            self._replacements_seen[rank] = max(count, self._replacements_seen.get(rank, 0))
+        if report.replacements:
             self._renew()
         for number in report.done.keys() | report.failed.keys():
             pending = self._pending.get(number)
@@ -287,11 +325,15 @@ class SchedulerHalf:
             pending.failed += report.failed[number]
             if pending.done + pending.failed == len(self._parts):
                 del self._pending[number]
-                self._end(pending, refused=report.replaced)
+                self._end(pending, refused=bool(report.replacements))
 
     def _end(self, pending: Pending, *, refused: bool) -> None:
         """A key enters the store only when every rank wrote its part; a chunk that one rank could not load goes, unless
         it was ``refused`` to a model with other weights."""
+        pending_load = isinstance(pending.lease, LoadLease | SharedLoad)
+        if pending_load:
+            self._loading -= Counter(pending.keys)
+            self._judge.load_ended(pending.tokens)
         if not pending.failed:
             if isinstance(pending.lease, SaveLease | SharedSave):
                 self.misses.saved(len(pending.keys))
@@ -301,12 +343,14 @@ class SchedulerHalf:
             return
         pending.lease.close()
         prompt = self._prompts.get(pending.request_id)
-        failed_load = isinstance(pending.lease, LoadLease | SharedLoad)
-        if failed_load and not refused and not (isinstance(pending.lease, LoadLease) and pending.lease.fillings):
+        if pending_load and not refused:
             self.store.forget(pending.keys)
             logger.warning("load of %d chunks failed; they are dropped and recomputed", len(pending.keys))
-        if prompt is not None and (failed_load or not prompt.retried):
-            # Saves are refused for a while after a failed load, whosever it was: offer the chunks once more.
+        if prompt is None:
+            return
+        if pending_load:
+            prompt.load_failed = True
+        elif not prompt.retried:  # the worker refuses saves for a while after weights were replaced
             prompt.saved, prompt.retried = 0, True
 
     def _renew(self) -> None:
@@ -399,3 +443,8 @@ def _work(output: Any) -> list[tuple[int, int]]:
     cached = output.scheduled_cached_reqs
     there.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     return [(tokens, there.get(request_id, 0)) for request_id, tokens in output.num_scheduled_tokens.items()]
+
+
+def _is_served_elsewhere(request: Any) -> bool:
+    """Whether the request reads no cache, or waits for another connector's prefill."""
+    return bool(request.skip_reading_prefix_cache or (request.kv_transfer_params or {}).get("do_remote_prefill"))

@@ -16,10 +16,9 @@ from kvtier.core.errors import ConfigError
 OLDEST = (0, 23)
 TESTED = ("0.23.0", "0.29.0", "0.32.0", "0.33.0")
 
-BY_LAYER = "finish_forward"
-"""The hook without which no load may go on during the forward pass: it is where such loads are confirmed."""
+LOAD_RESULTS = "get_transfer_results"
+"""The hook that names requests whose load failed. Before it a failed load is told by its block ids."""
 _LIMITS = {
-    BY_LAYER: "loads are whole before the forward pass begins, not layer by layer",
     "has_pending_push_work": "what the last step before a pause saved on a GPU can be hit from the next step on",
     "get_external_cache_hit_sources": "vLLM's metrics do not split hits by source",
 }
@@ -78,21 +77,12 @@ def log_like_vllm(level: str) -> None:
 
 
 def set_failure_policy(vllm_config: Any) -> None:
-    """Sets what vLLM does with a request whose cached KV cannot be loaded.
+    """A request whose cached KV cannot be loaded is computed: vLLM gives back what it holds and begins anew.
 
-    ``recompute`` is right as long as one batch is in flight. With async scheduling, pipeline stages or Model Runner V2
-    vLLM has planned or run the next step over the blocks that were not loaded, and gives out its tokens. There such a
-    request must end with an error (``fail``): no answer is better than a wrong one.
+    That is right in every mode, because kvtier loads into blocks of requests that wait: nothing has been planned or
+    computed over them. vLLM's own default ends such a request with an error.
     """
     transfer = vllm_config.kv_transfer_config
-    several = vllm_config.max_concurrent_batches > 1 or getattr(vllm_config, "use_v2_model_runner", False)
-    policy = "fail" if several else "recompute"
-    if transfer.kv_load_failure_policy != policy:
-        transfer.kv_load_failure_policy = policy
-        logging.getLogger("kvtier.connectors.vllm").info(
-            "kv_load_failure_policy=%s: %s",
-            policy,
-            "several batches are in flight, so a request whose cached KV cannot be loaded ends with an error"
-            if several
-            else "a request whose cached KV cannot be loaded is computed",
-        )
+    if transfer.kv_load_failure_policy != "recompute":
+        transfer.kv_load_failure_policy = "recompute"
+        logging.getLogger("kvtier.connectors.vllm").info("kv_load_failure_policy=recompute: it is right in every mode")

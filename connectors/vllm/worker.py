@@ -1,18 +1,22 @@
-"""A worker's half: slots <-> blocks. Knows slot numbers and block ids; never keys, tokens or requests.
+"""A worker's half: slots <-> blocks. Knows slot numbers and block ids, and of a load who waits for it; never keys or
+tokens.
 
-Copies on a GPU go on while the step and its followers run: they are ordered against the forward pass on the device
+A load goes into blocks of a request that waits. vLLM plans no step over them before every rank has said that the load
+ended, so a load that fails costs its request the time to compute, and nothing else. Each rank says it exactly once
+(:meth:`WorkerHalf.transfers`), also for a request that was aborted meanwhile: until then vLLM keeps its blocks.
+
+*On a CPU* the worker's own thread copies, after the forward pass, chunk by chunk. A step that computes is made longer
+by at most 5 ms or a twentieth of its forward pass; the rest of a load waits for the next step. A step that computes
+nothing makes nobody wait, and copies for up to 20 ms.
+
+*On a GPU* copies go on while the step and its followers run. They are ordered against the forward pass on the device
 (:mod:`kvtier.gpu.staged`), and a job is confirmed by the first step that finds its copy through. vLLM keeps on taking
 steps, without tokens if there are none to compute, until all jobs are confirmed (``has_pending_push_work``), so a chunk
-is READY a step after its DMA also when nobody asks anything more; the host waits nowhere.
+is READY a step after its DMA also when nobody asks anything more. The host waits nowhere.
 
-Poison rule: when a load fails, the forward pass of that step runs over garbage, and so may steps that were planned
-before the scheduler heard of it. From the failure until the scheduler's metadata shows that it knows
-(``failures_seen``), nothing is saved. The same holds when the model's weights turn out to be others than before, which
-is looked for at the beginning of every step that has chunks to move. So no KV computed from garbage can get under a
-valid key. Whatever the host can see
-to be wrong with a load is known before the forward pass begins. A load that fails on the device after that is found
-when its copy is confirmed, and confirming goes in the order of beginning: saves begun after it fail with it. (On CUDA
-the forward pass itself then gives no result: the device's errors are sticky.)
+*Replaced weights.* What a step computes belongs to the weights that it found. They are looked at at the beginning of
+every step that has chunks to move. When they turn out to be others than before, the loads fail, and nothing is saved
+until the scheduler's metadata shows that it knows (``replacements_seen``).
 """
 
 from __future__ import annotations
@@ -21,30 +25,37 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 
 from kvtier.client.attachment import SharedPool
-from kvtier.connectors.vllm.layerwise import Ahead, Flowing, ahead_ends
 from kvtier.connectors.vllm.metadata import Job, PoolAddress, RankLayout, StepMetadata, StepReport
-from kvtier.core.errors import TierError
 from kvtier.core.pool import Pool
 from kvtier.gpu import Copy, PagedBlocks, Pinning, regions_of, slot_tensor
 from kvtier.gpu import Job as SlotJob
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
+BUSY_COPY_S, BUSY_COPY_PART = 0.005, 0.05
+"""Longest that copies of loads make a step longer that computes: this, or this part of its forward pass."""
+_IDLE_COPY_S = 0.02
+"""The same of a step that computes nothing: a request that arrives meanwhile waits for it."""
+
 
 class _UnderWay(NamedTuple):
-    """A job whose copy was begun and is not confirmed."""
+    """A job whose copy a device was told of, and that is not confirmed."""
 
     job: Job
     copy: Copy
     is_load: bool
-    sound: bool = True
-    """False for a save of what may have been computed from garbage."""
+
+
+class _Copying(NamedTuple):
+    """A load that the worker's own thread copies."""
+
+    job: Job
+    left: deque[SlotJob]
 
 
 class Loaded(Protocol):
@@ -59,26 +70,34 @@ class Loaded(Protocol):
 class WorkerHalf:
     """One rank. Called by vLLM's worker thread only."""
 
-    def __init__(self, rank: int, num_blocks: int, blocks_per_chunk: int, model: Callable[[], Loaded]) -> None:
-        """``model``: the loaded model, once the KV caches are registered."""
+    def __init__(
+        self,
+        rank: int,
+        num_blocks: int,
+        blocks_per_chunk: int,
+        model: Callable[[], Loaded],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """``model``: the loaded model, once the KV caches are registered. ``clock``: seconds."""
         self._rank = rank
         self._find_model = model
         self._model: Loaded | None = None
         self._num_blocks = num_blocks
         self._blocks_per_chunk = blocks_per_chunk
+        self._clock = clock
         self._paged: PagedBlocks | None = None
         self._pinning: Pinning | None = None
         self._pools: dict[PoolAddress, _MappedPool] = {}
+        self._copying: deque[_Copying] = deque()
         self._under_way: deque[_UnderWay] = deque()
-        self._flowing: list[Flowing] = []
-        self._ahead: list[Ahead] = []
-        """This step's."""
-        self._ends: tuple[int, ...] = ()
-        """Where loads that run ahead of the forward pass are cut; none do without."""
-        self._region_ends: dict[str, int] = {}
+        self._step_began = 0.0
+        self._forward_s = 0.0
+        """Of the last step that computed."""
         self._block_s: float | None = None
-        """Seconds a block of the last load that ran on the device by itself."""
-        self._failures = 0
+        """Seconds a block of the last load that a device copied by itself."""
+        self._replacements = 0
+        self._finished: set[str] = set()
+        self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._report = StepReport()
 
@@ -90,7 +109,6 @@ class WorkerHalf:
             self._paged = PagedBlocks(regions, self._blocks_per_chunk, pinned=self._pinning.covers)
         else:
             self._paged = PagedBlocks(regions, self._blocks_per_chunk)
-        self._region_ends, self._ends = self._paged.region_ends(), ahead_ends(self._paged)
         self._model = self._find_model()
 
     def layout(self) -> RankLayout | None:
@@ -101,105 +119,86 @@ class WorkerHalf:
         return RankLayout(
             self._paged.block_bytes,
             shape,
-            self._paged.loads_regions,
             model=self._model.resolved(),
             weights=self._model.weights(),
         )
 
-    def load(self, metadata: StepMetadata, *, layered: bool = False) -> None:
-        """vLLM's ``start_load_kv``: before the forward pass of the step that needs the blocks. ``layered``: that pass
-        will call :meth:`layer`, so it may begin before all is there."""
+    # ---- one engine step -----------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """vLLM's ``bind_connector_metadata``: a step begins."""
+        self._step_began = self._clock()
+
+    def load(self, metadata: StepMetadata) -> None:
+        """vLLM's ``start_load_kv``: begin this step's loads, and go on with those of earlier steps. vLLM calls it
+        after the forward pass (before 0.32: before it)."""
         self._let_go({metadata.pool, *(job.pool for job in (*metadata.loads, *metadata.saves))})
         self._report.step = metadata.number
         if self._has_other_weights(metadata):
-            for job in metadata.loads:
-                self._load_failed(job)
+            for job in (*metadata.loads, *(copying.job for copying in self._copying)):
+                self._ended(job, failed=True)
+            self._copying.clear()
             return
         for job in metadata.loads:
+            self._begin_load(job)
+        self._copy_on(metadata.computes)
+
+    def _begin_load(self, job: Job) -> None:
+        try:
+            copies = self._copies(job)
+            if self._blocks().copies_at_once:
+                self._copying.append(_Copying(job, deque(copies)))
+                return
+            copy = self._blocks().load(copies)
+        except Exception:
+            logger.exception("rank %d: load of %d blocks failed", self._rank, len(job.blocks))
+            self._ended(job, failed=True)
+            return
+        self._under_way.append(_UnderWay(job, copy, is_load=True))
+        if self._block_s is not None:  # how long this one takes is known only when its step was reported
+            self._report.loaded_blocks += len(job.blocks)
+            self._report.load_s += self._block_s * len(job.blocks)
+
+    def _copy_on(self, computes: bool) -> None:
+        """Copy chunks until all loads are through, or the time of this step is up."""
+        begun = now = self._clock()
+        until = begun + (max(BUSY_COPY_S, BUSY_COPY_PART * self._forward_s) if computes else _IDLE_COPY_S)
+        while self._copying and now < until:
+            job, left = self._copying[0]
             try:
-                copies, begun = self._copies(job), time.perf_counter()
-                if job.flow is not None:
-                    self._flowing.append(Flowing(job, job.flow, self._mapped(job.pool).pool, self._blocks(), copies))
-                    continue
-                copy = self._begin(job, copies, layered)
-                self._count_load(len(job.blocks), time.perf_counter() - begun if copy.done() else None)
-                self._under_way.append(_UnderWay(job, copy, is_load=True))
+                while left and now < until:
+                    piece = left.popleft()
+                    self._blocks().load([piece])
+                    self._report.loaded_blocks += len(piece[2])
+                    now = self._clock()
             except Exception:
                 logger.exception("rank %d: load of %d blocks failed", self._rank, len(job.blocks))
-                self._load_failed(job)
+                self._copying.popleft()
+                self._ended(job, failed=True)
+                continue
+            if not left:
+                self._copying.popleft()
+                self._ended(job, failed=False)
+        self._report.load_s += now - begun
 
     def _has_other_weights(self, metadata: StepMetadata) -> bool:
-        """Whether the weights were replaced since the last look. It comes before anything is loaded, and whatever the
-        scheduler plans before it knows of it is refused, as after a failed load."""
-        if self._model is None or not self._model.replaced(looks=bool(metadata.loads or metadata.saves)):
+        """Whether the weights were replaced since the last look. It comes before anything is loaded."""
+        looks = bool(metadata.loads or metadata.saves or self._copying)
+        if self._model is None or not self._model.replaced(looks=looks):
             return False
-        self._report.replaced = True
-        self._failed_once()
+        self._replacements += 1
+        self._report.replacements[self._rank] = self._replacements
         return True
-
-    def _begin(self, job: Job, copies: list[SlotJob], layered: bool) -> Copy:
-        if not (layered and self._ends):
-            return self._blocks().load(copies)
-        copy = self._blocks().load_ahead(copies, self._ends)
-        self._ahead.append(Ahead(job, copy))
-        return copy
-
-    def layer(self, name: str) -> None:
-        """vLLM's ``wait_for_layer_load``: before this layer reads its KV."""
-        regions = self._region_ends.get(name, max(self._region_ends.values()))
-        for ahead in self._ahead:
-            ahead.advance(regions)
-        for flowing in list(self._flowing):
-            self._go_on(flowing, partial(Flowing.advance, regions=regions))
-
-    def forward_ended(self) -> None:
-        """vLLM's ``finish_forward``, or the first call after it: what the forward pass computed with counts only if all
-        of it was right, and whatever comes next finds all of it in the blocks."""
-        self._confirm_flows()
-        ahead, self._ahead = self._ahead, []
-        for one in ahead:
-            try:
-                one.confirm(max(self._region_ends.values()))
-            except TierError:
-                logger.exception("rank %d: loads wait for all layers from now on", self._rank)
-                self._ends = ()
-                self._under_way = deque(other for other in self._under_way if other.copy is not one.copy)
-                self._load_failed(one.job)
-
-    def _go_on(self, flowing: Flowing, step: Callable[[Flowing], None]) -> bool:
-        try:
-            step(flowing)
-        except TierError as error:
-            logger.warning("rank %d: load of %d blocks was given up: %s", self._rank, len(flowing.job.blocks), error)
-        except Exception:
-            logger.exception("rank %d: load of %d blocks failed", self._rank, len(flowing.job.blocks))
-        else:
-            return True
-        self._flowing.remove(flowing)
-        self._count_flow(flowing)
-        self._load_failed(flowing.job)
-        return False
-
-    def _confirm_flows(self) -> None:
-        for flowing in list(self._flowing):
-            if self._go_on(flowing, Flowing.confirm):
-                self._flowing.remove(flowing)
-                self._count_flow(flowing)
-                self._report.loaded_blocks += len(flowing.job.blocks)
-                self._report.done[flowing.job.number] += 1
-
-    def _count_flow(self, flowing: Flowing) -> None:
-        self._report.load_s += flowing.copied_s
-        self._report.waited_s += flowing.waited_s
 
     def save(self, metadata: StepMetadata) -> None:
         """vLLM's ``wait_for_save``: after the forward pass; returns when the engine may go on and overwrite blocks."""
-        self.forward_ended()
         self._confirm()
-        poisoned = metadata.failures_seen.get(self._rank, 0) < self._failures
-        begun = time.perf_counter()
+        begun = self._clock()
+        if metadata.computes:
+            self._forward_s = max(0.0, begun - self._step_began - self._report.load_s)
+        refused = metadata.replacements_seen.get(self._rank, 0) < self._replacements
         for job in metadata.saves:
-            if poisoned:
+            if refused:
                 self._report.failed[job.number] += 1
                 continue
             try:
@@ -210,18 +209,24 @@ class WorkerHalf:
             except Exception:
                 logger.exception("rank %d: save of %d blocks failed", self._rank, len(job.blocks))
                 self._report.failed[job.number] += 1
-        self._report.save_s += time.perf_counter() - begun
+        self._report.save_s += self._clock() - begun
+
+    def transfers(self) -> tuple[set[str], set[str]]:
+        """vLLM's ``get_transfer_results``: requests whose load has ended since the last call, and those of them whose
+        load failed."""
+        self._confirm()
+        ended = self._finished, self._failed
+        self._finished, self._failed = set(), set()
+        return ended
 
     def bad_blocks(self) -> set[int]:
-        """vLLM's ``get_block_ids_with_load_errors``: blocks of this step whose load failed. With a draft model it is
-        called before ``wait_for_save``, and all has to be known here."""
-        self.forward_ended()
+        """vLLM's ``get_block_ids_with_load_errors``, where :meth:`transfers` cannot say which loads failed: blocks of
+        the loads that failed since the last call. After :meth:`transfers`."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def report(self) -> StepReport:
         """vLLM's ``build_connector_worker_meta``: which jobs have ended since the last step, and that this one has."""
-        self._confirm()
         report, self._report = self._report, StepReport()
         return report
 
@@ -232,52 +237,40 @@ class WorkerHalf:
                 self._under_way.popleft().copy.wait()
             except Exception:
                 logger.exception("rank %d: a copy failed", self._rank)
+        self._copying.clear()
         self._let_go(set())
         if self._pinning is not None:
             self._pinning.close()
 
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
     def _confirm(self) -> None:
         """Count the copies that are through, in the order in which they were begun."""
         while self._under_way:
-            job, copy, is_load, sound = self._under_way[0]
+            job, copy, is_load = self._under_way[0]
             try:
                 if not copy.done():
                     return
             except Exception:
                 logger.exception("rank %d: copy of %d blocks failed on the device", self._rank, len(job.blocks))
-                self._under_way.popleft()
-                self._ended_badly(job, is_load)
-                continue
+                failed = True
+            else:
+                failed = False
+                if copy.seconds is not None:
+                    self._block_s = copy.seconds / len(job.blocks)
             self._under_way.popleft()
-            if copy.seconds is not None:
-                self._block_s = copy.seconds / len(job.blocks)
-            (self._report.done if sound else self._report.failed)[job.number] += 1
+            if is_load:
+                self._ended(job, failed=failed)
+            else:
+                (self._report.failed if failed else self._report.done)[job.number] += 1
 
-    def _ended_badly(self, job: Job, is_load: bool) -> None:
-        if is_load:
-            self._load_failed(job)
-            self._under_way = deque(one._replace(sound=one.is_load) for one in self._under_way)
-        else:
-            self._report.failed[job.number] += 1
-
-    def _load_failed(self, job: Job) -> None:
-        self._failed_once()
-        self._bad_blocks.update(job.blocks)
-        self._report.failed[job.number] += 1
-
-    def _failed_once(self) -> None:
-        """No saves until the scheduler knows."""
-        self._failures += 1
-        self._report.failures[self._rank] = self._failures
-
-    def _count_load(self, blocks: int, seconds: float | None) -> None:
-        """What a load costs this step. ``seconds`` is None for one that goes on by itself: it is told at what the last
-        such took for each block, because how long it takes is known only when this step was reported."""
-        if seconds is None and self._block_s is not None:
-            seconds = self._block_s * blocks
-        if seconds is not None:
-            self._report.loaded_blocks += blocks
-            self._report.load_s += seconds
+    def _ended(self, job: Job, *, failed: bool) -> None:
+        """A load has ended: the store gets its slots back, and vLLM is told, once."""
+        (self._report.failed if failed else self._report.done)[job.number] += 1
+        self._finished.add(job.request_id)
+        if failed:
+            self._failed.add(job.request_id)
+            self._bad_blocks.update(job.blocks)
 
     def _blocks(self) -> PagedBlocks:
         assert self._paged is not None
@@ -291,7 +284,7 @@ class WorkerHalf:
 
     def _let_go(self, needed: set[PoolAddress | None]) -> None:
         """Unmap what no job needs any more: a server waits for that."""
-        needed |= {one.job.pool for one in self._under_way}
+        needed |= {one.job.pool for one in self._under_way} | {one.job.pool for one in self._copying}
         for address in self._pools.keys() - needed:
             self._pools.pop(address).close()
 

@@ -20,7 +20,6 @@ from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.errors import ConfigError, TierError
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_WORD_BYTES = 8
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MADV_REMOVE = 9  # linux/mman.h
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h, Linux 5.14; not named by Python's mmap module
@@ -34,10 +33,6 @@ class Pool:
 
     Raises ConfigError for impossible sizes and for a region that is not sealed or has another size, and TierError when
     the memory cannot be had.
-
-    Attributes:
-        arrivals: one 64-bit word a slot behind the slots, for every process that maps them: how far a filling that
-            goes on part by part has come; see :mod:`kvtier.store.layerwise`.
     """
 
     def __init__(self, slots: int, slot_bytes: int, *, fd: int | None = None) -> None:
@@ -59,9 +54,7 @@ class Pool:
             undo.pop_all()
         with contextlib.suppress(OSError, AttributeError):
             self._map.madvise(mmap.MADV_HUGEPAGE)
-        whole = memoryview(self._map)
-        self._view = whole[: slots * slot_bytes]
-        self.arrivals = whole[slots * slot_bytes :].cast("Q")
+        self._view = memoryview(self._map)
         self._closer = weakref.finalize(self, os.close, self.fd)
 
     @classmethod
@@ -115,7 +108,6 @@ class Pool:
         """Unmap. While views are still held the memory stays mapped: the last of them unmaps it. No effect the second
         time."""
         self._view.release()
-        self.arrivals.release()
         if self._map is not None:
             with contextlib.suppress(BufferError):
                 self._map.close()
@@ -124,10 +116,10 @@ class Pool:
 
 
 def _region_bytes(slots: int, slot_bytes: int) -> int:
-    """Of the slots and, on pages of their own, their words. Raises ConfigError for impossible sizes."""
+    """Raises ConfigError for impossible sizes."""
     if slots < 1 or slot_bytes < 1 or slot_bytes % PAGE_BYTES:
         raise ConfigError(f"pool of {slots} slots of {slot_bytes} bytes: expected >= 1 slot of whole 4 KiB pages")
-    return slots * slot_bytes + -(-slots * _WORD_BYTES // PAGE_BYTES) * PAGE_BYTES
+    return slots * slot_bytes
 
 
 def _sealed_region(size: int) -> int:

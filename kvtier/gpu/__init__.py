@@ -12,8 +12,8 @@ Rules for the caller:
 
 - *Saves*: until :meth:`Copy.done` is true (or :meth:`Copy.wait` returned) nobody may read the slot. The blocks may be
   overwritten at once by work queued on the current stream, which waits for the gathers.
-- *Loads*: until then, nobody may write to the slot. Work queued on the current stream after :meth:`PagedBlocks.load`
-  sees the loaded blocks.
+- *Loads*: until then, nobody may write to the slot, and nothing of the engine may use the blocks. They begin when what
+  was queued on the current stream before :meth:`PagedBlocks.load` is through.
 - Work of other streams has to wait for the copy. One thread a :class:`PagedBlocks`: the worker's own.
 - What the host can see to be wrong (a job, a slot, a call the driver refuses) raises before :meth:`PagedBlocks.save` or
   ``load`` returns, and nothing of the call is under way then. What fails later on a CUDA device fails the device: its

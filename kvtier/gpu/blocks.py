@@ -75,42 +75,20 @@ class PagedBlocks:
         self._check(jobs, fewest=self.blocks_per_chunk)
         return self._copier.save(jobs)
 
-    def load(self, jobs: Sequence[Job], regions: range | None = None) -> Copy:
+    def load(self, jobs: Sequence[Job]) -> Copy:
         """Slots -> blocks. A job may cover a part of its chunk; no other block is touched. Raises StateError before
-        any byte moves. ``regions``: only these; where :attr:`loads_regions`.
+        any byte moves.
 
-        Runs after what is queued on the current stream; later work of that stream waits for it.
+        Runs after what is queued on the current stream. Nothing of the engine may use the blocks before the copy is
+        done; its stream does not wait for it.
         """
         self._check(jobs, fewest=1)
-        if isinstance(self._copier, HostCopier):
-            return self._copier.load(jobs, range(len(self._regions)) if regions is None else regions)
-        if regions is not None:
-            raise StateError(f"regions {regions} alone of a chunk: to {self._device} only load_ahead cuts chunks")
         return self._copier.load(jobs)
 
-    def load_ahead(self, jobs: Sequence[Job], ends: Sequence[int]) -> Copy:
-        """Slots -> blocks, where :attr:`runs_ahead`: the regions before ``ends[0]`` of all chunks first, then those
-        before ``ends[1]``, and so on to the last region. As :meth:`load`, but later work of the current stream waits
-        only for what :meth:`Copy.need` is called for; all of it must have been before the blocks get another use.
-        """
-        self._check(jobs, fewest=1)
-        if not isinstance(self._copier, StagedCopier) or list(ends) != sorted({*ends, len(self._regions)}):
-            raise StateError(f"load_ahead to {self._device}, parts that end at {ends} of {len(self._regions)} regions")
-        return self._copier.load(jobs, ends)
-
     @property
-    def runs_ahead(self) -> bool:
-        """Whether the forward pass may begin before all of a load is there: :meth:`load_ahead`."""
-        return isinstance(self._copier, StagedCopier)
-
-    @property
-    def loads_regions(self) -> bool:
-        """Whether some of a chunk's regions can be loaded by themselves, in a call that returns when they are there."""
+    def copies_at_once(self) -> bool:
+        """Whether the calling thread copies, so that a copy is done when its call returns."""
         return isinstance(self._copier, HostCopier)
-
-    def region_ends(self) -> dict[str, int]:
-        """For each layer, how many regions there are with its last one. Layers that alias another's are missing."""
-        return {region.layer: number for number, region in enumerate(self._regions, start=1)}
 
     def _check(self, jobs: Sequence[Job], fewest: int) -> None:
         size, most = self.blocks_per_chunk * self.block_bytes, self.blocks_per_chunk

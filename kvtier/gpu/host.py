@@ -25,20 +25,19 @@ class HostCopier:
     def __init__(self, groups: Sequence[torch.Tensor], blocks_per_chunk: int) -> None:
         self._paged = [group.numpy() for group in groups]
         self._shapes = [(group.shape[0], blocks_per_chunk, group.shape[2]) for group in groups]
-        self._all = range(sum(len(group) for group in groups))
 
     def save(self, jobs: Sequence[Job]) -> Copy:
         for part, first, blocks in jobs:
             runs, scattered = plan(first, blocks)
-            for paged, slot in self._groups(part, scattered, self._all):
+            for paged, slot in self._groups(part, scattered):
                 for at, block, count in runs:
                     np.copyto(slot[:, at : at + count], paged[:, block : block + count])
         return Copy(jobs)
 
-    def load(self, jobs: Sequence[Job], regions: range) -> Copy:
+    def load(self, jobs: Sequence[Job]) -> Copy:
         for part, first, blocks in jobs:
             runs, scattered = plan(first, blocks)
-            for paged, slot in self._groups(part, scattered, regions):
+            for paged, slot in self._groups(part, scattered):
                 if scattered is None:
                     for at, block, count in runs:
                         np.copyto(paged[:, block : block + count], slot[:, at : at + count])
@@ -47,14 +46,11 @@ class HostCopier:
                         rows[scattered] = source
         return Copy(jobs)
 
-    def _groups(self, part: torch.Tensor, scattered: Array | None, regions: range) -> Iterator[tuple[Array, Array]]:
-        at = 0
+    def _groups(self, part: torch.Tensor, scattered: Array | None) -> Iterator[tuple[Array, Array]]:
         for paged, slot in zip(self._paged, cut(part.numpy(), self._shapes), strict=True):
-            own = slice(max(0, regions.start - at), max(0, regions.stop - at))
-            at += len(paged)
             if scattered is not None and paged.shape[2] <= _SHORT_ROW:
-                paged[own, scattered, ::PAGE_BYTES]
-            yield paged[own], slot[own]
+                paged[:, scattered, ::PAGE_BYTES]
+            yield paged, slot
 
 
 def plan(at: int, blocks: Sequence[int]) -> tuple[list[tuple[int, int, int]], Array | None]:

@@ -24,7 +24,7 @@ class Copy:
     """A save or load that is through, as all are on a CPU device; keeps the slots' memory mapped."""
 
     seconds: float | None = None
-    """How long a load held the engine's stream up, once it is done; None where it ran on the caller's own time."""
+    """How long the device took for a load, once it is done; None where it ran on the caller's own time."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._parts = [part for part, _, _ in jobs]
@@ -36,10 +36,6 @@ class Copy:
 
     def wait(self) -> None:
         """Block the calling thread until :meth:`done`."""
-
-    def need(self, regions: int) -> None:
-        """Of a load that runs ahead: what is queued on the current stream from now on sees the first ``regions``
-        regions. The host does not wait."""
 
 
 def cut(part: Any, shapes: Sequence[tuple[int, int, int]]) -> Iterator[Any]:

@@ -9,14 +9,9 @@ a save's gather         the engine's stream: the forward pass wrote it     the D
 a save's DMA            its gather
 the engine's stream     the gathers, so that it may overwrite the blocks   not the DMAs
 a load's DMA            the scatter that empties its staging buffer        not the engine's stream: it may run ahead
-a load's scatter        its DMA                                            the engine's stream: blocks' last users
-the engine's stream     the scatters
+a load's scatter        its DMA; the engine's stream: blocks' last users   nothing that the engine queues later
+the engine's stream                                                        loads: it uses blocks of done ones only
 ======================  =================================================  =========================================
-
-A load that runs ahead brings the first regions of all its chunks first, then the next ones, with an event behind each
-part; the engine's stream waits for it when the forward pass comes to its layers (:meth:`Copy.need`), and so computes
-with the first layers while the last ones are on their way. As many bytes of one part as a staging buffer holds, from
-several chunks, are one stretch of DMAs and scatters.
 
 A slot that is not page-locked (yet) goes through one of two page-locked buffers; the host copies between buffer and
 slot, for a save when somebody asks :meth:`Copy.done`. Such copies are slower, and from the third of a call on the host
@@ -28,8 +23,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, cycle, pairwise
-from typing import NamedTuple
+from itertools import accumulate, cycle
 
 import torch
 
@@ -60,8 +54,6 @@ class StagedCopier:
         self._paged = [group.view(word) for group in groups]
         shapes = [(paged.shape[0], blocks_per_chunk, paged.shape[2]) for paged in self._paged]
         words = sum(layers * blocks * width for layers, blocks, width in shapes)
-        regions = [blocks * width for layers, blocks, width in shapes for _ in range(layers)]
-        self._shapes, self._starts = shapes, list(accumulate(regions, initial=0))
         self._streams, self._pinned = streams, pinned
         self._gathering, self._leaving, self._coming, self._scattering = (streams.side() for _ in range(4))
         fit = max(2, min(_MOST_SAVING, streams.room // (words * word.itemsize)))
@@ -107,75 +99,35 @@ class StagedCopier:
 
     # ---- loads ---------------------------------------------------------------------------------------------------
 
-    def load(self, jobs: Sequence[Job], ends: Sequence[int] = ()) -> Copy:
-        """With ``ends``, ahead of the forward pass; where a slot is not page-locked, the engine waits for all."""
-        ahead = bool(ends) and all(self._pinned(part) for part, _, _ in jobs)
+    def load(self, jobs: Sequence[Job]) -> Copy:
         with self._nothing_left():
-            engine, ids = self._streams.current(), self._ids(jobs)
-            self._scattering.wait_event(self._streams.record(engine))
+            ids = self._ids(jobs)
+            self._scattering.wait_event(self._streams.record(self._streams.current()))
             start = self._streams.record(self._scattering, timing=True)
-            spans = self._spans(ends if ahead else (len(self._starts) - 1,))
-            parts = [(last, self._load_part(jobs, ids, span)) for last, span in spans]
-            end = self._streams.record(self._scattering, timing=True)
-            if not ahead:
-                engine.wait_event(end)
-            return StagedCopy(jobs, start, end, [], partial(self._need, parts))
+            for number, job in enumerate(jobs):
+                self._load_chunk(job, partial(ids, number))
+            return StagedCopy(jobs, start, self._streams.record(self._scattering, timing=True), [])
 
-    def _spans(self, ends: Sequence[int]) -> list[tuple[int, _Span]]:
-        """For each part the region it ends before, and what it is."""
-        found = []
-        for begin, end in pairwise((0, *ends)):
-            paged, shapes, at = [], [], 0
-            for group, (layers, blocks, width) in zip(self._paged, self._shapes, strict=True):
-                own = group[max(0, begin - at) : max(0, end - at)]
-                at += layers
-                if len(own):
-                    paged.append(own)
-                    shapes.append((len(own), blocks, width))
-            found.append((end, _Span(self._starts[begin], self._starts[end], paged, shapes)))
-        return found
+    def _load_chunk(self, job: Job, ids: Callable[[], torch.Tensor]) -> None:
+        part, first, blocks = job
+        staging, bounce = next(self._loading), None
+        staging.refill_on(self._coming)
+        if not self._pinned(part):
+            bounce = next(self._bouncing).free()
+            _move(bounce.bytes, part)
+            part = bounce.bytes
+        self._streams.do(self._coming, partial(_move, staging.bytes, part))
+        arrived = self._streams.record(self._coming)
+        if bounce is not None:
+            bounce.user = arrived.synchronize
+        self._scattering.wait_event(arrived)
+        self._streams.do(self._scattering, partial(self._scatter, staging, first, len(blocks), ids))
+        staging.user = self._streams.record(self._scattering)
 
-    def _load_part(self, jobs: Sequence[Job], ids: Callable[[int], torch.Tensor], span: _Span) -> Event:
-        """One part of all chunks; the event behind it. A slot that is not page-locked comes whole, by a buffer."""
-        fit = max(1, self._starts[-1] // span.words)
-        for at in range(0, len(jobs), fit):
-            staging, some, bounce = next(self._loading), jobs[at : at + fit], None
-            staging.refill_on(self._coming)
-            sources = [part for part, _, _ in some]
-            if fit == 1 and not self._pinned(sources[0]):
-                bounce = next(self._bouncing).free()
-                _move(bounce.bytes, sources[0])
-                sources = [bounce.bytes]
-            self._streams.do(self._coming, partial(staging.take, sources, span))
-            arrived = self._streams.record(self._coming)
-            if bounce is not None:
-                bounce.user = arrived.synchronize
-            self._scattering.wait_event(arrived)
-            for place, (_, first, blocks) in enumerate(some):
-                rows = list(cut(staging.words[place * span.words : (place + 1) * span.words], span.shapes))
-                work = partial(self._scatter, span.paged, rows, first, len(blocks), partial(ids, at + place))
-                self._streams.do(self._scattering, work)
-            staging.user = self._streams.record(self._scattering)
-        return self._streams.record(self._scattering)
-
-    def _scatter(
-        self,
-        paged: Sequence[torch.Tensor],
-        rows: Sequence[torch.Tensor],
-        first: int,
-        count: int,
-        ids: Callable[[], torch.Tensor],
-    ) -> None:
+    def _scatter(self, staging: _Staging, first: int, count: int, ids: Callable[[], torch.Tensor]) -> None:
         with torch.inference_mode():
-            for target, source in zip(paged, rows, strict=True):
-                target.index_copy_(1, ids(), source[:, first : first + count])
-
-    def _need(self, parts: Sequence[tuple[int, Event]], regions: int) -> None:
-        """Every time it is asked: the current stream need not be the one that asked before."""
-        for end, arrived in parts:
-            if end >= regions:
-                self._streams.current().wait_event(arrived)
-                return
+            for paged, rows in zip(self._paged, staging.rows, strict=True):
+                paged.index_copy_(1, ids(), rows[:, first : first + count])
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
@@ -210,16 +162,9 @@ class StagedCopier:
 class StagedCopy(Copy):
     """A save or load under way."""
 
-    def __init__(
-        self,
-        jobs: Sequence[Job],
-        start: Event,
-        end: Event,
-        legs: Sequence[_LastLeg],
-        need: Callable[[int], None] | None = None,
-    ) -> None:
+    def __init__(self, jobs: Sequence[Job], start: Event, end: Event, legs: Sequence[_LastLeg]) -> None:
         super().__init__(jobs)
-        self._start, self._end, self._legs, self._need = start, end, legs, need
+        self._start, self._end, self._legs = start, end, legs
 
     def done(self) -> bool:
         if not all(leg.done() for leg in self._legs) or not self._end.query():
@@ -232,10 +177,6 @@ class StagedCopy(Copy):
         for leg in self._legs:
             leg.wait()
         self._end.synchronize()
-
-    def need(self, regions: int) -> None:
-        if self._need is not None:
-            self._need(regions)
 
 
 class _Staging:
@@ -254,27 +195,6 @@ class _Staging:
         """What is queued on ``stream`` from now on may fill it."""
         if self.user is not None:
             stream.wait_event(self.user)
-
-    def take(self, parts: Sequence[torch.Tensor], span: _Span) -> None:
-        """The same span of several slots' parts, one behind the other."""
-        size = self.words.itemsize
-        begin, end = span.begin * size, span.end * size
-        for place, part in enumerate(parts):
-            at = place * (end - begin)
-            _move(self.bytes[at : at + end - begin], part[begin:end])
-
-
-class _Span(NamedTuple):
-    """Some neighbouring regions: where they lie in a chunk (in words), and their rows in the engine's memory."""
-
-    begin: int
-    end: int
-    paged: list[torch.Tensor]
-    shapes: list[tuple[int, int, int]]
-
-    @property
-    def words(self) -> int:
-        return self.end - self.begin
 
 
 class _Bounce:

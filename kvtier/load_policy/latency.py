@@ -51,8 +51,8 @@ class Pace:
     """
 
     def __init__(self, threads: int) -> None:
-        self.queued = 0.0
-        """Reads, and parts of reads, submitted and not begun."""
+        self.queued = 0
+        """Reads submitted and not begun."""
         self.odds = 1.0
         """Which part of what a shared tier is asked for it turns out to hold."""
         self._threads = max(1, threads)
@@ -73,9 +73,9 @@ class Pace:
         self._begun[self._calls] = now
         return self._calls
 
-    def read(self, call: int, now: float, whole: bool, parts: float = 1) -> None:
-        """A read ended, of one of so many parts. One that failed says how slow the tier can be, never how fast."""
-        self._took((now - self._begun.pop(call)) * parts, now, whole)
+    def read(self, call: int, now: float, whole: bool) -> None:
+        """A read ended. One that failed says how slow the tier can be, never how fast."""
+        self._took(now - self._begun.pop(call), now, whole)
 
     def wrote(self, call: int, now: float, stored: bool) -> None:
         seconds = now - self._begun.pop(call)

@@ -92,16 +92,17 @@ class StepClock:
         self._planned[self.number] = now, tokens, len(work), looks
         return self.number
 
-    def end(self, number: int, now: float, elsewhere: float) -> None:
+    def end(self, number: int, now: float, elsewhere: float) -> float | None:
         """The step's output was seen; ``elsewhere``: seconds of it that went into copies, which would not be there
-        without them. A step whose output was never seen spoils the next one, which is left out."""
+        without them. A step whose output was never seen spoils the next one, which is left out. Returns how long the
+        engine was busy with it; None when it computed nothing, or nobody knows."""
         step = self._planned.pop(number, None)
         in_turn, since = number == self._seen + 1, self._seen_at
         self._seen, self._seen_at = number, now
         for missed in [one for one in self._planned if one < number]:
             del self._planned[missed]
         if step is None or not in_turn:
-            return
+            return None
         planned_at, tokens, requests, looks = step
         seconds = now - max(planned_at, since) - elsewhere
         if tokens - requests >= _LEAST_TOKENS:
@@ -112,3 +113,4 @@ class StepClock:
             self._warm = True
         elif 0 < tokens == requests:
             self._small.add(seconds, now)
+        return seconds if tokens else None

@@ -105,7 +105,7 @@ class LoadLease:
     ``slots`` are readable until :meth:`close`. A chunk that fails on its way makes the lease shorter, nothing else.
     """
 
-    __slots__ = ("_store", "asking", "closed", "entries", "fillings", "keys", "origins", "owner", "ready")
+    __slots__ = ("_store", "asking", "closed", "entries", "keys", "origins", "owner", "ready")
 
     def __init__(self, store: Keeper, keys: Sequence[ChunkKey], owner: int) -> None:
         self._store = store
@@ -114,9 +114,6 @@ class LoadLease:
         self.entries: list[Entry] = []
         self.origins: list[int | None] = []
         """For each entry: the tier it had to come from, None when its bytes were in RAM already."""
-        self.fillings: list[int] = []
-        """For each entry, when all that are not in RAM come part by part (:mod:`kvtier.store.layerwise`): the number of
-        its filling, 0 when its bytes were in RAM already. Else empty."""
         self.ready = 0
         """Leading chunks whose bytes are there, as of the last poll."""
         self.asking = False
@@ -134,22 +131,18 @@ class LoadLease:
 
     @property
     def slots(self) -> list[int]:
-        """Slots of the ready chunks as of the last poll; of all chunks while they come part by part."""
-        return [entry.slot for entry in self._usable]
+        """Slots of the ready chunks as of the last poll."""
+        return [entry.slot for entry in self.entries[: self.ready]]
 
     @property
     def sources(self) -> list[str]:
         """Where each of these chunks came from: ``"ram"`` or a tier's name."""
-        tiers, count = self._store.tiers, len(self._usable)
-        return ["ram" if origin is None else tiers[origin].name for origin in self.origins[:count]]
+        tiers = self._store.tiers
+        return ["ram" if origin is None else tiers[origin].name for origin in self.origins[: self.ready]]
 
     def views(self) -> list[memoryview]:
         """Bytes of the ready chunks as of the last poll; to be read only."""
         return [self._store.pool.view(entry.slot) for entry in self.entries[: self.ready]]
-
-    @property
-    def _usable(self) -> Sequence[Entry]:
-        return self.entries if self.fillings else self.entries[: self.ready]
 
     def close(self) -> None:
         """Let go. No effect the second time."""

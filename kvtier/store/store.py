@@ -132,14 +132,11 @@ class Store:
         start: int = 0,
         owner: int = 0,
         most: int | None = None,
-        cuts: Sequence[int] = (),
     ) -> LoadLease:
         """Pin what can be served of ``keys[start:]`` without a gap, at most ``most`` chunks, and start promoting what
         lower tiers hold. The lease pins each chunk from now (or its arrival) until it is closed: poll, copy, close.
-
-        ``cuts``: part by part if all can come so, parts of a slot ending at these bytes; see ``LoadLease.fillings``.
         """
-        return whole(self.loading(keys, start, owner, most, cuts))
+        return whole(self.loading(keys, start, owner, most))
 
     def loading(
         self,
@@ -147,29 +144,26 @@ class Store:
         start: int = 0,
         owner: int = 0,
         most: int | None = None,
-        cuts: Sequence[int] = (),
     ) -> Steps[LoadLease]:
-        """:meth:`load` in pieces; with ``cuts`` in one. What it pinned is let go when it is left unfinished."""
+        """:meth:`load` in pieces. What it pinned is let go when it is left unfinished."""
         rest = keys[start:]
         lease = LoadLease(self, rest[:most], owner)
-        at_once = len(lease.keys) if cuts else AT_ONCE
         try:
             yield from self._touching(keys)
-            while self._load_piece(lease, at_once, owner):
+            while self._load_piece(lease, AT_ONCE, owner):
                 yield 0.0
         except BaseException:
             lease.close()
             raise
         with self._lock:
             self.counts["load_asked"] += len(rest)
-            promotions = self._claim(lease, at_once)
+            promotions = self._claim(lease, AT_ONCE)
             unknown = lease.keys[len(lease.entries) :]
             asked = self._ask(unknown) if unknown else None
             lease.asking = asked is not None
             if asked is None:
                 self._miss(rest, len(lease.entries), most)
-            in_parts = self._promotions.in_parts(lease, promotions, cuts) if cuts and asked is None else None
-        (in_parts or partial(self._promotions.begin, promotions))()
+        self._promotions.begin(promotions)
         if promotions:
             self._look_ahead_soon(owner)
         if asked is not None and not self._below[asked].timed.submit(partial(self._find, lease, asked)):

@@ -10,7 +10,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Executor, Work
 from kvtier.load_policy.latency import Pace
 from kvtier.load_policy.outlook import Asking
-from kvtier.tiers.base import PartReader, Tier, owners_in, write_for
+from kvtier.tiers.base import Tier, owners_in, write_for
 
 
 class TimedTier:
@@ -23,11 +23,6 @@ class TimedTier:
         self._pace = Pace(lane.threads)
 
     # ---- forecasts -----------------------------------------------------------------------------------------------
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether a part of a chunk can be read by itself."""
-        return isinstance(self._tier, PartReader)
 
     def wait(self, reads: int) -> float | None:
         """See Pace.wait."""
@@ -42,20 +37,20 @@ class TimedTier:
 
     # ---- work for the lane ---------------------------------------------------------------------------------------
 
-    def submit(self, work: Work, reads: float = 1) -> bool:
-        """Queue a read (or this part of one), or a find, that somebody waits for. False: refused."""
+    def submit(self, work: Work) -> bool:
+        """Queue a read, or a find, that somebody waits for. False: refused."""
 
         def begin() -> None:
             with self._lock:
-                self._pace.queued -= reads
+                self._pace.queued -= 1
             work()
 
         with self._lock:
-            self._pace.queued += reads
+            self._pace.queued += 1
         if self._lane.submit(begin, urgent=True):
             return True
         with self._lock:
-            self._pace.queued -= reads
+            self._pace.queued -= 1
         return False
 
     def probe(self, work: Work) -> None:
@@ -82,22 +77,6 @@ class TimedTier:
             with self._lock:
                 self._pace.read(call, self._clock(), bool(whole))
         return whole
-
-    def read_part(self, key: ChunkKey, slot: memoryview, begin: int, end: int) -> bool | None:
-        """Bytes ``begin`` to ``end`` of the chunk into those of the slot; the tier is a PartReader."""
-        assert isinstance(self._tier, PartReader)
-        call, come = self._begun(), None
-        try:
-            come = self._tier.read_part(key, slot, begin, end)
-        finally:
-            with self._lock:
-                self._pace.read(call, self._clock(), bool(come), slot.nbytes / (end - begin))
-        return come
-
-    def verify(self, key: ChunkKey, slot: memoryview) -> bool | None:
-        """See PartReader."""
-        assert isinstance(self._tier, PartReader)
-        return self._tier.verify(key, slot)
 
     def write(self, key: ChunkKey, data: memoryview, owner: int) -> bool:
         call, stored = self._begun(), False

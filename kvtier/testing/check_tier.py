@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import shake_128
 from threading import Event
 
-from kvtier.core.chunk import PAGE_BYTES, ChunkKey, ChunkLayout
+from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.tenant import NOBODY, owner_of, tenant
-from kvtier.tiers.base import OwnerKeeper, PartReader, SharedKeeper, Tier
+from kvtier.tiers.base import OwnerKeeper, SharedKeeper, Tier
 
 Make = Callable[[], Tier]
 _RUN = 6
@@ -33,7 +33,6 @@ def check_tier(make: Make, *, chunk_bytes: int, reopen: Make | None = None) -> N
     runs = [ChunkLayout(bytes(32), 1, 1, (chunk_bytes,)).keys([prompt] * _RUN) for prompt in range(_THREADS)]
     _check_face(make)
     _check_bytes(make, runs[0], chunk_bytes)
-    _check_parts(make, runs[0], chunk_bytes)
     _check_find(make, runs[0], chunk_bytes)
     _check_delete(make, runs[0], chunk_bytes)
     _check_names(make, runs[0], chunk_bytes)
@@ -103,32 +102,6 @@ def _check_bytes(make: Make, keys: Sequence[ChunkKey], chunk_bytes: int) -> None
         _promise(beside == b"\xee" * (2 * _GUARD), "a read touches nothing but `into`")
     _promise(tier.write(keys[0], aligned), "a second write of a held key is True")
     _promise(_holds(tier, keys[0], chunk_bytes), "a second write of a held key leaves it whole")
-    tier.close()
-
-
-def _check_parts(make: Make, keys: Sequence[ChunkKey], chunk_bytes: int) -> None:
-    """Where a tier is a PartReader: the parts of a chunk make up the chunk, and what differs is not verified."""
-    tier = make()
-    tier.recovered()
-    if isinstance(tier, PartReader):
-        _write_all(tier, keys[:2], chunk_bytes)
-        cuts = [
-            *range(PAGE_BYTES, chunk_bytes, max(PAGE_BYTES, chunk_bytes // 3 // PAGE_BYTES * PAGE_BYTES)),
-            chunk_bytes,
-        ]
-        into = _aligned(chunk_bytes)
-        for begin, end in zip((0, *cuts), cuts, strict=False):
-            _promise(tier.read_part(keys[0], into, begin, end) is True, "a part of a held chunk can be read")
-            _promise(
-                into[:end] == content(keys[0], chunk_bytes)[:end], "parts in order bring all bytes up to their end"
-            )
-        _promise(tier.verify(keys[0], into) is True, "the bytes written for a key are verified")
-        _promise(tier.verify(keys[1], into) is False, "another chunk's bytes are not verified")
-        _promise(not _holds(tier, keys[1], chunk_bytes), "a chunk that is not verified is dropped")
-        _promise(tier.read_part(keys[1], into, 0, cuts[0]) is False, "a part of a key that is not held is a miss")
-        _promise(tier.verify(keys[1], into) is False, "a key that is not held is not verified")
-        into[chunk_bytes - 1] ^= 1
-        _promise(tier.verify(keys[0], into) is False, "one wrong bit is not verified")
     tier.close()
 
 

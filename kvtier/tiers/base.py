@@ -113,18 +113,3 @@ class Spread(Protocol):
 def machine_of(tier: Tier, key: ChunkKey) -> str:
     """See Spread; one name for all chunks of a tier that is not spread."""
     return tier.machine(key) if isinstance(tier, Spread) else ""
-
-
-@runtime_checkable
-class PartReader(Protocol):
-    """What a tier promises besides when a part of a chunk can be read by itself. Threads and faults as in Tier."""
-
-    def read_part(self, key: ChunkKey, into: memoryview, begin: int, end: int) -> bool | None:
-        """Fill bytes ``begin`` to ``end`` (whole pages) of ``into``, which has room for the whole chunk, unverified.
-        Parts follow on each other: what the one before has brought may be left out, and bytes behind ``end`` may be
-        brought too. False, None: a miss, as in read."""
-        ...
-
-    def verify(self, key: ChunkKey, whole: memoryview) -> bool | None:
-        """Whether these are exactly the bytes that were written for this key; False and None as in read."""
-        ...

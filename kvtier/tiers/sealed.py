@@ -143,8 +143,7 @@ class SealedTier:
         return write_for(self._inner, key, stored, owner)
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
-        """See :meth:`Tier.read`. Raises StateError for a wrong size. Always whole: one tag covers all of a chunk,
-        so this is no :class:`~kvtier.tiers.base.PartReader`, whatever the inner tier is."""
+        """See :meth:`Tier.read`. Raises StateError for a wrong size."""
         self._check_size(into)
         stored = self._room()
         found = self._inner.read(key, stored)

@@ -19,7 +19,6 @@ from kvtier.core.errors import ConfigError, StateError
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, check_tier
 from kvtier.testing.check_tier import content
-from kvtier.tiers.base import PartReader
 from kvtier.tiers.nvme.check import check
 from kvtier.tiers.nvme.folder import SLOTS_NAME
 from kvtier.tiers.nvme.tier import NvmeTier
@@ -174,13 +173,6 @@ def test_not_now_is_passed_on_and_costs_nothing(
     assert read(tier, KEYS[0]) is None
     assert KEYS[0] in below.held
     assert tier.counts["unopened"] == 0
-
-
-def test_parts_of_a_chunk_are_not_read_past_the_seal(tmp_path: Path) -> None:
-    tier = on_disk(tmp_path / "tier")
-    assert isinstance(tier._inner, PartReader)
-    assert not isinstance(tier, PartReader)
-    tier.close()
 
 
 def test_a_chunk_of_another_size_is_a_bug(tier: SealedTier) -> None:

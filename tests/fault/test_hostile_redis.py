@@ -107,8 +107,6 @@ into = memoryview(bytearray(CHUNK_BYTES))
 VERBS: dict[str, tuple[bytes, Callable[[RedisTier], Any], Any]] = {
     "find": (b"EXISTS", lambda tier: tier.find(KEYS), 0),
     "read": (b"GET", lambda tier: bool(tier.read(KEYS[0], into)), False),
-    "read_part": (b"GET", lambda tier: bool(tier.read_part(KEYS[0], into, 0, CHUNK_BYTES)), False),
-    "verify": (b"GET", lambda tier: bool(tier.verify(KEYS[0], into)), False),
     "owners": (b"GET", lambda tier: tier.owners(KEYS[:2]), [0, 0]),
     "write": (b"SET", lambda tier: tier.write(KEYS[0], chunk(KEYS[0])), False),
     "delete": (b"UNLINK", lambda tier: tier.delete(KEYS[0]), None),

@@ -284,13 +284,12 @@ def test_a_lost_folder_is_told_once_and_written_no_more(
     tier.close()
 
 
-@pytest.mark.parametrize("how", ["read", "read_part"])
-def test_a_read_notices_it_too(tmp_path: Path, how: str) -> None:
+def test_a_read_notices_it_too(tmp_path: Path) -> None:
     tier = NvmeTier(tmp_path / "tier", ROOM, SLOT)
     fill(tier, KEYS[:1])
     remove(tmp_path / "tier")
     whole = memoryview(bytearray(SLOT))
-    assert tier.read(KEYS[0], whole) if how == "read" else tier.read_part(KEYS[0], whole, 0, 4096)
+    assert tier.read(KEYS[0], whole)
     assert "was removed" in tier.trouble
     tier.close()
 

@@ -96,42 +96,18 @@ def test_saved_blocks_may_be_overwritten_at_once(pool: Pool, pinning: Pinning) -
     assert bool((cache == 9).all())
 
 
-def test_later_work_of_the_current_stream_sees_the_load(pool: Pool, pinning: Pinning) -> None:
+def test_what_follows_a_load_that_is_done_sees_it(pool: Pool, pinning: Pinning) -> None:
     cache, paged = engine(1, pinning)
     part = slot_tensor(pool.view(0))
     part.fill_(9)
 
     copy = paged.load([(part, 0, CHUNK)])
+    copy.wait()
     total = cache[:BLOCKS_PER_CHUNK].sum(dtype=torch.int64)
 
     assert int(total) == 9 * BLOCKS_PER_CHUNK * ROW_BYTES
-    copy.wait()
     assert copy.done()
     assert copy.seconds
-
-
-def test_a_load_ahead_brings_each_layer_before_the_pass_that_asks_for_it(pool: Pool, pinning: Pinning) -> None:
-    layers, blocks = 8, 2
-    caches = [torch.zeros(BLOCKS, 1 << 20, dtype=torch.uint8, device="cuda") for _ in range(layers)]
-    regions = regions_of({f"layer.{number}": cache for number, cache in enumerate(caches)}, BLOCKS)
-    paged = PagedBlocks(regions, blocks, pinned=pinning.covers)
-    size = layers * blocks << 20
-    parts = [slot_tensor(pool.view(slot)[:size]) for slot in range(8)]
-    for slot, part in enumerate(parts):
-        part.view(layers, -1)[:] = torch.arange(layers, dtype=torch.uint8).view(layers, 1) * 8 + slot
-    jobs = [(part, 0, [slot + 8, slot + 16]) for slot, part in enumerate(parts)]
-    keep_busy()
-
-    copy, seen = paged.load_ahead(jobs, (2, 4, 6, 8)), list[torch.Tensor]()
-    for layer, cache in enumerate(caches):
-        copy.need(layer + 1)
-        seen.append(cache[8:24, ::4096].clone())
-    copy.wait()
-
-    assert copy.done()
-    for layer, rows in enumerate(seen):
-        wanted = torch.arange(8, dtype=torch.uint8, device="cuda").repeat(2) + 8 * layer
-        assert torch.equal(rows, wanted.view(-1, 1).expand_as(rows))
 
 
 def test_load_waits_for_earlier_readers_of_its_blocks(pool: Pool, pinning: Pinning) -> None:

@@ -235,16 +235,9 @@ def load_failure(model: str) -> Any:
 
 
 def device(model: str) -> Any:
-    """KV moves as on a GPU, by streams and staging buffers, which here are threads. And how often a layer waited for
-    its part of a load, where this vLLM has loads by layer."""
+    """KV moves as on a GPU, by streams and staging buffers, which here are threads. And how many chunks were loaded."""
     answers = rounds(_with_patch("threaded_streams", model), times=3)
-    return {"answers": answers, "waits": _noted(), "layers": _layers(model), "by_layer": _by_layer()}
-
-
-def device_unasked(model: str) -> Any:
-    """The same, but the first forward pass over a load asks for no layer, as if it were replayed as one graph."""
-    answers = rounds(_with_patch("unasked_layers", model), times=3)
-    return {"answers": answers, "waits": _noted()}
+    return {"answers": answers, "chunks": _noted()}
 
 
 def _with_patch(patch: str, model: str, **arguments: Any) -> Engine:
@@ -267,24 +260,12 @@ def _notes() -> Path:
     return Path(os.environ["TEST_FOLDER"]) / "notes"
 
 
-def _by_layer() -> bool:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
-    from kvtier.connectors.vllm import versions
-
-    return versions.has_hook(KVConnectorBase_V1, versions.BY_LAYER)
-
-
-def _layers(model: str) -> int:
-    return int(json.loads((Path(model) / "config.json").read_text())["num_hidden_layers"])
-
-
 def failing_loads() -> None:
     from kvtier.gpu import PagedBlocks
 
     calls, load = [0], PagedBlocks.load
 
-    def failing(self: PagedBlocks, jobs: Any, regions: Any = None) -> Any:
+    def failing(self: PagedBlocks, jobs: Any) -> Any:
         calls[0] += 1
         if calls[0] % 3 == 2:
             _note()
@@ -292,44 +273,28 @@ def failing_loads() -> None:
                 for _, _, ids in jobs:
                     region.rows[ids] = 0x7F
             raise OSError("injected: the slot could not be read")
-        return load(self, jobs, regions)
+        return load(self, jobs)
 
     PagedBlocks.load = failing  # type: ignore[method-assign]
 
 
 def threaded_streams() -> None:
     from kvtier.gpu import PagedBlocks
-    from kvtier.gpu.staged import StagedCopy
+    from kvtier.gpu.staged import StagedCopier
     from tests.threaded_streams import ThreadedStreams
 
-    make, need = PagedBlocks.__init__, StagedCopy.need
+    make, load = PagedBlocks.__init__, StagedCopier.load
 
     def on_threads(self: PagedBlocks, regions: Any, per_chunk: int) -> None:
         make(self, regions, per_chunk, pinned=lambda _: True, streams=ThreadedStreams())
 
-    def noted(self: StagedCopy, regions: int) -> None:
-        _note()
-        need(self, regions)
+    def noted(self: StagedCopier, jobs: Any) -> Any:
+        for _ in jobs:
+            _note()
+        return load(self, jobs)
 
     PagedBlocks.__init__ = on_threads  # type: ignore[assignment, method-assign]
-    StagedCopy.need = noted  # type: ignore[method-assign]
-
-
-def unasked_layers() -> None:
-    from kvtier.connectors.vllm.worker import WorkerHalf
-
-    threaded_streams()
-    passes, load, layer = [0], WorkerHalf.load, WorkerHalf.layer
-
-    def counted(self: WorkerHalf, metadata: Any, *, layered: bool = False) -> None:
-        load(self, metadata, layered=layered)
-        passes[0] += bool(self._ahead)
-
-    def silent(self: WorkerHalf, name: str) -> None:
-        if passes[0] > 1:
-            layer(self, name)
-
-    WorkerHalf.load, WorkerHalf.layer = counted, silent  # type: ignore[method-assign]
+    StagedCopier.load = noted  # type: ignore[method-assign]
 
 
 def pipeline_buffers() -> None:
@@ -348,9 +313,7 @@ def pipeline_buffers() -> None:
     GPUModelRunner.sync_and_gather_intermediate_tensors = repaired
 
 
-PATCHES = {
-    function.__name__: function for function in (failing_loads, threaded_streams, unasked_layers, pipeline_buffers)
-}
+PATCHES = {function.__name__: function for function in (failing_loads, threaded_streams, pipeline_buffers)}
 
 
 def stalled(model: str) -> Any:
@@ -412,7 +375,6 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
         continued,
         load_failure,
         device,
-        device_unasked,
         stalled,
         lost_node,
         refused,

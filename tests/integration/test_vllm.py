@@ -157,7 +157,7 @@ def test_a_restarted_engine_is_warm_from_nvme(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_damaged_disk_costs_hits_and_no_answer(run: Run, tmp_path: Path) -> None:
-    """The last byte of every chunk is wrong: found when the first layers have long been computed with."""
+    """The last byte of every chunk is wrong: found before vLLM is promised any of it."""
     disk = {"model": "demo", "nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
     first = run("plain", **disk, ram_bytes="64MiB")
     slots = tmp_path / "nvme" / "slots.kvtier"
@@ -167,7 +167,8 @@ def test_a_damaged_disk_costs_hits_and_no_answer(run: Run, tmp_path: Path) -> No
     assert subprocess.run(check, check=False, capture_output=True, timeout=TIMEOUT_S).returncode == 1
     again = run("plain", **disk, ram_bytes="65MiB")
     assert_same(again, first)
-    # vLLM tells what it meant to load as hits. Every bad chunk was found, dropped, and written anew.
+    assert hits(again)[:3] == [0] * 3
+    # Every bad chunk was found, dropped, and written anew.
     assert subprocess.run(check, check=False, capture_output=True, timeout=TIMEOUT_S).returncode == 0
 
 
@@ -278,7 +279,7 @@ def test_failed_loads_are_recomputed_and_never_poison_the_cache(run: Run) -> Non
 
 
 @pytest.mark.parametrize("ram", ["64MiB", "9MiB"])
-def test_as_on_a_gpu_every_layer_waits_for_its_part_of_a_load(run: Run, tmp_path: Path, ram: str) -> None:
+def test_as_on_a_gpu_copies_run_beside_the_engines_steps(run: Run, tmp_path: Path, ram: str) -> None:
     """Streams and staging buffers under a real engine. With little RAM its slots change hands all the time."""
     below = {} if ram == "64MiB" else {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
     ours = run("device", model="demo", ram_bytes=ram, **below)
@@ -286,18 +287,7 @@ def test_as_on_a_gpu_every_layer_waits_for_its_part_of_a_load(run: Run, tmp_path
     plain = run("plain", kvtier=False, model="demo")
     assert_same(ours["answers"], [*plain, *plain[3:]])
     assert hits(ours["answers"])[3:] == [DOCUMENT_HIT] * 6
-    if ours["by_layer"]:
-        assert ours["waits"] >= 6 * (ours["layers"] + 1), "for each layer, and once behind the forward pass"
-    else:
-        assert ours["waits"] == 0, "this vLLM would not confirm such loads"
-
-
-def test_a_forward_pass_that_asked_for_no_layer_is_computed_again(run: Run) -> None:
-    ours = run("device_unasked", model="demo")
-    assert isinstance(ours, dict), str(ours)[-4000:]
-    plain = run("plain", kvtier=False, model="demo")
-    assert [answer["tokens"] for answer in ours["answers"]] == [answer["tokens"] for answer in [*plain, *plain[3:]]]
-    assert ours["waits"] == 0, "loads are waited for whole from then on"
+    assert ours["chunks"] >= 6 * DOCUMENT_HIT // CHUNK, "every load went by the streams"
 
 
 @pytest.mark.redis

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from tests.trust.simulation import Simulation
 
 SLOT = 2 * PAGE_BYTES
-CUTS = (PAGE_BYTES, SLOT)
 LAYOUT = ChunkLayout(fingerprint({"model": "simulation"}), 1, 1, (SLOT,))
 PROMPTS = (
     [0], [0, 0], [0, 0, 0], [0, 0, 0, 0], [0, 1], [0, 1, 1], [1, 0, 1], [1, 1, 1, 1, 1], [2], [3, 3], [4], [5, 5],
@@ -100,7 +99,7 @@ class Client:
     def load(self, store: Store) -> None:
         keys, rng = self.sim.run_of_keys(), self.world.rng
         with self.call("load", len(keys)):
-            lease = store.load(keys, rng.choice((0, 0, 1)), self.sim.owner(self.number), cuts=rng.choice(((), CUTS)))
+            lease = store.load(keys, rng.choice((0, 0, 1)), self.sim.owner(self.number))
         self.loads.append(lease)
         self.sim.loads.append(lease)
         for _ in range(rng.randint(0, 12)):
@@ -116,7 +115,6 @@ class Client:
             else:
                 self.world.sleep(rng.choice((0.01, 0.1)))
         self.sim.verify(lease)
-        self.sim.events["fillings by parts"] += sum(map(bool, lease.fillings))
         self.sim.events["served"] += lease.ready
         self.sim.events["served from below"] += sum(source != "ram" for source in lease.sources)
         if rng.random() < 0.75:

@@ -9,12 +9,12 @@ import fnmatch
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.tiers.base import PartReader, Tier, owners_in, write_for
+from kvtier.tiers.base import Tier, owners_in, write_for
 from kvtier.tiers.redis.errors import LinkError, RefusedError, WrongSizeError
 from tests.trust.scheduler import Process, ViolationError, World
 
@@ -184,22 +184,6 @@ class Watched:
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
         self.inner.close(coldest_first)
-
-
-class WatchedParts(Watched):
-    """One that is a PartReader too."""
-
-    inner: Any
-
-    def read_part(self, key: ChunkKey, into: memoryview, begin: int, end: int) -> bool | None:
-        return cast("bool | None", self.inner.read_part(key, into, begin, end))
-
-    def verify(self, key: ChunkKey, whole: memoryview) -> bool | None:
-        return cast("bool | None", self.inner.verify(key, whole))
-
-
-def watched(world: World, inner: Tier) -> Watched:
-    return WatchedParts(world, inner) if isinstance(inner, PartReader) else Watched(world, inner)
 
 
 class SimRedis:

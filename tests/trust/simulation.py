@@ -41,7 +41,6 @@ from kvtier.core.errors import TierError
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.store.directory import READY
-from kvtier.store.layerwise import CONFIRMED, told
 from kvtier.store.lease import LoadLease
 from kvtier.store.lower_tier import Place
 from kvtier.store.store import Store
@@ -53,7 +52,7 @@ from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.tier import RedisTier
 from tests.trust.clients import FRESH, RUNS, SLOT, Client, right
 from tests.trust.disk import SimDisk
-from tests.trust.media import Medium, SimLink, SimRedis, SimTier, Watched, watched
+from tests.trust.media import Medium, SimLink, SimRedis, SimTier, Watched
 from tests.trust.scheduler import Process, Threading, Time, ViolationError, World
 
 FORM = Form("sim", b"model", SLOT // 2)
@@ -146,11 +145,6 @@ class Simulation:
         for key, view in zip(lease.keys, lease.views(), strict=False):
             if key not in self.computed or bytes(view) != right(key):
                 raise ViolationError(f"wrong bytes served for {key.hex()[:8]}")
-        pool = lease.pool
-        for entry, filling in zip(lease.entries, lease.fillings, strict=False):
-            confirmed = filling and told(pool, entry.slot) == (filling, CONFIRMED)
-            if confirmed and bytes(pool.view(entry.slot)) != right(entry.key):
-                raise ViolationError(f"wrong bytes confirmed for {entry.key.hex()[:8]}")
 
     # ---- birth and death -----------------------------------------------------------------------------------------
 
@@ -172,7 +166,7 @@ class Simulation:
 
     def _open(self, process: Process) -> None:
         self.lanes = []
-        tiers = [watched(self.world, self.tier(kind)) for kind in self.kinds]
+        tiers = [Watched(self.world, self.tier(kind)) for kind in self.kinds]
         for tier in tiers:
             self.lanes.append(Lane(tier.name, self.threads, urgent_bound=self.bound, bound=self.bound))
         clock = Time(self.world).monotonic

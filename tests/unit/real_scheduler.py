@@ -42,9 +42,9 @@ class Core:
             [], tokens, budget, [], None,
         )  # fmt: skip
         self.connector: Any = self.scheduler.connector
-        rank = RankLayout(4096, {"row_bytes": [4096]}, model={"attention": "", "rotary": ""})
+        rank = RankLayout(4096, {"device": "cpu", "row_bytes": [4096]}, model={"attention": "", "rotary": ""})
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): rank})
-        self.failures = 0
+        self.replacements = 0
 
     def request(self, name: str, tokens: list[int], media: dict[int, str] | None = None, **more: Any) -> Any:
         """``media``: for each image its first token and its name. Each is 8 tokens long."""
@@ -66,25 +66,37 @@ class Core:
     def add(self, request: Any) -> None:
         self.scheduler.add_request(request)
 
-    def step(self, *, replaced: bool = False) -> Any:
-        """One step of the engine: what was scheduled. Workers do every job, or have ``replaced`` weights and none."""
+    def step(self, *, replaced: bool = False, failed: bool = False) -> Any:
+        """One step of the engine: what was scheduled. Workers do every job, or their loads have ``failed``, or they
+        have ``replaced`` weights and do no job."""
+        self.begin()
+        return self.end(replaced=replaced, failed=failed)
+
+    def begin(self) -> None:
+        """A step is planned."""
+        self.output = self.scheduler.schedule()
+
+    def end(self, *, replaced: bool = False, failed: bool = False) -> Any:
+        """What was planned is done, and the scheduler hears of it."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         from kvtier.connectors.vllm.metadata import StepReport
 
-        output = self.scheduler.schedule()
-        metadata = output.kv_connector_metadata
-        jobs = Counter({job.number: 1 for job in (*metadata.loads, *metadata.saves)})
-        self.failures += replaced
-        told = StepReport(step=metadata.number, replaced=replaced, failures={0: self.failures} if replaced else {})
-        told.failed, told.done = (jobs, Counter()) if replaced else (Counter(), jobs)
+        output, metadata = self.output, self.output.kv_connector_metadata
+        loads, saves = (Counter({job.number: 1 for job in jobs}) for jobs in (metadata.loads, metadata.saves))
+        self.replacements += replaced
+        told = StepReport(step=metadata.number, replacements={0: self.replacements} if replaced else {})
+        for jobs, fails in ((loads, failed or replaced), (saves, replaced)):
+            (told.failed if fails else told.done).update(jobs)
+        waiting = {job.request_id for job in metadata.loads}
         names = list(output.num_scheduled_tokens)
         sampled = [[7] if self._ends(name) else [] for name in names]
         answer = ModelRunnerOutput(
             req_ids=names, req_id_to_index={name: index for index, name in enumerate(names)}, sampled_token_ids=sampled,
             kv_connector_output=KVConnectorOutput(
                 kv_connector_worker_meta=told,
-                invalid_block_ids={block for job in metadata.loads for block in job.blocks} if replaced else set(),
+                finished_recving=waiting,
+                failed_recving=waiting if failed or replaced else set(),
             ),
         )  # fmt: skip
         self.scheduler.update_from_output(output, answer)

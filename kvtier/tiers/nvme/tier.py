@@ -149,36 +149,6 @@ class NvmeTier:
             self._drop(key, place, "failed_reads")
         return False
 
-    def read_part(self, key: ChunkKey, into: memoryview, begin: int, end: int) -> bool:
-        """See :class:`~kvtier.tiers.base.PartReader`."""
-        with self._lock:
-            place = self._places.get(key)
-            if place is None:
-                self.counts["misses"] += 1
-                return False
-        self._look()
-        try:
-            self._files.read_payload(place % self.capacity, into[begin:end], begin)
-        except OSError as error:
-            self._log_first("read", error)
-            self._drop(key, place, "failed_reads")
-            return False
-        return True
-
-    def verify(self, key: ChunkKey, whole: memoryview) -> bool:
-        """See :class:`~kvtier.tiers.base.PartReader`."""
-        with self._lock:
-            place = self._places.get(key)
-            if place is None:
-                self.counts["misses"] += 1
-                return False
-            checksum = self._checksum(place % self.capacity)
-        if payload_checksum(key, whole) != checksum:
-            self._drop(key, place, "corrupt")
-            return False
-        self._was_read(place % self.capacity, whole)
-        return True
-
     def resize(self, chunks: int) -> None:
         """See :class:`~kvtier.tiers.base.RoomGiver`: blocks of free slots, the last of the file first, go back to the
         file system; or are reserved again, as far as it has room."""

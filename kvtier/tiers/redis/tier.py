@@ -26,8 +26,6 @@ from contextlib import closing
 from itertools import islice
 from typing import Any, TypeVar
 
-from xxhash import xxh3_128
-
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError, TierError
 from kvtier.core.tenant import NOBODY
@@ -36,10 +34,10 @@ from kvtier.tiers.recovery_order import coldest_first
 from kvtier.tiers.redis.chunk import get_chunk, put_chunk
 from kvtier.tiers.redis.errors import FAULTS, MovedError, MovingError, RefusedError
 from kvtier.tiers.redis.health import FAULTS_TO_OPEN, Health
-from kvtier.tiers.redis.layout import HEADER_BYTES, Form
+from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.link import Link
 from kvtier.tiers.redis.startup import Facts, greet, room_for, scan, search
-from kvtier.tiers.redis.wire import Reply, Wire, arrived
+from kvtier.tiers.redis.wire import Reply, Wire
 
 T = TypeVar("T")
 
@@ -195,39 +193,6 @@ class RedisTier:
             self._log_first(outcome, key.hex())
             self.delete(key)
         return outcome == "reads"
-
-    def read_part(self, key: ChunkKey, into: memoryview, begin: int, end: int) -> bool | None:
-        """See :class:`~kvtier.tiers.base.PartReader`. Brings the values that begin within."""
-        size = self._form.part_bytes
-        values = slice(-(-begin // size), -(-end // size))
-        names, memories = self._form.part_names(key, into.nbytes)[values], self._form.split(into)[values]
-        if not names:
-            return True
-        count = self._call("failed_reads", self._form.header_name(key), lambda wire: arrived(wire, names, memories))
-        if count is None:
-            return None
-        if count < len(names):
-            self._count("misses")
-        return count == len(names)
-
-    def verify(self, key: ChunkKey, whole: memoryview) -> bool | None:
-        """See :class:`~kvtier.tiers.base.PartReader`: against the header, as it is now."""
-        header, name = memoryview(bytearray(HEADER_BYTES)), self._form.header_name(key)
-        count = self._call("failed_reads", name, lambda wire: arrived(wire, [name], [header]))
-        if count is None:
-            return None
-        if not count:
-            self._count("misses")
-            return False
-        digest = xxh3_128(key)
-        digest.update(whole)
-        if self._form.checksum(bytes(header), key, whole.nbytes) != digest.digest():
-            self._count("corrupt")
-            self._log_first("corrupt", key.hex())
-            self.delete(key)
-            return False
-        self._count("reads", "bytes_read", whole.nbytes)
-        return True
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         """See :meth:`Tier.find`: counts headers. Whether every part is there too shows when it is read."""

@@ -13,7 +13,6 @@ ROOM = Room(
             "tests/unit/store/test_store.py",
             "tests/unit/store/test_store_writing.py",
             "tests/unit/core/test_chunk.py",
-            "tests/unit/store/test_layerwise.py",
         ),
         "nvme": (*PYTEST, "tests/trust/test_corruption.py", "tests/fault/test_nvme_faults.py", "-k", "not redis"),
         "machine": (*PYTEST, "tests/property/test_store_machine.py"),
@@ -250,8 +249,8 @@ ROOM = Room(
         ),
         Mutant(
             "store/lease.py",
-            "        return self.entries if self.fillings else self.entries[: self.ready]",
-            "        return self.entries",
+            "        return [entry.slot for entry in self.entries[: self.ready]]",
+            "        return [entry.slot for entry in self.entries]",
             "a load shows slots that are not there yet",
         ),
         Mutant(
@@ -357,37 +356,6 @@ ROOM = Room(
             'seed=int.from_bytes(own_link(key), "little")',
             "seed=0",
             "a payload is believed under another key",
-        ),
-        # ---- layer by layer ---
-        Mutant(
-            "store/layerwise.py",
-            "        self._tell(filling, CONFIRMED if right else BROKEN)",
-            "        self._tell(filling, CONFIRMED)",
-            "a chunk that came by parts and is bad is confirmed",
-        ),
-        Mutant(
-            "store/layerwise.py",
-            "        if last:\n            self._finish(",
-            "        if last or not come:\n            self._finish(",
-            "a slot is given back while reads of other parts still write into it",
-        ),
-        Mutant(
-            "store/layerwise.py",
-            "        if number > filling or (number == filling and come == BROKEN):",
-            "        if number == filling and come == BROKEN:",
-            "a slot that has gone to another filling is waited for until the deadline",
-        ),
-        Mutant(
-            "store/layerwise.py",
-            "        if number == filling and come >= parts:",
-            "        if come >= parts:",
-            "parts of an earlier filling of the slot count",
-        ),
-        Mutant(
-            "store/promotion.py",
-            "waited != len(promotions) or not",
-            "not",
-            "a chunk that comes whole is taken to be there while the first parts of others come",
         ),
     ),
 )

@@ -69,7 +69,7 @@ ROOM = Room(
         ),
         Mutant(
             "core/pool.py",
-            "        self._view.release()\n        self.arrivals.release()\n",
+            "        self._view.release()\n",
             "",
             "a closed pool stays mapped by its own views",
         ),

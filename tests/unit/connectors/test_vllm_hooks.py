@@ -60,36 +60,19 @@ def test_workers_do_not_say_it_again(module: Any, steps: list[Any]) -> None:
     assert steps == ["INFO"]
 
 
-@pytest.mark.parametrize("by_layer", [True, False])
-def test_loads_by_layer_need_the_hook_that_confirms_them(
-    module: Any, steps: list[Any], monkeypatch: pytest.MonkeyPatch, by_layer: bool
+@pytest.mark.parametrize("names", [True, False])
+def test_a_failed_load_is_told_by_name_or_where_vllm_cannot_by_its_blocks(
+    module: Any, steps: list[Any], monkeypatch: pytest.MonkeyPatch, names: bool
 ) -> None:
-    monkeypatch.setattr(module, "_BY_LAYER", by_layer)
+    monkeypatch.setattr(module, "_NAMES_FAILED_LOADS", names)
     worker = made(module, "WORKER")
-    layered: list[bool] = []
-    worker._worker = SimpleNamespace(load=lambda _, **how: layered.append(how["layered"]))
-    worker.bind_connector_metadata(module.StepMetadata(None))
-    mode = SimpleNamespace(name="PIECEWISE")
-    worker.start_load_kv(SimpleNamespace(cudagraph_runtime_mode=mode, attn_metadata={"layer": None}))
-    assert layered == [by_layer]
-
-
-@pytest.mark.parametrize("by_layer", [True, False])
-def test_slots_are_cut_by_layer_only_where_such_loads_are_confirmed(
-    module: Any, steps: list[Any], monkeypatch: pytest.MonkeyPatch, by_layer: bool
-) -> None:
-    monkeypatch.setattr(module, "_BY_LAYER", by_layer)
-    cuts, given = ((4096, 8192), (1, 2)), dict[str, Any]()
-    layout = SimpleNamespace(slot_bytes=8192)
-    monkeypatch.setattr(module.layout, "chunk_layout", lambda *_: (layout, ((0, True),)))
-    monkeypatch.setattr(module.layout, "layer_cuts", lambda *_: cuts)
-    monkeypatch.setattr(module.layout, "why_no_prefixes", lambda *_: "")
-    monkeypatch.setattr(module, "assemble", lambda *_: None)
-    monkeypatch.setattr(module, "SchedulerHalf", lambda *_, **more: given.update(more))
-    made(module, "SCHEDULER").set_xfer_handshake_metadata_pp_aware({})
-    assert given["cuts"] == (cuts if by_layer else None)
+    worker._worker = SimpleNamespace(transfers=lambda: ({"one", "two"}, {"two"}), bad_blocks=lambda: {4, 5})
+    told = worker.get_transfer_results(set())
+    assert (told.finished_recving, told.failed_recving) == ({"one", "two"}, {"two"})
+    assert worker.get_finished(set()) == (None, {"one", "two"})
+    assert worker.get_block_ids_with_load_errors() == (set() if names else {4, 5})
 
 
 def test_the_newest_vllm_has_every_hook(module: Any) -> None:
-    assert module._BY_LAYER
+    assert module._NAMES_FAILED_LOADS
     assert module.versions.limits(module.KVConnectorBase_V1) == []

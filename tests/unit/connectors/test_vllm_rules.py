@@ -74,10 +74,11 @@ def test_of_a_chunk_that_vllm_has_half_of_only_the_rest_is_loaded(core: Core) ->
     assert (job.first, len(job.blocks)) == (0, CHUNK // BLOCK)
     core.run("short")
     core.add(core.request("long", PROMPT[:]))
+    (job,) = core.step().kv_connector_metadata.loads
+    assert (job.first, job.request_id) == (1, "long")
     output = core.step()
-    (job,) = output.kv_connector_metadata.loads
-    assert job.first == 1
     assert job.blocks == output.scheduled_new_reqs[0].block_ids[0][3:6]
+    assert output.num_scheduled_tokens == {"long": len(PROMPT) - 3 * CHUNK}
 
 
 def test_a_request_whose_prompt_has_to_be_computed_is_served_nothing(core: Core) -> None:
@@ -98,7 +99,7 @@ def test_answers_are_kept_once_their_tokens_are_computed(core: Core) -> None:
 
 
 def test_answers_are_not_kept_where_the_configuration_says_so(core: Core) -> None:
-    core.connector._scheduler._save_decode = False
+    core.connector._scheduler._duty = core.connector._scheduler._duty._replace(save_decode=False)
     core.add(core.request("one", PROMPT[: 2 * CHUNK - 2], max_tokens=5))
     core.run("one")
     assert core.hit(core.request("two", [*PROMPT[: 2 * CHUNK - 2], 7, 7, 7])) == CHUNK
@@ -178,21 +179,63 @@ def test_a_key_that_one_rank_could_not_write_never_enters_the_store(core: Core) 
     assert core.hit(core.request("two", PROMPT[:])) == 0
 
 
-def test_a_chunk_that_failed_to_load_is_forgotten(core: Core) -> None:
-    from collections import Counter
-
-    from kvtier.connectors.vllm.metadata import StepReport
-
-    half = core.connector._scheduler
+def test_a_chunk_that_failed_to_load_is_forgotten_and_its_request_computes(core: Core) -> None:
     core.add(core.request("one", PROMPT[:]))
     core.run("one")
     forget_locally(core)
     core.add(core.request("two", PROMPT[:], max_tokens=9))
-    (job,) = core.scheduler.schedule().kv_connector_metadata.loads
-    half.report(StepReport(failed=Counter({job.number: 1}), failures={0: 1}))
+    core.step(failed=True)
     assert core.hit(core.request("three", PROMPT[:])) == 0
-    assert half.step(SimpleNamespace(
-        scheduled_new_reqs=[], num_scheduled_tokens={}, total_num_scheduled_tokens=0,
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
-    )).failures_seen == {0: 1}  # fmt: skip
+    output = core.step()
+    assert not output.kv_connector_metadata.loads
+    assert output.num_scheduled_tokens == {"two": len(PROMPT)}
+    assert saves(output), "what it computes is kept again"
+
+
+def test_twenty_equal_prompts_are_one_load(core: Core) -> None:
+    core.add(core.request("one", PROMPT[:]))
+    core.run("one")
+    forget_locally(core)
+    for number in range(20):
+        core.add(core.request(f"same {number}", PROMPT[:]))
+    outputs = [core.step() for _ in range(3)]
+    assert [len(output.kv_connector_metadata.loads) for output in outputs] == [1, 0, 0]
+    assert sum(outputs[1].num_scheduled_tokens.values()) == 20 * (len(PROMPT) - 3 * CHUNK), "all go on with its blocks"
+
+
+def test_twenty_hits_come_to_their_end_with_blocks_for_two(core: Core) -> None:
+    prompts = [[number, *PROMPT[1:]] for number in range(20)]
+    for number, tokens in enumerate(prompts):
+        core.add(core.request(f"one {number}", tokens))
+        core.run(f"one {number}")
+    forget_locally(core)
+    pool = core.scheduler.kv_cache_manager.block_pool
+    held = pool.get_new_blocks(pool.get_num_free_blocks() - 2 * -(-(len(PROMPT) + 1) // BLOCK))
+    for number, tokens in enumerate(prompts):
+        core.add(core.request(f"two {number}", tokens))
+    loads = 0
+    for _ in range(200):
+        if not core.scheduler.requests:
+            break
+        loads += len(core.step().kv_connector_metadata.loads)
+    assert not core.scheduler.requests
+    assert loads == 20
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 - len(held)
+
+
+def test_an_aborted_requests_blocks_are_free_when_its_load_has_ended_and_not_before(core: Core) -> None:
+    from vllm.v1.request import RequestStatus
+
+    core.add(core.request("one", PROMPT[:]))
+    core.run("one")
+    forget_locally(core)
+    pool = core.scheduler.kv_cache_manager.block_pool
+    free = pool.get_num_free_blocks()
+    core.add(core.request("two", PROMPT[:]))
+    core.begin()
+    core.scheduler.finish_requests("two", RequestStatus.FINISHED_ABORTED)
+    assert pool.get_num_free_blocks() < free
+    assert core.connector._scheduler._pending, "its slots are not given back before"
+    core.end()
+    assert pool.get_num_free_blocks() == free
+    assert not core.connector._scheduler._pending

@@ -16,7 +16,7 @@ from prometheus_client import Counter as Counted
 
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
-from kvtier.load_policy.outlook import NOTHING
+from kvtier.load_policy.outlook import NOTHING, Outlook
 from kvtier.load_policy.prefill import Prefill
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
@@ -63,15 +63,15 @@ class SlowTier(DictTier):
 class Bench:
     """A scheduler half with its store, and vLLM's calls in short."""
 
-    def __init__(self, *, always: bool = False, known: bool = True, slots: int = 8) -> None:
-        from kvtier.connectors.vllm.scheduler import SchedulerHalf
+    def __init__(self, *, always: bool = False, known: bool = True, slots: int = 8, **duty: bool) -> None:
+        from kvtier.connectors.vllm.scheduler import Duty, SchedulerHalf
         from kvtier.load_policy.decide import Judge
 
         self.clock = Clock(100.0)
         self.tier, self.lane = SlowTier(self.clock), ManualLane()
         self.store = Store(Pool(slots, SLOT), [(self.tier, self.lane)], clock=self.clock)
         self.judge = Judge(60.0, always=always, prefill=Prefill(PER_TOKEN if known else None), clock=self.clock)
-        self.half = SchedulerHalf(self.store, LAYOUT, ((0, True),), self.judge, save_decode=True)
+        self.half = SchedulerHalf(self.store, LAYOUT, ((0, True),), self.judge, Duty(**duty))
 
     def hold(self, tokens: list[int], read_s: float, ready: int = 0) -> None:
         """The tier holds the prompt's chunks, RAM the first ``ready``; the last read of it took ``read_s``."""
@@ -89,8 +89,8 @@ class Bench:
         self.tier.reads = 0
 
     def matched(self, request: Any) -> int | None:
-        tokens, later = self.half.matched(request, 0)
-        assert not later
+        tokens, waits = self.half.matched(request, 0)
+        assert waits is bool(tokens), "vLLM lets a request wait that is promised something, and no other"
         return tokens
 
     def waits_until_idle(self, request: Any) -> int | None:
@@ -99,10 +99,14 @@ class Bench:
             self.lane.turn()
         return tokens
 
-    def ended(self, request: Any, tokens: int) -> dict[str, int]:
-        """The request gets its blocks, ``tokens`` of them to be loaded; what vLLM's metrics are told then."""
+    def granted(self, request: Any, tokens: int) -> None:
+        """The request gets its blocks, ``tokens`` of them to be loaded."""
         blocks = SimpleNamespace(get_block_ids=lambda: ([*range(-(-request.num_tokens // BLOCK))],))
         self.half.allocated(request, blocks, tokens)
+
+    def ended(self, request: Any, tokens: int) -> dict[str, int]:
+        """The request gets its blocks, and what is to be loaded is; what vLLM's metrics are told then."""
+        self.granted(request, tokens)
         for number in list(self.half._pending):
             self.half.report(report(done=Counter({number: 1})))
         return self.half.misses.new()
@@ -313,6 +317,117 @@ def test_counts_add_up_in_vllms_log() -> None:
     assert both.reduce() == {"declined_slower": 3, "loaded_ram": 4}
     both.reset()
     assert both.is_empty()
+
+
+# ---- loads that a request waits for ------------------------------------------------------------------------------
+
+
+def nothing_scheduled() -> Any:
+    none = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+    return SimpleNamespace(
+        scheduled_new_reqs=[], scheduled_cached_reqs=none, num_scheduled_tokens={}, total_num_scheduled_tokens=0
+    )
+
+
+def test_a_load_job_names_who_waits_for_it_and_a_step_whether_it_computes() -> None:
+    bench, request = Bench(), prompt(3)
+    bench.hold(request.all_token_ids[:-1], read_s=0.0, ready=3)
+    bench.granted(request, bench.waits_until_idle(request) or 0)
+    metadata = bench.half.step(nothing_scheduled())
+    assert [(job.request_id, len(job.blocks)) for job in metadata.loads] == [("one", 3 * CHUNK // BLOCK)]
+    assert not metadata.computes
+    bench.half.report(report(done=Counter({metadata.loads[0].number: 1})))
+    done(bench, request)
+
+
+def test_a_request_whose_load_failed_is_promised_nothing_more_and_others_are_not_told_of_it() -> None:
+    bench, request, other = Bench(), prompt(3), prompt(3, "two", first=1)
+    bench.hold(request.all_token_ids[:-1], read_s=0.0, ready=3)
+    bench.granted(request, bench.waits_until_idle(request) or 0)
+    (number,) = bench.half._pending
+    bench.half.report(report(failed=Counter({number: 1})))
+    with bench.store.save(LAYOUT.keys(request.all_token_ids[:-1])) as lease:
+        lease.commit()  # somebody else has computed them again
+    assert bench.matched(request) == 0
+    with bench.store.save(LAYOUT.keys(other.all_token_ids[:-1])) as lease:
+        lease.commit()
+    assert bench.matched(other) == 3 * CHUNK
+    bench.half.finished(other)
+    done(bench, request)
+
+
+@pytest.mark.parametrize("shares_blocks", [True, False])
+def test_of_equal_prompts_one_loads_and_the_others_wait_for_vllms_own_blocks(shares_blocks: bool) -> None:
+    bench, one, two = Bench(shares_blocks=shares_blocks), prompt(3), prompt(3, "two")
+    bench.hold(one.all_token_ids[:-1], read_s=0.0, ready=3)
+    bench.granted(one, bench.waits_until_idle(one) or 0)
+    bench.half.step(nothing_scheduled())
+    assert bench.matched(two) == (None if shares_blocks else 3 * CHUNK)
+    assert bench.half.matched(prompt(4, "behind it"), 3 * CHUNK) == (0, False), "what follows is nobody's load"
+    (number,) = bench.half._pending
+    bench.half.report(report(done=Counter({number: 1})))
+    assert bench.matched(two) == 3 * CHUNK
+    bench.half.finished(two)
+    done(bench, one)
+
+
+def test_requests_that_wait_claim_half_of_ram_together_and_the_first_may_always() -> None:
+    bench, prompts = Bench(slots=10), [prompt(3, f"{number}", first=number) for number in range(4)]
+    for one in prompts:
+        keys = LAYOUT.keys(one.all_token_ids[:-1])
+        bench.tier.held.update({key: bytes(SLOT) for key in keys})
+        bench.store._directory.found(0, keys[::-1])
+    assert [bench.matched(one) for one in prompts] == [None] * 4
+    assert len(bench.lane) == 3, "of ten slots, five may be claimed by those who wait"
+    bench.half.step(nothing_scheduled())
+    assert bench.matched(prompts[3]) is None
+    assert len(bench.lane) == 6, "vLLM asked for it first in this step"
+    for one in prompts:
+        bench.half.finished(one)
+    bench.lane.run()
+    bench.store.check(idle=True)
+
+
+def test_what_a_load_costs_in_a_busy_engine_counts() -> None:
+    """64 tokens take a second to compute. A load of 96 tokens copies for 0.3 s: at once where nobody computes, in
+    slices of 5 ms where each slice comes with a step of others."""
+    from kvtier.load_policy.decide import Judge
+
+    def chosen(busy: bool, slice_s: tuple[float, float] | None) -> int:
+        clock = Clock(100.0)
+        judge = Judge(60.0, prefill=Prefill(1 / 64), slice_s=slice_s, clock=clock)
+        for _ in range(3):
+            number = judge.planned([(1, 500)])
+            clock.now += 0.34  # a step of 40 ms, made longer by the copy
+            judge.ended(number, 96, 0.3, 0.0)
+        outlook = Outlook([(3, 0.0)])
+        return judge.choose(outlook, 3, 0, lambda chunks: chunks * CHUNK, busy=busy).chunks
+
+    assert chosen(busy=False, slice_s=(0.005, 0.05)) == 3
+    assert chosen(busy=True, slice_s=None) == 3
+    assert chosen(busy=True, slice_s=(0.005, 0.05)) == 0, "61 steps of 40 ms are more than 1.5 s"
+
+
+@pytest.mark.parametrize("role", ["loads", "saves"])
+def test_an_engine_does_what_its_role_says(role: str) -> None:
+    bench, request = Bench(**{role: False}), prompt(3)
+    bench.hold(request.all_token_ids[:-1], read_s=0.0, ready=3)
+    held = bench.store.keys()
+    fresh = prompt(2, "fresh", first=5)
+    bench.matched(fresh)
+    bench.computed(fresh)
+    assert bench.waits_until_idle(request) == (0 if role == "loads" else 3 * CHUNK)
+    assert len(bench.store.keys() - held) == (2 if role == "loads" else 0)
+    bench.half.finished(fresh)
+    done(bench, request)
+
+
+def test_a_request_that_another_connector_prefills_is_left_to_it() -> None:
+    bench, request = Bench(), prompt(3)
+    bench.hold(request.all_token_ids[:-1], read_s=0.0, ready=3)
+    request.kv_transfer_params = {"do_remote_prefill": True}
+    assert bench.matched(request) == 0
+    bench.store.check(idle=True)
 
 
 # -- every chunk under one reason ----------------------------------------------------------------------------------

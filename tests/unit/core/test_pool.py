@@ -45,13 +45,13 @@ def test_the_region_goes_with_its_owner() -> None:
 
 def test_a_smaller_region_than_told_is_refused() -> None:
     pool = Pool(1, PAGE)
-    with pytest.raises(ConfigError, match="expected 12288"):
+    with pytest.raises(ConfigError, match="expected 8192"):
         Pool.attach(pool.path, 2, PAGE)
 
 
 def test_a_larger_region_than_told_is_refused() -> None:
     pool = Pool(2, PAGE)
-    with pytest.raises(ConfigError, match="has 12288 bytes, expected 8192"):
+    with pytest.raises(ConfigError, match="has 8192 bytes, expected 4096"):
         Pool.attach(pool.path, 1, PAGE)
 
 

@@ -1,4 +1,4 @@
-"""The connector's worker half over a device that holds its work back: what is confirmed when, what failures spoil."""
+"""The connector's worker half: what is confirmed when, what failures spoil, how long copies make a step."""
 
 from __future__ import annotations
 
@@ -61,21 +61,24 @@ class Rank:
     def job(self, number: int, slots: list[int], blocks: list[int]) -> Any:
         from kvtier.connectors.vllm.metadata import Job
 
-        return Job(number, self.address, slots, blocks)
+        return Job(number, self.address, slots, blocks, request_id=f"r{number}")
 
     def step(self, loads: Any = (), saves: Any = (), seen: int = 0, forward: Callable[[], None] | None = None) -> Any:
         """vLLM's calls of one step, in its order; the report."""
         from kvtier.connectors.vllm.metadata import StepMetadata
 
         self.number += 1
-        metadata = StepMetadata(self.address, list(loads), list(saves), self.number, {0: seen})
+        computes = forward is not None
+        metadata = StepMetadata(self.address, list(loads), list(saves), self.number, computes, {0: seen})
         return self.planned(metadata, forward)
 
     def planned(self, metadata: Any, forward: Callable[[], None] | None = None) -> Any:
-        self.half.load(metadata)
+        self.half.begin()
         if forward is not None:
             self.streams.do(self.streams.engine, forward)
+        self.half.load(metadata)
         self.half.save(metadata)
+        self.ended, self.failed = self.half.transfers()
         self.bad = self.half.bad_blocks()
         return self.half.report()
 
@@ -112,6 +115,7 @@ def test_on_cpu_tensors_every_copy_is_confirmed_by_its_own_step() -> None:
     assert dict(loaded.done) == {2: 1}
     assert loaded.loaded_blocks == 2
     assert 0 < loaded.load_s < 60
+    assert (rank.ended, rank.failed) == ({"r2"}, set())
     assert bool((rank.cache[6:8] == 7).all())
     rank.half.close()
 
@@ -143,56 +147,119 @@ def test_a_save_is_confirmed_by_the_first_step_that_finds_its_dma_through(rank: 
     assert not rank.step().done
 
 
-def test_a_load_is_confirmed_when_through_and_is_told_at_the_rate_of_the_last_one(rank: Rank) -> None:
-    seen: list[int] = []
+def test_a_load_is_told_once_when_it_is_through_and_counts_at_the_rate_of_the_last_one(rank: Rank) -> None:
     rank.pool.view(1)[:] = b"\5" * SLOT
-    first = rank.step([rank.job(1, [1], [4, 5])], forward=lambda: seen.append(int(rank.cache[4:6].sum())))
+    first = rank.step([rank.job(1, [1], [4, 5])])
     assert not first.done
+    assert not rank.ended
     assert (first.loaded_blocks, first.load_s) == (0, 0.0), "nothing is known of this device yet"
     rank.streams.run()
-    assert seen == [5 * SLOT]
+    assert bool((rank.cache[4:6] == 5).all())
 
     copy = rank.half._under_way[0].copy
     second = rank.step([rank.job(2, [1, 2], [0, 1, 2, 3])])
     assert dict(second.done) == {1: 1}
+    assert (rank.ended, rank.failed) == ({"r1"}, set())
     assert second.loaded_blocks == 0, "step 2 was loaded for before the first was confirmed"
     third = rank.step([rank.job(3, [1, 2], [0, 1, 2, 3])])
+    assert not rank.ended
     assert third.loaded_blocks == 4
     assert copy.seconds
     assert third.load_s == pytest.approx(copy.seconds * 2)
 
 
-def test_a_load_that_the_host_can_see_to_be_wrong_is_known_before_the_forward_pass(rank: Rank) -> None:
-    from kvtier.connectors.vllm.metadata import StepMetadata
-
-    metadata = StepMetadata(rank.address, [rank.job(1, [99], [4, 5])], [rank.job(2, [0], [4, 5])], 1, {0: 0})
-    rank.half.load(metadata)
-    assert rank.half._bad_blocks == {4, 5}
-    rank.half.save(metadata)
-    assert rank.half.bad_blocks() == {4, 5}
-    report = rank.half.report()
-    assert dict(report.failed) == {1: 1, 2: 1}
-    assert report.failures == {0: 1}
-
-
-def test_what_is_saved_after_a_load_that_failed_on_the_device_fails_too_until_the_scheduler_knows(rank: Rank) -> None:
-    rank.step(saves=[rank.job(1, [0], [0, 1])], forward=rank.fill(0, 3))
+def test_a_load_that_the_host_can_see_to_be_wrong_fails_in_its_step_and_spoils_no_save(rank: Rank) -> None:
+    report = rank.step([rank.job(1, [99], [4, 5])], saves=[rank.job(2, [0], [6, 7])])
+    assert (rank.ended, rank.failed, rank.bad) == ({"r1"}, {"r1"}, {4, 5})
+    assert dict(report.failed) == {1: 1}
     rank.streams.run()
-    rank.step([rank.job(2, [1], [4, 5])], saves=[rank.job(3, [2], [4, 5])])
+    assert dict(rank.step().done) == {2: 1}
+    assert not rank.ended
+
+
+def test_a_load_that_fails_on_the_device_is_told_when_it_is_found_and_spoils_no_save(rank: Rank) -> None:
+    rank.step([rank.job(2, [1], [4, 5])], saves=[rank.job(3, [2], [0, 1])])
     rank.streams.all[4].error = RuntimeError("CUDA error: injected")  # the stream that scatters
-    assert rank.half._under_way[0].is_load
     rank.streams.run()
+    report = rank.step()
+    assert (rank.ended, rank.failed, rank.bad) == ({"r2"}, {"r2"}, {4, 5})
+    assert dict(report.failed) == {2: 1}
+    assert dict(report.done) == {3: 1}
 
-    report = rank.step(saves=[rank.job(4, [3], [6, 7])])
-    assert rank.bad == {4, 5}
-    assert dict(report.failed) == {2: 1, 3: 1, 4: 1}
-    assert not report.done
-    assert report.failures == {0: 1}
-    rank.mend()
-    assert dict(rank.step(saves=[rank.job(5, [3], [6, 7])]).failed) == {5: 1}, "planned before the scheduler knew"
-    rank.step(saves=[rank.job(6, [3], [6, 7])], seen=1)
-    rank.streams.run()
-    assert dict(rank.step(seen=1).done) == {6: 1}
+
+class SlowCopies:
+    """A clock that stands still but for copies, each of which takes ``copy_s``, and for what a test adds."""
+
+    def __init__(self, rank: Rank, copy_s: float) -> None:
+        self.now, self.copy_s, self.copied = 0.0, copy_s, 0
+        self._load = rank.half._blocks().load
+        rank.half._clock = lambda: self.now
+        rank.half._blocks().load = self.load  # type: ignore[method-assign]
+
+    def load(self, jobs: Any) -> Any:
+        self.now += self.copy_s * len(jobs)
+        self.copied += len(jobs)
+        return self._load(jobs)
+
+
+@pytest.mark.parametrize(
+    ("forward_s", "a_step"),
+    [(0.0, 3), (0.04, 3), (0.2, 5), (None, 10)],
+    ids=["no time", "decoding", "a long prefill", "nothing computed"],
+)
+def test_copies_make_a_step_that_computes_longer_by_5_ms_or_a_twentieth(forward_s: float | None, a_step: int) -> None:
+    rank = Rank(held=False)
+    clock = SlowCopies(rank, 0.002)
+
+    def forward() -> None:
+        clock.now += forward_s or 0.0
+
+    computes = None if forward_s is None else forward
+    rank.streams.do = lambda _, work: work()  # type: ignore[assignment, method-assign]
+    rank.step(forward=computes)  # shows how long a forward pass takes
+    loads = [rank.job(number, [0, 1], [4, 5, 6, 7]) for number in range(8)]
+    report = rank.step(loads, forward=computes)
+    assert clock.copied == a_step
+    assert report.load_s == pytest.approx(a_step * 0.002)
+    assert rank.ended == {f"r{number}" for number in range(a_step // 2)}
+    told = Counter(rank.ended)
+    for _ in range(8):
+        rank.step(forward=computes)
+        told.update(rank.ended)
+    assert told == Counter(f"r{number}" for number in range(8)), "each is told once"
+    rank.half.close()
+
+
+def test_a_load_that_fails_half_way_fails_whole_and_the_next_one_goes_on() -> None:
+    rank = Rank(held=False)
+    clock = SlowCopies(rank, 0.002)
+    sound = clock.load
+
+    def failing(jobs: Any) -> Any:
+        if clock.copied == 1:
+            clock.copied += 1
+            raise OSError("injected")
+        return sound(jobs)
+
+    rank.half._blocks().load = failing  # type: ignore[method-assign]
+    report = rank.step([rank.job(1, [0, 1], [0, 1, 2, 3]), rank.job(2, [2], [4, 5])])
+    assert (rank.ended, rank.failed) == ({"r1", "r2"}, {"r1"})
+    assert (dict(report.failed), dict(report.done)) == ({1: 1}, {2: 1})
+    rank.half.close()
+
+
+def test_loads_that_wait_for_their_turn_fail_when_the_weights_are_replaced() -> None:
+    rank = Rank(held=False)
+    SlowCopies(rank, 0.03)
+    rank.step([rank.job(1, [0, 1], [0, 1, 2, 3])])
+    assert not rank.ended
+    rank.half._model.other = True  # type: ignore[union-attr]
+    report = rank.step()
+    assert (rank.ended, rank.failed) == ({"r1"}, {"r1"})
+    assert report.replacements == {0: 1}
+    rank.step()
+    assert not rank.ended
+    rank.half.close()
 
 
 def test_nothing_is_loaded_or_saved_after_the_weights_were_replaced_until_the_scheduler_knows(rank: Rank) -> None:
@@ -201,13 +268,13 @@ def test_nothing_is_loaded_or_saved_after_the_weights_were_replaced_until_the_sc
     rank.half._model.other = True  # type: ignore[union-attr]
     report = rank.step([rank.job(2, [0], [4, 5])], saves=[rank.job(3, [2], [4, 5])])
     rank.streams.run()
-    assert report.replaced
-    assert rank.bad == {4, 5}
+    assert report.replacements == {0: 1}
+    assert (rank.failed, rank.bad) == ({"r2"}, {4, 5})
     assert dict(report.failed) == {2: 1, 3: 1} and dict(report.done) == {1: 1}
     assert not rank.cache[4:6].any(), "old KV is in the blocks"
     late = rank.step(saves=[rank.job(4, [3], [6, 7])])
-    assert dict(late.failed) == {4: 1} and not late.replaced, "planned before the scheduler knew"
-    rank.step(saves=[rank.job(5, [3], [6, 7])], seen=max(report.failures.values()))
+    assert dict(late.failed) == {4: 1} and not late.replacements, "planned before the scheduler knew"
+    rank.step(saves=[rank.job(5, [3], [6, 7])], seen=1)
     rank.streams.run()
     assert dict(rank.step(seen=9).done) == {5: 1}
 
@@ -216,7 +283,7 @@ def test_what_new_weights_computed_is_not_saved_under_the_old_ones_keys(rank: Ra
     rank.half._model.other = True  # type: ignore[union-attr]
     report = rank.step(saves=[rank.job(1, [0], [0, 1])], forward=rank.fill(0, 3))
     rank.streams.run()
-    assert dict(report.failed) == {1: 1} and report.failures == {0: 1}
+    assert dict(report.failed) == {1: 1} and report.replacements == {0: 1}
     assert not dict(rank.step().done)
 
 
@@ -233,36 +300,14 @@ def test_a_load_that_begins_inside_a_chunk_takes_the_next_one_from_its_beginning
     rank.pool.close()
 
 
-def test_what_one_rank_says_of_its_weights_is_said_of_all() -> None:
-    from kvtier.connectors.vllm.metadata import StepReport
-
-    for one, other in ((True, False), (False, True), (False, False)):
-        merged = StepReport(replaced=one).aggregate(StepReport(replaced=other))
-        assert merged.replaced is (one or other)
-
-
-def test_saves_begun_after_a_load_that_fails_on_the_device_fail_though_their_copies_are_through(rank: Rank) -> None:
-    from kvtier.connectors.vllm.worker import _UnderWay
-
-    def broken() -> bool:
-        raise RuntimeError("CUDA error: injected")
-
-    load, save = rank.job(1, [0], [4, 5]), rank.job(2, [1], [4, 5])
-    bad: Any = SimpleNamespace(done=broken, seconds=None)
-    good: Any = SimpleNamespace(done=lambda: True, seconds=None)
-    rank.half._under_way.extend([_UnderWay(load, bad, is_load=True), _UnderWay(save, good, is_load=False)])
-    report = rank.half.report()
-    assert (dict(report.failed), dict(report.done)) == ({1: 1, 2: 1}, {})
-
-
 def test_every_rank_s_word_on_a_job_counts() -> None:
     from kvtier.connectors.vllm.metadata import StepReport
 
-    one = StepReport(done=Counter({1: 1, 2: 1}), failed=Counter({3: 1}), failures={0: 1})
-    other = StepReport(done=Counter({1: 1}), failed=Counter({2: 1, 3: 1}), failures={0: 2, 1: 1})
+    one = StepReport(done=Counter({1: 1, 2: 1}), failed=Counter({3: 1}), replacements={0: 1})
+    other = StepReport(done=Counter({1: 1}), failed=Counter({2: 1, 3: 1}), replacements={0: 2, 1: 1})
     merged = one.aggregate(other)
     assert (merged.done, merged.failed) == (Counter({1: 2, 2: 1}), Counter({2: 1, 3: 2}))
-    assert merged.failures == {0: 2, 1: 1}
+    assert merged.replacements == {0: 2, 1: 1}
 
 
 def test_a_worker_tells_what_its_model_resolved_to(rank: Rank) -> None:
@@ -335,13 +380,13 @@ def prompt() -> Any:
 
 @pytest.mark.parametrize("through", [True, False])
 def test_an_idle_engine_takes_steps_until_its_chunks_are_ready_and_not_for_ever(rank: Rank, through: bool) -> None:
-    from kvtier.connectors.vllm.scheduler import SchedulerHalf
+    from kvtier.connectors.vllm.scheduler import Duty, SchedulerHalf
     from kvtier.load_policy.decide import Judge
 
     clock, layout = Clock(100.0), ChunkLayout(fingerprint({"model": "t"}), CHUNK_TOKENS, BLOCK_TOKENS, (SLOT,))
     store = Store(rank.pool, [], clock=clock)
     judge = Judge(60.0, prefill=Prefill(1 / 64), clock=clock)
-    scheduler = SchedulerHalf(store, layout, ((0, True),), judge, save_decode=True)
+    scheduler = SchedulerHalf(store, layout, ((0, True),), judge, Duty())
     request, keys = prompt(), layout.keys([*range(CHUNK_TOKENS)])
     assert scheduler.matched(request, 0) == (0, False)
     assert not scheduler.expects_reports()
