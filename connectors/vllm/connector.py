@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -24,13 +25,13 @@ from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
 from kvtier.config.keys import Config, filled, load
 from kvtier.config.remarks import tell
 from kvtier.connectors.vllm import layout, versions
-from kvtier.connectors.vllm.idle import IdleHalf
+from kvtier.connectors.vllm.idle import IdleHalf, StartingHalf
 from kvtier.connectors.vllm.loaded import LoadedModel
 from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 from kvtier.connectors.vllm.scheduler import Duty, SchedulerHalf
 from kvtier.connectors.vllm.stats import TierMetrics, TierStats
 from kvtier.connectors.vllm.worker import BUSY_COPY_PART, BUSY_COPY_S, WorkerHalf
-from kvtier.core.errors import ConfigError
+from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.load_policy.decide import Judge
 from kvtier.load_policy.prefill import Prefill
 
@@ -65,8 +66,11 @@ class KVTierConnector(KVConnectorBase_V1):
             self._config = replace(self._config, chunk_tokens=chunk_tokens_for_engine(vllm_config, block))
         self._chunk_tokens = layout.chunk_tokens(self._config.chunk_tokens, Config().chunk_tokens, block)
         self._scheduler: SchedulerHalf | IdleHalf | None = None
+        self._starting = StartingHalf(ranks)
         self._worker: WorkerHalf | None = None
-        if role == KVConnectorRole.WORKER:
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = self._starting
+        else:
             rank = vllm_config.parallel_config.rank
             per_chunk = max(1, self._chunk_tokens // block)
             model = partial(LoadedModel, vllm_config)
@@ -90,7 +94,10 @@ class KVTierConnector(KVConnectorBase_V1):
         self._of_worker().register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._of_worker().layout()
+        """A MultiConnector hands what one of its connectors says to all of them. There each rank's layout comes with
+        the report of a first step, and the others' handshake is left alone."""
+        among_others = has_kv_transfer_group() and get_kv_transfer_group() is not self
+        return None if among_others else self._of_worker().layout()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -125,20 +132,30 @@ class KVTierConnector(KVConnectorBase_V1):
         return set() if _NAMES_FAILED_LOADS else bad
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._of_worker().report()
+        report = self._of_worker().report()
+        layout = self._of_worker().layout() if self._step().asks_layout else None
+        if layout is not None:
+            parallel = self._vllm_config.parallel_config
+            report.layouts[divmod(parallel.rank, parallel.tensor_parallel_size)] = layout
+        return report
 
     # ---- scheduler -----------------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """All ranks have told their layout: the store can be made now, before the first request."""
+        """All ranks have told their layout: the store can be made now, before the first request. What prevents that
+        ends the engine's start."""
+        ranks = {place: rank for place, rank in metadata.items() if isinstance(rank, RankLayout)}
+        if ranks:
+            self._begin(ranks)
+
+    def _begin(self, ranks: dict[tuple[int, int], RankLayout]) -> None:
         why = layout.why_no_prefixes(self._vllm_config)
         if why:
             logger.warning("%s: kvtier keeps and serves nothing in this engine", why)
             self._scheduler = IdleHalf()
             return
-        ranks = {place: rank for place, rank in metadata.items() if isinstance(rank, RankLayout)}
         chunks, parts = layout.chunk_layout(self._vllm_config, self._kv_cache_config, ranks, self._chunk_tokens)
         config, prefill = self._planned() if self._config.auto else (self._config, Prefill())
         logger.info("configuration: %s", configuration_text(config))
@@ -178,6 +195,16 @@ class KVTierConnector(KVConnectorBase_V1):
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport):
             self._of_scheduler().report(report)
+            if self._scheduler is self._starting and self._starting.complete:
+                self._begin_late()
+
+    def _begin_late(self) -> None:
+        """In an engine that runs already: what prevents it turns the cache off and ends no request."""
+        try:
+            self._begin(self._starting.layouts)
+        except KVTierError as error:
+            logger.error("kvtier keeps and serves nothing in this engine: %s", error)  # noqa: TRY400 it says what to do
+            self._scheduler = IdleHalf()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._of_scheduler().finished(request)

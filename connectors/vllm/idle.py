@@ -1,14 +1,15 @@
-"""The scheduler's half of an engine that kvtier leaves alone: nothing is served, nothing is kept."""
+"""The scheduler's half where there is no store: not yet, or never."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvtier.connectors.vllm.metadata import StepMetadata, StepReport
+from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 
 
 class IdleHalf:
-    """Has the calls of :class:`kvtier.connectors.vllm.scheduler.SchedulerHalf` that vLLM's hooks lead to."""
+    """Of an engine that kvtier leaves alone: nothing is served, nothing is kept. Has the calls of
+    :class:`kvtier.connectors.vllm.scheduler.SchedulerHalf` that vLLM's hooks lead to."""
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         return 0, False
@@ -38,4 +39,29 @@ class IdleHalf:
         return
 
     def close(self) -> bool:
+        return True
+
+
+class StartingHalf(IdleHalf):
+    """Until every one of ``ranks`` workers has told its layout: a request waits. That takes one step, which runs
+    without tokens if there is nothing to compute."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self.layouts: dict[tuple[int, int], RankLayout] = {}
+
+    @property
+    def complete(self) -> bool:
+        return len(self.layouts) == self._ranks
+
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        return None, False
+
+    def step(self, output: Any) -> StepMetadata:
+        return StepMetadata(None, asks_layout=True)
+
+    def report(self, report: StepReport) -> None:
+        self.layouts |= report.layouts
+
+    def expects_reports(self) -> bool:
         return True

@@ -53,12 +53,6 @@ def chunk_layout(
     one part, written by the first of them.
     """
     tokens = block_tokens(kv_cache_config)
-    if not ranks:
-        raise LayoutError(
-            "no worker told kvtier how its KV cache lies. vLLM asks one connector only: where KVTierConnector stands "
-            "in a MultiConnector behind one that tells something of its own (NixlConnector), it is that one. Use "
-            "kvtier without it, or put KVTierConnector first in 'connectors'"
-        )
     _refuse_context_parallel(vllm_config.parallel_config)
     replicated = bool(vllm_config.model_config.use_mla)
     parts: list[int] = []

@@ -26,7 +26,7 @@ from kvtier.autoconfig.facts import UNLIMITED, Disk, Facts, Model, Redis, Servin
 from kvtier.autoconfig.plan import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, make_plan
 from kvtier.autoconfig.probe import probe
 from kvtier.cli.installed import judged, look
-from kvtier.cli.vllm_command import refuse_own_offloading, transfer, understood
+from kvtier.cli.vllm_command import recomputing, refuse_own_offloading, transfer, understood
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, client_tls, enter, read_token
 from kvtier.config.keys import Config, default_nvme_bytes, encryption_key, environment, filled, masked, replaces_lmcache
@@ -142,8 +142,10 @@ def check_command(words: Sequence[str]) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("command", "fail", str(error), "start the engine with kvtier launch, which looks at it first")
         return
-    if vllm:
+    if vllm and recomputing(vllm) == vllm:
         yield Finding("command", "ok", "; ".join(said))
+    elif vllm:
+        yield Finding("command", "warn", "; ".join(said), "start it with kvtier launch, or say so beside kv_connector")
 
 
 def _connector(env: dict[str, str]) -> Finding:

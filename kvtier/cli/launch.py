@@ -19,6 +19,7 @@ from kvtier.cli.vllm_command import (
     TRANSFER_FLAG,
     Command,
     named_connector,
+    recomputing,
     refuse_own_offloading,
     transfer,
     understood,
@@ -58,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_own_offloading(env)
     command = understood(words, env.get("PATH"))
     found = look(command.python, env)
+    command = command._replace(arguments=recomputing(command.arguments))
     said = [judged(found, command.python), *transfer(command.arguments, replaces_lmcache(env))]
     final = with_connector(command, found)
     print(f"kvtier: {'; '.join([*filter(None, said), settings(config)])}", file=sys.stderr, flush=True)

@@ -19,6 +19,7 @@ API_SERVER = "vllm.entrypoints.openai.api_server"
 TRANSFER_FLAG = "--kv-transfer-config"
 _MULTI = "MultiConnector"
 _OWN_OFFLOADING = "--kv-offloading-size"
+_POLICY = "kv_load_failure_policy"
 
 
 class Command(NamedTuple):
@@ -69,14 +70,43 @@ def transfer(arguments: Sequence[str], replaces: bool) -> list[str]:
     if name == LMCACHE and replaces:
         return [f"{CONNECTOR} in the place of {LMCACHE}"]
     if name == _MULTI and CONNECTOR in _children(given):
-        raise ConfigError(
-            f"the command asks for {_MULTI} with {CONNECTOR} as one of its connectors, and kvtier launch starts "
-            f"an engine that has no other: ask for {CONNECTOR} alone, or start vLLM without kvtier launch"
-        )
+        others = ", ".join(child for child in _children(given) if child != CONNECTOR) or "no other"
+        return [f"{CONNECTOR} beside {others}", *_failing(given)]
     hint = f", or set KVTIER_REPLACE_LMCACHE=1 to have {LMCACHE} served by kvtier" if name == LMCACHE else ""
     raise ConfigError(
         f"the command asks for the connector {name!r}, and an engine has one: remove {TRANSFER_FLAG}{hint}"
     )
+
+
+def recomputing(arguments: Sequence[str]) -> list[str]:
+    """vLLM's arguments with the failure policy that is right with kvtier, where kvtier is one of several connectors: a
+    connector sets it for itself, and only vLLM's own configuration sets it for a MultiConnector. What the command says
+    of the policy stays."""
+    given = named_connector(arguments)
+    if given is None or _name(given) != _MULTI or CONNECTOR not in _children(given) or _POLICY in given:
+        return list(arguments)
+    return [*_without_transfer(arguments), TRANSFER_FLAG, json.dumps({**given, _POLICY: "recompute"})]
+
+
+def _failing(given: Mapping[str, Any]) -> list[str]:
+    """What to say where a request whose cached KV cannot be loaded ends with an error."""
+    policy = given.get(_POLICY, "fail, vLLM's default")
+    if policy == "recompute":
+        return []
+    ends = "a request whose cached KV cannot be loaded ends with an error"
+    return [f"{_POLICY} is {policy}: {ends}; 'recompute' beside 'kv_connector' computes it"]
+
+
+def _without_transfer(arguments: Sequence[str]) -> list[str]:
+    """The arguments without the KV transfer configuration on the command line."""
+    kept: list[str] = []
+    follows = False
+    for word in arguments:
+        name, equals, _ = word.partition("=")
+        if not follows and name.replace("_", "-") != TRANSFER_FLAG:
+            kept.append(word)
+        follows = not follows and name.replace("_", "-") == TRANSFER_FLAG and not equals
+    return kept
 
 
 def refuse_own_offloading(env: Mapping[str, str]) -> None:

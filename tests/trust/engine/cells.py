@@ -26,6 +26,10 @@ class Cell:
     """More keys for kvtier."""
     lower: str = ""
     """``nvme``: a small NVMe tier below RAM. ``server``: the store is in a kvtier server."""
+    slow_copies: bool = False
+    """A step copies a chunk or none, so that loads take several steps."""
+    beside: str = ""
+    """``first`` or ``last``: kvtier's place in a MultiConnector, beside a connector as NIXL's."""
 
 
 CELLS = (
@@ -54,4 +58,14 @@ CELLS = (
     Cell("async, failing loads, few blocks", async_scheduling=True, fails=0.3, blocks=26),
     Cell("async, failing loads, drafts", async_scheduling=True, fails=0.3, drafts=3),
     Cell("pipeline, failing loads", pipeline=2, fails=0.3),
+    Cell("slow copies", slow_copies=True),
+    Cell("slow copies, few blocks", slow_copies=True, blocks=26),
+    Cell("slow copies, failing loads, tensor parallel", slow_copies=True, fails=0.2, tensor=2),
+    Cell("slow copies, async, few blocks", slow_copies=True, async_scheduling=True, blocks=26),
+    Cell("slow copies, pipeline, failing loads", slow_copies=True, pipeline=2, fails=0.2),
+    Cell("slow copies, nvme, by priority", slow_copies=True, lower="nvme", policy="priority", blocks=40),
+    Cell("first of several connectors", beside="first"),
+    Cell("last of several connectors, failing loads", beside="last", fails=0.2),
+    Cell("last of several connectors, async, tensor parallel", beside="last", async_scheduling=True, tensor=2),
+    Cell("first of several connectors, pipeline, slow copies", beside="first", pipeline=2, slow_copies=True),
 )

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
@@ -38,7 +40,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvtier.connectors.vllm import KVTierConnector
+from kvtier.connectors.vllm.worker import BUSY_COPY_S
 from kvtier.core.errors import TierError
+from tests.trust.engine import beside
 from tests.trust.engine.cells import Cell
 from tests.trust.engine.memory import VOCABULARY, RankMemory, chain, next_token
 
@@ -119,13 +123,7 @@ def engine_config(cell: Cell, model: Path, folder: Path) -> VllmConfig:
         enable_prefix_caching=cell.prefix_caching,
         scheduling_policy=cell.policy,
         enforce_eager=True,
-        kv_transfer_config={
-            "kv_connector": "KVTierConnector",
-            "kv_connector_module_path": "kvtier.connectors.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": extra,
-        },
+        kv_transfer_config=transfer_config(cell, extra),
         **arguments,
     ).create_engine_config()
     config.scheduler_config.async_scheduling = cell.async_scheduling
@@ -136,12 +134,37 @@ def engine_config(cell: Cell, model: Path, folder: Path) -> VllmConfig:
     return config
 
 
+def transfer_config(cell: Cell, extra: dict[str, Any]) -> dict[str, Any]:
+    """kvtier alone, or one of two."""
+    ours = {
+        "kv_connector": "KVTierConnector",
+        "kv_connector_module_path": "kvtier.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    if not cell.beside:
+        return ours
+    other = {"kv_connector": "PrefilledElsewhere", "kv_connector_module_path": beside.MODULE, "kv_role": "kv_both"}
+    both = [ours, other] if cell.beside == "first" else [other, ours]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": both},
+    }
+
+
 def cache_config(layers: Sequence[str], blocks: int) -> KVCacheConfig:
     """One group of full attention."""
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.int64)
     page = spec.page_size_bytes
     tensors = [KVCacheTensor(len(layers) * page * blocks, list(layers), page * blocks, page)]
     return KVCacheConfig(blocks, tensors, [KVCacheGroupSpec(list(layers), spec)])
+
+
+def ours(connector: Any) -> Any:
+    """kvtier's own, which may be one of several."""
+    return next(one for one in getattr(connector, "sub_connectors", [connector]) if isinstance(one, KVTierConnector))
 
 
 class Engine:
@@ -151,7 +174,7 @@ class Engine:
         self.cell, self.draw = cell, draw
         self.violations: list[str] = []
         self.counts = {"steps": 0, "faults": 0, "loads": 0, "finished": 0, "refused": 0, "aborted": 0}
-        self.counts |= {"preempted": 0, "resets": 0}
+        self.counts |= {"preempted": 0, "resets": 0, "elsewhere": 0}
         self.config = engine_config(cell, model, folder)
         init_none_hash(sha256)
         with set_current_vllm_config(self.config):
@@ -178,9 +201,25 @@ class Engine:
             config.parallel_config = copy.copy(self.config.parallel_config)
             config.parallel_config.rank = rank
             memory = RankMemory(layers, rank, self.cell.blocks, BLOCK)
-            connector = KVTierConnector(config, KVConnectorRole.WORKER, cache_config(layers, self.cell.blocks))
+            cache = cache_config(layers, self.cell.blocks)
+            connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
             connector.register_kv_caches(memory.tensors)
+            for one in getattr(connector, "sub_connectors", ()):
+                one.memory = memory
+            if self.cell.slow_copies:
+                self._slow_down(ours(connector)._worker)
             yield Rank(stage, memory, connector)
+
+    def _slow_down(self, worker: Any) -> None:
+        """Time passes only while the worker copies, and a copy takes half of what a step may copy for, or all."""
+        now, load = [0.0], worker._paged.load
+
+        def slow(jobs: Sequence[Any]) -> Any:
+            now[0] += self.draw.choice((BUSY_COPY_S / 2, BUSY_COPY_S, 5 * BUSY_COPY_S))
+            return load(jobs)
+
+        worker._clock = lambda: now[0]
+        worker._paged.load = slow
 
     def _made_scheduler(self) -> Scheduler:
         layers = [name for rank in self.ranks if not rank.stage for name in rank.memory.tensors][:LAYERS]
@@ -192,20 +231,25 @@ class Engine:
             block_size=BLOCK,
             log_stats=True,
         )
-        told = {
-            (rank.stage, number % self.cell.tensor): _sent(rank.connector.get_handshake_metadata())
-            for number, rank in enumerate(self.ranks)
-        }
+        told = {}
+        for number, rank in enumerate(self.ranks):
+            kv_transfer_state._KV_CONNECTOR_AGENT = rank.connector
+            told[rank.stage, number % self.cell.tensor] = _sent(rank.connector.get_handshake_metadata())
+        kv_transfer_state._KV_CONNECTOR_AGENT = None
         scheduler.connector.set_xfer_handshake_metadata_pp_aware(told)
+        assert (ours(scheduler.connector)._scheduler is ours(scheduler.connector)._starting) is bool(self.cell.beside)
         return scheduler
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
     def ask(self, tokens: list[int], answer: int, salt: str = "", priority: int = 0) -> str:
-        """A new request; its name."""
+        """A new request; its name. Beside another connector some prompts were computed elsewhere."""
         self._next += 1
         name = f"r{self._next}"
         parameters = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
+        if self.cell.beside and self.draw.random() < 0.3:
+            parameters.extra_args = {"kv_transfer_params": {"do_remote_prefill": True}}
+            self.counts["elsewhere"] += 1
         request = Request(
             request_id=name,
             prompt_token_ids=list(tokens),
@@ -313,7 +357,7 @@ class Engine:
                 continue
             connector = rank.connector
             connector.bind_connector_metadata(_sent(step.output.kv_connector_metadata))
-            self.counts["loads"] += len(connector._get_connector_metadata().loads)
+            self.counts["loads"] += len(ours(connector)._get_connector_metadata().loads)
             with self._failing(rank):
                 if step.output.has_sync_kv_loads:
                     connector.start_load_kv(context)
@@ -372,7 +416,7 @@ class Engine:
     @contextmanager
     def _failing(self, rank: Rank) -> Iterator[None]:
         """Some loads of this rank fail after they have overwritten their blocks."""
-        paged = rank.connector._worker._paged
+        paged = ours(rank.connector)._worker._paged
         sound: Callable[..., Any] = paged.load
 
         def load(jobs: Sequence[Any], *arguments: Any) -> Any:
@@ -386,7 +430,7 @@ class Engine:
         try:
             yield
         finally:
-            del paged.load
+            paged.load = sound
 
     def _take_in(self, step: Step) -> None:
         """The oldest step's output comes back to the scheduler."""
@@ -441,7 +485,7 @@ class Engine:
         else:
             self.violations.append(f"not idle after {most} steps: {self.live}")
             return
-        half = self.scheduler.connector._scheduler
+        half = ours(self.scheduler.connector)._scheduler
         if half._pending or half._prompts:
             self.violations.append(f"left behind: {len(half._pending)} jobs, {len(half._prompts)} prompts")
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()

@@ -170,8 +170,17 @@ def test_another_connector_is_refused_and_ours_is_left_alone() -> None:
     with pytest.raises(ConfigError, match="connector 'NixlConnector', and an engine has one"):
         vllm_command.transfer(named("NixlConnector"), True)
     several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [launch.TRANSFER]}}
-    with pytest.raises(ConfigError, match="MultiConnector with KVTierConnector as one of its connectors, and"):
-        vllm_command.transfer(["--kv-transfer-config", json.dumps(several)], False)
+    command = ["--kv-transfer-config", json.dumps(several)]
+    (beside, warned) = vllm_command.transfer(command, False)
+    assert beside == "KVTierConnector beside no other"
+    assert warned.startswith("kv_load_failure_policy is fail, vLLM's default: a request whose")
+    (flag, last) = vllm_command.recomputing(command)[-2:]
+    assert (flag, json.loads(last)) == (command[0], several | {"kv_load_failure_policy": "recompute"})
+    assert vllm_command.transfer(vllm_command.recomputing(command), False) == [beside]
+    around = ["m", f"--kv-transfer-config={command[1]}", "--seed", "1"]
+    assert vllm_command.recomputing(around) == ["m", "--seed", "1", flag, last]
+    chosen = ["--kv-transfer-config", json.dumps(several | {"kv_load_failure_policy": "fail"})]
+    assert vllm_command.recomputing(chosen) == chosen
     with pytest.raises(ConfigError, match="connector 'MultiConnector', and an engine has one"):
         vllm_command.transfer(named("MultiConnector"), False)
     with pytest.raises(ConfigError, match="expected JSON with kv_connector"):

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from kvtier.core.chunk import ChunkLayout, fingerprint
-from kvtier.core.errors import LayoutError
 from tests.unit.connectors.test_vllm_identity import engine, folder
 
 pytestmark = pytest.mark.vllm
@@ -81,13 +80,6 @@ def test_the_size_of_chunks_is_in_every_key(folder: Path) -> None:
     tokens = list(range(64))
     small, large = (chunk_layout(engine(folder), cache(), {(0, 0): rank()}, size)[0] for size in (32, 64))
     assert not set(small.keys(tokens)) & set(large.keys(tokens))
-
-
-def test_a_handshake_that_another_connector_answered_is_named(folder: Path) -> None:
-    from kvtier.connectors.vllm.layout import chunk_layout
-
-    with pytest.raises(LayoutError, match=r"MultiConnector.*put KVTierConnector first"):
-        chunk_layout(engine(folder), cache(), {}, 32)
 
 
 def test_keys_of_one_start_are_random(layout: Any) -> None:

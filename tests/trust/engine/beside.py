@@ -1,0 +1,107 @@
+"""A connector beside ours under vLLM's MultiConnector: as NIXL does it, it answers the handshake with something of its
+own, and brings the prompt of a request whose prefill was done elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+)
+
+from tests.trust.engine.memory import RankMemory, chain
+
+MODULE = __name__
+
+
+@dataclass
+class Address(KVConnectorHandshakeMetadata):
+    """Where this rank can be reached."""
+
+    port: int
+
+
+@dataclass
+class Transfers(KVConnectorMetadata):
+    """``(request, salt, tokens, blocks)`` of each prompt to bring."""
+
+    wanted: list[tuple[str, str, list[int], list[int]]] = field(default_factory=list)
+
+
+class PrefilledElsewhere(KVConnectorBase_V1):
+    """Both halves. ``memory`` of a worker is set by the simulated engine."""
+
+    memory: RankMemory
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._block = vllm_config.cache_config.block_size
+        self._wanted = Transfers()
+        self._ended = set[str]()
+        self.brought = 0
+
+    # ---- worker --------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        return
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return Address(5_600)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, Transfers)
+        for name, salt, tokens, blocks in metadata.wanted:
+            self.memory.write(blocks, chain(salt, tokens), 0, sound=True)
+            self._ended.add(name)
+            self.brought += 1
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_save(self) -> None:
+        return
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        ended, self._ended = self._ended, set()
+        return None, ended
+
+    # ---- scheduler -----------------------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        foreign = [one for one in metadata.values() if not isinstance(one, Address)]
+        if foreign:
+            raise ValueError(f"expected an Address of every rank, got {foreign}")
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if not (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            return 0, False
+        count = (request.num_prompt_tokens - 1) // self._block * self._block - num_computed_tokens
+        return max(0, count), count > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            request.kv_transfer_params["do_remote_prefill"] = False
+            count = (request.num_prompt_tokens - 1) // self._block * self._block
+            ids = list(blocks.get_block_ids()[0])
+            tokens = list(request.prompt_token_ids[:count])
+            self._wanted.wanted.append((request.request_id, request.cache_salt or "", tokens, ids))
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        wanted, self._wanted = self._wanted, Transfers()
+        return wanted
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
