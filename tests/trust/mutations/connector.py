@@ -13,18 +13,15 @@ ROOM = Room(
     {
         "rules": (*PYTEST, "tests/unit/connectors/test_vllm_rules.py", "tests/unit/connectors/test_vllm_sessions.py"),
         "worker": (*PYTEST, "tests/unit/gpu/test_gpu_worker.py"),
-        "scheduler": (
-            *PYTEST,
-            "tests/unit/connectors/test_vllm_scheduler.py",
-            "tests/unit/connectors/test_vllm_layerwise.py",
-        ),
+        "scheduler": (*PYTEST, "tests/unit/connectors/test_vllm_scheduler.py"),
+        "hooks": (*PYTEST, "tests/unit/connectors/test_vllm_hooks.py"),
     },
     (
         # ---- scheduler: what is served ---
         Mutant(
             _SCHEDULER,
-            "if prompt.chain is None or request.skip_reading_prefix_cache:",
-            "if prompt.chain is None:",
+            "bool(request.skip_reading_prefix_cache or ",
+            "bool(",
             "prompt logprobs are asked of a prompt that is not computed",
         ),
         Mutant(
@@ -41,15 +38,9 @@ ROOM = Room(
         ),
         Mutant(
             _SCHEDULER,
-            "ids[first:last], first - prompt.start * per_chunk)",
-            "ids[first:last], 0)",
+            "            first - prompt.start * per_chunk,\n",
+            "            0,\n",
             "a chunk's first blocks are loaded where its last belong",
-        ),
-        Mutant(
-            _SCHEDULER,
-            "self._failures_seen[rank] = max(",
-            "self._failures_seen[-1] = max(",
-            "after one failed load nothing is saved any more",
         ),
         Mutant(
             _SCHEDULER,
@@ -78,7 +69,7 @@ ROOM = Room(
         ),
         Mutant(
             _SCHEDULER,
-            "known = request.num_tokens if self._save_decode else request.num_prompt_tokens",
+            "known = request.num_tokens if self._duty.save_decode else request.num_prompt_tokens",
             "known = request.num_tokens",
             "answers are kept where the configuration says not to",
         ),
@@ -128,7 +119,7 @@ ROOM = Room(
         ),
         Mutant(
             _SCHEDULER,
-            "        if report.replaced:\n            self._renew()\n",
+            "        if report.replacements:\n            self._renew()\n",
             "",
             "what old weights computed is served after they were replaced",
         ),
@@ -153,8 +144,8 @@ ROOM = Room(
         # ---- what ranks say together ---
         Mutant(
             _METADATA,
-            "replaced=self.replaced or other.replaced",
-            "replaced=self.replaced",
+            "            replacements=replacements,",
+            "            replacements=self.replacements,",
             "weights that one rank saw replaced are held to be the old ones",
         ),
         Mutant(
@@ -163,53 +154,90 @@ ROOM = Room(
             "            done=self.done | other.done,",
             "a rank's word is lost in another's",
         ),
+        # ---- loads that a request waits for ---
+        Mutant(
+            _SCHEDULER,
+            "        return self._duty.shares_blocks and len(keys) > start and keys[start] in self._loading",
+            "        return False",
+            "each of twenty equal prompts loads the same",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "        return self._duty.shares_blocks and len(keys) > start and keys[start] in self._loading",
+            "        return len(keys) > start and keys[start] in self._loading",
+            "a request waits for blocks that vLLM does not share",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "            self._loading -= Counter(pending.keys)\n",
+            "",
+            "what was loaded once is waited for without end",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "        return claimed + chunks <= pool.slots // 2",
+            "        return True",
+            "a queue of requests pins all of RAM",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "        if pool is None or prompt.first or not chunks:",
+            "        if pool is None or not chunks:",
+            "whoever is first in the queue waits for those behind it",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "        if coming and self._judge.clock() < prompt.until:\n            return None, False",
+            "        if coming and self._judge.clock() < prompt.until:\n            ready, coming = ready + coming, 0",
+            "chunks are promised that have not come",
+        ),
+        Mutant(
+            _WORKER,
+            "            self._bad_blocks.update(job.blocks)\n",
+            "            pass\n",
+            "an older vLLM computes on with blocks that were not loaded",
+        ),
+        Mutant(
+            _WORKER,
+            "(max(BUSY_COPY_S, BUSY_COPY_PART * self._forward_s) if computes else _IDLE_COPY_S)",
+            "60.0",
+            "one long load stops all other requests",
+        ),
+        Mutant(
+            "connectors/vllm/connector.py",
+            "        return set() if _NAMES_FAILED_LOADS else bad",
+            "        return set()",
+            "a vLLM that knows of no names is not told of a failed load",
+        ),
         # ---- worker ---
         Mutant(
             _WORKER,
-            "metadata.failures_seen.get(self._rank, 0) < self._failures",
-            "False",
-            "what was computed from a failed load is saved",
+            "        refused = metadata.replacements_seen.get(self._rank, 0) < self._replacements",
+            "        refused = bool(self._report.replacements)",
+            "steps that were planned before the scheduler knew of new weights save what they computed",
         ),
         Mutant(
             _WORKER,
-            "            if poisoned:\n",
-            "            if poisoned and metadata.loads:\n",
-            "steps that were planned before the scheduler knew of a failure save what they computed",
-        ),
-        Mutant(
-            _WORKER,
-            "        self._bad_blocks.update(job.blocks)\n",
-            "",
-            "vLLM computes on with blocks that were not loaded",
-        ),
-        Mutant(
-            _WORKER,
-            "            self._under_way = deque(one._replace(sound=one.is_load) for one in self._under_way)\n",
-            "            pass\n",
-            "saves begun after a load that failed on the device are kept",
-        ),
-        Mutant(
-            _WORKER,
-            "            for job in metadata.loads:\n                self._load_failed(job)\n            return",
-            "            pass",
+            "                self._ended(job, failed=True)\n            self._copying.clear()\n            return",
+            "                pass",
             "old KV is loaded into a model whose weights were replaced",
         ),
         Mutant(
             _WORKER,
-            "        self._report.replaced = True\n        self._failed_once()\n",
-            "        self._report.replaced = True\n",
+            "        self._replacements += 1\n",
+            "",
             "what new weights computed is saved under the old ones' keys",
         ),
         Mutant(
             _WORKER,
-            "        self._report.replaced = True\n",
+            "        self._report.replacements[self._rank] = self._replacements\n",
             "",
             "the scheduler never hears that weights were replaced",
         ),
         Mutant(
             _WORKER,
-            "looks=bool(metadata.loads or metadata.saves)",
-            "looks=False",
+            "        looks = bool(metadata.loads or metadata.saves or self._copying)",
+            "        looks = False",
             "weights that are written in place are not noticed",
         ),
         Mutant(

@@ -10,14 +10,67 @@ ROOM = Room(
     {
         "failing loads": ("-m", "tests.trust.engine", "--steps", "500", "--only", "failing loads"),
         "few blocks": ("-m", "tests.trust.engine", "--steps", "500", "--only", "few blocks"),
+        "slow copies": ("-m", "tests.trust.engine", "--steps", "500", "--only", "slow copies"),
+        "several connectors": ("-m", "tests.trust.engine", "--steps", "500", "--only", "several connectors"),
         "all cells": ("-m", "tests.trust.engine", "--steps", "300"),
     },
     mutants=(
         Mutant(
             _WORKER,
-            "        poisoned = metadata.failures_seen.get(self._rank, 0) < self._failures",
-            "        poisoned = False",
-            "what was computed over a failed load is saved under its valid key",
+            "            if not left:\n                self._copying.popleft()\n",
+            "            if True:\n                self._copying.popleft()\n",
+            "a load is told before it is copied",
+        ),
+        Mutant(
+            _WORKER,
+            "        self._finished, self._failed = set(), set()\n",
+            "        self._failed = set()\n",
+            "the end of a load is told twice",
+        ),
+        Mutant(
+            _WORKER,
+            "            self._failed.add(job.request_id)\n",
+            "            pass\n",
+            "a failed load is told as one that went well",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "            prompt.load_failed = True\n",
+            "            pass\n",
+            "a request is offered what failed again, for ever",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "        prompt = self._prompts.pop(request.request_id, None)\n        self._running",
+            "        prompt = self._prompts.pop(request.request_id, None)\n"
+            "        for one in self._pending.values():\n"
+            "            if one.request_id == request.request_id:\n"
+            "                one.lease.close()\n        self._running",
+            "an abort gives back slots that a worker still reads",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "        return promised, promised > 0",
+            "        return promised, False",
+            "a step computes over blocks before they are loaded",
+        ),
+        Mutant(
+            "connectors/vllm/connector.py",
+            "        return None if among_others else self._of_worker().layout()",
+            "        return self._of_worker().layout()",
+            "another connector's handshake is answered by ours",
+        ),
+        Mutant(
+            "connectors/vllm/connector.py",
+            "        layout = self._of_worker().layout() if self._step().asks_layout else None",
+            "        layout = None",
+            "an engine with several connectors waits for a layout without end",
+        ),
+        Mutant(
+            _SCHEDULER,
+            ' or (request.kv_transfer_params or {}).get("do_remote_prefill"))',
+            ")",
+            "two connectors load the same prompt",
         ),
         Mutant(
             _WORKER,
@@ -34,7 +87,7 @@ ROOM = Room(
         ),
         Mutant(
             _SCHEDULER,
-            "        known = request.num_tokens if self._save_decode else request.num_prompt_tokens\n"
+            "        known = request.num_tokens if self._duty.save_decode else request.num_prompt_tokens\n"
             "        finished = min(computed + output.num_scheduled_tokens[request_id], known)",
             "        finished = (computed + output.num_scheduled_tokens[request_id])",
             "drafts that nobody accepted are saved",
@@ -62,12 +115,6 @@ ROOM = Room(
             "            failed=self.failed + other.failed,",
             "            failed=self.failed,",
             "what failed on the second rank counts for nothing",
-        ),
-        Mutant(
-            "connectors/vllm/versions.py",
-            '    policy = "fail" if several else "recompute"',
-            '    policy = "recompute"',
-            "a failed load gives wrong tokens with several batches in flight",
         ),
     ),
 )

@@ -148,11 +148,5 @@ ROOM = Room(
             "    if False:",
             "MLA on a CPU goes on from prefixes that its kernels compute otherwise",
         ),
-        Mutant(
-            _LAYOUT,
-            "    if not ranks:",
-            "    if False:",
-            "beside another connector the start fails in words about bytes",
-        ),
     ),
 )

@@ -215,12 +215,6 @@ ROOM = Room(
             "a read drops the chunk that is written anew beside it",
         ),
         Mutant(
-            "tiers/redis/tier.py",
-            "        if self._form.checksum(bytes(header), key, whole.nbytes) != digest.digest():",
-            "        if False:",
-            "a wrong byte is served by layer",
-        ),
-        Mutant(
             "tiers/redis/layout.py",
             "    return len(header) == HEADER_BYTES and header",
             "    return len(header) == HEADER_BYTES or header",

@@ -14,7 +14,7 @@ ROOM = Room(
             "tests/unit/config/test_config.py",
         ),
         "launch": (*PYTEST, "tests/unit/cli/test_launch.py"),
-        "layers": (*PYTEST, "tests/unit/connectors/test_vllm_hooks.py"),
+        "hooks": (*PYTEST, "tests/unit/connectors/test_vllm_hooks.py"),
     },
     mutants=(
         Mutant(
@@ -40,18 +40,6 @@ ROOM = Room(
             "        versions.require()\n",
             "",
             "a vLLM that is too old dies of an import",
-        ),
-        Mutant(
-            "connectors/vllm/connector.py",
-            "layered=_BY_LAYER and asks_for_layers(forward_context))",
-            "layered=asks_for_layers(forward_context))",
-            "layers flow where nobody confirms them",
-        ),
-        Mutant(
-            "connectors/vllm/connector.py",
-            "            cuts=layout.layer_cuts(ranks, chunks) if _BY_LAYER else None,",
-            "            cuts=layout.layer_cuts(ranks, chunks),",
-            "chunks come part by part where nobody confirms them",
         ),
         Mutant(
             "connectors/vllm/connector.py",
