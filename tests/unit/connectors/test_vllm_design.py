@@ -1,0 +1,36 @@
+"""kvtier/DESIGN.md's table of vLLM's hooks: every hook of every vLLM that is here has a row."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import vllm_versions
+
+ROOT = Path(__file__).parents[3]
+BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
+
+
+def hooks(version: str) -> set[str]:
+    place = vllm_versions()[version]
+    if place is None:
+        spec = importlib.util.find_spec("vllm")
+        assert spec is not None and spec.origin is not None
+        place = Path(spec.origin).parents[1]
+    tree = ast.parse((place / BASE).read_text(encoding="utf-8"))
+    (base,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "KVConnectorBase_V1")
+    return {node.name for node in base.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("version", sorted(vllm_versions()))
+def test_every_hook_of_vllms_has_a_row(version: str) -> None:
+    design = (ROOT / "kvtier" / "DESIGN.md").read_text(encoding="utf-8")
+    table = design.partition("## vLLM's hooks")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    told = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert hooks(version) <= told
