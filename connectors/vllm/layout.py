@@ -54,6 +54,7 @@ def chunk_layout(
     """
     tokens = block_tokens(kv_cache_config)
     _refuse_context_parallel(vllm_config.parallel_config)
+    _refuse_several_hosts(vllm_config.parallel_config)
     replicated = bool(vllm_config.model_config.use_mla)
     parts: list[int] = []
     owners: list[tuple[int, bool]] = []
@@ -112,6 +113,15 @@ def of_namespace(layout: ChunkLayout, namespace: str) -> ChunkLayout:
 def start_only(layout: ChunkLayout, why: str) -> ChunkLayout:
     """The same layout with keys that no other start of any engine can name."""
     return replace(layout, fingerprint=fingerprint({"of": layout.fingerprint.hex(), "start": start_word(why)}))
+
+
+def _refuse_several_hosts(parallel: Any) -> None:
+    hosts = getattr(parallel, "nnodes", 1)
+    if hosts > 1:
+        raise LayoutError(
+            f"nnodes={hosts}: the workers of one engine share kvtier's RAM, so they have to be on one host. Run an "
+            "engine on each host, or this one without the kvtier connector"
+        )
 
 
 def _refuse_context_parallel(parallel: Any) -> None:

@@ -70,10 +70,10 @@ class StepMetadata(KVConnectorMetadata):
     """Of the step; see :class:`kvtier.load_policy.prefill.StepClock`."""
     computes: bool = False
     """Whether the step runs a forward pass, so that requests wait for it."""
-    asks_layout: bool = False
-    """Whether the scheduler's half has yet to hear how the ranks' KV caches lie."""
     replacements_seen: dict[int, int] = field(default_factory=dict)
     """For each rank, how many replacements of its weights the scheduler knew of when it planned this step."""
+    asks_layout: bool = False
+    """Whether the scheduler's half has yet to hear how the ranks' KV caches lie."""
 
 
 @dataclass
@@ -86,6 +86,8 @@ class StepReport(KVConnectorWorkerMetadata):
     """Blocks copied from slots by one rank, and the seconds of the slowest rank for them."""
     load_s: float = 0.0
     save_s: float = 0.0
+    unmapped: str = ""
+    """Why some rank cannot map the engine's own pool."""
     layouts: dict[tuple[int, int], RankLayout] = field(default_factory=dict)
     """Where the scheduler's half asked for it: each rank's, by ``(pipeline stage, tensor rank)``."""
     done: Counter[int] = field(default_factory=Counter)
@@ -105,6 +107,7 @@ class StepReport(KVConnectorWorkerMetadata):
             loaded_blocks=max(self.loaded_blocks, other.loaded_blocks),
             load_s=max(self.load_s, other.load_s),
             save_s=max(self.save_s, other.save_s),
+            unmapped=self.unmapped or other.unmapped,
             layouts=self.layouts | other.layouts,
             done=self.done + other.done,
             failed=self.failed + other.failed,

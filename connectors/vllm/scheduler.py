@@ -83,6 +83,7 @@ class SchedulerHalf:
         self._reports_until = 0.0
         self._loads: list[Job] = []
         self._replacements_seen: dict[int, int] = {}
+        self._off = False
         self._old_blocks = False
         """vLLM's own cache may hold blocks that other weights have computed."""
         self.misses = Misses(store, judge.clock)
@@ -247,11 +248,10 @@ class SchedulerHalf:
         address = self._address(pool) if pool is not None else None
         metadata = StepMetadata(
             address,
-            self._loads,
-            [],
-            self._judge.planned(_work(output)),
-            bool(output.total_num_scheduled_tokens),
-            dict(self._replacements_seen),
+            loads=self._loads,
+            number=self._judge.planned(_work(output)),
+            computes=bool(output.total_num_scheduled_tokens),
+            replacements_seen=dict(self._replacements_seen),
         )
         self._loads, self._running, self._asked = [], set(output.num_scheduled_tokens), False
         for new in output.scheduled_new_reqs:
@@ -317,6 +317,8 @@ class SchedulerHalf:
             self._replacements_seen[rank] = max(count, self._replacements_seen.get(rank, 0))
         if report.replacements:
             self._renew()
+        if report.unmapped and not self._off:
+            self._turn_off(report.unmapped)
         for number in report.done.keys() | report.failed.keys():
             pending = self._pending.get(number)
             if pending is None:
@@ -352,6 +354,13 @@ class SchedulerHalf:
             prompt.load_failed = True
         elif not prompt.retried:  # the worker refuses saves for a while after weights were replaced
             prompt.saved, prompt.retried = 0, True
+
+    def _turn_off(self, why: str) -> None:
+        """The workers cannot reach the pool: nothing is served and nothing is kept from now on."""
+        logger.error("%s: kvtier keeps and serves nothing in this engine; all its workers have to be on one host", why)
+        self._off, self._duty = True, self._duty._replace(loads=False, saves=False)
+        for prompt in self._prompts.values():
+            self._drop(prompt)
 
     def _renew(self) -> None:
         """The model has other weights: nothing that was saved before may be served, and nothing that a live request has

@@ -31,6 +31,7 @@ import torch
 
 from kvtier.client.attachment import SharedPool
 from kvtier.connectors.vllm.metadata import Job, PoolAddress, RankLayout, StepMetadata, StepReport
+from kvtier.core.errors import KVTierError
 from kvtier.core.pool import Pool
 from kvtier.gpu import Copy, PagedBlocks, Pinning, regions_of, slot_tensor
 from kvtier.gpu import Job as SlotJob
@@ -134,6 +135,7 @@ class WorkerHalf:
         after the forward pass (before 0.32: before it)."""
         self._let_go({metadata.pool, *(job.pool for job in (*metadata.loads, *metadata.saves))})
         self._report.step = metadata.number
+        self._map_early(metadata.pool)
         if self._has_other_weights(metadata):
             for job in (*metadata.loads, *(copying.job for copying in self._copying)):
                 self._ended(job, failed=True)
@@ -281,6 +283,16 @@ class WorkerHalf:
         if address not in self._pools:
             self._pools[address] = _MappedPool(address, self._rank, self._blocks().block_bytes, self._pinning)
         return self._pools[address]
+
+    def _map_early(self, address: PoolAddress | None) -> None:
+        """Map the engine's own pool in the first step. What prevents that (another host, other process ids) prevents it
+        for ever, so the scheduler's half hears of it at once; a server's pool may only be away."""
+        if address is None or address.witness_path is not None or address in self._pools:
+            return
+        try:
+            self._mapped(address)
+        except KVTierError as error:
+            self._report.unmapped = f"rank {self._rank}: {error}"
 
     def _let_go(self, needed: set[PoolAddress | None]) -> None:
         """Unmap what no job needs any more: a server waits for that."""

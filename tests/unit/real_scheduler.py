@@ -42,8 +42,8 @@ class Core:
             [], tokens, budget, [], None,
         )  # fmt: skip
         self.connector: Any = self.scheduler.connector
-        rank = RankLayout(4096, {"device": "cpu", "row_bytes": [4096]}, model={"attention": "", "rotary": ""})
-        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): rank})
+        self.rank = RankLayout(4096, {"device": "cpu", "row_bytes": [4096]}, model={"attention": "", "rotary": ""})
+        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.rank})
         self.replacements = 0
 
     def request(self, name: str, tokens: list[int], media: dict[int, str] | None = None, **more: Any) -> Any:

@@ -209,6 +209,18 @@ ROOM = Room(
             "        return set()",
             "a vLLM that knows of no names is not told of a failed load",
         ),
+        Mutant(
+            _WORKER,
+            '            self._report.unmapped = f"rank {self._rank}: {error}"',
+            "            pass",
+            "an engine whose workers reach no pool fails at every chunk, for ever",
+        ),
+        Mutant(
+            "connectors/vllm/connector.py",
+            "        except KVTierError as error:\n            logger.error",
+            "        except ZeroDivisionError as error:\n            logger.error",
+            "a store that cannot be made ends an engine that runs",
+        ),
         # ---- worker ---
         Mutant(
             _WORKER,

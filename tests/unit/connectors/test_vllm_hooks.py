@@ -73,6 +73,28 @@ def test_a_failed_load_is_told_by_name_or_where_vllm_cannot_by_its_blocks(
     assert worker.get_block_ids_with_load_errors() == (set() if names else {4, 5})
 
 
+def test_a_store_that_cannot_be_made_in_a_running_engine_turns_the_cache_off(
+    module: Any, steps: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beside other connectors layouts come with a report: then nothing may end the engine."""
+    connector = made(module, "SCHEDULER")
+    layouts = {(0, 0): module.RankLayout(4096, {"device": "cpu", "row_bytes": [4096]})}
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object()})
+    assert connector.get_num_new_matched_tokens(object(), 0) == (None, False)
+    assert connector.has_pending_push_work()
+    assert connector.build_connector_meta(object()).asks_layout
+
+    def refused(*_: Any) -> None:
+        raise module.KVTierError("no room for a chunk")
+
+    monkeypatch.setattr(module.layout, "why_no_prefixes", lambda _: "")
+    monkeypatch.setattr(module.layout, "chunk_layout", refused)
+    connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=module.StepReport(layouts=layouts)))
+    assert connector.get_num_new_matched_tokens(object(), 0) == (0, False)
+    assert not connector.has_pending_push_work()
+    assert caplog.text.count("kvtier keeps and serves nothing in this engine: no room for a chunk") == 1
+
+
 def test_the_newest_vllm_has_every_hook(module: Any) -> None:
     assert module._NAMES_FAILED_LOADS
     assert module.versions.limits(module.KVConnectorBase_V1) == []

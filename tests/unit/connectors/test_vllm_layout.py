@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.errors import LayoutError
 from tests.unit.connectors.test_vllm_identity import engine, folder
 
 pytestmark = pytest.mark.vllm
@@ -72,6 +73,13 @@ def test_ranks_are_told_apart_by_their_place(folder: Path) -> None:
     one, two = rank(model={"rotary": "one"}), rank(model={"rotary": "two"})
     assert print_of(engine(folder), {(0, 0): one, (0, 1): two}) != print_of(engine(folder), {(0, 0): two, (0, 1): one})
     assert print_of(engine(folder), {(0, 0): one, (0, 1): two}) != print_of(engine(folder), {(0, 0): one, (1, 0): two})
+
+
+def test_workers_on_several_hosts_are_refused_at_the_start(folder: Path) -> None:
+    given = engine(folder)
+    given.parallel_config.nnodes = 2
+    with pytest.raises(LayoutError, match=r"nnodes=2: .* have to be on one host. Run an engine on each host"):
+        print_of(given)
 
 
 def test_the_size_of_chunks_is_in_every_key(folder: Path) -> None:

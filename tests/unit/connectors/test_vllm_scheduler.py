@@ -408,6 +408,22 @@ def test_what_a_load_costs_in_a_busy_engine_counts() -> None:
     assert chosen(busy=True, slice_s=(0.005, 0.05)) == 0, "61 steps of 40 ms are more than 1.5 s"
 
 
+def test_an_engine_whose_workers_cannot_map_the_pool_is_left_alone_with_one_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench, request = Bench(), prompt(3)
+    bench.hold(request.all_token_ids[:-1], read_s=0.1)
+    assert bench.matched(request) is None
+    for _ in range(2):
+        bench.half.report(report(unmapped="rank 1: cannot map the shared pool"))
+    held = bench.store.keys()
+    assert bench.matched(request) == 0
+    bench.computed(request)
+    assert bench.store.keys() == held
+    assert caplog.text.count("kvtier keeps and serves nothing in this engine") == 1
+    done(bench, request)
+
+
 @pytest.mark.parametrize("role", ["loads", "saves"])
 def test_an_engine_does_what_its_role_says(role: str) -> None:
     bench, request = Bench(**{role: False}), prompt(3)

@@ -139,7 +139,7 @@ def test_an_engine_that_may_keep_no_prefixes_runs_on_and_keeps_none(
 
     monkeypatch.setattr(layout, "why_no_prefixes", lambda _: "the platform forbids it")
     monkeypatch.setattr(core.connector, "_scheduler", None)
-    core.connector.set_xfer_handshake_metadata_pp_aware({})
+    core.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): core.rank})
     assert "the platform forbids it: kvtier keeps and serves nothing in this engine" in caplog.text
     for name in ("one", "two"):
         core.add(core.request(name, FIRST.copy()))

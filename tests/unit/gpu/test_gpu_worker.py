@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import warnings
 from collections import Counter
@@ -344,6 +345,20 @@ def test_a_pool_stays_mapped_and_locked_while_copies_are_under_way(rank: Rank) -
     assert not rank.half._pools
     assert not driver.held
     assert rank.held(0) == {7}
+
+
+def test_a_pool_that_cannot_be_mapped_is_told_in_the_first_step() -> None:
+    rank = Rank(held=False)
+    gone, rank.address = rank.address, dataclasses.replace(rank.address, path="/proc/1/fd/99999")
+    first = rank.step([rank.job(1, [0], [2, 3])])
+    assert "cannot map the shared pool /proc/1/fd/99999" in first.unmapped
+    assert rank.failed == {"r1"}
+    rank.address = gone
+    assert not rank.step().unmapped
+    server = dataclasses.replace(rank.address, path="/proc/1/fd/99999", witness_path="/proc/1/fd/99998")
+    rank.address = server
+    assert not rank.step().unmapped, "a server may come back"
+    rank.half.close()
 
 
 def test_closing_waits_for_copies_under_way(rank: Rank) -> None:
