@@ -131,6 +131,27 @@ def preemption(model: str) -> Any:
     return engine.ask(prompts, max_tokens=160) + engine.ask(prompts, max_tokens=160)
 
 
+def several_connectors(model: str) -> Any:
+    """kvtier behind another connector, which answers the handshake, in vLLM's MultiConnector."""
+    ours = {
+        "kv_connector": "KVTierConnector",
+        "kv_connector_module_path": "kvtier.connectors.vllm",
+        "kv_role": "kv_both",
+    }
+    other = {
+        "kv_connector": "PrefilledElsewhere",
+        "kv_connector_module_path": "tests.trust.engine.beside",
+        "kv_role": "kv_both",
+    }
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [other, ours]},
+    }
+    return rounds(Engine(model, kv_transfer_config=both))
+
+
 def no_prefix_caching(model: str) -> Any:
     return rounds(Engine(model, enable_prefix_caching=False))
 
@@ -365,6 +386,7 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
         plain,
         features,
         preemption,
+        several_connectors,
         no_prefix_caching,
         bare_name,
         speculative,

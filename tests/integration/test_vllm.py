@@ -185,7 +185,7 @@ def test_hits_come_from_nvme_when_ram_holds_one_document(run: Run, tmp_path: Pat
     assert hits(small)[3:] == [DOCUMENT_HIT] * 3
 
 
-@pytest.mark.parametrize("scenario", ["no_prefix_caching", "bare_name"])
+@pytest.mark.parametrize("scenario", ["no_prefix_caching", "bare_name", "several_connectors"])
 def test_engine_settings_and_the_bare_name(run: Run, scenario: str) -> None:
     ours = run(scenario)
     assert_same(ours, run("plain", kvtier=False))
