@@ -90,6 +90,17 @@ def test_slots_are_cut_by_layer_only_where_such_loads_are_confirmed(
     assert given["cuts"] == (cuts if by_layer else None)
 
 
+@pytest.mark.parametrize("workers_first", [True, False])
+def test_a_worker_gives_empty_statistics_where_the_scheduler_is_not_asked_without(
+    module: Any, steps: list[Any], monkeypatch: pytest.MonkeyPatch, workers_first: bool
+) -> None:
+    monkeypatch.setattr(module, "_WORKERS_FIRST", workers_first)
+    given = made(module, "WORKER").get_kv_connector_stats()
+    assert given == (module.TierStats() if workers_first else None)
+    assert made(module, "SCHEDULER").get_kv_connector_stats() is None
+
+
 def test_the_newest_vllm_has_every_hook(module: Any) -> None:
     assert module._BY_LAYER
+    assert not module._WORKERS_FIRST
     assert module.versions.limits(module.KVConnectorBase_V1) == []
