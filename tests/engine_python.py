@@ -38,6 +38,11 @@ def engine_vllm() -> str:
     ).stdout.strip()
 
 
+def loads_by_layer() -> bool:
+    """Whether this vLLM confirms loads that go on during the forward pass."""
+    return engine_vllm().partition("+")[0] not in ("0.23.0", "0.29.0")
+
+
 def skip_if_broken(feature: str) -> None:
     """Skips the test where the vLLM of engines cannot do it, whether kvtier is there or not (:data:`BROKEN`)."""
     version = engine_vllm().partition("+")[0]
