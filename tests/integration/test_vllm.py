@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine_python import engine_python, loads_by_layer, skip_if_broken
+from tests.engine_python import engine_python, engine_vllm, loads_by_layer, skip_if_broken
 from tests.nvme_place import flip
 from tests.redis_server import RedisServer, cluster_url, redis_cluster
 
@@ -371,4 +371,7 @@ def test_sliding_window_beside_full_attention_works(run: Run) -> None:
 def test_recurrent_models_are_refused_by_name(run: Run) -> None:
     log = run("refused", model="mamba")
     assert isinstance(log, EngineFailed)
-    assert "LayoutError: Lfm2ForCausalLM keeps recurrent state" in log
+    if engine_vllm().startswith("0.23."):  # which ends in words of its own before it asks the connector
+        assert "ValueError: Hybrid KV cache manager is disabled but failed to convert the KV cache specs" in log
+    else:
+        assert "LayoutError: Lfm2ForCausalLM keeps recurrent state" in log
