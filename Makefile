@@ -82,10 +82,12 @@ vllm-next: $(NEXT)/ready  ## the newest vLLM without its compiled code: its sche
 
 lmi: $(LMI)/ready  ## the vLLM of LMI v27, in an environment of its own (6 GB)
 
+# Without Redis, of which vLLM knows nothing. What torch compiles at an engine's start takes half a minute each time.
 test-lmi: $(READY) lmi vllm-next  ## the tests on real engines with the vLLM of LMI v27, and the hooks of the newest vLLM
-	$(BIN)/python -m pytest tests/integration/test_hooks.py
-	TEST_ENGINE_PYTHON=$(LMI)/bin/python $(BIN)/python -m pytest -k "not older_vllm" tests/integration/test_hooks.py \
-		tests/integration/test_vllm.py tests/integration/test_vllm_launch.py tests/integration/test_vllm_server.py
+	$(BIN)/python -m pytest -v tests/integration/test_hooks.py -k $(NEXT_VLLM)
+	TORCH_COMPILE_DISABLE=1 TEST_ENGINE_PYTHON=$(LMI)/bin/python $(BIN)/python -m pytest -v \
+		-m "not redis" -k "not older_vllm" tests/integration/test_hooks.py tests/integration/test_vllm.py \
+		tests/integration/test_vllm_launch.py tests/integration/test_vllm_server.py
 
 # What kvtier is tested and compared with, in an environment of its own, which sees .venv's packages through a .pth file:
 # vLLM and torch are installed once.

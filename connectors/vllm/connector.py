@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvtier.connectors.vllm")
 
 _NAMES_FAILED_LOADS = versions.has_hook(KVConnectorBase_V1, versions.LOAD_RESULTS)
+_WORKERS_FIRST = versions.workers_tell_first(versions.running())
 
 
 class KVTierConnector(KVConnectorBase_V1):
@@ -214,9 +215,11 @@ class KVTierConnector(KVConnectorBase_V1):
         return versions.hit_sources(self._of_scheduler().sources(request))
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """vLLM asks both halves after every step."""
+        """vLLM asks both halves after every step. The counts are the scheduler's; where it is asked only after a worker
+        has given some, a worker gives an empty one."""
         counts = self._scheduler.counts() if self._scheduler is not None else {}
-        return TierStats(data=counts) if counts else None
+        opens = _WORKERS_FIRST and self._worker is not None
+        return TierStats(data=counts) if counts or opens else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:

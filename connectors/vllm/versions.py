@@ -15,6 +15,8 @@ from kvtier.core.errors import ConfigError
 
 OLDEST = (0, 23)
 TESTED = ("0.23.0", "0.29.0", "0.32.0", "0.33.0")
+ASKS_SCHEDULER = (0, 29)
+"""The oldest vLLM known to ask the scheduler's half for statistics whether or not a worker gave some."""
 
 LOAD_RESULTS = "get_transfer_results"
 """The hook that names requests whose load failed. Before it a failed load is told by its block ids."""
@@ -28,7 +30,7 @@ _LIMITS = {
 def judged(version: str) -> str:
     """What to say of this version of vLLM. Raises ConfigError when it is too old."""
     tested = ", ".join(TESTED)
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    numbers = _numbers(version)
     if len(numbers) == 2 and numbers < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise ConfigError(
@@ -40,9 +42,24 @@ def judged(version: str) -> str:
 
 def require() -> str:
     """:func:`judged` for the vLLM of this process. One that does not know its version passes as not tested."""
+    return judged(running())
+
+
+def running() -> str:
+    """Version of the vLLM of this process."""
     import vllm
 
-    return judged(getattr(vllm, "__version__", None) or "of unknown version")
+    return getattr(vllm, "__version__", None) or "of unknown version"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def workers_tell_first(version: str) -> bool:
+    """Whether this vLLM asks the scheduler's half for statistics only after a worker has given some, if only none."""
+    numbers = _numbers(version)
+    return len(numbers) == 2 and numbers < ASKS_SCHEDULER
 
 
 def has_hook(base: type, hook: str) -> bool:

@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import json
 import sys
+from collections import Counter
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class Rig:
         caches = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(names, spec)])
         self.kv = {name: torch.zeros(BLOCKS, BLOCK, WIDTH) for name in names}
         with set_current_vllm_config(self.config):
-            self.scheduler = Scheduler(self.config, caches, StructuredOutputManager(self.config), BLOCK)
+            self.scheduler = Scheduler(self.config, caches, StructuredOutputManager(self.config), BLOCK, log_stats=True)
             kv_transfer_state._KV_CONNECTOR_AGENT = KVConnectorFactory.create_connector(
                 self.config, _worker_role(), caches
             )
@@ -63,6 +64,8 @@ class Rig:
         """For each request, how many of its positions there were when it was first computed for."""
         self.checked = 0
         """Positions that a step found computed, with the right KV."""
+        self.counts: Counter[str] = Counter()
+        """What kvtier's connector has told vLLM's metrics."""
 
     def ask(self, name: str, prompt: list[int]) -> int:
         """Run one request to its end. Tokens of its prompt that it did not have to compute."""
@@ -91,7 +94,9 @@ class Rig:
             result = ModelRunnerOutput(
                 req_ids=names, req_id_to_index=places, sampled_token_ids=sampled, kv_connector_output=told
             )
-        self.scheduler.update_from_output(output, result)
+        for told in self.scheduler.update_from_output(output, result).values():
+            if told.scheduler_stats is not None:
+                self.counts.update(told.scheduler_stats.kv_connector_stats or {})
 
     def reaches_end(self, request: Request) -> bool:
         return bool(request.num_computed_tokens >= request.num_tokens)
@@ -152,7 +157,8 @@ def main() -> None:
     prompt = [token % 250 + 10 for token in range(PROMPT)]
     cached = [rig.ask(name, prompt) for name in ("first", "second")]
     cached.append(rig.ask("other", [token + 1 for token in prompt]))
-    said = {"vllm": vllm.__version__, "differences": differences(ours), "cached": cached, "checked": rig.checked}
+    said = {"vllm": vllm.__version__, "differences": differences(ours), "cached": cached, "checked": rig.checked,
+            "counts": rig.counts}  # fmt: skip
     print(json.dumps(said))  # noqa: T201 - read by the test
     rig.worker.shutdown()
     rig.scheduler.shutdown()

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine_python import engine_python
+from tests.engine_python import engine_python, engine_vllm, skip_if_broken
 from tests.nvme_place import flip
 from tests.redis_server import RedisServer, cluster_url, redis_cluster
 
@@ -141,6 +141,7 @@ def test_second_round_is_served_from_ram_and_bit_equal(run: Run) -> None:
 
 @pytest.mark.parametrize("model", ["tiny", "mla"])
 def test_an_answer_goes_on_after_a_hit_as_it_did_before(run: Run, model: str) -> None:
+    skip_if_broken(model)
     answers = run("continued", model=model)
     assert isinstance(answers, list), str(answers)[-4000:]
     for first, second in (answers[:2], answers[2:]):
@@ -199,11 +200,9 @@ def test_tensor_parallel_ranks_share_one_slot(run: Run) -> None:
 
 
 def test_speculative_decoding_saves_only_accepted_tokens(run: Run) -> None:
-    plain = run("speculative", kvtier=False)
-    if isinstance(plain, EngineFailed) and "_sample_recovered_tokens_kernel" in plain:
-        pytest.skip("this vLLM's speculative decoding does not run on CPUs, without kvtier either")
+    skip_if_broken("speculative")
     ours = run("speculative")
-    assert_same(ours, plain, tolerance=1e-4)
+    assert_same(ours, run("speculative", kvtier=False), tolerance=1e-4)
     assert hits(ours)[3:] == [DOCUMENT_HIT] * 3
 
 
@@ -257,6 +256,7 @@ class TestFeatures:
         assert hits(ours["apart"]) == [0, 0, 0]
 
     def test_misses_are_told_by_reason_in_vllms_metrics(self, ours: Any) -> None:
+        skip_if_broken("every count")
         chunks = DOCUMENT_HIT // CHUNK
         missed = {name: count for name, count in ours["counts"].items() if name.startswith("missed")}
         assert missed == {"missed_cold": 6 * chunks, "missed_salt": 2 * chunks}
@@ -353,4 +353,7 @@ def test_sliding_window_beside_full_attention_works(run: Run) -> None:
 def test_recurrent_models_are_refused_by_name(run: Run) -> None:
     log = run("refused", model="mamba")
     assert isinstance(log, EngineFailed)
-    assert "LayoutError: Lfm2ForCausalLM keeps recurrent state" in log
+    if engine_vllm().startswith("0.23."):  # which ends in words of its own before it asks the connector
+        assert "ValueError: Hybrid KV cache manager is disabled but failed to convert the KV cache specs" in log
+    else:
+        assert "LayoutError: Lfm2ForCausalLM keeps recurrent state" in log

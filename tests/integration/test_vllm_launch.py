@@ -118,9 +118,11 @@ def test_one_variable_and_one_word_are_all(tmp_path: Path) -> None:
             first = [server.answer(document(seed)) for seed in range(3)]
             again, cached = server.answer(document(0))
             served = server.counted("vllm:external_prefix_cache_hits_total")
+            loaded = server.counted("vllm:kvtier_loaded_chunks_total")
             said = log.read_text()
     assert [hit for _, hit in first] == [0, 0, 0]
     assert (again, cached, served) == (first[0][0], HIT, HIT)
+    assert loaded == HIT / 256, "kvtier's own counts on vLLM's /metrics"
     assert "kvtier: vLLM" in said and "auto-config (environment OPTION_LMCACHE_AUTO_CONFIG)" in said
     planned = dict(re.findall(r"auto-config:\s+(ram_bytes|nvme_path|nvme_bytes)\s+(\S.*)", said))
     assert "of cgroup" in planned["ram_bytes"]

@@ -36,6 +36,18 @@ ROOM = Room(
             "what a vLLM never calls is waited for",
         ),
         Mutant(
+            "connectors/vllm/versions.py",
+            "    return len(numbers) == 2 and numbers < ASKS_SCHEDULER",
+            "    return False",
+            "LMI's metrics have nothing of kvtier's",
+        ),
+        Mutant(
+            "connectors/vllm/connector.py",
+            "        return TierStats(data=counts) if counts or opens else None",
+            "        return TierStats(data=counts) if counts else None",
+            "LMI's metrics have nothing of kvtier's: a worker never begins",
+        ),
+        Mutant(
             "connectors/vllm/__init__.py",
             "        versions.require()\n",
             "",

@@ -116,6 +116,14 @@ def test_what_is_too_old_does_not(version: str) -> None:
         versions.judged(version)
 
 
+@pytest.mark.parametrize(
+    ("version", "first"),
+    [("0.23.0", True), ("0.28.9", True), ("0.29.0", False), ("0.32.0+cpu", False), ("1.2.0", False), ("dev", False)],
+)
+def test_an_older_vllm_is_told_statistics_by_a_worker_first(version: str, first: bool) -> None:
+    assert versions.workers_tell_first(version) is first
+
+
 def test_a_hook_that_is_missing_costs_its_feature_and_is_told() -> None:
     class Oldest:
         def wait_for_save(self) -> None: ...

@@ -95,6 +95,17 @@ def test_a_store_that_cannot_be_made_in_a_running_engine_turns_the_cache_off(
     assert caplog.text.count("kvtier keeps and serves nothing in this engine: no room for a chunk") == 1
 
 
+@pytest.mark.parametrize("workers_first", [True, False])
+def test_a_worker_gives_empty_statistics_where_the_scheduler_is_not_asked_without(
+    module: Any, steps: list[Any], monkeypatch: pytest.MonkeyPatch, workers_first: bool
+) -> None:
+    monkeypatch.setattr(module, "_WORKERS_FIRST", workers_first)
+    given = made(module, "WORKER").get_kv_connector_stats()
+    assert given == (module.TierStats() if workers_first else None)
+    assert made(module, "SCHEDULER").get_kv_connector_stats() is None
+
+
 def test_the_newest_vllm_has_every_hook(module: Any) -> None:
     assert module._NAMES_FAILED_LOADS
+    assert not module._WORKERS_FIRST
     assert module.versions.limits(module.KVConnectorBase_V1) == []
