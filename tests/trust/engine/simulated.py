@@ -26,7 +26,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -52,6 +52,19 @@ BLOCK, CHUNK_BLOCKS, LAYERS, LONGEST = 16, 2, 2, 512
 def _sent(what: Any) -> Any:
     """As it arrives in another process."""
     return pickle.loads(pickle.dumps(what))  # noqa: S301 our own bytes
+
+
+def _transferred(connector: Any, finished: set[str]) -> dict[str, set[str] | None]:
+    """Which transfers have ended, as this vLLM asks for it."""
+    if not hasattr(KVConnectorBase_V1, "get_transfer_results"):
+        sending, receiving = connector.get_finished(finished)
+        return {"finished_sending": sending, "finished_recving": receiving}
+    told = connector.get_transfer_results(finished)
+    return {
+        "finished_sending": told.finished_sending,
+        "finished_recving": told.finished_recving,
+        "failed_recving": told.failed_recving,
+    }
 
 
 @dataclass
@@ -164,7 +177,7 @@ def cache_config(layers: Sequence[str], blocks: int) -> KVCacheConfig:
 
 def ours(connector: Any) -> Any:
     """kvtier's own, which may be one of several."""
-    return next(one for one in getattr(connector, "sub_connectors", [connector]) if isinstance(one, KVTierConnector))
+    return next(one for one in getattr(connector, "_connectors", [connector]) if isinstance(one, KVTierConnector))
 
 
 class Engine:
@@ -204,7 +217,7 @@ class Engine:
             cache = cache_config(layers, self.cell.blocks)
             connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
             connector.register_kv_caches(memory.tensors)
-            for one in getattr(connector, "sub_connectors", ()):
+            for one in getattr(connector, "_connectors", ()):
                 one.memory = memory
             if self.cell.slow_copies:
                 self._slow_down(ours(connector)._worker)
@@ -362,15 +375,13 @@ class Engine:
                 if step.output.has_sync_kv_loads:
                     connector.start_load_kv(context)
                 self._compute(step, rank)
-                connector.finish_forward()
+                if hasattr(connector, "finish_forward"):
+                    connector.finish_forward()
                 if not step.output.has_sync_kv_loads:
                     connector.start_load_kv(context)
             connector.wait_for_save()
-            transferred = connector.get_transfer_results(step.output.finished_req_ids)
             step.results[number] = KVConnectorOutput(
-                finished_sending=transferred.finished_sending,
-                finished_recving=transferred.finished_recving,
-                failed_recving=transferred.failed_recving,
+                **_transferred(connector, step.output.finished_req_ids),
                 invalid_block_ids=connector.get_block_ids_with_load_errors(),
                 kv_connector_stats=connector.get_kv_connector_stats(),
                 kv_connector_worker_meta=_sent(connector.build_connector_worker_meta()),
