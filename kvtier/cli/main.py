@@ -55,7 +55,7 @@ def _version() -> str:
 COMMANDS: dict[str, tuple[str, Callable[[], Command]]] = {
     "bench long-doc-qa": (
         "time to first token on long documents, with and without kvtier",
-        _module("kvtier.bench.long_doc_qa"),
+        _module("kvtier.bench.long_doc_qa.run"),
     ),
     "plan": ("what auto-config would set on this machine, and why", _module("kvtier.autoconfig.command")),
     "config": ("print the effective configuration and where each value came from", _module("kvtier.cli.show_config")),

@@ -97,7 +97,7 @@ def test_no_limit_is_known_and_no_proc_is_unknown(tmp_path: Path) -> None:
 def test_real_cgroup_limit_of_an_outer_group_is_found() -> None:
     with memory_cgroup(512 * MIB) as group:
         code = (
-            "from kvtier.autoconfig.probe import probe_memory\n"
+            "from kvtier.autoconfig.probe.probe import probe_memory\n"
             "for fact in (probe_memory().cgroup_headroom, probe_memory().cgroup_limit): print(fact.value, fact.source)"
         )
         command = entering(group, [sys.executable, "-c", code])
