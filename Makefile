@@ -30,7 +30,7 @@ NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: help demo test trust lint audit bench bench-suite bench-suite-baseline bench-compare bench-gpu bench-lmi wheel old-vllm vllm-next lmi test-lmi peers redis-server clean
+.PHONY: help demo test test-engines trust lint audit bench bench-suite bench-suite-baseline bench-compare bench-gpu bench-lmi wheel old-vllm vllm-next lmi test-lmi peers redis-server clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*  ## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -38,8 +38,13 @@ help:  ## what there is
 demo: $(READY) redis-server  ## Long Doc QA on real vLLM: without kvtier, and with each of its tiers -> build/demo/
 	$(BIN)/python -m kvtier.bench.demo
 
-test: $(READY) old-vllm peers redis-server  ## every test, on two vLLM versions
-	$(BIN)/python -m pytest
+test: $(READY) old-vllm peers redis-server  ## every test; on the older vLLM what decides about a version
+	$(BIN)/python -m pytest -m "not extended"
+
+ENGINES := tests/integration/test_vllm.py tests/integration/test_vllm_keys.py
+test-engines: $(READY) old-vllm redis-server  ## what make test leaves out: more on real engines, and all on the older vLLM
+	$(BIN)/python -m pytest -m extended
+	TEST_ENGINE_VLLM=$(OLD) $(BIN)/python -m pytest $(ENGINES)
 
 TRUST ?= --slice --out bench/results/trust.json
 trust: $(READY) redis-server  ## simulated faults, kill -9, power cuts, corruption, fuzz, mutants; minutes -> bench/results/trust.json

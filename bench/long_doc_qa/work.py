@@ -44,7 +44,7 @@ class Workload:
 
     @classmethod
     def of(cls, args: argparse.Namespace, words: Sequence[int | str]) -> Workload:
-        """The workload that the command line (:func:`kvtier.bench.long_doc_qa.add_arguments`) describes."""
+        """The workload that the command line (:func:`kvtier.bench.long_doc_qa.flags.add_arguments`) describes."""
         return cls(
             words=words,
             num_documents=args.num_documents,

@@ -23,6 +23,7 @@ from kvtier import selftest
 from kvtier.assemble import door, ram_bytes, secret_key
 from kvtier.autoconfig.explain import PLANNED
 from kvtier.autoconfig.facts import UNLIMITED, Disk, Facts, Model, Redis, Serving, known
+from kvtier.autoconfig.memory import ram_room
 from kvtier.autoconfig.plan import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, make_plan
 from kvtier.autoconfig.probe import probe
 from kvtier.cli.installed import judged, look
@@ -83,19 +84,22 @@ def check_host(config: Config) -> Iterator[Finding]:
 
 
 def _memory(config: Config) -> Finding:
-    memory = probe.probe_memory()
-    looks = [fact for fact in (memory.available, memory.cgroup_headroom) if fact.value is not None]
-    if not looks:
-        return Finding("ram", "warn", f"free memory is unknown ({memory.available.source})", "set ram_bytes by hand")
-    free = min(looks, key=lambda fact: fact.value or 0)
-    size, room = ram_bytes(config), free.value or 0
-    source = config.sources.get("ram_bytes", "default")
-    seen = f"ram_bytes {size_text(size)} ({source}) of {size_text(room)} free ({free.source})"
-    if size <= room:
-        return Finding("ram", "ok", seen)
-    return Finding(
-        "ram", "fail", seen, f"lower ram_bytes, or give the machine or container {size_text(size - room)} more"
-    )
+    """As the start judges it (:func:`~kvtier.autoconfig.memory.require_ram`)."""
+    limit, free, _ = room = ram_room()
+    if limit is None or free is None:
+        source = probe.probe_memory().available.source
+        return Finding("ram", "warn", f"free memory is unknown ({source})", "set ram_bytes by hand")
+    size, source = ram_bytes(config), config.sources.get("ram_bytes", "default")
+    given = f"ram_bytes {size_text(size)} ({source}) of"
+    if not room.ever(size):
+        do = "lower ram_bytes, or raise the limit: no start takes more than there can ever be"
+        return Finding("ram", "fail", f"{given} {size_text(limit.value or 0)} in all ({limit.source})", do)
+    seen = f"{given} {size_text(free.value or 0)} free ({free.source})"
+    if not room.now(size):
+        more = size_text(size - (free.value or 0))
+        do = f"lower ram_bytes, or make room for {more} more: the kernel may kill what holds it when the RAM tier fills"
+        return Finding("ram", "warn", seen, do)
+    return Finding("ram", "ok", seen)
 
 
 def _memlock(config: Config) -> Finding:

@@ -1,8 +1,10 @@
-"""What the integration tests make a real vLLM do: run as ``python -m tests.integration.scenarios NAME OUT MODEL``.
+"""What the integration tests make a real vLLM do: run as ``python -m tests.integration.scenarios NAME OUT MODEL``, or
+by a fork server.
 
 A scenario runs the same prompts on one engine, with or without kvtier (the environment decides: ``WITH_KVTIER=1``), and
-writes every answer's tokens, logprobs and cached token count as JSON. The tests compare the two files. Each engine is
-its own process, as in production, so nothing leaks from one run to the next.
+writes every answer's tokens, logprobs and cached token count as JSON. The tests compare the two files. Nothing leaks
+from one run to the next: each has processes of its own. As in production these are vLLM's three (its front end, engine
+core and worker), or one that does all, when ``VLLM_ENABLE_V1_MULTIPROCESSING=0``.
 """
 
 from __future__ import annotations
@@ -263,6 +265,8 @@ def device(model: str) -> Any:
 
 def _with_patch(patch: str, model: str, **arguments: Any) -> Engine:
     """vLLM spawns the engine's processes on CPUs: they are patched when they import this file (:data:`PATCHES`)."""
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+        PATCHES[patch]()
     os.environ["TEST_PATCH"] = patch
     return Engine(model, **arguments)
 

@@ -14,14 +14,16 @@ import pytest
 
 from kvtier import selftest
 from kvtier.autoconfig.facts import Model, known
+from kvtier.autoconfig.memory import ram_room, require_ram
 from kvtier.autoconfig.probe import probe
 from kvtier.bench.model import PRESETS
 from kvtier.bench.servers import free_port
 from kvtier.cli import doctor
 from kvtier.cli import main as cli
-from kvtier.cli.checks import Finding, judge_disk, planned
+from kvtier.cli.checks import Finding, check_command, judge_disk, planned
+from kvtier.cli.vllm_command import API_SERVER
 from kvtier.config.keys import Config, load
-from kvtier.core.errors import TierError
+from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.pool import Pool
 from tests import server_process as engines
 from tests.mounts import mounted
@@ -106,6 +108,64 @@ def test_more_ram_than_there_is_and_a_model_that_does_not_fit(
     said = capsys.readouterr().out
     assert "warn  model              16 KiB of KV a token, 4 MiB a chunk; the RAM tier holds 16,384 tokens" in said
     assert "needs ram_bytes 512 MiB" in said
+
+
+def test_ram_is_judged_as_a_start_judges_it(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, free, _ = ram_room()
+    assert limit is not None and limit.value is not None and free is not None and free.value is not None
+    between, above = (limit.value + free.value) // 2, limit.value + 1
+    monkeypatch.setenv("KVTIER_RAM_BYTES", str(between))
+    assert cli.main(["doctor", "--no-engine"]) == 0
+    assert "warn  ram                ram_bytes " in capsys.readouterr().out
+    require_ram(between)
+    assert "that are free now" in caplog.text
+    monkeypatch.setenv("KVTIER_RAM_BYTES", str(above))
+    assert cli.main(["doctor", "--no-engine"]) == 1
+    assert "fail  ram                ram_bytes " in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="more RAM than this process can ever have"):
+        require_ram(above)
+
+
+SERVE = ("python", "-m", API_SERVER, "--model", "M")
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "state", "seen"),
+    [
+        (SERVE, {}, "ok", "KVTierConnector added"),
+        ((*SERVE, "--kv-transfer-config", '{"kv_connector":"KVTierConnector"}'), {}, "ok", "as the command says"),
+        ((*SERVE, "--kv-transfer-config", '{"kv_connector":"NixlConnector"}'), {}, "fail", "'NixlConnector'"),
+        ((*SERVE, "--kv-offloading-size", "4"), {}, "fail", "vLLM's own offloading"),
+        (("vllm", "bench", "M"), {}, "fail", "expected vllm serve MODEL"),
+        ((), {"OPTION_KV_OFFLOADING_SIZE": "4"}, "fail", "vLLM's own offloading"),
+    ],
+)
+def test_the_command_that_starts_the_engine_is_judged(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], env: dict[str, str], state: str, seen: str
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    (found,) = check_command(["--", *words] if words else [])
+    assert (found.check, found.state) == ("command", state) and seen in found.seen
+    assert bool(found.do) == (state == "fail")
+
+
+def test_without_a_command_nothing_is_said_of_one() -> None:
+    assert list(check_command([])) == []
+
+
+def test_an_engine_is_looked_at_with_its_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Behind ``--`` on doctor's own command line; a host without an engine has no command to judge."""
+    monkeypatch.setattr(sys, "executable", "/no/python")  # its own tests look at vLLM, which takes seconds to load
+    command = ["--", *SERVE, "--kv-offloading-size", "4"]
+    assert cli.main(["doctor", *command]) == 1
+    assert "fail  command            --kv-offloading-size asks for vLLM's own" in capsys.readouterr().out
+    cli.main(["doctor", "--no-engine", *command])
+    assert " command " not in capsys.readouterr().out
 
 
 def test_auto_config_is_judged_by_what_it_would_set() -> None:

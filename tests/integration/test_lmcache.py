@@ -156,6 +156,7 @@ VLLM_CHUNK = 4096 + 64 * 4 * 2 * 2 * 32 * 4
 HIT = 512
 
 
+@pytest.mark.vllm
 def test_real_vllm_with_real_lmcache_hits_what_another_engine_stored(tmp_path: Path) -> None:
     model = make_model(tmp_path / "tiny", "tiny")
     with serving(ram_bytes="16MiB") as server, attached(server.door(ChunkLayout(bytes(32), 1, 1, (VLLM_CHUNK,)))) as us:
@@ -174,7 +175,7 @@ def vllm(server: ServerProcess, folder: Path, model: Path) -> Iterator[list[dict
     folder.mkdir()
     (folder / "lmcache.yaml").write_text(json.dumps(settings_of(**near(server))))
     environment = clean_environment() | {"LMCACHE_CONFIG_FILE": str(folder / "lmcache.yaml"), "HF_HUB_OFFLINE": "1"}
-    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
     command = [str(PYTHON), "-m", "tests.integration.lmcache_vllm", str(folder / "answers.json"), str(model)]
     with (
         (folder / "engine.log").open("w") as log,

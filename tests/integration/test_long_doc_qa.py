@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from kvtier.bench.long_doc_qa.arms import installed
 from kvtier.bench.long_doc_qa.client import connect
 from kvtier.bench.model import make_model
 from kvtier.bench.servers import ServerError, VllmServer
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS, TOKENS = 4, 512
+ASKED = DOCUMENTS * 2 * TOKENS
 SHAPE = [
     *("--num-documents", str(DOCUMENTS), "--document-length", str(TOKENS), "--question-length", "32"),
     *("--output-len", "8", "--repeat-count", "2", "--max-inflight-requests", "2", "--dtype", "float32"),
@@ -39,54 +41,71 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_every_arm_answers_as_none_and_hits_where_it_should(model: Path, tmp_path: Path) -> None:
-    done = run("kvtier.bench.long_doc_qa", "--model", str(model), "--output-dir", str(tmp_path), *SHAPE)
+def hits_of_arms(model: Path, folder: Path, *words: str) -> dict[str, dict[str, int]]:
+    """The whole command: for each arm the tokens of its hits by tier. It leaves files, and neither processes nor
+    folders."""
+    done = run("kvtier.bench.long_doc_qa", "--model", str(model), "--output-dir", str(folder), *SHAPE, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All arms gave the same greedy tokens as none" in done.stdout
-    arms: dict[str, dict[str, Any]] = json.loads((tmp_path / "long_doc_qa.json").read_text())["arms"]
-    asked = DOCUMENTS * 2 * TOKENS
-    assert all(arm["prompt_tokens"] == asked + DOCUMENTS * 2 * 32 for arm in arms.values())
-    hits = {name: {tier: tokens for tier, tokens in arm["hit_tokens"].items() if tokens} for name, arm in arms.items()}
-    assert hits["none"] == {}, "documents must not fit the small GPU cache, else nothing is measured"
-    assert hits["vllm-prefix-cache"] == {"gpu": asked}
-    assert hits["kvtier-ram"] == {"ram": asked}
-    assert hits["kvtier-nvme"].get("nvme", 0) > asked / 2
-    assert sum(hits["kvtier-nvme"].values()) == asked
-    assert hits["kvtier-nvme-restart"] == {"nvme": asked // 2, "ram": asked // 2}, "first from disk, then from RAM"
-    assert hits["kvtier-server"] == {"ram": asked}, "what the first engine computed, and no other"
-    if "kvtier-redis" in hits:
-        assert hits["kvtier-redis"].get("redis", 0) > asked / 2
-        assert sum(hits["kvtier-redis"].values()) == asked
-    assert {path.suffix for path in tmp_path.glob("long_doc_qa.*")} == {".json", ".csv", ".png"}
-    assert not list(tmp_path.glob("servers/*/nvme")), "the arms' NVMe folders are gone"
+    arms: dict[str, dict[str, Any]] = json.loads((folder / "long_doc_qa.json").read_text())["arms"]
+    assert all(arm["prompt_tokens"] == ASKED + DOCUMENTS * 2 * 32 for arm in arms.values())
+    assert {path.suffix for path in folder.glob("long_doc_qa.*")} == {".json", ".csv", ".png"}
+    assert not list(folder.glob("servers/*/nvme")), "the arms' NVMe folders are gone"
+    assert alive(folder) == []
+    return {name: {tier: tokens for tier, tokens in arm["hit_tokens"].items() if tokens} for name, arm in arms.items()}
+
+
+def alive(mark: Path) -> list[int]:
+    """Processes whose environment names this folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        if str(mark).encode() in environment and int(entry.name) != os.getpid():
+            found.append(int(entry.name))
+    return found
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_server_is_restarted_and_leaves_no_process_behind(model: Path, tmp_path: Path) -> None:
-    def alive() -> list[int]:
-        mark = str(tmp_path).encode()
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                environment = (entry / "environ").read_bytes()
-            except OSError:
-                continue
-            if mark in environment and int(entry.name) != os.getpid():
-                found.append(int(entry.name))
-        return found
+def test_arms_answer_as_none_and_hit_where_they_should(model: Path, tmp_path: Path) -> None:
+    """Those of which each has something that no other has: a restart with a disk, and a server with two engines."""
+    hits = hits_of_arms(model, tmp_path, "--arms", "none,kvtier-nvme-restart,kvtier-server")
+    assert hits["none"] == {}, "documents must not fit the small GPU cache, else nothing is measured"
+    assert hits["kvtier-nvme-restart"] == {"nvme": ASKED // 2, "ram": ASKED // 2}, "first from disk, then from RAM"
+    assert hits["kvtier-server"] == {"ram": ASKED}, "what the first engine computed, and no other"
 
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.extended
+def test_every_other_arm_answers_as_none_and_hits_where_it_should(model: Path, tmp_path: Path) -> None:
+    others = [arm.name for arm in installed() if arm.name not in ("kvtier-nvme-restart", "kvtier-server")]
+    hits = hits_of_arms(model, tmp_path, "--arms", ",".join(others))
+    assert hits["vllm-prefix-cache"] == {"gpu": ASKED}
+    assert hits["kvtier-ram"] == {"ram": ASKED}
+    assert hits["kvtier-nvme"].get("nvme", 0) > ASKED / 2
+    assert sum(hits["kvtier-nvme"].values()) == ASKED
+    if "kvtier-redis" in hits:
+        assert hits["kvtier-redis"].get("redis", 0) > ASKED / 2
+        assert sum(hits["kvtier-redis"].values()) == ASKED
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.extended
+def test_a_server_is_restarted_and_leaves_no_process_behind(model: Path, tmp_path: Path) -> None:
     args = ["--max-model-len", "512", "--enforce-eager", "--num-gpu-blocks-override", "8", "--block-size", "128"]
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "MARK": str(tmp_path)}
     with VllmServer(str(model), args, environment, tmp_path / "log") as server:
-        assert len(alive()) > 1, "the engine is a process of its own"
+        assert len(alive(tmp_path)) > 1, "the engine is a process of its own"
         server.restart()
         client, words = connect(server.base_url, None, 10)
         assert client.vllm and words
         assert (tmp_path / "log").read_text().count("$ env") == 2, "it was started twice"
-    assert alive() == []
+    assert alive(tmp_path) == []
 
 
 @pytest.mark.vllm

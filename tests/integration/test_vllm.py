@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine_python import engine_python, engine_vllm, skip_if_broken
+from tests.engine_python import engine_vllm, skip_if_broken
+from tests.integration.conftest import Forks
+from tests.integration.fork_server import ForkServer
 from tests.nvme_place import flip
 from tests.redis_server import RedisServer, cluster_url, redis_cluster
 
@@ -41,77 +43,70 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def run(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """``run(scenario, kvtier=True, model="tiny", old=False, **config)``: the scenario's answers, or its log on failure.
+def run(forks: Forks, models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """``run(scenario, kvtier=True, model="tiny", old=False, processes=False, **config)``: the scenario's answers, or
+    its log on failure.
 
-    ``config`` are kvtier's keys. Runs are remembered: several tests look at one engine's life.
+    ``processes``: as many as in production, instead of one. ``config`` are kvtier's keys. Runs are remembered: several
+    tests look at one engine's life.
     """
     seen: dict[str, Any] = {}
 
-    def once(name: str, *, kvtier: bool = True, model: str = "tiny", old: bool = False, **config: Any) -> Any:
-        call = json.dumps([name, kvtier, model, old, config], sort_keys=True, default=str)
+    def once(
+        name: str,
+        *,
+        kvtier: bool = True,
+        model: str = "tiny",
+        old: bool = False,
+        processes: bool = False,
+        **config: Any,
+    ) -> Any:
+        call = json.dumps([name, kvtier, model, old, processes, config], sort_keys=True, default=str)
         if call not in seen:
             out = tmp_path_factory.mktemp("run") / "answers.json"
-            seen[call] = _start(name, out, models(model), kvtier, old, config)
+            keys = config if kvtier else None
+            seen[call] = start(forks(old), f"scenarios {name}", out, models(model), keys, processes=processes)
         return seen[call]
 
     return once
 
 
-def _start(name: str, out: Path, model: Path, kvtier: bool, old: bool, config: dict[str, Any]) -> Any:
-    return start(f"scenarios {name}", out, model, config if kvtier else None, old=old)
-
-
 def start(
+    forks: ForkServer,
     scenario: str,
     out: Path,
     model: Path,
     config: dict[str, Any] | None,
     *,
-    old: bool = False,
+    processes: bool = False,
     more: Mapping[str, str] | None = None,
 ) -> Any:
     """``scenario`` is a module of ``tests.integration`` and a name in it. ``config``: kvtier's keys; None: without
     kvtier. ``more`` goes into its environment. Its log lies beside ``out``."""
     module, name = scenario.split()
+    processes = processes or "TEST_ENGINE_PYTHON" in os.environ  # that vLLM has not been tried in one
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("KVTIER_", "LMCACHE_"))}
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    environment |= {"TEST_FOLDER": str(out.parent)}
-    # With a connector vLLM reserves other CPU cores than without; the thread count decides the last bits of a sum.
+    environment |= {"TEST_FOLDER": str(out.parent), "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))}
+    # The thread count decides the last bits of a sum.
     if name in ("tensor_parallel", "pipeline_parallel"):
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     else:
-        environment["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     if config is not None:
         # Most tests ask what is served, not how fast it would have been computed.
         settings = {"chunk_tokens": CHUNK, "ram_bytes": "64MiB", "take_hits": "always"} | config
         environment |= {f"KVTIER_{key.upper()}": str(value) for key, value in settings.items()} | {"WITH_KVTIER": "1"}
-    if old:
-        environment["PYTHONPATH"] = str(old_vllm())
     environment |= more or {}
-    command = [engine_python(), "-m", f"tests.integration.{module}", name, str(out), str(model)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-    log = done.stdout + done.stderr
-    out.with_suffix(".log").write_text(log)
-    if done.returncode:
-        return EngineFailed(log)
-    return json.loads(out.read_text())
+    log = out.with_suffix(".log")
+    status = forks.run(f"tests.integration.{module}", [name, str(out), str(model)], environment, log, TIMEOUT_S)
+    return EngineFailed(log.read_text()) if status else json.loads(out.read_text())
 
 
 class EngineFailed(str):
     """The log of an engine that did not get through; comparing it with answers fails and shows it."""
 
     __slots__ = ()
-
-
-def old_vllm() -> Path:
-    folder = ROOT / ".venv-old"
-    found = sorted(folder.glob("vllm-*"))
-    if not found:
-        pytest.skip("the older vLLM is not installed (make old-vllm)")
-    return found[0]
 
 
 def assert_same(ours: list[dict[str, Any]], plain: list[dict[str, Any]], tolerance: float = 0.0) -> None:
@@ -134,7 +129,7 @@ def hits(answers: list[dict[str, Any]]) -> list[int]:
 
 
 def test_second_round_is_served_from_ram_and_bit_equal(run: Run) -> None:
-    ours, plain = run("plain"), run("plain", kvtier=False)
+    ours, plain = run("plain", processes=True), run("plain", kvtier=False)
     assert_same(ours, plain)
     assert hits(ours) == [0, 0, 0, DOCUMENT_HIT, DOCUMENT_HIT, DOCUMENT_HIT] == hits(plain)
 
@@ -150,15 +145,35 @@ def test_an_answer_goes_on_after_a_hit_as_it_did_before(run: Run, model: str) ->
         assert second["logprobs"] == first["logprobs"][1:]
 
 
-def test_older_vllm_is_served_alike(run: Run) -> None:
-    ours, plain = run("plain", old=True), run("plain", old=True, kvtier=False)
-    assert_same(ours, plain)
-    assert hits(ours)[3:] == [DOCUMENT_HIT] * 3
+class TestOlderVllm:
+    """What decides about a version, on the oldest that every change is tested with: hits, a restart, failed loads, and
+    two ranks. The rest is the same code on both; ``make test-engines`` runs all of it there too."""
+
+    def test_older_vllm_is_served_alike(self, run: Run, disk: dict[str, Any]) -> None:
+        ours, plain = run("plain", old=True, **disk, ram_bytes="64MiB"), run("plain", old=True, kvtier=False)
+        assert_same(ours, plain)
+        assert hits(ours) == hits(plain) == [0, 0, 0, DOCUMENT_HIT, DOCUMENT_HIT, DOCUMENT_HIT]
+        again = run("plain", old=True, **disk, ram_bytes="65MiB")
+        assert_same(again[:3], ours[3:])
+        assert hits(again) == [DOCUMENT_HIT] * 6, "it was restarted"
+
+    def test_older_vllm_recomputes_failed_loads(self, run: Run) -> None:
+        assert_failed_loads_are_recomputed(run("load_failure", old=True), run("plain", old=True, kvtier=False))
+
+    def test_older_vllm_with_two_ranks(self, run: Run) -> None:
+        ours = run("tensor_parallel", old=True, processes=True)
+        assert_same(ours, run("plain", old=True, kvtier=False), tolerance=1e-4)
+        assert hits(ours)[3:] == [DOCUMENT_HIT] * 3
 
 
-def test_a_restarted_engine_is_warm_from_nvme(run: Run, tmp_path: Path) -> None:
-    disk = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
-    first = run("plain", **disk, ram_bytes="64MiB")
+@pytest.fixture
+def disk(tmp_path: Path) -> dict[str, Any]:
+    """An NVMe tier that outlives its engine."""
+    return {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
+
+
+def test_a_restarted_engine_is_warm_from_nvme(run: Run, disk: dict[str, Any]) -> None:
+    first = run("plain", **disk, ram_bytes="64MiB", processes=True)
     again = run("plain", **disk, ram_bytes="65MiB")
     assert_same(again[:3], first[3:])
     assert hits(again) == [DOCUMENT_HIT] * 6
@@ -194,7 +209,7 @@ def test_engine_settings_and_the_bare_name(run: Run, scenario: str) -> None:
 
 
 def test_tensor_parallel_ranks_share_one_slot(run: Run) -> None:
-    ours = run("tensor_parallel")
+    ours = run("tensor_parallel", processes=True)
     assert_same(ours, run("tensor_parallel", kvtier=False))
     assert hits(ours)[3:] == [DOCUMENT_HIT] * 3
 
@@ -214,7 +229,7 @@ def test_preempted_requests_resume_right(run: Run) -> None:
 
 def test_aborted_requests_leave_nothing_behind(run: Run) -> None:
     ours = run("abort")
-    assert_same(ours, run("abort", kvtier=False))
+    assert_same(ours, run("plain", kvtier=False))
     assert hits(ours)[3:] == [DOCUMENT_HIT] * 3
 
 
@@ -274,9 +289,11 @@ class TestFeatures:
 
 
 def test_failed_loads_are_recomputed_and_never_poison_the_cache(run: Run) -> None:
+    assert_failed_loads_are_recomputed(run("load_failure", processes=True), run("plain", kvtier=False))
+
+
+def assert_failed_loads_are_recomputed(ours: dict[str, Any], plain: list[dict[str, Any]]) -> None:
     """In four rounds every third load fails after it wrote garbage: all answers stay what they were."""
-    ours = run("load_failure")
-    plain = run("plain", kvtier=False)
     assert isinstance(ours, dict), str(ours)[-4000:]
     for start in range(0, 12, 3):
         answers = ours["answers"][start : start + 3]
@@ -304,8 +321,8 @@ def test_a_stalled_tier_is_left_after_one_deadline_and_used_again_later(
 ) -> None:
     with RedisServer() as server:
         monkeypatch.setenv("TEST_REDIS_PID", str(server.pid))
-        phases = run("stalled", model="demo", take_hits="auto", redis_url=server.url, redis_bytes="256MiB",
-                     ram_bytes=8 * DEMO_CHUNK_BYTES)  # fmt: skip
+        phases = run("stalled", model="demo", processes=True, take_hits="auto", redis_url=server.url,
+                     redis_bytes="256MiB", ram_bytes=8 * DEMO_CHUNK_BYTES)  # fmt: skip
     assert isinstance(phases, dict), str(phases)[-4000:]
     plain = phases["before"]["answers"][:3]
     for phase in phases.values():
@@ -319,7 +336,7 @@ def test_a_stalled_tier_is_left_after_one_deadline_and_used_again_later(
 
 
 def test_pipeline_stages_each_keep_their_part_of_a_chunk(run: Run) -> None:
-    ours, plain = run("pipeline_parallel"), run("pipeline_parallel", kvtier=False)
+    ours, plain = run("pipeline_parallel", processes=True), run("pipeline_parallel", kvtier=False)
     assert_same(ours, plain, tolerance=1e-4)
     assert hits(ours)[3:6] == [DOCUMENT_HIT] * 3
     assert sum(hits(ours)[9:]) > 0, "of prompts at the same time some are loaded"

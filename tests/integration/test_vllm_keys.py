@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvtier.bench.model import make_model
+from tests.integration.conftest import Forks
 from tests.integration.test_vllm import DOCUMENT_HIT, assert_same, hits, start
 
 pytestmark = pytest.mark.vllm
@@ -24,7 +25,7 @@ WEIGHTS = ".safetensors"
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(forks: Forks, tmp_path: Path) -> Run:
     """``run(scenario, model, kvtier=True, **environment)``: its answers. All runs have one NVMe folder."""
     numbers = itertools.count()
     disk = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
@@ -32,7 +33,7 @@ def run(tmp_path: Path) -> Run:
     def once(name: str, model: Path, *, kvtier: bool = True, **more: str) -> Any:
         out = tmp_path / f"run{next(numbers)}" / "answers.json"
         out.parent.mkdir()
-        answers = start(f"key_scenarios {name}", out, model, disk if kvtier else None, more=more)
+        answers = start(forks(False), f"key_scenarios {name}", out, model, disk if kvtier else None, more=more)
         assert not isinstance(answers, str), str(answers)[-4000:]
         return answers
 

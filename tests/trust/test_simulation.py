@@ -1,4 +1,5 @@
-"""A slice of the fault simulation; ``python -m tests.trust.simulation --seeds 100000`` for a long run."""
+"""A slice of the fault simulation; ``make trust`` runs five times as many seeds, and so does every change's run in CI.
+``python -m tests.trust.simulation --seeds 100000`` for a long run."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import json
 import subprocess
 import sys
 
-SEEDS = 2500
+SEEDS = 500
 EVENTS = {
     "saved", "aborted saves", "served", "served from below", "erased", "engines died", "crashes", "power cuts",
     "closed in the middle", "clean restarts", "kept over a restart", "filled again", "opening refused",
@@ -25,7 +26,7 @@ def simulation(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
-def test_thousands_of_seeds_break_no_promise() -> None:
+def test_hundreds_of_seeds_break_no_promise() -> None:
     done = simulation("--seeds", str(SEEDS))
     told = json.loads(done.stdout)
     assert done.returncode == 0, told["violations"]

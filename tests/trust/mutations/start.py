@@ -24,14 +24,14 @@ ROOM = Room(
         # ---- RAM ---
         Mutant(
             "autoconfig/memory.py",
-            "    if limit is not None and needed + own > _value(limit):",
-            "    if limit is not None and needed > _value(limit):",
+            "size + self.own <= _value(self.limit)",
+            "size <= _value(self.limit)",
             "the kernel kills a process whose RAM tier leaves no room for itself",
         ),
         Mutant(
             "autoconfig/memory.py",
-            "    if limit is not None and needed + own > _value(limit):",
-            "    if limit is not None and needed + own < _value(limit):",
+            "size + self.own <= _value(self.limit)",
+            "size + self.own > _value(self.limit)",
             "what fits is refused, what does not is not",
         ),
         Mutant(
@@ -54,8 +54,8 @@ ROOM = Room(
         ),
         Mutant(
             "autoconfig/memory.py",
-            "    return _least(memory.available, memory.cgroup_headroom)",
-            "    return _least(memory.available)",
+            "    free = _least(memory.available, memory.cgroup_headroom)",
+            "    free = _least(memory.available)",
             "nobody is warned of a cgroup that is nearly full",
         ),
         Mutant(

@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import warnings
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvtier.bench.model import make_model
 from tests.unit.real_scheduler import BLOCK, CHUNK, Core
 
 pytestmark = pytest.mark.vllm
 
 PROMPT = list(range(100, 100 + 3 * CHUNK + 5))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
-    """vLLM warns while it is imported."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("vllm.v1.core.sched.scheduler")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
-
-
-@pytest.fixture
-def core(model: Path) -> Core:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return Core(model)
 
 
 def saves(output: Any) -> list[list[int]]:

@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import warnings
-from pathlib import Path
-
 import pytest
 
-from kvtier.bench.model import make_model
 from tests.unit.real_scheduler import CHUNK, Core
 
 pytestmark = pytest.mark.vllm
 
 FIRST, MORE = list(range(100, 200)), list(range(300, 400))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
-    """vLLM warns while it is imported."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("vllm.v1.core.sched.scheduler")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
-
-
-@pytest.fixture
-def core(model: Path) -> Core:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return Core(model)
 
 
 class TestSessions:

@@ -1,0 +1,45 @@
+"""The fork server of the tests on engines: what it runs is as if it had been started by its name."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import Forks
+
+pytestmark = pytest.mark.vllm
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def run(forks: Forks, log: Path) -> Run:
+    """``run(*words, limit_s=60, **environment)`` of Python's timeit, which runs any statement."""
+
+    def once(*words: str, limit_s: float = 60, **environment: str) -> int:
+        return forks(False).run("timeit", ["-n1", "-r1", *words], environment, log, limit_s)
+
+    return once
+
+
+def test_each_has_the_environment_that_was_asked_for_and_a_process_of_its_own(run: Run, log: Path) -> None:
+    shown = ("-s", "import os, sys", "print(os.getpid(), sorted(os.environ), 'vllm' in sys.modules)")
+    assert run(*shown, ONE="1") == run(*shown, TWO="2") == 0
+    (first, *one), (second, *two) = (line.split(" ", 1) for line in log.read_text().splitlines() if "[" in line)
+    assert (one, two) == (["['ONE'] True"], ["['TWO'] True"])
+    assert first != second
+
+
+def test_a_failure_and_a_hang_are_seen_and_the_next_runs(run: Run, log: Path) -> None:
+    assert run("raise ValueError('no')") == 1
+    assert "ValueError: no" in log.read_text()
+    assert run("-s", "import time", "time.sleep(600)", limit_s=0.5) == -signal.SIGKILL
+    assert run("pass") == 0
