@@ -120,6 +120,45 @@ def features(model: str) -> Any:
     return result
 
 
+def ways_to_ask(model: str) -> Any:
+    """Several answers to a prompt, beam search, structured output, and many requests at once, each asked cold and again
+    when only kvtier has the prompt. Answers by way, and how many tokens of the second asking were hits."""
+    from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
+
+    engine = Engine(model, blocks=128, max_num_batched_tokens=192)
+
+    def several(seed: int) -> Any:
+        from vllm import SamplingParams
+
+        # As good as greedy, which gives one answer only. vLLM's CPU runner dies of a seed in a chunked prompt.
+        settings = SamplingParams(n=3, temperature=0.01, max_tokens=6, ignore_eos=True)
+        (output,) = engine.llm.generate([{"prompt_token_ids": document(seed)}], settings, use_tqdm=False)
+        return [list(one.token_ids) for one in output.outputs], output.num_cached_tokens
+
+    def beams(seed: int) -> Any:
+        settings = BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True)
+        (output,) = engine.llm.beam_search([{"prompt_token_ids": document(seed)}], settings)
+        return [list(one.tokens[-4:]) for one in output.sequences], 0
+
+    def structured(seed: int) -> Any:
+        only = StructuredOutputsParams(choice=["yes", "no", "perhaps"])
+        (told,) = engine.ask([document(seed)], structured_outputs=only, ignore_eos=False, logprobs=None, max_tokens=12)
+        return told["tokens"], told["cached"]
+
+    def at_once(seed: int) -> Any:
+        told = engine.ask([document(seed + number % 3) for number in range(12)], max_tokens=4)
+        return [one["tokens"] for one in told], sum(one["cached"] for one in told)
+
+    ways = {"several": several, "beams": beams, "structured": structured, "at once": at_once}
+    first = {name: way(10 * number)[0] for number, (name, way) in enumerate(ways.items())}
+    for seed in range(200, 212):
+        engine.ask([document(seed)], max_tokens=1)
+    again, cached = {}, {}
+    for number, (name, way) in enumerate(ways.items()):
+        again[name], cached[name] = way(10 * number)
+    return {"first": first, "again": again, "cached": cached}
+
+
 def filler(engine: Engine) -> None:
     """Push everything out of the engine's own prefix cache, so that the next hit can only be kvtier's."""
     for seed in range(100, 106):
@@ -392,6 +431,7 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
         features,
         preemption,
         several_connectors,
+        ways_to_ask,
         no_prefix_caching,
         bare_name,
         speculative,

@@ -208,6 +208,15 @@ def test_engine_settings_and_the_bare_name(run: Run, scenario: str) -> None:
     assert hits(ours)[3:] == [DOCUMENT_HIT] * 3
 
 
+def test_every_way_to_ask_gets_the_same_answer_from_a_hit(run: Run) -> None:
+    """Several answers to a prompt, beam search, structured output, and more requests at once than fit in a step."""
+    ours, plain = run("ways_to_ask"), run("ways_to_ask", kvtier=False)
+    assert isinstance(ours, dict), str(ours)[-4000:]
+    assert ours["first"] == ours["again"] == plain["first"]
+    assert ours["cached"]["several"] == ours["cached"]["structured"] == DOCUMENT_HIT
+    assert ours["cached"]["at once"] >= 3 * DOCUMENT_HIT
+
+
 def test_tensor_parallel_ranks_share_one_slot(run: Run) -> None:
     ours = run("tensor_parallel", processes=True)
     assert_same(ours, run("tensor_parallel", kvtier=False))
