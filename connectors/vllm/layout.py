@@ -49,13 +49,13 @@ def chunk_layout(
 ) -> tuple[ChunkLayout, tuple[tuple[int, bool], ...]]:
     """The layout of chunks for this engine, and for each rank ``(first byte in the slot, writes it)``.
 
-    ``ranks`` is keyed by (pp rank, tp rank). Ranks of one pipeline stage that hold identical KV (MLA's latent) share
-    one part, written by the first of them.
+    ``ranks`` is keyed by (pp rank, tp rank). Ranks of one pipeline stage that hold identical KV in every layer (MLA's
+    latent, but not beside a draft model with heads of its own) share one part, written by the first of them.
     """
     tokens = block_tokens(kv_cache_config)
     _refuse_context_parallel(vllm_config.parallel_config)
     _refuse_several_hosts(vllm_config.parallel_config)
-    replicated = bool(vllm_config.model_config.use_mla)
+    replicated = _replicated(vllm_config, kv_cache_config)
     parts: list[int] = []
     owners: list[tuple[int, bool]] = []
     first_of_stage: dict[int, int] = {}
@@ -113,6 +113,14 @@ def of_namespace(layout: ChunkLayout, namespace: str) -> ChunkLayout:
 def start_only(layout: ChunkLayout, why: str) -> ChunkLayout:
     """The same layout with keys that no other start of any engine can name."""
     return replace(layout, fingerprint=fingerprint({"of": layout.fingerprint.hex(), "start": start_word(why)}))
+
+
+def _replicated(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether all tensor ranks hold the same KV. Before 0.32 vLLM does not count them, and MLA has to do for it."""
+    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
+    if replicas is None:
+        return bool(vllm_config.model_config.use_mla)
+    return bool(replicas == vllm_config.parallel_config.tensor_parallel_size)
 
 
 def _refuse_several_hosts(parallel: Any) -> None:

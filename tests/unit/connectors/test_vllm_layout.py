@@ -122,3 +122,35 @@ def test_kvtier_declines_where_the_platform_turned_prefixes_off(
         cache_config=SimpleNamespace(enable_prefix_caching=caching), model_config=SimpleNamespace(use_mla=mla)
     )
     assert bool(layout.why_no_prefixes(config)) is declines
+
+
+@pytest.mark.parametrize(
+    ("replicas", "mla", "shared"),
+    [
+        (2, True, True),
+        (1, True, False),
+        (2, False, True),
+        (1, False, False),
+        (None, True, True),
+        (None, False, False),
+    ],
+    ids=["MLA", "MLA beside a draft with heads", "one head", "heads", "MLA before 0.32", "heads before 0.32"],
+)
+def test_ranks_share_a_part_only_where_all_of_their_layers_hold_the_same(
+    folder: Path, replicas: int | None, mla: bool, shared: bool
+) -> None:
+    from kvtier.connectors.vllm.layout import chunk_layout
+
+    given, config = engine(folder), cache()
+    given.model_config.use_mla, given.parallel_config.tensor_parallel_size = mla, 2
+    if replicas is not None:
+        config.kv_tp_replicas = replicas
+    chunks, parts = chunk_layout(given, config, {(0, 0): rank(), (0, 1): rank()}, 32)
+    assert parts == (((0, True), (0, False)) if shared else ((0, True), (2 * 4096, True)))
+    assert len(chunks.rank_block_bytes) == (1 if shared else 2)
+
+
+def test_vllm_counts_the_ranks_that_hold_the_same() -> None:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    assert KVCacheConfig(1, [], []).kv_tp_replicas == 1
