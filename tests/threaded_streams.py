@@ -66,7 +66,7 @@ class ComputingThread:
 class ThreadedStreams:
     """For :class:`kvtier.gpu.PagedBlocks`."""
 
-    room = 1 << 24
+    room = free = 1 << 24
 
     def __init__(self) -> None:
         self._engine, self._made = ComputingThread(), 0

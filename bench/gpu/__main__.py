@@ -1,9 +1,11 @@
-"""The GPU path on this machine's GPU, in one run: copies, what they cost computing, and time to the first token.
+"""The GPU path on this machine's GPU, in one run: copies, how they are queued, and what they cost computing.
 
-    python -m kvtier.bench.gpu [--rounds N] [--output FILE]
+    python -m kvtier.bench.gpu [--rounds N] [--parts copies compute prefill] [--output FILE]
 
-Without a CUDA device it says so and exits with 2. Needs twice ``--megabytes`` of host memory, to be page-locked, and of
-device memory; the 1.5B engine of the last part takes what vLLM takes by default.
+Needs torch, numpy and Triton, and takes some minutes. Without a CUDA device it says so and exits with 2. The KV of
+``--tokens`` (4 GiB for 32768 of the largest shape) is needed twice in host memory, to be page-locked, and twice in
+device memory. ``--parts prefill`` measures the time to the first token too, with vLLM or transformers; its 1.5B engine
+takes the memory that vLLM takes by default.
 """
 
 from __future__ import annotations
@@ -27,10 +29,9 @@ def main(argv: list[str] | None = None) -> int:
         prog="kvtier.bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--megabytes", type=int, default=2048, help="bytes of slots, and as many of blocks")
-    parser.add_argument("--tokens", type=int, default=32768, help="of the prompt that is loaded")
+    parser.add_argument("--tokens", type=int, default=32768, help="of the prompt that is saved and loaded")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["copies", "compute"])
     parser.add_argument("--output", default="bench/results/gpu.json")
     given = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -42,9 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     rows = []
     if "copies" in given.parts:
-        rows += measure_copies(given.shapes, given.megabytes, given.rounds, device)
+        rows += measure_copies(given.shapes, given.tokens, given.rounds, device)
     if "compute" in given.parts:
-        rows += measure_slowdown(given.shapes, given.megabytes, given.rounds, device)
+        rows += measure_slowdown(given.shapes, given.rounds, device)
     if "prefill" in given.parts:
         torch.cuda.empty_cache()
         found = measure_prefill(given.tokens, given.rounds, device)

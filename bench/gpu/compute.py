@@ -13,12 +13,13 @@ from kvtier.bench.micro.copy import show
 from kvtier.bench.report import Row, spread
 from kvtier.gpu import Copy
 
-WEIGHTS = {"1.5B": 1.5e9, "7B": 7.6e9, "72B": 72e9 / 8}
-"""Numbers that one rank multiplies by for each token. Eight ranks share the 72B model here, and its KV."""
-RANKS = {"1.5B": 1, "7B": 1, "72B": 8}
+WEIGHTS = {"7B": 7.6e9, "8B": 8e9, "671B": 37e9 / 8, "70B on 4 ranks": 70e9 / 4}
+"""Numbers that one rank multiplies by for each token. Eight ranks share the 671B model, each with all of its KV."""
 GOAL_PERCENT = 3.0
 BLOCK_TOKENS = 16
-STEPS = 8
+STEPS = 4
+ENOUGH_S = 45.0
+"""A shape that took so long gets no further round after the third."""
 
 
 class Steps:
@@ -48,14 +49,12 @@ class Steps:
         return seconds
 
 
-def measure_slowdown(
-    names: Sequence[str], megabytes: int, rounds: int, device: torch.device, width: int = 8192
-) -> list[Row]:
+def measure_slowdown(names: Sequence[str], rounds: int, device: torch.device, width: int = 8192) -> list[Row]:
     """Percent by which a step of :data:`STEP_TOKENS` tokens takes longer when its KV is saved; rounds alternate."""
     rows: list[Row] = []
     for name in names:
-        shape = geometry(name, BLOCK_TOKENS, RANKS[name])
-        paged = Paged(shape, max(megabytes, 2 * STEP_TOKENS * shape.layers * shape.token_bytes >> 20), device)
+        shape, began = geometry(name, BLOCK_TOKENS), time.perf_counter()
+        paged = Paged(shape, 2 * STEP_TOKENS, device)
         products = max(1, round(WEIGHTS[name] * STEP_TOKENS / width**3))
         steps = Steps(paged, products, width)
         steps.run(1)
@@ -64,6 +63,8 @@ def measure_slowdown(
             order = (0, 1) if index % 2 else (1, 0)
             seconds = {saving: steps.run(saving) for saving in order}
             slower.append(100 * (seconds[1] / seconds[0] - 1))
+            if len(slower) >= 3 and time.perf_counter() - began > ENOUGH_S:
+                break
         paged.close()
         value, low, high = spread(slower)
         label = f"{shape.name}: a step of {STEP_TOKENS} tokens longer with saving, {products} products of {width}"

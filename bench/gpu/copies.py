@@ -1,4 +1,5 @@
-"""Saves and loads beside the device's own limit: one plain copy between device memory and page-locked memory."""
+"""Saves and loads beside the device's own limit (one plain copy between device memory and page-locked memory), and what
+it takes to queue them."""
 
 from __future__ import annotations
 
@@ -8,39 +9,39 @@ from collections.abc import Sequence
 
 import torch
 
-from kvtier.bench.micro.copy import Geometry, Work, against, measure, show
-from kvtier.bench.report import Row
+from kvtier.bench.gpu.events import device_work
+from kvtier.bench.micro.copy import CHUNK_TOKENS, Geometry, Work, against, measure, show
+from kvtier.bench.report import Row, spread
 from kvtier.core.pool import Pool
 from kvtier.gpu import Copy, PagedBlocks, Pinning, regions_of, slot_tensor
 from kvtier.gpu.blocks import nothing
 from kvtier.testing import ManualLane
 
-SHAPES = {"1.5B": (28, 1024), "7B": (28, 2048), "72B": (80, 4096)}
-"""Layers, and bytes of one token in one layer: 2, 4 and 8 KV heads of 128, keys and values, bf16, one rank."""
-BLOCK_TOKENS = (16, 32, 64)
+SHAPES = {"7B": (28, 2048), "8B": (32, 4096), "671B": (61, 1152), "70B on 4 ranks": (80, 1024)}
+"""Layers, and bytes of one token in one layer of one rank, bf16: 4 and 8 KV heads of 128, keys and values; a latent of
+576; 2 KV heads of 128, keys and values."""
+BLOCK_TOKENS = (16,)
 STEP_TOKENS = 8192
 """What vLLM computes in one step of a long prefill: a call saves the chunks of so many tokens."""
-GOAL = 0.9
+GOAL, MOST_LAUNCHES, MOST_HOST_MS = 0.9, 64, 2.0
 
 
-def geometry(name: str, block_tokens: int, ranks: int = 1) -> Geometry:
+def geometry(name: str, block_tokens: int) -> Geometry:
     """One rank's part of a model's KV."""
     layers, token_bytes = SHAPES[name]
-    token_bytes //= ranks
-    part = f"1 of {ranks} ranks, " if ranks > 1 else ""
-    label = f"{name} ({part}{layers} layers x {token_bytes} B); blocks of {block_tokens}"
+    label = f"{name} ({layers} layers x {token_bytes} B); blocks of {block_tokens}"
     return Geometry(label, layers, token_bytes, block_tokens)
 
 
 class Paged:
-    """An engine's blocks on ``device``, ``chunks`` chunks of them in random order, and as many page-locked slots.
+    """An engine's blocks of ``tokens`` on ``device`` in random order, and as many page-locked slots.
 
     Blocks are one allocation ``[layer, block, row]``, as vLLM's are.
     """
 
-    def __init__(self, shape: Geometry, megabytes: int, device: torch.device) -> None:
+    def __init__(self, shape: Geometry, tokens: int, device: torch.device) -> None:
         self.shape, self.device = shape, device
-        self.chunks = max(2, megabytes * 2**20 // shape.chunk_bytes)
+        self.chunks = max(2, -(-tokens // CHUNK_TOKENS))
         self.bytes = self.chunks * shape.chunk_bytes
         blocks = self.chunks * shape.blocks_per_chunk
         self.kv = torch.zeros(shape.layers, blocks, shape.row_bytes, dtype=torch.uint8, device=device)
@@ -56,8 +57,8 @@ class Paged:
             for slot in range(self.chunks)
         ]
         regions = regions_of({f"layer.{index}": rows for index, rows in enumerate(self.kv)}, blocks)
-        pinned = nothing if self.pinning is None else self.pinning.covers
-        self.copier = PagedBlocks(regions, step, pinned=pinned)
+        cuts = nothing if self.pinning is None else self.pinning.cuts
+        self.copier = PagedBlocks(regions, step, locked=cuts)
 
     def save(self) -> None:
         """All chunks, a step's worth a call."""
@@ -65,8 +66,8 @@ class Paged:
             copy.wait()
 
     def load(self) -> None:
-        for copy in [self.copier.load(self.jobs[at : at + self.a_step]) for at in range(0, self.chunks, self.a_step)]:
-            copy.wait()
+        """All chunks, as one prompt's hit."""
+        self.copier.load(self.jobs).wait()
 
     def save_step(self, index: int) -> Copy:
         """Begin to save what one step computes."""
@@ -76,7 +77,7 @@ class Paged:
     @property
     def a_step(self) -> int:
         """Chunks of one step."""
-        return STEP_TOKENS // 256
+        return STEP_TOKENS // CHUNK_TOKENS
 
     def check(self) -> None:
         """The numbers are of copies that are right."""
@@ -97,11 +98,11 @@ class Paged:
 def locked(pool: Pool, device: torch.device) -> Pinning:
     """All of a pool page-locked, here and now."""
     lane = ManualLane()
-    pinning = Pinning(device, lane=lane)
+    pinning = Pinning(device, lane=lane, rest=lambda _: None)
     pinning.begin(pool.buffer, pool.slot_bytes)
     lane.run()
-    if not pinning.covers(slot_tensor(pool.buffer)):
-        raise SystemExit("the driver refuses to page-lock the benchmark's pool: give --megabytes less")
+    if any(pinning.cuts(slot_tensor(pool.view(slot))) is None for slot in range(pool.slots)):
+        raise SystemExit("the driver refuses to page-lock the benchmark's pool: give --tokens less")
     return pinning
 
 
@@ -126,12 +127,13 @@ def limits(paged: Paged) -> tuple[Work, Work]:
     return moving(on_host, on_device), moving(on_device, on_host)
 
 
-def measure_copies(names: Sequence[str], megabytes: int, rounds: int, device: torch.device) -> list[Row]:
-    """GB/s of saves and loads of every shape and block size; ratio and goal are to the limit of the same rounds."""
+def measure_copies(names: Sequence[str], tokens: int, rounds: int, device: torch.device) -> list[Row]:
+    """GB/s of saves and loads of every shape and block size, whose ratio and goal are to the limit of the same rounds;
+    then what a load of all chunks has the device do, and how long it keeps the host."""
     rows: list[Row] = []
     for name in names:
         for block_tokens in BLOCK_TOKENS:
-            paged = Paged(geometry(name, block_tokens), megabytes, device)
+            paged = Paged(geometry(name, block_tokens), tokens, device)
             paged.check()
             to_host, to_device = limits(paged)
             works = {"to host": to_host, "save": paged.save, "to device": to_device, "load": paged.load}
@@ -139,8 +141,31 @@ def measure_copies(names: Sequence[str], megabytes: int, rounds: int, device: to
             found = [
                 against(f"{paged.shape.name}: save", save, out, GOAL),
                 against(f"{paged.shape.name}: load", load, back, GOAL),
+                *queueing(paged, rounds),
             ]
             paged.close()
             show(found)
             rows += found
+    return rows
+
+
+def queueing(paged: Paged, rounds: int) -> list[Row]:
+    """Of a load and of a save of all chunks, each in one call."""
+    rows: list[Row] = []
+    for way, begin in (("load", paged.copier.load), ("save", paged.copier.save)):
+        label = f"{paged.shape.name}: {way} of {paged.chunks * CHUNK_TOKENS} tokens"
+        work = device_work(lambda begin=begin: begin(paged.jobs).wait(), paged.device)  # type: ignore[misc]
+        milliseconds = list[float]()
+        for _ in range(max(rounds, 3)):
+            finish(paged.device)
+            begun = time.perf_counter()
+            copy = begin(paged.jobs)
+            milliseconds.append(1000 * (time.perf_counter() - begun))
+            copy.wait()
+        value, low, high = spread(milliseconds)
+        rows += [
+            Row(f"{label}, kernels launched", work.kernels, "launches", limit=MOST_LAUNCHES),
+            Row(f"{label}, DMAs", work.copies, "DMAs"),
+            Row(f"{label}, host time", value, "ms", limit=MOST_HOST_MS, min=low, max=high),
+        ]
     return rows

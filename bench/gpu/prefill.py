@@ -116,7 +116,7 @@ def with_transformers(tokens: int, rounds: int, device: torch.device, model: dic
     layers, heads = model["num_hidden_layers"], model["num_key_value_heads"]
     width = model["hidden_size"] // model["num_attention_heads"]
     shape = Geometry("prefill", layers, 2 * 2 * heads * width, 16)
-    paged = Paged(shape, -(-tokens * layers * shape.token_bytes >> 20) + 1, device)
+    paged = Paged(shape, tokens, device)
     paged.save()
     jobs = paged.jobs[: tokens // 256]
     pairs = []

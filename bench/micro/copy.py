@@ -359,7 +359,9 @@ def measure_first_touch(geometry: Geometry, megabytes: int, rounds: int) -> list
 def show(rows: Sequence[Row]) -> None:
     for row in rows:
         share = f"{row.ratio:6.1%}" if row.ratio else ""
-        print(f"{row.name:90} {row.value:6.2f} {row.unit}  {row.min:.2f} .. {row.max:.2f}  {share}", flush=True)
+        value = "     -" if row.value is None else f"{row.value:6.2f}"
+        span = "" if row.min is None or row.max is None else f"{row.min:.2f} .. {row.max:.2f}"
+        print(f"{row.name:90} {value} {row.unit}  {span}  {share}", flush=True)
 
 
 def main() -> None:

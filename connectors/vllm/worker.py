@@ -89,6 +89,8 @@ class WorkerHalf:
         self._paged: PagedBlocks | None = None
         self._pinning: Pinning | None = None
         self._pools: dict[PoolAddress, _MappedPool] = {}
+        self._told: PoolAddress | None = None
+        """The pool that was last mapped early, or could not be."""
         self._copying: deque[_Copying] = deque()
         self._under_way: deque[_UnderWay] = deque()
         self._step_began = 0.0
@@ -107,7 +109,7 @@ class WorkerHalf:
         regions = regions_of(kv_caches, self._num_blocks)
         if regions and regions[0].rows.is_cuda:
             self._pinning = Pinning(regions[0].rows.device)
-            self._paged = PagedBlocks(regions, self._blocks_per_chunk, pinned=self._pinning.covers)
+            self._paged = PagedBlocks(regions, self._blocks_per_chunk, locked=self._pinning.cuts)
         else:
             self._paged = PagedBlocks(regions, self._blocks_per_chunk)
         self._model = self._find_model()
@@ -129,6 +131,8 @@ class WorkerHalf:
     def begin(self) -> None:
         """vLLM's ``bind_connector_metadata``: a step begins."""
         self._step_began = self._clock()
+        if self._pinning is not None:
+            self._pinning.look()
 
     def load(self, metadata: StepMetadata) -> None:
         """vLLM's ``start_load_kv``: begin this step's loads, and go on with those of earlier steps. vLLM calls it
@@ -279,20 +283,27 @@ class WorkerHalf:
         return self._paged
 
     def _mapped(self, address: PoolAddress) -> _MappedPool:
-        """Map a pool at its first job."""
+        """Map a pool, at its first job if it is not mapped yet."""
         if address not in self._pools:
             self._pools[address] = _MappedPool(address, self._rank, self._blocks().block_bytes, self._pinning)
         return self._pools[address]
 
     def _map_early(self, address: PoolAddress | None) -> None:
         """Map the engine's own pool in the first step. What prevents that (another host, other process ids) prevents it
-        for ever, so the scheduler's half hears of it at once; a server's pool may only be away."""
-        if address is None or address.witness_path is not None or address in self._pools:
+        for ever, so the scheduler's half hears of it at once; a server's pool may only be away.
+
+        On a GPU a server's pool is mapped too when a step first names it, because to lock its pages takes a while. No
+        earlier word of a pool comes here: vLLM's handshake tells workers nothing. By then vLLM has captured its graphs.
+        """
+        own = address is not None and address.witness_path is None
+        if address is None or address in self._pools or (not own and (self._pinning is None or address == self._told)):
             return
+        self._told = address
         try:
             self._mapped(address)
         except KVTierError as error:
-            self._report.unmapped = f"rank {self._rank}: {error}"
+            if own:
+                self._report.unmapped = f"rank {self._rank}: {error}"
 
     def _let_go(self, needed: set[PoolAddress | None]) -> None:
         """Unmap what no job needs any more: a server waits for that."""
@@ -330,7 +341,7 @@ class _MappedPool:
         self._untouched = set(range(address.slots) if pinning is None else ())
         self._pinning = pinning
         if pinning is not None:
-            pinning.begin(self.pool.buffer, address.slot_bytes)
+            pinning.begin(self.pool.buffer, address.slot_bytes, self._span)
 
     def part(self, slot: int) -> torch.Tensor:
         """This rank's part of a slot."""

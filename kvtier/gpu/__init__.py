@@ -19,9 +19,10 @@ Rules for the caller:
   ``load`` returns, and nothing of the call is under way then. What fails later on a CUDA device fails the device: its
   errors are sticky, so no later step of the engine gives a result either, right or wrong.
 
-``regions`` finds the rows, ``blocks`` is the surface, ``host`` copies on a CPU device (done when the call returns),
-``staged`` on CUDA over ``streams``, ``pinning`` page-locks slots. ``tests/unit`` runs all but ``CudaStreams`` on CPU
-tensors; ``tests/gpu`` runs the same tests where there is a CUDA device.
+``regions`` finds the rows, ``blocks`` is the surface, ``host`` copies on a CPU device (done when the call returns).
+``staged`` copies on CUDA over ``streams``, through the memory of ``staging``, and ``rows`` move between that and the
+blocks: by ``kernel``, Triton's, which is imported there only. ``pinning`` page-locks slots. ``tests/unit`` runs all but
+``CudaStreams`` on CPU tensors; ``tests/gpu`` runs the same tests where there is a CUDA device.
 """
 
 from kvtier.gpu.blocks import PagedBlocks

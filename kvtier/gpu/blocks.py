@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,20 +11,24 @@ import torch
 from kvtier.core.errors import LayoutError, StateError
 from kvtier.gpu.host import HostCopier
 from kvtier.gpu.regions import Region, merged
+from kvtier.gpu.rows import MakeRows, rows_of
 from kvtier.gpu.slots import Copy, Job
-from kvtier.gpu.staged import StagedCopier
+from kvtier.gpu.staged import Cuts, StagedCopier
 from kvtier.gpu.streams import CudaStreams, Streams
 
+_SERVED = ("cpu", "cuda")
+"""torch calls ROCm's devices ``cuda`` too."""
 
-def nothing(_part: torch.Tensor) -> bool:
+
+def nothing(_part: torch.Tensor) -> None:
     """No slot is page-locked."""
-    return False
 
 
 class PagedBlocks:
     """Copies between an engine's paged blocks and slots; ``block_bytes`` is what one block takes in all regions.
 
-    Raises LayoutError when the regions cannot belong to one engine (none, several devices, unequal block counts).
+    Raises LayoutError when the regions cannot belong to one engine (none, several devices, unequal block counts), lie
+    on a device that is neither a CPU nor a CUDA device, or leave no room for staging memory.
     """
 
     def __init__(
@@ -32,11 +36,12 @@ class PagedBlocks:
         regions: Sequence[Region],
         blocks_per_chunk: int,
         *,
-        pinned: Callable[[torch.Tensor], bool] = nothing,
+        locked: Cuts = nothing,
         streams: Streams | None = None,
+        make_rows: MakeRows = rows_of,
     ) -> None:
-        """``pinned`` tells whether a slot's part is page-locked; ``streams`` are the device's own unless a test brings
-        some."""
+        """``locked`` tells whether a slot's part is page-locked; ``streams`` and ``make_rows`` are the device's own
+        unless a test brings some."""
         rows = [region.rows for region in regions]
         kinds = sorted({f"{tensor.shape[0]} blocks on {tensor.device}" for tensor in rows})
         if len(kinds) != 1:
@@ -46,13 +51,18 @@ class PagedBlocks:
         self.block_bytes = sum(tensor.shape[1] for tensor in rows)
         self._regions = list(regions)
         self._device = rows[0].device
-        if streams is None and self._device.type != "cpu":
+        if self._device.type not in _SERVED:
+            raise LayoutError(
+                f"the KV cache lies on {self._device}; kvtier copies KV of CPUs and of CUDA devices (NVIDIA, ROCm) "
+                "only. Run this engine without the kvtier connector"
+            )
+        if streams is None and self._device.type == "cuda":
             streams = CudaStreams(self._device)
         self._copier: HostCopier | StagedCopier
         if streams is None:
             self._copier = HostCopier(merged(rows), blocks_per_chunk)
         else:
-            self._copier = StagedCopier(merged(rows), blocks_per_chunk, streams, pinned)
+            self._copier = StagedCopier(merged(rows), blocks_per_chunk, streams, locked, make_rows)
 
     def describe(self) -> dict[str, Any]:
         """What decides the meaning of a slot part's bytes; JSON-able, equal for engines of unequal block counts.

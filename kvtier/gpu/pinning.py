@@ -5,41 +5,95 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
+from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.lanes import Executor, Lane
 from kvtier.gpu.slots import slot_tensor
 
 logger = logging.getLogger("kvtier.gpu")
 
-_PIECE_BYTES = 256 << 20
+_PIECE_BYTES = 64 << 20
+_LEAST_SPAN = 1 << 20
 _CLOSE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How a mapping is registered: of every ``step`` bytes the ``length`` from ``offset`` on, ``piece`` a call."""
+
+    step: int
+    offset: int
+    length: int
+    piece: int
+
+    @property
+    def pieces(self) -> int:
+        """Of one step."""
+        return -(-self.length // self.piece)
+
+
+def cut_of(slot_bytes: int, span: tuple[int, int], piece_bytes: int) -> _Cut:
+    """A rank's own span of each slot, in whole pages, where that spares at least half of the slot and is 1 MiB or more
+    (a call costs the driver tens of microseconds whatever its size). Else whole slots, as many as a piece holds. A
+    piece is ``piece_bytes`` at most (or a page), and holds whole slots or lies inside one."""
+    piece = max(PAGE_BYTES, piece_bytes // PAGE_BYTES * PAGE_BYTES)
+    begin, end = span[0] // PAGE_BYTES * PAGE_BYTES, -(-span[1] // PAGE_BYTES) * PAGE_BYTES
+    if _LEAST_SPAN <= end - begin <= slot_bytes // 2:
+        return _Cut(slot_bytes, begin, end - begin, piece)
+    step = max(1, piece // slot_bytes) * slot_bytes
+    return _Cut(step, 0, step, min(piece, step))
 
 
 @dataclass
 class _Region:
-    """One mapping. ``pieces`` are those locked so far, from ``base`` on; ``guard`` is held while one is locked."""
+    """One mapping. ``guard`` is held while a piece is locked."""
 
     base: int
     size: int
-    step: int
+    cut: _Cut
     pieces: list[int] = field(default_factory=list)
-    locked: int = 0
-    """Bytes from ``base`` on that are locked: written by the lane, read by the worker."""
+    """Where those begin that are locked, in order: written by the lane, read by the worker."""
+    waiting: bool = False
+    """Its next piece is not with the lane: page-locking is held."""
     ended: bool = False
     guard: threading.Lock = field(default_factory=threading.Lock)
 
+    def next(self) -> tuple[int, int] | None:
+        """``(address, bytes)`` of the first piece that is not locked."""
+        step, piece = divmod(len(self.pieces), self.cut.pieces)
+        begin = step * self.cut.step + self.cut.offset + piece * self.cut.piece
+        end = step * self.cut.step + self.cut.offset + min(self.cut.length, (piece + 1) * self.cut.piece)
+        return (self.base + begin, min(end, self.size) - begin) if begin < self.size else None
+
+    def cuts(self, start: int, size: int) -> tuple[int, ...] | None:
+        step, at = divmod(start - self.base, self.cut.step)
+        at -= self.cut.offset
+        if at < 0 or at + size > self.cut.length or start + size > self.base + self.size:
+            return None
+        first, last = at // self.cut.piece, (at + size - 1) // self.cut.piece
+        if step * self.cut.pieces + last >= len(self.pieces):
+            return None
+        return tuple(number * self.cut.piece - at for number in range(first + 1, last + 1))
+
 
 class Pinning:
-    """Which host memory is page-locked. :meth:`begin`, :meth:`covers` and :meth:`end` are the worker's thread's.
+    """Which host memory is page-locked. :meth:`begin`, :meth:`look`, :meth:`hold`, :meth:`go_on`, :meth:`cuts` and
+    :meth:`end` are the worker's thread's.
 
-    Locking goes on in the background (a lane's thread), piece by piece, because a registration reads every page table
-    entry and holds the driver's lock meanwhile. Pieces end between slots: one DMA must not cross two of them. When the
-    driver refuses, what is locked stays so, the rest is copied through a small buffer, and the log says so once.
+    Locking goes on in the background (a lane's thread) in pieces of 64 MiB at most, because a registration reads every
+    page table entry and holds the driver's and the process's memory locks meanwhile; after each the thread rests as
+    long as it took, so that others get those locks. When the driver refuses, what is locked stays so, the rest is
+    copied through a small buffer, and the log says so once.
+
+    A registration from any thread may spoil a CUDA graph that is being captured. So nothing is locked from
+    :meth:`hold` to :meth:`go_on`, nor between two calls of :meth:`look` if the first finds a capture.
     """
 
     def __init__(
@@ -49,25 +103,56 @@ class Pinning:
         runtime: Any = None,
         lane: Executor | None = None,
         piece_bytes: int = _PIECE_BYTES,
+        capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
+        rest: Callable[[float], object] = time.sleep,
     ) -> None:
-        """``runtime`` stands for ``torch.cuda.cudart()``; without ``device`` the calling thread's is taken."""
+        """``runtime`` stands for ``torch.cuda.cudart()``; without ``device`` the calling thread's is taken.
+        ``capturing``: whether the calling thread captures a CUDA graph now. ``rest`` takes seconds."""
         self._device = device
         self._runtime = torch.cuda.cudart() if runtime is None else runtime
         self._lane = Lane("pinning", 1, urgent_bound=1, bound=16) if lane is None else lane
         self._piece_bytes = piece_bytes
+        self._capturing, self._rest = capturing, rest
         self._regions: dict[int, _Region] = {}
+        self._held = False
 
-    def begin(self, buffer: memoryview, slot_bytes: int) -> None:
-        """Start to lock a mapping of whole slots. It must not be unmapped before :meth:`end`."""
-        step = max(1, self._piece_bytes // slot_bytes) * slot_bytes
-        region = _Region(_address(buffer), buffer.nbytes, step)
+    def begin(self, buffer: memoryview, slot_bytes: int, span: tuple[int, int] | None = None) -> None:
+        """Start to lock a mapping of whole slots, of each slot the bytes of ``span`` (all of it); :func:`cut_of` says
+        when more. It must not be unmapped before :meth:`end`."""
+        cut = cut_of(slot_bytes, span or (0, slot_bytes), self._piece_bytes)
+        region = _Region(_address(buffer), buffer.nbytes, cut)
         self._regions[region.base] = region
         self._submit(region)
 
-    def covers(self, part: torch.Tensor) -> bool:
-        """Whether a slot's part is locked."""
-        start, end = part.data_ptr(), part.data_ptr() + part.nbytes
-        return any(one.base <= start and end <= one.base + one.locked for one in self._regions.values())
+    def cuts(self, part: torch.Tensor) -> tuple[int, ...] | None:
+        """None unless all of a slot's part is locked. Else where in it two pieces meet: no DMA may cross that."""
+        start, size = part.data_ptr(), part.nbytes
+        for one in self._regions.values():
+            if one.base <= start < one.base + one.size:
+                return one.cuts(start, size)
+        return None
+
+    def look(self) -> None:
+        """To be called now and then: hold while the calling thread captures a graph."""
+        (self.hold if self._capturing() else self.go_on)()
+
+    def hold(self) -> None:
+        """Lock nothing until :meth:`go_on`. Waits for the piece that is being locked."""
+        self._held = True
+        for region in self._regions.values():
+            with region.guard:
+                pass
+
+    def go_on(self) -> None:
+        """After :meth:`hold`; at any other time it does nothing."""
+        if not self._held:
+            return
+        self._held = False
+        for region in self._regions.values():
+            with region.guard:
+                waiting, region.waiting = region.waiting, False
+            if waiting:
+                self._submit(region)
 
     def end(self, buffer: memoryview) -> None:
         """Unlock a mapping; every copy from or to it must be done. Waits for the piece that is being locked."""
@@ -86,26 +171,33 @@ class Pinning:
     def _submit(self, region: _Region) -> None:
         if not self._lane.submit(partial(self._lock_piece, region)) and not region.ended:
             logger.warning(
-                "page-locking stopped at %d of %d bytes: its lane is full or closed", region.locked, region.size
-            )
+                "page-locking of %d bytes stopped after %d pieces: its lane is full or closed",
+                region.size, len(region.pieces),
+            )  # fmt: skip
 
     def _lock_piece(self, region: _Region) -> None:
         """On the lane's thread, whose own last error is what the driver leaves after a refusal."""
         with region.guard, self._on_device():
-            if region.ended:
+            piece = region.next()
+            if region.ended or piece is None:
                 return
-            start, size = region.base + region.locked, min(region.step, region.size - region.locked)
-            refusal = _code(self._runtime.cudaHostRegister(start, size, 0))
+            if self._held:
+                region.waiting = True
+                return
+            begun = time.perf_counter()
+            refusal = _code(self._runtime.cudaHostRegister(*piece, 0))
+            took = time.perf_counter() - begun
             if refusal:
                 logger.warning(
-                    "cudaHostRegister refused %d bytes (error %d) after %d of %d: copies of the other slots go through "
-                    "a buffer and are slower; see `ulimit -l` and the host's free memory",
-                    size, refusal, region.locked, region.size,
+                    "cudaHostRegister refused %d bytes (error %d) after %d pieces of up to %d in a mapping of %d: "
+                    "copies of the other slots go through a buffer and are slower; see `ulimit -l` and free memory",
+                    piece[1], refusal, len(region.pieces), region.cut.piece, region.size,
                 )  # fmt: skip
                 return
-            region.pieces.append(start)
-            region.locked += size
-        if region.locked < region.size:
+            region.pieces.append(piece[0])
+            more = region.next() is not None
+        if more:
+            self._rest(took)
             self._submit(region)
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:

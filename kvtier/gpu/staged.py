@@ -1,15 +1,16 @@
-"""Copies between blocks in device memory and slots in host memory, on side streams, through staging buffers.
+"""Copies between blocks in device memory and slots in host memory, on side streams, through staging memory.
 
-A chunk is gathered by one kernel into a contiguous buffer on the device (one kernel for each group of regions that lie
-at one distance: all layers of vLLM's one allocation), and moved by one DMA; loads go the other way. Who waits for whom,
-always on the device, never the host:
+The blocks of some chunks are gathered by one launch (:mod:`kvtier.gpu.rows`) into staging memory on the device
+(:mod:`kvtier.gpu.staging`), which lies as a slot does, and moved by one DMA a chunk; loads go the other way. DMAs are
+not merged: a hit's slots are seldom neighbours, and a chunk is long enough for a DMA. Who waits for whom, always on the
+device, never the host:
 
 ======================  =================================================  =========================================
-a save's gather         the engine's stream: the forward pass wrote it     the DMA that empties its staging buffer
-a save's DMA            its gather
+a save's gather         the engine's stream: the forward pass wrote it     the DMAs that empty its staging memory
+a save's DMAs           their gather
 the engine's stream     the gathers, so that it may overwrite the blocks   not the DMAs
-a load's DMA            the scatter that empties its staging buffer        not the engine's stream: it may run ahead
-a load's scatter        its DMA; the engine's stream: blocks' last users   nothing that the engine queues later
+a load's DMAs           the scatter that empties their staging memory      not the engine's stream: it may run ahead
+a load's scatter        its DMAs; the engine's stream: blocks' last users  nothing that the engine queues later
 the engine's stream                                                        loads: it uses blocks of done ones only
 ======================  =================================================  =========================================
 
@@ -23,23 +24,29 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, cycle
+from itertools import chain, cycle, pairwise
 
+import numpy as np
 import torch
 
 from kvtier.gpu.regions import widest_word
-from kvtier.gpu.slots import Copy, Job, cut
+from kvtier.gpu.rows import Batch, MakeRows, rows_of
+from kvtier.gpu.slots import Copy, Job
+from kvtier.gpu.staging import Piece, Ring, budget, rings
 from kvtier.gpu.streams import Event, Streams
 
-_LOADING, _BOUNCING = 4, 2
-_MOST_SAVING = 64
+_BOUNCING = 2
+Cuts = Callable[[torch.Tensor], Sequence[int] | None]
+"""Where one DMA to or from (a piece of) a slot's part must end and another begin, because two registrations with the
+driver meet there; None where not all of it is page-locked."""
+Moves = list[tuple[torch.Tensor, torch.Tensor]]
+"""DMAs: to where, from where."""
 
 
 class StagedCopier:
-    """``pinned`` tells whether a slot's part is page-locked now. One thread.
+    """One thread. Raises LayoutError where staging memory does not fit what the device has room for.
 
-    A step that saves more than its staging buffers hold makes the engine's stream wait for the DMA of the rest: there
-    are as many as the device has room for, at least 2.
+    A step that saves more than its places hold makes the engine's stream wait for the DMAs of the rest.
     """
 
     def __init__(
@@ -47,104 +54,107 @@ class StagedCopier:
         groups: Sequence[torch.Tensor],
         blocks_per_chunk: int,
         streams: Streams,
-        pinned: Callable[[torch.Tensor], bool],
+        locked: Cuts,
+        make_rows: MakeRows = rows_of,
     ) -> None:
         word = widest_word(groups)
         self._device = groups[0].device
-        self._paged = [group.view(word) for group in groups]
-        shapes = [(paged.shape[0], blocks_per_chunk, paged.shape[2]) for paged in self._paged]
-        words = sum(layers * blocks * width for layers, blocks, width in shapes)
-        self._streams, self._pinned = streams, pinned
+        sizes = [blocks_per_chunk * group.shape[2] for group in groups for _ in range(group.shape[0])]
+        self.budget = budget(sizes, streams.room, streams.free)
+        self.rows = make_rows([group.view(word) for group in groups], blocks_per_chunk)
+        self._streams, self._locked = streams, locked
         self._gathering, self._leaving, self._coming, self._scattering = (streams.side() for _ in range(4))
-        fit = max(2, min(_MOST_SAVING, streams.room // (words * word.itemsize)))
-        self._saving = cycle([_Staging(words, word, self._device, shapes) for _ in range(fit)])
-        self._loading = cycle([_Staging(words, word, self._device, shapes) for _ in range(min(_LOADING, fit))])
-        self._bounces = [_Bounce(streams, words * word.itemsize) for _ in range(_BOUNCING)]
+        self._saving, self._loading = rings(self.budget, word, self._device)
+        self._bounces = [_Bounce(streams, self.budget.place_bytes) for _ in range(_BOUNCING)]
         self._bouncing = cycle(self._bounces)
         for stream in (self._gathering, self._leaving, self._coming, self._scattering):
-            stream.wait_event(streams.record(streams.current()))  # the buffers' memory may just have been others'
+            stream.wait_event(streams.record(streams.current()))  # the memory may just have been others'
 
     # ---- saves ---------------------------------------------------------------------------------------------------
 
     def save(self, jobs: Sequence[Job]) -> Copy:
+        if not jobs:
+            return Copy(jobs)
         with self._nothing_left():
             engine, legs = self._streams.current(), list[_LastLeg]()
             self._gathering.wait_event(self._streams.record(engine))
-            ids = self._ids(jobs)
-            for number, (part, _, _) in enumerate(jobs):
-                legs += self._save_chunk(part, partial(ids, number))
+            batches, table = self._plan(jobs, self._saving)
+            for batch, parts in batches:
+                legs += self._save_batch(batch, parts, table)
             engine.wait_event(self._streams.record(self._gathering))
             end = self._streams.record(self._leaving)
             return StagedCopy(jobs, end, end, legs)
 
-    def _save_chunk(self, part: torch.Tensor, ids: Callable[[], torch.Tensor]) -> list[_LastLeg]:
-        staging, legs = next(self._saving), list[_LastLeg]()
-        staging.refill_on(self._gathering)
-        self._streams.do(self._gathering, partial(self._gather, staging, ids))
+    def _save_batch(self, batch: Batch, parts: Sequence[torch.Tensor], table: _Table) -> list[_LastLeg]:
+        _refill(batch, self._gathering)
+        self._streams.do(self._gathering, partial(_launch, self.rows.gather, batch, table))
         self._leaving.wait_event(self._streams.record(self._gathering))
-        if self._pinned(part):
-            self._streams.do(self._leaving, partial(_move, part, staging.bytes))
-        else:
+        legs, direct = list[_LastLeg](), Moves()
+        for (place, _, _), part in zip(batch.chunks, parts, strict=True):
+            staged, cuts = place.bytes(batch.number), self._locked(part)
+            if cuts is not None:
+                direct += [(part, staged)] if not cuts else _cut(part, staged, cuts)
+                continue
             bounce = next(self._bouncing).free()
-            self._streams.do(self._leaving, partial(_move, bounce.bytes, staging.bytes))
-            legs.append(_LastLeg(part, bounce.bytes, self._streams.record(self._leaving)))
-            bounce.user = legs[0].wait
-        staging.user = self._streams.record(self._leaving)
+            buffer = bounce.bytes[: batch.piece.size]
+            self._streams.do(self._leaving, partial(_move, [(buffer, staged)]))
+            legs.append(_LastLeg(part, buffer, self._streams.record(self._leaving)))
+            bounce.user = legs[-1].wait
+        if direct:
+            self._streams.do(self._leaving, partial(_move, direct))
+        _used(batch, self._streams.record(self._leaving))
         return legs
-
-    def _gather(self, staging: _Staging, ids: Callable[[], torch.Tensor]) -> None:
-        with torch.inference_mode():
-            for paged, rows in zip(self._paged, staging.rows, strict=True):
-                torch.index_select(paged, 1, ids(), out=rows)
 
     # ---- loads ---------------------------------------------------------------------------------------------------
 
     def load(self, jobs: Sequence[Job]) -> Copy:
+        if not jobs:
+            return Copy(jobs)
         with self._nothing_left():
-            ids = self._ids(jobs)
+            batches, table = self._plan(jobs, self._loading)
             self._scattering.wait_event(self._streams.record(self._streams.current()))
             start = self._streams.record(self._scattering, timing=True)
-            for number, job in enumerate(jobs):
-                self._load_chunk(job, partial(ids, number))
+            for batch, parts in batches:
+                self._load_batch(batch, parts, table)
             return StagedCopy(jobs, start, self._streams.record(self._scattering, timing=True), [])
 
-    def _load_chunk(self, job: Job, ids: Callable[[], torch.Tensor]) -> None:
-        part, first, blocks = job
-        staging, bounce = next(self._loading), None
-        staging.refill_on(self._coming)
-        if not self._pinned(part):
+    def _load_batch(self, batch: Batch, parts: Sequence[torch.Tensor], table: _Table) -> None:
+        _refill(batch, self._coming)
+        direct = Moves()
+        for (place, _, _), part in zip(batch.chunks, parts, strict=True):
+            staged, cuts = place.bytes(batch.number), self._locked(part)
+            if cuts is not None:
+                direct += [(staged, part)] if not cuts else _cut(staged, part, cuts)
+                continue
             bounce = next(self._bouncing).free()
-            _move(bounce.bytes, part)
-            part = bounce.bytes
-        self._streams.do(self._coming, partial(_move, staging.bytes, part))
-        arrived = self._streams.record(self._coming)
-        if bounce is not None:
-            bounce.user = arrived.synchronize
-        self._scattering.wait_event(arrived)
-        self._streams.do(self._scattering, partial(self._scatter, staging, first, len(blocks), ids))
-        staging.user = self._streams.record(self._scattering)
-
-    def _scatter(self, staging: _Staging, first: int, count: int, ids: Callable[[], torch.Tensor]) -> None:
-        with torch.inference_mode():
-            for paged, rows in zip(self._paged, staging.rows, strict=True):
-                paged.index_copy_(1, ids(), rows[:, first : first + count])
+            buffer = bounce.bytes[: batch.piece.size]
+            _move([(buffer, part)])
+            self._streams.do(self._coming, partial(_move, [(staged, buffer)]))
+            bounce.user = self._streams.record(self._coming).synchronize
+        if direct:
+            self._streams.do(self._coming, partial(_move, direct))
+        self._scattering.wait_event(self._streams.record(self._coming))
+        self._streams.do(self._scattering, partial(_launch, self.rows.scatter, batch, table))
+        _used(batch, self._streams.record(self._scattering))
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
-    def _ids(self, jobs: Sequence[Job]) -> Callable[[int], torch.Tensor]:
-        """``number`` of a job -> its block ids on the device. They go there together, from page-locked memory so that
-        the host does not wait, on the stream that asks first: no other may ask."""
-        every, made = [block for _, _, blocks in jobs for block in blocks], list[torch.Tensor]()
-        starts = list(accumulate((len(blocks) for _, _, blocks in jobs), initial=0))
+    def _plan(self, jobs: Sequence[Job], ring: Ring) -> tuple[list[tuple[Batch, list[torch.Tensor]]], _Table]:
+        """What each launch moves, and between which parts of slots; and the table of all launches."""
+        counts = [len(blocks) for _, _, blocks in jobs]
+        batches, bases, start = list[tuple[Batch, list[torch.Tensor]]](), list[int](), 0
+        for number, piece in enumerate(self.budget.pieces):
+            for at in range(0, len(jobs), ring.batch):
+                some = jobs[at : at + ring.batch]
+                places = ring.take(len(some))
+                chunks = [(place, first, len(blocks)) for place, (_, first, blocks) in zip(places, some, strict=True)]
+                batches.append((Batch(number, piece, start, chunks), [self._part(part, piece) for part, _, _ in some]))
+                bases += [place.address - piece.start for place in places]
+                start += sum(counts[at : at + ring.batch])
+        return batches, _Table(jobs, counts, bases, self._device)
 
-        def of(number: int) -> torch.Tensor:
-            if not made:
-                ids = torch.tensor(every, dtype=torch.int64)
-                cuda = self._device.type == "cuda"
-                made.append(ids.pin_memory().to(self._device, non_blocking=True) if cuda else ids)
-            return made[0][starts[number] : starts[number + 1]]
-
-        return of
+    def _part(self, part: torch.Tensor, piece: Piece) -> torch.Tensor:
+        return part if len(self.budget.pieces) == 1 else part[piece.start : piece.start + piece.size]
 
     @contextlib.contextmanager
     def _nothing_left(self) -> Iterator[None]:
@@ -179,26 +189,32 @@ class StagedCopy(Copy):
         self._end.synchronize()
 
 
-class _Staging:
-    """One chunk in device memory, whole (``words``, ``bytes``) and as each group's rows. ``user``: its last user is
-    through."""
+class _Table:
+    """The rows of a call's launches, as :class:`kvtier.gpu.rows.Rows` takes them. They go to the device together, from
+    page-locked memory so that the host does not wait, on the stream that asks first: no other may ask."""
 
-    def __init__(
-        self, words: int, word: torch.dtype, device: torch.device, shapes: Sequence[tuple[int, int, int]]
-    ) -> None:
-        self.words = torch.empty(words, dtype=word, device=device)
-        self.bytes = self.words.view(torch.uint8)
-        self.rows = list(cut(self.words, shapes))
-        self.user: Event | None = None
+    def __init__(self, jobs: Sequence[Job], counts: Sequence[int], bases: Sequence[int], device: torch.device) -> None:
+        pieces = len(bases) // len(jobs)
+        total, each = sum(counts), np.array(counts)
+        rows = np.empty((3, pieces, total), dtype=np.int64)
+        rows[0] = np.fromiter(chain.from_iterable(blocks for _, _, blocks in jobs), np.int64, total)
+        rows[1] = np.array(bases, dtype=np.int64).reshape(pieces, -1).repeat(each, axis=1)
+        before = np.array([first for _, first, _ in jobs]) - (each.cumsum() - each)
+        rows[2] = np.arange(total) + before.repeat(each)
+        self._rows, self._device = torch.from_numpy(rows.reshape(3, -1)), device
+        self._made: torch.Tensor | None = None
 
-    def refill_on(self, stream: torch.cuda.Stream) -> None:
-        """What is queued on ``stream`` from now on may fill it."""
-        if self.user is not None:
-            stream.wait_event(self.user)
+    @property
+    def on_device(self) -> torch.Tensor:
+        if self._made is None:
+            cuda = self._device.type == "cuda"
+            self._made = self._rows.pin_memory().to(self._device, non_blocking=True) if cuda else self._rows
+        return self._made
 
 
 class _Bounce:
-    """One chunk in page-locked host memory, made when first needed; ``user`` waits until its last user is through."""
+    """One place's bytes in page-locked host memory, made when first needed; ``user`` waits until its last
+    user is through."""
 
     def __init__(self, streams: Streams, size: int) -> None:
         self._streams, self._size = streams, size
@@ -228,7 +244,7 @@ class _LastLeg:
 
     def done(self) -> bool:
         if self._way is not None and self._arrived.query():
-            _move(*self._way)
+            _move([self._way])
             self._way = None
         return self._way is None
 
@@ -238,7 +254,30 @@ class _LastLeg:
             self.done()
 
 
-def _move(target: torch.Tensor, source: torch.Tensor) -> None:
+def _refill(batch: Batch, stream: torch.cuda.Stream) -> None:
+    """What is queued on ``stream`` from now on may fill the batch's places."""
+    for event in {id(place.user): place.user for place, _, _ in batch.chunks}.values():
+        if event is not None:
+            stream.wait_event(event)
+
+
+def _used(batch: Batch, until: Event) -> None:
+    for place, _, _ in batch.chunks:
+        place.user = until
+
+
+def _cut(target: torch.Tensor, source: torch.Tensor, cuts: Sequence[int]) -> Moves:
+    bounds = [0, *cuts, len(target)]
+    return [(target[begin:end], source[begin:end]) for begin, end in pairwise(bounds)]
+
+
+def _launch(move: Callable[[Batch, torch.Tensor], None], batch: Batch, table: _Table) -> None:
     """In inference mode, as all work here: an engine may have made its tensors in it, and such change in it only."""
     with torch.inference_mode():
-        target.copy_(source, non_blocking=True)
+        move(batch, table.on_device)
+
+
+def _move(moves: Moves) -> None:
+    with torch.inference_mode():
+        for target, source in moves:
+            target.copy_(source, non_blocking=True)

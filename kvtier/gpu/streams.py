@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-_MOST_STAGING = 256 << 20
+_MOST_STAGING, _STAGING_PART = 512 << 20, 8
 
 
 class Event(Protocol):
@@ -42,7 +42,12 @@ class Streams(Protocol):
 
     @property
     def room(self) -> int:
-        """Bytes of device memory that staging buffers may take."""
+        """Bytes of device memory that staging memory may take: a hard limit."""
+        ...
+
+    @property
+    def free(self) -> int:
+        """Bytes of device memory that nobody has taken."""
         ...
 
     def current(self) -> Any:
@@ -74,9 +79,13 @@ class CudaStreams:
 
     @property
     def room(self) -> int:
-        """Out of what the engine left free for its own peaks: an eighth of that at most."""
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return int(min(_MOST_STAGING, free // 8))
+        """Out of what the engine left free for its own peaks: an eighth of that, and 512 MiB at most. Whole 2 MiB, as
+        torch takes them from the driver."""
+        return min(_MOST_STAGING, self.free // _STAGING_PART) >> 21 << 21
+
+    @property
+    def free(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[0])
 
     def current(self) -> Any:
         return torch.cuda.current_stream(self._device)

@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from kvtier.bench.gpu.events import device_work
 from kvtier.core.pool import Pool
 from kvtier.gpu import PagedBlocks, Pinning, regions_of, slot_tensor
+from kvtier.gpu.rows import TorchRows
+from kvtier.gpu.staged import StagedCopier
+from kvtier.gpu.streams import CudaStreams
 from kvtier.testing import ManualLane
 from tests.unit.gpu.test_gpu_copy import (  # noqa: F401 - collected here again, with the place below
+    IN_PIECES,
     device,
     make,
     test_a_load_may_end_inside_its_chunk,
@@ -28,18 +33,37 @@ from tests.unit.gpu.test_gpu_copy import (  # noqa: F401 - collected here again,
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
 ]
 
+CUDA = torch.device("cuda", 0)
 BLOCKS, ROW_BYTES, BLOCKS_PER_CHUNK = 64, 1 << 20, 32
 
 
 CHUNK = list(range(BLOCKS_PER_CHUNK))
 
 
-@pytest.fixture(params=["locked", "not locked"])
+class Small(CudaStreams):
+    """Staging memory for two of the largest region: chunks go in pieces."""
+
+    room = free = IN_PIECES
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "kernel, locked": {"locked": lambda _: ()},
+    "kernel, not locked": {},
+    "kernel, in pieces": {"locked": lambda _: (), "streams": Small},
+    "kernel, locked in two pieces": {"locked": lambda part: (len(part) // 3,)},
+    "torch, locked": {"locked": lambda _: (), "make_rows": TorchRows},
+    "torch, in pieces, not locked": {"streams": Small, "make_rows": TorchRows},
+}
+
+
+@pytest.fixture(params=WAYS)
 def place(request: pytest.FixtureRequest) -> Any:
     """What is said to be locked and is not is copied by the driver through a buffer of its own: right, only slower."""
-    return torch.device("cuda"), lambda: {"pinned": lambda _: request.param == "locked"}
+    given = WAYS[request.param]
+    return CUDA, lambda: given | ({"streams": given["streams"](CUDA)} if "streams" in given else {})
 
 
 @pytest.fixture
@@ -51,14 +75,18 @@ def pool() -> Pool:
 def pinning(request: pytest.FixtureRequest, pool: Pool) -> Iterator[Pinning]:
     """Of the pool: all of it, or nothing."""
     lane = ManualLane()
-    pinning = Pinning(torch.device("cuda", 0), lane=lane, piece_bytes=2 * pool.slot_bytes)
+    pinning = Pinning(CUDA, lane=lane, piece_bytes=2 * pool.slot_bytes, rest=lambda _: None)
     if request.param == "locked":
         pinning.begin(pool.buffer, pool.slot_bytes)
         lane.run()
-        assert pinning.covers(slot_tensor(pool.buffer))
+        assert locked(pinning, pool)
     yield pinning
     torch.cuda.synchronize()
     pinning.end(pool.buffer)
+
+
+def locked(pinning: Pinning, pool: Pool) -> bool:
+    return all(pinning.cuts(slot_tensor(pool.view(slot))) is not None for slot in range(pool.slots))
 
 
 def keep_busy() -> None:
@@ -70,7 +98,7 @@ def keep_busy() -> None:
 
 def engine(value: int, pinning: Pinning) -> tuple[torch.Tensor, PagedBlocks]:
     cache = torch.full((BLOCKS, ROW_BYTES), value, dtype=torch.uint8, device="cuda")
-    return cache, PagedBlocks(regions_of({"layer.0": cache}, BLOCKS), BLOCKS_PER_CHUNK, pinned=pinning.covers)
+    return cache, PagedBlocks(regions_of({"layer.0": cache}, BLOCKS), BLOCKS_PER_CHUNK, locked=pinning.cuts)
 
 
 def test_save_sees_what_the_current_stream_wrote_before_it(pool: Pool, pinning: Pinning) -> None:
@@ -134,27 +162,112 @@ def test_a_copy_is_done_when_its_stream_got_there_and_not_before(pool: Pool, pin
 
 def test_a_region_can_be_locked_again_after_its_end(pool: Pool) -> None:
     lane = ManualLane()
-    pinning = Pinning(torch.device("cuda", 0), lane=lane)
+    pinning = Pinning(CUDA, lane=lane, rest=lambda _: None)
     for _ in range(2):
         pinning.begin(pool.buffer, pool.slot_bytes)
         lane.run()
-        assert pinning.covers(slot_tensor(pool.buffer))
+        assert locked(pinning, pool)
         pinning.end(pool.buffer)
 
 
 def test_a_lane_locks_while_copies_run_and_a_refusal_harms_nothing(pool: Pool) -> None:
-    first, second = (Pinning(torch.device("cuda", 0), piece_bytes=pool.slot_bytes) for _ in range(2))
+    first, second = (Pinning(CUDA, piece_bytes=pool.slot_bytes) for _ in range(2))
     _, paged = engine(4, first)
     part = slot_tensor(pool.view(7))
     first.begin(pool.buffer, pool.slot_bytes)
-    while not first.covers(part):
+    while first.cuts(part) is None:
         paged.save([(part, 0, CHUNK)]).wait()
     second.begin(pool.buffer, pool.slot_bytes)  # locked already: the driver refuses
     second.close()
 
-    assert not second.covers(part)
+    assert second.cuts(part) is None
     assert int(torch.ones(3, device="cuda").sum()) == 3
     second.end(pool.buffer)
     first.end(pool.buffer)
     first.close()
     assert bool((part == 4).all())
+
+
+# ---- launches, staging memory, addresses ----------------------------------------------------------------------------
+
+
+def layers(count: int = 28, row: int = 4096, blocks: int = 2048) -> PagedBlocks:
+    """32k tokens in blocks of 16, in one allocation."""
+    cache = torch.zeros(count, blocks, row, dtype=torch.uint8, device=CUDA)
+    regions = regions_of({f"layer.{index}": one for index, one in enumerate(cache)}, blocks)
+    return PagedBlocks(regions, 16, locked=lambda _: ())
+
+
+def copier(paged: PagedBlocks) -> StagedCopier:
+    assert isinstance(paged._copier, StagedCopier)
+    return paged._copier
+
+
+@pytest.mark.parametrize("way", ["save", "load"])
+def test_32k_tokens_take_64_launches_at_most(way: str) -> None:
+    pytest.importorskip("triton", exc_type=ImportError)
+    paged = layers()
+    part = torch.zeros(paged.block_bytes * 16, dtype=torch.uint8).pin_memory()
+    jobs = [(part, 0, range(16 * chunk, 16 * chunk + 16)) for chunk in range(128)]
+    move = getattr(paged, way)
+    move(jobs[:1]).wait()
+    rows = copier(paged).rows
+    assert type(rows).__name__ == "KernelRows", "the kernel does not serve here"
+    before = rows.launches
+
+    seen = device_work(lambda: move(jobs).wait(), CUDA)
+
+    assert rows.launches - before <= 64
+    if seen.kernels is not None:
+        assert seen.kernels == rows.launches - before
+        assert seen.copies == 128 + 1, "one for the block ids"
+
+
+def test_staging_memory_is_what_the_budget_says() -> None:
+    before = torch.cuda.memory_allocated()
+    cache = torch.zeros(2048, 4096, dtype=torch.uint8, device="cuda")
+    engine_bytes = torch.cuda.memory_allocated() - before
+    paged = PagedBlocks(regions_of({"layer.0": cache}, 2048), 16, locked=lambda _: ())
+    plan, room = copier(paged).budget, CudaStreams(CUDA).room
+    taken = torch.cuda.memory_allocated() - before - engine_bytes
+    assert plan.bytes <= taken <= plan.bytes + (1 << 20)
+    assert plan.bytes <= room + (64 << 20), "what is free has changed a little since"
+
+
+def test_layers_more_than_4_gib_apart_are_reached() -> None:
+    if torch.cuda.mem_get_info()[0] < 11 << 30:
+        pytest.skip("needs 11 GiB of device memory")
+    blocks, row = 300, 16 << 20
+    cache = torch.empty(2, blocks, row, dtype=torch.uint8, device="cuda")
+    for layer in range(2):
+        for value, block in enumerate((0, 150, 298, 299)):
+            cache[layer, block] = 1 + value + 10 * layer
+    paged = PagedBlocks(regions_of({"a": cache[0], "b": cache[1]}, blocks), 4, locked=lambda _: ())
+    part = torch.zeros(paged.block_bytes * 4, dtype=torch.uint8)
+
+    paged.save([(part, 0, [299, 0, 298, 150])]).wait()
+    cache[:, 140:145] = 0
+    paged.load([(part, 0, [140, 141, 142, 143])]).wait()
+
+    for layer in range(2):
+        rows = cache[layer, 140:145].to(torch.int64)
+        assert rows.amin(1).tolist() == rows.amax(1).tolist()
+        assert rows.amin(1).tolist() == [4 + 10 * layer, 1 + 10 * layer, 3 + 10 * layer, 2 + 10 * layer, 0]
+
+
+def test_nothing_is_locked_while_a_graph_is_captured(pool: Pool) -> None:
+    lane = ManualLane()
+    pinning = Pinning(CUDA, lane=lane, piece_bytes=pool.slot_bytes, rest=lambda _: None)
+    numbers, graph = torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
+    pinning.begin(pool.buffer, pool.slot_bytes)
+    with torch.cuda.graph(graph):
+        pinning.look()
+        lane.run()
+        numbers.add_(1)
+    assert not any(pinning.cuts(slot_tensor(pool.view(slot))) is not None for slot in range(pool.slots))
+    pinning.look()
+    lane.run()
+    graph.replay()
+    assert int(numbers.sum()) == 8
+    assert locked(pinning, pool)
+    pinning.end(pool.buffer)

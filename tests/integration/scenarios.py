@@ -351,7 +351,7 @@ def threaded_streams() -> None:
     make, load = PagedBlocks.__init__, StagedCopier.load
 
     def on_threads(self: PagedBlocks, regions: Any, per_chunk: int) -> None:
-        make(self, regions, per_chunk, pinned=lambda _: True, streams=ThreadedStreams())
+        make(self, regions, per_chunk, locked=lambda _: (), streams=ThreadedStreams())
 
     def noted(self: StagedCopier, jobs: Any) -> Any:
         for _ in jobs:

@@ -13,7 +13,7 @@ import torch
 class Inline:
     """Streams whose work runs when it is queued, so every event has happened when it is recorded."""
 
-    room = 1 << 20
+    room = free = 1 << 20
 
     def current(self) -> Inline:
         return self
@@ -86,7 +86,8 @@ class Held:
     """
 
     def __init__(self, room: int = 1 << 20, dice: random.Random | None = None) -> None:
-        self.room, self.turns = room, 0
+        self.room = self.free = room
+        self.turns = 0
         self.engine = HeldStream()
         self.all = [self.engine]
         self.host_buffers = 0

@@ -10,12 +10,14 @@ import torch
 
 from kvtier.bench.gpu import __main__ as command
 from kvtier.bench.gpu import copies
-from kvtier.bench.gpu.compute import measure_slowdown
+from kvtier.bench.gpu.compute import WEIGHTS, measure_slowdown
 from kvtier.bench.gpu.copies import measure_copies
+from kvtier.bench.gpu.events import count
 from kvtier.bench.gpu.prefill import MODEL, measure_prefill
 from kvtier.bench.report import Row, write_results
 
 CPU = torch.device("cpu")
+SHAPES = dict(copies.SHAPES)
 SMALL = MODEL | {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -29,7 +31,7 @@ SMALL = MODEL | {
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(copies.SHAPES, "7B", (2, 64))
-    monkeypatch.setitem(copies.SHAPES, "72B", (2, 64))
+    monkeypatch.setitem(copies.SHAPES, "8B", (2, 128))
 
 
 def test_without_cuda_it_says_so_and_exits_with_2(
@@ -42,31 +44,48 @@ def test_without_cuda_it_says_so_and_exits_with_2(
 
 
 def test_every_row_of_copies_stands_beside_its_limit(tmp_path: Path) -> None:
-    rows = measure_copies(["7B", "72B"], 1, 2, CPU)
+    rows = measure_copies(["7B", "8B"], 1024, 2, CPU)
 
     assert [row.name for row in rows] == [
-        f"{name} (2 layers x 64 B); blocks of {tokens}: {way}"
-        for name in ("7B", "72B")
-        for tokens in (16, 32, 64)
-        for way in ("save", "load")
-    ]
-    assert all(row.value and row.ratio and row.limit and row.unit == "GB/s" for row in rows)
+        f"{name} (2 layers x {size} B); blocks of 16: {what}"
+        for name, size in (("7B", 64), ("8B", 128))
+        for what in (
+            "save", "load",
+            *(f"{way} of 1024 tokens, {what}" for way in ("load", "save") for what in (
+                "kernels launched", "DMAs", "host time",
+            )),
+        )
+    ]  # fmt: skip
+    speeds = [row for row in rows if row.unit == "GB/s"]
+    assert len(speeds) == 4 and all(row.value and row.ratio and row.limit for row in speeds)
+    assert {(row.unit, row.limit) for row in rows if row.unit != "GB/s"} == {
+        ("launches", 64), ("DMAs", None), ("ms", 2.0),
+    }  # fmt: skip
     write_results(tmp_path / "gpu.json", "gpu", rows)
-    assert len(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == 12
+    assert len(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == 16
+
+
+def test_the_shapes_are_of_28_32_61_and_80_layers() -> None:
+    assert sorted(layers for layers, _ in SHAPES.values()) == [28, 32, 61, 80]
+    assert SHAPES.keys() == WEIGHTS.keys()
+
+
+def test_kernels_and_copies_are_told_apart() -> None:
+    names = ["_move_rows", "Memcpy HtoD (Pinned -> Device)", "Memset (Device)", "_move_rows", "Stream Wait Event"]
+    assert count(names) == (2, 1)
+    assert count([]) == (None, None)
 
 
 def test_wrong_bytes_stop_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies.Paged, "save", lambda _: None)
     with pytest.raises(SystemExit, match="not what was saved"):
-        measure_copies(["7B"], 1, 2, CPU)
+        measure_copies(["7B"], 1024, 2, CPU)
 
 
 def test_slowdown_is_of_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(copies.SHAPES, "72B", (8, 64))
-    monkeypatch.setattr("kvtier.bench.gpu.compute.WEIGHTS", {"7B": 1.0, "72B": 1.0})
-    rows = measure_slowdown(["7B", "72B"], 1, 2, CPU, width=64)
+    monkeypatch.setattr("kvtier.bench.gpu.compute.WEIGHTS", {"7B": 1.0, "8B": 1.0})
+    rows = measure_slowdown(["7B", "8B"], 2, CPU, width=64)
     assert [(row.unit, row.limit) for row in rows] == [("%", 3.0)] * 2
-    assert "1 of 8 ranks" in rows[1].name
 
 
 def test_a_prompt_is_computed_and_loaded() -> None:

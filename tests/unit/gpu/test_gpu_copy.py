@@ -30,6 +30,7 @@ from tests.unit.paged_engines import (
     one_backing,
 )
 from tests.unit.paged_streams import Held, Inline
+from tests.unit.triton_interpreter import interpreted
 
 Make = Callable[["Engine"], PagedBlocks]
 
@@ -37,13 +38,27 @@ Make = Callable[["Engine"], PagedBlocks]
 Place = tuple[torch.device, Callable[[], dict[str, Any]]]
 """Where the blocks lie, and what more :class:`PagedBlocks` is given there."""
 
+WHOLE, IN_PIECES = 10000, 1600
+"""Bytes of staging memory: for some chunks of the engines here, or for two regions of the largest."""
+
 WAYS: dict[str, Callable[[], dict[str, Any]]] = {
     "host": dict,
-    "staged": lambda: {"streams": Inline(), "pinned": lambda _: True},
+    "staged": lambda: {"streams": Inline(), "locked": lambda _: ()},
     "staged, slots not locked": lambda: {"streams": Inline()},
-    "staged, in any order": lambda: {"streams": Held(room=0, dice=random.Random(3)), "pinned": lambda _: True},
-    "staged, in any order, not locked": lambda: {"streams": Held(room=0, dice=random.Random(4))},
-}
+    "staged, slots locked in two pieces": lambda: {"streams": Inline(), "locked": lambda part: (len(part) // 3,)},
+    "staged, chunks in pieces": lambda: {"streams": held(3, IN_PIECES), "locked": lambda _: ()},
+    "staged, chunks in pieces, not locked": lambda: {"streams": held(5, IN_PIECES)},
+    "staged, in any order": lambda: {"streams": held(6, WHOLE), "locked": lambda _: ()},
+    "staged, in any order, not locked": lambda: {"streams": held(4, WHOLE)},
+    "kernel": lambda: {"streams": Inline(), "locked": lambda _: (), "make_rows": interpreted().KernelRows},
+    "kernel, chunks in pieces": lambda: {
+        "streams": held(7, IN_PIECES), "locked": lambda _: (), "make_rows": interpreted().KernelRows,
+    },
+}  # fmt: skip
+
+
+def held(seed: int, room: int) -> Held:
+    return Held(room=room, dice=random.Random(seed))
 
 
 @pytest.fixture(params=WAYS)
@@ -130,7 +145,7 @@ def test_merged_and_separate_layers_give_the_same_slot(make: Make, device: torch
     parts = []
     for engine, strided_copies in ((together, 1), (apart, LAYERS)):
         paged = make(engine)
-        assert len(paged._copier._paged) == strided_copies
+        assert len(merged([region.rows for region in paged._regions])) == strided_copies
         parts.append(slot_part(paged))
         paged.save([(parts[-1], 0, [8, 1, 0, 5])]).wait()
 

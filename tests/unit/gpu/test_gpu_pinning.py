@@ -6,13 +6,16 @@ import enum
 import logging
 import math
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.pool import Pool
 from kvtier.gpu import Pinning, slot_tensor
+from kvtier.gpu.pinning import _PIECE_BYTES, cut_of
 from kvtier.testing import ManualLane
 
 SLOT = 2 * 4096
@@ -46,13 +49,17 @@ class Driver:
         return Code.SUCCESS
 
 
+def covers(pinning: Pinning, part: torch.Tensor) -> bool:
+    return pinning.cuts(part) is not None
+
+
 def covered(pinning: Pinning, pool: Pool) -> list[bool]:
-    return [pinning.covers(slot_tensor(pool.view(slot))) for slot in range(pool.slots)]
+    return [covers(pinning, slot_tensor(pool.view(slot))) for slot in range(pool.slots)]
 
 
 def started(pool: Pool, driver: Any, piece: int = 5 * 4096) -> tuple[Pinning, ManualLane]:
     lane = ManualLane()
-    pinning = Pinning(None, runtime=driver, lane=lane, piece_bytes=piece)
+    pinning = Pinning(None, runtime=driver, lane=lane, piece_bytes=piece, capturing=lambda: False, rest=lambda _: None)
     pinning.begin(pool.buffer, pool.slot_bytes)
     return pinning, lane
 
@@ -74,11 +81,113 @@ def test_a_region_is_locked_piece_by_piece_and_pieces_end_between_slots() -> Non
     pool.close()
 
 
-def test_a_slot_larger_than_a_piece_is_locked_whole() -> None:
-    pool, driver = Pool(2, SLOT), Driver()
-    _, lane = started(pool, driver, piece=1)
+def test_a_slot_larger_than_a_piece_is_locked_in_several_and_no_dma_crosses_two() -> None:
+    pool, driver = Pool(2, 5 * PAGE_BYTES), Driver()
+    pinning, lane = started(pool, driver, piece=2 * PAGE_BYTES + 7)
+    for _ in range(5):
+        lane.turn()
+    second = slot_tensor(pool.view(1))
+    assert not covers(pinning, second)
+    assert pinning.cuts(second[PAGE_BYTES : 4 * PAGE_BYTES]) == (PAGE_BYTES,)
     lane.run()
-    assert list(driver.held.values()) == [SLOT, SLOT]
+    assert [size // PAGE_BYTES for size in driver.held.values()] == [2, 2, 1, 2, 2, 1]
+    assert pinning.cuts(second) == (2 * PAGE_BYTES, 4 * PAGE_BYTES)
+    assert pinning.cuts(second[2 * PAGE_BYTES : 4 * PAGE_BYTES]) == ()
+
+
+def test_no_call_locks_more_than_64_mib() -> None:
+    cuts = [cut_of(size << 20, (0, size << 20), _PIECE_BYTES) for size in (7, 64, 80, 200)]
+    assert [cut.piece >> 20 for cut in cuts] == [63, 64, 64, 64]
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("span", "locked"),
+    [
+        ((0, 8 * MIB), [(0, 8 * MIB), (8 * MIB, 8 * MIB)]),
+        ((2 * MIB + 5, 4 * MIB + 7), [(2 * MIB, 2 * MIB + 4096), (10 * MIB, 2 * MIB + 4096)]),
+        ((4 * MIB, 8 * MIB), [(4 * MIB, 4 * MIB), (12 * MIB, 4 * MIB)]),
+        ((3 * MIB, 8 * MIB), [(0, 8 * MIB), (8 * MIB, 8 * MIB)]),
+        ((5000, 9000), [(0, 8 * MIB), (8 * MIB, 8 * MIB)]),
+    ],
+    ids=["the whole slot", "whole pages of its part", "half of the slot", "more than half", "a small part"],
+)
+def test_a_rank_locks_its_own_part_of_each_slot_unless_it_is_small_or_most_of_it(
+    span: tuple[int, int], locked: list[tuple[int, int]]
+) -> None:
+    pool, driver, lane = Pool(2, 8 * MIB), Driver(), ManualLane()
+    base = slot_tensor(pool.buffer).data_ptr()
+    pinning = Pinning(None, runtime=driver, lane=lane, piece_bytes=8 * MIB, rest=lambda _: None)
+    pinning.begin(pool.buffer, pool.slot_bytes, span)
+    for slot in range(2):
+        assert not covers(pinning, slot_tensor(pool.view(slot)[slice(*span)]))
+        lane.turn()
+        assert pinning.cuts(slot_tensor(pool.view(slot)[slice(*span)])) == ()
+    lane.run()
+    assert [(address - base, size) for address, size in driver.held.items()] == locked
+    assert covers(pinning, slot_tensor(pool.view(1))) is (locked[0][1] == 8 * MIB), "others' parts are not locked"
+    pinning.end(pool.buffer)
+    assert not driver.held
+
+
+def test_the_lane_rests_between_pieces_as_long_as_the_driver_took() -> None:
+    pool, lane, rests = Pool(3, SLOT), ManualLane(), list[tuple[float, int]]()
+
+    class Slow(Driver):
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> Code:  # noqa: N802
+            threading.Event().wait(0.02)  # a driver takes its time
+            return super().cudaHostRegister(address, size, flags)
+
+    rest: Callable[[float], object] = lambda seconds: rests.append((seconds, len(lane)))  # noqa: E731
+    pinning = Pinning(None, runtime=Slow(), lane=lane, piece_bytes=SLOT, rest=rest)
+    pinning.begin(pool.buffer, SLOT)
+    lane.run()
+    assert len(rests) == 2, "nothing rests after the last"
+    assert all(0.02 <= seconds < 10 and queued == 0 for seconds, queued in rests)
+
+
+def test_nothing_is_locked_while_a_graph_is_captured() -> None:
+    pool, driver, lane, capturing = Pool(3, SLOT), Driver(), ManualLane(), [False]
+    pinning = Pinning(
+        None, runtime=driver, lane=lane, piece_bytes=SLOT, capturing=lambda: capturing[0], rest=lambda _: None
+    )
+    pinning.begin(pool.buffer, SLOT)
+    lane.turn()
+    capturing[0] = True
+    pinning.look()
+    lane.run()
+    pinning.look()
+    lane.run()
+    assert covered(pinning, pool) == [True, False, False]
+    capturing[0] = False
+    pinning.look()
+    pinning.look()
+    lane.run()
+    assert covered(pinning, pool) == [True, True, True]
+    assert len(driver.held) == 3
+
+
+def test_holding_waits_for_the_piece_that_is_being_locked() -> None:
+    pool, in_driver = Pool(3, SLOT), threading.Event()
+
+    class Slow(Driver):
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> Code:  # noqa: N802
+            in_driver.set()
+            threading.Event().wait(0.1)  # a driver takes its time
+            return super().cudaHostRegister(address, size, flags)
+
+    driver = Slow()
+    pinning = Pinning(None, runtime=driver, piece_bytes=SLOT)
+    pinning.begin(pool.buffer, SLOT)
+    assert in_driver.wait(10)
+    pinning.hold()
+    locked = len(driver.held)
+    assert locked >= 1
+    pinning.close()
+    assert len(driver.held) == locked
+    pinning.end(pool.buffer)
 
 
 def test_only_whole_slots_of_the_region_are_covered() -> None:
@@ -86,9 +195,9 @@ def test_only_whole_slots_of_the_region_are_covered() -> None:
     pinning, lane = started(pool, Driver(), piece=2 * SLOT)
     lane.turn()
     memory = slot_tensor(pool.buffer)
-    assert pinning.covers(memory[SLOT + 7 : 2 * SLOT])
-    assert not pinning.covers(memory[SLOT : 2 * SLOT + 1])
-    assert not pinning.covers(torch.zeros(4, dtype=torch.uint8))
+    assert pinning.cuts(memory[SLOT + 7 : 2 * SLOT]) == ()
+    assert not covers(pinning, memory[SLOT : 2 * SLOT + 1])
+    assert not covers(pinning, torch.zeros(4, dtype=torch.uint8))
 
 
 def test_a_refusal_keeps_what_is_locked_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -99,7 +208,7 @@ def test_a_refusal_keeps_what_is_locked_and_is_logged_once(caplog: pytest.LogCap
 
     assert covered(pinning, pool) == [True, True, False, False, False, False]
     (record,) = caplog.records
-    assert "refused 16384 bytes (error 2) after 16384 of 49152" in record.message
+    assert "refused 16384 bytes (error 2) after 1 pieces of up to 16384 in a mapping of 49152" in record.message
     pinning.end(pool.buffer)
     assert not driver.held
 
@@ -153,7 +262,7 @@ def test_a_lane_that_refuses_leaves_slots_unlocked(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         pinning.begin(pool.buffer, SLOT)
     assert covered(pinning, pool) == [False, False]
-    assert "0 of 16384 bytes" in caplog.text
+    assert "of 16384 bytes stopped after 0 pieces" in caplog.text
 
 
 def test_locking_holds_no_view_of_the_region() -> None:

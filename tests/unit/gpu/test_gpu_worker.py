@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 
+from kvtier.client.attachment import SharedPool
 from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.errors import LayoutError
 from kvtier.core.pool import Pool
 from kvtier.gpu import PagedBlocks, Pinning, regions_of
 from kvtier.load_policy.prefill import Prefill
@@ -55,7 +58,7 @@ class Rank:
         self.half.register({"layer.0": self.cache})
         regions = regions_of({"layer.0": self.cache}, BLOCKS)
         if held:
-            self.half._paged = PagedBlocks(regions, PER_CHUNK, pinned=lambda _: True, streams=self.streams)
+            self.half._paged = PagedBlocks(regions, PER_CHUNK, locked=lambda _: (), streams=self.streams)
             self.streams.run()
         self.number = 0
 
@@ -332,7 +335,7 @@ def test_a_save_that_failed_on_the_device_spoils_no_other(rank: Rank) -> None:
 
 def test_a_pool_stays_mapped_and_locked_while_copies_are_under_way(rank: Rank) -> None:
     driver, lane = Driver(), ManualLane()
-    rank.half._pinning = Pinning(None, runtime=driver, lane=lane)
+    rank.half._pinning = Pinning(None, runtime=driver, lane=lane, capturing=lambda: False)
     rank.step(saves=[rank.job(1, [0], [2, 3])], forward=rank.fill(2, 7))
     lane.run()
     gone, rank.address = rank.address, None  # type: ignore[assignment]
@@ -349,16 +352,76 @@ def test_a_pool_stays_mapped_and_locked_while_copies_are_under_way(rank: Rank) -
 
 def test_a_pool_that_cannot_be_mapped_is_told_in_the_first_step() -> None:
     rank = Rank(held=False)
-    gone, rank.address = rank.address, dataclasses.replace(rank.address, path="/proc/1/fd/99999")
+    gone, rank.address = rank.address, replace(rank.address, path="/proc/1/fd/99999")
     first = rank.step([rank.job(1, [0], [2, 3])])
     assert "cannot map the shared pool /proc/1/fd/99999" in first.unmapped
     assert rank.failed == {"r1"}
     rank.address = gone
     assert not rank.step().unmapped
-    server = dataclasses.replace(rank.address, path="/proc/1/fd/99999", witness_path="/proc/1/fd/99998")
+    server = replace(rank.address, path="/proc/1/fd/99999", witness_path="/proc/1/fd/99998")
     rank.address = server
     assert not rank.step().unmapped, "a server may come back"
     rank.half.close()
+
+
+def test_a_pool_is_locked_from_the_first_step_on_that_names_it_and_not_while_a_graph_is_captured(rank: Rank) -> None:
+    driver, lane, capturing = Driver(), ManualLane(), [True]
+    rank.half._pinning = Pinning(None, runtime=driver, lane=lane, capturing=lambda: capturing[0])
+    rank.step()
+    assert set(rank.half._pools) == {rank.address}, "no job has come yet"
+    lane.run()
+    assert not driver.held
+    capturing[0] = False
+    rank.step()
+    lane.run()
+    assert sum(driver.held.values()) == 4 * SLOT
+
+
+def test_a_rank_locks_its_own_part_of_the_pool(rank: Rank) -> None:
+    begun = list[Any]()
+    rank.half._pinning = pinning = create_autospec(Pinning, instance=True)
+    pinning.begin.side_effect = lambda *given: begun.append(given[1:])
+    rank.address = replace(rank.address, slot_bytes=2 * SLOT, slots=2, parts=((SLOT, True),))
+    rank.step()
+    assert begun == [(2 * SLOT, (SLOT, 2 * SLOT))]
+
+
+def test_a_servers_pool_is_mapped_early_once_and_may_be_away(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, join = list[str](), SharedPool.join
+
+    def noted(path: str, *given: Any) -> Any:
+        tried.append(path)
+        return join(path, *given)
+
+    monkeypatch.setattr(SharedPool, "join", noted)
+    rank.half._pinning = Pinning(None, runtime=Driver(), lane=ManualLane(), capturing=lambda: False)
+    sound, away = rank.address, "/proc/1/fd/99999"
+    rank.address = replace(rank.address, path=away, witness_path="/proc/1/fd/99998")
+    assert not rank.step().unmapped
+    assert not rank.step().unmapped
+    assert tried == [away], "each step would be late otherwise"
+    rank.step([rank.job(1, [0], [2, 3])])
+    assert (rank.ended, rank.failed) == ({"r1"}, {"r1"})
+    rank.address = sound
+    rank.step()
+    assert set(rank.half._pools) == {sound}
+
+
+@pytest.mark.parametrize("kind", ["xpu", "meta"])
+def test_a_device_that_is_neither_cpu_nor_cuda_is_refused_by_name(kind: str) -> None:
+    from kvtier.connectors.vllm.worker import WorkerHalf
+
+    cache = torch.zeros(BLOCKS, ROW, dtype=torch.uint8, device="meta")
+    if kind == "xpu":  # there is none here: tensors of the kind cannot be made
+        with pytest.MonkeyPatch.context() as patched:
+            region = SimpleNamespace(rows=SimpleNamespace(shape=(BLOCKS, ROW), device=torch.device("xpu", 0)))
+            region.rows.is_cuda = False
+            patched.setattr("kvtier.connectors.vllm.worker.regions_of", lambda *_: [region])
+            with pytest.raises(LayoutError, match=r"lies on xpu:0.*CPUs and of CUDA devices"):
+                WorkerHalf(0, BLOCKS, PER_CHUNK, StillModel).register({"layer.0": cache})
+        return
+    with pytest.raises(LayoutError, match="lies on meta"):
+        WorkerHalf(0, BLOCKS, PER_CHUNK, StillModel).register({"layer.0": cache})
 
 
 def test_closing_waits_for_copies_under_way(rank: Rank) -> None:

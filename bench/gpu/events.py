@@ -1,0 +1,38 @@
+"""What a device was asked to do, as torch's profiler saw it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+
+class DeviceWork(NamedTuple):
+    """None: the profiler saw nothing at all (no CUPTI)."""
+
+    kernels: int | None
+    copies: int | None
+
+
+def device_work(work: Callable[[], object], device: torch.device) -> DeviceWork:
+    """Kernels and copies that the device ran for ``work``, which waits for them. On a CPU there are none."""
+    if device.type != "cuda":
+        work()
+        return DeviceWork(0, 0)
+    torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        work()
+        torch.cuda.synchronize(device)
+    return count([event.name for event in seen.events() or () if event.device_type == DeviceType.CUDA])
+
+
+def count(names: list[str]) -> DeviceWork:
+    """By the names that CUPTI gives: copies are ``Memcpy HtoD (...)`` and the like."""
+    if not names:
+        return DeviceWork(None, None)
+    copies = sum(name.startswith("Memcpy") for name in names)
+    others = sum(name.startswith(("Memset", "Stream Wait", "Event", "Context Sync")) for name in names)
+    return DeviceWork(len(names) - copies - others, copies)

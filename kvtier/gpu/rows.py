@@ -1,0 +1,105 @@
+"""Rows between staging memory and blocks: by one Triton kernel for many chunks, or by torch, chunk by chunk.
+
+The kernel (:mod:`kvtier.gpu.kernel`) is the way on CUDA devices. torch's ``index_select`` and ``index_copy_`` are the
+one fallback, where Triton cannot be imported or does not serve the device. It is right and slow to queue: a call for
+every chunk and group of regions, and torch cuts an ``index_copy_`` whose strides pass 32 bits into some 30 launches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvtier.gpu.staging import Piece, Place
+
+logger = logging.getLogger("kvtier.gpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one launch moves: the same piece of some chunks."""
+
+    number: int
+    """Of the piece."""
+    piece: Piece
+    start: int
+    """Its first row in the call's table."""
+    chunks: Sequence[tuple[Place, int, int]]
+    """Of each: where it is staged, its first block in the chunk, how many blocks."""
+
+    @property
+    def rows(self) -> int:
+        """Blocks: rows of the table, and of each region."""
+        return sum(count for _, _, count in self.chunks)
+
+
+class Rows(Protocol):
+    """``table`` is int64 ``[3, rows]`` on the device: block id, address of byte 0 of the chunk's slot part as it is
+    staged (outside the place where it holds a later piece), and index of the block in its chunk."""
+
+    launches: int
+    """Kernels that were queued."""
+
+    def gather(self, batch: Batch, table: torch.Tensor) -> None:
+        """Blocks -> staging memory, on the current stream."""
+        ...
+
+    def scatter(self, batch: Batch, table: torch.Tensor) -> None:
+        """Staging memory -> blocks, on the current stream."""
+        ...
+
+
+MakeRows = Callable[[Sequence[torch.Tensor], int], Rows]
+"""Groups as ``merged`` gives them, seen as words; blocks of a chunk."""
+
+
+def rows_of(groups: Sequence[torch.Tensor], blocks_per_chunk: int) -> Rows:
+    """The best way of the device."""
+    if groups[0].is_cuda:
+        try:
+            from kvtier.gpu.kernel import KernelRows
+
+            return KernelRows(groups, blocks_per_chunk)
+        except Exception as error:  # noqa: BLE001 no Triton, no compiler for its launcher, a device it does not know
+            logger.warning(
+                "Triton serves no copies on %s (%s: %s): torch does, with many more launches",
+                groups[0].device, type(error).__name__, error,
+            )  # fmt: skip
+    return TorchRows(groups, blocks_per_chunk)
+
+
+class TorchRows:
+    """``index_select`` and ``index_copy_``, a call for each chunk and group."""
+
+    def __init__(self, groups: Sequence[torch.Tensor], blocks_per_chunk: int) -> None:
+        self._groups, self._blocks_per_chunk = groups, blocks_per_chunk
+        self.launches = 0
+
+    def gather(self, batch: Batch, table: torch.Tensor) -> None:
+        for paged, rows, ids in self._parts(batch, table):
+            torch.index_select(paged, 1, ids, out=rows)
+
+    def scatter(self, batch: Batch, table: torch.Tensor) -> None:
+        for paged, rows, ids in self._parts(batch, table):
+            paged.index_copy_(1, ids, rows)
+
+    def _parts(self, batch: Batch, table: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """For each chunk and group: its regions of the piece, those rows as they are staged, and the block ids."""
+        parts, at = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]](), batch.start
+        for place, first, count in batch.chunks:
+            ids, begin, region = table[0, at : at + count], 0, 0
+            for group in self._groups:
+                paged = group[max(0, batch.piece.first - region) : max(0, batch.piece.end - region)]
+                region += group.shape[0]
+                shape = paged.shape[0], self._blocks_per_chunk, paged.shape[2]
+                end = begin + shape[0] * shape[1] * shape[2]
+                if end > begin:
+                    parts.append((paged, place.words[begin:end].view(shape)[:, first : first + count], ids))
+                begin = end
+            at += count
+        self.launches += len(parts)
+        return parts

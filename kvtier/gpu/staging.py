@@ -1,0 +1,132 @@
+"""Staging memory on the device: how much of it there is, how a chunk fits into it, and whose turn it is.
+
+All staging memory of an engine is one allocation that is made once, at registration, of no more bytes than
+:attr:`Streams.room` allows (on CUDA an eighth of what is free then, 512 MiB at most). It is cut into equal *places*:
+
+- A place holds one chunk where four chunks fit. With less room it holds a *piece* of a chunk: whole regions (layers),
+  which lie together in a slot. The least that serves is two places of the largest region: 1 MiB each for a layer of 8
+  KV heads of 128 in bf16 and chunks of 256 tokens. An engine with less room is refused, with the numbers.
+- Half of the places are for loads, 8 at most. The others are for saves, 64 at most.
+- Half of a direction's places go through one launch, so that the next half can come or leave meanwhile. A load of 128
+  chunks (32k tokens) takes 64 launches or fewer where six chunks fit, and 32 where sixteen do.
+- Beside it lie block ids, 24 bytes a block and piece of a call under way, and 32 bytes a region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvtier.core.errors import LayoutError
+from kvtier.gpu.streams import Event
+
+_MOST_LOADING, _MOST_SAVING = 8, 64
+_FEWEST_PLACES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Regions ``first`` to ``end`` of a chunk: ``size`` bytes from byte ``start`` of a rank's part of a slot on."""
+
+    first: int
+    end: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How staging memory is cut."""
+
+    pieces: tuple[Piece, ...]
+    """Of a chunk, in the slot's order."""
+    place_bytes: int
+    saving: int
+    loading: int
+
+    @property
+    def bytes(self) -> int:
+        return self.place_bytes * (self.saving + self.loading)
+
+    def launches(self, chunks: int) -> int:
+        """Of a load of so many chunks."""
+        return len(self.pieces) * -(-chunks // a_batch(self.loading))
+
+
+def a_batch(places: int) -> int:
+    """Places that one launch goes through."""
+    return -(-places // 2)
+
+
+def budget(region_bytes: Sequence[int], room: int, free: int) -> Budget:
+    """``region_bytes``: what a chunk takes in each region. Raises LayoutError where nothing fits ``room`` bytes."""
+    largest = max(region_bytes)
+    if 2 * largest > room:
+        raise LayoutError(
+            f"copies need {2 * largest} bytes of device memory (one layer of a chunk for saves, one for loads); "
+            f"{room} of the {free} free bytes may be taken. Leave the device more free memory "
+            "(--gpu-memory-utilization), or make chunks shorter (chunk_tokens)"
+        )
+    most = room // _FEWEST_PLACES
+    pieces = _even(region_bytes, most if largest <= most else room // 2)
+    size = max(piece.size for piece in pieces)
+    fit = room // size
+    loading = min(_MOST_LOADING, fit // 2)
+    return Budget(pieces, size, min(_MOST_SAVING, fit - loading), loading)
+
+
+def _even(region_bytes: Sequence[int], most: int) -> tuple[Piece, ...]:
+    """As few pieces of ``most`` bytes as it takes, the longest as short as that allows (in steps of a region)."""
+    fewest, largest = len(list(_pieces(region_bytes, most))), max(region_bytes)
+    for limit in range(max(largest, -(-sum(region_bytes) // fewest)), most, largest):
+        pieces = tuple(_pieces(region_bytes, limit))
+        if len(pieces) == fewest:
+            return pieces
+    return tuple(_pieces(region_bytes, most))
+
+
+def _pieces(region_bytes: Sequence[int], most: int) -> Iterator[Piece]:
+    first, start, size = 0, 0, 0
+    for region, more in enumerate(region_bytes):
+        if size + more > most:
+            yield Piece(first, region, start, size)
+            first, start, size = region, start + size, 0
+        size += more
+    yield Piece(first, len(region_bytes), start, size)
+
+
+class Place:
+    """Staging memory of one piece. ``user``: its last user is through."""
+
+    def __init__(self, words: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        memory = words.view(torch.uint8)
+        self.words, self.address = words, words.data_ptr()
+        self.user: Event | None = None
+        self._bytes = [memory[: piece.size] for piece in pieces]
+
+    def bytes(self, piece: int) -> torch.Tensor:
+        """As many as the ``piece``-th piece of a chunk has."""
+        return self._bytes[piece]
+
+
+class Ring:
+    """One direction's places, used in turn."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places, self._next = places, 0
+        self.batch = a_batch(len(places))
+
+    def take(self, count: int) -> list[Place]:
+        """The next places, :attr:`batch` of them at most."""
+        taken = [self._places[(self._next + index) % len(self._places)] for index in range(count)]
+        self._next = (self._next + count) % len(self._places)
+        return taken
+
+
+def rings(plan: Budget, word: torch.dtype, device: torch.device) -> tuple[Ring, Ring]:
+    """``(for saves, for loads)`` in one allocation."""
+    words = torch.empty(plan.bytes // word.itemsize, dtype=word, device=device)
+    places = [Place(one, plan.pieces) for one in words.split(plan.place_bytes // word.itemsize)]
+    return Ring(places[: plan.saving]), Ring(places[plan.saving :])

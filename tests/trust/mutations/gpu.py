@@ -1,0 +1,97 @@
+"""Copies between blocks and slots on a device: the kernel, staging memory, page-locking."""
+
+from __future__ import annotations
+
+from tests.trust.mutations.room import PYTEST, Mutant, Room
+
+_KERNEL, _ROWS, _STAGED = "gpu/kernel.py", "gpu/rows.py", "gpu/staged.py"
+_STAGING, _PINNING, _BLOCKS = "gpu/staging.py", "gpu/pinning.py", "gpu/blocks.py"
+
+ROOM = Room(
+    {
+        "rows": (*PYTEST, "tests/unit/gpu/test_gpu_rows.py"),
+        "pinning": (*PYTEST, "tests/unit/gpu/test_gpu_pinning.py"),
+        "streams": (*PYTEST, "tests/unit/gpu/test_gpu_streams.py"),
+        "worker": (*PYTEST, "tests/unit/gpu/test_gpu_worker.py", "-k", "locked or locks or mapped_early"),
+    },
+    (
+        Mutant(
+            _KERNEL,
+            "    in_blocks = base + block * pitch\n",
+            "    in_blocks = base + (block * pitch).to(tl.int32)\n",
+            "blocks beyond 2 GiB of a layer are read from and written to elsewhere",
+        ),
+        Mutant(
+            _KERNEL,
+            "    staged = chunk + offset + index * size\n",
+            "    staged = chunk + offset\n",
+            "all blocks of a chunk are loaded from its first",
+        ),
+        Mutant(
+            _KERNEL,
+            "    inside = word < size // WORD_BYTES\n",
+            "    inside = word < TILE * 64\n",
+            "a row's tail overwrites the next block",
+        ),
+        Mutant(
+            _ROWS,
+            "place.words[begin:end].view(shape)[:, first : first + count]",
+            "place.words[begin:end].view(shape)[:, :count]",
+            "without Triton a hit that begins inside a chunk loads the wrong blocks",
+        ),
+        Mutant(
+            _STAGED,
+            "                bases += [place.address - piece.start for place in places]\n",
+            "                bases += [place.address for place in places]\n",
+            "with little free memory the kernel writes outside staging memory",
+        ),
+        Mutant(
+            _STAGED,
+            "        _refill(batch, self._coming)\n",
+            "",
+            "a load overwrites staging memory that is still read",
+        ),
+        Mutant(
+            _STAGED,
+            "        _refill(batch, self._gathering)\n",
+            "",
+            "a save overwrites staging memory whose DMA is under way",
+        ),
+        Mutant(
+            _STAGING,
+            "    if 2 * largest > room:\n",
+            "    if largest > room:\n",
+            "staging memory takes what the engine needs for its own peaks",
+        ),
+        Mutant(
+            _BLOCKS,
+            '_SERVED = ("cpu", "cuda")',
+            '_SERVED = ("cpu", "cuda", "xpu")',
+            "an engine on XPU fails in torch.cuda instead of being told",
+        ),
+        Mutant(
+            _PINNING,
+            "            if self._held:\n",
+            "            if False:\n",
+            "a registration spoils a CUDA graph that is being captured",
+        ),
+        Mutant(
+            _PINNING,
+            "return tuple(number * self.cut.piece - at for number in range(first + 1, last + 1))",
+            "return ()",
+            "one DMA goes over two registrations, which the driver may refuse",
+        ),
+        Mutant(
+            _PINNING,
+            "    if _LEAST_SPAN <= end - begin <= slot_bytes // 2:\n",
+            "    if False:\n",
+            "every tensor parallel rank page-locks the whole pool",
+        ),
+        Mutant(
+            "connectors/vllm/worker.py",
+            "        self._map_early(metadata.pool)\n",
+            "",
+            "page-locking begins at the first job, which then goes through buffers",
+        ),
+    ),
+)
