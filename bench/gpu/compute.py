@@ -67,6 +67,7 @@ def measure_slowdown(names: Sequence[str], rounds: int, device: torch.device, wi
                 break
         paged.close()
         value, low, high = spread(slower)
+        del steps
         label = f"{shape.name}: a step of {STEP_TOKENS} tokens longer with saving, {products} products of {width}"
         rows.append(Row(label, value, "%", limit=GOAL_PERCENT, min=low, max=high))
         show(rows[-1:])

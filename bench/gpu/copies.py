@@ -41,6 +41,8 @@ class Paged:
 
     def __init__(self, shape: Geometry, tokens: int, device: torch.device) -> None:
         self.shape, self.device = shape, device
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch keeps of the last shape would not count as free for staging memory
         self.chunks = max(2, -(-tokens // CHUNK_TOKENS))
         self.bytes = self.chunks * shape.chunk_bytes
         blocks = self.chunks * shape.blocks_per_chunk
@@ -89,7 +91,9 @@ class Paged:
             raise SystemExit(f"{self.shape.name}: what was loaded is not what was saved")
 
     def close(self) -> None:
+        """Of no use afterwards."""
         self.jobs.clear()
+        del self.kv, self.copier
         if self.pinning is not None:
             self.pinning.end(self.pool.buffer)
         self.pool.close()
@@ -133,20 +137,26 @@ def measure_copies(names: Sequence[str], tokens: int, rounds: int, device: torch
     rows: list[Row] = []
     for name in names:
         for block_tokens in BLOCK_TOKENS:
-            paged = Paged(geometry(name, block_tokens), tokens, device)
-            paged.check()
-            to_host, to_device = limits(paged)
-            works = {"to host": to_host, "save": paged.save, "to device": to_device, "load": paged.load}
-            out, save, back, load = measure(paged, works, rounds, time.perf_counter).values()
-            found = [
-                against(f"{paged.shape.name}: save", save, out, GOAL),
-                against(f"{paged.shape.name}: load", load, back, GOAL),
-                *queueing(paged, rounds),
-            ]
-            paged.close()
+            found = measure_shape(geometry(name, block_tokens), tokens, rounds, device)
             show(found)
             rows += found
     return rows
+
+
+def measure_shape(shape: Geometry, tokens: int, rounds: int, device: torch.device) -> list[Row]:
+    """Its memory is free again when this returns."""
+    paged = Paged(shape, tokens, device)
+    paged.check()
+    to_host, to_device = limits(paged)
+    works = {"to host": to_host, "save": paged.save, "to device": to_device, "load": paged.load}
+    out, save, back, load = measure(paged, works, rounds, time.perf_counter).values()
+    found = [
+        against(f"{shape.name}: save", save, out, GOAL),
+        against(f"{shape.name}: load", load, back, GOAL),
+        *queueing(paged, rounds),
+    ]
+    paged.close()
+    return found
 
 
 def queueing(paged: Paged, rounds: int) -> list[Row]:

@@ -23,7 +23,7 @@ def device_work(work: Callable[[], object], device: torch.device) -> DeviceWork:
         work()
         return DeviceWork(0, 0)
     torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         work()
         torch.cuda.synchronize(device)
     return count([event.name for event in seen.events() or () if event.device_type == DeviceType.CUDA])

@@ -10,6 +10,7 @@ _STAGING, _PINNING, _BLOCKS = "gpu/staging.py", "gpu/pinning.py", "gpu/blocks.py
 ROOM = Room(
     {
         "rows": (*PYTEST, "tests/unit/gpu/test_gpu_rows.py"),
+        "copies": (*PYTEST, "tests/unit/gpu/test_gpu_copy.py", "-k", "kernel and saved_is_loaded"),
         "pinning": (*PYTEST, "tests/unit/gpu/test_gpu_pinning.py"),
         "streams": (*PYTEST, "tests/unit/gpu/test_gpu_streams.py"),
         "worker": (*PYTEST, "tests/unit/gpu/test_gpu_worker.py", "-k", "locked or locks or mapped_early"),

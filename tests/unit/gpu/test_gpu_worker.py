@@ -73,7 +73,8 @@ class Rank:
 
         self.number += 1
         computes = forward is not None
-        metadata = StepMetadata(self.address, list(loads), list(saves), self.number, computes, {0: seen})
+        loads, saves, known = list(loads), list(saves), {0: seen}
+        metadata = StepMetadata(self.address, loads, saves, self.number, computes, replacements_seen=known)
         return self.planned(metadata, forward)
 
     def planned(self, metadata: Any, forward: Callable[[], None] | None = None) -> Any:
