@@ -13,7 +13,7 @@ ROOM = Room(
         "copies": (*PYTEST, "tests/unit/gpu/test_gpu_copy.py", "-k", "kernel and saved_is_loaded"),
         "pinning": (*PYTEST, "tests/unit/gpu/test_gpu_pinning.py"),
         "streams": (*PYTEST, "tests/unit/gpu/test_gpu_streams.py"),
-        "worker": (*PYTEST, "tests/unit/gpu/test_gpu_worker.py", "-k", "locked or locks or mapped_early or neither_cpu"),
+        "worker": (*PYTEST, "tests/unit/gpu/test_gpu_worker.py", "-k", "lock or early or neither_cpu"),
     },
     (
         Mutant(

@@ -62,6 +62,18 @@ def test_staging_memory_stays_within_its_room_or_is_refused(sizes: list[int], ro
     assert (len(plan.pieces) == 1) is (4 * sum(sizes) <= room or (sum(sizes) == max(sizes)))
 
 
+@pytest.mark.parametrize(
+    ("fit", "pieces", "launches"), [(16, 1, 32), (6, 1, 64), (4, 1, 128), (3, 2, 128), (2, 2, 256)]
+)
+def test_how_many_launches_a_load_takes_is_a_matter_of_how_many_chunks_fit(
+    fit: int, pieces: int, launches: int
+) -> None:
+    """The pieces of a chunk are equally long, or the last would leave memory unused."""
+    plan = budget([MIB] * 80, fit * 80 * MIB, 0)
+    assert (len(plan.pieces), plan.launches(128)) == (pieces, launches)
+    assert {piece.size for piece in plan.pieces} == {80 * MIB // pieces}
+
+
 def test_all_staging_memory_is_one_allocation_of_what_the_budget_says() -> None:
     plan = Budget((Piece(0, 2, 0, 24),), 24, 3, 2)
     saving, loading = rings(plan, torch.int64, CPU)
