@@ -130,8 +130,8 @@ def ways_to_ask(model: str) -> Any:
     def several(seed: int) -> Any:
         from vllm import SamplingParams
 
-        # As good as greedy, which gives one answer only. vLLM's CPU runner dies of a seed in a chunked prompt.
-        settings = SamplingParams(n=3, temperature=0.01, max_tokens=6, ignore_eos=True)
+        # Only the best token may be sampled: greedy gives one answer, and vLLM's CPU runner dies of a seed here.
+        settings = SamplingParams(n=3, temperature=1.0, top_k=1, max_tokens=6, ignore_eos=True)
         (output,) = engine.llm.generate([{"prompt_token_ids": document(seed)}], settings, use_tqdm=False)
         return [list(one.token_ids) for one in output.outputs], output.num_cached_tokens
 
