@@ -175,7 +175,7 @@ def vllm(server: ServerProcess, folder: Path, model: Path) -> Iterator[list[dict
     folder.mkdir()
     (folder / "lmcache.yaml").write_text(json.dumps(settings_of(**near(server))))
     environment = clean_environment() | {"LMCACHE_CONFIG_FILE": str(folder / "lmcache.yaml"), "HF_HUB_OFFLINE": "1"}
-    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
     command = [str(PYTHON), "-m", "tests.integration.lmcache_vllm", str(folder / "answers.json"), str(model)]
     with (
         (folder / "engine.log").open("w") as log,
