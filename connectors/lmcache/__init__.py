@@ -8,7 +8,7 @@ Five lines in the YAML that ``LMCACHE_CONFIG_FILE`` names:
     extra_config:
       remote_storage_plugin.kvtier.module_path: kvtier.connectors.lmcache.plugin
       remote_storage_plugin.kvtier.class_name: KVTier
-      remote_storage_plugin.kvtier.server.server: unix:///run/kvtier/kvtier.sock   # or tcp://host:port
+      remote_storage_plugin.kvtier.server: unix:///run/kvtier/kvtier.sock   # or tcp://host:port
 
 README.md beside this file says the rest. Nothing outside this package imports lmcache, and this package imports it in
 ``plugin.py`` and ``remote.py`` only, which LMCache loads.

@@ -83,7 +83,6 @@ class SchedulerHalf:
         self._reports_until = 0.0
         self._loads: list[Job] = []
         self._replacements_seen: dict[int, int] = {}
-        self._off = False
         self._old_blocks = False
         """vLLM's own cache may hold blocks that other weights have computed."""
         self.misses = Misses(store, judge.clock)
@@ -317,7 +316,7 @@ class SchedulerHalf:
             self._replacements_seen[rank] = max(count, self._replacements_seen.get(rank, 0))
         if report.replacements:
             self._renew()
-        if report.unmapped and not self._off:
+        if report.unmapped and (self._duty.loads or self._duty.saves):
             self._turn_off(report.unmapped)
         for number in report.done.keys() | report.failed.keys():
             pending = self._pending.get(number)
@@ -358,7 +357,7 @@ class SchedulerHalf:
     def _turn_off(self, why: str) -> None:
         """The workers cannot reach the pool: nothing is served and nothing is kept from now on."""
         logger.error("%s: kvtier keeps and serves nothing in this engine; all its workers have to be on one host", why)
-        self._off, self._duty = True, self._duty._replace(loads=False, saves=False)
+        self._duty = self._duty._replace(loads=False, saves=False)
         for prompt in self._prompts.values():
             self._drop(prompt)
 

@@ -296,7 +296,7 @@ class WorkerHalf:
         earlier word of a pool comes here: vLLM's handshake tells workers nothing. By then vLLM has captured its graphs.
         """
         own = address is not None and address.witness_path is None
-        if address is None or address in self._pools or (not own and (self._pinning is None or address == self._told)):
+        if address is None or address in self._pools or address == self._told or not (own or self._pinning):
             return
         self._told = address
         try:

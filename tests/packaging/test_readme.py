@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.bench.readme import rewritten
+from kvtier.config.keys import KEYS
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^<!-- test -->\n+```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -48,3 +49,11 @@ def test_tables_say_what_results_and_code_say() -> None:
     """Regenerate with ``python -m kvtier.bench.readme``."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert rewritten(text) == text
+
+
+@pytest.mark.parametrize("file", ["connectors/lmcache/README.md", "connectors/lmcache/__init__.py"])
+def test_the_plug_ins_keys_are_keys(file: str) -> None:
+    """LMCache hands them on unread, so a misspelt one would only be refused in an engine."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    named = set(re.findall(r"remote_storage_plugin\.kvtier\.([\w.]+):", text))
+    assert {"module_path", "class_name", "server"} <= named <= {"module_path", "class_name", *KEYS}
