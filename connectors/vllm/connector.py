@@ -25,12 +25,13 @@ from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
 from kvtier.config.keys import Config, filled, load
 from kvtier.config.remarks import tell
 from kvtier.connectors.vllm import layout, versions
+from kvtier.connectors.vllm.groups import Geometry
 from kvtier.connectors.vllm.idle import IdleHalf, StartingHalf
 from kvtier.connectors.vllm.loaded import LoadedModel
 from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 from kvtier.connectors.vllm.scheduler import Duty, SchedulerHalf
 from kvtier.connectors.vllm.stats import TierMetrics, TierStats
-from kvtier.connectors.vllm.worker import BUSY_COPY_PART, BUSY_COPY_S, WorkerHalf
+from kvtier.connectors.vllm.worker import BUSY_COPY_PART, BUSY_COPY_S, GroupLayers, WorkerHalf
 from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.load_policy.decide import Judge
 from kvtier.load_policy.prefill import Prefill
@@ -43,10 +44,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvtier.connectors.vllm")
 
 _NAMES_FAILED_LOADS = versions.has_hook(KVConnectorBase_V1, versions.LOAD_RESULTS)
+_WITH_GROUPS = versions.keeps_groups(KVConnectorBase_V1)
 _WORKERS_FIRST = versions.workers_tell_first(versions.running())
 
 
-class KVTierConnector(KVConnectorBase_V1):
+class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V1)):  # type: ignore[misc]
     """Keeps KV of full chunks in RAM, NVMe and Redis and loads it on prefill.
 
     Configuration: kvtier's own file and environment (see README), overridden by ``kv_connector_extra_config``.
@@ -62,7 +64,8 @@ class KVTierConnector(KVConnectorBase_V1):
         if role == KVConnectorRole.SCHEDULER:  # one process of the engine says it, not each
             self._tell(found)
         versions.set_failure_policy(vllm_config)
-        block = layout.block_tokens(kv_cache_config)
+        self._kept = layout.kept(kv_cache_config, with_groups=_WITH_GROUPS)
+        block = self._kept.block_tokens
         if self._config.auto and "chunk_tokens" not in self._config.sources:
             self._config = replace(self._config, chunk_tokens=chunk_tokens_for_engine(vllm_config, block))
         self._chunk_tokens = layout.chunk_tokens(self._config.chunk_tokens, Config().chunk_tokens, block)
@@ -73,9 +76,12 @@ class KVTierConnector(KVConnectorBase_V1):
             self._scheduler = self._starting
         else:
             rank = vllm_config.parallel_config.rank
-            per_chunk = max(1, self._chunk_tokens // block)
-            model = partial(LoadedModel, vllm_config)
-            self._worker = WorkerHalf(rank, kv_cache_config.num_blocks, per_chunk, model)
+            geometry = Geometry(self._kept.groups, self._chunk_tokens)
+            groups = [
+                GroupLayers(layers, geometry.blocks_per_piece(group))
+                for group, layers in zip(self._kept.groups, self._kept.layers, strict=True)
+            ]
+            self._worker = WorkerHalf(rank, kv_cache_config.num_blocks, groups, partial(LoadedModel, vllm_config))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -84,9 +90,9 @@ class KVTierConnector(KVConnectorBase_V1):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """No layout is required. vLLM asks before it forms KV cache groups, so models that keep a recurrent state are
-        refused here, by name, before vLLM fails on them in words of its own."""
-        layout.refuse_recurrent(vllm_config.model_config)
+        """No layout is required. vLLM asks before it forms KV cache groups, so models whose recurrent state cannot be
+        kept are refused here, by name, before vLLM fails on them in words of its own."""
+        layout.refuse_recurrent(vllm_config, with_groups=_WITH_GROUPS)
         return None
 
     # ---- worker --------------------------------------------------------------------------------------------------
@@ -157,7 +163,9 @@ class KVTierConnector(KVConnectorBase_V1):
             logger.warning("%s: kvtier keeps and serves nothing in this engine", why)
             self._scheduler = IdleHalf()
             return
-        chunks, parts = layout.chunk_layout(self._vllm_config, self._kv_cache_config, ranks, self._chunk_tokens)
+        chunks, geometry, parts = layout.chunk_layout(
+            self._vllm_config, self._kv_cache_config, self._kept, ranks, self._chunk_tokens
+        )
         config, prefill = self._planned() if self._config.auto else (self._config, Prefill())
         logger.info("configuration: %s", configuration_text(config))
         if config.namespace is not None:
@@ -168,6 +176,7 @@ class KVTierConnector(KVConnectorBase_V1):
         self._scheduler = SchedulerHalf(
             assemble(config, chunks, self._vllm_config.parallel_config.data_parallel_index),
             chunks,
+            geometry,
             parts,
             Judge(
                 self._config.load_timeout_ms / 1000,
@@ -208,6 +217,12 @@ class KVTierConnector(KVConnectorBase_V1):
             self._scheduler = IdleHalf()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._of_scheduler().finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._of_scheduler().finished(request)
         return False, None
 

@@ -2,39 +2,99 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvtier.connectors.vllm.groups import Geometry, Group, Kind
 from kvtier.connectors.vllm.identity import identity, start_word
-from kvtier.connectors.vllm.metadata import RankLayout
+from kvtier.connectors.vllm.metadata import Parts, RankLayout
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import LayoutError
 
-_ONLY_FULL = "kvtier keeps full-attention KV only (MHA, GQA, MLA). Run this model without the kvtier connector"
+_WITHOUT = "Run this model without the kvtier connector"
+_NOT_FULL = {
+    "RSWASpec": "drops tokens from the middle of a prompt",
+    "HiddenStateCacheSpec": "keeps hidden states and no KV",
+    "SinkFullAttentionSpec": "keeps its sinks in blocks of their own",
+}
+"""Kinds that vLLM derives from full attention."""
 
 
-def block_tokens(kv_cache_config: Any) -> int:
-    """Tokens of one engine block. Raises LayoutError, naming model state kvtier does not keep."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+class Kept(NamedTuple):
+    """What of an engine's KV cache is kept."""
 
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
+    groups: tuple[Group, ...]
+    layers: tuple[frozenset[str], ...]
+    """Names of each group's layers."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Chunks are whole multiples of it."""
+        return math.lcm(*(group.block_tokens for group in self.groups))
+
+
+def kept(kv_cache_config: Any, *, with_groups: bool) -> Kept:
+    """The cache groups that prefixes are made of. ``with_groups``: see
+    :func:`kvtier.connectors.vllm.versions.keeps_groups`.
+
+    Raises LayoutError, naming what kvtier does not keep.
+    """
+    every = kv_cache_config.kv_cache_groups
+    numbers = getattr(kv_cache_config, "prefix_cacheable_group_ids", range(len(every)))
+    groups = tuple(_group(number, every[number].kv_cache_spec) for number in numbers)
+    if not groups:
+        raise LayoutError(f"this model's KV cache has no group that vLLM caches prefixes of. {_WITHOUT}")
+    others = [group for group in groups if group.kind is not Kind.FULL]
+    if not with_groups and (others or len(groups) > 1):
+        kinds = ", ".join(sorted({group.kind.value for group in groups}))
         raise LayoutError(
-            f"this model's KV cache has {len(groups)} groups ({kinds}); kvtier keeps models with one. Sliding-window "
-            "and full attention together work when vLLM's hybrid KV cache manager is off "
-            "(--disable-hybrid-kv-cache-manager, its default with this connector)"
+            f"this model's KV cache has {len(groups)} group(s) ({kinds}), which kvtier keeps from vLLM 0.32 on. Before "
+            "it only full attention is kept; sliding windows beside it are, with --disable-hybrid-kv-cache-manager"
         )
-    spec = groups[0].kv_cache_spec
-    specs = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    for one in specs:
-        if not isinstance(one, FullAttentionSpec):
+    return Kept(groups, tuple(frozenset(every[number].layer_names) for number in numbers))
+
+
+def _group(number: int, spec: Any) -> Group:
+    """Raises LayoutError for a kind that is not kept, and for layers of one group that are unequal kinds."""
+    each = list(spec.kv_cache_specs.values()) if hasattr(spec, "kv_cache_specs") else [spec]
+    kinds = {_kind(one) for one in each}
+    if len(kinds) != 1:
+        found = ", ".join(sorted({type(one).__name__ for one in each}))
+        raise LayoutError(f"layers of one cache group differ in what they keep ({found}). {_WITHOUT}")
+    kind, reach = kinds.pop()
+    return Group(number, kind, int(spec.block_size), reach)
+
+
+def _kind(spec: Any) -> tuple[Kind, int]:
+    from vllm.v1 import kv_cache_interface as vllm
+
+    name = type(spec).__name__
+    if isinstance(spec, vllm.FullAttentionSpec):
+        if name in _NOT_FULL:
+            raise LayoutError(f"this model's KV cache is {name}, which {_NOT_FULL[name]}. {_WITHOUT}")
+        return Kind.FULL, 0
+    if type(spec) is vllm.SlidingWindowSpec:
+        return Kind.WINDOW, int(spec.sliding_window) + getattr(spec, "extra_retained_tokens", 0)
+    if type(spec) is vllm.ChunkedLocalAttentionSpec:
+        return Kind.LOCAL, int(spec.attention_chunk_size)
+    if type(spec) is vllm.MambaSpec:
+        if spec.mamba_cache_mode != "align":
             raise LayoutError(
-                f"this model's KV cache is {type(one).__name__}, which drops or overwrites what a prefix needs: "
-                f"{_ONLY_FULL}"
+                f"this model's recurrent state is in mamba_cache_mode={spec.mamba_cache_mode!r}; kvtier keeps states "
+                f"in mode 'align', in which vLLM caches prefixes. Set --mamba-cache-mode align, or: {_WITHOUT}"
             )
-    return int(spec.block_size)
+        if spec.num_speculative_blocks:
+            raise LayoutError(
+                f"this model has a recurrent state and drafts tokens ahead; kvtier does not keep both together. {_WITHOUT}, "
+                "or without speculation"
+            )
+        return Kind.STATE, 0
+    raise LayoutError(
+        f"this model's KV cache is {name}; kvtier keeps full attention (MHA, GQA, MLA), sliding windows, chunked local "
+        f"attention and recurrent states. {_WITHOUT}"
+    )
 
 
 def chunk_tokens(configured: int, default: int, block: int) -> int:
@@ -45,36 +105,57 @@ def chunk_tokens(configured: int, default: int, block: int) -> int:
 
 
 def chunk_layout(
-    vllm_config: Any, kv_cache_config: Any, ranks: Mapping[tuple[int, int], RankLayout], chunk_tokens: int
-) -> tuple[ChunkLayout, tuple[tuple[int, bool], ...]]:
-    """The layout of chunks for this engine, and for each rank ``(first byte in the slot, writes it)``.
+    vllm_config: Any, kv_cache_config: Any, found: Kept, ranks: Mapping[tuple[int, int], RankLayout], chunk_tokens: int
+) -> tuple[ChunkLayout, Geometry, Parts]:
+    """The layout of chunks for this engine, their geometry, and where the parts of ranks lie in a slot.
 
     ``ranks`` is keyed by (pp rank, tp rank). Ranks of one pipeline stage that hold identical KV in every layer (MLA's
     latent, but not beside a draft model with heads of its own) share one part, written by the first of them.
     """
-    tokens = block_tokens(kv_cache_config)
     _refuse_context_parallel(vllm_config.parallel_config)
     _refuse_several_hosts(vllm_config.parallel_config)
+    geometry = Geometry(found.groups, chunk_tokens)
     replicated = _replicated(vllm_config, kv_cache_config)
-    parts: list[int] = []
+    placed = [_placed(geometry, place, ranks, replicated) for place in range(len(found.groups))]
+    owners = tuple(zip(*(parts for parts, _ in placed), strict=True))
+    one = geometry.is_simple
+    named = identity(vllm_config, ranks) | {
+        "block_tokens": found.block_tokens,
+        "ranks": [
+            [*place, rank.block_bytes[0] if one else [*rank.block_bytes], rank.description, rank.model]
+            for place, rank in sorted(ranks.items())
+        ],
+    }
+    if one:
+        sizes = placed[0][1]
+        return ChunkLayout(fingerprint(named), chunk_tokens, found.block_tokens, tuple(sizes)), geometry, owners
+    named["groups"] = [[group.kind.value, group.block_tokens, group.reach] for group in found.groups]
+    piece_bytes = max(
+        geometry.blocks_per_piece(group) * sum(sizes) for group, (_, sizes) in zip(found.groups, placed, strict=True)
+    )
+    return ChunkLayout(fingerprint(named), chunk_tokens, chunk_tokens, (piece_bytes,)), geometry, owners
+
+
+def _placed(
+    geometry: Geometry, place: int, ranks: Mapping[tuple[int, int], RankLayout], replicated: bool
+) -> tuple[list[tuple[int, bool]], list[int]]:
+    """Of one group: each rank's first byte in a slot and whether it writes there, and the bytes a block of each part."""
+    group = geometry.groups[place]
+    blocks, shared_parts = geometry.blocks_per_piece(group), replicated and group.kind is not Kind.STATE
+    sizes: list[int] = []
     owners: list[tuple[int, bool]] = []
     first_of_stage: dict[int, int] = {}
     for (stage, _), rank in sorted(ranks.items()):
-        shared = first_of_stage.get(stage) if replicated else None
-        if shared is not None and parts[shared] != rank.block_bytes:
-            raise LayoutError(f"ranks of stage {stage} disagree: {parts[shared]} and {rank.block_bytes} bytes a block")
+        size, shared = rank.block_bytes[place], first_of_stage.get(stage) if shared_parts else None
+        if shared is not None and sizes[shared] != size:
+            raise LayoutError(f"ranks of stage {stage} disagree: {sizes[shared]} and {size} bytes a block")
         if shared is None:
-            first_of_stage[stage] = len(parts)
-            parts.append(rank.block_bytes)
-            owners.append((len(parts) - 1, True))
+            first_of_stage[stage] = len(sizes)
+            sizes.append(size)
+            owners.append((blocks * sum(sizes[:-1]), True))
         else:
-            owners.append((shared, False))
-    found = identity(vllm_config, ranks) | {
-        "block_tokens": tokens,
-        "ranks": [[*place, rank.block_bytes, rank.description, rank.model] for place, rank in sorted(ranks.items())],
-    }
-    layout = ChunkLayout(fingerprint(found), chunk_tokens, tokens, tuple(parts))
-    return layout, tuple((layout.rank_span(part)[0], writes) for part, writes in owners)
+            owners.append((blocks * sum(sizes[:shared]), False))
+    return owners, sizes
 
 
 def on_cpu(ranks: Mapping[tuple[int, int], RankLayout]) -> bool:
@@ -82,13 +163,21 @@ def on_cpu(ranks: Mapping[tuple[int, int], RankLayout]) -> bool:
     return all(str(rank.description["device"]).startswith("cpu") for rank in ranks.values())
 
 
-def refuse_recurrent(model: Any) -> None:
-    """Raise LayoutError for a model with recurrent state (mamba, short convolutions), alone or beside attention."""
-    if model.is_hybrid or model.is_attention_free:
-        raise LayoutError(
-            f"{', '.join(model.architectures)} keeps recurrent state (mamba, convolutions), which cannot be cut into "
-            f"chunks: {_ONLY_FULL}"
-        )
+def refuse_recurrent(vllm_config: Any, *, with_groups: bool) -> None:
+    """Raise LayoutError for a model with recurrent state (mamba, short convolutions) that cannot be kept: alone, because
+    vLLM caches no prefixes of it, and beside attention where vLLM does not say which blocks hold states."""
+    model = vllm_config.model_config
+    if model.is_attention_free:
+        why = "vLLM caches no prefixes of it"
+    elif model.is_hybrid and not with_groups:
+        why = "kvtier keeps it from vLLM 0.32 on"
+    elif model.is_hybrid and not vllm_config.cache_config.enable_prefix_caching:
+        why = "it is kept where vLLM caches prefixes (--enable-prefix-caching)"
+    else:
+        return
+    raise LayoutError(
+        f"{', '.join(model.architectures)} keeps a recurrent state (mamba, convolutions): {why}. {_WITHOUT}"
+    )
 
 
 def why_no_prefixes(vllm_config: Any) -> str:

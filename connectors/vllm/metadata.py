@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -15,14 +15,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+Parts = tuple[tuple[tuple[int, bool], ...], ...]
+
 
 @dataclass
 class RankLayout(KVConnectorHandshakeMetadata):
     """One worker rank's KV cache, told to the scheduler once at start."""
 
-    block_bytes: int
+    block_bytes: tuple[int, ...]
+    """Of one block, for each cache group that is kept."""
     description: dict[str, Any]
-    """JSON-able shape of the regions; part of the fingerprint."""
+    """JSON-able shape of the regions; part of the fingerprint. Of several groups: ``{"groups": [...]}``."""
     model: dict[str, Any] | None = None
     """What the loaded model's layers resolved to (:mod:`kvtier.connectors.vllm.loaded`); part of the fingerprint. None:
     it cannot be looked at."""
@@ -39,23 +42,39 @@ class PoolAddress:
     """What a worker holds open as long as it maps a server's pool; None for a pool of the engine's own."""
     slots: int
     slot_bytes: int
-    blocks_per_chunk: int
-    parts: tuple[tuple[int, bool], ...]
-    """For each rank: first byte of its part of a slot, and whether it is the one who writes that part."""
+    parts: Parts
+    """For each rank and, of it, each kept group: first byte of its part of a slot, and whether it is the one who writes
+    that part."""
+
+
+class Move(NamedTuple):
+    """Copy pieces of one group between slots and blocks. A load may start inside its first piece and end inside its
+    last."""
+
+    group: int
+    """Place of the group among those that are kept."""
+    slots: list[int]
+    blocks: list[int]
+    first: int = 0
+    """Block of the first piece at which ``blocks`` begins."""
 
 
 @dataclass
 class Job:
-    """Copy chunks between slots and blocks. A load may start inside its first chunk and end inside its last."""
+    """What is copied together, for one request."""
 
     number: int
     pool: PoolAddress
-    slots: list[int]
-    blocks: list[int]
-    first: int = 0
-    """Block of the first chunk at which ``blocks`` begins."""
+    moves: list[Move]
     request_id: str = ""
     """Of a load: the request that waits for it."""
+    tokens: int = 0
+    """Of a load."""
+
+    @property
+    def blocks(self) -> list[int]:
+        """Of all groups."""
+        return [block for move in self.moves for block in move.blocks]
 
 
 @dataclass
@@ -82,8 +101,8 @@ class StepReport(KVConnectorWorkerMetadata):
 
     step: int = 0
     """Number of the step, as in its metadata."""
-    loaded_blocks: int = 0
-    """Blocks copied from slots by one rank, and the seconds of the slowest rank for them."""
+    loaded_tokens: float = 0.0
+    """Tokens whose KV one rank copied from slots, and the seconds of the slowest rank for them."""
     load_s: float = 0.0
     save_s: float = 0.0
     unmapped: str = ""
@@ -104,7 +123,7 @@ class StepReport(KVConnectorWorkerMetadata):
         }
         return StepReport(
             step=max(self.step, other.step),
-            loaded_blocks=max(self.loaded_blocks, other.loaded_blocks),
+            loaded_tokens=max(self.loaded_tokens, other.loaded_tokens),
             load_s=max(self.load_s, other.load_s),
             save_s=max(self.save_s, other.save_s),
             unmapped=self.unmapped or other.unmapped,

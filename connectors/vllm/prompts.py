@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.client.leases import SharedLoad, SharedSave
+from kvtier.connectors.vllm.groups import Geometry, Piece, Run
 from kvtier.connectors.vllm.requests import Adapters, first_extras, media_extra, request_extra
 from kvtier.core.chunk import ChunkKey, ChunkLayout, KeyChain
 from kvtier.store.lease import LoadLease, SaveLease
@@ -25,28 +26,41 @@ class Prompt:
     """Tokens and media of the prompt that the keys are made of; None: they are not made yet."""
     left_alone: bool = False
     """It gets no keys any more."""
-    blocks: list[int] = field(default_factory=list)
+    began: bool = False
+    """A step has computed for it."""
+    states: list[tuple[int, int, int]] = field(default_factory=list)
+    """``(group, block, tokens)`` of recurrent states that lie in blocks of their own and are not saved yet."""
     saved: int = 0
-    """Chunks that were offered to the store, from the first on."""
+    """Chunks of which everything was offered to the store, from the first on."""
     retried: bool = False
     """A failed save was offered again."""
     load_failed: bool = False
     """It is promised nothing any more."""
     lease: LoadLease | SharedLoad | None = None
+    lease_begin: int = -1
+    """:attr:`begin` when the lease was taken."""
+    run: Run | None = None
+    """What the lease is of."""
+    missing: set[int] = field(default_factory=set)
+    """Ends of whole runs that turned out not to be there."""
+    ready_only: bool = False
+    """Its deadline has passed: nothing is waited for any more."""
+    seen: tuple[int, int, bool, int, bool] | None = None
+    """What the store said of whole runs when none was worth it."""
+    looked: bool = False
+    """The store was asked for it since it got blocks."""
     first: bool = True
     """vLLM asked for it before all others at the last look."""
-    start: int = -1
-    """First chunk of the run that was decided on."""
     known: int = 0
-    """Chunks of that run that the store knew of at the last look."""
+    """Pieces of that run that the store knew of at the last look."""
     taken: int = 0
-    """Of them, those that were claimed."""
+    """Of them, those that are to be had."""
     why: str = ""
     """Why the run ends where it does, as of the last look."""
     declined: dict[str, int] = field(default_factory=dict)
-    """Chunks of the run that could be had and are not taken."""
+    """Pieces of the run that could be had and are not taken."""
     until: float = 0.0
-    """When no chunk is waited for any more."""
+    """When nothing is waited for any more."""
     begin: int = 0
     """Tokens vLLM had by itself at the last look."""
     sources: dict[str, int] = field(default_factory=dict)
@@ -71,15 +85,22 @@ class Prompt:
         """Nothing is served and nothing is kept of it from now on."""
         self.chain, self.left_alone = None, True
 
+    def drop(self) -> None:
+        """Let go of what was claimed."""
+        if self.lease is not None:
+            self.lease.close()
+            self.lease = None
 
-def by_place(sources: Sequence[str], layout: ChunkLayout, first: int, count: int) -> dict[str, int]:
-    """Tokens by place, for ``count`` blocks from block ``first`` of the first chunk on. ``sources``: each chunk's."""
+
+def by_place(geometry: Geometry, sources: Mapping[Piece, str], begin: int, end: int) -> dict[str, int]:
+    """Tokens ``begin`` to ``end`` by the place that the first of the anchors had them from; what it does not need (before
+    a window) counts to the first piece that it does. ``sources``: each loaded piece's."""
     tokens: dict[str, int] = {}
-    per_chunk, block = layout.blocks_per_chunk, layout.block_tokens
-    for index, place in enumerate(sources):
-        begin, end = index * per_chunk, (index + 1) * per_chunk
-        inside = min(end, first + count) - max(begin, first)
-        tokens[place] = tokens.get(place, 0) + inside * block
+    size, at = geometry.piece_tokens, begin
+    for piece in sorted(one for one in sources if one.group is geometry.anchors[0]):
+        until = min((piece.number + 1) * size, end)
+        tokens[sources[piece]] = tokens.get(sources[piece], 0) + until - at
+        at = until
     return tokens
 
 

@@ -22,16 +22,17 @@ from weakref import WeakKeyDictionary
 from kvtier.client.attachment import SharedPool
 from kvtier.client.client import Client
 from kvtier.client.leases import SharedLoad, SharedSave
+from kvtier.connectors.vllm.claims import Claims
+from kvtier.connectors.vllm.groups import Geometry, Kind, Piece
 from kvtier.connectors.vllm.layout import start_only
-from kvtier.connectors.vllm.metadata import Job, PoolAddress, StepMetadata, StepReport
+from kvtier.connectors.vllm.metadata import Job, Move, Parts, PoolAddress, StepMetadata, StepReport
 from kvtier.connectors.vllm.misses import Misses
 from kvtier.connectors.vllm.prompts import Pending, Prompt, by_place
 from kvtier.connectors.vllm.requests import Adapters
+from kvtier.connectors.vllm.tables import NULL_BLOCK, BlockTables, Tables, blocks_of, loading, saving
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.load_policy.decide import Judge
-from kvtier.load_policy.outlook import Outlook
-from kvtier.protocol.wire import Reason
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.store import Store
 
@@ -53,14 +54,15 @@ class Duty(NamedTuple):
 
 
 class SchedulerHalf:
-    """``store`` is the engine's own, or a server's client. ``parts``: for each worker rank, first byte of its part of a
-    slot, and whether it writes that part. ``judge`` says what of a hit is taken."""
+    """``store`` is the engine's own, or a server's client. ``geometry``: what pieces chunks are kept as. ``parts``: where
+    each worker rank's parts of a slot lie. ``judge`` says what of a hit is taken."""
 
     def __init__(
         self,
         store: Store | Client,
         layout: ChunkLayout,
-        parts: tuple[tuple[int, bool], ...],
+        geometry: Geometry,
+        parts: Parts,
         judge: Judge,
         duty: Duty,
     ) -> None:
@@ -69,15 +71,18 @@ class SchedulerHalf:
         self._running: set[str] = set()
         """Requests that the last step computed for and that have not finished."""
         self._loading: Counter[ChunkKey] = Counter()
-        """Chunks that are being copied into blocks, by how many requests."""
+        """Pieces that are being copied into blocks, by how many requests."""
         self._asked = False
         """vLLM has asked for some request since the last step."""
         self._layout = layout
+        self._geometry = geometry
         self._parts = parts
         self._addresses: WeakKeyDictionary[Pool, PoolAddress] = WeakKeyDictionary()
         self._judge = judge
         self._adapters = Adapters()
         self._prompts: dict[str, Prompt] = {}
+        self._claims = Claims(store, geometry, judge, self._prompts)
+        self._tables = BlockTables()
         self._pending: dict[int, Pending] = {}
         self._next_job = 0
         self._reports_until = 0.0
@@ -99,140 +104,68 @@ class SchedulerHalf:
         if prompt.chain is None or prompt.load_failed or not self._duty.loads or _is_served_elsewhere(request):
             return 0, False
         keys = self._keys(prompt, request.num_tokens)
-        start, prompt.begin = computed // self._layout.chunk_tokens, computed
-        lease = None if self._is_coming_for_others(keys, start) else self._claim(prompt, keys, start)
-        if lease is None:
+        if self._is_coming_for_others(keys, computed):
             return None, False
-        ready, coming = lease.poll()
-        if coming and self._judge.clock() < prompt.until:
-            return None, False
-        if coming or ready < prompt.taken:
-            ready = self._cut(prompt, keys, ready, coming)
-        promised = max(0, self._end_of(prompt, start + ready) - computed)
-        return promised, promised > 0
+        promised = self._claims.promise(prompt, keys, computed, busy=bool(self._running))
+        return promised, bool(promised)
 
-    def _is_coming_for_others(self, keys: Sequence[ChunkKey], start: int) -> bool:
-        """Whether vLLM will have a part of this in its own blocks soon: the next chunk is being loaded for another."""
-        return self._duty.shares_blocks and len(keys) > start and keys[start] in self._loading
-
-    def _end_of(self, prompt: Prompt, chunks: int) -> int:
-        """Tokens there are with so many leading chunks of the prompt. At least one token must be left to compute;
-        whole blocks, like vLLM's own prefix cache."""
-        block, total = self._layout.block_tokens, prompt.request.num_tokens
-        return int(min(chunks * self._layout.chunk_tokens, (total - 1) // block * block))
-
-    def _claim(self, prompt: Prompt, keys: Sequence[ChunkKey], start: int) -> LoadLease | SharedLoad | None:
-        """The request's lease; a new one when the old one starts elsewhere or the store has learnt of more since. None:
-        there is no room for it now."""
-        lease, outlook = prompt.lease, None
-        if lease is not None and prompt.start == start:
-            ready, coming = lease.poll()
-            if coming:
-                return lease
-            outlook = self.store.forecast(keys[start:])
-            learned = outlook.ready > ready or outlook.known > prompt.known
-            prompt.why, prompt.known = outlook.why, outlook.known
-            if not learned:
-                return lease
-        self._drop(prompt)
-        return self._decide(prompt, keys, start, outlook or self.store.forecast(keys[start:]))
-
-    def _decide(
-        self, prompt: Prompt, keys: Sequence[ChunkKey], start: int, outlook: Outlook
-    ) -> LoadLease | SharedLoad | None:
-        """Claim the part of a run that is worth it, and no more: what is claimed starts to move."""
-        rest = keys[start:]
-        choice = self._judge.choose(
-            outlook,
-            len(rest),
-            prompt.begin,
-            lambda count: self._end_of(prompt, start + count),
-            busy=bool(self._running),
-        )
-        most = len(rest) if choice.ask else choice.chunks
-        if not self._has_room(prompt, most):
-            return None
-        prompt.lease = self.store.load(keys, start, most=most)
-        prompt.start, prompt.known, prompt.taken = start, outlook.known, choice.chunks
-        prompt.why, prompt.declined = outlook.why, {}
-        prompt.until = self._judge.clock() + choice.within_s
-        if choice.chunks < outlook.known:
-            self._decline(prompt, rest[choice.chunks : outlook.known], "slower")
-        elif outlook.asking and not choice.ask:
-            self._decline(prompt, rest[outlook.known :], "unasked")
-        return prompt.lease
-
-    def _has_room(self, prompt: Prompt, chunks: int) -> bool:
-        """vLLM asks for its whole queue at each step. Requests that wait may claim half of RAM together, so that there
-        are slots for what running ones save. Whoever vLLM asks for first may always claim."""
-        pool = self.store.pool
-        if pool is None or prompt.first or not chunks:
-            return True
-        claimed = sum(len(other.lease.keys) for other in self._prompts.values() if other.lease is not None)
-        return claimed + chunks <= pool.slots // 2
-
-    def _cut(self, prompt: Prompt, keys: Sequence[ChunkKey], ready: int, coming: int) -> int:
-        """Do with what is ready: the rest is not coming in time (``coming``), or not at all: refused, or lost after it
-        was seen. Returns how many chunks the request has now; none when a server does not answer."""
-        held = 0 if prompt.why == "tier_down" else min(prompt.taken, prompt.known)
-        wanted = max(prompt.taken, ready + coming) if coming else held
-        if coming:
-            lease = self.store.load(keys, prompt.start, most=ready)
-            ready = lease.poll().ready
-            self._drop(prompt)
-            prompt.lease = lease
-        prompt.taken = ready
-        self._decline(prompt, keys[prompt.start + ready : prompt.start + wanted], "deadline" if coming else "refused")
-        return ready
-
-    def _decline(self, prompt: Prompt, keys: Sequence[ChunkKey], reason: Reason) -> None:
-        if keys:
-            prompt.declined[reason] = prompt.declined.get(reason, 0) + len(keys)
-            self.store.decline(keys, reason)
+    def _is_coming_for_others(self, keys: Sequence[ChunkKey], computed: int) -> bool:
+        """Whether vLLM will have a part of this in its own blocks soon: the next piece is being loaded for another."""
+        if not self._duty.shares_blocks or not self._loading or len(keys) <= computed // self._layout.chunk_tokens:
+            return False
+        piece = Piece(self._geometry.anchors[0], self._geometry.first(computed))
+        return self._geometry.key(piece, keys) in self._loading
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         """vLLM's ``update_state_after_alloc``: the request gets blocks; ``tokens`` of them are ours to load."""
         prompt = self._prompt(request)
         lease, prompt.lease, prompt.sources = prompt.lease, None, {}
-        if lease is None:
+        looked, prompt.looked = prompt.looked, False
+        if lease is None or tokens <= 0 or prompt.run is None:
+            if looked:
+                self._account(prompt, [], 0)
+            if lease is not None:
+                lease.close()
             return
-        if tokens <= 0:
-            self._account(prompt, [])
-            lease.close()
-            return
-        block, per_chunk = self._layout.block_tokens, self._layout.blocks_per_chunk
-        ids = blocks.get_block_ids()[0]
-        first, last = prompt.begin // block, (prompt.begin + tokens) // block
-        chunks = -(-last // per_chunk) - prompt.start
-        place = self._address(lease.pool)
-        job = Job(
-            self._number(),
-            place,
-            lease.slots[:chunks],
-            ids[first:last],
-            first - prompt.start * per_chunk,
-            request.request_id,
-        )
-        self._pending[job.number] = Pending(lease, request.request_id, lease.keys[:chunks], tokens)
-        self._loading.update(lease.keys[:chunks])
+        end, geometry = prompt.begin + tokens, self._geometry
+        pieces = [
+            (piece, slot, source)
+            for piece, slot, source in zip(prompt.run.pieces, lease.slots, lease.sources, strict=False)
+            if piece.group.kind is Kind.STATE or piece.number * geometry.piece_tokens < end
+        ]
+        count = len(pieces)
+        moves = loading(geometry, {piece: slot for piece, slot, _ in pieces}, blocks.get_block_ids(), prompt.begin, end)
+        if not geometry.is_gradual and end != prompt.run.end:
+            logger.error("vLLM takes %d tokens of a hit that ends at %d: it is not loaded", tokens, prompt.run.end)
+            moves = [Move(0, [], [NULL_BLOCK])]
+        job = Job(self._number(), self._address(lease.pool), moves, request.request_id, tokens)
+        self._pending[job.number] = Pending(lease, request.request_id, lease.keys[:count], tokens)
+        self._loading.update(lease.keys[:count])
         self._judge.load_began(tokens)
         self._loads.append(job)
-        self._account(prompt, lease.sources[:chunks])
-        prompt.sources = by_place(lease.sources[:chunks], self._layout, job.first, last - first)
+        self._account(prompt, [source for *_, source in pieces], tokens)
+        prompt.sources = by_place(geometry, {piece: source for piece, _, source in pieces}, prompt.begin, end)
 
-    def _account(self, prompt: Prompt, places: Sequence[str]) -> None:
-        """Every chunk from ``prompt.start`` on was loaded, declined, or is missing."""
-        request, size = prompt.request, self._layout.chunk_tokens
+    def _account(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
+        """Every piece of the anchors from ``prompt.begin`` on was loaded, declined, or is missing. ``places``: where
+        each loaded piece came from; they hold ``tokens``."""
+        request, size, geometry = prompt.request, self._layout.chunk_tokens, self._geometry
         whole = request.num_tokens // size
         if not whole:
             self.misses.too_short()
             return
-        asked = min(whole, -(-self._end_of(prompt, whole) // size)) - prompt.start
-        known = len(places) + sum(prompt.declined.values())
+        last = min(geometry.last_end(request.num_tokens), whole * size)
+        had = geometry.first(prompt.begin) * len(geometry.anchors)
+        asked, known = self._pieces(last) - had, max(0, self._pieces(prompt.begin + tokens) - had) if tokens else 0
+        missed = asked - known - sum(prompt.declined.values())
         why = prompt.why or "tier_down"
-        if why == "cold" and not prompt.start + known:
+        if why == "cold" and not prompt.begin + len(places) + sum(prompt.declined.values()):
             why = self.misses.first.differs(request.all_token_ids[:size], prompt.extras) or why
-        self.misses.prompt(prompt.start, places, prompt.declined, (why, asked - known))
+        self.misses.prompt(geometry.first(prompt.begin), places, prompt.declined, (why, missed))
+
+    def _pieces(self, tokens: int) -> int:
+        """Pieces of the anchors that hold so many tokens."""
+        return -(-tokens // self._geometry.piece_tokens) * len(self._geometry.anchors)
 
     def sources(self, request: Any) -> dict[str, int]:
         """Tokens of the request's last load by place (``ram`` or a tier's name)."""
@@ -253,24 +186,19 @@ class SchedulerHalf:
             replacements_seen=dict(self._replacements_seen),
         )
         self._loads, self._running, self._asked = [], set(output.num_scheduled_tokens), False
+        self._tables.begin(output)
         for new in output.scheduled_new_reqs:
-            self._advance(metadata, output, new.req_id, list(new.block_ids[0]), new.num_computed_tokens)
+            self._advance(metadata, output, new.req_id, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
-            prompt = self._prompts.get(request_id)
-            if prompt is None:
-                continue
-            ids = cached.new_block_ids[index]
-            blocks = list(ids[0]) if ids else []
-            if request_id in cached.resumed_req_ids:
-                prompt.saved = 0
-            else:
-                blocks = prompt.blocks + blocks
-            self._advance(metadata, output, request_id, blocks, cached.num_computed_tokens[index])
+            if request_id in cached.resumed_req_ids and request_id in self._prompts:
+                self._prompts[request_id].saved = 0
+            self._advance(metadata, output, request_id, cached.num_computed_tokens[index])
+        self._tables.end()
         return metadata
 
-    def _advance(self, metadata: StepMetadata, output: Any, request_id: str, blocks: list[int], computed: int) -> None:
-        """Save the chunks of one request that this step finishes.
+    def _advance(self, metadata: StepMetadata, output: Any, request_id: str, computed: int) -> None:
+        """Save what of one request this step finishes.
 
         Only tokens whose ids are known now count: newest sampled ids (async scheduling) and unverified draft tokens
         are not, and are saved by a later step.
@@ -278,32 +206,70 @@ class SchedulerHalf:
         prompt = self._prompts.get(request_id)
         if prompt is None:
             return
-        prompt.blocks = blocks
+        prompt.began = True
         self._name(prompt)
         if prompt.chain is None or not self._duty.saves:
             return
-        request = prompt.request
+        request, size = prompt.request, self._layout.chunk_tokens
         known = request.num_tokens if self._duty.save_decode else request.num_prompt_tokens
-        finished = min(computed + output.num_scheduled_tokens[request_id], known) // self._layout.chunk_tokens
-        if finished <= prompt.saved:
+        finished = min(computed + output.num_scheduled_tokens[request_id], known) // size
+        prompt.states += self._tables.states(request_id)
+        if finished <= prompt.saved and not prompt.states:
             return
-        keys = self._keys(prompt, request.num_tokens)[:finished]
-        if not prompt.saved:
-            self.misses.first.saved(request.all_token_ids[: self._layout.chunk_tokens], prompt.extras)
-        prompt.saved = finished
-        lease = self.store.save(keys)
+        tables = self._tables.of(request_id)
+        if tables is None:
+            return
+        if not prompt.saved and finished:
+            self.misses.first.saved(request.all_token_ids[:size], prompt.extras)
+        pieces = self._finished(prompt, tables, finished)
+        prompt.saved = max(finished, prompt.saved)
+        if pieces:
+            self._save(metadata, prompt, request_id, pieces, tables)
+
+    def _finished(self, prompt: Prompt, tables: Tables, finished: int) -> list[Piece]:
+        """Everything of ``finished`` chunks that is worth keeping, in the order in which it shall stay: what all hits
+        need, then what is behind the ends that are new."""
+        geometry, size, request = self._geometry, self._layout.chunk_tokens, prompt.request
+        pieces = geometry.trunk(0, finished)
+        if geometry.is_gradual:
+            return pieces
+        shared = getattr(request, "shared_prefix_boundary", 0)
+        for chunk in range(finished, prompt.saved, -1):
+            if geometry.is_kept(chunk * size, request.num_prompt_tokens, shared):
+                pieces += (piece for piece in geometry.behind(chunk * size) if piece.group.kind is not Kind.STATE)
+        there = [piece for piece in dict.fromkeys(pieces) if blocks_of(geometry, piece, tables) is not None]
+        return there + self._states(prompt, tables, finished)
+
+    def _states(self, prompt: Prompt, tables: Tables, finished: int) -> list[Piece]:
+        """States at the end of a finished chunk, whose blocks lie where they were told. One whose tokens are not known
+        yet waits for that."""
+        found, waiting, size = list[Piece](), [], self._layout.chunk_tokens
+        for number, block, tokens in prompt.states:
+            group = next((one for one in self._geometry.groups if one.number == number), None)
+            if group is None or not tokens or tokens % size:
+                continue
+            piece = Piece(group, tokens // size - 1)
+            if blocks_of(self._geometry, piece, tables) != [block]:
+                continue
+            if tokens <= finished * size:
+                found.append(piece)
+            else:
+                waiting.append((number, block, tokens))
+        prompt.states = waiting
+        return found
+
+    def _save(
+        self, metadata: StepMetadata, prompt: Prompt, request_id: str, pieces: Sequence[Piece], tables: Tables
+    ) -> None:
+        keys, geometry = self._keys(prompt, prompt.request.num_tokens), self._geometry
+        named = {geometry.key(piece, keys): piece for piece in pieces}
+        lease = self.store.save(list(named))
         if not lease.keys:
             lease.close()
             return
-        self._save(metadata, prompt, lease, request_id)
-
-    def _save(self, metadata: StepMetadata, prompt: Prompt, lease: SaveLease | SharedSave, request_id: str) -> None:
-        per_chunk = self._layout.blocks_per_chunk
-        place = {key: index for index, key in enumerate(lease.run)}
-        blocks: list[int] = []
-        for key in lease.keys:
-            blocks += prompt.blocks[place[key] * per_chunk : (place[key] + 1) * per_chunk]
-        job = Job(self._number(), self._address(lease.pool), lease.slots, blocks)
+        held = [(named[key], slot) for key, slot in zip(lease.keys, lease.slots, strict=True)]
+        moves = saving(geometry, ((piece, slot, blocks_of(geometry, piece, tables) or []) for piece, slot in held))
+        job = Job(self._number(), self._address(lease.pool), moves)
         self._pending[job.number] = Pending(lease, request_id, lease.keys)
         metadata.saves.append(job)
 
@@ -311,7 +277,7 @@ class SchedulerHalf:
 
     def report(self, report: StepReport) -> None:
         """vLLM's ``update_connector_output``: what all ranks said of this step's jobs."""
-        self._judge.ended(report.step, report.loaded_blocks * self._layout.block_tokens, report.load_s, report.save_s)
+        self._judge.ended(report.step, report.loaded_tokens, report.load_s, report.save_s)
         for rank, count in report.replacements.items():
             self._replacements_seen[rank] = max(count, self._replacements_seen.get(rank, 0))
         if report.replacements:
@@ -359,7 +325,7 @@ class SchedulerHalf:
         logger.error("%s: kvtier keeps and serves nothing in this engine; all its workers have to be on one host", why)
         self._duty = self._duty._replace(loads=False, saves=False)
         for prompt in self._prompts.values():
-            self._drop(prompt)
+            prompt.drop()
 
     def _renew(self) -> None:
         """The model has other weights: nothing that was saved before may be served, and nothing that a live request has
@@ -367,9 +333,9 @@ class SchedulerHalf:
         self._layout = start_only(self._layout, "the model's weights were replaced under the running engine")
         self._old_blocks = True
         for prompt in self._prompts.values():
-            self._drop(prompt)
+            prompt.drop()
             prompt.leave_alone()
-        self._prompts = {name: prompt for name, prompt in self._prompts.items() if prompt.blocks}
+        self._prompts = {name: prompt for name, prompt in self._prompts.items() if prompt.began}
 
     def expects_reports(self) -> bool:
         """vLLM's ``has_pending_push_work``: whether to take steps even with nothing to compute, so that workers can say
@@ -380,8 +346,9 @@ class SchedulerHalf:
         """vLLM's ``request_finished``: also for aborted requests, waiting or running."""
         prompt = self._prompts.pop(request.request_id, None)
         self._running.discard(request.request_id)
+        self._tables.forget(request.request_id)
         if prompt is not None:
-            self._drop(prompt)
+            prompt.drop()
 
     def counts(self) -> dict[str, int]:
         """See :meth:`kvtier.connectors.vllm.misses.Misses.new`."""
@@ -395,7 +362,7 @@ class SchedulerHalf:
         """Jobs that workers have not confirmed keep their leases: a server ends them when no process of this engine
         has its pool mapped any more."""
         for prompt in self._prompts.values():
-            self._drop(prompt)
+            prompt.drop()
         return self.store.close()
 
     # ---- steps ---------------------------------------------------------------------------------------------------
@@ -404,7 +371,7 @@ class SchedulerHalf:
         prompt = self._prompts.get(request.request_id)
         if prompt is None or prompt.request is not request:
             if prompt is not None:
-                self._drop(prompt)
+                prompt.drop()
             prompt = self._prompts[request.request_id] = Prompt(request, None)
         self._name(prompt)
         return prompt
@@ -412,7 +379,7 @@ class SchedulerHalf:
     def _name(self, prompt: Prompt) -> None:
         """Keys for a request that is new, or whose streaming session goes on."""
         if prompt.name(self._layout, self._adapters):
-            self._drop(prompt)
+            prompt.drop()
 
     def _keys(self, prompt: Prompt, tokens: int) -> list[ChunkKey]:
         """Keys of the request's whole chunks so far; hashes only what is new."""
@@ -428,8 +395,7 @@ class SchedulerHalf:
         address = self._addresses.get(pool)
         if address is None:
             witness = pool.witness_path if isinstance(pool, SharedPool) else None
-            blocks = self._layout.blocks_per_chunk
-            address = PoolAddress(pool.path, witness, pool.slots, pool.slot_bytes, blocks, self._parts)
+            address = PoolAddress(pool.path, witness, pool.slots, pool.slot_bytes, self._parts)
             self._addresses[pool] = address
         return address
 
@@ -437,12 +403,6 @@ class SchedulerHalf:
         self._reports_until = self._judge.clock() + _REPORTS_S
         self._next_job += 1
         return self._next_job
-
-    @staticmethod
-    def _drop(prompt: Prompt) -> None:
-        if prompt.lease is not None:
-            prompt.lease.close()
-            prompt.lease = None
 
 
 def _work(output: Any) -> list[tuple[int, int]]:

@@ -67,6 +67,23 @@ def has_hook(base: type, hook: str) -> bool:
     return hasattr(base, hook)
 
 
+def keeps_groups(base: type) -> bool:
+    """Whether models with other groups than one of full attention can be kept: this vLLM tells its connectors at each
+    step which blocks a request has in each group, and survives a load that fails there. ``base``: as above."""
+    from vllm.v1.core.sched import output
+
+    return hasattr(output, "KVConnectorBlockState") and has_hook(base, LOAD_RESULTS)
+
+
+def groups_base(base: type) -> type:
+    """What a connector derives from besides ``base`` to be given all groups: vLLM then makes windows as small as they
+    are, and gives them blocks of their own. :class:`object` where they cannot be kept."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base as connectors
+
+    found: type = connectors.SupportsHMA if keeps_groups(base) else object
+    return found
+
+
 def limits(base: type) -> list[str]:
     """A line for each feature that is off because ``base``, vLLM's class of connectors, lacks its hook."""
     return [f"this vLLM has no {hook}: {limit}" for hook, limit in _LIMITS.items() if not has_hook(base, hook)]

@@ -24,16 +24,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from kvtier.client.attachment import SharedPool
 from kvtier.connectors.vllm.metadata import Job, PoolAddress, RankLayout, StepMetadata, StepReport
-from kvtier.core.errors import KVTierError
+from kvtier.connectors.vllm.tables import NULL_BLOCK
+from kvtier.core.errors import KVTierError, StateError
 from kvtier.core.pool import Pool
-from kvtier.gpu import Copy, PagedBlocks, Pinning, regions_of, slot_tensor
+from kvtier.gpu import Copies, Copy, PagedBlocks, Pinning, nothing, regions_of, slot_tensor
 from kvtier.gpu import Job as SlotJob
 
 logger = logging.getLogger("kvtier.connectors.vllm")
@@ -42,6 +43,17 @@ BUSY_COPY_S, BUSY_COPY_PART = 0.005, 0.05
 """Longest that copies of loads make a step longer that computes: this, or this part of its forward pass."""
 _IDLE_COPY_S = 0.02
 """The same of a step that computes nothing: a request that arrives meanwhile waits for it."""
+
+
+Placed = tuple[int, SlotJob]
+"""A copy, and the place of its group."""
+
+
+class GroupLayers(NamedTuple):
+    """A cache group as workers know it."""
+
+    layers: frozenset[str]
+    blocks_per_piece: int
 
 
 class _UnderWay(NamedTuple):
@@ -56,7 +68,7 @@ class _Copying(NamedTuple):
     """A load that the worker's own thread copies."""
 
     job: Job
-    left: deque[SlotJob]
+    left: deque[Placed]
 
 
 class Loaded(Protocol):
@@ -75,18 +87,20 @@ class WorkerHalf:
         self,
         rank: int,
         num_blocks: int,
-        blocks_per_chunk: int,
+        groups: Sequence[GroupLayers],
         model: Callable[[], Loaded],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``model``: the loaded model, once the KV caches are registered. ``clock``: seconds."""
+        """``groups``: those that are kept. ``model``: the loaded model, once the KV caches are registered. ``clock``:
+        seconds."""
         self._rank = rank
         self._find_model = model
         self._model: Loaded | None = None
         self._num_blocks = num_blocks
-        self._blocks_per_chunk = blocks_per_chunk
+        self._groups = groups
         self._clock = clock
-        self._paged: PagedBlocks | None = None
+        self._paged: list[PagedBlocks] = []
+        """One a group: their blocks lie over one another in the same memory, and a block belongs to one of them."""
         self._pinning: Pinning | None = None
         self._pools: dict[PoolAddress, _MappedPool] = {}
         self._told: PoolAddress | None = None
@@ -96,8 +110,8 @@ class WorkerHalf:
         self._step_began = 0.0
         self._forward_s = 0.0
         """Of the last step that computed."""
-        self._block_s: float | None = None
-        """Seconds a block of the last load that a device copied by itself."""
+        self._token_s: float | None = None
+        """Seconds a token of the last load that a device copied by itself."""
         self._replacements = 0
         self._finished: set[str] = set()
         self._failed: set[str] = set()
@@ -106,22 +120,26 @@ class WorkerHalf:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """vLLM's ``register_kv_caches``. Raises LayoutError for tensors kvtier cannot describe."""
-        regions = regions_of(kv_caches, self._num_blocks)
-        if regions and regions[0].rows.is_cuda:
-            self._pinning = Pinning(regions[0].rows.device)
-            self._paged = PagedBlocks(regions, self._blocks_per_chunk, locked=self._pinning.cuts)
-        else:
-            self._paged = PagedBlocks(regions, self._blocks_per_chunk)
+        regions = [regions_of(_of_group(kv_caches, group, self._groups), self._num_blocks) for group in self._groups]
+        first = next((each[0].rows for each in regions if each), None)
+        if first is not None and first.is_cuda:
+            self._pinning = Pinning(first.device)
+        locked, room = (self._pinning.cuts, len(regions)) if self._pinning is not None else (nothing, 1)
+        self._paged = [
+            PagedBlocks(each, group.blocks_per_piece, locked=locked, sharers=room)
+            for each, group in zip(regions, self._groups, strict=True)
+        ]
         self._model = self._find_model()
 
     def layout(self) -> RankLayout | None:
         """vLLM's ``get_handshake_metadata``."""
-        if self._paged is None or self._model is None:
+        if not self._paged or self._model is None:
             return None
-        shape = self._paged.describe() | {"backends": self._model.backends()}
+        told = [paged.describe() for paged in self._paged]
+        shape = told[0] if len(told) == 1 else {"groups": told, "device": told[0]["device"]}
         return RankLayout(
-            self._paged.block_bytes,
-            shape,
+            tuple(paged.block_bytes for paged in self._paged),
+            shape | {"backends": self._model.backends()},
             model=self._model.resolved(),
             weights=self._model.weights(),
         )
@@ -152,18 +170,18 @@ class WorkerHalf:
     def _begin_load(self, job: Job) -> None:
         try:
             copies = self._copies(job)
-            if self._blocks().copies_at_once:
+            if self._copies_at_once:
                 self._copying.append(_Copying(job, deque(copies)))
                 return
-            copy = self._blocks().load(copies)
+            copy = self._moved(copies, load=True)
         except Exception:
             logger.exception("rank %d: load of %d blocks failed", self._rank, len(job.blocks))
             self._ended(job, failed=True)
             return
         self._under_way.append(_UnderWay(job, copy, is_load=True))
-        if self._block_s is not None:  # how long this one takes is known only when its step was reported
-            self._report.loaded_blocks += len(job.blocks)
-            self._report.load_s += self._block_s * len(job.blocks)
+        if self._token_s is not None:  # how long this one takes is known only when its step was reported
+            self._report.loaded_tokens += job.tokens
+            self._report.load_s += self._token_s * job.tokens
 
     def _copy_on(self, computes: bool) -> None:
         """Copy chunks until all loads are through, or the time of this step is up."""
@@ -173,9 +191,9 @@ class WorkerHalf:
             job, left = self._copying[0]
             try:
                 while left and now < until:
-                    piece = left.popleft()
-                    self._blocks().load([piece])
-                    self._report.loaded_blocks += len(piece[2])
+                    place, piece = left.popleft()
+                    self._paged[place].load([piece])
+                    self._report.loaded_tokens += job.tokens * len(piece[2]) / len(job.blocks)
                     now = self._clock()
             except Exception:
                 logger.exception("rank %d: load of %d blocks failed", self._rank, len(job.blocks))
@@ -208,8 +226,9 @@ class WorkerHalf:
                 self._report.failed[job.number] += 1
                 continue
             try:
-                if self._mapped(job.pool).writes:
-                    self._under_way.append(_UnderWay(job, self._blocks().save(self._copies(job)), is_load=False))
+                own = [copy for copy in self._copies(job) if self._mapped(job.pool).writes[copy[0]]]
+                if own:
+                    self._under_way.append(_UnderWay(job, self._moved(own, load=False), is_load=False))
                 else:
                     self._report.done[job.number] += 1
             except Exception:
@@ -263,7 +282,7 @@ class WorkerHalf:
             else:
                 failed = False
                 if copy.seconds is not None:
-                    self._block_s = copy.seconds / len(job.blocks)
+                    self._token_s = copy.seconds / max(1, job.tokens)
             self._under_way.popleft()
             if is_load:
                 self._ended(job, failed=failed)
@@ -278,14 +297,24 @@ class WorkerHalf:
             self._failed.add(job.request_id)
             self._bad_blocks.update(job.blocks)
 
-    def _blocks(self) -> PagedBlocks:
-        assert self._paged is not None
-        return self._paged
+    @property
+    def _copies_at_once(self) -> bool:
+        """Whether this thread itself copies."""
+        return all(paged.copies_at_once for paged in self._paged)
+
+    def _moved(self, copies: Sequence[Placed], *, load: bool) -> Copy:
+        """Begin the copies of a job; the last of them to end ends it."""
+        parts = []
+        for place, paged in enumerate(self._paged):
+            own = [copy for where, copy in copies if where == place]
+            if own:
+                parts.append(paged.load(own) if load else paged.save(own))
+        return parts[0] if len(parts) == 1 else Copies(parts)
 
     def _mapped(self, address: PoolAddress) -> _MappedPool:
         """Map a pool, at its first job if it is not mapped yet."""
         if address not in self._pools:
-            self._pools[address] = _MappedPool(address, self._rank, self._blocks().block_bytes, self._pinning)
+            self._pools[address] = _MappedPool(address, self._rank, self._part_bytes(), self._pinning)
         return self._pools[address]
 
     def _map_early(self, address: PoolAddress | None) -> None:
@@ -311,15 +340,39 @@ class WorkerHalf:
         for address in self._pools.keys() - needed:
             self._pools.pop(address).close()
 
-    def _copies(self, job: Job) -> list[SlotJob]:
-        """Cut a job's run of blocks into (slot part, first block in the chunk, block ids), one a chunk."""
+    def _part_bytes(self) -> list[int]:
+        """Of this rank's part of a piece, by group."""
+        return [paged.block_bytes * paged.blocks_per_chunk for paged in self._paged]
+
+    def _copies(self, job: Job) -> list[Placed]:
+        """Cut a job into (slot part, first block in the piece, block ids), one a piece. Raises StateError for the null
+        block, which stands for what a group does not have."""
         mapped = self._mapped(job.pool)
-        copies, first, taken = list[SlotJob](), job.first, 0
-        for slot in job.slots:
-            count = min(self._blocks_per_chunk - first, len(job.blocks) - taken)
-            copies.append((mapped.part(slot), first, job.blocks[taken : taken + count]))
-            first, taken = 0, taken + count
+        copies = list[Placed]()
+        for place, slots, blocks, first in job.moves:
+            if NULL_BLOCK in blocks:
+                raise StateError(f"group {place}: a copy of the null block, which is nobody's KV")
+            taken, most = 0, self._paged[place].blocks_per_chunk
+            for slot in slots:
+                count = min(most - first, len(blocks) - taken)
+                copies.append((place, (mapped.part(slot, place), first, blocks[taken : taken + count])))
+                first, taken = 0, taken + count
         return copies
+
+
+def _of_group(
+    kv_caches: Mapping[str, Any], group: GroupLayers, groups: Sequence[GroupLayers]
+) -> dict[str, torch.Tensor]:
+    """A group's tensors. A recurrent layer has several, each with a row a block."""
+    found = dict[str, torch.Tensor]()
+    for layer, cache in kv_caches.items():
+        if len(groups) > 1 and layer not in group.layers:
+            continue
+        if isinstance(cache, list | tuple):
+            found |= {f"{layer}.{index}": tensor for index, tensor in enumerate(cache)}
+        else:
+            found[layer] = cache
+    return found
 
 
 class _MappedPool:
@@ -329,26 +382,27 @@ class _MappedPool:
     mapped: by the driver that page-locks them, or a slot when it is first used.
     """
 
-    def __init__(self, address: PoolAddress, rank: int, block_bytes: int, pinning: Pinning | None) -> None:
+    def __init__(self, address: PoolAddress, rank: int, part_bytes: Sequence[int], pinning: Pinning | None) -> None:
+        """``part_bytes``: of this rank's part of a piece, by group."""
         if address.witness_path is None:
             self.pool: Pool = Pool.attach(address.path, address.slots, address.slot_bytes)
         else:
             self.pool = SharedPool.join(address.path, address.witness_path, address.slots, address.slot_bytes)
-        start, self.writes = address.parts[rank]
-        self._span = start, start + block_bytes * address.blocks_per_chunk
-        views = (self.pool.view(slot) for slot in range(address.slots))
-        self._parts = [slot_tensor(view[slice(*self._span)]) for view in views]
+        self.writes = [writes for _, writes in address.parts[rank]]
+        self._spans = [(start, start + size) for (start, _), size in zip(address.parts[rank], part_bytes, strict=True)]
+        self._span = min(start for start, _ in self._spans), max(end for _, end in self._spans)
+        self._parts = [slot_tensor(self.pool.view(slot)) for slot in range(address.slots)]
         self._untouched = set(range(address.slots) if pinning is None else ())
         self._pinning = pinning
         if pinning is not None:
             pinning.begin(self.pool.buffer, address.slot_bytes, self._span)
 
-    def part(self, slot: int) -> torch.Tensor:
-        """This rank's part of a slot."""
+    def part(self, slot: int, place: int) -> torch.Tensor:
+        """This rank's part of a slot that holds a piece of this group."""
         if slot in self._untouched:
             self._untouched.remove(slot)
             self.pool.touch(slot, *self._span)
-        return self._parts[slot]
+        return self._parts[slot][slice(*self._spans[place])]
 
     def close(self) -> None:
         """Unmap, when no copy from or to it is under way."""

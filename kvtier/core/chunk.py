@@ -31,6 +31,7 @@ _DIGEST_BYTES = 32
 _LINK_BYTES = KEY_BYTES - _DIGEST_BYTES
 _ROOT_LINK = bytes(_LINK_BYTES)
 _DOMAIN = b"kvtier/chunk/1\0"
+_PIECE_DOMAIN = b"kvtier/piece/1\0"
 
 
 def parent_link(key: ChunkKey) -> bytes:
@@ -41,6 +42,22 @@ def parent_link(key: ChunkKey) -> bytes:
 def own_link(key: ChunkKey) -> bytes:
     """The 8 bytes by which this chunk's children refer to it."""
     return key[:_LINK_BYTES]
+
+
+def piece_mask(name: str) -> int:
+    """A number for one kind of piece of a chunk, for :func:`piece_key`."""
+    return int.from_bytes(hashlib.sha256(_PIECE_DOMAIN + name.encode()).digest())
+
+
+def piece_key(key: ChunkKey, mask: int) -> ChunkKey:
+    """The key of a piece of the chunk ``key``. Two pieces have equal keys only where chunk and ``mask`` are equal (else
+    somebody has found two prompts whose SHA-256 digests differ by a given number). It links to the same piece of the
+    parent chunk, so that pieces are recovered leaf-first like chunks."""
+    link_mask = mask >> 8 * (_DIGEST_BYTES - _LINK_BYTES)
+    link = key[_DIGEST_BYTES:]
+    if link != _ROOT_LINK:
+        link = (int.from_bytes(link) ^ link_mask).to_bytes(_LINK_BYTES)
+    return ChunkKey((int.from_bytes(key[:_DIGEST_BYTES]) ^ mask).to_bytes(_DIGEST_BYTES) + link)
 
 
 def fingerprint(parts: Mapping[str, Any]) -> bytes:

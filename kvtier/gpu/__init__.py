@@ -25,9 +25,9 @@ blocks: by ``kernel``, Triton's, which is imported there only. ``pinning`` page-
 ``CudaStreams`` on CPU tensors; ``tests/gpu`` runs the same tests where there is a CUDA device.
 """
 
-from kvtier.gpu.blocks import PagedBlocks
+from kvtier.gpu.blocks import PagedBlocks, nothing
 from kvtier.gpu.pinning import Pinning
 from kvtier.gpu.regions import Region, regions_of
-from kvtier.gpu.slots import Copy, Job, slot_tensor
+from kvtier.gpu.slots import Copies, Copy, Job, slot_tensor
 
-__all__ = ["Copy", "Job", "PagedBlocks", "Pinning", "Region", "regions_of", "slot_tensor"]
+__all__ = ["Copies", "Copy", "Job", "PagedBlocks", "Pinning", "Region", "nothing", "regions_of", "slot_tensor"]

@@ -39,9 +39,10 @@ class PagedBlocks:
         locked: Cuts = nothing,
         streams: Streams | None = None,
         make_rows: MakeRows = rows_of,
+        sharers: int = 1,
     ) -> None:
         """``locked`` tells whether a slot's part is page-locked; ``streams`` and ``make_rows`` are the device's own
-        unless a test brings some."""
+        unless a test brings some. ``sharers``: how many of these share the room for staging memory."""
         rows = [region.rows for region in regions]
         kinds = sorted({f"{tensor.shape[0]} blocks on {tensor.device}" for tensor in rows})
         if len(kinds) != 1:
@@ -62,7 +63,7 @@ class PagedBlocks:
         if streams is None:
             self._copier = HostCopier(merged(rows), blocks_per_chunk)
         else:
-            self._copier = StagedCopier(merged(rows), blocks_per_chunk, streams, locked, make_rows)
+            self._copier = StagedCopier(merged(rows), blocks_per_chunk, streams, locked, make_rows, sharers)
 
     def describe(self) -> dict[str, Any]:
         """What decides the meaning of a slot part's bytes; JSON-able, equal for engines of unequal block counts.

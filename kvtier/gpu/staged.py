@@ -56,11 +56,12 @@ class StagedCopier:
         streams: Streams,
         locked: Cuts,
         make_rows: MakeRows = rows_of,
+        sharers: int = 1,
     ) -> None:
         word = widest_word(groups)
         self._device = groups[0].device
         sizes = [blocks_per_chunk * group.shape[2] for group in groups for _ in range(group.shape[0])]
-        self.budget = budget(sizes, streams.room, streams.free)
+        self.budget = budget(sizes, streams.room // sharers, streams.free)
         self.rows = make_rows([group.view(word) for group in groups], blocks_per_chunk)
         self._streams, self._locked = streams, locked
         self._gathering, self._leaving, self._coming, self._scattering = (streams.side() for _ in range(4))

@@ -56,7 +56,7 @@ class PrefilledElsewhere(KVConnectorBase_V1):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Transfers)
         for name, salt, tokens, blocks in metadata.wanted:
-            self.memory.write(blocks, chain(salt, tokens), 0, sound=True)
+            self.memory.write([blocks], chain(salt, tokens), 0, sound=True)
             self._ended.add(name)
             self.brought += 1
 

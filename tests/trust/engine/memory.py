@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,23 +35,59 @@ def next_token(state: int) -> int:
     return (state >> 17) % VOCABULARY
 
 
+@dataclass(frozen=True)
+class Need:
+    """What a cache group needs of the positions before one: ``full``, ``window`` and ``local`` with their reach, or a
+    ``state``, which a block holds for all positions up to its last."""
+
+    kind: str
+    reach: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Need:
+        """``"window 40"``."""
+        kind, _, reach = text.partition(" ")
+        return cls(kind, int(reach or 0))
+
+    def first(self, end: int) -> int:
+        """The first position that the position ``end`` reads."""
+        if self.kind == "window":
+            return max(0, end - self.reach + 1)
+        return end // self.reach * self.reach if self.kind == "local" else 0
+
+
 class RankMemory:
-    """The paged KV cache of one rank: for each layer a tensor ``[blocks, tokens a block, words]`` of int64."""
+    """The paged KV cache of one rank: for each layer of a group a tensor ``[blocks, tokens a block, words]`` of int64.
+    As in vLLM the groups lie over one another: their layers of equal number share a tensor, and every block belongs to
+    one group at a time."""
 
     WORDS = 2
 
-    def __init__(self, layers: Sequence[str], rank: int, blocks: int, block_tokens: int) -> None:
+    def __init__(self, groups: Sequence[tuple[Need, Sequence[str]]], rank: int, blocks: int, block_tokens: int) -> None:
         self.block_tokens = block_tokens
-        self.tensors = {name: torch.zeros(blocks, block_tokens, self.WORDS, dtype=torch.int64) for name in layers}
-        self._flat = {
-            name: tensor.numpy().view(np.uint64).reshape(blocks * block_tokens, self.WORDS)
-            for name, tensor in self.tensors.items()
+        self._needs = [need for need, _ in groups]
+        layers = max(len(names) for _, names in groups)
+        self._memory = [torch.zeros(blocks, block_tokens, self.WORDS, dtype=torch.int64) for _ in range(layers)]
+        self._flat = [
+            tensor.numpy().view(np.uint64).reshape(blocks * block_tokens, self.WORDS) for tensor in self._memory
+        ]
+        self._marks = [
+            [
+                np.array(
+                    [(rank * 1_000_003 + place * 104_729 + n * 7919 + word + 1) for word in range(self.WORDS)],
+                    np.uint64,
+                )
+                * np.uint64(0x9E3779B97F4A7C15)
+                for n in range(len(names))
+            ]
+            for place, (_, names) in enumerate(groups)
+        ]
+        self.tensors = {
+            name: [tensor[:, 0, :1], tensor[:, 1]] if need.kind == "state" else tensor
+            for need, names in groups
+            for name, tensor in zip(names, self._memory, strict=True)
         }
-        self._marks = {
-            name: np.array([(rank * 1_000_003 + number * 7919 + word + 1) for word in range(self.WORDS)], np.uint64)
-            * np.uint64(0x9E3779B97F4A7C15)
-            for number, name in enumerate(layers)
-        }
+        """What is registered. A state is two tensors, which lie in the first tokens' places of a block."""
 
     def _places(self, blocks: Sequence[int], begin: int, end: int) -> Array:
         positions = np.arange(begin, end)
@@ -58,25 +95,50 @@ class RankMemory:
         places: Array = table[positions // self.block_tokens] * self.block_tokens + positions % self.block_tokens
         return places
 
-    def wrong(self, blocks: Sequence[int], states: Sequence[int], end: int) -> int | None:
-        """The first of the positions before ``end`` whose KV is not what it must be in some layer, else None."""
-        if not end:
-            return None
-        places, wanted = self._places(blocks, 0, end), np.array(states[:end], np.uint64)[:, None]
-        bad = np.zeros(end, bool)
-        for name, flat in self._flat.items():
-            bad |= (flat[places] != (wanted ^ self._marks[name])).any(axis=1)
-        return int(bad.argmax()) if bad.any() else None
+    def _state(self, blocks: Sequence[int], end: int) -> int:
+        """The place in memory of the block that holds the state after ``end`` positions."""
+        return blocks[(end - 1) // self.block_tokens] * self.block_tokens
 
-    def write(self, blocks: Sequence[int], states: Sequence[int], begin: int, *, sound: bool) -> None:
-        """The forward pass writes the positions from ``begin`` on; garbage if it computed over garbage."""
+    def wrong(self, blocks: Sequence[Sequence[int]], states: Sequence[int], end: int) -> str:
+        """What is not what it must be of all that a step from position ``end`` on reads, else "". ``blocks``: by
+        group."""
+        for need, marks, table in zip(self._needs, self._marks, blocks, strict=True):
+            begin = need.first(end)
+            if begin >= end:
+                continue
+            if need.kind == "state":
+                place = self._state(table, end)
+                for flat, mark in zip(self._flat, marks, strict=False):
+                    wanted = np.uint64(states[end - 1]) ^ mark
+                    if flat[place, 0] != wanted[0] or (flat[place + 1] != wanted).any():
+                        return f"the state after position {end - 1}"
+                continue
+            places, wanted = self._places(table, begin, end), np.array(states[begin:end], np.uint64)[:, None]
+            bad = np.zeros(end - begin, bool)
+            for flat, mark in zip(self._flat, marks, strict=False):
+                bad |= (flat[places] != (wanted ^ mark)).any(axis=1)
+            if bad.any():
+                return f"position {begin + int(bad.argmax())} of a {need.kind} group"
+        return ""
+
+    def write(self, blocks: Sequence[Sequence[int]], states: Sequence[int], begin: int, *, sound: bool) -> None:
+        """The forward pass writes the positions from ``begin`` on; garbage if it computed over garbage. A state goes to
+        the block of the last of them."""
         if begin == len(states):
             return
-        places, new = self._places(blocks, begin, len(states)), np.array(states[begin:], np.uint64)[:, None]
-        for name, flat in self._flat.items():
-            flat[places] = (new ^ self._marks[name]) if sound else (new ^ self._marks[name] ^ _GARBAGE)
+        garbage = np.uint64(0) if sound else _GARBAGE
+        for need, marks, table in zip(self._needs, self._marks, blocks, strict=True):
+            if need.kind == "state":
+                place = self._state(table, len(states))
+                for flat, mark in zip(self._flat, marks, strict=False):
+                    flat[place, 0] = np.uint64(states[-1]) ^ mark[0] ^ garbage
+                    flat[place + 1] = np.uint64(states[-1]) ^ mark ^ garbage
+                continue
+            places, new = self._places(table, begin, len(states)), np.array(states[begin:], np.uint64)[:, None]
+            for flat, mark in zip(self._flat, marks, strict=False):
+                flat[places] = new ^ mark ^ garbage
 
     def scribble(self, blocks: Sequence[int]) -> None:
         """A load failed half way: what is in these blocks now is nobody's KV."""
-        for tensor in self.tensors.values():
+        for tensor in self._memory:
             tensor[list(blocks)] = 0x0BAD

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,16 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -44,7 +54,7 @@ from kvtier.connectors.vllm.worker import BUSY_COPY_S
 from kvtier.core.errors import TierError
 from tests.trust.engine import beside
 from tests.trust.engine.cells import Cell
-from tests.trust.engine.memory import VOCABULARY, RankMemory, chain, next_token
+from tests.trust.engine.memory import VOCABULARY, Need, RankMemory, chain, next_token
 
 BLOCK, CHUNK_BLOCKS, LAYERS, LONGEST = 16, 2, 2, 512
 
@@ -73,7 +83,8 @@ class Told:
 
     salt: str
     tokens: list[int]
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
+    """By group."""
     states: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
 
@@ -93,7 +104,7 @@ class Work:
     are drafts."""
 
     request_id: str
-    blocks: list[int]
+    blocks: list[list[int]]
     begin: int
     tokens: list[int]
     states: list[int]
@@ -144,6 +155,8 @@ def engine_config(cell: Cell, model: Path, folder: Path) -> VllmConfig:
     config.parallel_config.tensor_parallel_size = cell.tensor
     config.parallel_config.world_size = cell.pipeline * cell.tensor
     config.cache_config.num_gpu_blocks = cell.blocks
+    if "state" in cell.groups:
+        config.cache_config.mamba_cache_mode = "align"
     return config
 
 
@@ -167,12 +180,41 @@ def transfer_config(cell: Cell, extra: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def cache_config(layers: Sequence[str], blocks: int) -> KVCacheConfig:
-    """One group of full attention."""
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.int64)
-    page = spec.page_size_bytes
-    tensors = [KVCacheTensor(len(layers) * page * blocks, list(layers), page * blocks, page)]
-    return KVCacheConfig(blocks, tensors, [KVCacheGroupSpec(list(layers), spec)])
+def layers_of(cell: Cell, stage: int) -> list[tuple[Need, list[str]]]:
+    """Of each group what it needs and its layers in this pipeline stage."""
+    numbers = range(stage * LAYERS, (stage + 1) * LAYERS)
+    return [
+        (Need.parse(text), [f"model.layers.{number}.{place}.attn" for number in numbers])
+        for place, text in enumerate(cell.groups)
+    ]
+
+
+def spec(need: Need) -> KVCacheSpec:
+    """As vLLM makes it of a layer: 256 bytes a block."""
+    attention: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.int64}
+    if need.kind == "window":
+        return SlidingWindowSpec(sliding_window=need.reach, **attention)
+    if need.kind == "local":
+        return ChunkedLocalAttentionSpec(attention_chunk_size=need.reach, **attention)
+    if need.kind == "state":
+        return MambaSpec(
+            block_size=BLOCK, shapes=((1,), (2,)), dtypes=(torch.int64, torch.int64), page_size_padded=256,
+            mamba_cache_mode="align",
+        )  # fmt: skip
+    return FullAttentionSpec(**attention)
+
+
+def cache_config(groups: Sequence[tuple[Need, list[str]]], blocks: int) -> KVCacheConfig:
+    """The groups lie over one another."""
+    specs = [KVCacheGroupSpec(names, spec(need)) for need, names in groups]
+    page = specs[0].kv_cache_spec.page_size_bytes
+    assert {one.kv_cache_spec.page_size_bytes for one in specs} == {page}
+    shared = [list(names) for names in zip(*(names for _, names in groups), strict=True)]
+    if len(groups) == 1:
+        tensors = [KVCacheTensor(len(shared) * page * blocks, groups[0][1], page * blocks, page)]
+    else:
+        tensors = [KVCacheTensor(page * blocks, names, page * blocks, page) for names in shared]
+    return KVCacheConfig(blocks, tensors, specs)
 
 
 def ours(connector: Any) -> Any:
@@ -209,12 +251,12 @@ class Engine:
     def _made_ranks(self) -> Iterator[Rank]:
         for rank in range(self.cell.pipeline * self.cell.tensor):
             stage = rank // self.cell.tensor
-            layers = [f"model.layers.{stage * LAYERS + number}.attn" for number in range(LAYERS)]
+            groups = layers_of(self.cell, stage)
             config = copy.copy(self.config)
             config.parallel_config = copy.copy(self.config.parallel_config)
             config.parallel_config.rank = rank
-            memory = RankMemory(layers, rank, self.cell.blocks, BLOCK)
-            cache = cache_config(layers, self.cell.blocks)
+            memory = RankMemory(groups, rank, self.cell.blocks, BLOCK)
+            cache = cache_config(groups, self.cell.blocks)
             connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
             connector.register_kv_caches(memory.tensors)
             for one in getattr(connector, "_connectors", ()):
@@ -225,21 +267,21 @@ class Engine:
 
     def _slow_down(self, worker: Any) -> None:
         """Time passes only while the worker copies, and a copy takes half of what a step may copy for, or all."""
-        now, load = [0.0], worker._paged.load
+        now = [0.0]
 
-        def slow(jobs: Sequence[Any]) -> Any:
+        def slow(load: Callable[..., Any], jobs: Sequence[Any]) -> Any:
             now[0] += self.draw.choice((BUSY_COPY_S / 2, BUSY_COPY_S, 5 * BUSY_COPY_S))
             return load(jobs)
 
         worker._clock = lambda: now[0]
-        worker._paged.load = slow
+        for one in worker._paged:
+            one.load = partial(slow, one.load)
 
     def _made_scheduler(self) -> Scheduler:
-        layers = [name for rank in self.ranks if not rank.stage for name in rank.memory.tensors][:LAYERS]
         kind = AsyncScheduler if self.cell.async_scheduling else Scheduler
         scheduler = kind(
             self.config,
-            cache_config(layers, self.cell.blocks),
+            cache_config(layers_of(self.cell, 0), self.cell.blocks),
             StructuredOutputManager(self.config),
             block_size=BLOCK,
             log_stats=True,
@@ -325,22 +367,24 @@ class Engine:
         begins: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
             sequence = self._sequences[new.req_id]
-            sequence.blocks = list(new.block_ids[0])
+            sequence.blocks = [list(ids) for ids in new.block_ids]
             begins[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
             sequence, ids = self._sequences[name], cached.new_block_ids[index]
             if name in cached.resumed_req_ids:
                 self.counts["preempted"] += 1
-                sequence.blocks, sequence.drafts = [], []
-            sequence.blocks += list(ids[0]) if ids else []
+                sequence.blocks, sequence.drafts = [[] for _ in self.cell.groups], []
+            for table, more in zip(sequence.blocks, ids or (), strict=False):
+                table += more
             begins[name] = cached.num_computed_tokens[index]
             prompt = self.scheduler.requests[name].num_prompt_tokens
             del sequence.tokens[prompt + cached.num_output_tokens[index] :]
         work = []
         for name, count in output.num_scheduled_tokens.items():
             sequence, drafted = self._sequences[name], len(output.scheduled_spec_decode_tokens.get(name, ()))
-            work.append(Work(name, list(sequence.blocks), begins[name], [], [], drafted, samples=False))
+            tables = [list(table) for table in sequence.blocks]
+            work.append(Work(name, tables, begins[name], [], [], drafted, samples=False))
             work[-1].tokens = [count]
         return work
 
@@ -393,8 +437,8 @@ class Engine:
     def _compute(self, step: Step, rank: Rank) -> None:
         for work in step.work:
             place = rank.memory.wrong(work.blocks, work.states, work.begin)
-            if place is not None and not work.bad:
-                work.bad = f"position {place} of {work.begin} computed ones of {work.request_id} is not its own"
+            if place and not work.bad:
+                work.bad = f"{place} of {work.begin} computed ones of {work.request_id} is not its own"
             rank.memory.write(work.blocks, work.states, work.begin, sound=not work.bad)
 
     def _sample(self, step: Step) -> None:
@@ -428,20 +472,22 @@ class Engine:
     def _failing(self, rank: Rank) -> Iterator[None]:
         """Some loads of this rank fail after they have overwritten their blocks."""
         paged = ours(rank.connector)._worker._paged
-        sound: Callable[..., Any] = paged.load
+        sound: list[Callable[..., Any]] = [one.load for one in paged]
 
-        def load(jobs: Sequence[Any], *arguments: Any) -> Any:
+        def load(place: int, jobs: Sequence[Any]) -> Any:
             if self.draw.random() < self.cell.fails:
                 self.counts["faults"] += 1
                 rank.memory.scribble([block for _, _, blocks in jobs for block in blocks])
                 raise TierError("an injected fault")
-            return sound(jobs, *arguments)
+            return sound[place](jobs)
 
-        paged.load = load
+        for place, one in enumerate(paged):
+            one.load = partial(load, place)
         try:
             yield
         finally:
-            paged.load = sound
+            for one, its in zip(paged, sound, strict=True):
+                one.load = its
 
     def _take_in(self, step: Step) -> None:
         """The oldest step's output comes back to the scheduler."""

@@ -1,0 +1,252 @@
+"""Which KV of a model a chunk keeps, and what of it a hit needs: the geometry of vLLM's cache groups. Pure.
+
+vLLM puts layers that need the same tokens into one *group*: full attention needs all tokens before a position, a
+sliding window the last of them, chunked local attention those of the current attention chunk, and a recurrent layer
+one *state*, which stands for all of them. Every group has its own blocks.
+
+The store knows nothing of this. It keeps *pieces*, all of one size, each by its own key:
+
+- The KV of ``piece_tokens`` consecutive tokens in one group, with a number: piece 3 begins at token ``3 * piece_tokens``.
+  A chunk has ``chunk_tokens / piece_tokens`` of them in each group.
+- The state of one recurrent group at the end of a chunk, with the chunk's number.
+
+So all kinds share RAM, disks and quotas, to the byte, and nothing below the connector differs between models. A model
+with one group of full attention has one piece a chunk, whose key is the chunk's.
+
+A hit ends with a chunk. Every *anchor* group must have all pieces of the run: groups of full attention; where a model
+has none, its windows, which are then kept whole, so that it can be known how far a prompt is there. Of the others only
+what is behind some ends is kept: see :meth:`Geometry.is_kept`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
+
+from kvtier.core.chunk import ChunkKey, piece_key, piece_mask
+from kvtier.core.errors import LayoutError
+
+_KEEP_TOKENS = 2_048
+"""Within a prompt a hit may end at every multiple of so many tokens (rounded up to whole chunks): what other prompts
+share may end anywhere, and windows and states at every chunk would take more room than all the rest."""
+_MOST_PIECES = 16
+_MOST_ENDS = 8
+"""Ends that are looked at for one prompt."""
+
+
+class Kind(Enum):
+    """What a group needs of the tokens before a position."""
+
+    FULL = "full attention"
+    WINDOW = "sliding window"
+    LOCAL = "chunked local attention"
+    STATE = "recurrent state"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One of vLLM's cache groups. ``reach``: tokens of the window, or of an attention chunk; else 0."""
+
+    number: int
+    kind: Kind
+    block_tokens: int
+    reach: int = 0
+
+    def first_needed(self, end: int) -> int:
+        """The first token whose KV the position ``end`` needs."""
+        if self.kind is Kind.WINDOW:
+            return max(0, end - (self.reach - 1))
+        if self.kind is Kind.LOCAL:
+            return end // self.reach * self.reach
+        return 0
+
+
+class Piece(NamedTuple):
+    """See the module's text. Of a STATE group ``number`` counts chunks: the state after chunk ``number``."""
+
+    group: Group
+    number: int
+
+
+class Run(NamedTuple):
+    """What a hit consists of, in the order in which it is asked for."""
+
+    keys: list[ChunkKey]
+    start: int
+    """How many leading keys the engine has by itself: they are only named, so that they stay hot."""
+    pieces: list[Piece]
+    """What the others are the keys of."""
+    end: int
+    """Tokens that the request has with all of it."""
+
+    @property
+    def wanted(self) -> list[ChunkKey]:
+        return self.keys[self.start :]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """``groups`` of one model, in chunks of ``chunk_tokens``.
+
+    Raises LayoutError where chunks are not whole blocks of every group.
+    """
+
+    groups: tuple[Group, ...]
+    chunk_tokens: int
+
+    def __post_init__(self) -> None:
+        for group in self.groups:
+            if self.chunk_tokens % group.block_tokens:
+                raise LayoutError(
+                    f"chunk_tokens={self.chunk_tokens} is not a multiple of {group.block_tokens}, the block size of a "
+                    f"cache group ({group.kind.value}); leave chunk_tokens out, or give a multiple"
+                )
+
+    # ---- sizes ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def block_tokens(self) -> int:
+        """Where a hit of full attention may end: with a block of every group."""
+        return math.lcm(*(group.block_tokens for group in self.groups))
+
+    @cached_property
+    def piece_tokens(self) -> int:
+        """Tokens of a piece: short enough that a window, or a state beside one block, wastes little of it."""
+        blocks = self.chunk_tokens // self.block_tokens
+        shortest = min(
+            (group.reach - 1 for group in self.groups if group.kind is Kind.WINDOW), default=self.chunk_tokens
+        )
+        if any(group.kind is Kind.STATE for group in self.groups):
+            shortest = 1
+        fits = [
+            count
+            for count in range(1, min(blocks, _MOST_PIECES) + 1)
+            if not blocks % count and self.chunk_tokens // count >= shortest
+        ]
+        return self.chunk_tokens // max(fits, default=1)
+
+    @property
+    def pieces_per_chunk(self) -> int:
+        return self.chunk_tokens // self.piece_tokens
+
+    def blocks_per_piece(self, group: Group) -> int:
+        return 1 if group.kind is Kind.STATE else self.piece_tokens // group.block_tokens
+
+    @cached_property
+    def anchors(self) -> tuple[Group, ...]:
+        """Groups of which every piece is kept."""
+        full = tuple(group for group in self.groups if group.kind is Kind.FULL)
+        return full or tuple(group for group in self.groups if group.kind is not Kind.STATE)
+
+    @cached_property
+    def others(self) -> tuple[Group, ...]:
+        return tuple(group for group in self.groups if group not in self.anchors)
+
+    @cached_property
+    def is_simple(self) -> bool:
+        """One group of full attention: a chunk is a piece, and a hit may end with any block."""
+        return len(self.groups) == 1 and self.groups[0].kind is Kind.FULL
+
+    @cached_property
+    def is_gradual(self) -> bool:
+        """Only full attention: every leading part of a run serves."""
+        return all(group.kind is Kind.FULL for group in self.groups)
+
+    # ---- names ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _masks(self) -> dict[tuple[int, int], int]:
+        """By group and place in the chunk."""
+        if self.is_simple:
+            return {(self.groups[0].number, 0): 0}
+        return {
+            (group.number, part): piece_mask(f"{group.number} {part}")
+            for group in self.groups
+            for part in range(1 if group.kind is Kind.STATE else self.pieces_per_chunk)
+        }
+
+    def key(self, piece: Piece, keys: Sequence[ChunkKey]) -> ChunkKey:
+        """``keys``: of all chunks of the prompt."""
+        group, number = piece
+        chunk, part = (number, 0) if group.kind is Kind.STATE else divmod(number, self.pieces_per_chunk)
+        mask = self._masks[group.number, part]
+        return piece_key(keys[chunk], mask) if mask else keys[chunk]
+
+    # ---- runs ----------------------------------------------------------------------------------------------------
+
+    def first(self, computed: int) -> int:
+        """Number of the piece that token ``computed`` lies in."""
+        return computed // self.piece_tokens
+
+    def trunk(self, first: int, chunks: int) -> list[Piece]:
+        """What the anchors must have of so many chunks, from piece number ``first`` on."""
+        return [
+            Piece(group, number) for number in range(first, chunks * self.pieces_per_chunk) for group in self.anchors
+        ]
+
+    def tokens(self, first: int, pieces: int) -> int:
+        """Tokens there are with so many leading pieces of the trunk from piece number ``first`` on."""
+        return (first + pieces // len(self.anchors)) * self.piece_tokens
+
+    def behind(self, end: int, computed: int = 0) -> list[Piece]:
+        """What groups that are no anchors must have for a hit of ``end`` tokens, a multiple of ``chunk_tokens``, for
+        a request that has ``computed`` of them by itself."""
+        return list(self._needed(self.others, end, computed))
+
+    def _needed(self, groups: Sequence[Group], end: int, computed: int) -> Iterator[Piece]:
+        for group in groups:
+            if group.kind is Kind.STATE:
+                yield Piece(group, end // self.chunk_tokens - 1)
+                continue
+            begin = max(group.first_needed(end), computed)
+            if begin < end:
+                yield from (Piece(group, n) for n in range(begin // self.piece_tokens, end // self.piece_tokens))
+
+    def run(self, keys: Sequence[ChunkKey], computed: int, end: int) -> Run:
+        """The hit of ``end`` tokens for a request that has ``computed`` of them. ``keys``: of its chunks."""
+        first = self.first(computed)
+        if self.is_simple:
+            named = [*keys]
+            return Run(named, first, self.trunk(first, len(keys)), end)
+        if self.is_gradual:
+            lead, pieces = self.trunk(0, len(keys))[: first * len(self.anchors)], self.trunk(first, len(keys))
+        elif self.anchors[0].kind is Kind.FULL:
+            lead = self.trunk(0, len(keys))[: first * len(self.anchors)]
+            pieces = self.trunk(first, end // self.chunk_tokens) + self.behind(end, computed)
+        else:
+            pieces = list(self._needed(self.groups, end, computed))
+            begin = min(piece.number for piece in pieces if piece.group in self.anchors)
+            lead = [Piece(group, number) for number in range(begin) for group in self.anchors]
+        return Run([self.key(piece, keys) for piece in (*lead, *pieces)], len(lead), pieces, end)
+
+    # ---- ends ----------------------------------------------------------------------------------------------------
+
+    def last_end(self, tokens: int) -> int:
+        """Where the longest hit for a prompt of so many tokens ends: at least one token is left to compute. Full
+        attention ends with a block, all others with a chunk."""
+        step = self.block_tokens if self.is_gradual else self.chunk_tokens
+        return (tokens - 1) // step * step
+
+    @property
+    def keep_tokens(self) -> int:
+        """Chunks of models with a state are long, and vLLM has states at few ends: each of them is kept."""
+        if any(group.kind is Kind.STATE for group in self.groups):
+            return self.chunk_tokens
+        return -(-_KEEP_TOKENS // self.chunk_tokens) * self.chunk_tokens
+
+    def is_kept(self, end: int, prompt_tokens: int, shared: int = 0) -> bool:
+        """Whether what is behind this end is worth its room. Kept are the last ends of a prompt, every end of an
+        answer, where other prompts are known to branch off (``shared``), and in a long prompt one in so many."""
+        size = self.chunk_tokens
+        return end >= (prompt_tokens - 1) // size * size or end == shared // size * size or not end % self.keep_tokens
+
+    def ends(self, most: int, known: int, computed: int) -> list[int]:
+        """Where a hit may end, the longest first, beyond ``computed`` tokens: ``most`` at the longest, then the
+        ``known`` length, then the ends that are kept within a prompt."""
+        step = self.keep_tokens
+        found = [most, min(known, most), *range((min(known, most) - 1) // step * step, 0, -step)]
+        return [end for end in dict.fromkeys(found) if end > computed][:_MOST_ENDS]

@@ -1,0 +1,97 @@
+"""Which engine blocks a request has in each cache group, and what of them a job moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from kvtier.connectors.vllm.groups import Geometry, Kind, Piece
+from kvtier.connectors.vllm.metadata import Move
+
+NULL_BLOCK = 0
+"""vLLM's block for tokens that a group does not need any more. Nothing is ever loaded to it or saved from it."""
+Tables = Sequence[Sequence[int]]
+"""Block ids by group."""
+
+
+class BlockTables:
+    """The tables of one step's requests. From 0.32 on vLLM tells them. Before, it tells what was added, and only one
+    group of full attention is kept, whose table grows at its end."""
+
+    def __init__(self) -> None:
+        self._told: Any = None
+        self._grown: dict[str, list[int]] = {}
+
+    def begin(self, output: Any) -> None:
+        """``output``: vLLM's plan of a step. What it tells is right until :meth:`end`."""
+        self._told = getattr(output, "kv_connector_block_state", None)
+        if self._told is not None:
+            return
+        for new in output.scheduled_new_reqs:
+            self._grown[new.req_id] = list(new.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        for name, ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if name in cached.resumed_req_ids:
+                self._grown[name] = []
+            self._grown.setdefault(name, []).extend(ids[0] if ids else [])
+
+    def end(self) -> None:
+        """The step is planned."""
+        self._told = None
+
+    def of(self, request_id: str) -> Tables | None:
+        """The table of a request that computes in this step."""
+        if self._told is None:
+            grown = self._grown.get(request_id)
+            return None if grown is None else (grown,)
+        tables: Tables | None = self._told.get_block_ids(request_id)
+        return tables
+
+    def states(self, request_id: str) -> list[tuple[int, int, int]]:
+        """``(group, block, tokens)`` of each recurrent state that this step leaves in a block of its own."""
+        return list(self._told.boundary_state_offloads.get(request_id, ())) if self._told is not None else []
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+        self._grown.pop(request_id, None)
+
+
+def blocks_of(geometry: Geometry, piece: Piece, tables: Tables) -> list[int] | None:
+    """All blocks of a piece; None where the group does not have all of them (any more)."""
+    group, count = piece.group, geometry.blocks_per_piece(piece.group)
+    first = piece.number * count
+    if group.kind is Kind.STATE:
+        first = (piece.number + 1) * geometry.chunk_tokens // group.block_tokens - 1
+    blocks = list(tables[group.number][first : first + count])
+    return blocks if len(blocks) == count and NULL_BLOCK not in blocks else None
+
+
+def saving(geometry: Geometry, pieces: Iterable[tuple[Piece, int, list[int]]]) -> list[Move]:
+    """Moves of whole pieces: each with its slot and its blocks."""
+    place = {group: index for index, group in enumerate(geometry.groups)}
+    moves: dict[int, Move] = {}
+    for piece, slot, blocks in pieces:
+        move = moves.setdefault(place[piece.group], Move(place[piece.group], [], []))
+        move.slots.append(slot)
+        move.blocks.extend(blocks)
+    return list(moves.values())
+
+
+def loading(geometry: Geometry, slots: Mapping[Piece, int], tables: Tables, begin: int, end: int) -> list[Move]:
+    """Moves of the pieces with ``slots`` into the blocks of tokens ``begin`` to ``end``, in each group as far back as
+    it needs."""
+    moves = []
+    place = {group: index for index, group in enumerate(geometry.groups)}
+    in_order = sorted(slots, key=lambda piece: (place[piece.group], piece.number))
+    for group, pieces in groupby(in_order, key=lambda piece: piece.group):
+        numbers = [piece.number for piece in pieces]
+        own, block = [slots[Piece(group, number)] for number in numbers], group.block_tokens
+        if group.kind is Kind.STATE:
+            moves.append(Move(place[group], own, [tables[group.number][end // block - 1]]))
+            continue
+        start = numbers[0] * geometry.piece_tokens
+        first = max(begin, start, group.first_needed(end)) // block
+        blocks = list(tables[group.number][first : -(-end // block)])
+        moves.append(Move(place[group], own, blocks, first - start // block))
+    return moves
