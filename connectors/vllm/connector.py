@@ -68,7 +68,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         block = self._kept.block_tokens
         if self._config.auto and "chunk_tokens" not in self._config.sources:
             self._config = replace(self._config, chunk_tokens=chunk_tokens_for_engine(vllm_config, block))
-        self._chunk_tokens = layout.chunk_tokens(self._config.chunk_tokens, Config().chunk_tokens, block)
+        untouched = "chunk_tokens" not in self._config.sources or self._config.chunk_tokens == Config().chunk_tokens
+        self._chunk_tokens = layout.chunk_tokens(self._config.chunk_tokens, self._kept, is_default=untouched)
         self._scheduler: SchedulerHalf | IdleHalf | None = None
         self._starting = StartingHalf(ranks)
         self._worker: WorkerHalf | None = None

@@ -6,7 +6,7 @@ one *state*, which stands for all of them. Every group has its own blocks.
 
 The store knows nothing of this. It keeps *pieces*, all of one size, each by its own key:
 
-- The KV of ``piece_tokens`` consecutive tokens in one group, with a number: piece 3 begins at token ``3 * piece_tokens``.
+- The KV of ``piece_tokens`` consecutive tokens in one group, by number: piece 3 begins at token ``3 * piece_tokens``.
   A chunk has ``chunk_tokens / piece_tokens`` of them in each group.
 - The state of one recurrent group at the end of a chunk, with the chunk's number.
 
@@ -160,14 +160,14 @@ class Geometry:
 
     @cached_property
     def _masks(self) -> dict[tuple[int, int], int]:
-        """By group and place in the chunk."""
-        if self.is_simple:
-            return {(self.groups[0].number, 0): 0}
-        return {
+        """By group and place in the chunk. The last piece that the first anchor has of a chunk bears the chunk's own
+        key: who knows only chunks can look for it."""
+        masks = {
             (group.number, part): piece_mask(f"{group.number} {part}")
             for group in self.groups
             for part in range(1 if group.kind is Kind.STATE else self.pieces_per_chunk)
         }
+        return masks | {(self.anchors[0].number, self.pieces_per_chunk - 1): 0}
 
     def key(self, piece: Piece, keys: Sequence[ChunkKey]) -> ChunkKey:
         """``keys``: of all chunks of the prompt."""

@@ -87,8 +87,8 @@ def _kind(spec: Any) -> tuple[Kind, int]:
             )
         if spec.num_speculative_blocks:
             raise LayoutError(
-                f"this model has a recurrent state and drafts tokens ahead; kvtier does not keep both together. {_WITHOUT}, "
-                "or without speculation"
+                "this model has a recurrent state and drafts tokens ahead; kvtier does not keep both together. "
+                f"{_WITHOUT}, or without speculation"
             )
         return Kind.STATE, 0
     raise LayoutError(
@@ -97,10 +97,13 @@ def _kind(spec: Any) -> tuple[Kind, int]:
     )
 
 
-def chunk_tokens(configured: int, default: int, block: int) -> int:
-    """Tokens a chunk: what is configured; the untouched default grows to the next whole number of blocks."""
-    if configured == default and configured % block:
-        return -(-configured // block) * block
+def chunk_tokens(configured: int, found: Kept, *, is_default: bool) -> int:
+    """Tokens a chunk: what is configured. A default that nobody touched grows to whole blocks. Beside a state it is one
+    block, which is long there: vLLM has states at the ends of blocks, and a hit ends where there is one."""
+    block = found.block_tokens
+    if is_default:
+        has_state = any(group.kind is Kind.STATE for group in found.groups)
+        return block if has_state else -(-configured // block) * block
     return configured
 
 
@@ -139,7 +142,7 @@ def chunk_layout(
 def _placed(
     geometry: Geometry, place: int, ranks: Mapping[tuple[int, int], RankLayout], replicated: bool
 ) -> tuple[list[tuple[int, bool]], list[int]]:
-    """Of one group: each rank's first byte in a slot and whether it writes there, and the bytes a block of each part."""
+    """Of one group: each rank's first byte in a slot and whether it writes there; and each part's bytes a block."""
     group = geometry.groups[place]
     blocks, shared_parts = geometry.blocks_per_piece(group), replicated and group.kind is not Kind.STATE
     sizes: list[int] = []
@@ -164,8 +167,8 @@ def on_cpu(ranks: Mapping[tuple[int, int], RankLayout]) -> bool:
 
 
 def refuse_recurrent(vllm_config: Any, *, with_groups: bool) -> None:
-    """Raise LayoutError for a model with recurrent state (mamba, short convolutions) that cannot be kept: alone, because
-    vLLM caches no prefixes of it, and beside attention where vLLM does not say which blocks hold states."""
+    """Raise LayoutError for a model with recurrent state (mamba, short convolutions) that cannot be kept: alone,
+    because vLLM caches no prefixes of it, and beside attention where vLLM does not say which blocks hold states."""
     model = vllm_config.model_config
     if model.is_attention_free:
         why = "vLLM caches no prefixes of it"

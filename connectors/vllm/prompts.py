@@ -93,8 +93,8 @@ class Prompt:
 
 
 def by_place(geometry: Geometry, sources: Mapping[Piece, str], begin: int, end: int) -> dict[str, int]:
-    """Tokens ``begin`` to ``end`` by the place that the first of the anchors had them from; what it does not need (before
-    a window) counts to the first piece that it does. ``sources``: each loaded piece's."""
+    """Tokens ``begin`` to ``end`` by the place that the first of the anchors had them from; what it does not need
+    (before a window) counts to the first piece that it does. ``sources``: each loaded piece's."""
     tokens: dict[str, int] = {}
     size, at = geometry.piece_tokens, begin
     for piece in sorted(one for one in sources if one.group is geometry.anchors[0]):

@@ -54,8 +54,8 @@ class Duty(NamedTuple):
 
 
 class SchedulerHalf:
-    """``store`` is the engine's own, or a server's client. ``geometry``: what pieces chunks are kept as. ``parts``: where
-    each worker rank's parts of a slot lie. ``judge`` says what of a hit is taken."""
+    """``store`` is the engine's own, or a server's client. ``geometry``: what pieces chunks are kept as. ``parts``:
+    where each worker rank's parts of a slot lie. ``judge`` says what of a hit is taken."""
 
     def __init__(
         self,

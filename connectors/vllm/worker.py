@@ -349,14 +349,14 @@ class WorkerHalf:
         block, which stands for what a group does not have."""
         mapped = self._mapped(job.pool)
         copies = list[Placed]()
-        for place, slots, blocks, first in job.moves:
+        for place, slots, blocks, at in job.moves:
             if NULL_BLOCK in blocks:
                 raise StateError(f"group {place}: a copy of the null block, which is nobody's KV")
-            taken, most = 0, self._paged[place].blocks_per_chunk
+            taken, most = -at, self._paged[place].blocks_per_chunk
             for slot in slots:
-                count = min(most - first, len(blocks) - taken)
-                copies.append((place, (mapped.part(slot, place), first, blocks[taken : taken + count])))
-                first, taken = 0, taken + count
+                first, ids = max(0, -taken), blocks[max(0, taken) : taken + most]
+                copies.append((place, (mapped.part(slot, place), first, ids)))
+                taken += most
         return copies
 
 

@@ -46,7 +46,8 @@ class Copies(Copy):
         self._copies = list(copies)
 
     def done(self) -> bool:
-        return all([copy.done() for copy in self._copies])
+        through = [copy.done() for copy in self._copies]
+        return all(through)
 
     def wait(self) -> None:
         for copy in self._copies:

@@ -42,7 +42,7 @@ class Core:
             [], tokens, budget, [], None,
         )  # fmt: skip
         self.connector: Any = self.scheduler.connector
-        self.rank = RankLayout(4096, {"device": "cpu", "row_bytes": [4096]}, model={"attention": "", "rotary": ""})
+        self.rank = RankLayout((4096,), {"device": "cpu", "row_bytes": [4096]}, model={"attention": "", "rotary": ""})
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.rank})
         self.replacements = 0
 

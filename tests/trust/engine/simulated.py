@@ -376,7 +376,7 @@ class Engine:
                 self.counts["preempted"] += 1
                 sequence.blocks, sequence.drafts = [[] for _ in self.cell.groups], []
             for table, more in zip(sequence.blocks, ids or (), strict=False):
-                table += more
+                table.extend(more)
             begins[name] = cached.num_computed_tokens[index]
             prompt = self.scheduler.requests[name].num_prompt_tokens
             del sequence.tokens[prompt + cached.num_output_tokens[index] :]

@@ -38,7 +38,10 @@ def steps(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[
     """What a connector does about its log while it is made, in order."""
     (tmp_path / "lmcache.yaml").write_text("chunk_size: 64\nenable_p2p: true\n")
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(tmp_path / "lmcache.yaml"))
-    monkeypatch.setattr(module.layout, "block_tokens", lambda _: 16)
+    from kvtier.connectors.vllm.groups import Group, Kind
+
+    groups = module.layout.Kept((Group(0, Kind.FULL, 16),), (frozenset(),))
+    monkeypatch.setattr(module.layout, "kept", lambda _, with_groups: groups)
     done: list[Any] = []
     monkeypatch.setattr(module.versions, "log_like_vllm", done.append)
     monkeypatch.setattr(module, "tell", lambda remarks: done.append(list(remarks)))

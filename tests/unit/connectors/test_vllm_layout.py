@@ -31,7 +31,7 @@ def rank(**other: Any) -> Any:
     from kvtier.connectors.vllm.metadata import RankLayout
 
     given: dict[str, Any] = {
-        "block_bytes": 4096, "description": {"strides": [1, 2]}, "model": {"rotary": "a", "attention": "b"},
+        "block_bytes": (4096,), "description": {"strides": [1, 2]}, "model": {"rotary": "a", "attention": "b"},
         "weights": None,
     } | other  # fmt: skip
     return RankLayout(**given)
@@ -45,17 +45,21 @@ def cache() -> Any:
     return SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
 
 
-def print_of(given: Any, ranks: Any = None, tokens: int = 32) -> bytes:
-    from kvtier.connectors.vllm.layout import chunk_layout
+def laid_out(given: Any, config: Any, ranks: Any, tokens: int = 32) -> Any:
+    from kvtier.connectors.vllm.layout import chunk_layout, kept
 
-    return chunk_layout(given, cache(), ranks or {(0, 0): rank()}, tokens)[0].fingerprint
+    return chunk_layout(given, config, kept(config, with_groups=True), ranks, tokens)
+
+
+def print_of(given: Any, ranks: Any = None, tokens: int = 32) -> bytes:
+    return bytes(laid_out(given, cache(), ranks or {(0, 0): rank()}, tokens)[0].fingerprint)
 
 
 @pytest.mark.parametrize(
     "other",
     [
         {"description": {"strides": [2, 1]}},
-        {"block_bytes": 8192},
+        {"block_bytes": (8192,)},
         {"model": {"rotary": "c", "attention": "b"}},
         {"model": {"rotary": "a", "attention": "c"}},
     ],
@@ -83,10 +87,8 @@ def test_workers_on_several_hosts_are_refused_at_the_start(folder: Path) -> None
 
 
 def test_the_size_of_chunks_is_in_every_key(folder: Path) -> None:
-    from kvtier.connectors.vllm.layout import chunk_layout
-
     tokens = list(range(64))
-    small, large = (chunk_layout(engine(folder), cache(), {(0, 0): rank()}, size)[0] for size in (32, 64))
+    small, large = (laid_out(engine(folder), cache(), {(0, 0): rank()}, size)[0] for size in (32, 64))
     assert not set(small.keys(tokens)) & set(large.keys(tokens))
 
 
@@ -139,14 +141,12 @@ def test_kvtier_declines_where_the_platform_turned_prefixes_off(
 def test_ranks_share_a_part_only_where_all_of_their_layers_hold_the_same(
     folder: Path, replicas: int | None, mla: bool, shared: bool
 ) -> None:
-    from kvtier.connectors.vllm.layout import chunk_layout
-
     given, config = engine(folder), cache()
     given.model_config.use_mla, given.parallel_config.tensor_parallel_size = mla, 2
     if replicas is not None:
         config.kv_tp_replicas = replicas
-    chunks, parts = chunk_layout(given, config, {(0, 0): rank(), (0, 1): rank()}, 32)
-    assert parts == (((0, True), (0, False)) if shared else ((0, True), (2 * 4096, True)))
+    chunks, _, parts = laid_out(given, config, {(0, 0): rank(), (0, 1): rank()})
+    assert parts == ((((0, True),), ((0, False),)) if shared else (((0, True),), ((2 * 4096, True),)))
     assert len(chunks.rank_block_bytes) == (1 if shared else 2)
 
 

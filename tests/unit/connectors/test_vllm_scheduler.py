@@ -64,6 +64,7 @@ class Bench:
     """A scheduler half with its store, and vLLM's calls in short."""
 
     def __init__(self, *, always: bool = False, known: bool = True, slots: int = 8, **duty: bool) -> None:
+        from kvtier.connectors.vllm.groups import Geometry, Group, Kind
         from kvtier.connectors.vllm.scheduler import Duty, SchedulerHalf
         from kvtier.load_policy.decide import Judge
 
@@ -71,7 +72,14 @@ class Bench:
         self.tier, self.lane = SlowTier(self.clock), ManualLane()
         self.store = Store(Pool(slots, SLOT), [(self.tier, self.lane)], clock=self.clock)
         self.judge = Judge(60.0, always=always, prefill=Prefill(PER_TOKEN if known else None), clock=self.clock)
-        self.half = SchedulerHalf(self.store, LAYOUT, ((0, True),), self.judge, Duty(**duty))
+        self.half = SchedulerHalf(
+            self.store,
+            LAYOUT,
+            Geometry((Group(0, Kind.FULL, BLOCK),), CHUNK),
+            (((0, True),),),
+            self.judge,
+            Duty(**duty),
+        )
 
     def hold(self, tokens: list[int], read_s: float, ready: int = 0) -> None:
         """The tier holds the prompt's chunks, RAM the first ``ready``; the last read of it took ``read_s``."""
@@ -101,7 +109,7 @@ class Bench:
 
     def granted(self, request: Any, tokens: int) -> None:
         """The request gets its blocks, ``tokens`` of them to be loaded."""
-        blocks = SimpleNamespace(get_block_ids=lambda: ([*range(-(-request.num_tokens // BLOCK))],))
+        blocks = SimpleNamespace(get_block_ids=lambda: ([*range(1, 1 - (-request.num_tokens // BLOCK))],))
         self.half.allocated(request, blocks, tokens)
 
     def ended(self, request: Any, tokens: int) -> dict[str, int]:
@@ -113,7 +121,7 @@ class Bench:
 
     def computed(self, request: Any) -> None:
         """The request is computed whole, and its chunks are saved."""
-        new = SimpleNamespace(req_id=request.request_id, block_ids=([*range(99)],), num_computed_tokens=0)
+        new = SimpleNamespace(req_id=request.request_id, block_ids=([*range(1, 100)],), num_computed_tokens=0)
         none = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
         tokens = request.num_tokens
         output = SimpleNamespace(

@@ -48,24 +48,24 @@ class Rank:
 
     def __init__(self, *, held: bool = True) -> None:
         from kvtier.connectors.vllm.metadata import PoolAddress
-        from kvtier.connectors.vllm.worker import WorkerHalf
+        from kvtier.connectors.vllm.worker import GroupLayers, WorkerHalf
 
         self.pool = Pool(4, SLOT)
-        self.address = PoolAddress(self.pool.path, None, 4, SLOT, PER_CHUNK, ((0, True),))
+        self.address = PoolAddress(self.pool.path, None, 4, SLOT, (((0, True),),))
         self.cache = torch.zeros(BLOCKS, ROW, dtype=torch.uint8)
         self.streams = Held()
-        self.half = WorkerHalf(0, BLOCKS, PER_CHUNK, StillModel)
+        self.half = WorkerHalf(0, BLOCKS, [GroupLayers(frozenset(), PER_CHUNK)], StillModel)
         self.half.register({"layer.0": self.cache})
         regions = regions_of({"layer.0": self.cache}, BLOCKS)
         if held:
-            self.half._paged = PagedBlocks(regions, PER_CHUNK, locked=lambda _: (), streams=self.streams)
+            self.half._paged = [PagedBlocks(regions, PER_CHUNK, locked=lambda _: (), streams=self.streams)]
             self.streams.run()
         self.number = 0
 
     def job(self, number: int, slots: list[int], blocks: list[int]) -> Any:
-        from kvtier.connectors.vllm.metadata import Job
+        from kvtier.connectors.vllm.metadata import Job, Move
 
-        return Job(number, self.address, slots, blocks, request_id=f"r{number}")
+        return Job(number, self.address, [Move(0, slots, blocks)], f"r{number}")
 
     def step(self, loads: Any = (), saves: Any = (), seen: int = 0, forward: Callable[[], None] | None = None) -> Any:
         """vLLM's calls of one step, in its order; the report."""
@@ -197,9 +197,9 @@ class SlowCopies:
 
     def __init__(self, rank: Rank, copy_s: float) -> None:
         self.now, self.copy_s, self.copied = 0.0, copy_s, 0
-        self._load = rank.half._blocks().load
+        self._load = rank.half._paged[0].load
         rank.half._clock = lambda: self.now
-        rank.half._blocks().load = self.load  # type: ignore[method-assign]
+        rank.half._paged[0].load = self.load  # type: ignore[method-assign]
 
     def load(self, jobs: Any) -> Any:
         self.now += self.copy_s * len(jobs)
@@ -246,7 +246,7 @@ def test_a_load_that_fails_half_way_fails_whole_and_the_next_one_goes_on() -> No
             raise OSError("injected")
         return sound(jobs)
 
-    rank.half._blocks().load = failing  # type: ignore[method-assign]
+    rank.half._paged[0].load = failing  # type: ignore[method-assign]
     report = rank.step([rank.job(1, [0, 1], [0, 1, 2, 3]), rank.job(2, [2], [4, 5])])
     assert (rank.ended, rank.failed) == ({"r1", "r2"}, {"r1"})
     assert (dict(report.failed), dict(report.done)) == ({1: 1}, {2: 1})
@@ -293,13 +293,13 @@ def test_what_new_weights_computed_is_not_saved_under_the_old_ones_keys(rank: Ra
 
 
 def test_a_load_that_begins_inside_a_chunk_takes_the_next_one_from_its_beginning() -> None:
-    from kvtier.connectors.vllm.metadata import Job
+    from kvtier.connectors.vllm.metadata import Job, Move
 
     rank = Rank(held=False)
-    for block, value in enumerate((11, 12, 21, 22)):
+    for block, value in enumerate((11, 12, 21, 22), start=1):
         rank.cache[block] = value
-    rank.step(saves=[rank.job(1, [0, 1], [0, 1, 2, 3])])
-    rank.step([Job(2, rank.address, [0, 1], [5, 6, 7], first=1)])
+    rank.step(saves=[rank.job(1, [0, 1], [1, 2, 3, 4])])
+    rank.step([Job(2, rank.address, [Move(0, [0, 1], [5, 6, 7], 1)])])
     assert [int(rank.cache[block][0]) for block in (5, 6, 7)] == [12, 21, 22]
     rank.half.close()
     rank.pool.close()
@@ -382,7 +382,7 @@ def test_a_rank_locks_its_own_part_of_the_pool(rank: Rank) -> None:
     begun = list[Any]()
     rank.half._pinning = pinning = create_autospec(Pinning, instance=True)
     pinning.begin.side_effect = lambda *given: begun.append(given[1:])
-    rank.address = replace(rank.address, slot_bytes=2 * SLOT, slots=2, parts=((SLOT, True),))
+    rank.address = replace(rank.address, slot_bytes=2 * SLOT, slots=2, parts=(((SLOT, True),),))
     rank.step()
     assert begun == [(2 * SLOT, (SLOT, 2 * SLOT))]
 
@@ -410,7 +410,7 @@ def test_a_servers_pool_is_mapped_early_once_and_may_be_away(rank: Rank, monkeyp
 
 @pytest.mark.parametrize("kind", ["xpu", "meta"])
 def test_a_device_that_is_neither_cpu_nor_cuda_is_refused_by_name(kind: str) -> None:
-    from kvtier.connectors.vllm.worker import WorkerHalf
+    from kvtier.connectors.vllm.worker import GroupLayers, WorkerHalf
 
     cache = torch.zeros(BLOCKS, ROW, dtype=torch.uint8, device="meta")
     if kind == "xpu":  # there is none here: tensors of the kind cannot be made
@@ -419,10 +419,10 @@ def test_a_device_that_is_neither_cpu_nor_cuda_is_refused_by_name(kind: str) -> 
             region.rows.is_cuda = False
             patched.setattr("kvtier.connectors.vllm.worker.regions_of", lambda *_: [region])
             with pytest.raises(LayoutError, match=r"lies on xpu:0.*CPUs and of CUDA devices"):
-                WorkerHalf(0, BLOCKS, PER_CHUNK, StillModel).register({"layer.0": cache})
+                WorkerHalf(0, BLOCKS, [GroupLayers(frozenset(), PER_CHUNK)], StillModel).register({"layer.0": cache})
         return
     with pytest.raises(LayoutError, match="lies on meta"):
-        WorkerHalf(0, BLOCKS, PER_CHUNK, StillModel).register({"layer.0": cache})
+        WorkerHalf(0, BLOCKS, [GroupLayers(frozenset(), PER_CHUNK)], StillModel).register({"layer.0": cache})
 
 
 def test_closing_waits_for_copies_under_way(rank: Rank) -> None:
@@ -459,13 +459,15 @@ def prompt() -> Any:
 
 @pytest.mark.parametrize("through", [True, False])
 def test_an_idle_engine_takes_steps_until_its_chunks_are_ready_and_not_for_ever(rank: Rank, through: bool) -> None:
+    from kvtier.connectors.vllm.groups import Geometry, Group, Kind
     from kvtier.connectors.vllm.scheduler import Duty, SchedulerHalf
     from kvtier.load_policy.decide import Judge
 
     clock, layout = Clock(100.0), ChunkLayout(fingerprint({"model": "t"}), CHUNK_TOKENS, BLOCK_TOKENS, (SLOT,))
     store = Store(rank.pool, [], clock=clock)
     judge = Judge(60.0, prefill=Prefill(1 / 64), clock=clock)
-    scheduler = SchedulerHalf(store, layout, ((0, True),), judge, Duty())
+    geometry = Geometry((Group(0, Kind.FULL, BLOCK_TOKENS),), CHUNK_TOKENS)
+    scheduler = SchedulerHalf(store, layout, geometry, (((0, True),),), judge, Duty())
     request, keys = prompt(), layout.keys([*range(CHUNK_TOKENS)])
     assert scheduler.matched(request, 0) == (0, False)
     assert not scheduler.expects_reports()

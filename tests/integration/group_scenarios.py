@@ -1,0 +1,90 @@
+"""Models with several KV cache groups on a real vLLM: see :mod:`tests.integration.scenarios`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.integration.scenarios import Engine, counts, document
+
+BRANCH = 300
+"""Tokens after which one prompt leaves another."""
+_BF16 = ("gptoss", "qwen3next")
+_STATES = ("qwen3next", "mamba")
+
+
+def made(model: str, **arguments: Any) -> Engine:
+    """An engine for a preset of :mod:`kvtier.bench.model`, as small as it runs on a CPU."""
+    name = Path(model).name
+    settings: dict[str, Any] = {"disable_log_stats": False, "blocks": 120}
+    if name in _BF16:
+        settings["dtype"] = "bfloat16"
+    if name in _STATES:  # vLLM makes blocks as long as a state is large
+        settings |= {"block_size": None, "max_model_len": 2200, "blocks": 40, "enable_prefix_caching": True}
+    os.environ["VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"] = "1"
+    return Engine(model, **(settings | arguments))
+
+
+def facts(engine: Engine) -> dict[str, Any]:
+    """Which groups the engine has, and how many tokens its KV cache is worth."""
+    core: Any = engine.llm.llm_engine.engine_core
+    scheduler = core.engine_core.scheduler
+    config = scheduler.vllm_config
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    return {
+        "kinds": sorted({type(group.kv_cache_spec).__name__ for group in groups}),
+        "groups": len(groups),
+        "hybrid": not config.scheduler_config.disable_hybrid_kv_cache_manager,
+        "tokens": config.cache_config.kv_cache_size_tokens,
+        "block": max(group.kv_cache_spec.block_size for group in groups),
+        "ranks": config.parallel_config.world_size,
+    }
+
+
+def life(model: str, **arguments: Any) -> Any:
+    """Documents, then documents again, one with more behind it, and one that leaves it in the middle. With kvtier
+    vLLM forgets its own cache before each asking, so that a hit can only be kvtier's."""
+    engine, told = made(model, **arguments), dict[str, Any]()
+    ours = os.environ.get("WITH_KVTIER") == "1"
+    told["facts"] = facts(engine) if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else {}
+    size = 1500 if Path(model).name in _STATES else 513
+    documents = [document(seed, size) for seed in range(3)]
+
+    def ask(prompt: list[int], **more: Any) -> Any:
+        if ours:
+            engine.llm.reset_prefix_cache()
+        return engine.ask([prompt], **more)[0]
+
+    told["first"] = [ask(prompt, max_tokens=70) for prompt in documents]
+    told["again"] = [ask(prompt, max_tokens=70) for prompt in documents]
+    longer = documents[0] + told["first"][0]["tokens"] + document(8, 40)
+    told["longer"] = [ask(longer) for _ in range(2)]
+    other = documents[1][: size - BRANCH // 2] + document(9, 90)
+    told["branch"] = [ask(other) for _ in range(2)]
+    told["counts"] = counts(engine)
+    return told
+
+
+def tensor_parallel(model: str) -> Any:
+    return life(model, tensor_parallel_size=2)
+
+
+def room(model: str) -> Any:
+    """How many tokens the KV cache of an engine is worth, of equal memory."""
+    return facts(made(model, num_gpu_blocks_override=100))
+
+
+SCENARIOS: dict[str, Callable[[str], Any]] = {each.__name__: each for each in (life, tensor_parallel, room)}
+
+
+def main() -> None:
+    name, out, model = sys.argv[1:4]
+    Path(out).write_text(json.dumps(SCENARIOS[name](model)))
+
+
+if __name__ == "__main__":
+    main()

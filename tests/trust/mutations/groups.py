@@ -1,0 +1,116 @@
+"""Cache groups: what is kept of each, and where a hit may end, as the simulated engines see it."""
+
+from __future__ import annotations
+
+from tests.trust.mutations.room import Mutant, Room
+
+_GROUPS, _TABLES, _CLAIMS = "connectors/vllm/groups.py", "connectors/vllm/tables.py", "connectors/vllm/claims.py"
+_SCHEDULER, _WORKER = "connectors/vllm/scheduler.py", "connectors/vllm/worker.py"
+
+ROOM = Room(
+    {
+        "rules": ("-m", "pytest", "-q", "-x", "tests/unit/connectors/test_vllm_groups.py"),
+        "windows": ("-m", "tests.trust.engine", "--steps", "400", "--only", "window"),
+        "states": ("-m", "tests.trust.engine", "--steps", "400", "--only", "states"),
+        "all cells": ("-m", "tests.trust.engine", "--steps", "400"),
+    },
+    mutants=(
+        Mutant(
+            _GROUPS,
+            "return max(0, end - (self.reach - 1))",
+            "return max(0, end - (self.reach - 1) + 16)",
+            "a window is loaded one block short",
+        ),
+        Mutant(
+            _TABLES,
+            "first = max(begin, start, group.first_needed(end)) // block\n",
+            "first = -(-max(begin, start, group.first_needed(end)) // block)\n",
+            "the block in which a window begins is not loaded",
+        ),
+        Mutant(
+            _GROUPS,
+            "            return end // self.reach * self.reach\n",
+            "            return (end - 1) // self.reach * self.reach + 16\n",
+            "an attention chunk is loaded without its first block",
+        ),
+        Mutant(
+            _GROUPS,
+            "return tuple(group for group in self.groups if group not in self.anchors)",
+            "return tuple(group for group in self.groups if group not in self.anchors)[:1]",
+            "the last group is missing in a hit",
+        ),
+        Mutant(
+            _GROUPS,
+            "                yield Piece(group, end // self.chunk_tokens - 1)\n",
+            "                yield Piece(group, max(0, end // self.chunk_tokens - 2))\n",
+            "a hit is given the state of the chunk before",
+        ),
+        Mutant(
+            _TABLES,
+            "        first = (piece.number + 1) * geometry.chunk_tokens // group.block_tokens - 1\n",
+            "        first = (piece.number + 1) * geometry.chunk_tokens // group.block_tokens\n",
+            "a state is saved from the block after it",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "            if blocks_of(self._geometry, piece, tables) != [block]:\n                continue\n",
+            "",
+            "a state is saved from where its block was",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "            if group is None or not tokens or tokens % size:\n",
+            "            if group is None or not tokens:\n",
+            "a state inside a chunk is saved as that of its end",
+        ),
+        Mutant(
+            _TABLES,
+            "    return blocks if len(blocks) == count and NULL_BLOCK not in blocks else None\n",
+            "    return blocks if len(blocks) == count else None\n",
+            "the null block is saved",
+        ),
+        Mutant(
+            _WORKER,
+            "            if NULL_BLOCK in blocks:\n",
+            "            if False:\n",
+            "a worker copies the null block",
+        ),
+        Mutant(
+            _GROUPS,
+            "            for part in range(1 if group.kind is Kind.STATE else self.pieces_per_chunk)\n        }\n",
+            "            for part in range(1 if group.kind is Kind.STATE else self.pieces_per_chunk)\n        }\n"
+            "        masks = dict.fromkeys(masks, 0)\n",
+            "all groups have the same keys",
+        ),
+        Mutant(
+            _CLAIMS,
+            "            if ready == len(prompt.run.pieces):\n",
+            "            if ready >= len(prompt.run.pieces) - 1:\n",
+            "a hit is promised without its last piece",
+        ),
+        Mutant(
+            _CLAIMS,
+            "                return prompt.run.end\n",
+            "                return prompt.run.end + self._geometry.chunk_tokens\n",
+            "more is promised than is there",
+        ),
+        Mutant(
+            _SCHEDULER,
+            "        if not geometry.is_gradual and end != prompt.run.end:\n",
+            "        if False:\n",
+            "a hit that vLLM takes in part is loaded as if it were whole",
+        ),
+        Mutant(
+            _WORKER,
+            "        if len(groups) > 1 and layer not in group.layers:\n",
+            "        if False:\n",
+            "every group copies all layers",
+        ),
+        Mutant(
+            "connectors/vllm/layout.py",
+            "            owners.append((blocks * sum(sizes[:-1]), True))\n",
+            "            owners.append((0, True))\n",
+            "ranks write over one another",
+        ),
+    ),
+)

@@ -1,0 +1,171 @@
+"""The geometry of cache groups: what a chunk is kept as, what a hit needs, and where it may end."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from kvtier.core.chunk import ChunkLayout, own_link, parent_link
+from kvtier.core.errors import LayoutError
+
+if TYPE_CHECKING:
+    from kvtier.connectors.vllm.groups import Geometry, Group
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    groups = pytest.importorskip("kvtier.connectors.vllm.groups")
+    managers = pytest.importorskip("vllm.v1.core.single_type_kv_cache_manager")
+
+pytestmark = pytest.mark.vllm
+BLOCK = 16
+
+
+def full(number: int = 0, block: int = BLOCK) -> Group:
+    return groups.Group(number, groups.Kind.FULL, block)
+
+
+def window(reach: int, number: int = 1, block: int = BLOCK) -> Group:
+    return groups.Group(number, groups.Kind.WINDOW, block, reach)
+
+
+def local(reach: int, number: int = 1) -> Group:
+    return groups.Group(number, groups.Kind.LOCAL, BLOCK, reach)
+
+
+def state(number: int = 1, block: int = BLOCK) -> Group:
+    return groups.Group(number, groups.Kind.STATE, block)
+
+
+def keys(count: int, chunk: int) -> list[bytes]:
+    return [*ChunkLayout(bytes(32), chunk, chunk, (1,)).keys([*range(count * chunk)])]
+
+
+@pytest.mark.parametrize(
+    ("given_groups", "chunk", "piece"),
+    [
+        ((full(),), 256, 256),
+        ((full(), window(128)), 256, 128),
+        ((full(), window(129)), 256, 128),
+        ((full(), window(130)), 256, 256),
+        ((full(), window(1024)), 256, 256),
+        ((full(), window(128), window(1024, 2)), 2048, 128),
+        ((full(), window(16)), 2048, 128),
+        ((full(), local(256)), 256, 256),
+        ((full(block=640), state(block=640)), 640, 640),
+        ((full(block=640), state(block=640)), 1280, 640),
+        ((full(block=32), window(64, block=16)), 256, 64),
+        ((full(block=48), window(64, block=32)), 288, 96),
+    ],
+    ids=str,
+)
+def test_a_piece_is_short_enough_for_the_shortest_window(
+    given_groups: tuple[Group, ...], chunk: int, piece: int
+) -> None:
+    assert groups.Geometry(given_groups, chunk).piece_tokens == piece
+
+
+def test_chunks_that_are_not_whole_blocks_of_a_group_are_refused_with_what_to_do() -> None:
+    with pytest.raises(
+        LayoutError, match=r"chunk_tokens=256 is not a multiple of 640.*recurrent state.*give a multiple"
+    ):
+        groups.Geometry((full(), state(block=640)), 256)
+
+
+def test_a_model_with_full_attention_alone_keeps_chunks_as_they_are() -> None:
+    geometry, named = groups.Geometry((full(),), 64), keys(5, 64)
+    run = geometry.run(named, 64, 5 * 64 - BLOCK)
+    assert (run.keys, run.start, run.wanted) == (named, 1, named[1:])
+    assert geometry.is_gradual and geometry.last_end(5 * 64) == 5 * 64 - BLOCK
+
+
+ANY = some.one_of(
+    some.builds(window, some.integers(2, 700)), some.builds(local, some.integers(1, 20).map(lambda n: n * BLOCK))
+)
+
+
+@given(other=ANY, chunk=some.sampled_from([16, 32, 64, 256]), chunks=some.integers(1, 12), had=some.integers(0, 40))
+def test_a_run_has_every_token_that_a_hit_needs_and_hardly_more(
+    other: Group, chunk: int, chunks: int, had: int
+) -> None:
+    geometry = groups.Geometry((full(), other), chunk)
+    end, computed = chunks * chunk, min(had * BLOCK, chunks * chunk - BLOCK)
+    run = geometry.run(keys(chunks + 1, chunk), computed, end)
+    size = geometry.piece_tokens
+    for group in geometry.groups:
+        held = {
+            token
+            for piece in run.pieces
+            if piece.group == group
+            for token in range(piece.number * size, (piece.number + 1) * size)
+        }
+        needed = set(range(max(group.first_needed(end), computed), end))
+        assert needed <= held
+        assert not held or min(held) > min(needed, default=0) - size
+        assert not needed or max(held) < end
+    assert len(set(run.keys)) == len(run.keys) == run.start + len(run.pieces)
+
+
+@given(other=ANY, position=some.integers(0, 3000))
+def test_what_is_needed_is_what_vllm_does_not_skip(other: Group, position: int) -> None:
+    if other.kind is groups.Kind.WINDOW:
+        theirs = managers.SlidingWindowManager.__new__(managers.SlidingWindowManager)
+        theirs.sliding_window = other.reach
+    else:
+        theirs = managers.ChunkedLocalAttentionManager.__new__(managers.ChunkedLocalAttentionManager)
+        theirs.attention_chunk_size = other.reach
+    theirs.extra_retained_tokens = 0
+    assert other.first_needed(position) == theirs.get_num_skipped_tokens(position)
+
+
+def test_a_state_is_the_one_at_the_end_of_the_hit() -> None:
+    geometry = groups.Geometry((full(), state(1), state(2)), 32)
+    run = geometry.run(keys(4, 32), 0, 96)
+    assert [(piece.group.number, piece.number) for piece in run.pieces if piece.group.number] == [(1, 2), (2, 2)]
+
+
+def test_windows_alone_are_kept_whole_and_loaded_as_far_as_they_reach() -> None:
+    geometry = groups.Geometry((window(40, 0),), 32)
+    assert [piece.number for piece in geometry.trunk(0, 4)] == [0, 1, 2, 3]
+    run = geometry.run(keys(4, 32), 0, 128)
+    assert [piece.number for piece in run.pieces] == [2, 3]
+    assert run.keys == [geometry.key(piece, keys(4, 32)) for piece in geometry.trunk(0, 4)], "the others stay hot"
+
+
+def test_pieces_have_keys_of_their_own_and_link_to_those_before_them() -> None:
+    geometry, named = groups.Geometry((full(), window(128), window(128, 2), state(3)), 256), keys(6, 256)
+    pieces = [*geometry.trunk(0, 6), *(piece for end in range(256, 7 * 256, 256) for piece in geometry.behind(end))]
+    found = {geometry.key(piece, named): piece for piece in pieces}
+    assert len(found) == len(set(pieces))
+    assert set(named) <= set(found), "who knows only chunks finds the first anchor's last piece"
+    by_link = {own_link(key): piece for key, piece in found.items()}
+    for key, piece in found.items():
+        before = by_link.get(parent_link(key))
+        if before is not None:
+            a_chunk = 1 if piece.group.kind is groups.Kind.STATE else geometry.pieces_per_chunk
+            assert before == piece._replace(number=piece.number - a_chunk)
+        else:
+            assert parent_link(key) == bytes(8) or piece.group not in geometry.anchors
+
+
+def test_a_hit_may_end_where_something_is_kept_and_the_longest_end_is_tried_first() -> None:
+    geometry = groups.Geometry((full(), window(1024)), 256)
+    kept = [end for end in range(256, 9000, 256) if geometry.is_kept(end, 8300, shared=3100)]
+    assert kept == [2048, 3072, 4096, 6144, 8192, 8448, 8704, 8960], "multiples, where others branch off, and the end"
+    assert geometry.ends(8960, 5000 // 256 * 256, 2048) == [8960, 4864, 4096]
+    assert geometry.ends(8192, 8192, 0) == [8192, 6144, 4096, 2048]
+
+
+def test_chunks_with_states_may_end_anywhere() -> None:
+    geometry = groups.Geometry((full(block=640), state(block=640)), 640)
+    assert all(geometry.is_kept(end, 64_000) for end in range(640, 6400, 640))
+    assert geometry.ends(3200, 1920, 0) == [3200, 1920, 1280, 640]
+
+
+def test_a_prompt_that_ends_with_a_chunk_leaves_a_token_to_compute() -> None:
+    geometry: Geometry = groups.Geometry((full(), window(100)), 64)
+    assert geometry.last_end(256) == 192
+    assert geometry.is_kept(192, 256)
