@@ -239,8 +239,14 @@ class Realms:
         closed = {size: self._opening.pop(size).result() for size in closing}
         self._settling = True
         future: Future[None] = Future()
-        future.add_done_callback(lambda _: setattr(self, "_settling", False))
+        future.add_done_callback(self._settled)
         self._submit(future, lambda: self._balance(closed))
+
+    def _settled(self, turn: Future[None]) -> None:
+        """On the lane, or where it was refused."""
+        self._settling = False
+        if isinstance(turn.exception(), Exception) and not isinstance(turn.exception(), TierError):
+            logger.error("a bug: room could not go from one chunk size to another", exc_info=turn.exception())
 
     def aside(self, work: Callable[[], R]) -> Future[R]:
         """Do ``work`` on the lane where stores are opened: in turn, so that none is opening meanwhile."""

@@ -266,7 +266,9 @@ def save_all_of(realm: Realm, keys: Sequence[ChunkKey]) -> None:
     """As far as there is room, chunk by chunk, and on the disk too."""
     for number in range(len(keys)):
         save(realm.store, keys[number : number + 1])
-    wait_for(lambda: not any(realm.store.lanes[0].queued), "written")  # type: ignore[attr-defined]
+    lane = realm.store.lanes[0]
+    assert isinstance(lane, Lane)
+    wait_for(lambda: not lane._running and not any(lane.queued), "written")
 
 
 def blocks(folder: Path) -> int:
