@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from kvtier.core.chunk import ChunkKey
 
-_ALL_UP_TO = 8192
+_ALL_UP_TO = 1024
 _LEAST_PART = 64
 _MOST = 65_536
 
