@@ -65,10 +65,9 @@ def shift(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
     """Rooms for the next turn."""
     rooms = {size: side.room for size, side in sides.items()}
     left = min(place // _TURN_PART, _TURN_BYTES)
-    takers = sorted((size for size, side in sides.items() if side.wanted), key=lambda size: sides[size].age or 0)
-    for taker in takers:
+    for taker in sorted(sides, key=lambda size: sides[size].age or 0):
         side = sides[taker]
-        lacking = min(2 * side.wanted - max(0, rooms[taker] - side.used), max(left, side.unit if left > 0 else 0))
+        lacking = min(left, 2 * side.wanted - max(0, rooms[taker] - side.used))
         lacking = -(-max(0, lacking) // side.unit) * side.unit
         for giver, spare in _givers(place, sides, rooms, taker):
             given = min(spare, lacking)

@@ -7,7 +7,12 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 ROOM = Room(
     {
         "rule": (*PYTEST, "tests/unit/server/test_balance.py", "tests/unit/store/test_ages.py"),
-        "unit": (*PYTEST, "tests/unit/server/test_realm.py", "tests/unit/store/test_directory.py"),
+        "unit": (
+            *PYTEST,
+            "tests/unit/server/test_realm.py",
+            "tests/unit/cli/test_stores.py",
+            "tests/unit/store/test_directory.py",
+        ),
         "tiers": (
             *PYTEST,
             "tests/contract/test_nvme_tier.py",
@@ -231,12 +236,6 @@ ROOM = Room(
         ),
         Mutant(
             "server/balance.py",
-            "(size for size, side in sides.items() if side.wanted)",
-            "(size for size, side in sides.items())",
-            "room moves to who lacks nothing",
-        ),
-        Mutant(
-            "server/balance.py",
             "    bound = _RATIO * (sides[taker].age or 0) + _MARGIN\n",
             "    bound = sides[taker].age or 0\n",
             "two sizes under equal pressure take chunks from each other",
@@ -255,15 +254,9 @@ ROOM = Room(
         ),
         Mutant(
             "server/balance.py",
-            "        lacking = min(2 * side.wanted - max(0, rooms[taker] - side.used),",
-            "        lacking = min(2 * side.wanted,",
+            "        lacking = min(left, 2 * side.wanted - max(0, rooms[taker] - side.used))",
+            "        lacking = min(left, 2 * side.wanted)",
             "a size whose room is on its way takes it again and again",
-        ),
-        Mutant(
-            "server/balance.py",
-            "max(left, side.unit if left > 0 else 0))",
-            "left)",
-            "a chunk that is larger than what moves in a turn never gets room",
         ),
         Mutant(
             "store/ages.py",

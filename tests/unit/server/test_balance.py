@@ -61,6 +61,12 @@ def test_of_chunks_the_coldest_go_and_only_for_what_is_clearly_hotter() -> None:
     assert rooms == {1: 20_000, 2: 19_800, 3: 40_200}
 
 
+def test_who_waits_for_room_that_is_his_gets_no_more() -> None:
+    """Somebody still holds the slots."""
+    sides = {1: full(30_000, 1000), 2: Side(50_000, 10, 0, 20_000, 5_000, 1)}
+    assert shift(PLACE, sides) == {1: 30_000, 2: 50_000}
+
+
 def test_a_size_of_whose_chunks_nothing_is_known_gives_none_of_them() -> None:
     assert shift(PLACE, {1: full(40_000, None), 2: full(40_000, 1, 100)}) == {1: 40_000, 2: 40_000}
 

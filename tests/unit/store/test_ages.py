@@ -41,13 +41,16 @@ def test_of_many_chunks_a_sample_is_known_and_it_is_bounded() -> None:
     assert ages.first(unknown) is None
 
 
-def test_who_was_dropped_from_the_sample_is_as_old_as_the_youngest_of_these(monkeypatch: object) -> None:
+def test_who_was_dropped_from_the_sample_is_as_old_as_the_youngest_of_these() -> None:
     ages = Ages(100)
     for turn, part in enumerate((KEYS[:1000], KEYS[1000:2000], KEYS[2000:3000]), start=1):
         ages.begin(turn)
         ages_module._MOST, before = 1500, ages_module._MOST
         ages.use(part)
+        if turn == 2:
+            ages.use(KEYS[999:1000])
         ages_module._MOST = before
+    assert KEYS[999] in ages._used and KEYS[1000] not in ages._used, "who was used last stays"
     assert len(ages._used) == 1500
     assert (ages.first(KEYS[:1]), ages.first(KEYS[1999:2000]), ages.first(KEYS[2999:])) == (2, 2, 3)
 
