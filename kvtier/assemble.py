@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -39,30 +39,41 @@ _UNKNOWN_MEMORY = 4 << 30
 """Taken as available where neither the host nor the cgroup says."""
 
 
-def assemble(config: Config, layout: ChunkLayout, replica: int = 0) -> Store | Client:
-    """Make everything one engine needs. ``replica`` (data parallel index) keeps replicas' files apart.
+class Lent(NamedTuple):
+    """For a Store that shares its budgets with others: see :meth:`kvtier.store.store.Store.sharing`."""
+
+    lent: bool
+    """The others have all of RAM and tiers at the start."""
+    writes: WriteBudget | None
+    """What all of them may write to NVMe."""
+
+
+def assemble(config: Config, layout: ChunkLayout, replica: int = 0, shared: Lent | None = None) -> Store | Client:
+    """Make everything one engine needs. ``replica`` (data parallel index) keeps replicas' files apart. ``shared``: it
+    is one Store of several.
 
     A Client where ``config.server`` is on this host: one cache for all replicas, which has the tiers.
     Raises ConfigError or TierError, naming the key to change; what was opened before is closed again.
     """
     if config.server is not None and Address.parse(config.server).path:
         return Client(door(config, config.server, layout), config.server_timeout_ms / 1000)
-    return _store(config, layout, replica)
+    return _store(config, layout, replica, shared or Lent(lent=False, writes=write_budget(config)))
 
 
-def _store(config: Config, layout: ChunkLayout, replica: int) -> Store:
+def _store(config: Config, layout: ChunkLayout, replica: int, shared: Lent) -> Store:
     slots = ram_bytes(config) // layout.slot_bytes
     if slots < 1:
         raise ConfigError(
             f"ram_bytes={ram_bytes(config):,} is less than one chunk of {layout.slot_bytes:,} bytes "
             f"({layout.chunk_tokens} tokens); give at least that, or lower chunk_tokens"
         )
-    require_ram(ram_bytes(config), layout.slot_bytes, config.sources.get("ram_bytes", "default"))
+    if not shared.lent:
+        require_ram(ram_bytes(config), layout.slot_bytes, config.sources.get("ram_bytes", "default"))
     with ExitStack() as undo:
         pool = Pool(slots, layout.slot_bytes)
         undo.callback(pool.close)
         tiers: list[Place] = []
-        for tier, threads, budget, on_evict in _tiers(config, layout, replica):
+        for tier, threads, budget, on_evict in _tiers(config, layout, replica, shared):
             undo.callback(tier.close)
             lane = Lane(tier.name, threads, urgent_bound=_READS_QUEUED, bound=max(64, slots))
             undo.callback(lane.close, 0.0)
@@ -70,7 +81,9 @@ def _store(config: Config, layout: ChunkLayout, replica: int) -> Store:
         share = config.namespace_percent / 100 if config.namespace_percent else None
         spare = Lane("pool", 1, urgent_bound=1, bound=1)
         undo.callback(spare.close, 0.0)
-        store = Store(pool, tiers, share=share, spare=spare)
+        store = Store(pool, tiers, share=share, spare=None if shared.lent else spare)
+        if shared.lent:
+            store.lend(spare)
         store.audit.one_in = config.audit_one_in
         undo.pop_all()
     _announce(store, layout)
@@ -84,7 +97,7 @@ class _Opened(NamedTuple):
     on_evict: bool = False
 
 
-def _tiers(config: Config, layout: ChunkLayout, replica: int) -> list[_Opened]:
+def _tiers(config: Config, layout: ChunkLayout, replica: int, shared: Lent) -> list[_Opened]:
     """Concrete lower tiers, fastest first."""
     found: list[_Opened] = []
     rest = _at_rest(config, layout)
@@ -92,9 +105,8 @@ def _tiers(config: Config, layout: ChunkLayout, replica: int) -> list[_Opened]:
         from kvtier.tiers.nvme.tier import NvmeTier
 
         path = Path(config.nvme_path) / f"replica{replica}" if replica else Path(config.nvme_path)
-        nvme, limit = rest.sealed(NvmeTier(path, nvme_bytes(config, path), rest.chunk_bytes)), config.nvme_write_limit
-        budget = WriteBudget(limit * layout.slot_bytes // rest.chunk_bytes, layout.slot_bytes) if limit else None
-        found.append(_Opened(nvme, config.nvme_threads, budget, nvme_write(config) == "evict"))
+        nvme = rest.sealed(NvmeTier(path, nvme_bytes(config, path), rest.chunk_bytes, lent=shared.lent))
+        found.append(_Opened(nvme, config.nvme_threads, shared.writes, nvme_write(config) == "evict"))
     if config.redis_url:
         from kvtier.tiers.redis.layout import Form
         from kvtier.tiers.redis.link import Link
@@ -182,6 +194,11 @@ def nvme_bytes(config: Config, path: Path | None = None) -> int:
     return default_nvme_bytes((disk.free.value or 0) + (disk.own.value or 0))
 
 
+def write_budget(config: Config, lock: AbstractContextManager[object] | None = None) -> WriteBudget | None:
+    """What may be written to NVMe; None: all. With a ``lock`` it may be several Stores'."""
+    return WriteBudget(config.nvme_write_limit, 0, lock) if config.nvme_write_limit else None
+
+
 def nvme_write(config: Config) -> str:
     """When chunks are written to NVMe: ``save`` or ``evict``. The key, else what a write limit makes best."""
     return config.nvme_write or ("evict" if config.nvme_write_limit else "save")
@@ -189,13 +206,14 @@ def nvme_write(config: Config) -> str:
 
 def _announce(store: Store, layout: ChunkLayout) -> None:
     held = store.stats()
-    lower = ", ".join(f"{tier.name} {tier.capacity} chunks ({held[f'{tier.name}_held']} warm)" for tier in store.tiers)
+    room = zip(store.tiers, store.capacities, strict=True)
+    lower = ", ".join(f"{tier.name} {chunks} chunks ({held[f'{tier.name}_held']} warm)" for tier, chunks in room)
     size = size_text(layout.chunk_bytes)
     logger.info(
         "chunks of %s; RAM %d chunks (%s); %s",
         # A server's layout counts slots: how many tokens a slot holds is known to its engines.
         f"{layout.chunk_tokens} tokens, {size}" if layout.chunk_tokens > 1 else size,
-        store.pool.slots,
-        size_text(store.pool.slots * store.pool.slot_bytes),
+        store.slots,
+        size_text(store.slots * store.pool.slot_bytes),
         lower or "no lower tier",
     )

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import ssl
 import sys
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from kvtier import selftest
 from kvtier.admin.status import trouble
-from kvtier.assemble import assemble, ram_bytes
+from kvtier.assemble import Lent, assemble, nvme_bytes, ram_bytes, write_budget
 from kvtier.autoconfig.explain import configuration_text
 from kvtier.cli.start_checks import try_everything, try_redis
 from kvtier.client.connect import Address, read_token
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         selftest.at_start(replace(config, server=None))
     surface = admin_surface(config)  # first: who can attach can ask, too
     listeners = _listeners(config, addresses, token is not None, arguments.insecure)
-    opener, closer = partial(open_store, config), partial(discard_closed, config)
+    opener, closer = Stores(config), partial(discard_closed, config)
     make = lambda: Server(opener, listeners, token=token, discard=closer)  # noqa: E731
     notifier = Notifier(environment())
     ready = lambda server: notifier.serving(partial(status_text, server))  # noqa: E731
@@ -162,25 +163,32 @@ def _admin_surface(config: Config) -> Beside:
     return lambda server: beside(server, port, token, config.nvme_path)
 
 
-def open_store(config: Config, slot_bytes: int, parts: int = 1) -> Store:
-    """The Store of one realm, one of ``parts``: its part of RAM, and of NVMe in a folder of its own; in Redis it is one
-    with the realms of other servers that have the same slot size. Raises ConfigError or TierError."""
-    own = replace(
-        config,
-        server=None,
-        ram_bytes=ram_bytes(config) // parts,
-        nvme_bytes=config.nvme_bytes and config.nvme_bytes // parts,
-        nvme_write_limit=config.nvme_write_limit and max(1, config.nvme_write_limit // parts),
-        nvme_path=config.nvme_path and f"{config.nvme_path}/slots-{slot_bytes}",
-    )
-    if slot_bytes != config.slot_bytes:
-        logger.info(
-            "chunks of %d bytes are new here: slot_bytes=%d has them ready at the start", slot_bytes, slot_bytes
-        )
-    layout = ChunkLayout(fingerprint({"server": slot_bytes}), 1, 1, (slot_bytes,))
-    store = assemble(own, layout)
-    assert isinstance(store, Store)
-    return store
+class Stores:
+    """Opens the Store of one realm: all of RAM, and of NVMe in a folder of its own; in Redis it is one with the realms
+    of other servers that have the same slot size. For one thread."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = replace(config, server=None)
+        self._writes = write_budget(config, threading.Lock())
+
+    def __call__(self, slot_bytes: int, lent: bool = False) -> Store:
+        """``lent``: others have the room of it. Raises ConfigError or TierError."""
+        config = self._config = _with_bytes(self._config)
+        if slot_bytes != config.slot_bytes:
+            logger.info(
+                "chunks of %d bytes are new here: slot_bytes=%d has them ready at the start", slot_bytes, slot_bytes
+            )
+        layout = ChunkLayout(fingerprint({"server": slot_bytes}), 1, 1, (slot_bytes,))
+        own = replace(config, nvme_path=config.nvme_path and f"{config.nvme_path}/slots-{slot_bytes}")
+        store = assemble(own, layout, shared=Lent(lent, self._writes))
+        assert isinstance(store, Store)
+        return store
+
+
+def _with_bytes(config: Config) -> Config:
+    """With what there is to be divided, which is looked at once: later the first Store has most of it."""
+    disk = nvme_bytes(config) if config.nvme_path else None
+    return replace(config, ram_bytes=ram_bytes(config), nvme_bytes=disk)
 
 
 def kept_sizes(config: Config) -> list[int]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from fractions import Fraction
 from typing import TypeVar
 
 from kvtier.core.chunk import ChunkKey, own_link, parent_link
@@ -20,7 +19,9 @@ from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.lanes import Lane
 from kvtier.core.steps import whole
 from kvtier.core.tenant import owner_of
+from kvtier.server.balance import Side, divide, shift
 from kvtier.server.shares import Pace, Shares
+from kvtier.store.room import Room
 from kvtier.store.store import Store
 from kvtier.store.zero_hits import ZeroHits, totals
 
@@ -60,8 +61,6 @@ class Realm:
         self.users = 0
         """Connections, for :class:`Realms`; and when the last one of them left."""
         self.left = clock()
-        self.parts = 1
-        """The part of the budget it was opened with is one of so many."""
         self.arrivals = 0
         """Differs from what it was when promotions have ended since."""
         store.on_arrival = self._arrived
@@ -128,17 +127,19 @@ class Realm:
 
 
 class Realms:
-    """A Store for each slot size that engines ask for, all out of one budget, which they divide equally.
+    """A Store for each slot size that engines ask for, all out of one budget, from which each takes what it needs more
+    than the others; :mod:`kvtier.server.balance` has the rule, which is asked once in every :meth:`settle`.
 
     They are opened and resized on a lane of their own: recovery of a large NVMe tier takes seconds, and nobody else
-    shall wait for it. A size that comes beside others takes its part of RAM and of the tiers from them. One without
+    shall wait for it. A size that comes beside others gets what they do not use, or its least part. One without
     engines for ten minutes is closed, and the others have its room. There are at most eight: for one more the size
     leaves that has been without engines longest, and where all have engines, who asks is told to try again later. All
     methods are for the server's loop, but for those that say otherwise.
 
     Args:
-        open_store: ``open_store(slot_bytes)`` makes a Store with the whole budget, ``open_store(slot_bytes, parts)``
-            one of so many. On the lane; raises KVTierError, and is tried anew when that size is asked for again.
+        open_store: ``open_store(slot_bytes)`` makes a Store with the whole budget, ``open_store(slot_bytes, True)`` one
+            that is lent all of it, to be divided with others. On the lane; raises KVTierError, and is tried anew when
+            that size is asked for again.
         call_soon: how a lane thread hands a call to the loop.
         clock: seconds that only grow.
         discard: removes what is left of a closed realm on disks, by slot size. On the lane.
@@ -158,12 +159,19 @@ class Realms:
         self._lane = Lane("realms", 1, urgent_bound=1, bound=_OPENINGS_QUEUED)
         self._opening: dict[int, Future[Realm]] = {}
         self._kept: int | None = None
-        self._expected = 1
-        self._sharing: dict[int, Realm] = {}
-        """The open realms, as the lane knows them."""
-        self._budget = 0
-        """Bytes of RAM that they have together. The lane's."""
         self._settling = False
+        # What follows is the lane's.
+        self._expected = 0
+        """Sizes that are opened together, and have yet to be."""
+        self._sharing: dict[int, Realm] = {}
+        """The open realms."""
+        self._places: Counter[str] = Counter()
+        """Bytes of RAM and of every tier with a budget: that the realms have together."""
+        self._parts: dict[str, dict[int, int]] = {}
+        """Of each place the bytes that every size may take."""
+        self._wanted: Counter[tuple[str, int]] = Counter()
+        """What a size wanted of a place until the last turn."""
+        self._turn = 0
 
     @property
     def open(self) -> dict[int, Realm]:
@@ -175,7 +183,7 @@ class Realms:
         fails as in :meth:`get`."""
         self._kept = slot_bytes
         sizes = list(dict.fromkeys([*([slot_bytes] if slot_bytes else []), *found]))[:_MOST_SIZES]
-        self._expected = max(1, len(sizes))
+        self._expected = len(sizes)
         return {size: self.get(size) for size in sizes}
 
     def get(self, slot_bytes: int) -> Future[Realm]:
@@ -226,14 +234,19 @@ class Realms:
         """Now and then: close what has been without engines for long beside others, and move room to where it belongs,
         as slots are let go of."""
         closing = self._without_engines(_IDLE_S)
-        if self._settling or not (closing or (len(self._opening) > 1 or self._expected > 1)):
+        if self._settling or not (closing or len(self._opening) > 1):
             return
         closed = {size: self._opening.pop(size).result() for size in closing}
-        self._expected = 1
         self._settling = True
         future: Future[None] = Future()
-        future.add_done_callback(lambda _: setattr(self, "_settling", False))
-        self._submit(future, lambda: self._close(closed))
+        future.add_done_callback(self._settled)
+        self._submit(future, lambda: self._balance(closed))
+
+    def _settled(self, turn: Future[None]) -> None:
+        """On the lane, or where it was refused."""
+        self._settling = False
+        if isinstance(turn.exception(), Exception) and not isinstance(turn.exception(), TierError):
+            logger.error("a bug: room could not go from one chunk size to another", exc_info=turn.exception())
 
     def aside(self, work: Callable[[], R]) -> Future[R]:
         """Do ``work`` on the lane where stores are opened: in turn, so that none is opening meanwhile."""
@@ -264,48 +277,91 @@ class Realms:
     # ---- on the lane ---------------------------------------------------------------------------------------------
 
     def _open(self, slot_bytes: int, closed: Mapping[int, Realm]) -> Realm:
-        parts = max(len(self._sharing.keys() - closed.keys()) + 1, self._expected)
-        if self._sharing and slot_bytes > self._budget // parts:  # before anybody gives room for it
-            self._close(closed)
-            raise TierError(
-                f"one of {parts} parts of {self._budget:,} bytes of RAM holds no chunk of {slot_bytes:,} bytes: raise "
-                "ram_bytes, or give the engine's model a server of its own"
-            )
-        self._close(closed, parts)
+        together, self._expected = self._expected, max(0, self._expected - 1)
+        budget, sizes = self._places["ram"], self._sharing.keys() - closed.keys() | {slot_bytes}
+        too_large = len(sizes) > 1 and sum(Side(0, size, 0, 0).least(budget) for size in sizes) > budget
+        self._close(closed)
         try:
-            store = self._open_store(slot_bytes) if parts == 1 else self._open_store(slot_bytes, parts)
+            if too_large:
+                raise TierError(
+                    f"{budget:,} bytes of RAM, of which {len(sizes) - 1} other sizes keep the least, hold no chunk of "
+                    f"{slot_bytes:,} bytes: raise ram_bytes, or give the engine's model a server of its own"
+                )
+            lent = bool(self._sharing) or together > 1
+            store = self._open_store(slot_bytes, True) if lent else self._open_store(slot_bytes)
+            self._sharing[slot_bytes] = realm = Realm(store, self._call_soon, self._clock)
+            for place, own in store.rooms(0).items():
+                self._places[place] = max(self._places[place], own.fixed + own.unit * own.most)
         except ConfigError as error:
-            self._divide(max(1, len(self._sharing)))
             raise TierError(str(error)) from error
-        realm = Realm(store, self._call_soon, self._clock)
-        realm.parts = parts
-        self._sharing[slot_bytes] = realm
-        self._budget = max(self._budget, parts * store.pool.slots * slot_bytes)
-        self._divide(parts)
+        finally:
+            if not self._expected:
+                self._divide()
         if len(self._sharing) > 1:
-            logger.info("chunks of %s bytes share RAM and disks, %d parts", ", ".join(map(str, self._sharing)), parts)
+            logger.info("chunks of %s bytes share RAM and disks", ", ".join(map(str, self._sharing)))
         return realm
 
-    def _close(self, closed: Mapping[int, Realm], parts: int = 0) -> None:
-        """Close these; the others divide the budget by ``parts``, 0: by their number."""
+    def _close(self, closed: Mapping[int, Realm]) -> None:
         for size, realm in closed.items():
             logger.info("chunks of %d bytes: no engine for long; their room goes to others", size)
             self._sharing.pop(size, None)
+            for place in self._places:
+                del self._wanted[place, size]
             realm.store.close(_CLOSE_S)
             self._discard(size)
-        if self._sharing:
-            self._divide(parts or len(self._sharing))
 
-    def _divide(self, parts: int) -> None:
-        """Give each its part of the budget; first take, then give, so that together they never have more."""
+    def _balance(self, closed: Mapping[int, Realm]) -> None:
+        """A turn: who lacks room gets some of the others'."""
+        if closed:
+            self._close(closed)
+            self._divide()
+            return
+        rooms = self._rooms()
+        for place in self._parts:
+            self._parts[place] = shift(self._places[place], self._sides(place, rooms))
+        self._grant(rooms)
+
+    def _divide(self) -> None:
+        """A size has come or gone."""
+        rooms = self._rooms()
+        self._parts = {place: divide(self._places[place], self._sides(place, rooms)) for place in self._places}
+        self._grant(rooms)
+
+    def _rooms(self) -> dict[int, dict[str, Room]]:
+        """What every size has now, by place; the ages of chunks are counted in these looks."""
+        self._turn = self._turn + 1 if len(self._sharing) > 1 else 0
+        return {size: realm.store.rooms(self._turn) for size, realm in self._sharing.items()}
+
+    def _sides(self, place: str, rooms: Mapping[int, Mapping[str, Room]]) -> dict[int, Side]:
+        sides = {}
+        for size, own in rooms.items():
+            if place in own:
+                unit, fixed, _, _, used, _, wanted, coldest = own[place]
+                lacked = wanted - self._wanted[place, size]
+                self._wanted[place, size] = wanted
+                age = None if coldest is None else self._turn - coldest
+                part = self._parts.get(place, {}).get(size, 0)
+                sides[size] = Side(part, unit, fixed, fixed + unit * used, unit * lacked, age)
+        return sides
+
+    def _grant(self, rooms: dict[int, dict[str, Room]]) -> None:
+        """Give each what it may take; first take, then give, so that together they never have more. What somebody holds
+        is taken, and given to another, in a later turn."""
         for growing in (False, True):
             for size, realm in self._sharing.items():
-                part = min(Fraction(1), Fraction(realm.parts, parts))
-                others = sum(other.store.occupied * their for their, other in self._sharing.items() if their != size)
-                room = max(0, self._budget - others) // size
-                slots = max(1, min(int(realm.store.pool.slots * part), room))
-                if growing or slots <= realm.store.slots:
-                    whole(realm.store.sharing(slots, part))
+                limits = {}
+                for place, own in rooms[size].items():
+                    limit = min(own.most, max(0, self._parts[place][size] - own.fixed) // own.unit)
+                    taken = sum(
+                        their[place].taken for other, their in rooms.items() if other != size and place in their
+                    )
+                    left = max(0, self._places[place] - taken - own.fixed) // own.unit
+                    limits[place] = max(own.limit, min(limit, left)) if growing else min(own.limit, limit)
+                    if limits[place] == own.limit and own.occupied <= own.limit:
+                        del limits[place]
+                if limits:
+                    whole(realm.store.sharing(limits))
+                    rooms[size] = realm.store.rooms(self._turn)
 
 
 def _settle(future: Future[R], work: Callable[[], R]) -> None:

@@ -37,6 +37,7 @@ from itertools import islice, repeat
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
 from kvtier.core.tenant import may
+from kvtier.store.ages import Ages
 from kvtier.store.eviction import LRU, Owned, Policy
 from kvtier.store.miss_reasons import Left, Past
 from kvtier.store.tier_index import Holding, quota_of
@@ -106,6 +107,9 @@ class Directory:
         self.evicted_unoffered = 0
         """Chunks since the start that left RAM before :meth:`next_out` named them."""
         self._past = Past(slots + sum(capacities))
+        self.ages = Ages(slots + sum(capacities))
+        self.crowded = [0] * (1 + len(capacities))
+        """Chunks since the start that found no free room, in RAM and in each tier."""
         self._evictable = Owned(policy, share is not None)
         self._tiers = [Holding(capacity, policy, share) for capacity in capacities]
 
@@ -161,6 +165,7 @@ class Directory:
         owner = owner if origin is None else self._tiers[origin].order.owner(key) or owner
         spent = self._quota is not None and owner != 0 and self._used[owner] >= self._quota
         if spent or not self._free:
+            self.crowded[0] += not spent
             order = self._evictable.part(owner) if spent else iter(self._evictable)
             victim = next((key for key in order if not self._entries[key].pins), None)
             if victim is None or victim in keep:
@@ -219,6 +224,7 @@ class Directory:
         self._evictable.touch(run)
         for tier in self._tiers:
             tier.order.touch(run)
+        self.ages.use(run)
 
     def forget(self, key: ChunkKey, owner: int | None = None) -> list[int]:
         """The chunk is bad or unwanted: ABSENT everywhere. Returns the tiers that must delete it, then :meth:`deleted`.
@@ -292,7 +298,10 @@ class Directory:
         """
         self._expect(entry, READY)
         tier = self._tiers[index]
-        victims = tier.make_room(entry.owner) if tier.takes(entry.key) else None
+        if not tier.takes(entry.key):
+            return None
+        self.crowded[1 + index] += len(tier) >= tier.capacity
+        victims = tier.make_room(entry.owner)
         if victims is None:
             return None
         for victim in victims:
@@ -385,6 +394,10 @@ class Directory:
         """Chunks tier ``index`` holds."""
         return len(self._tiers[index].order)
 
+    def taken(self, index: int) -> int:
+        """Chunks that take room in tier ``index``: held, being written, or to be deleted."""
+        return len(self._tiers[index]) + len(self._tiers[index].leaving)
+
     def check(self, idle: bool = False) -> None:
         """Raise StateError when a rule of this module is broken; ``idle`` adds rule 4. A full walk."""
         problems = [*self.check_slots(0, len(self._in_slot)), *self.check_counts(idle)]
@@ -421,7 +434,7 @@ class Directory:
     def check_counts(self, idle: bool = False) -> list[str]:
         """What is wrong with the counts, in words: rules 1, 3, 5 and, with ``idle``, 4. No walk over chunks."""
         problems = []
-        used = len(self._entries) + len(self._gone)
+        used = self.used
         if used + len(self._free) + len(self._leaving) + len(self._given) != len(self._in_slot):
             problems.append(f"slots lost or shared: {len(self._free)} free, {used} used of {self.slots}")
         quota = quota_of(len(self._in_slot), self._share)
@@ -486,6 +499,21 @@ class Directory:
     def occupied(self) -> int:
         """Slots that have memory, or may get some at any time."""
         return len(self._in_slot) - len(self._given)
+
+    @property
+    def used(self) -> int:
+        """Slots that belong to a chunk."""
+        return len(self._entries) + len(self._gone)
+
+    def given(self, most: int) -> list[int]:
+        """Up to ``most`` slots that :meth:`grow` makes free next."""
+        return self._given[: -most - 1 : -1] if most > 0 else []
+
+    def coldest(self, index: int | None = None) -> int | None:
+        """The turn in which the chunk was used last that would leave tier ``index`` next, or (None) RAM. A guess where
+        only a sample is known; None: nothing can leave."""
+        order = self._evictable if index is None else self._tiers[index].order
+        return self.ages.first(islice(order, _MOST_AHEAD))
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, Steps
 from kvtier.store.directory import GONE, READY, Directory, Entry
 from kvtier.store.miss_reasons import Left
+from kvtier.store.room import Room
 from kvtier.store.timed_tier import TimedTier
 from kvtier.store.write_budget import WriteBudget
 from kvtier.tiers.base import RoomGiver, SharedKeeper, Tier, machine_of
@@ -65,12 +66,17 @@ class Below:
         self.tier, self.lane, self._budget, self.on_evict = place
         self.timed = TimedTier(self.tier, self.lane, clock)
         self._clock = clock
+        self._chunk_bytes = getattr(self.tier, "chunk_room", 0) or core.pool.slot_bytes
+        if self._budget is not None:
+            self._budget.fit(self._chunk_bytes)
         self._core, self._index = core, index
         self._lock, self._directory, self._counts = core.lock, core.directory, core.counts
         self._trash: list[ChunkKey] = []
         self._corrupt = _corrupt(self.tier)
         self._silent = False
         self._away: dict[str, Breaker] = {}
+        self._has = self.tier.capacity
+        """Chunks for which the tier has room reserved: of a :class:`RoomGiver`, what it gives to nobody else now."""
 
     # ---- promotion: lower tier -> slot ---------------------------------------------------------------------------
 
@@ -169,7 +175,7 @@ class Below:
             takes = entry.state is READY and self._affords(entry.key)
             victims = self._directory.spill_begun(entry, self._index) if takes else None
             if victims is not None and self._budget is not None:
-                self._budget.spend(self._core.pool.slot_bytes)
+                self._budget.spend(self._chunk_bytes)
             if entry.state is GONE:
                 self._counts[f"{name}_spill_late"] += 1
         if victims is None:
@@ -185,7 +191,7 @@ class Below:
 
     def _affords(self, key: ChunkKey) -> bool:
         """Under the lock, before anything leaves for it. Over its budget the tier refuses, and nobody waits."""
-        if self._budget is None or self._budget.allows(self._core.pool.slot_bytes, self._clock()):
+        if self._budget is None or self._budget.allows(self._chunk_bytes, self._clock()):
             return True
         self._counts[f"{self.tier.name}_write_over_budget"] += self._directory.takes(self._index, key)
         return False
@@ -218,18 +224,38 @@ class Below:
         finally:
             future.set_result((len(going), whole))
 
+    def lend(self) -> None:
+        """Under the lock, at the start: other Stores have the room of all that is not held."""
+        if isinstance(self.tier, RoomGiver) and self.tier.chunk_room:
+            self._has = self._directory.held(self._index)
+            self._directory.limit(self._index, self._has, 0)
+
+    def room(self) -> Room | None:
+        """Under the lock; None where no budget is divided."""
+        tier, directory, index = self.tier, self._directory, self._index
+        if not isinstance(tier, RoomGiver) or not tier.chunk_room:
+            return None
+        limit, used = directory.capacity(index), directory.taken(index)
+        occupied, wanted = max(self._has, used), directory.crowded[1 + index]
+        unit, fixed = tier.chunk_room, tier.fixed_room
+        return Room(unit, fixed, tier.capacity, limit, used, occupied, wanted, directory.coldest(index))
+
     def limit(self, capacity: int) -> Steps[None]:
-        """On a thread that may block: hold at most so many chunks from now on; a tier that can gives the room of the
-        others back, or takes it again. Of a shared tier, which others write to, only what is known here."""
+        """On a thread that may block: hold at most so many chunks from now on. The tier gives the room of the others
+        back, or reserves it again; of what it cannot reserve nothing is held. Of a shared tier, which others write to,
+        only what is known here."""
+        assert isinstance(self.tier, RoomGiver)
         while True:
             with self._lock:
-                victims = self._directory.limit(self._index, capacity, AT_ONCE)
+                smaller = min(capacity, self._directory.capacity(self._index))
+                victims = self._directory.limit(self._index, smaller, AT_ONCE)
             if not victims:
                 break
             self._delete(victims)
             yield 0.0
-        if isinstance(self.tier, RoomGiver):
-            self.tier.resize(capacity)
+        self._has = self.tier.resize(capacity)
+        with self._lock:
+            self._directory.limit(self._index, min(capacity, self._has), 0)
 
     def sweep(self) -> None:
         """On a lane thread: delete what is trash."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from fractions import Fraction
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from functools import partial
 
 from kvtier.core.chunk import ChunkKey
@@ -26,9 +26,11 @@ from kvtier.store.lease import LoadLease, Match, SaveLease
 from kvtier.store.lookup import look
 from kvtier.store.lower_tier import Below, Core, Place
 from kvtier.store.promotion import Promotions
+from kvtier.store.room import Room
 from kvtier.tiers.base import Tier
 
 _POPULATE_BYTES = 32 << 20
+_POPULATE_S = 5.0
 _SLOTS_CHECKED = 512
 _PROBLEMS = 20
 
@@ -219,8 +221,9 @@ class Store:
                 return True
             self._closed = True
             left = self._directory.all_out() if self._on_evict else []
-        for below in self._on_evict:
-            below.offer(left[: below.tier.capacity], ())
+        for below, capacity in zip(self._below, self.capacities, strict=True):
+            if below.on_evict:
+                below.offer(left[:capacity], ())
         clean = True
         for lane in [*self.lanes, *([self._spare] if self._spare else [])]:
             clean &= lane.close(timeout_s)
@@ -335,9 +338,40 @@ class Store:
         with self._lock:
             return self._directory.occupied
 
-    def sharing(self, slots: int, part: Fraction) -> Steps[None]:
-        """Use so many slots, and this part of what the tiers of our own hold; what is beyond goes back to the host.
-        On a thread that may block. Slots that somebody holds now go back when this is called again later."""
+    def rooms(self, turn: int) -> dict[str, Room]:
+        """What it has of ``ram``, and of every tier, by its name, with a budget that can be divided. ``turn``: how
+        often that was looked at by whoever divides, 0: nobody else shares; see :mod:`kvtier.store.ages`."""
+        with self._lock:
+            directory, most = self._directory, self.pool.slots
+            directory.ages.begin(turn)
+            wanted = directory.crowded[0] + self.counts["save_refused"] + self.counts["load_refused"]
+            slots, used, occupied = directory.slots, directory.used, directory.occupied
+            ram = Room(self.pool.slot_bytes, 0, most, slots, used, occupied, wanted, directory.coldest())
+            lower = [(below.tier.name, below.room()) for below in self._below]
+            return {"ram": ram, **{name: room for name, room in lower if room is not None}}
+
+    def lend(self, spare: Executor | None = None) -> None:
+        """Before anybody uses it, and without ``spare`` until now: other Stores have the room of all that was not found
+        in the tiers."""
+        with self._lock:
+            self._directory.shrink(0, self.pool.slots)
+            self._directory.gave_back(self._directory.leaving(self.pool.slots)[::-1])
+            for below in self._below:
+                below.lend()
+        self._spare = spare
+        self.touched.set_result(None)
+
+    def sharing(self, limits: Mapping[str, int]) -> Steps[None]:
+        """Hold at most so many chunks in these of :meth:`rooms` from now on; the memory and blocks of the others go
+        back to the host. On a thread that may block. Slots that somebody holds now go back when this is called again.
+        """
+        if "ram" in limits:
+            yield from self._use(limits["ram"])
+        for below in self._below:
+            if below.tier.name in limits:
+                yield from below.limit(limits[below.tier.name])
+
+    def _use(self, slots: int) -> Steps[None]:
         while True:
             with self._lock:
                 more = slots <= self._directory.slots and self._directory.shrink(slots, AT_ONCE)
@@ -349,17 +383,22 @@ class Store:
                 leaving = self._directory.leaving(AT_ONCE)
             if not leaving:
                 break
+            self._end_populating()
             for slot in leaving:
                 self.pool.give_back(slot)
             with self._lock:
                 self._directory.gave_back(leaving)
             yield 0.0
-        with self._lock:
-            if slots > self._directory.slots:
-                self._directory.grow(slots)
-        for below in self._below:
-            if not below.tier.shared:
-                yield from below.limit(max(1, int(below.tier.capacity * part)))
+        while (now := self._directory.slots) < slots:
+            growing = min(slots, now + AT_ONCE)
+            if self._spare is not None:
+                with self._lock:
+                    given = self._directory.given(growing - now)
+                for slot in given:
+                    self.pool.populate(slot, 1)
+            with self._lock:
+                self._directory.grow(growing)
+            yield 0.0
 
     def reach(self, keys: Sequence[ChunkKey]) -> list[int]:
         """How many leading chunks of a run each place holds by itself: RAM, then every tier. No effect."""
@@ -396,6 +435,13 @@ class Store:
             self._spare.submit(partial(self._populate, first + count))
         elif self.touched.set_running_or_notify_cancel():
             self.touched.set_result(None)
+
+    def _end_populating(self) -> None:
+        """The pool has fewer slots: what :meth:`_populate` makes present later would stay so, although it is given
+        back."""
+        if self._spare is not None:
+            with suppress(CancelledError, TimeoutError):
+                self.touched.result(_POPULATE_S)
 
     # ---- promotion: lower tier -> slot ---------------------------------------------------------------------------
 

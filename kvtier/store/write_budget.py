@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 _DAY_S = 86_400.0
 _BURST_S = 600.0
 """What was not written for so long may be written at once: a burst of prompts, or what is in RAM at a close."""
@@ -12,22 +14,33 @@ class WriteBudget:
     in communications*, IEEE Communications Magazine 24(10), 1986).
 
     A drive's data sheet gives the number: terabytes written / days of warranty, or drive-writes per day * its size. It
-    starts with a full burst. Not thread-safe: the Store's lock guards it.
+    starts with a full burst. Its Store's lock guards it, and
+    ``lock`` where several Stores have it.
     """
 
-    def __init__(self, a_day: int, least: int) -> None:
+    def __init__(self, a_day: int, least: int, lock: AbstractContextManager[object] | None = None) -> None:
         """``a_day`` in bytes; ``least``: bytes of the largest single write, which a full bucket always allows."""
+        self._lock = lock or nullcontext()
         self._rate = a_day / _DAY_S
         self._most = self._level = max(self._rate * _BURST_S, float(least))
         self._at: float | None = None
 
+    def fit(self, least: int) -> None:
+        """Single writes may be so large now."""
+        with self._lock:
+            more = max(0.0, least - self._most)
+            self._most += more
+            self._level += more
+
     def allows(self, bytes_: int, now: float) -> bool:
         """May so much be written at ``now`` (monotonic seconds)? No effect but the passing of time."""
-        passed = 0.0 if self._at is None else max(0.0, now - self._at)
-        self._level = min(self._most, self._level + passed * self._rate)
-        self._at = now
-        return self._level >= bytes_
+        with self._lock:
+            passed = 0.0 if self._at is None else max(0.0, now - self._at)
+            self._level = min(self._most, self._level + passed * self._rate)
+            self._at = now
+            return self._level >= bytes_
 
     def spend(self, bytes_: int) -> None:
         """It will be written: what :meth:`allows` has just allowed."""
-        self._level -= bytes_
+        with self._lock:
+            self._level -= bytes_

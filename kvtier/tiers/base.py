@@ -94,8 +94,19 @@ class SharedKeeper(Protocol):
 class RoomGiver(Protocol):
     """What a tier promises besides when it can give a part of its room back and take it again."""
 
-    def resize(self, chunks: int) -> None:
-        """Keep room for ``chunks``, at most :attr:`Tier.capacity`; it holds no more than that. Best effort. May block:
+    @property
+    def chunk_room(self) -> int:
+        """Bytes that a chunk takes of the budget; 0: there is none to be divided."""
+        ...
+
+    @property
+    def fixed_room(self) -> int:
+        """Bytes that it takes without any chunk."""
+        ...
+
+    def resize(self, chunks: int) -> int:
+        """Keep room for ``chunks``, at most :attr:`Tier.capacity`; it holds no more than that, but for writes that are
+        going on. How many there is room for now: fewer where that could not be had, more where it is in use. May block:
         called by one thread, never on a loop."""
         ...
 

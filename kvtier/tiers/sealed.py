@@ -102,10 +102,19 @@ class SealedTier:
         """Deletes that the inner tier owes; 0 where it never does."""
         return int(getattr(self._inner, "owed", 0))
 
-    def resize(self, chunks: int) -> None:
+    @property
+    def chunk_room(self) -> int:
+        """Of the inner tier; 0 where it divides no budget."""
+        return self._inner.chunk_room if isinstance(self._inner, RoomGiver) else 0
+
+    @property
+    def fixed_room(self) -> int:
+        """Of the inner tier; 0 where it divides no budget."""
+        return self._inner.fixed_room if isinstance(self._inner, RoomGiver) else 0
+
+    def resize(self, chunks: int) -> int:
         """See :class:`~kvtier.tiers.base.RoomGiver`; no effect where the inner tier is none."""
-        if isinstance(self._inner, RoomGiver):
-            self._inner.resize(chunks)
+        return self._inner.resize(chunks) if isinstance(self._inner, RoomGiver) else chunks
 
     def machine(self, key: ChunkKey) -> str:
         """See :class:`~kvtier.tiers.base.Spread`."""

@@ -48,6 +48,46 @@ def test_slots_within_is_the_most_that_fits(bytes_: int, slot_bytes: int) -> Non
     assert room(slots + 1, slot_bytes) > bytes_
 
 
+def blocks(folder: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in folder.iterdir())
+
+
+def test_what_is_lent_takes_blocks_only_for_what_it_holds_and_is_given(tmp_path: Path) -> None:
+    path, table = tmp_path / "tier", room(20) - 20 * SLOT
+    tier = NvmeTier(path, room(20), SLOT, lent=True)
+    assert (tier.capacity, tier.fixed_room, tier.chunk_room) == (20, table, SLOT)
+    assert blocks(path) == table
+    assert not tier.write(KEYS[0], content(KEYS[0], SLOT)), "it has no room yet"
+    assert tier.resize(12) == 12
+    assert blocks(path) == table + 12 * SLOT
+    fill(tier, KEYS[:12])
+    for key in KEYS[2:9]:
+        tier.delete(key)
+    assert tier.resize(3) == 5, "what holds chunks is not given back"
+    assert blocks(path) == table + 5 * SLOT
+    tier.close()
+    again = NvmeTier(path, room(20), SLOT, lent=True)
+    assert set(again.recovered()) == {*KEYS[:2], *KEYS[9:12]}
+    assert blocks(path) == table + 5 * SLOT
+    assert again.resize(20) == 20
+    assert blocks(path) == room(20)
+    assert all(holds(again, key) for key in (*KEYS[:2], *KEYS[9:12]))
+    again.close()
+    whole = NvmeTier(path, room(20), SLOT)
+    assert len(whole.recovered()) == 5 and blocks(path) == room(20)
+    whole.close()
+
+
+def test_slots_that_were_free_at_a_restart_give_their_blocks_back(tmp_path: Path) -> None:
+    path, table = tmp_path / "tier", room(20) - 20 * SLOT
+    whole = NvmeTier(path, room(20), SLOT)
+    fill(whole, KEYS[:4])
+    whole.close()
+    lent = NvmeTier(path, room(20), SLOT, lent=True)
+    assert len(lent.recovered()) == 4 and blocks(path) == table + 4 * SLOT
+    lent.close()
+
+
 def test_reserves_its_bytes_at_once_and_never_more(tmp_path: Path) -> None:
     tier = NvmeTier(tmp_path / "tier", 1_000_000, SLOT)
     files = list((tmp_path / "tier").iterdir())

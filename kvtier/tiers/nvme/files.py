@@ -40,7 +40,8 @@ _STAGING_BYTES, _HUGE_BYTES = 4 << 20, 2 << 20
 
 
 class SlotFiles:
-    """Opened, exclusively locked and wholly reserved files for ``slots`` payloads of at most ``slot_bytes`` bytes.
+    """Opened, exclusively locked and wholly reserved files for ``slots`` payloads of at most ``slot_bytes`` bytes;
+    ``lent``: what has no blocks gets none before :meth:`reserve`, but for the records.
 
     Attributes:
         direct: payloads bypass the page cache.
@@ -51,8 +52,9 @@ class SlotFiles:
     or the folder cannot be written or is not this user's alone (:mod:`kvtier.tiers.nvme.folder`).
     """
 
-    def __init__(self, path: Path, slots: int, slot_bytes: int, *, direct: bool) -> None:
+    def __init__(self, path: Path, slots: int, slot_bytes: int, *, direct: bool, lent: bool = False) -> None:
         self.path, self.slots, self.slot_bytes = path, slots, slot_bytes
+        self._lent = lent
         self.direct, self.kept, self.clean = False, 0, True
         self._index = self._payload = self._null = -1
         self._locked = False
@@ -105,15 +107,19 @@ class SlotFiles:
         if os.pwrite(self._index, record, PAGE_BYTES + slot * RECORD_BYTES) != RECORD_BYTES:
             raise OSError(errno.ENOSPC, "short write")
 
-    def give_back(self, slot: int) -> None:
-        """Return a free slot's blocks to the file system. Raises OSError."""
-        start = ctypes.c_int64(slot * self.slot_bytes)
-        if _LIBC.fallocate(self._payload, _PUNCH_HOLE, start, ctypes.c_int64(self.slot_bytes)):
+    def give_back(self, slot: int, count: int) -> None:
+        """Return the blocks of free slots, so many from ``slot`` on, to the file system. Raises OSError."""
+        start, size = ctypes.c_int64(slot * self.slot_bytes), ctypes.c_int64(count * self.slot_bytes)
+        if _LIBC.fallocate(self._payload, _PUNCH_HOLE, start, size):
             raise OSError(ctypes.get_errno(), "cannot give blocks back")
 
-    def reserve(self, slot: int) -> None:
-        """Have blocks for a slot again. Raises OSError."""
-        os.posix_fallocate(self._payload, slot * self.slot_bytes, self.slot_bytes)
+    def reserve(self, slot: int, count: int) -> None:
+        """Have blocks for so many slots from ``slot`` on again, for all or none. Raises OSError."""
+        try:
+            os.posix_fallocate(self._payload, slot * self.slot_bytes, count * self.slot_bytes)
+        except OSError:
+            self.give_back(slot, count)
+            raise
 
     def read_table(self) -> memoryview:
         """The first ``kept`` records. Raises OSError."""
@@ -162,7 +168,7 @@ class SlotFiles:
                          "free before it ends", self.path, pid)  # fmt: skip
 
     def _wanted(self) -> int:
-        return table_bytes(self.slots) + self.slots * self.slot_bytes
+        return table_bytes(self.slots) + (0 if self._lent else self.slots * self.slot_bytes)
 
     def _check_room(self) -> None:
         """The files never take the last of a file system: a margin of 5 %, at most 1 GiB, stays free."""
@@ -200,14 +206,15 @@ class SlotFiles:
 
     def _reserve(self) -> None:
         """Cut both files to what is kept, so that all else reads as zeros, then give them their full size in allocated
-        blocks, so that no later write runs out of room."""
-        for fd, kept, size in (
-            (self._index, PAGE_BYTES + self.kept * RECORD_BYTES, table_bytes(self.slots)),
-            (self._payload, self.kept * self.slot_bytes, self.slots * self.slot_bytes),
-        ):
+        blocks, so that no later write runs out of room; payloads that are lent their size alone."""
+        for fd, kept, size, give in (
+            (self._index, PAGE_BYTES + self.kept * RECORD_BYTES, table_bytes(self.slots), _allocate),
+            (self._payload, self.kept * self.slot_bytes, self.slots * self.slot_bytes,
+             os.ftruncate if self._lent else _allocate),
+        ):  # fmt: skip
             os.ftruncate(fd, kept)
             try:
-                os.posix_fallocate(fd, 0, size)
+                give(fd, size)
             except OSError:
                 os.ftruncate(fd, kept)
                 raise
@@ -246,6 +253,10 @@ class SlotFiles:
         for fd in (self._index, self._payload, self._null):
             if fd >= 0:
                 os.close(fd)
+
+
+def _allocate(fd: int, size: int) -> None:
+    os.posix_fallocate(fd, 0, size)
 
 
 class _Staging(threading.local):

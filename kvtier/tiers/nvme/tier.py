@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +28,12 @@ from kvtier.tiers.nvme.index import (
     payload_checksum,
     read_records,
     slots_within,
+    table_bytes,
 )
 
 _LOG = logging.getLogger(__name__)
 _MAX_SLOT_BYTES = 1 << 30
+_NEIGHBOURS = 64
 _COUNTS = (
     "writes", "reads", "misses", "bytes_written", "bytes_read", "failed_writes", "failed_reads", "corrupt", "refused",
     "evicted_unread",
@@ -43,9 +45,11 @@ class NvmeTier:
 
     Args:
         path: a folder of its own; made, with mode 0700, if missing.
-        bytes_: room the tier may take there, both files together; reserved at once, never exceeded.
+        bytes_: room the tier may take there, both files together; never exceeded.
         slot_bytes: the largest chunk, a multiple of 4096, at most 1 GiB.
         direct: bypass the page cache where the file system allows it.
+        lent: others have the room; only what holds chunks from before keeps its blocks until :meth:`resize`. Else all
+            of it is reserved at once.
 
     Raises TierError when the folder is in use, not this user's alone, not writable, or without room; then nothing is
     left behind.
@@ -61,7 +65,14 @@ class NvmeTier:
     shared = False
 
     def __init__(
-        self, path: str | Path, bytes_: int, slot_bytes: int, *, name: str = "nvme", direct: bool = True
+        self,
+        path: str | Path,
+        bytes_: int,
+        slot_bytes: int,
+        *,
+        name: str = "nvme",
+        direct: bool = True,
+        lent: bool = False,
     ) -> None:
         if not 0 < slot_bytes <= _MAX_SLOT_BYTES or slot_bytes % PAGE_BYTES:
             raise StateError(f"slot_bytes={slot_bytes}: expected a multiple of {PAGE_BYTES} up to {_MAX_SLOT_BYTES}")
@@ -72,8 +83,9 @@ class NvmeTier:
                 f"give at least {slot_bytes + 2 * PAGE_BYTES:,}"
             )
         self.name, self.capacity, self.slot_bytes = name, slots, slot_bytes
+        self.chunk_room, self.fixed_room = slot_bytes, table_bytes(slots)
         self.counts = dict.fromkeys(_COUNTS, 0)
-        self._files = SlotFiles(Path(path).absolute(), slots, slot_bytes, direct=direct)
+        self._files = SlotFiles(Path(path).absolute(), slots, slot_bytes, direct=direct, lent=lent)
         self.direct = self._files.direct
         self._lock = threading.Lock()
         self._logged: set[str] = set()
@@ -89,6 +101,8 @@ class NvmeTier:
         self._free = array("I")
         self._seq = 0
         self._recovered = self._recover()
+        if lent:
+            self.resize(len(self._places))
 
     def recovered(self) -> Sequence[ChunkKey]:
         keys, self._recovered = self._recovered, []
@@ -149,26 +163,28 @@ class NvmeTier:
             self._drop(key, place, "failed_reads")
         return False
 
-    def resize(self, chunks: int) -> None:
+    def resize(self, chunks: int) -> int:
         """See :class:`~kvtier.tiers.base.RoomGiver`: blocks of free slots, the last of the file first, go back to the
         file system; or are reserved again, as far as it has room."""
         with self._lock:
-            free = sorted(self._free)
-            count = min(max(0, self.capacity - chunks - len(self._given)), len(free))
-            self._free = array("I", free[: len(free) - count][::-1])
-            going = free[len(free) - count :]
-            back = [self._given.pop() for _ in range(min(len(self._given), chunks - self.capacity + len(self._given)))]
+            going = list[int]()
+            if (surplus := self.capacity - len(self._given) - chunks) > 0:
+                free = sorted(self._free, reverse=True)
+                going, self._free = free[:surplus], array("I", free[surplus:])
+            back = sorted(self._given.pop() for _ in range(min(len(self._given), -surplus)))
+        had = list[int]()
         try:
-            for slot in going:
-                self._files.give_back(slot)
-            for slot in back:
-                self._files.reserve(slot)
+            for run in _neighbours(going[::-1]):
+                self._files.give_back(run[0], len(run))
+            for run in _neighbours(back):
+                self._files.reserve(run[0], len(run))
+                had += run
         except OSError as error:
             self._log_first("resize", error)
-            going, back = [*going, *back], []
         with self._lock:
-            self._given += going
-            self._free.extend(back)
+            self._given += [*going, *back[len(had) :]]
+            self._free.extend(had)
+            return self.capacity - len(self._given)
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         places = self._places
@@ -305,3 +321,12 @@ class NvmeTier:
             self._logged.add(kind)
             _LOG.warning("NVMe tier %s: first fault of kind %s: %s (only counted from now on)",
                          self._files.path, kind, what)  # fmt: skip
+
+
+def _neighbours(slots: Sequence[int]) -> Iterator[Sequence[int]]:
+    """``slots`` (ascending) in pieces without gaps, for one call to the file system each."""
+    first = 0
+    for at in range(1, len(slots) + 1):
+        if at == len(slots) or slots[at] != slots[at - 1] + 1 or at - first == _NEIGHBOURS:
+            yield slots[first:at]
+            first = at

@@ -96,9 +96,10 @@ class RedisTier:
         self._settling: set[ChunkKey] = set()
         self._logged: set[str] = set()
         self._closed = False
+        self.chunk_room, self.fixed_room = form.room(chunk_bytes), 0
         try:
             facts = self._greet()
-            self.capacity = room_for(link.label, form.room(chunk_bytes), bytes_, facts, ttl=ttl_s is not None)
+            self.capacity = room_for(link.label, self.chunk_room, bytes_, facts, ttl=ttl_s is not None)
         except TierError:
             link.close()
             raise
@@ -112,6 +113,10 @@ class RedisTier:
     def full_nodes(self) -> int:
         """Nodes that are sent no writes now because they refused one."""
         return self._health.full
+
+    def resize(self, chunks: int) -> int:
+        """See :class:`~kvtier.tiers.base.RoomGiver`: nothing is reserved in Redis."""
+        return chunks
 
     @property
     def owed(self) -> int:

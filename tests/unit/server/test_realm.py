@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from kvtier.core.chunk import ChunkLayout
+from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
+from kvtier.core.steps import whole
 from kvtier.core.tenant import owner_of
 from kvtier.server import registry as realm_module
 from kvtier.server.registry import Realm, Realms
@@ -19,7 +23,7 @@ from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.tier import NvmeTier
 from tests.clock import Clock
 from tests.nvme_place import room
-from tests.server_process import load, save
+from tests.server_process import load, save, wait_for
 
 BUDGET = 64 * 4096
 IDLE_S = 600.0
@@ -33,19 +37,22 @@ class Bench:
         self.nvme = nvme
         self.budget = BUDGET
         self.discarded: list[int] = []
-        self.opened: list[tuple[int, int]] = []
+        self.opened: list[tuple[int, bool]] = []
         self.realms = Realms(self._store, lambda call: call(), self.clock, self.discarded.append)
 
-    def _store(self, slot_bytes: int, parts: int = 1) -> Store:
-        self.opened.append((slot_bytes, parts))
-        if slot_bytes > self.budget // parts:
+    def _store(self, slot_bytes: int, lent: bool = False) -> Store:
+        self.opened.append((slot_bytes, lent))
+        if slot_bytes > self.budget:
             raise ConfigError("ram_bytes is less than one chunk")
-        pool = Pool(self.budget // parts // slot_bytes, slot_bytes)
-        if self.nvme is None:
-            return Store(pool)
-        bytes_ = room(self.budget // parts // slot_bytes, slot_bytes)
-        tier = NvmeTier(self.nvme / str(slot_bytes), bytes_, slot_bytes)
-        return Store(pool, [(tier, Lane("nvme", 1, urgent_bound=99, bound=99))])
+        pool = Pool(self.budget // slot_bytes, slot_bytes)
+        tiers = []
+        if self.nvme is not None:
+            tier = NvmeTier(self.nvme / str(slot_bytes), room(64, 4096), slot_bytes, lent=lent)
+            tiers.append((tier, Lane("nvme", 1, urgent_bound=99, bound=99)))
+        store = Store(pool, tiers)
+        if lent:
+            store.lend()
+        return store
 
     def get(self, slot_bytes: int, users: int = 0) -> Realm:
         realm = self.realms.get(slot_bytes).result(10.0)
@@ -73,17 +80,30 @@ def layout(slot_bytes: int) -> ChunkLayout:
     return ChunkLayout(bytes(32), 1, 1, (slot_bytes,))
 
 
-def test_the_first_size_has_all_and_the_second_gets_half_of_it(bench: Bench) -> None:
+def test_the_first_size_has_all_and_the_second_gets_what_it_does_not_use(bench: Bench) -> None:
     first = bench.get(4096, users=1)
     keys = layout(4096).keys(range(40))
     save(first.store, keys)
     assert (first.store.slots, bench.bytes_in_use) == (64, BUDGET)
     second = bench.get(8192, users=1)
-    assert bench.opened == [(4096, 1), (8192, 2)]
-    assert (first.store.slots, second.store.slots, bench.bytes_in_use) == (32, 16, BUDGET)
-    assert load(first.store, keys) == ["ram"] * 32, "the coldest left, the others are as they were"
+    assert bench.opened == [(4096, False), (8192, True)]
+    assert (first.store.slots, second.store.slots, bench.bytes_in_use) == (40, 12, BUDGET)
+    assert load(first.store, keys) == ["ram"] * 40
     for realm in (first, second):
         realm.store.check(idle=True)
+
+
+def test_two_sizes_that_hold_nothing_have_a_half_each_and_one_that_is_full_gives_the_least(bench: Bench) -> None:
+    first, second = bench.get(4096, users=1), bench.get(8192, users=1)
+    assert (first.store.slots, second.store.slots) == (32, 16)
+    bench.realms.leave(second)
+    bench.clock.now += IDLE_S
+    bench.settle()
+    keys = layout(4096).keys(range(64))
+    save(first.store, keys)
+    second = bench.get(8192, users=1)
+    assert (first.store.slots, second.store.slots) == (62, 1)
+    assert load(first.store, keys) == ["ram"] * 62, "the coldest left, the others are as they were"
 
 
 def test_memory_of_slots_that_were_given_up_goes_back_to_the_host() -> None:
@@ -91,7 +111,7 @@ def test_memory_of_slots_that_were_given_up_goes_back_to_the_host() -> None:
     first = bench.get(4096, users=1)
     for slot in range(64):
         first.store.pool.view(slot)[:] = b"\xff" * 4096
-    bench.get(8192, users=1)
+    bench.get(8192, users=1)  # which gets a half
     given = [slot for slot in range(64) if first.store.pool.view(slot) == bytes(4096)]
     assert len(given) == 32, "it reads as zeros"
     assert bench.realms.close(10.0)
@@ -99,15 +119,16 @@ def test_memory_of_slots_that_were_given_up_goes_back_to_the_host() -> None:
 
 def test_what_somebody_holds_is_taken_when_he_lets_go(bench: Bench) -> None:
     first = bench.get(4096, users=1)
-    filling = first.store.save(layout(4096).keys(range(48)))
+    keys = layout(4096).keys(range(64))
+    filling = first.store.save(keys)
     second = bench.get(8192, users=1)
-    assert (first.store.occupied, second.store.slots, bench.bytes_in_use) == (48, 8, BUDGET)
+    assert (first.store.slots, first.store.occupied, second.store.slots) == (62, 64, 0)
     for key, view in zip(filling.keys, filling.views(), strict=True):
         view[:] = content(key, 4096)
     filling.commit()
     bench.settle()
-    assert (first.store.occupied, second.store.slots, bench.bytes_in_use) == (32, 16, BUDGET)
-    assert len(load(first.store, layout(4096).keys(range(48)))) == 32
+    assert (first.store.occupied, second.store.slots, bench.bytes_in_use) == (62, 1, BUDGET)
+    assert len(load(first.store, keys)) == 62
     first.store.check(idle=True)
 
 
@@ -150,7 +171,7 @@ def test_the_last_size_and_the_configured_one_stay(bench: Bench) -> None:
 def test_sizes_from_before_are_opened_together_with_their_parts(bench: Bench) -> None:
     for future in bench.realms.prepare(None, [4096, 8192]).values():
         future.result(10.0)
-    assert bench.opened == [(4096, 2), (8192, 2)]
+    assert bench.opened == [(4096, True), (8192, True)]
     assert [realm.store.slots for realm in bench.realms.open.values()] == [32, 16]
 
 
@@ -172,7 +193,7 @@ def test_there_are_eight_sizes_and_one_more_takes_the_room_of_one_without_engine
 def test_a_size_that_cannot_be_had_costs_nobody_anything(bench: Bench) -> None:
     first = bench.get(4096, users=1)
     save_all(first)
-    with pytest.raises(TierError, match="holds no chunk of"):
+    with pytest.raises(TierError, match="hold no chunk of"):
         bench.realms.get(BUDGET).result(10.0)
     assert list(bench.realms.open) == [4096]
     assert load(first.store, layout(4096).keys(range(64))) == ["ram"] * 64, "not one chunk left for it"
@@ -186,18 +207,202 @@ def test_a_disk_is_shared_as_ram_is(tmp_path: Path) -> None:
     while first.store.stats().get("nvme_stored", 0) < 60:
         first.store.wait(0.01)
     second = bench.get(8192, users=1)
-    assert (first.store.capacities, second.store.capacities) == ([32], [16])
-    assert first.store.stats()["nvme_held"] == 32
-    payload = (tmp_path / "4096" / "slots.kvtier").stat()
-    assert payload.st_blocks * 512 <= 33 * 4096, "its blocks are the file system's again"
-    assert load(first.store, keys)[:32] == ["ram"] * 32
+    others = layout(8192).keys(range(40))
+    for _ in range(60):
+        save_all_of(second, others)
+        bench.settle()
+        assert blocks(tmp_path) <= room(64, 4096) + SUPERBLOCKS
+        assert bench.bytes_in_use <= BUDGET
+    assert second.store.capacities[0] * 8192 >= 0.9 * 64 * 4096
+    assert first.store.stats()["nvme_held"] == first.store.capacities[0] <= 3
+    assert load(first.store, keys)[:1] == ["ram"], "its beginning is the hottest"
     bench.realms.leave(second)
     bench.clock.now += IDLE_S
     bench.settle()
     assert first.store.capacities == [64]
-    assert (tmp_path / "4096" / "slots.kvtier").stat().st_blocks * 512 >= 64 * 4096, "reserved again"
-    assert len(load(first.store, keys)) >= 32
+    assert blocks(tmp_path / "4096") >= 64 * 4096, "reserved again"
     assert bench.realms.close(10.0)
+
+
+def test_pages_that_are_just_being_made_present_go_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Store that shrinks while its pool is still being populated."""
+    pool, begun, given = Pool(16, 4096), threading.Event(), threading.Event()
+    populate, give_back = pool.populate, pool.give_back
+
+    def populating(first: int, count: int) -> None:
+        begun.set()
+        given.wait(0.3)
+        populate(first, count)
+
+    def giving(slot: int) -> None:
+        give_back(slot)
+        given.set()
+
+    monkeypatch.setattr(pool, "populate", populating)
+    monkeypatch.setattr(pool, "give_back", giving)
+    store = Store(pool, spare=Lane("pool", 1, urgent_bound=1, bound=1))
+    assert begun.wait(10.0)
+    whole(store.sharing({"ram": 4}))
+    store.touched.result(10.0)
+    assert os.fstat(pool.fd).st_blocks * 512 == 4 * 4096
+    assert store.close()
+
+
+def test_pages_of_slots_that_a_size_is_given_are_there_before_they_are_used() -> None:
+    pool = Pool(16, 4096)
+    store = Store(pool)
+    store.lend(Lane("pool", 1, urgent_bound=1, bound=1))
+    assert (store.slots, store.occupied, os.fstat(pool.fd).st_blocks) == (0, 0, 0)
+    whole(store.sharing({"ram": 5}))
+    assert (store.slots, store.occupied, os.fstat(pool.fd).st_blocks * 512) == (5, 5, 5 * 4096)
+    assert store.close()
+
+
+SUPERBLOCKS = 2 * 4096
+"""Of the other size's index: its records are counted."""
+
+
+def save_all_of(realm: Realm, keys: Sequence[ChunkKey]) -> None:
+    """As far as there is room, chunk by chunk, and on the disk too."""
+    for number in range(len(keys)):
+        save(realm.store, keys[number : number + 1])
+    lane = realm.store.lanes[0]
+    assert isinstance(lane, Lane)
+    wait_for(lambda: not lane._running and not any(lane.queued), "written")
+
+
+def blocks(folder: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
+
+
+def test_a_load_that_goes_from_one_size_to_another_and_back_takes_the_room_along(bench: Bench) -> None:
+    """Each time the busy one ends up with nine tenths of the bytes, and never do both have more than there is."""
+    sizes = {4096: bench.get(4096, users=1), 12288: bench.get(12288, users=1)}
+    for turn, busy in enumerate([4096, 12288, 4096]):
+        for number in range(40):
+            save(sizes[busy].store, layout(busy).keys([turn, number, *range(10)]))
+            bench.settle()
+            assert bench.bytes_in_use <= BUDGET
+        held = sizes[busy].store.stats()["ram_ready"] * busy
+        assert held >= 0.9 * BUDGET, f"{held / BUDGET:.0%} after shift {turn}"
+        for realm in sizes.values():
+            assert realm.store.slots >= 1
+            realm.store.check(idle=True)
+
+
+def test_what_is_hot_stays_when_another_size_has_a_flood_of_new_chunks(bench: Bench) -> None:
+    """Its coldest chunk is younger than the flood's: one LRU would keep it, too."""
+    first, second = bench.get(4096, users=1), bench.get(8192, users=1)
+    hot = layout(4096).keys(range(30))
+    save(first.store, hot)
+    for number in range(40):
+        assert load(first.store, hot) == ["ram"] * 30
+        save(second.store, layout(8192).keys([number, *range(3)]))
+        bench.settle()
+    assert second.store.stats()["ram_ready"] >= 16, "what was free"
+    for realm in (first, second):
+        realm.store.check(idle=True)
+
+
+def test_two_sizes_under_equal_pressure_leave_each_other_alone(bench: Bench) -> None:
+    first, second = bench.get(4096, users=1), bench.get(8192, users=1)
+    slots = []
+    for number in range(60):
+        save(first.store, layout(4096).keys([number, *range(7)]))
+        save(second.store, layout(8192).keys([number, *range(3)]))
+        bench.settle()
+        slots.append((first.store.slots, second.store.slots))
+    assert len(set(slots[-40:])) == 1, f"room went back and forth: {slots}"
+
+
+def test_a_load_shifts_at_most_an_eighth_a_turn(bench: Bench) -> None:
+    first, second = bench.get(4096, users=1), bench.get(8192, users=1)
+    save_all(first)
+    before = second.store.slots * 8192
+    for number in range(30):
+        save(second.store, layout(8192).keys([number, *range(30)]))
+        bench.settle()
+        after = second.store.slots * 8192
+        assert after <= before + BUDGET // 8 + 8192
+        before = after
+
+
+def test_slots_that_an_engine_holds_are_not_counted_twice_while_the_room_goes_to_another(bench: Bench) -> None:
+    first, second = bench.get(4096, users=1), bench.get(8192, users=1)
+    keys = layout(4096).keys(range(32))
+    save(first.store, keys)
+    reading = first.store.load(keys)
+    assert reading.poll().ready == 32
+    for number in range(30):
+        save(second.store, layout(8192).keys([number, *range(8)]))
+        bench.settle()
+        assert bench.bytes_in_use <= BUDGET
+        assert first.store.occupied == 32, "all of it is being read"
+    for key, view in zip(reading.keys, reading.views(), strict=True):
+        assert view == content(key, 4096)
+    reading.close()
+    for number in range(30):
+        save(second.store, layout(8192).keys([number, *range(9)]))
+        bench.settle()
+        assert bench.bytes_in_use <= BUDGET
+    assert second.store.slots * 8192 >= 0.9 * BUDGET
+    first.store.check(idle=True)
+
+
+def test_what_one_size_borrowed_on_a_disk_is_warm_after_a_restart(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.get(4096, users=1)
+    second = bench.get(8192, users=1)
+    keys = layout(8192).keys(range(40))
+    for _ in range(40):
+        save_all_of(second, keys)
+        bench.settle()
+    held = second.store.stats()["nvme_held"]
+    assert held * 8192 >= 0.85 * 64 * 4096
+    assert bench.realms.close(10.0)
+    again = Bench(tmp_path)
+    for future in again.realms.prepare(None, [4096, 8192]).values():
+        future.result(10.0)
+    assert again.realms.open[8192].store.stats()["nvme_held"] == held
+    assert blocks(tmp_path) <= room(64, 4096) + SUPERBLOCKS
+    assert again.realms.close(10.0)
+
+
+def test_a_disk_that_is_full_leaves_a_size_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says so: capacity is what can be written."""
+    bench = Bench(tmp_path)
+    bench.get(4096, users=1)
+    monkeypatch.setattr("kvtier.tiers.nvme.files.os.posix_fallocate", full_for_payloads(os.posix_fallocate))
+    second = bench.get(8192, users=1)
+    assert second.store.capacities == [15]
+    for _ in range(10):
+        save_all_of(second, layout(8192).keys(range(30)))
+        bench.settle()
+    assert second.store.capacities == [15] and second.store.stats()["nvme_held"] == 15
+    assert (tmp_path / "8192" / "slots.kvtier").stat().st_blocks * 512 <= 15 * 8192 + 4096
+    second.store.check(idle=True)
+    monkeypatch.undo()
+    for _ in range(10):
+        save_all_of(second, layout(8192).keys(range(30)))
+        bench.settle()
+    assert second.store.capacities[0] > 20, "there is room again"
+    assert bench.realms.close(10.0)
+
+
+def full_for_payloads(allocate: Callable[[int, int, int], None]) -> Callable[[int, int, int], None]:
+    """But for the first."""
+    calls = 0
+
+    def fallocate(fd: int, offset: int, size: int) -> None:
+        nonlocal calls
+        payloads = os.readlink(f"/proc/self/fd/{fd}").endswith("slots.kvtier")
+        calls += payloads
+        if payloads and calls > 1:
+            allocate(fd, offset, size - 4096)  # as far as it gets
+            raise OSError(errno.ENOSPC, "no space left on device")
+        allocate(fd, offset, size)
+
+    return fallocate
 
 
 # ---- who came ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,6 +180,24 @@ def test_a_budget_fills_again_with_time_and_not_beyond_its_burst() -> None:
     assert budget.allows(10, 10.5) and not budget.allows(12, 10.5)
     assert budget.allows(600, 1e9) and not budget.allows(601, 2e9)
     assert not budget.allows(601, 0.0), "a clock that went back gives nothing"
+
+
+def test_one_budget_of_two_stores_lets_both_together_write_so_much() -> None:
+    """And a larger chunk that comes later fits, too."""
+    clock, budget = Clock(), WriteBudget(4 * SLOT, 0, threading.Lock())
+    tiers = [DictTier(8), DictTier(8)]
+    stores = [budgeted(tier, budget, clock) for tier in tiers]
+    for number, (store, lane) in enumerate(stores):
+        save(store, keys(*range(number * 10, number * 10 + 4)))
+        lane.run()
+    assert sum(len(tier.held) for tier in tiers) == 1, "a burst of one chunk"
+    clock.now += DAY / 4
+    for number, (store, lane) in enumerate(stores):
+        save(store, keys(100 + number))
+        lane.run()
+    assert sum(len(tier.held) for tier in tiers) == 2
+    budget.fit(3 * SLOT)
+    assert budget.allows(2 * SLOT, clock.now) and not budget.allows(3 * SLOT, clock.now)
 
 
 def test_over_its_budget_a_tier_refuses_and_gives_up_nothing_for_it() -> None:

@@ -1,0 +1,100 @@
+"""Balance: how many bytes of one place each slot size of a server may take. Pure.
+
+The rule is one LRU over all sizes, in bytes: the size whose coldest chunk was used longest ago gives, one that finds no
+free room gets. CacheLib moves slabs between its allocation classes so, by the age of the tails of their lists (its
+*LRU tail age* strategy); an LRU of slots cannot do more, because a chunk of one size does not fit another's slot. What
+is free is colder than any chunk. Every size keeps a least part, so that it can be used at once when its engines are.
+
+Against back and forth: nothing moves but to a size that lacked room in the last turn, twice what it lacked, and at most
+an eighth of the place a turn. A chunk leaves only for one that is clearly hotter (:data:`_RATIO`, :data:`_MARGIN`);
+between two sizes under equal pressure nothing moves.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from typing import NamedTuple
+
+_LEAST_PART = 80
+"""Seven sizes that only keep their least part leave nine tenths to the eighth."""
+_TURN_PART, _TURN_BYTES = 8, 8 << 30
+_RATIO, _MARGIN = 1.25, 2
+"""Turns: the giver's coldest chunk is unused for this much longer than the taker's."""
+
+
+class Side(NamedTuple):
+    """One size's part of one place; all in bytes."""
+
+    room: int
+    """What it may take."""
+    unit: int
+    """One chunk."""
+    fixed: int
+    """Taken without any chunk."""
+    used: int
+    """Taken now, ``fixed`` among it."""
+    wanted: int = 0
+    """Of chunks that found no free room in the last turn."""
+    age: int | None = None
+    """Turns since its coldest chunk was used; None: none can leave, or it is not known."""
+
+    def least(self, place: int) -> int:
+        """What it keeps of so many bytes."""
+        return self.fixed + max(self.unit, place // _LEAST_PART)
+
+
+def divide(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
+    """Rooms for these sizes when one has come or gone: first of all for what each holds, and what is free makes them as
+    equal as it can. Where there is less, the largest give, down to what each keeps."""
+    least = {size: side.least(place) for size, side in sides.items()}
+    held = {size: max(least[size], side.used) for size, side in sides.items()}
+    if sum(least.values()) > place:
+        least = dict.fromkeys(sides, 0)
+
+    def rooms(level: int) -> dict[int, int]:
+        if sum(held.values()) <= place:
+            return {size: max(room, level) for size, room in held.items()}
+        return {size: max(least[size], min(room, level)) for size, room in held.items()}
+
+    fits = bisect_right(range(place + 1), place, key=lambda level: sum(rooms(level).values()))
+    return rooms(max(0, fits - 1))
+
+
+def shift(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
+    """Rooms for the next turn."""
+    rooms = {size: side.room for size, side in sides.items()}
+    left = min(place // _TURN_PART, _TURN_BYTES)
+    for taker in sorted(sides, key=lambda size: sides[size].age or 0):
+        side = sides[taker]
+        lacking = min(left, 2 * side.wanted - max(0, rooms[taker] - side.used))
+        lacking = -(-max(0, lacking) // side.unit) * side.unit
+        for giver, spare in _givers(place, sides, rooms, taker):
+            given = min(spare, lacking)
+            rooms[giver] -= given
+            rooms[taker] += given
+            lacking -= given
+            left -= given
+    return rooms
+
+
+def _givers(place: int, sides: Mapping[int, Side], rooms: Mapping[int, int], taker: int) -> list[tuple[int, int]]:
+    """Who gives to ``taker``, and how much at most: first what is free of those that lack nothing, then chunks, those
+    of the size with the coldest first."""
+    others = {size: side for size, side in sides.items() if size != taker}
+    bound = _RATIO * (sides[taker].age or 0) + _MARGIN
+    free = {
+        size: max(0, rooms[size] - max(side.used, side.least(place)))
+        for size, side in others.items()
+        if not side.wanted
+    }
+    cold = {
+        size: max(0, rooms[size] - free.get(size, 0) - side.least(place))
+        for size, side in others.items()
+        if side.age is not None and side.age > bound
+    }
+    ages = {size: side.age or 0 for size, side in others.items()}
+    return [
+        *((size, free[size]) for size in sorted(free, key=lambda size: free[size], reverse=True)),
+        *((size, cold[size]) for size in sorted(cold, key=lambda size: ages[size], reverse=True)),
+    ]

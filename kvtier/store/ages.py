@@ -1,0 +1,56 @@
+"""Ages: in which turn chunks were used last, so that Stores that share one budget can compare their coldest. Pure.
+
+Kept for a sample of the chunks, which their keys decide (spatial sampling: Waldspurger et al., *SHARDS*, FAST 2015),
+and only while somebody counts turns: a Store alone pays one comparison a run.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from kvtier.core.chunk import ChunkKey
+
+_ALL_UP_TO = 1024
+_LEAST_PART = 64
+_MOST = 65_536
+
+
+class Ages:
+    """For a Directory with room for so many ``chunks``. Its Store's lock guards every call."""
+
+    __slots__ = ("_floor", "_mask", "_turn", "_used")
+
+    def __init__(self, chunks: int) -> None:
+        part = min(_LEAST_PART, -(-chunks // _ALL_UP_TO))
+        self._mask = (1 << (part - 1).bit_length()) - 1
+        """A key whose first byte has none of these bits is in the sample."""
+        self._used: OrderedDict[ChunkKey, int] = OrderedDict()
+        self._turn = self._floor = 0
+
+    def begin(self, turn: int) -> None:
+        """What is used from now on is used in this turn; 0: nobody counts. What was there when counting began counts as
+        used then."""
+        if not turn:
+            self._used.clear()
+        elif not self._turn:
+            self._floor = turn
+        self._turn = turn
+
+    def use(self, run: Iterable[ChunkKey]) -> None:
+        """These chunks were used now."""
+        if not self._turn:
+            return
+        used, mask = self._used, self._mask
+        for key in run:
+            if not key[0] & mask:
+                used[key] = self._turn
+                used.move_to_end(key)
+        while len(used) > _MOST:
+            self._floor = used.popitem(last=False)[1]
+
+    def first(self, keys: Iterable[ChunkKey]) -> int | None:
+        """The turn in which the first of ``keys`` that is in the sample was used last; None: none is in it."""
+        if not self._turn:
+            return None
+        return next((self._used.get(key, self._floor) for key in keys if not key[0] & self._mask), None)

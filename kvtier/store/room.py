@@ -1,0 +1,29 @@
+"""Room: what one Store has of a place whose bytes several Stores divide (:mod:`kvtier.server.balance`). Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Room(NamedTuple):
+    unit: int
+    """Bytes of one chunk there."""
+    fixed: int
+    """Bytes that are taken without any chunk."""
+    most: int
+    """Chunks that it could hold if it had the whole place."""
+    limit: int
+    """Chunks that it may hold now."""
+    used: int
+    """Chunks that it holds, or is being given."""
+    occupied: int
+    """Chunks whose bytes nobody else can have now."""
+    wanted: int
+    """Chunks since the start for which no room was free."""
+    coldest: int | None
+    """The turn in which that chunk was used last that would leave next; None: none can leave, or it is not known."""
+
+    @property
+    def taken(self) -> int:
+        """Bytes that nobody else can have now."""
+        return self.fixed + self.unit * self.occupied

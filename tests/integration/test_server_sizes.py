@@ -1,0 +1,120 @@
+"""Several chunk sizes on one real server: they share its bytes, and the room follows the load."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from kvtier.client.client import Client
+from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.tiers.redis.layout import Form
+from tests.redis_server import RedisServer
+from tests.server_process import ServerProcess, at_rest, attached, load, run, save, short_folder
+
+RAM, NVME = 96 * 8192, 4 << 20
+EXTENTS = 64 << 10
+"""For what the file system writes of files with holes."""
+SMALL, LARGE = 4096, 12288
+SHIFT_S = 60.0
+_PROMPTS = count()
+
+
+def of_size(slot_bytes: int) -> ChunkLayout:
+    return ChunkLayout(fingerprint({"slot": slot_bytes}), 1, 1, (slot_bytes,))
+
+
+class Watched:
+    """What a server has in memory and on the disk, and the most of it that was ever seen."""
+
+    def __init__(self, server: ServerProcess, folder: Path) -> None:
+        self._server, self._folder = server, folder
+        self.most_ram = self.most_disk = 0
+
+    def look(self) -> None:
+        self.most_ram = max(self.most_ram, self._pools())
+        self.most_disk = max(self.most_disk, sum(_blocks(file) for file in self._folder.rglob("*.kvtier")))
+
+    def _pools(self) -> int:
+        """Bytes of the pages that the pools have."""
+        pools = {}
+        folder = Path(f"/proc/{self._server.pid}/fd")
+        for name in os.listdir(folder):
+            with suppress(OSError):
+                if "kvtier-pool" in os.readlink(folder / name):
+                    pools[(folder / name).stat().st_ino] = _blocks(folder / name)
+        return sum(pools.values())
+
+
+def _blocks(file: Path) -> int:
+    return file.stat().st_blocks * 512
+
+
+def busy(client: Client, slot_bytes: int, watched: Watched) -> dict[str, float]:
+    """Save prompt after prompt until nine tenths of RAM and disk are this size's; how much is at the end."""
+    until, parts = time.monotonic() + SHIFT_S, {"ram": 0.0, "nvme": 0.0}
+    while min(parts.values()) < 0.9 and time.monotonic() < until:
+        keys = run(next(_PROMPTS), 8, of_size(slot_bytes))
+        save(client, keys)
+        watched.look()
+        stats = client.stats()
+        parts = {"ram": stats["ram_ready"] * slot_bytes / RAM, "nvme": stats["nvme_held"] * slot_bytes / NVME}
+    return parts
+
+
+def test_a_load_that_goes_from_one_size_to_another_and_back_has_nine_tenths_of_the_bytes_each_time() -> None:
+    with (
+        short_folder() as folder,
+        ServerProcess(folder, ram_bytes=RAM, nvme_path=folder / "nvme", nvme_bytes=NVME) as server,
+        attached(server.door(of_size(SMALL))) as small,
+        attached(server.door(of_size(LARGE))) as large,
+    ):
+        watched, seconds = Watched(server, folder / "nvme"), []
+        for client, size in ((small, SMALL), (large, LARGE), (small, SMALL)):
+            begun = time.monotonic()
+            parts = busy(client, size, watched)
+            seconds.append(time.monotonic() - begun)
+            assert min(parts.values()) >= 0.9, f"{size}: {parts} after {seconds}"
+            last = run(next(_PROMPTS), 4, of_size(size))
+            save(client, last)
+            assert load(client, last) == ["ram"] * 4
+        assert 0.9 * RAM <= watched.most_ram <= RAM
+        assert 0.9 * NVME <= watched.most_disk <= NVME + EXTENTS
+        for client in (small, large):
+            assert client.pool is not None, "nobody was sent away"
+            at_rest(client)
+        held = small.stats()["nvme_held"]
+        server.stop()
+        server.start()
+        with attached(server.door(of_size(SMALL))) as again:
+            assert again.stats()["nvme_held"] == held, "what was borrowed is warm"
+            watched.look()
+        assert watched.most_disk <= NVME + EXTENTS
+
+
+@pytest.mark.redis
+def test_two_sizes_share_the_bytes_of_redis_too() -> None:
+    form = Form("kvtier", bytes(8))
+    unit = {SMALL: form.room(SMALL), LARGE: form.room(LARGE)}
+    budget = 100 * unit[LARGE]
+    with (
+        short_folder() as folder,
+        RedisServer() as redis,
+        ServerProcess(folder, ram_bytes=RAM, redis_url=redis.url, redis_bytes=budget) as server,
+        attached(server.door(of_size(SMALL))) as small,
+        attached(server.door(of_size(LARGE))) as large,
+    ):
+        for client, size in ((small, SMALL), (large, LARGE)):
+            until, held = time.monotonic() + SHIFT_S, 0
+            while held < 0.9 * budget and time.monotonic() < until:
+                save(client, run(next(_PROMPTS), 8, of_size(size)))
+                held = client.stats()["redis_held"] * unit[size]
+                other = (large if client is small else small).stats()["redis_held"] * (sum(unit.values()) - unit[size])
+                assert held + other <= budget
+            assert held >= 0.9 * budget
+        for client in (small, large):
+            at_rest(client)

@@ -1,0 +1,35 @@
+"""Stores: what ``kvtier serve`` opens for each chunk size, out of one budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli import serve
+from kvtier.config.keys import Config
+from kvtier.store.store import Store
+from tests.nvme_place import room
+
+
+def test_the_budget_is_looked_at_once_and_each_size_could_have_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later the first size has most of the memory and of the disk, and less is free."""
+    memory, disk = iter([64 * 4096, 8 * 4096]), iter([room(64, 4096), room(8, 4096)])
+    monkeypatch.setattr(serve, "ram_bytes", lambda config: config.ram_bytes or next(memory))
+    monkeypatch.setattr(serve, "nvme_bytes", lambda config: config.nvme_bytes or next(disk))
+    stores = serve.Stores(Config(nvme_path=str(tmp_path / "nvme"), nvme_write_limit=1 << 30))
+    first, second = stores(4096), stores(8192, True)
+    try:
+        assert (first.pool.slots, second.pool.slots) == (64, 32)
+        assert [tier.capacity for tier in (*first.tiers, *second.tiers)] == [64, 32]
+        assert (first.slots, first.capacities) == (64, [64])
+        assert (second.slots, second.capacities, second.touched.done()) == (0, [0], True)
+        assert budget_of(first) is budget_of(second) is not None
+    finally:
+        assert first.close() and second.close()
+
+
+def budget_of(store: Store) -> object:
+    return store._below[0]._budget
