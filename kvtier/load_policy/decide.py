@@ -94,7 +94,7 @@ class Judge:
         """One that began has ended, well or not."""
         self._queued -= tokens
 
-    def ended(self, step: int, loaded: int, load_s: float, elsewhere: float) -> None:
+    def ended(self, step: int, loaded: float, load_s: float, elsewhere: float) -> None:
         """A step's report came: ``loaded`` tokens were copied in ``load_s``; ``elsewhere``: seconds that went into
         saves."""
         now = self.clock()

@@ -92,7 +92,7 @@ def test_a_prompt_that_goes_on_is_hit_where_the_answer_before_it_ended(lives: Li
 @pytest.mark.parametrize("model", [pytest.param("swa", marks=LESS), pytest.param("qwen3next", marks=LESS)])
 def test_every_group_comes_back_from_nvme_after_a_restart(lives: Lives, model: str, tmp_path: Path) -> None:
     plain, folder = lives(model, kvtier=False), tmp_path / "nvme"
-    disk = {"nvme_path": str(folder), "nvme_bytes": "256MiB"}
+    disk: dict[str, Any] = {"nvme_path": str(folder), "nvme_bytes": "256MiB"}
     lives(model, **disk)
     ours = lives(model, ram_bytes="255MiB", **disk)
     assert hits(ours["first"]) == hits(plain["again"]), "what the engine before has saved"

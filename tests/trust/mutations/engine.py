@@ -49,8 +49,8 @@ ROOM = Room(
             "an abort gives back slots that a worker still reads",
         ),
         Mutant(
-            _SCHEDULER,
-            "        return promised, promised > 0",
+            "connectors/vllm/scheduler.py",
+            "        return promised, bool(promised)",
             "        return promised, False",
             "a step computes over blocks before they are loaded",
         ),
@@ -73,19 +73,6 @@ ROOM = Room(
             "two connectors load the same prompt",
         ),
         Mutant(
-            _WORKER,
-            "            first, taken = 0, taken + count\n",
-            "            taken += count\n",
-            "every chunk of a load begins where the first one does",
-        ),
-        Mutant(
-            _SCHEDULER,
-            "            if request_id in cached.resumed_req_ids:\n                prompt.saved = 0\n"
-            "            else:\n                blocks = prompt.blocks + blocks",
-            "            blocks = prompt.blocks + blocks",
-            "a request that was preempted is saved from its old blocks",
-        ),
-        Mutant(
             _SCHEDULER,
             "        known = request.num_tokens if self._duty.save_decode else request.num_prompt_tokens\n"
             "        finished = min(computed + output.num_scheduled_tokens[request_id], known)",
@@ -94,20 +81,14 @@ ROOM = Room(
         ),
         Mutant(
             _SCHEDULER,
-            "min(chunks * self._layout.chunk_tokens, (total - 1) // block * block)",
-            "min(chunks * self._layout.chunk_tokens, total // block * block)",
-            "no token of a prompt is left to compute, and no answer comes",
-        ),
-        Mutant(
-            _SCHEDULER,
             "            if pending.done + pending.failed == len(self._parts):",
             "            if pending.done + pending.failed:",
             "a chunk can be found when the first of several ranks has saved it",
         ),
         Mutant(
-            _SCHEDULER,
-            "        first, last = prompt.begin // block, (prompt.begin + tokens) // block",
-            "        first, last = prompt.begin // block, -(-request.num_tokens // block)",
+            "connectors/vllm/tables.py",
+            "[first : -(-end // block)])",
+            "[first:])",
             "a load overwrites blocks beyond what was promised",
         ),
         Mutant(

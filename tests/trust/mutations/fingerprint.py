@@ -137,9 +137,9 @@ ROOM = Room(
             "rotary tables that the longest prompt decides share chunks",
         ),
         Mutant(
-            _LAYOUT,
-            "rank.block_bytes, rank.description,",
-            "rank.block_bytes,",
+            "connectors/vllm/layout.py",
+            "rank.description, rank.model]",
+            "rank.model]",
             "blocks that are packed in two ways share chunks",
         ),
         Mutant(

@@ -25,19 +25,23 @@ BLOCK = 16
 
 
 def full(number: int = 0, block: int = BLOCK) -> Group:
-    return groups.Group(number, groups.Kind.FULL, block)
+    made: Group = groups.Group(number, groups.Kind.FULL, block)
+    return made
 
 
 def window(reach: int, number: int = 1, block: int = BLOCK) -> Group:
-    return groups.Group(number, groups.Kind.WINDOW, block, reach)
+    made: Group = groups.Group(number, groups.Kind.WINDOW, block, reach)
+    return made
 
 
 def local(reach: int, number: int = 1) -> Group:
-    return groups.Group(number, groups.Kind.LOCAL, BLOCK, reach)
+    made: Group = groups.Group(number, groups.Kind.LOCAL, BLOCK, reach)
+    return made
 
 
 def state(number: int = 1, block: int = BLOCK) -> Group:
-    return groups.Group(number, groups.Kind.STATE, block)
+    made: Group = groups.Group(number, groups.Kind.STATE, block)
+    return made
 
 
 def keys(count: int, chunk: int) -> list[bytes]:
