@@ -39,18 +39,20 @@ _UNKNOWN_MEMORY = 4 << 30
 """Taken as available where neither the host nor the cgroup says."""
 
 
-def assemble(config: Config, layout: ChunkLayout, replica: int = 0) -> Store | Client:
-    """Make everything one engine needs. ``replica`` (data parallel index) keeps replicas' files apart.
+def assemble(config: Config, layout: ChunkLayout, replica: int = 0, *, lent: bool = False) -> Store | Client:
+    """Make everything one engine needs. ``replica`` (data parallel index) keeps replicas' files apart. ``lent``: other
+    engines will map the pool, and parts of it will go back to the host while it is in use, as a server's do; it does
+    not lie in reserved huge pages then.
 
     A Client where ``config.server`` is on this host: one cache for all replicas, which has the tiers.
     Raises ConfigError or TierError, naming the key to change; what was opened before is closed again.
     """
     if config.server is not None and Address.parse(config.server).path:
         return Client(door(config, config.server, layout), config.server_timeout_ms / 1000)
-    return _store(config, layout, replica)
+    return _store(config, layout, replica, lent=lent)
 
 
-def _store(config: Config, layout: ChunkLayout, replica: int) -> Store:
+def _store(config: Config, layout: ChunkLayout, replica: int, *, lent: bool) -> Store:
     slots = ram_bytes(config) // layout.slot_bytes
     if slots < 1:
         raise ConfigError(
@@ -59,10 +61,10 @@ def _store(config: Config, layout: ChunkLayout, replica: int) -> Store:
         )
     require_ram(ram_bytes(config), layout.slot_bytes, config.sources.get("ram_bytes", "default"))
     with ExitStack() as undo:
-        pool = Pool(slots, layout.slot_bytes)
+        pool = Pool(slots, layout.slot_bytes, reserved=not lent)
         undo.callback(pool.close)
         tiers: list[Place] = []
-        for tier, threads, budget, on_evict in _tiers(config, layout, replica):
+        for tier, threads, budget, on_evict in _tiers(config, layout, replica, pool):
             undo.callback(tier.close)
             lane = Lane(tier.name, threads, urgent_bound=_READS_QUEUED, bound=max(64, slots))
             undo.callback(lane.close, 0.0)
@@ -84,7 +86,7 @@ class _Opened(NamedTuple):
     on_evict: bool = False
 
 
-def _tiers(config: Config, layout: ChunkLayout, replica: int) -> list[_Opened]:
+def _tiers(config: Config, layout: ChunkLayout, replica: int, pool: Pool) -> list[_Opened]:
     """Concrete lower tiers, fastest first."""
     found: list[_Opened] = []
     rest = _at_rest(config, layout)
@@ -92,7 +94,8 @@ def _tiers(config: Config, layout: ChunkLayout, replica: int) -> list[_Opened]:
         from kvtier.tiers.nvme.tier import NvmeTier
 
         path = Path(config.nvme_path) / f"replica{replica}" if replica else Path(config.nvme_path)
-        nvme, limit = rest.sealed(NvmeTier(path, nvme_bytes(config, path), rest.chunk_bytes)), config.nvme_write_limit
+        opened = NvmeTier(path, nvme_bytes(config, path), rest.chunk_bytes, in_huge_pages=pool.in_huge_pages)
+        nvme, limit = rest.sealed(opened), config.nvme_write_limit
         budget = WriteBudget(limit * layout.slot_bytes // rest.chunk_bytes, layout.slot_bytes) if limit else None
         found.append(_Opened(nvme, config.nvme_threads, budget, nvme_write(config) == "evict"))
     if config.redis_url:

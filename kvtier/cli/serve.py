@@ -178,7 +178,7 @@ def open_store(config: Config, slot_bytes: int, parts: int = 1) -> Store:
             "chunks of %d bytes are new here: slot_bytes=%d has them ready at the start", slot_bytes, slot_bytes
         )
     layout = ChunkLayout(fingerprint({"server": slot_bytes}), 1, 1, (slot_bytes,))
-    store = assemble(own, layout)
+    store = assemble(own, layout, lent=True)
     assert isinstance(store, Store)
     return store
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +38,11 @@ _COUNTS = (
 )  # fmt: skip
 
 
+def _in_small_pages(_memory: memoryview) -> bool:
+    """As far as is known of any memory."""
+    return False
+
+
 class NvmeTier:
     """A :class:`~kvtier.tiers.base.Tier` on a local file system.
 
@@ -46,6 +51,7 @@ class NvmeTier:
         bytes_: room the tier may take there, both files together; reserved at once, never exceeded.
         slot_bytes: the largest chunk, a multiple of 4096, at most 1 GiB.
         direct: bypass the page cache where the file system allows it.
+        in_huge_pages: whether a chunk's memory is page-aligned and lies in huge pages, and needs no copy on its way.
 
     Raises TierError when the folder is in use, not this user's alone, not writable, or without room; then nothing is
     left behind.
@@ -61,7 +67,14 @@ class NvmeTier:
     shared = False
 
     def __init__(
-        self, path: str | Path, bytes_: int, slot_bytes: int, *, name: str = "nvme", direct: bool = True
+        self,
+        path: str | Path,
+        bytes_: int,
+        slot_bytes: int,
+        *,
+        name: str = "nvme",
+        direct: bool = True,
+        in_huge_pages: Callable[[memoryview], bool] = _in_small_pages,
     ) -> None:
         if not 0 < slot_bytes <= _MAX_SLOT_BYTES or slot_bytes % PAGE_BYTES:
             raise StateError(f"slot_bytes={slot_bytes}: expected a multiple of {PAGE_BYTES} up to {_MAX_SLOT_BYTES}")
@@ -73,7 +86,7 @@ class NvmeTier:
             )
         self.name, self.capacity, self.slot_bytes = name, slots, slot_bytes
         self.counts = dict.fromkeys(_COUNTS, 0)
-        self._files = SlotFiles(Path(path).absolute(), slots, slot_bytes, direct=direct)
+        self._files = SlotFiles(Path(path).absolute(), slots, slot_bytes, direct=direct, in_huge_pages=in_huge_pages)
         self.direct = self._files.direct
         self._lock = threading.Lock()
         self._logged: set[str] = set()
