@@ -59,7 +59,7 @@ def _store(config: Config, layout: ChunkLayout, replica: int, *, lent: bool) -> 
             f"ram_bytes={ram_bytes(config):,} is less than one chunk of {layout.slot_bytes:,} bytes "
             f"({layout.chunk_tokens} tokens); give at least that, or lower chunk_tokens"
         )
-    require_ram(ram_bytes(config), layout.slot_bytes, config.sources.get("ram_bytes", "default"))
+    require_ram(ram_bytes(config), layout.slot_bytes, config.sources.get("ram_bytes", "default"), lent=lent)
     with ExitStack() as undo:
         pool = Pool(slots, layout.slot_bytes, reserved=not lent)
         undo.callback(pool.close)
