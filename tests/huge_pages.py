@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +34,15 @@ def free_pages() -> int:
 
 @contextmanager
 def reserved_pages(count: int) -> Iterator[None]:
-    """The machine has exactly so many free; skips the test where they cannot be had."""
+    """The machine has exactly so many free, for one test run at a time; skips the test where they cannot be had."""
+    with (Path(tempfile.gettempdir()) / "kvtier-test-huge-pages").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with _reserved(count):
+            yield
+
+
+@contextmanager
+def _reserved(count: int) -> Iterator[None]:
     before = int(_RESERVED.read_text()) if _RESERVED.exists() else 0
     try:
         used = before - free_pages()
