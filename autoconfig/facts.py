@@ -47,6 +47,11 @@ class Memory:
     cgroup_limit: Fact[int] = _UNSEEN
     """Tightest limit on the way up the cgroups beyond which the kernel kills; UNLIMITED without one."""
     shm: Fact[int] = _UNSEEN
+    reserved: Fact[int] = _UNSEEN
+    """Huge pages of 2 MiB that the host's owner set apart (vm.nr_hugepages) and nobody has or was promised. Not in
+    ``available``."""
+    makes_huge: Fact[bool] = _UNSEEN
+    """Does the kernel make huge pages of ordinary shared memory when it is asked to?"""
     memlock: Fact[int] = _UNSEEN
     numa_nodes: Fact[int] = _UNSEEN
     cpus: Fact[int] = _UNSEEN

@@ -47,12 +47,28 @@ def ram_room(root: Path = ROOT) -> Room:
     return Room(limit, free, _own_bytes(root))
 
 
-def require_ram(ram_bytes: int, slot_bytes: int | None = None, source: str = "default", *, root: Path = ROOT) -> None:
+def in_reserved_pages(ram_bytes: int, root: Path = ROOT) -> bool:
+    """Whether free reserved huge pages hold it all: an engine's own pool takes those, which nobody else can have."""
+    return ram_bytes <= (probe_memory(root).reserved.value or 0)
+
+
+def require_ram(
+    ram_bytes: int,
+    slot_bytes: int | None = None,
+    source: str = "default",
+    *,
+    lent: bool = False,
+    root: Path = ROOT,
+) -> None:
     """Raise ConfigError when this process can never hold ``ram_bytes``; log a warning when it cannot now.
+
+    What reserved huge pages hold is not asked about. ``lent``: a server's RAM, which never lies in them.
 
     ``slot_bytes``: the size of a slot, for the index; None: not known yet. ``source``: whose word ``ram_bytes`` is.
     ``root``: where /proc and /sys are.
     """
+    if not lent and in_reserved_pages(ram_bytes, root):
+        return
     limit, free, own = room = ram_room(root)
     needed = ram_bytes + (ram_bytes // slot_bytes * INDEX_BYTES if slot_bytes else 0)
     given = f"ram_bytes={size_text(ram_bytes)} ({source})"

@@ -20,7 +20,8 @@ from kvtier.autoconfig.breakeven import (
 )
 from kvtier.autoconfig.chunks import TYPICAL_KV_BYTES, chunk_tokens, stored_kv_bytes
 from kvtier.autoconfig.draft import Draft, Load, Plan, Row, break_even_row, or_assumed
-from kvtier.autoconfig.facts import GIB, MIB, UNLIMITED, Disk, Fact, Facts, Redis, known, unknown
+from kvtier.autoconfig.facts import GIB, MIB, UNLIMITED, Disk, Fact, Facts, Memory, Redis, known, unknown
+from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import rate_text, size_text
 
 LONG_CONTEXT = 32_768
@@ -183,10 +184,23 @@ def _plan_ram(facts: Facts, load: Load, draft: Draft) -> int:
     draft.set("ram_bytes", share, free.source, held + note)
     shm = size_text(facts.memory.shm.value) if facts.memory.shm.value is not None else "unknown"
     draft.show("shm_bytes", shm, facts.memory.shm.source, "not needed: the pool is a memfd, outside /dev/shm")
+    _show_huge_pages(facts.memory, share, load.stores, draft)
     nodes = facts.memory.numa_nodes.value or 1
     if nodes > 1:
         draft.show("numa_nodes", nodes, facts.memory.numa_nodes.source, "the pool spreads as its pages are touched")
     return share
+
+
+def _show_huge_pages(memory: Memory, share: int, stores: int, draft: Draft) -> None:
+    free = size_text(memory.reserved.value or 0)
+    if (memory.reserved.value or 0) >= share * stores:
+        draft.show("huge_pages", "reserved", memory.reserved.source, f"{free} free: an engine's own pool lies in them")
+    elif memory.makes_huge.value:
+        draft.show("huge_pages", "made", memory.makes_huge.source, "the kernel makes them of ordinary memory")
+    else:
+        pages = -(-share // HUGE_BYTES) * stores
+        note = f"a disk needs a second copy; spared by Linux 6.1, or by sysctl vm.nr_hugepages={pages} before a start"
+        draft.show("huge_pages", "none", memory.makes_huge.source, note)
 
 
 def _locked(facts: Facts, share: int, draft: Draft) -> tuple[int, str]:

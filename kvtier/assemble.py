@@ -40,7 +40,9 @@ _UNKNOWN_MEMORY = 4 << 30
 
 
 class Lent(NamedTuple):
-    """For a Store that shares its budgets with others: see :meth:`kvtier.store.store.Store.sharing`."""
+    """For a Store of a server, which shares its budgets with others: see :meth:`kvtier.store.store.Store.sharing`.
+    Other engines map its pool, and parts of it go back to the host while it is in use: it does not lie in reserved huge
+    pages."""
 
     lent: bool
     """The others have all of RAM and tiers at the start."""
@@ -50,30 +52,32 @@ class Lent(NamedTuple):
 
 def assemble(config: Config, layout: ChunkLayout, replica: int = 0, shared: Lent | None = None) -> Store | Client:
     """Make everything one engine needs. ``replica`` (data parallel index) keeps replicas' files apart. ``shared``: it
-    is one Store of several.
+    is one Store of a server's.
 
     A Client where ``config.server`` is on this host: one cache for all replicas, which has the tiers.
     Raises ConfigError or TierError, naming the key to change; what was opened before is closed again.
     """
     if config.server is not None and Address.parse(config.server).path:
         return Client(door(config, config.server, layout), config.server_timeout_ms / 1000)
-    return _store(config, layout, replica, shared or Lent(lent=False, writes=write_budget(config)))
+    return _store(config, layout, replica, shared)
 
 
-def _store(config: Config, layout: ChunkLayout, replica: int, shared: Lent) -> Store:
+def _store(config: Config, layout: ChunkLayout, replica: int, shared: Lent | None) -> Store:
     slots = ram_bytes(config) // layout.slot_bytes
     if slots < 1:
         raise ConfigError(
             f"ram_bytes={ram_bytes(config):,} is less than one chunk of {layout.slot_bytes:,} bytes "
             f"({layout.chunk_tokens} tokens); give at least that, or lower chunk_tokens"
         )
-    if not shared.lent:
-        require_ram(ram_bytes(config), layout.slot_bytes, config.sources.get("ram_bytes", "default"))
+    lent = shared is not None and shared.lent
+    if not lent:
+        source = config.sources.get("ram_bytes", "default")
+        require_ram(ram_bytes(config), layout.slot_bytes, source, lent=shared is not None)
     with ExitStack() as undo:
-        pool = Pool(slots, layout.slot_bytes)
+        pool = Pool(slots, layout.slot_bytes, reserved=shared is None)
         undo.callback(pool.close)
         tiers: list[Place] = []
-        for tier, threads, budget, on_evict in _tiers(config, layout, replica, shared):
+        for tier, threads, budget, on_evict in _tiers(config, layout, replica, shared, pool):
             undo.callback(tier.close)
             lane = Lane(tier.name, threads, urgent_bound=_READS_QUEUED, bound=max(64, slots))
             undo.callback(lane.close, 0.0)
@@ -81,8 +85,8 @@ def _store(config: Config, layout: ChunkLayout, replica: int, shared: Lent) -> S
         share = config.namespace_percent / 100 if config.namespace_percent else None
         spare = Lane("pool", 1, urgent_bound=1, bound=1)
         undo.callback(spare.close, 0.0)
-        store = Store(pool, tiers, share=share, spare=None if shared.lent else spare)
-        if shared.lent:
+        store = Store(pool, tiers, share=share, spare=None if lent else spare)
+        if lent:
             store.lend(spare)
         store.audit.one_in = config.audit_one_in
         undo.pop_all()
@@ -97,7 +101,7 @@ class _Opened(NamedTuple):
     on_evict: bool = False
 
 
-def _tiers(config: Config, layout: ChunkLayout, replica: int, shared: Lent) -> list[_Opened]:
+def _tiers(config: Config, layout: ChunkLayout, replica: int, shared: Lent | None, pool: Pool) -> list[_Opened]:
     """Concrete lower tiers, fastest first."""
     found: list[_Opened] = []
     rest = _at_rest(config, layout)
@@ -105,8 +109,11 @@ def _tiers(config: Config, layout: ChunkLayout, replica: int, shared: Lent) -> l
         from kvtier.tiers.nvme.tier import NvmeTier
 
         path = Path(config.nvme_path) / f"replica{replica}" if replica else Path(config.nvme_path)
-        nvme = rest.sealed(NvmeTier(path, nvme_bytes(config, path), rest.chunk_bytes, lent=shared.lent))
-        found.append(_Opened(nvme, config.nvme_threads, shared.writes, nvme_write(config) == "evict"))
+        room = nvme_bytes(config, path)
+        lent, huge = shared is not None and shared.lent, pool.in_huge_pages
+        nvme = rest.sealed(NvmeTier(path, room, rest.chunk_bytes, lent=lent, in_huge_pages=huge))
+        writes = shared.writes if shared is not None else write_budget(config)
+        found.append(_Opened(nvme, config.nvme_threads, writes, nvme_write(config) == "evict"))
     if config.redis_url:
         from kvtier.tiers.redis.layout import Form
         from kvtier.tiers.redis.link import Link

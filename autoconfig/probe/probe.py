@@ -14,6 +14,7 @@ import re
 import resource
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +27,8 @@ from kvtier.autoconfig.probe.cgroup import memory_limits
 from kvtier.autoconfig.probe.proc import Mount, mounts, text_of
 from kvtier.config.keys import environment
 from kvtier.core.errors import ConfigError
+from kvtier.core.pool import Pool
+from kvtier.core.region import HUGE_BYTES
 from kvtier.tiers.nvme.folder import may_take
 
 T = TypeVar("T")
@@ -59,6 +62,8 @@ def probe_memory(root: Path = ROOT) -> Memory:
         cgroup_headroom=headroom,
         cgroup_limit=limit,
         shm=_try(lambda: os.statvfs(shm).f_blocks * os.statvfs(shm).f_frsize, "size of /dev/shm"),
+        reserved=_try(lambda: _reserved(root), "free pages in /sys/kernel/mm/hugepages/hugepages-2048kB"),
+        makes_huge=_try(_makes_huge, "one tried (MADV_COLLAPSE)"),
         memlock=_try(_memlock, "RLIMIT_MEMLOCK"),
         numa_nodes=_try(lambda: _numa_nodes(root), "/sys/devices/system/node"),
         cpus=_try(lambda: len(os.sched_getaffinity(0)), "CPUs of this process"),
@@ -74,6 +79,18 @@ def _meminfo(root: Path) -> dict[str, int]:
 def _memlock() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+
+def _reserved(root: Path) -> int:
+    pages = root / "sys/kernel/mm/hugepages/hugepages-2048kB"
+    free, promised = (int((pages / name).read_text()) for name in ("free_hugepages", "resv_hugepages"))
+    return max(0, free - promised) * HUGE_BYTES
+
+
+def _makes_huge() -> bool:
+    with closing(Pool(1, HUGE_BYTES)) as pool:
+        pool.populate(0, 1)
+        return pool.huge_bytes > 0
 
 
 def _numa_nodes(root: Path) -> int:

@@ -2,11 +2,16 @@
 
     python -m kvtier.bench.micro.nvme --path /fast/disk/folder
 
-Four numbers:
+What is measured:
 
 - write and read bandwidth through the tier (checksums included) beside the raw limit: plain O_DIRECT ``pwritev`` and
   ``preadv`` of the same sizes, from and into huge pages, with as many threads, on a preallocated file of the
-  same file system; rounds of raw and tier alternate, and so does which goes first. Medians with lowest and highest.
+  same file system. Chunks lie in a pool as the kernel gives it by default; in one of reserved huge pages, where the
+  host has some (``sysctl vm.nr_hugepages=128``; else those rows are empty); and in small pages, as before Linux 6.1,
+  with a copy between slot and disk. The order within a round is turned by one each time. Medians with lowest and
+  highest; a ratio is the median of the rounds' ratios.
+- CPU seconds of this process for a GiB, of the same rounds. They vary less than bandwidth on a busy machine; how busy
+  it was the results file tells (``load_average``, of five minutes).
 - recovery: seconds from the constructor to the last recovered key, after ``kill -9`` and after ``close``, with the
   table out of the page cache.
 - memory of the index, bytes a chunk, with the keys themselves (which the Directory holds too) apart.
@@ -19,22 +24,29 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
+import resource
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from kvtier.bench.report import Row, spread, write_results
 from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.pool import Pool
 from kvtier.tiers.nvme.tier import NvmeTier
 
-_WRITE_SHARE, _READ_SHARE = 0.85, 0.90
+_BUFFERS = 16
+_COPIED = "small pages"
+_SHARES = {"default": (0.60, 0.85, 0.7), "reserved huge pages": (0.80, 0.90, 0.5), _COPIED: (None, None, None)}
+"""Where chunks lie, and what is asked for: shares of the raw disk's write and read, and of the CPU time with a copy."""
 _RECOVERY_SECONDS, _INDEX_BYTES = 2.0, 150
 _TINY = 4096
 _RUN = 128
@@ -104,35 +116,120 @@ def _expect_all(moved: int, of: int) -> None:
         raise OSError(f"the disk wrote or read {moved:,} bytes of {of:,}")
 
 
+class Turn(NamedTuple):
+    """One way, once: GB/s, and CPU seconds for a GiB."""
+
+    speed: float
+    cpu: float
+
+
+class Way(NamedTuple):
+    """What is timed: a kind of memory and what is done with it."""
+
+    work: Work
+    buffers: Sequence[memoryview]
+    before: Callable[[], object] = bool
+
+
+def kinds_of_memory(chunk_bytes: int, ends: ExitStack) -> dict[str, tuple[Pool | None, list[memoryview]]]:
+    """Buffers of incompressible bytes in every kind of memory that this machine has."""
+    found: dict[str, tuple[Pool | None, list[memoryview]]] = {}
+    for kind, reserved in (("default", False), ("reserved huge pages", True)):
+        pool = Pool(_BUFFERS, chunk_bytes, reserved=reserved)
+        ends.callback(pool.close)
+        pool.populate(0, _BUFFERS)
+        if pool.reserved == reserved:
+            found[kind] = pool, [pool.view(slot) for slot in range(_BUFFERS)]
+    for _, buffers in found.values():
+        for buffer in buffers:
+            buffer[:] = os.urandom(chunk_bytes)
+    found[_COPIED] = None, make_buffers(_BUFFERS, chunk_bytes)
+    return found
+
+
 def bandwidth(folder: Path, chunk_bytes: int, chunks: int, rounds: int, threads: int) -> list[Row]:
-    """Rows of write and read: tier beside raw."""
-    keys, slots, best = make_keys(chunks), make_buffers(16, chunk_bytes), make_buffers(16, chunk_bytes, huge=True)
-    folder.mkdir()
-    tier = NvmeTier(folder / "tier", chunks * (chunk_bytes + 4096) + (1 << 20), chunk_bytes)
+    """Rows of write and read: the tier with every kind of memory beside the raw disk."""
+    with ExitStack() as ends:
+        kinds = kinds_of_memory(chunk_bytes, ends)
+        pools = [pool for pool, _ in kinds.values() if pool is not None]
+        keys, best = make_keys(chunks), make_buffers(_BUFFERS, chunk_bytes, huge=True)
+        folder.mkdir()
+        tier = NvmeTier(
+            folder / "tier",
+            chunks * (chunk_bytes + 4096) + (1 << 20),
+            chunk_bytes,
+            in_huge_pages=lambda memory: any(pool.in_huge_pages(memory) for pool in pools),
+        )
+        ends.callback(tier.close)
 
-    def tier_write(chunk: int, buffer: memoryview) -> None:
-        _expect(tier.write(keys[chunk], buffer))
+        def write(chunk: int, buffer: memoryview) -> None:
+            _expect(tier.write(keys[chunk], buffer))
 
-    def tier_read(chunk: int, buffer: memoryview) -> None:
-        _expect(tier.read(keys[chunk], buffer))
+        def read(chunk: int, buffer: memoryview) -> None:
+            _expect(tier.read(keys[chunk], buffer))
 
-    with raw_disk(folder / "raw", chunk_bytes, chunks) as (raw_write, raw_read):
-        seen: dict[Work, list[float]] = {work: [] for work in (raw_write, tier_write, raw_read, tier_read)}
-        for round_ in range(rounds + 1):
-            for pair in ((raw_write, tier_write), (raw_read, tier_read)):
-                for work in pair if round_ % 2 else pair[::-1]:
-                    if work is tier_write:
-                        for key in keys:
-                            tier.delete(key)
-                    buffers = slots if work in (tier_write, tier_read) else best
-                    speed = gigabytes_per_second(work, chunks, buffers, threads)
-                    if round_:  # the first round gives the preallocated blocks their first content
-                        seen[work].append(speed)
-    tier.close()
-    return [
-        *_pair(f"write, {threads} threads", seen[raw_write], seen[tier_write], _WRITE_SHARE),
-        *_pair(f"read, {threads} threads", seen[raw_read], seen[tier_read], _READ_SHARE),
-    ]
+        def forget() -> None:
+            for key in keys:
+                tier.delete(key)
+
+        raw_write, raw_read = ends.enter_context(raw_disk(folder / "raw", chunk_bytes, chunks))
+        writes, reads = {"raw": Way(raw_write, best)}, {"raw": Way(raw_read, best)}
+        for kind, (_, buffers) in kinds.items():
+            writes[kind], reads[kind] = Way(write, buffers, forget), Way(read, buffers)
+        seen = [_timed(ways, chunks, rounds, threads) for ways in (writes, reads)]
+        return [
+            row
+            for at, (name, turns) in enumerate(zip(("write", "read"), seen, strict=True))
+            for row in _rows(f"{name}, {threads} threads", turns, at)
+        ]
+
+
+def _timed(ways: dict[str, Way], chunks: int, rounds: int, threads: int) -> dict[str, list[Turn]]:
+    """Every way, once a round; the first round gives the preallocated blocks their first content, and is left out."""
+    seen: dict[str, list[Turn]] = {name: [] for name in ways}
+    names = list(ways)
+    for round_ in range(rounds + 1):
+        first = round_ % len(names)
+        for name in names[first:] + names[:first]:
+            way = ways[name]
+            way.before()
+            used = _cpu_seconds()
+            speed = gigabytes_per_second(way.work, chunks, way.buffers, threads)
+            cpu = (_cpu_seconds() - used) / (chunks * way.buffers[0].nbytes / 2**30)
+            if round_:
+                seen[name].append(Turn(speed, cpu))
+    return seen
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _rows(name: str, seen: dict[str, list[Turn]], at: int) -> Iterator[Row]:
+    """``at``: 0 of writes, 1 of reads, in what is asked for."""
+    raw = [turn.speed for turn in seen["raw"]]
+    limit, low, high = spread(raw)
+    yield Row(f"raw O_DIRECT {name}", limit, "GB/s", min=low, max=high)
+    for kind, shares in _SHARES.items():
+        label, share = f"NvmeTier {name}, {kind}", shares[at]
+        if kind not in seen:
+            yield Row(f"{label} (ratio to raw)", None, "GB/s")
+            continue
+        speeds = [turn.speed for turn in seen[kind]]
+        value, worst, best = spread(speeds)
+        ratio = statistics.median(speed / of for speed, of in zip(speeds, raw, strict=True))
+        yield Row(f"{label} (ratio to raw)", value, "GB/s", share and share * limit, ratio, worst, best)
+        yield _cpu_row(label, [turn.cpu for turn in seen[kind]], [turn.cpu for turn in seen[_COPIED]], shares[2])
+
+
+def _cpu_row(label: str, cpu: Sequence[float], copied: Sequence[float], share: float | None) -> Row:
+    value, best, worst = spread(cpu)
+    name = f"{label}: CPU a GiB (ratio to {_COPIED})"
+    if share is None:
+        return Row(name, value, "s", min=best, max=worst)
+    ratio = statistics.median(one / of for one, of in zip(cpu, copied, strict=True))
+    return Row(name, value, "s", share * statistics.median(copied), ratio, best, worst)
 
 
 def recovery(folder: Path, chunks: int) -> list[Row]:
@@ -181,15 +278,6 @@ def _tiny_tier(where: Path, chunks: int) -> NvmeTier:
     return NvmeTier(where, chunks * (_TINY + 128) + (1 << 20), _TINY)
 
 
-def _pair(name: str, raw: Sequence[float], tier: Sequence[float], share: float) -> tuple[Row, Row]:
-    limit, low, high = spread(raw)
-    value, worst, best = spread(tier)
-    return (
-        Row(f"raw O_DIRECT {name}", limit, "GB/s", min=low, max=high),
-        Row(f"NvmeTier {name} (ratio to raw)", value, "GB/s", share * limit, value / limit, worst, best),
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", type=Path, default=Path("build/bench-nvme"), help="a folder on the disk to measure")
@@ -212,10 +300,10 @@ def main() -> None:
         rows += recovery(given.path, given.keys)
     finally:
         shutil.rmtree(given.path)
-    write_results(given.out, "nvme", rows)
+    write_results(given.out, "nvme", rows, load_average=os.getloadavg()[1])
     for row in rows:
-        ratio = f"  {row.ratio:.1%}" if row.ratio else ""
-        print(f"{row.name:55} {row.value:8.3f} {row.unit}{ratio}")
+        value = "       -" if row.value is None else f"{row.value:8.3f}"
+        print(f"{row.name:70} {value} {row.unit}" + (f"  {row.ratio:.1%}" if row.ratio else ""))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import mmap
 import os
 import statistics
 import subprocess
@@ -34,11 +33,12 @@ from kvtier.bench.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.report import Row, spread, write_results
 from kvtier.bench.servers import free_port
 from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.pool import Pool
 from kvtier.tiers.redis.layout import PART_BYTES, Form
 from kvtier.tiers.redis.link import Link
 from kvtier.tiers.redis.tier import RedisTier
 
-WRITE_SHARE, READ_SHARE = 0.60, 0.70
+WRITE_SHARE, READ_SHARE = 0.75, 0.80
 """Asked for: shares of redis-benchmark's SET and GET."""
 _CHUNKS = 12
 """Chunks in each thread's key space."""
@@ -81,7 +81,9 @@ class Bench:
         self.client: Any = redis.Redis.from_url(url, max_connections=connections)
         layout = ChunkLayout(bytes(32), 1, 1, (chunk_bytes,))
         self.keys = [layout.keys([thread] * _CHUNKS) for thread in range(connections)]
-        self.slots = [memoryview(mmap.mmap(-1, chunk_bytes)) for _ in range(connections)]
+        self._pool = Pool(connections, chunk_bytes)
+        self._pool.populate(0, connections)
+        self.slots = [self._pool.view(slot) for slot in range(connections)]
         for slot in self.slots:
             slot[:] = os.urandom(chunk_bytes)
         self._threads = ThreadPoolExecutor(connections)
@@ -139,6 +141,8 @@ class Bench:
         self.tier.close()
         self.client.flushall()
         self.client.close()
+        self.slots.clear()
+        self._pool.close()
 
 
 def measure(name: str, bench: Bench, rounds: int) -> list[Row]:

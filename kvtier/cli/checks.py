@@ -23,7 +23,7 @@ from kvtier import selftest
 from kvtier.assemble import door, ram_bytes, secret_key
 from kvtier.autoconfig.explain import PLANNED
 from kvtier.autoconfig.facts import UNLIMITED, Disk, Facts, Model, Redis, Serving, known
-from kvtier.autoconfig.memory import ram_room
+from kvtier.autoconfig.memory import in_reserved_pages, ram_room
 from kvtier.autoconfig.plan import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, make_plan
 from kvtier.autoconfig.probe import probe
 from kvtier.cli.installed import judged, look
@@ -34,6 +34,7 @@ from kvtier.config.keys import Config, default_nvme_bytes, encryption_key, envir
 from kvtier.connectors.vllm import CONNECTOR, LMCACHE
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import size_text
 from kvtier.store.zero_hits import ZeroHits, totals
 
@@ -79,6 +80,7 @@ def check_host(config: Config) -> Iterator[Finding]:
     slow = "the first save into each slot is slow before Linux 5.14; newer kernels prepare slots in the background"
     yield Finding("linux", "warn" if old else "ok", platform.release(), slow if old else "")
     yield _memory(config)
+    yield _huge_pages(config)
     yield _memlock(config)
     yield _shm()
 
@@ -91,6 +93,8 @@ def _memory(config: Config) -> Finding:
         return Finding("ram", "warn", f"free memory is unknown ({source})", "set ram_bytes by hand")
     size, source = ram_bytes(config), config.sources.get("ram_bytes", "default")
     given = f"ram_bytes {size_text(size)} ({source}) of"
+    if config.server is None and in_reserved_pages(size):
+        return Finding("ram", "ok", f"{given} reserved huge pages")
     if not room.ever(size):
         do = "lower ram_bytes, or raise the limit: no start takes more than there can ever be"
         return Finding("ram", "fail", f"{given} {size_text(limit.value or 0)} in all ({limit.source})", do)
@@ -100,6 +104,19 @@ def _memory(config: Config) -> Finding:
         do = f"lower ram_bytes, or make room for {more} more: the kernel may kill what holds it when the RAM tier fills"
         return Finding("ram", "warn", seen, do)
     return Finding("ram", "ok", seen)
+
+
+def _huge_pages(config: Config) -> Finding:
+    """Without them all works, with a second copy between a slot and the disk."""
+    memory, size = probe.probe_memory(), ram_bytes(config)
+    free = memory.reserved.value or 0
+    aside = f"; {size_text(free)} of reserved ones are free" if free else ""
+    if config.server is None and in_reserved_pages(size):
+        return Finding("huge pages", "ok", f"reserved: an engine's own pool takes them{aside}")
+    if memory.makes_huge.value:
+        return Finding("huge pages", "ok", f"the kernel makes them of ordinary memory{aside}")
+    do = f"a newer kernel (Linux 6.1), or sysctl vm.nr_hugepages={-(-size // HUGE_BYTES)} before the engine starts"
+    return Finding("huge pages", "warn", f"none; a disk needs a second copy{aside}", do)
 
 
 def _memlock(config: Config) -> Finding:

@@ -26,7 +26,7 @@ _NAMESPACE = bytes(8)
 def try_everything(config: Config) -> dict[str, str]:
     """What is only away now, in words, by what it is about. Raises ConfigError. Takes some seconds at most."""
     secret_key(config)
-    require_ram(ram_bytes(config), source=config.sources.get("ram_bytes", "default"))
+    require_ram(ram_bytes(config), source=config.sources.get("ram_bytes", "default"), lent=True)
     require_whole_pages(config)
     _try_nvme(config)
     return {"redis": away} if (away := try_redis(config)) else {}

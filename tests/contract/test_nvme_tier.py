@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import mmap
 import os
 import shutil
 import stat
@@ -17,10 +18,14 @@ from hypothesis import strategies as st
 
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey, ChunkLayout, own_link, parent_link
 from kvtier.core.errors import StateError, TierError
+from kvtier.core.pool import Pool
 from kvtier.testing import check_tier
 from kvtier.testing.check_tier import content
+from kvtier.tiers.nvme import files
+from kvtier.tiers.nvme.check import check
 from kvtier.tiers.nvme.index import leaf_first, slots_within
 from kvtier.tiers.nvme.tier import NvmeTier
+from tests.huge_pages import populated
 from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
 
 KEYS = LAYOUT.keys(range(40))
@@ -418,4 +423,81 @@ def test_a_torn_read_does_not_drop_the_same_key_written_anew(tmp_path: Path) -> 
     tier._files.read_payload = read  # type: ignore[method-assign]
     assert holds(tier, KEYS[0])
     assert tier.counts["corrupt"] == 0
+    tier.close()
+
+
+def in_pool_tier(path: Path, pool: Pool) -> NvmeTier:
+    return NvmeTier(path, room(4, pool.slot_bytes), pool.slot_bytes, in_huge_pages=pool.in_huge_pages)
+
+
+def no_copy(*_: object) -> Any:
+    raise AssertionError("it was copied on its way")
+
+
+def test_a_chunk_in_huge_pages_goes_to_the_disk_and_back_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = populated(4)
+    tier = in_pool_tier(tmp_path / "tier", pool)
+    pool.view(0)[:] = chunk = os.urandom(pool.slot_bytes)
+    monkeypatch.setattr(files, "_pieces", no_copy)
+    assert tier.write(KEYS[0], pool.view(0))
+    assert tier.read(KEYS[0], pool.view(2))
+    assert pool.view(2) == chunk
+    with pytest.raises(AssertionError, match="copied on its way"):
+        tier.write(KEYS[1], memoryview(mmap.mmap(-1, pool.slot_bytes)))
+    tier.close()
+
+
+def test_both_ways_to_the_disk_leave_the_same_files(tmp_path: Path) -> None:
+    """So a folder from a machine without huge pages is warm on one with them, and the other way round."""
+    pool, path = populated(4), tmp_path / "tier"
+    chunks = [os.urandom(pool.slot_bytes) for _ in range(2)]
+    tier = in_pool_tier(path, pool)
+    pool.view(0)[:] = chunks[0]
+    assert tier.write(KEYS[0], pool.view(0))
+    assert tier.write(KEYS[1], memoryview(chunks[1]))
+    tier.close()
+    other = NvmeTier(path, room(4, pool.slot_bytes), pool.slot_bytes)
+    into = memoryview(bytearray(pool.slot_bytes))
+    assert other.read(KEYS[0], into)
+    assert into == chunks[0]
+    other.close()
+    again = in_pool_tier(path, pool)
+    assert again.read(KEYS[1], pool.view(3))
+    assert pool.view(3) == chunks[1]
+    again.close()
+    assert check(path).good == 2
+
+
+@pytest.mark.parametrize("at", [0, 4096, (7 << 20) - 1])
+def test_a_wrong_byte_is_a_miss_also_in_huge_pages(tmp_path: Path, at: int) -> None:
+    pool = populated(4)
+    tier = in_pool_tier(tmp_path / "tier", pool)
+    pool.view(0)[:] = os.urandom(pool.slot_bytes)
+    assert tier.write(KEYS[0], pool.view(0))
+    with (tmp_path / "tier" / "slots.kvtier").open("r+b") as slots:
+        slots.seek(at)
+        byte = slots.read(1)
+        slots.seek(at)
+        slots.write(bytes([byte[0] ^ 1]))
+        os.fsync(slots.fileno())
+    assert not tier.read(KEYS[0], pool.view(1))
+    assert tier.counts["corrupt"] == 1
+    tier.close()
+
+
+def test_a_disk_that_gives_or_takes_less_than_asked_is_a_miss_also_in_huge_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = populated(4)
+    tier = in_pool_tier(tmp_path / "tier", pool)
+    with monkeypatch.context() as short:
+        short.setattr(os, "pwritev", lambda fd, parts, offset: len(parts[0]) - PAGE_BYTES)
+        assert not tier.write(KEYS[0], pool.view(0))
+    assert tier.write(KEYS[0], pool.view(0))
+    with monkeypatch.context() as short:
+        short.setattr(os, "preadv", lambda fd, parts, offset: len(parts[0]) - PAGE_BYTES)
+        assert not tier.read(KEYS[0], pool.view(1))
+    assert (tier.counts["failed_writes"], tier.counts["failed_reads"]) == (1, 1)
     tier.close()

@@ -20,12 +20,14 @@ from kvtier.bench.model import PRESETS
 from kvtier.bench.servers import free_port
 from kvtier.cli import doctor
 from kvtier.cli import main as cli
-from kvtier.cli.checks import Finding, check_command, judge_disk, planned
+from kvtier.cli.checks import Finding, check_command, check_host, judge_disk, planned
 from kvtier.cli.vllm_command import API_SERVER
 from kvtier.config.keys import Config, load
+from kvtier.core import region
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.pool import Pool
 from tests import server_process as engines
+from tests.huge_pages import populated, reserved_pages
 from tests.mounts import mounted
 from tests.redis_server import RedisServer
 from tests.server_process import OTHER, attached, serving
@@ -126,6 +128,21 @@ def test_ram_is_judged_as_a_start_judges_it(
     assert "fail  ram                ram_bytes " in capsys.readouterr().out
     with pytest.raises(ConfigError, match="more RAM than this process can ever have"):
         require_ram(above)
+
+
+def huge_pages() -> Finding:
+    return one(check_host(load(env={}, flags={"ram_bytes": 4 * MIB})), "huge pages")
+
+
+def test_huge_pages_are_told_and_never_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    populated(1).close()
+    assert huge_pages()[1:3] == ("ok", "the kernel makes them of ordinary memory")
+    with reserved_pages(2):
+        assert huge_pages()[1:3] == ("ok", "reserved: an engine's own pool takes them; 4 MiB of reserved ones are free")
+    monkeypatch.setattr(region, "_COLLAPSE", 999)  # an advice that no kernel knows
+    found = huge_pages()
+    assert (found.state, found.seen) == ("warn", "none; a disk needs a second copy")
+    assert found.do.endswith("or sysctl vm.nr_hugepages=2 before the engine starts")
 
 
 SERVE = ("python", "-m", API_SERVER, "--model", "M")

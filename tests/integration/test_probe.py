@@ -21,7 +21,9 @@ from kvtier.autoconfig.measure import measure
 from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe import probe
+from kvtier.core import region
 from kvtier.core.errors import ConfigError
+from tests.huge_pages import populated
 from tests.memory_cgroup import entering, memory_cgroup
 from tests.mounts import mounted
 
@@ -350,3 +352,19 @@ def test_a_failing_look_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyP
     disk = probe.probe_disk(str(tmp_path))
     assert disk.free.value is None and "refused by a sandbox" in disk.free.source
     assert probe.probe_memory().shm.value is None
+
+
+def test_reserved_huge_pages_that_are_promised_to_others_are_not_free(tmp_path: Path) -> None:
+    pages = tmp_path / "sys/kernel/mm/hugepages/hugepages-2048kB"
+    assert probe.probe_memory(tmp_path).reserved.value is None
+    pages.mkdir(parents=True)
+    (pages / "free_hugepages").write_text("100\n")
+    (pages / "resv_hugepages").write_text("30\n")
+    assert probe.probe_memory(tmp_path).reserved.value == 140 * MIB
+
+
+def test_whether_the_kernel_makes_huge_pages_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    populated(1).close()
+    assert probe.probe_memory().makes_huge.value is True
+    monkeypatch.setattr(region, "_COLLAPSE", 999)  # an advice that no kernel knows
+    assert probe.probe_memory().makes_huge.value is False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +40,11 @@ _COUNTS = (
 )  # fmt: skip
 
 
+def _in_small_pages(_memory: memoryview) -> bool:
+    """As far as is known of any memory."""
+    return False
+
+
 class NvmeTier:
     """A :class:`~kvtier.tiers.base.Tier` on a local file system.
 
@@ -50,6 +55,7 @@ class NvmeTier:
         direct: bypass the page cache where the file system allows it.
         lent: others have the room; only what holds chunks from before keeps its blocks until :meth:`resize`. Else all
             of it is reserved at once.
+        in_huge_pages: whether a chunk's memory is page-aligned and lies in huge pages, and needs no copy on its way.
 
     Raises TierError when the folder is in use, not this user's alone, not writable, or without room; then nothing is
     left behind.
@@ -73,6 +79,7 @@ class NvmeTier:
         name: str = "nvme",
         direct: bool = True,
         lent: bool = False,
+        in_huge_pages: Callable[[memoryview], bool] = _in_small_pages,
     ) -> None:
         if not 0 < slot_bytes <= _MAX_SLOT_BYTES or slot_bytes % PAGE_BYTES:
             raise StateError(f"slot_bytes={slot_bytes}: expected a multiple of {PAGE_BYTES} up to {_MAX_SLOT_BYTES}")
@@ -85,7 +92,9 @@ class NvmeTier:
         self.name, self.capacity, self.slot_bytes = name, slots, slot_bytes
         self.chunk_room, self.fixed_room = slot_bytes, table_bytes(slots)
         self.counts = dict.fromkeys(_COUNTS, 0)
-        self._files = SlotFiles(Path(path).absolute(), slots, slot_bytes, direct=direct, lent=lent)
+        self._files = SlotFiles(
+            Path(path).absolute(), slots, slot_bytes, direct=direct, in_huge_pages=in_huge_pages, lent=lent
+        )
         self.direct = self._files.direct
         self._lock = threading.Lock()
         self._logged: set[str] = set()

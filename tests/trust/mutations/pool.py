@@ -4,48 +4,48 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_SEALS = "_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL"
+_SEALS = "SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL"
 
 ROOM = Room(
     {
-        "unit": (*PYTEST, "tests/unit/core/test_pool.py"),
+        "unit": (*PYTEST, "tests/unit/core/test_pool.py", "tests/unit/core/test_region.py"),
         "processes": (*PYTEST, "tests/fault/test_hostile_memory.py", "-k", "shrink or views or later"),
     },
     (
         Mutant(
-            "core/pool.py",
+            "core/region.py",
             _SEALS,
-            "_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL",
+            "SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL",
             "an engine that shrinks the pool kills the server and every other engine",
         ),
         Mutant(
-            "core/pool.py",
+            "core/region.py",
             _SEALS,
-            "_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL",
+            "SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL",
             "an engine makes the pool grow until the host is out of memory",
         ),
         Mutant(
-            "core/pool.py",
+            "core/region.py",
             _SEALS,
-            "_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW",
+            "SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW",
             "an engine seals the pool against writing, and nobody can attach any more",
         ),
         Mutant(
             "core/pool.py",
-            "            _refuse_unsealed(fd, size)\n",
+            "            size = _refuse_unsealed(fd, size, reserved)\n",
             "",
             "a server that shrinks its memory kills its engines",
         ),
         Mutant(
             "core/pool.py",
-            "    if seals & _SEALS != _SEALS:",
-            "    if not seals & _SEALS:",
+            "    if seals & SEALS != SEALS:",
+            "    if not seals & SEALS:",
             "memory that is sealed in part is taken",
         ),
         Mutant(
             "core/pool.py",
             "    except OSError:  # no memfd\n        seals = 0",
-            "    except OSError:  # no memfd\n        seals = _SEALS",
+            "    except OSError:  # no memfd\n        seals = SEALS",
             "a file that anybody can shorten is taken for memory",
         ),
         Mutant(
@@ -63,7 +63,7 @@ ROOM = Room(
         ),
         Mutant(
             "core/pool.py",
-            "            self._map = None\n        self._closer()",
+            "        self._map = None\n        self._closer()",
             "        self._closer()",
             "a closed pool's slots never come back to the server",
         ),
@@ -72,6 +72,36 @@ ROOM = Room(
             "        self._view.release()\n",
             "",
             "a closed pool stays mapped by its own views",
+        ),
+        Mutant(
+            "core/pool.py",
+            "    if in_reserved_pages(fd) and not reserved:",
+            "    if False:",
+            "a server that takes reserved pages away kills its engines",
+        ),
+        Mutant(
+            "core/pool.py",
+            "        if not self.reserved:\n            begin",
+            "        if True:\n            begin",
+            "a reserved page that went back and cannot be had again kills who touches it",
+        ),
+        Mutant(
+            "core/region.py",
+            "            os.posix_fallocate(fd, 0, _whole(size))\n",
+            "            pass\n",
+            "a reserved page that is missing at the first touch kills who touches it",
+        ),
+        Mutant(
+            "core/region.py",
+            "        self._whole[first:after] = bytes(after - first)",
+            "        pass",
+            "memory that went back counts as huge pages",
+        ),
+        Mutant(
+            "core/region.py",
+            "    weakref.finalize(memory, _LIBC.munmap, base, size).atexit = False",
+            "    weakref.finalize(memory, _LIBC.munmap, base, size)",
+            "a thread that copies while its process ends kills it",
         ),
         Mutant(
             "client/attachment.py",

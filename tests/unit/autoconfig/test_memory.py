@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from kvtier.assemble import assemble
-from kvtier.autoconfig.memory import INDEX_BYTES, require_ram
+from kvtier.autoconfig.memory import INDEX_BYTES, in_reserved_pages, require_ram
+from kvtier.cli.serve import open_store
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError
+from kvtier.store.store import Store
+from tests.huge_pages import reserved_pages
 
 MIB, GIB = 1 << 20, 1 << 30
 V2 = "30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
@@ -79,6 +82,39 @@ def test_more_than_the_machine_has_is_an_error_and_nothing_is_built(tmp_path: Pa
     layout = ChunkLayout(bytes(32), 1, 1, (4096,))
     with pytest.raises(ConfigError, match=re.escape("ram_bytes=1024 TiB")):  # 2.7e11 slots
         assemble(Config(ram_bytes=1 << 50), layout)
+
+
+def reserved(folder: Path, free: int, promised: int) -> Path:
+    pages = {"sys__kernel__mm__hugepages__hugepages-2048kB__free_hugepages": free}
+    pages["sys__kernel__mm__hugepages__hugepages-2048kB__resv_hugepages"] = promised
+    return machine(folder, total=4 * GIB, free=GIB, **pages)
+
+
+def test_what_reserved_huge_pages_hold_is_no_other_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = reserved(tmp_path, free=3 * GIB // (2 * MIB), promised=GIB // (2 * MIB))
+    with caplog.at_level(logging.WARNING, "kvtier"):
+        require_ram(2 * GIB, root=root)
+        assert in_reserved_pages(2 * GIB, root) and not in_reserved_pages(2 * GIB + 4096, root)
+        assert not caplog.records
+        require_ram(2 * GIB + 4096, root=root)
+        require_ram(2 * GIB, lent=True, root=root)
+    assert [record.getMessage().split(" is more")[0] for record in caplog.records] == ["ram_bytes=2 GiB (default)"] * 2
+    with pytest.raises(ConfigError, match="MemTotal"):
+        require_ram(5 * GIB, root=root)
+
+
+def test_where_no_huge_pages_can_be_reserved_none_are_counted(tmp_path: Path) -> None:
+    assert not in_reserved_pages(1, machine(tmp_path))
+
+
+def test_an_engines_store_takes_reserved_pages_and_a_servers_does_not() -> None:
+    """Whoever attaches to a server could give such pages back, and end it."""
+    layout, config = ChunkLayout(bytes(32), 1, 1, (MIB,)), Config(ram_bytes=4 * MIB)
+    with reserved_pages(2):
+        for store, reserved_ in ((open_store(config, MIB), False), (assemble(config, layout), True)):
+            assert isinstance(store, Store)
+            assert store.pool.reserved is reserved_
+            store.close()
 
 
 def test_more_than_is_free_now_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -256,3 +256,22 @@ def test_every_setting_says_where_it_comes_from_and_why() -> None:
     for case in CASES:
         for row in make_plan(case.facts).settings:
             assert row.source and row.reason, (case.name, row.key)
+
+
+@pytest.mark.parametrize(
+    ("reserved", "makes", "shown"),
+    [
+        (4000 * GIB, True, ("reserved", "an engine's own pool lies in them")),
+        (GIB, True, ("made", "the kernel makes them of ordinary memory")),
+        (GIB, False, ("none", "by sysctl vm.nr_hugepages=")),
+    ],
+)
+def test_the_plan_says_what_huge_pages_there_are(reserved: int, makes: bool, shown: tuple[str, str]) -> None:
+    facts = replace(P5, memory=memory(2020, reserved=reserved, makes_huge=makes), model=model("llama-3.1-8b"))
+    plan = make_plan(facts)
+    (row,) = [row for row in plan.derived if row.key == "huge_pages"]
+    assert row.value == shown[0] and shown[1] in row.reason
+    ram = next(row.value for row in plan.settings if row.key == "ram_bytes")
+    assert isinstance(ram, int)
+    if not makes:
+        assert row.reason.endswith(f"={-(-ram // (2 << 20))} before a start")

@@ -1,0 +1,252 @@
+"""Huge pages under a pool: where the machine gives them, and what happens where it does not, or takes them away."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvtier.client.attachment import SharedPool
+from kvtier.core import region
+from kvtier.core.errors import ConfigError
+from kvtier.core.pool import Pool
+from kvtier.core.region import HUGE_BYTES, make_reserved_region
+from tests.huge_pages import SLOT, address, free_pages, huge_kilobytes, populated, reserved_pages
+
+PAGE = 4096
+SLOTS = 4
+PAGES = SLOTS * SLOT // HUGE_BYTES
+
+
+# ---- ordinary memory -----------------------------------------------------------------------------------------------
+
+
+def test_every_mapping_begins_with_a_huge_page() -> None:
+    """Elsewhere the kernel neither makes them nor maps them as such."""
+    pools = [Pool(3, PAGE) for _ in range(5)]
+    pools += [Pool.attach(pool.path, 3, PAGE) for pool in pools]
+    assert {address(pool.buffer) % HUGE_BYTES for pool in pools} == {0}
+
+
+def test_a_mapping_leaves_no_address_space_behind() -> None:
+    def reserved() -> int:
+        with open("/proc/self/statm", encoding="utf-8") as statm:
+            return int(statm.read().split()[0])
+
+    Pool(1, PAGE).close()
+    before = reserved()
+    for _ in range(200):
+        Pool(1, PAGE).close()
+    assert reserved() < before + 200
+
+
+def test_the_end_of_a_process_unmaps_nothing() -> None:
+    """Python ends before its threads do: one of them may still copy when everything else has been put away."""
+    code = (
+        "import atexit; atexit.register(lambda: print(len(bytes(pool.view(0)))));"
+        f"from kvtier.core.pool import Pool; pool = Pool(1, {PAGE})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == (f"{PAGE}\n", "", 0)
+
+
+def test_a_populated_pool_lies_in_huge_pages() -> None:
+    pool = populated(SLOTS)
+    assert huge_kilobytes(pool.buffer) * 1024 == PAGES * HUGE_BYTES == pool.huge_bytes
+    assert all(pool.in_huge_pages(pool.view(slot)) for slot in range(SLOTS))
+
+
+def test_another_process_maps_them_as_huge_pages() -> None:
+    owner = populated(SLOTS)
+    other = Pool.attach(owner.path, SLOTS, SLOT)
+    other.touch(0, 0, SLOT)
+    assert huge_kilobytes(other.buffer) * 1024 >= 3 * HUGE_BYTES
+
+
+def test_content_that_was_there_before_stays() -> None:
+    pool = Pool(SLOTS, SLOT)
+    chunk = os.urandom(SLOT)
+    pool.view(1)[:] = chunk
+    pool.populate(0, SLOTS)
+    assert pool.view(1) == chunk
+    assert bytes(pool.view(0)) == bytes(pool.view(2)) == bytes(SLOT)
+
+
+def test_only_whole_pages_of_the_pool_count_as_its_huge_pages() -> None:
+    pool = populated(SLOTS)
+    assert pool.in_huge_pages(pool.view(0)[PAGE:])
+    assert not pool.in_huge_pages(pool.view(0)[1:]), "no page begins there"
+    assert not pool.in_huge_pages(pool.view(0)[:0])
+    assert not pool.in_huge_pages(memoryview(bytes(PAGE)))
+    assert not pool.in_huge_pages(memoryview(mmap.mmap(-1, SLOT)))
+    assert not pool.in_huge_pages(populated(SLOTS).view(1)), "another pool's"
+
+
+def test_the_end_of_a_region_that_is_no_whole_huge_page_is_present_and_small() -> None:
+    pool = populated(1)
+    assert pool.huge_bytes == 3 * HUGE_BYTES
+    assert not pool.in_huge_pages(pool.view(0))
+    assert os.fstat(pool.fd).st_blocks * 512 == SLOT
+
+
+def test_where_the_kernel_makes_none_pages_are_present_and_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses by itself: no kernel knows this advice."""
+    asked, advise = [], region.advise
+
+    def counting(memory: region.Memory, begin: int, end: int, advice: int) -> bool:
+        if advice == 999:
+            asked.append(begin)
+        return advise(memory, begin, end, advice)
+
+    monkeypatch.setattr(region, "_COLLAPSE", 999)
+    monkeypatch.setattr(region, "advise", counting)
+    pool = Pool(2 * SLOTS, SLOT)
+    pool.populate(0, 2 * SLOTS)
+    assert os.fstat(pool.fd).st_blocks * 512 == 2 * SLOTS * SLOT
+    assert pool.huge_bytes == 0
+    assert not pool.in_huge_pages(pool.view(0))
+    assert len(asked) == 8, "each try looks for memory"
+
+
+def test_memory_that_goes_back_is_no_huge_page_any_more_and_reads_as_zeros() -> None:
+    pool = populated(SLOTS)
+    for slot in range(SLOTS):
+        pool.view(slot)[:] = bytes([slot + 1]) * SLOT
+    before = os.fstat(pool.fd).st_blocks * 512
+    pool.give_back(1)
+    assert before - os.fstat(pool.fd).st_blocks * 512 >= SLOT - HUGE_BYTES
+    assert [pool.in_huge_pages(pool.view(slot)) for slot in range(SLOTS)] == [False, False, True, True]
+    assert bytes(pool.view(1)) == bytes(SLOT)
+    assert bytes(pool.view(0)) == b"\1" * SLOT
+    assert bytes(pool.view(2)) == b"\3" * SLOT
+    pool.populate(1, 1)
+    assert os.fstat(pool.fd).st_blocks * 512 >= before, "it is there again when it is asked for"
+
+
+# ---- reserved pages ------------------------------------------------------------------------------------------------
+
+
+def test_reserved_pages_are_taken_when_they_are_free_and_asked_for() -> None:
+    with reserved_pages(PAGES + 1):
+        assert not Pool(SLOTS, SLOT).reserved, "asked for"
+        pool = Pool(SLOTS, SLOT, reserved=True)
+        assert pool.reserved
+        assert free_pages() == 1, "all of them are taken, before anything is touched"
+        assert pool.huge_bytes == SLOTS * SLOT
+        assert pool.in_huge_pages(pool.view(SLOTS - 1))
+        pool.view(3)[:] = b"x" * SLOT
+        pool.close()
+        assert free_pages() == PAGES + 1
+
+
+def test_a_size_that_is_no_whole_huge_page_takes_one_more() -> None:
+    with reserved_pages(4):
+        pool = Pool(1, SLOT, reserved=True)
+        assert (pool.reserved, free_pages(), len(pool.buffer)) == (True, 0, SLOT)
+        view = pool.view(0)
+        pool.close()
+        view[-1] = 7
+        del view, pool
+        gc.collect()
+        assert free_pages() == 4
+
+
+def test_workers_of_the_engine_map_reserved_pages() -> None:
+    with reserved_pages(PAGES):
+        pool = Pool(SLOTS, SLOT, reserved=True)
+        code = f"from kvtier.core.pool import Pool; Pool.attach({pool.path!r}, {SLOTS}, {SLOT}).view(3)[:5] = b'hello'"
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+        assert bytes(pool.view(3)[:5]) == b"hello"
+        pool.close()
+
+
+def test_too_few_reserved_pages_are_left_to_others() -> None:
+    with reserved_pages(PAGES - 1):
+        pool = Pool(SLOTS, SLOT, reserved=True)
+        assert not pool.reserved
+        assert free_pages() == PAGES - 1
+        pool.view(3)[:] = b"x" * SLOT
+
+
+def test_pages_that_run_out_in_the_middle_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of the container or of the CPUs' memory nodes is met while they are taken, and not before."""
+    whole = os.posix_fallocate
+
+    def half(fd: int, offset: int, length: int) -> None:
+        whole(fd, offset, length // HUGE_BYTES // 2 * HUGE_BYTES)
+        raise OSError(errno.ENOSPC, "no more for you")
+
+    monkeypatch.setattr(os, "posix_fallocate", half)
+    with reserved_pages(PAGES):
+        pool = Pool(SLOTS, SLOT, reserved=True)
+        assert not pool.reserved
+        assert free_pages() == PAGES
+        pool.view(3)[:] = b"x" * SLOT
+
+
+def test_of_many_that_come_at_once_one_gets_them() -> None:
+    with reserved_pages(PAGES + PAGES // 2), ThreadPoolExecutor(8) as threads:
+        pools = list(threads.map(lambda _: Pool(SLOTS, SLOT, reserved=True), range(8)))
+        assert sum(pool.reserved for pool in pools) == 1
+        for pool in pools:
+            pool.view(0)[:] = pool.view(SLOTS - 1)[:] = b"x" * SLOT
+            pool.close()
+
+
+@pytest.mark.parametrize("size", [13 << 26, None], ids=["no pages of this size", "not known to this system"])
+def test_a_system_without_such_pages_gives_ordinary_memory(monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
+    """The kernel refuses a page size that the machine does not have."""
+    if size is None:
+        monkeypatch.delattr(os, "MFD_HUGE_2MB")
+    else:
+        monkeypatch.setattr(os, "MFD_HUGE_2MB", size)
+    pool = Pool(SLOTS, SLOT, reserved=True)
+    assert not pool.reserved
+    pool.view(3)[:] = b"x" * SLOT
+
+
+KEPT = f"""
+from pathlib import Path
+from kvtier.core.pool import Pool
+pool = Pool({SLOTS}, {SLOT}, reserved=True)
+assert pool.reserved
+pool.view(1)[:] = b"x" * {SLOT}
+pool.give_back(1)
+Path("/proc/sys/vm/nr_hugepages").write_text("0")
+pool.populate(0, {SLOTS})
+pool.touch(1, 0, {SLOT})
+pool.view(1)[:] = b"y" * {SLOT}
+print(bytes(pool.view(1)[-1:]), len(bytes(pool.buffer)))
+"""
+
+
+def test_no_reserved_page_is_ever_missing() -> None:
+    """To touch one that cannot be had again ends a process: so none goes back while the pool is there."""
+    with reserved_pages(PAGES):
+        done = subprocess.run([sys.executable, "-c", KEPT], check=False, timeout=60, capture_output=True, text=True)
+        assert (done.stdout, done.stderr, done.returncode) == (f"b'y' {SLOTS * SLOT}\n", "", 0)
+
+
+def of_a_server(fd: int) -> SharedPool:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    return SharedPool(SLOTS, SLOT, fd, theirs)
+
+
+@pytest.mark.parametrize("take", [of_a_server, lambda fd: Pool(SLOTS, SLOT, fd=fd)])
+def test_reserved_pages_of_a_stranger_are_refused_and_closed(take: Callable[[int], Pool]) -> None:
+    """He could give them back, and kill who touches them then."""
+    with reserved_pages(PAGES):
+        before = len(os.listdir("/proc/self/fd"))
+        fd = make_reserved_region(SLOTS * SLOT)
+        assert fd is not None
+        with pytest.raises(ConfigError, match="lies in reserved huge pages, expected ordinary memory"):
+            take(fd)
+        assert len(os.listdir("/proc/self/fd")) == before
