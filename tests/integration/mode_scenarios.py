@@ -26,7 +26,7 @@ from tests.integration.scenarios import (
     document,
     pipeline_buffers,
 )
-from tests.integration.tiny_models import make_draft
+from tests.integration.tiny_models import IMAGE_TOKENS, image_token, make_draft, picture
 
 PROMPT = 17 * BLOCK - 1
 """Tokens whose longest hit is 512, in vLLM's own cache and in kvtier's: 31 are left to compute."""
@@ -196,6 +196,27 @@ def _one_and_several(engine: Watched) -> Any:
     return told | {"most in flight": engine.most_in_flight}
 
 
+def seeing(model: str) -> Any:
+    """One text with one image, and with another, which lies in the first chunk."""
+    from vllm import SamplingParams
+
+    engine = Watched(model)
+    assert engine.llm.llm_engine.vllm_config.model_config.is_multimodal_model
+    settings = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+
+    def ask(number: int) -> list[dict[str, Any]]:
+        text = document(0, PROMPT - IMAGE_TOKENS)
+        prompt = {
+            "prompt_token_ids": [*text[:10], image_token(model), *text[10:]],
+            "multi_modal_data": {"image": picture(number)},
+        }
+        (output,) = engine.llm.generate([prompt], settings, use_tqdm=False)
+        assert len(output.prompt_token_ids) == PROMPT
+        return [answer(output)]
+
+    return {f"image {number}": thrice(engine, lambda _, number=number: ask(number), 0) for number in range(2)}  # type: ignore[misc]
+
+
 def _tokens(seed: int) -> list[int]:
     return document(seed, PROMPT)
 
@@ -215,6 +236,7 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
         eagle,
         tensor_parallel,
         pipeline_parallel,
+        seeing,
     )
 }
 

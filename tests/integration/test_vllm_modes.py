@@ -17,6 +17,7 @@ from kvtier.bench.model import make_model
 from tests.engine_python import skip_if_broken
 from tests.integration.conftest import Forks
 from tests.integration.test_vllm import CHUNK, DOCUMENT_HIT, assert_same, hits, start
+from tests.integration.tiny_models import make_seeing
 
 pytestmark = [pytest.mark.vllm, pytest.mark.extended]
 
@@ -27,6 +28,11 @@ CHUNKS = DOCUMENT_HIT // CHUNK
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_seeing(tmp_path_factory.mktemp("models") / "seeing")
 
 
 @pytest.fixture
@@ -159,3 +165,37 @@ def test_ranks(run: Run, tiny: Path, ranks: str) -> None:
     assert_as_own(told["several"], prompts=4)
     assert_restarted(again["several"], told["several"], 4 * CHUNKS)
     assert told["most in flight"] == (2 if ranks == "pipeline_parallel" else 1)
+
+
+def test_images_are_part_of_a_prompts_name(run: Run, seeing: Path) -> None:
+    """Two images in the same text never meet; the same image is a hit, after a restart too."""
+    told, again = run("seeing", seeing), run("seeing", seeing)
+    one, other = told["image 0"], told["image 1"]
+    assert one["own"][0]["tokens"] != other["own"][0]["tokens"], "the images make no difference"
+    assert hits(other["cold"]) == [0]
+    assert other["loaded"][0] == one["loaded"][2]
+    for name in ("image 0", "image 1"):
+        assert_as_own(told[name])
+        assert_restarted(again[name], told[name])
+
+
+def test_a_session_that_adds_an_image_later_saves_it_under_that_image(run: Run, seeing: Path) -> None:
+    """What a session has saved is then asked as one prompt, of an engine whose own cache is empty."""
+    told = run("image_later", seeing, module="session_scenarios", processes=True)
+    again = run("image_later", seeing, module="session_scenarios", processes=True)
+    before_the_image = 3 * CHUNK
+    session, own, other = told["session"], told["own"], told["other, own"]
+    assert session["cached"] == 0
+    assert len(session["tokens"]) == 12, "it answered before the image came, and after"
+    assert own["cached"] == told["warm"]["cached"] == DOCUMENT_HIT
+    assert_same([told["warm"]], [own])
+    assert session["tokens"][4:] == own["tokens"]
+    assert own["tokens"] != other["tokens"], "the images make no difference"
+    assert told["other, only kvtier"]["cached"] == before_the_image
+    assert told["other, only kvtier"]["tokens"] == other["tokens"]
+    for one in ("session, own", "session, warm"):
+        assert told[one]["cached"] >= before_the_image
+        assert_same([told[one]], [told["session, own"]])
+    assert told["session, other"]["tokens"][4:] == other["tokens"]
+    assert again["session"]["cached"] >= before_the_image, "it was restarted"
+    assert_same([again["session"]], [told["session, own"]])
