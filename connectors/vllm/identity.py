@@ -11,6 +11,7 @@ import json
 import logging
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ logger = logging.getLogger("kvtier.connectors.vllm")
 
 _FORMAT = 2
 """Version of the bytes inside a slot. Raise it when their meaning changes."""
+_VOLATILE = frozenset(("_name_or_path", "transformers_version"))
+"""Of a configuration, and of those inside it: where it lies, and who wrote it."""
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _FROM_FOLDER = (
@@ -74,13 +77,20 @@ def _models(vllm_config: Any) -> list[Any]:
 
 
 def _model(model: Any) -> dict[str, Any]:
-    config = model.hf_config.to_dict()
-    for volatile in ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype"):
-        config.pop(volatile, None)
     media = getattr(model, "multimodal_config", None)
+    config = _without(model.hf_config.to_dict(), _VOLATILE | {"architectures", "torch_dtype", "dtype"})
     found = {"config": config, "processor": getattr(media, "mm_processor_kwargs", None)}
     plain: dict[str, Any] = json.loads(json.dumps(found, sort_keys=True, default=str))
     return plain
+
+
+def _without(config: Mapping[str, Any], names: AbstractSet[str]) -> dict[str, Any]:
+    """Configurations inside another one, as an EAGLE draft's has its model's, tell their folders too."""
+    return {
+        name: _without(value, _VOLATILE) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name not in names
+    }
 
 
 # ---- weights -------------------------------------------------------------------------------------------------------

@@ -71,12 +71,14 @@ class Engine:
         return [answer(output) for output in outputs]
 
 
-def answer(output: Any) -> dict[str, Any]:
-    best = output.outputs[0]
+def answer(output: Any, one: Any = None) -> dict[str, Any]:
+    """``one`` of several answers; else the first."""
+    best = one or output.outputs[0]
     logprobs = [next(iter(step.values())).logprob for step in best.logprobs or ()]
     prompt = [None if step is None else next(iter(step.values())).logprob for step in output.prompt_logprobs or ()]
     return {
         "tokens": list(best.token_ids),
+        "text": best.text,
         "logprobs": logprobs,
         "cached": output.num_cached_tokens,
         "prompt_logprobs": prompt,

@@ -57,3 +57,17 @@ def test_the_plug_ins_keys_are_keys(file: str) -> None:
     text = (ROOT / file).read_text(encoding="utf-8")
     named = set(re.findall(r"remote_storage_plugin\.kvtier\.([\w.]+):", text))
     assert {"module_path", "class_name", "server"} <= named <= {"module_path", "class_name", *KEYS}
+
+
+def test_the_modes_name_tests_that_there_are() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text.partition("<!-- begin modes -->")[2].partition("<!-- end modes -->")[0]
+    rows = [row.split(" | ")[-1].rstrip(" |") for row in table.splitlines()[3:]]
+    assert len(rows) >= 30
+    for row in rows:
+        if not row.startswith("`"):
+            assert row.startswith(("not tested", "not done", "simulated engines only")), row
+            continue
+        file, _, name = row.strip("`").partition("::")
+        tests = (ROOT / "tests" / "integration" / file).read_text(encoding="utf-8")
+        assert re.search(rf"^ *(def|class) {name}\b", tests, re.MULTILINE), row

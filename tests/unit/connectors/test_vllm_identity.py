@@ -26,6 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 def model(folder: Path | str, **other: Any) -> SimpleNamespace:
     config = {"hidden_size": 64, "_name_or_path": str(folder), "rope_parameters": {"rope_theta": 1e4}}
+    config["model"] = {"hidden_size": 64, "_name_or_path": str(folder)}  # as an EAGLE draft's configuration has it
     given = {
         "hf_config": SimpleNamespace(to_dict=config.copy), "model": str(folder), "model_weights": "",
         "revision": None, "dtype": "bfloat16", "quantization": None, "use_mla": False, "multimodal_config": None,

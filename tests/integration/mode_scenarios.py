@@ -1,0 +1,252 @@
+"""Engines in each of vLLM's modes: run as :mod:`tests.integration.scenarios` is, whose engine they use.
+
+What a hit gives is compared with what *the same engine* gives from its own prefix cache, at the same place in its
+batches: :func:`thrice` asks cold, again at once, and again when only kvtier has the prompt. A second engine over the
+same disk does the same: what it answers cold comes from NVMe. A scenario also tells what shows that its mode is in
+force, from the schedules of vLLM's own scheduler.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.integration.scenarios import (
+    BLOCK,
+    CHUNK,
+    PATCHES,
+    PLENTY,
+    Engine,
+    answer,
+    counts,
+    document,
+    pipeline_buffers,
+)
+from tests.integration.tiny_models import IMAGE_TOKENS, image_token, make_draft, picture
+
+PROMPT = 17 * BLOCK - 1
+"""Tokens whose longest hit is 512, in vLLM's own cache and in kvtier's: 31 are left to compute."""
+
+Ask = Callable[[int], list[dict[str, Any]]]
+
+
+class Watched(Engine):
+    """An engine in one process, whose scheduler is looked at: what it planned, step by step."""
+
+    def __init__(self, model: str, blocks: int = PLENTY, **arguments: Any) -> None:
+        super().__init__(model, blocks, disable_log_stats=False, **arguments)
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.plans: list[Any] = []
+        self.most_in_flight = 0
+        """Steps planned whose results the scheduler had not seen yet."""
+        scheduler, seen = self.core.scheduler, [0]
+        schedule, update = scheduler.schedule, scheduler.update_from_output
+
+        def planned(*arguments: Any, **more: Any) -> Any:
+            self.plans.append(schedule(*arguments, **more))
+            self.most_in_flight = max(self.most_in_flight, len(self.plans) - seen[0])
+            return self.plans[-1]
+
+        def updated(*arguments: Any, **more: Any) -> Any:
+            seen[0] += 1
+            return update(*arguments, **more)
+
+        scheduler.schedule, scheduler.update_from_output = planned, updated
+
+    def loaded(self) -> dict[str, int]:
+        """Chunks that were loaded, by place."""
+        return {name: count for name, count in counts(self).items() if name.startswith("loaded") and count}
+
+    def metric(self, name: str) -> int:
+        """A counter of vLLM's own."""
+        found = [metric.value for metric in self.llm.get_metrics() if metric.name == f"vllm:{name}"]
+        return int(sum(found))
+
+
+def thrice(engine: Watched, ask: Ask, seed: int) -> dict[str, Any]:
+    """``ask`` a prompt cold, from vLLM's own prefix cache, and when only kvtier has it. ``loaded``: chunks that kvtier
+    had loaded after each; ``plans``: tokens that each step computed for each request, while only kvtier had it."""
+    answers, loaded = {"cold": ask(seed)}, [engine.loaded()]
+    answers["own"] = ask(seed)
+    loaded.append(engine.loaded())
+    assert engine.llm.reset_prefix_cache()
+    begun = len(engine.plans)
+    answers["warm"] = ask(seed)
+    loaded.append(engine.loaded())
+    plans = [list(plan.num_scheduled_tokens.values()) for plan in engine.plans[begun:] if plan.num_scheduled_tokens]
+    return answers | {"loaded": loaded, "plans": plans}
+
+
+# ---- scenarios: name -> answers ------------------------------------------------------------------------------------
+
+
+def ways(model: str) -> Any:
+    """Prompts in pieces, several answers to one, beams, structured output and logprobs of the prompt."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
+
+    engine = Watched(model, max_num_batched_tokens=16, max_num_seqs=8)
+    config = engine.llm.llm_engine.vllm_config.scheduler_config
+    assert config.enable_chunked_prefill and config.max_num_batched_tokens == 16
+
+    def several(seed: int) -> list[dict[str, Any]]:
+        # Only the best token may be sampled: greedy gives one answer, and vLLM's CPU runner dies of a seed here.
+        settings = SamplingParams(n=3, temperature=1.0, top_k=1, max_tokens=8, ignore_eos=True, logprobs=0)
+        (output,) = engine.llm.generate([_prompt(seed)], settings, use_tqdm=False)
+        return [answer(output, one) for one in output.outputs]
+
+    def beams(seed: int) -> list[dict[str, Any]]:
+        settings = BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True)
+        (output,) = engine.llm.beam_search([_prompt(seed)], settings)
+        return [{"tokens": list(one.tokens[-4:]), "logprobs": [one.cum_logprob]} for one in output.sequences]
+
+    def structured(seed: int) -> list[dict[str, Any]]:
+        only = StructuredOutputsParams(choice=["yes", "no", "perhaps"])
+        return engine.ask([_tokens(seed)], structured_outputs=only, ignore_eos=False, max_tokens=12)
+
+    def prompt_logprobs(seed: int) -> list[dict[str, Any]]:
+        return engine.ask([_tokens(seed)]) + engine.ask([_tokens(seed)], prompt_logprobs=0)
+
+    asked: dict[str, Ask] = {
+        "in pieces": lambda seed: engine.ask([_tokens(seed)]),
+        "several": several,
+        "beams": beams,
+        "structured": structured,
+        "prompt logprobs": prompt_logprobs,
+    }
+    return {name: thrice(engine, ask, number) for number, (name, ask) in enumerate(asked.items())}
+
+
+def no_prefix_caching(model: str) -> Any:
+    """vLLM keeps nothing: every hit is kvtier's."""
+    engine = Watched(model, enable_prefix_caching=False)
+    assert not engine.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
+    return {"answers": thrice(engine, lambda seed: engine.ask([_tokens(seed)]), 0)}
+
+
+def one_prompt(model: str) -> Any:
+    engine = Watched(model)
+    return {"answers": thrice(engine, lambda seed: engine.ask([_tokens(seed)]), 0)}
+
+
+def preemption(model: str) -> Any:
+    """Four requests whose answers do not fit together: some are preempted, and resume."""
+    engine = Watched(model, int(os.environ["TEST_BLOCKS"]), max_num_seqs=4)
+    resumed: list[int] = []
+    scheduler = engine.core.scheduler
+    allocated = scheduler.connector.update_state_after_alloc
+
+    def noted(request: Any, blocks: Any, tokens: int) -> None:
+        if request.num_preemptions:
+            resumed.append(tokens)
+        allocated(request, blocks, tokens)
+
+    scheduler.connector.update_state_after_alloc = noted
+    told = thrice(engine, lambda _: engine.ask([document(seed, 9 * BLOCK - 1) for seed in range(4)], max_tokens=160), 0)
+    return told | {"preemptions": engine.metric("num_preemptions"), "resumed": resumed}
+
+
+def ngram(model: str) -> Any:
+    return _speculative(model, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}, PROMPT)
+
+
+def eagle(model: str) -> Any:
+    """vLLM takes one block less from its own cache with such a draft, so prompts are longer by one."""
+    draft = make_draft(
+        Path(os.environ["TEST_FOLDER"]) / "draft", Path(model), [document(seed, PROMPT + BLOCK) for seed in (0, 1)], 72
+    )
+    return _speculative(model, {"method": "eagle", "model": str(draft)}, PROMPT + BLOCK)
+
+
+def _speculative(model: str, how: dict[str, Any], tokens: int) -> Any:
+    """Answers long enough that chunks are saved from what was drafted, and a next turn that is hit as far as these."""
+    engine = Watched(model, speculative_config=how | {"num_speculative_tokens": 3})
+    prompt = document(0, tokens)
+    told = {"answers": thrice(engine, lambda _: engine.ask([prompt], max_tokens=2 * CHUNK + 8), 0)}
+    turn = (prompt + told["answers"]["own"][0]["tokens"])[: tokens + 2 * CHUNK]
+    told["turn"] = thrice(engine, lambda _: engine.ask([turn]), 0)
+    drafted = {name: engine.metric(f"spec_decode_num_{name}_tokens") for name in ("draft", "accepted")}
+    return told | {"tokens": drafted}
+
+
+def tensor_parallel(model: str) -> Any:
+    engine = Watched(model, tensor_parallel_size=2)
+    assert engine.llm.llm_engine.vllm_config.parallel_config.world_size == 2
+    return _one_and_several(engine)
+
+
+def pipeline_parallel(model: str) -> Any:
+    os.environ["TEST_PATCH"] = pipeline_buffers.__name__
+    engine = Watched(model, pipeline_parallel_size=2)
+    config = engine.llm.llm_engine.vllm_config
+    assert config.parallel_config.pipeline_parallel_size == 2 and config.max_concurrent_batches == 2
+    return _one_and_several(engine)
+
+
+def _one_and_several(engine: Watched) -> Any:
+    """One prompt, then four at the same time."""
+    told = {
+        "one": thrice(engine, lambda seed: engine.ask([_tokens(seed)]), 0),
+        "several": thrice(engine, lambda seed: engine.ask([_tokens(seed + index) for index in range(4)]), 1),
+    }
+    return told | {"most in flight": engine.most_in_flight}
+
+
+def seeing(model: str) -> Any:
+    """One text with one image, and with another, which lies in the first chunk."""
+    from vllm import SamplingParams
+
+    engine = Watched(model)
+    assert engine.llm.llm_engine.vllm_config.model_config.is_multimodal_model
+    settings = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+
+    def ask(number: int) -> list[dict[str, Any]]:
+        text = document(0, PROMPT - IMAGE_TOKENS)
+        prompt = {
+            "prompt_token_ids": [*text[:10], image_token(model), *text[10:]],
+            "multi_modal_data": {"image": picture(number)},
+        }
+        (output,) = engine.llm.generate([prompt], settings, use_tqdm=False)
+        assert len(output.prompt_token_ids) == PROMPT
+        return [answer(output)]
+
+    return {f"image {number}": thrice(engine, lambda _, number=number: ask(number), 0) for number in range(2)}  # type: ignore[misc]
+
+
+def _tokens(seed: int) -> list[int]:
+    return document(seed, PROMPT)
+
+
+def _prompt(seed: int) -> Any:
+    return {"prompt_token_ids": _tokens(seed)}
+
+
+SCENARIOS: dict[str, Callable[[str], Any]] = {
+    function.__name__: function
+    for function in (
+        ways,
+        no_prefix_caching,
+        one_prompt,
+        preemption,
+        ngram,
+        eagle,
+        tensor_parallel,
+        pipeline_parallel,
+        seeing,
+    )
+}
+
+
+def main() -> None:
+    name, out, model = sys.argv[1:4]
+    Path(out).write_text(json.dumps(SCENARIOS[name](model)))
+
+
+if __name__ == "__mp_main__" and os.environ.get("TEST_PATCH") in PATCHES:
+    PATCHES[os.environ["TEST_PATCH"]]()
+if __name__ == "__main__":
+    main()

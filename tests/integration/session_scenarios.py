@@ -1,0 +1,137 @@
+"""Streaming sessions on an engine that sees: run as :mod:`tests.integration.scenarios` is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+from tests.integration.scenarios import BLOCK, CHUNK, PLENTY, answer, document
+from tests.integration.tiny_models import IMAGE_TOKENS, image_token, picture
+
+FIRST = 3 * CHUNK + 8
+"""Tokens of a session's first turn."""
+SECOND = 17 * BLOCK - 1 - FIRST - 3
+"""Tokens of its second, with the image: of four that were answered before, three are kept, so that the whole is as
+long as the prompts of :mod:`tests.integration.mode_scenarios`."""
+
+
+class Streaming:
+    """vLLM's asynchronous engine."""
+
+    def __init__(self, model: str) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        transfer = {
+            "kv_connector": "KVTierConnector",
+            "kv_connector_module_path": "kvtier.connectors.vllm",
+            "kv_role": "kv_both",
+        }
+        more: dict[str, Any] = {"kv_transfer_config": transfer} if os.environ.get("WITH_KVTIER") == "1" else {}
+        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(
+            model, dtype="float32", max_model_len=736, enforce_eager=True, block_size=BLOCK, seed=0,
+            num_gpu_blocks_override=PLENTY, **more,
+        ))  # fmt: skip
+        self._image = image_token(model)
+        self._asked = 0
+
+    async def session(self, number: int) -> dict[str, Any]:
+        """A turn of text and, after its answer, another with a picture. ``whole``: the prompt that came of it."""
+        from vllm.engine.protocol import StreamingInput
+
+        answered = asyncio.Event()
+
+        async def turns() -> AsyncGenerator[Any, None]:
+            yield StreamingInput({"prompt_token_ids": document(0, FIRST)}, self._settings(4))
+            await answered.wait()
+            yield StreamingInput(self._seen(_second(), number), self._settings(8))
+
+        tokens, logprobs, cached = list[int](), list[float](), 0
+        async for output in self.engine.generate(turns(), self._settings(8), self._name()):
+            part = answer(output)
+            tokens += part["tokens"]
+            logprobs += part["logprobs"]
+            cached = max(cached, output.num_cached_tokens or 0)
+            if len(tokens) >= 4:
+                answered.set()
+        whole = document(0, FIRST) + tokens[:3]
+        return {"tokens": tokens, "logprobs": logprobs, "cached": cached, "before": whole}
+
+    async def ask(self, before: list[int], number: int) -> dict[str, Any]:
+        """The same as one prompt."""
+        prompt = self._seen(before + _second(), number, len(before))
+        settings = self._settings(8)
+        tokens, logprobs, cached = list[int](), list[float](), 0
+        async for output in self.engine.generate(prompt, settings, self._name()):
+            part = answer(output)
+            tokens += part["tokens"]
+            logprobs += part["logprobs"]
+            cached = output.num_cached_tokens
+            assert len(output.prompt_token_ids) == FIRST + 3 + SECOND
+        return {"tokens": tokens, "logprobs": logprobs, "cached": cached}
+
+    async def reset(self) -> None:
+        assert await self.engine.reset_prefix_cache()
+
+    def _seen(self, tokens: list[int], number: int, begin: int = 0) -> Any:
+        at = begin + 10
+        prompt = [*tokens[:at], self._image, *tokens[at:]]
+        return {"prompt_token_ids": prompt, "multi_modal_data": {"image": picture(number)}}
+
+    def _settings(self, tokens: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0, output_kind=RequestOutputKind.DELTA
+        )
+
+    def _name(self) -> str:
+        self._asked += 1
+        return f"request {self._asked}"
+
+
+def _second() -> list[int]:
+    return document(1, SECOND - IMAGE_TOKENS)
+
+
+async def _image_later(model: str) -> Any:
+    streaming = Streaming(model)
+    told = {"session": await streaming.session(0)}
+    before = told["session"]["before"]
+    told["own"] = await streaming.ask(before, 0)
+    await streaming.reset()
+    told["warm"] = await streaming.ask(before, 0)
+    await streaming.reset()
+    told["other, only kvtier"] = await streaming.ask(before, 1)
+    told["other, own"] = await streaming.ask(before, 1)
+    told["session, own"] = await streaming.session(0)
+    await streaming.reset()
+    told["session, warm"] = await streaming.session(0)
+    await streaming.reset()
+    told["session, other"] = await streaming.session(1)
+    streaming.engine.shutdown()
+    return told
+
+
+def image_later(model: str) -> Any:
+    """Sessions that add an image to what was text; what they leave is then asked as one prompt, with that image and
+    with another."""
+    return asyncio.run(_image_later(model))
+
+
+SCENARIOS: dict[str, Callable[[str], Any]] = {function.__name__: function for function in (image_later,)}
+
+
+def main() -> None:
+    name, out, model = sys.argv[1:4]
+    Path(out).write_text(json.dumps(SCENARIOS[name](model)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Real vLLM behind its OpenAI server: requests that are aborted and caches that are reset while loads are under way and
+answers are being computed, and adapters that are loaded when somebody asks.
+
+Answers are compared with those of the same engine's own prefix cache. A load's end is held back by the test.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.bench.model import make_lora, make_model
+from kvtier.bench.servers import VllmServer
+from tests.integration.scenarios import document
+from tests.integration.test_vllm import CHUNK, DOCUMENT_HIT
+from tests.server_process import wait_for
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
+
+CHUNKS = DOCUMENT_HIT // CHUNK
+TRANSFER = {
+    "kv_connector": "KVTierConnector",
+    "kv_connector_module_path": "kvtier.connectors.vllm",
+    "kv_role": "kv_both",
+}
+START_S = 300.0
+
+
+class Server(VllmServer):
+    """:mod:`tests.integration.mode_server` on a model, with kvtier."""
+
+    def __init__(self, model: Path, folder: Path, *more: str) -> None:
+        self.folder = folder
+        args = [
+            "--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager",
+            "--block-size", "32", "--num-gpu-blocks-override", "512", "--seed", "0", "--enable-prompt-tokens-details",
+            "--shutdown-timeout", "10", "--kv-transfer-config", json.dumps(TRANSFER), *more,
+        ]  # fmt: skip
+        env = {
+            "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "TEST_FOLDER": str(folder),
+            "KVTIER_CHUNK_TOKENS": str(CHUNK), "KVTIER_RAM_BYTES": "64MiB", "KVTIER_TAKE_HITS": "always",
+            "KVTIER_NVME_PATH": str(folder / "nvme"), "KVTIER_NVME_BYTES": "64MiB",
+        }  # fmt: skip
+        super().__init__(str(model), args, env, folder / "server.log", START_S)
+        self._command[:3] = [sys.executable, "-m", "tests.integration.mode_server"]
+
+    def post(self, path: str, body: dict[str, Any] | None = None, rank: int | None = None) -> Any:
+        headers = {"Content-Type": "application/json"} | ({} if rank is None else {"X-data-parallel-rank": str(rank)})
+        data = json.dumps(body or {}).encode()
+        request = urllib.request.Request(f"{self.base_url}{path}", data, headers)  # noqa: S310 - a server of ours
+        with urllib.request.urlopen(request, timeout=120) as reply:  # noqa: S310
+            said = reply.read().decode()
+        return json.loads(said) if said.startswith(("{", "[")) else said
+
+    def ask(self, seed: int, model: str = "tiny", rank: int | None = None) -> dict[str, Any]:
+        reply = self.post("/v1/completions", body_of(seed, model), rank)
+        (choice,) = reply["choices"]
+        return {
+            "tokens": choice["token_ids"],
+            "logprobs": choice["logprobs"]["token_logprobs"],
+            "cached": (reply["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0),
+        }
+
+    @contextmanager
+    def begun(self, seed: int, **more: Any) -> Iterator[http.client.HTTPConnection]:
+        """A request whose answer is a stream; its connection is closed at the end, whether that was read or not."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        body = body_of(seed) | {"stream": True} | more
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+    def reset(self, **query: bool) -> Any:
+        words = "&".join(f"{name}={str(value).lower()}" for name, value in query.items())
+        return self.post(f"/reset_prefix_cache?{words}")["success"]
+
+    def metric(self, name: str, **labels: str) -> float:
+        with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=60) as reply:  # noqa: S310
+            lines = reply.read().decode().splitlines()
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        found = [line for line in lines if re.match(rf"vllm:{name}[{{ ]", line) and all(one in line for one in wanted)]
+        return sum(float(line.split()[-1]) for line in found)
+
+    def loaded(self, **labels: str) -> float:
+        return self.metric("kvtier_loaded_chunks_total", **labels)
+
+    def loads(self) -> int:
+        file = self.folder / "loads"
+        return file.stat().st_size if file.exists() else 0
+
+    @contextmanager
+    def shut(self) -> Iterator[None]:
+        """Loads do not end before the end of this, or :meth:`open`."""
+        (self.folder / "shut").touch()
+        try:
+            yield
+        finally:
+            self.open()
+
+    def open(self) -> None:
+        (self.folder / "shut").unlink(missing_ok=True)
+
+
+def body_of(seed: int, model: str = "tiny") -> dict[str, Any]:
+    return {
+        "model": model, "prompt": document(seed), "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 0,
+        "return_token_ids": True,
+    }  # fmt: skip
+
+
+def streamed(connection: http.client.HTTPConnection) -> Iterator[int]:
+    """The answer's tokens, as they come."""
+    for line in connection.getresponse():
+        if line.startswith(b"data: {"):
+            event = json.loads(line[6:])
+            yield from (token for choice in event["choices"] for token in choice["token_ids"] or ())
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return bool(one["tokens"] == other["tokens"] and one["logprobs"] == other["logprobs"])
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
+
+
+class TestOneServer:
+    """One engine for all of it."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server(cls, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+        server = Server(tiny, tmp_path_factory.mktemp("server"))
+        with server:
+            yield server
+
+    def kept(self, server: Server, seed: int) -> dict[str, Any]:
+        """Ask cold, and again: what the engine's own cache gives. Then only kvtier has it."""
+        assert server.ask(seed)["cached"] == 0
+        own = server.ask(seed)
+        assert own["cached"] == DOCUMENT_HIT
+        assert server.reset()
+        return own
+
+    def test_a_request_aborted_while_it_loads_leaves_nothing_behind(self, server: Server) -> None:
+        own, loads = self.kept(server, 0), server.loads()
+        with server.shut():
+            with server.begun(0):
+                wait_for(lambda: server.loads() > loads, "a load begins")
+                wait_for(lambda: server.metric("num_requests_waiting") == 1, "the request waits for it")
+            wait_for(lambda: server.metric("num_requests_waiting") == 0, "the request is aborted")
+            assert not server.reset(), "its blocks are held until the load is through"
+        wait_for(server.reset, "its blocks are free")
+        loaded = server.loaded()
+        again = server.ask(0)
+        assert same(again, own)
+        assert again["cached"] == DOCUMENT_HIT
+        assert server.loaded() - loaded == CHUNKS
+
+    def test_a_reset_preempts_what_runs_and_it_resumes_from_kvtier(self, server: Server) -> None:
+        long = {"max_tokens": 1000}
+        with server.begun(1, **long) as connection:
+            undisturbed = list(streamed(connection))
+        assert server.reset()
+        loaded, preempted = server.loaded(), server.metric("num_preemptions_total")
+        with server.begun(1, **long) as connection:
+            answer = streamed(connection)
+            first = next(answer)
+            assert not server.reset(), "it runs"
+            assert server.reset(reset_running_requests=True)
+            rest = list(answer)
+        assert server.metric("num_preemptions_total") > preempted
+        assert server.loaded() - loaded >= 2 * CHUNKS, "at its beginning, and when it resumed"
+        assert [first, *rest] == undisturbed
+
+    def test_a_reset_of_kvtier_too_forgets_all(self, server: Server) -> None:
+        own = self.kept(server, 2)
+        assert server.reset(reset_external=True)
+        assert server.ask(2)["cached"] == 0, "kvtier has forgotten it"
+        assert server.reset()
+        loaded = server.loaded()
+        again = server.ask(2)
+        assert same(again, own)
+        assert server.loaded() - loaded == CHUNKS, "and keeps it anew"
+
+    def test_resets_during_a_load_never_touch_what_is_loaded(self, server: Server) -> None:
+        """vLLM refuses to preempt a request that loads. A reset of kvtier forgets the chunks, and lets the load end."""
+        own, loads = self.kept(server, 3), server.loads()
+        with server.shut(), server.begun(3) as connection:
+            wait_for(lambda: server.loads() > loads, "a load begins")
+            with pytest.raises(urllib.error.HTTPError, match="500"):
+                server.reset(reset_running_requests=True)
+            assert not server.reset(reset_external=True), "vLLM's own blocks are held"
+            server.open()
+            tokens = list(streamed(connection))
+        assert tokens == own["tokens"]
+        assert same(server.ask(3), own)
+        wait_for(server.reset, "all blocks are free")
+
+
+def test_adapters_loaded_while_the_server_runs_are_known_by_what_they_are(tiny: Path, tmp_path: Path) -> None:
+    """After a restart one of them comes under another name, and the other under its name."""
+    folders = [make_lora(tmp_path / f"adapter{seed}", tiny, seed=seed) for seed in (1, 2)]
+
+    def load(name: str, folder: Path) -> None:
+        server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+
+    server = Server(tiny, tmp_path, "--enable-lora", "--max-loras", "1", "--max-lora-rank", "8")
+    with server:
+        base = server.ask(0)
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            server.ask(0, model="first")
+        load("first", folders[0])
+        cold, own = server.ask(0, model="first"), server.ask(0, model="first")
+        assert (cold["cached"], own["cached"]) == (0, DOCUMENT_HIT)
+        assert own["tokens"] != base["tokens"], "the adapter makes no difference"
+        assert server.reset()
+        loaded = server.loaded()
+        warm = server.ask(0, model="first")
+        assert same(warm, own)
+        assert server.loaded() - loaded == CHUNKS
+        server.restart()
+        load("renamed", folders[0])
+        load("first", folders[1])
+        renamed, other = server.ask(0, model="renamed"), server.ask(0, model="first")
+        assert same(renamed, own)
+        assert (renamed["cached"], other["cached"]) == (DOCUMENT_HIT, 0)
+        assert server.loaded(place="nvme") == CHUNKS
+        assert other["tokens"] not in (own["tokens"], base["tokens"])

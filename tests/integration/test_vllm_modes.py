@@ -1,0 +1,201 @@
+"""Real vLLM in each of its modes: what kvtier loads gives the same tokens and logprobs, to the last bit, as a hit of
+the same engine's own prefix cache. In RAM, and after a restart from NVMe.
+
+Every test also says what shows that its mode was in force, and fails when nothing was loaded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.bench.model import make_model
+from tests.engine_python import skip_if_broken
+from tests.integration.conftest import Forks
+from tests.integration.test_vllm import CHUNK, DOCUMENT_HIT, assert_same, hits, start
+from tests.integration.tiny_models import make_seeing
+
+pytestmark = [pytest.mark.vllm, pytest.mark.extended]
+
+Run = Callable[..., Any]
+CHUNKS = DOCUMENT_HIT // CHUNK
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_seeing(tmp_path_factory.mktemp("models") / "seeing")
+
+
+@pytest.fixture
+def run(forks: Forks, tmp_path: Path) -> Run:
+    """``run(scenario, model, **environment)``: what it tells. All engines of a test have one NVMe folder."""
+    numbers = itertools.count()
+    disk = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
+
+    def once(name: str, model: Path, *, module: str = "mode_scenarios", processes: bool = False, **more: str) -> Any:
+        out = tmp_path / f"run{next(numbers)}" / "answers.json"
+        out.parent.mkdir()
+        told = start(forks(False), f"{module} {name}", out, model, disk, processes=processes, more=more)
+        assert isinstance(told, dict), str(told)[-4000:]
+        return told
+
+    return once
+
+
+def assert_as_own(told: dict[str, Any], hit: int = DOCUMENT_HIT, prompts: int = 1) -> None:
+    """What only kvtier had is what vLLM's own prefix cache gave, from hits of the same length."""
+    cold, own, warm = (told["loaded"][index].get("loaded_ram", 0) for index in range(3))
+    assert cold == own, "the engine's own hit was its own"
+    assert warm - own == prompts * hit // CHUNK
+    assert hits(told["own"]) == hits(told["warm"]) == [hit] * len(told["own"])
+    assert_same(told["warm"], told["own"])
+    assert_same(told["cold"], told["own"], tolerance=1e-4)
+
+
+def assert_restarted(again: dict[str, Any], told: dict[str, Any], chunks: int = CHUNKS) -> None:
+    """What another engine answers first comes from NVMe, and is what the first engine's own cache gave."""
+    assert again["loaded"][0].get("loaded_nvme", 0) >= chunks
+    assert hits(again["cold"]) == hits(told["own"])
+    assert_same(again["cold"], told["own"])
+
+
+class TestWays:
+    """One engine that takes 16 tokens a step, and one after its restart."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def lives(cls, forks: Forks, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("ways")
+        disk = {"nvme_path": folder / "nvme", "nvme_bytes": "64MiB"}
+        told = [start(forks(False), "mode_scenarios ways", folder / f"{life}.json", tiny, disk) for life in range(2)]
+        for life in told:
+            assert isinstance(life, dict), str(life)[-4000:]
+        return told
+
+    def test_chunked_prefill(self, lives: list[dict[str, Any]]) -> None:
+        told, again = (life["in pieces"] for life in lives)
+        assert_as_own(told)
+        assert_restarted(again, told)
+        assert told["plans"][:2] == [[16], [15]], "what is left of the prompt is computed in two steps"
+
+    def test_several_answers_to_one_prompt(self, lives: list[dict[str, Any]]) -> None:
+        told, again = (life["several"] for life in lives)
+        assert len(told["warm"]) == 3
+        assert max(len(step) for step in told["plans"]) == 3, "three requests in a step"
+        warm = told["loaded"][2]["loaded_ram"] - told["loaded"][1]["loaded_ram"]
+        assert warm == CHUNKS, "loaded once, for the three of them"
+        assert_same(told["warm"], told["own"])
+        assert_same(again["cold"], told["own"])
+
+    def test_beam_search(self, lives: list[dict[str, Any]]) -> None:
+        told, again = (life["beams"] for life in lives)
+        assert len({tuple(beam["tokens"]) for beam in told["own"]}) == 3
+        assert told["loaded"][2]["loaded_ram"] - told["loaded"][1]["loaded_ram"] == CHUNKS
+        assert_same(told["warm"], told["own"])
+        assert_same(again["cold"], told["own"])
+
+    def test_structured_output(self, lives: list[dict[str, Any]]) -> None:
+        told, again = (life["structured"] for life in lives)
+        assert_as_own(told)
+        assert_restarted(again, told)
+        assert told["own"][0]["text"] in ("yes", "no", "perhaps")
+
+    def test_prompt_logprobs(self, lives: list[dict[str, Any]]) -> None:
+        """They need the whole prompt computed, so nothing is loaded for them, and the cache serves others meanwhile."""
+        told, again = (life["prompt logprobs"] for life in lives)
+        for one in (told["cold"], told["own"], told["warm"], again["cold"]):
+            assert hits(one)[1] == 0
+            assert len(one[1]["prompt_logprobs"]) == DOCUMENT_HIT + 31
+            assert one[1]["prompt_logprobs"] == told["own"][1]["prompt_logprobs"]
+        assert hits(told["warm"])[0] == DOCUMENT_HIT
+        assert_same(told["warm"], told["own"])
+        assert_same(again["cold"], told["own"])
+        assert told["loaded"][2]["loaded_ram"] - told["loaded"][1]["loaded_ram"] == CHUNKS
+
+
+def test_without_vllms_prefix_caching_every_hit_is_loaded(run: Run, tiny: Path) -> None:
+    """The scenario asserts that it is off. vLLM's own hit is that of an engine that has it on."""
+    told, own = run("no_prefix_caching", tiny)["answers"], run("one_prompt", tiny)["answers"]
+    assert [loaded.get("loaded_ram", 0) for loaded in told["loaded"]] == [0, CHUNKS, 2 * CHUNKS]
+    for answers in (told["own"], told["warm"], own["cold"]):
+        assert hits(answers) == [DOCUMENT_HIT]
+        assert_same(answers, own["own"])
+    assert own["loaded"][0]["loaded_nvme"] == CHUNKS, "with the cache on it is the same engine to kvtier"
+
+
+def test_preempted_requests_resume_from_what_kvtier_kept(run: Run, tiny: Path) -> None:
+    roomy, tight = (run("preemption", tiny, TEST_BLOCKS=blocks) for blocks in ("1024", "44"))
+    assert_as_own(roomy, hit=256, prompts=4)
+    assert roomy["preemptions"] == 0
+    assert tight["preemptions"] > 0
+    assert max(tight["resumed"]) >= 256, "a request that was preempted was loaded when it resumed"
+    for round_ in ("cold", "own", "warm"):
+        assert_same(tight[round_], roomy["own"])
+
+
+@pytest.mark.parametrize("how", ["ngram", "eagle"])
+def test_speculation_saves_what_was_accepted(run: Run, tiny: Path, how: str) -> None:
+    """A prompt, and a next turn that is hit as far as chunks were made of accepted tokens."""
+    skip_if_broken("speculative")
+    told, again = run(how, tiny), run(how, tiny)
+    assert_as_own(told["answers"])
+    assert_restarted(again["answers"], told["answers"])
+    turn = told["turn"]
+    assert hits(turn["own"]) == hits(turn["warm"]) == [DOCUMENT_HIT + 2 * CHUNK]
+    assert turn["loaded"][2]["loaded_ram"] - turn["loaded"][1]["loaded_ram"] == CHUNKS + 2
+    assert_same(turn["warm"], turn["own"])
+    assert 0 < told["tokens"]["accepted"] < told["tokens"]["draft"]
+
+
+@pytest.mark.parametrize("ranks", ["tensor_parallel", "pipeline_parallel"])
+def test_ranks(run: Run, tiny: Path, ranks: str) -> None:
+    """The scenario asserts that there are two. Stages have two batches in flight."""
+    told, again = run(ranks, tiny), run(ranks, tiny)
+    assert_as_own(told["one"])
+    assert_restarted(again["one"], told["one"])
+    assert_as_own(told["several"], prompts=4)
+    assert_restarted(again["several"], told["several"], 4 * CHUNKS)
+    assert told["most in flight"] == (2 if ranks == "pipeline_parallel" else 1)
+
+
+def test_images_are_part_of_a_prompts_name(run: Run, seeing: Path) -> None:
+    """Two images in the same text never meet; the same image is a hit, after a restart too."""
+    told, again = run("seeing", seeing), run("seeing", seeing)
+    one, other = told["image 0"], told["image 1"]
+    assert one["own"][0]["tokens"] != other["own"][0]["tokens"], "the images make no difference"
+    assert hits(other["cold"]) == [0]
+    assert other["loaded"][0] == one["loaded"][2]
+    for name in ("image 0", "image 1"):
+        assert_as_own(told[name])
+        assert_restarted(again[name], told[name])
+
+
+def test_a_session_that_adds_an_image_later_saves_it_under_that_image(run: Run, seeing: Path) -> None:
+    """What a session has saved is then asked as one prompt, of an engine whose own cache is empty."""
+    told = run("image_later", seeing, module="session_scenarios", processes=True)
+    again = run("image_later", seeing, module="session_scenarios", processes=True)
+    before_the_image = 3 * CHUNK
+    session, own, other = told["session"], told["own"], told["other, own"]
+    assert session["cached"] == 0
+    assert len(session["tokens"]) == 12, "it answered before the image came, and after"
+    assert own["cached"] == told["warm"]["cached"] == DOCUMENT_HIT
+    assert_same([told["warm"]], [own])
+    assert session["tokens"][4:] == own["tokens"]
+    assert own["tokens"] != other["tokens"], "the images make no difference"
+    assert told["other, only kvtier"]["cached"] == before_the_image
+    assert told["other, only kvtier"]["tokens"] == other["tokens"]
+    for one in ("session, own", "session, warm"):
+        assert told[one]["cached"] >= before_the_image
+        assert_same([told[one]], [told["session, own"]])
+    assert told["session, other"]["tokens"][4:] == other["tokens"]
+    assert again["session"]["cached"] >= before_the_image, "it was restarted"
+    assert_same([again["session"]], [told["session, own"]])
