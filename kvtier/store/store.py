@@ -21,7 +21,7 @@ from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
 from kvtier.load_policy.outlook import Outlook
 from kvtier.store.audit import Audit
 from kvtier.store.directory import FILLING, GONE, READY, Directory, Entry
-from kvtier.store.eviction import LRU, Policy
+from kvtier.store.eviction import LRU, PolicyOf
 from kvtier.store.lease import LoadLease, Match, SaveLease
 from kvtier.store.lookup import look
 from kvtier.store.lower_tier import Below, Core, Place
@@ -45,7 +45,7 @@ class Store:
         self,
         pool: Pool,
         tiers: Sequence[Place | tuple[Tier, Executor]] = (),
-        policy: Callable[[], Policy] = LRU,
+        policy: PolicyOf = LRU,
         share: float | None = None,
         spare: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -104,13 +104,13 @@ class Store:
         lease = SaveLease(self, keys, [])
         keep, wanted, missing = frozenset(keys), len(keys) if most is None else most, 0
         try:
-            yield from self._touching(keys[AT_ONCE:])
+            yield from self._ordering(keys[AT_ONCE:])
             for number, part in enumerate(pieces(keys)):
                 if number:
                     yield 0.0
                 with self._lock:
                     if not number:
-                        self._directory.touch(part)
+                        self._directory.ordered(part)
                     absent = [key for key in part if self._directory.get(key) is None]
                     missing += len(absent)
                     for key in absent[: wanted - len(lease.entries)]:
@@ -149,7 +149,7 @@ class Store:
         rest = keys[start:]
         lease = LoadLease(self, rest[:most], owner)
         try:
-            yield from self._touching(keys)
+            yield from self._in_order(self._directory.used, keys)
             while self._load_piece(lease, AT_ONCE, owner):
                 yield 0.0
         except BaseException:
@@ -183,12 +183,16 @@ class Store:
             self._look_ahead_soon(owner)
         return len(lease.entries) - known == count
 
-    def _touching(self, run: Sequence[ChunkKey]) -> Steps[None]:
-        """A run was used; its end first, so that its beginning is hottest."""
+    def _ordering(self, run: Sequence[ChunkKey]) -> Steps[None]:
+        """A run was stored: hot again, and leaves leaf first."""
+        return self._in_order(self._directory.ordered, run)
+
+    def _in_order(self, note: Callable[[Sequence[ChunkKey]], None], run: Sequence[ChunkKey]) -> Steps[None]:
+        """Tell the directory of a run in pieces; its end first, so that its beginning is hottest."""
         parts = list(pieces(run))
         for part in reversed(parts):
             with self._lock:
-                self._directory.touch(part)
+                note(part)
             if part is not parts[0]:
                 yield 0.0
 
@@ -491,7 +495,7 @@ class Store:
             yield 0.0
         if not commit:
             return
-        yield from self._touching(lease.run)
+        yield from self._ordering(lease.run)
         for below in self._on_save:
             for part in pieces(lease.entries):
                 below.offer(part, lease.run)

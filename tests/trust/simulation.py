@@ -313,7 +313,7 @@ class Simulation:
             self.world.quiet = False
         self.observe()
         directory = store._directory
-        for order in (directory._evictable, *(tier.order for tier in directory._tiers)):
+        for order in (directory._order, *(tier.order for tier in directory._tiers)):
             parts = {key: owner for owner, part in (order._parts or {}).items() for key in part}
             if order._parts is not None and parts != {key: order.owner(key) for key in order if order.owner(key)}:
                 raise ViolationError("an owner's own order is not the part of all that is the owner's")
