@@ -77,7 +77,8 @@ class Entry:
 class Directory:
     """Who holds what, for ``slots`` RAM slots and any number of lower tiers (given by their capacities).
 
-    ``share``: the part of RAM and of every tier that one owner may have, above 0 and up to 1; None for no quotas.
+    ``policy``: the order of leaving of RAM, and of the tiers where ``lower`` is not given. ``share``: the part of RAM
+    and of every tier that one owner may have, above 0 and up to 1; None for no quotas.
     """
 
     def __init__(
@@ -86,6 +87,8 @@ class Directory:
         capacities: Sequence[int] = (),
         policy: PolicyOf = LRU,
         share: float | None = None,
+        *,
+        lower: PolicyOf | None = None,
     ) -> None:
         self.slots = slots
         """Slots that may be in use; fewer than there are while another Store has the room of the others."""
@@ -110,7 +113,7 @@ class Directory:
         self._idle_of: Counter[int] = Counter()
         """READY entries without any pin, and those by owner where owners have quotas: is there anything to evict?"""
         self._order = Owned(policy(slots), share is not None)
-        self._tiers = [Holding(capacity, policy, share) for capacity in capacities]
+        self._tiers = [Holding(capacity, lower or policy, share) for capacity in capacities]
 
     # ---- looks: no effect ----------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from kvtier.core.lanes import Executor
 from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
 from kvtier.load_policy.outlook import Outlook
+from kvtier.store.adaptive import Adaptive
 from kvtier.store.audit import Audit
 from kvtier.store.directory import FILLING, GONE, READY, Directory, Entry
 from kvtier.store.eviction import LRU, PolicyOf
@@ -38,14 +39,15 @@ class Store:
 
     ``recovered()`` of every tier is read here, once. :meth:`close` closes lanes, tiers and the pool. ``share`` and
     every ``owner``: see :mod:`kvtier.store.directory`; for servers. ``spare`` is a lane without a tier: it makes the
-    pool's pages present while nobody waits. ``clock``: monotonic seconds, for forecasts.
+    pool's pages present while nobody waits. ``clock``: monotonic seconds, for forecasts. An Adaptive ``policy``
+    is RAM's and learns on the spare lane; the tiers' is LRU then.
     """
 
     def __init__(
         self,
         pool: Pool,
         tiers: Sequence[Place | tuple[Tier, Executor]] = (),
-        policy: PolicyOf = LRU,
+        policy: PolicyOf | Adaptive = LRU,
         share: float | None = None,
         spare: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -63,7 +65,9 @@ class Store:
         self.touched: Future[None] = Future()  # done when ``spare`` has made every page; cancelled by a close before
         self.on_arrival: Callable[[], None] = _nothing
         """Called on a lane thread, without the lock, whenever :meth:`wait` would return."""
-        self._directory = Directory(pool.slots, [tier.capacity for tier in self.tiers], policy, share)
+        self._adaptive = policy if isinstance(policy, Adaptive) else None
+        capacities = [tier.capacity for tier in self.tiers]
+        self._directory = Directory(pool.slots, capacities, policy, share, lower=LRU if self._adaptive else policy)
         core = Core(self._lock, self._directory, pool, self.counts)
         self._below = [Below(core, index, place, clock) for index, place in enumerate(places)]
         self._on_save = [below for below in self._below if not below.on_evict]
@@ -164,6 +168,7 @@ class Store:
             if asked is None:
                 self._miss(rest, len(lease.entries), most)
         self._promotions.begin(promotions)
+        self._learn(keys)
         if promotions:
             self._look_ahead_soon(owner)
         if asked is not None and not self._below[asked].timed.submit(partial(self._find, lease, asked)):
@@ -388,6 +393,8 @@ class Store:
         with self._lock:
             held = {f"{tier.name}_held": self._directory.held(index) for index, tier in enumerate(self.tiers)}
             stats = Counter({**self._directory.usage(), **held, **self.counts})
+            if self._adaptive is not None:
+                stats.update(self._adaptive.counts())
             for below in self._on_evict:
                 stats[f"{below.tier.name}_spill_late"] += self._directory.evicted_unoffered
             return stats
@@ -400,6 +407,19 @@ class Store:
             self._spare.submit(partial(self._populate, first + count))
         elif self.touched.set_running_or_notify_cancel():
             self.touched.set_result(None)
+
+    # ---- the policy ----------------------------------------------------------------------------------------------
+
+    def _learn(self, run: Sequence[ChunkKey]) -> None:
+        """A prompt asked for this run: the shadows follow it, once the pool's pages are there."""
+        adaptive, spare = self._adaptive, self._spare
+        if adaptive is not None and spare is not None and adaptive.note(run) and self.touched.done():
+            spare.submit(self._follow)
+
+    def _follow(self) -> None:
+        """On the spare lane."""
+        if self._adaptive is not None and self._spare is not None and self._adaptive.work(self._lock, _yield):
+            self._spare.submit(self._follow)
 
     # ---- promotion: lower tier -> slot ---------------------------------------------------------------------------
 
@@ -550,6 +570,11 @@ class Store:
         for entry in reversed(entries):
             self._directory.unpin(entry)
             self._promotions.unpinned(entry)
+
+
+def _yield() -> None:
+    """Whoever waits for the interpreter goes first."""
+    time.sleep(0)
 
 
 def _nothing() -> None:
