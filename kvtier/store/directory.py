@@ -112,6 +112,8 @@ class Directory:
         self._idle = 0
         self._idle_of: Counter[int] = Counter()
         """READY entries without any pin, and those by owner where owners have quotas: is there anything to evict?"""
+        self._over: set[ChunkKey] = set()
+        """READY chunks that nobody will ask for again, as far as is known; not written below when they leave."""
         self._order = Owned(policy(slots), share is not None)
         self._tiers = [Holding(capacity, lower or policy, share) for capacity in capacities]
 
@@ -208,20 +210,48 @@ class Directory:
     def unpin(self, entry: Entry) -> None:
         """A reader leaves."""
         self._unpin(entry)
-        if entry.state is READY and entry.pins == entry.writes:
+        if self._is_idle(entry):
+            self._over.discard(entry.key)
             self._order.ordered((entry.key,))
 
     def used(self, run: Sequence[ChunkKey]) -> None:
         """A prompt asked for this run: hotter now in RAM and in every tier, its beginning hottest of all."""
+        if self._over:
+            self._over.difference_update(run)
         self._order.used(run)
         for tier in self._tiers:
             tier.order.used(run)
 
     def ordered(self, run: Sequence[ChunkKey]) -> None:
         """A prompt's run is being stored, which is no use of what is held of it: in order again everywhere."""
+        if self._over:
+            self._over.difference_update(run)
         self._order.ordered(run)
         for tier in self._tiers:
             tier.order.ordered(run)
+
+    def over(self, run: Sequence[ChunkKey]) -> None:
+        """Nobody will ask for these chunks again, as far as is known, until somebody uses or saves one: coldest now
+        everywhere, the end of the run first. What is read or filled at this moment is not over."""
+        entries = self._entries
+        idle = [key for key in run if (entry := entries.get(key)) is None or self._is_idle(entry)]
+        self._over.update(key for key in idle if key in entries)
+        for order in (self._order, *(tier.order for tier in self._tiers)):
+            order.cool(idle)
+
+    def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
+        """These chunks will be used within so many seconds after their last use: they leave RAM after all else, if
+        they are not more than half of it."""
+        self._over.difference_update(run)
+        self._order.keep(run, seconds)
+
+    def tick(self, now: float) -> None:
+        """It is ``now``: what was to be kept until then is not any more."""
+        self._order.tick(now)
+
+    @staticmethod
+    def _is_idle(entry: Entry) -> bool:
+        return entry.state is READY and entry.pins == entry.writes
 
     def forget(self, key: ChunkKey, owner: int | None = None) -> list[int]:
         """The chunk is bad or unwanted: ABSENT everywhere. Returns the tiers that must delete it, then :meth:`deleted`.
@@ -255,9 +285,9 @@ class Directory:
         return self._offer(self._unread(self._order))[::-1]
 
     def _unread(self, keys: Iterable[ChunkKey]) -> Iterator[Entry]:
-        """Of those of ``keys`` that have no reader, their entries."""
-        entries = self._entries
-        return (entry for key in keys if (entry := entries[key]).pins == entry.writes)
+        """Of those of ``keys`` that have no reader and are not over, their entries."""
+        entries, over = self._entries, self._over
+        return (entry for key in keys if (entry := entries[key]).pins == entry.writes and key not in over)
 
     def _offer(self, entries: Iterable[Entry]) -> list[Entry]:
         new = [entry for entry in dict.fromkeys(entries) if not entry.offered]
@@ -403,6 +433,8 @@ class Directory:
             problems.append(f"{counted} chunks filling and pinned, booked {(self._filling, self._pinned)}")
         if not set(self._order) <= self._entries.keys():
             problems.append("the order of leaving names chunks that are not in RAM")
+        if any(key not in self._order for key in self._over):
+            problems.append("chunks are over that are not there")
         unpinned = [entry for entry in entries if entry.state is READY and not entry.pins]
         owned = Counter(entry.owner for entry in unpinned if entry.owner and self._share is not None)
         if (len(unpinned), owned) != (self._idle, self._idle_of):
@@ -518,12 +550,13 @@ class Directory:
 
     def _evict(self, entry: Entry) -> None:
         self._past.left(entry.key, Left.EVICTED)
-        self.evicted_unoffered += not entry.offered
+        self.evicted_unoffered += not entry.offered and entry.key not in self._over
         self._order.evicted(entry.key)
         self._remove(entry)
 
     def _remove(self, entry: Entry) -> None:
         del self._entries[entry.key]
+        self._over.discard(entry.key)
         self._filling -= entry.state is FILLING
         if entry.state is READY and not entry.pins:
             self._count_idle(entry, -1)

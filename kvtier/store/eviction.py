@@ -53,6 +53,18 @@ class Policy(Protocol):
         """The key to let go first; None when empty. It stays known until evicted or discarded."""
         ...
 
+    def cool(self, run: Sequence[ChunkKey]) -> None:
+        """These leave before all else, the end of the run first; unknown keys in it are ignored."""
+        ...
+
+    def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
+        """These leave after all else for so long after their last use, if that is not more than half of all."""
+        ...
+
+    def tick(self, now: float) -> None:
+        """It is ``now``, in seconds."""
+        ...
+
     def resize(self, room: int) -> None:
         """There is room for so many chunks from now on."""
         ...
@@ -102,6 +114,17 @@ class LRU:
         self._order.pop(key, None)
 
     evicted = discard
+
+    def cool(self, run: Sequence[ChunkKey]) -> None:
+        for key in run:
+            if key in self._order:
+                self._order.move_to_end(key, last=False)
+
+    def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
+        """The oldest leaves first, whatever is said of it."""
+
+    def tick(self, now: float) -> None:
+        """It has no clock."""
 
     def resize(self, room: int) -> None:
         """The order is the same with any room."""
@@ -170,6 +193,18 @@ class Owned:
             self._parts[owner].discard(key)
             if not self._parts[owner]:
                 del self._parts[owner]
+
+    def cool(self, run: Sequence[ChunkKey]) -> None:
+        self._all.cool(run)
+        if self._parts:
+            for owner in {self._all.owner(key) for key in run} - {0}:
+                self._parts[owner].cool(run)
+
+    def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
+        self._all.keep(run, seconds)
+
+    def tick(self, now: float) -> None:
+        self._all.tick(now)
 
     def resize(self, room: int) -> None:
         self._all.resize(room)

@@ -17,6 +17,7 @@ from kvtier.core.chunk import ChunkKey
 
 _MOST_GHOSTS = 100_000
 """250 bytes each."""
+_LOOKED_AT = 8
 _TRIMMED_AT_ONCE = 4
 """A new setting may want thousands of keys moved; nobody waits for all of them."""
 
@@ -43,7 +44,19 @@ _LONGEST_MEMORY = max(setting.memory for setting in SETTINGS)
 class Segments:
     """A :class:`kvtier.store.eviction.Policy`. It begins as LRU."""
 
-    __slots__ = ("_again", "_ghosts", "_known_for", "_left", "_most", "_once", "_protected", "room", "setting")
+    __slots__ = (
+        "_again",
+        "_ghosts",
+        "_kept",
+        "_known_for",
+        "_left",
+        "_most",
+        "_now",
+        "_once",
+        "_protected",
+        "room",
+        "setting",
+    )
 
     def __init__(self, room: int, setting: Setting = LRU_SETTING) -> None:
         self.room, self.setting = room, setting
@@ -53,6 +66,9 @@ class Segments:
         self._ghosts: OrderedDict[ChunkKey, int] = OrderedDict()
         """What left, the longest ago first, and the number of the departure."""
         self._left = 0
+        self._kept: OrderedDict[ChunkKey, tuple[int, float, float]] = OrderedDict()
+        """What leaves after all else: owner, for how many seconds after its last use, and until when."""
+        self._now = 0.0
         self._weigh()
 
     def settle(self, setting: Setting) -> None:
@@ -63,6 +79,46 @@ class Segments:
     def resize(self, room: int) -> None:
         self.room = room
         self._weigh()
+        self._bound()
+
+    def cool(self, run: Sequence[ChunkKey]) -> None:
+        for key in run:
+            if key in self:
+                owner = self.owner(key)
+                self._drop(key)
+                self._once[key] = owner
+                self._once.move_to_end(key, last=False)
+
+    def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
+        for key in reversed(run):
+            if key in self:
+                owner = self.owner(key)
+                self._drop(key)
+                self._kept[key] = owner, seconds, self._now + seconds
+        self._bound()
+
+    def tick(self, now: float) -> None:
+        """Looks at a few; all of them have their turn."""
+        self._now = now
+        for _ in range(min(_LOOKED_AT, len(self._kept))):
+            key, (owner, seconds, until) = self._kept.popitem(last=False)
+            if until > now:
+                self._kept[key] = owner, seconds, until
+            else:
+                self._once[key] = owner
+
+    def _bound(self) -> None:
+        while len(self._kept) > self.room // 2:
+            key, (owner, *_) = self._kept.popitem(last=False)
+            self._once[key] = owner
+
+    def _drop(self, key: ChunkKey) -> None:
+        if self._once.pop(key, None) is None and self._again.pop(key, None) is None:
+            self._kept.pop(key, None)
+
+    def _use_kept(self, key: ChunkKey) -> None:
+        owner, seconds, _ = self._kept.pop(key)
+        self._kept[key] = owner, seconds, self._now + seconds
 
     def _weigh(self) -> None:
         self._protected = int(self.setting.share * self.room)
@@ -74,6 +130,9 @@ class Segments:
             self._again[key] = owner
             self._again.move_to_end(key)
             return
+        if key in self._kept:
+            self._use_kept(key)
+            return
         left = self._ghosts.pop(key, None)
         if left is not None and self._left - left < self._known_for and self._protected:
             self._once.pop(key, None)
@@ -84,7 +143,8 @@ class Segments:
             self._once.move_to_end(key)
 
     def owner(self, key: ChunkKey) -> int:
-        return self._once.get(key) or self._again.get(key, 0)
+        owner = self._once.get(key) or self._again.get(key, 0)
+        return owner or (self._kept[key][0] if key in self._kept else 0)
 
     def used(self, run: Sequence[ChunkKey]) -> None:
         once, again, protected = self._once, self._again, self._protected
@@ -96,6 +156,8 @@ class Segments:
                     again[key] = once.pop(key)
                 else:
                     once.move_to_end(key)
+            elif key in self._kept:
+                self._use_kept(key)
         while len(again) > protected:
             self._demote()
             if not protected:
@@ -111,8 +173,7 @@ class Segments:
         self._trim()
 
     def evicted(self, key: ChunkKey) -> None:
-        if self._once.pop(key, None) is None:
-            self._again.pop(key, None)
+        self._drop(key)
         self._left += 1
         ghosts = self._ghosts
         ghosts[key] = self._left
@@ -120,8 +181,7 @@ class Segments:
             ghosts.popitem(last=False)
 
     def discard(self, key: ChunkKey) -> None:
-        if self._once.pop(key, None) is None:
-            self._again.pop(key, None)
+        self._drop(key)
         self._ghosts.pop(key, None)
 
     def coldest(self) -> ChunkKey | None:
@@ -138,10 +198,10 @@ class Segments:
         self._once[key] = owner
 
     def __contains__(self, key: object) -> bool:
-        return key in self._once or key in self._again
+        return key in self._once or key in self._again or key in self._kept
 
     def __len__(self) -> int:
-        return len(self._once) + len(self._again)
+        return len(self._once) + len(self._again) + len(self._kept)
 
     def __iter__(self) -> Iterator[ChunkKey]:
-        return chain(self._once, self._again)
+        return chain(self._once, self._again, self._kept)

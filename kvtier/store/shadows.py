@@ -7,48 +7,17 @@ shadows that are smaller by as much. Never under the Store's lock: one thread at
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.store.segments import SETTINGS, Segments, Setting
 
-_ALL_BELOW, _LEAST_PART = 4096, 1 / 16
-"""Shadows of places with so many chunks see everything; at least such a part is seen, but a shadow is bounded."""
 _MOST_ROOM, _LEAST_ROOM = 6144, 8
+"""Chunks in a shadow: of a place with more a part is followed."""
 _REQUESTS = 200
 """Between two looks at who leads."""
 _LEAD, _FADES = 1.02, 0.8
 """A leader is so much better; what was scored fades by this at each look, so that a change of load shows."""
-_MOST_SESSIONS = 16_384
-
-
-class Sessions:
-    """Which conversation a run belongs to, told from its chunks: it goes on from where another one ended. Bounded."""
-
-    __slots__ = ("_ends", "_next")
-
-    def __init__(self) -> None:
-        self._ends: OrderedDict[ChunkKey, int] = OrderedDict()
-        self._next = 0
-
-    def of(self, run: Sequence[ChunkKey]) -> int:
-        """The session's number. ``run`` must not be empty."""
-        ends, session = self._ends, None
-        for key in reversed(run):
-            session = ends.pop(key, None)
-            if session is not None:
-                break
-        if session is None:
-            session = self._next
-            self._next += 1
-        # A prompt's last chunk may be one that is not full yet, and will be another one in the next turn.
-        for key in run[-2:]:
-            ends[key] = session
-            ends.move_to_end(key)
-        while len(ends) > 2 * _MOST_SESSIONS:
-            ends.popitem(last=False)
-        return session
 
 
 class Shadow(Segments):
@@ -110,27 +79,18 @@ class Shadows:
         self.hits = [0] * len(self.settings)
         self._scores = [0.0] * len(self.settings)
         self._requests = 0
-        self._sessions = Sessions()
         self.resize(room)
 
     def resize(self, room: int) -> None:
         """The live place has so much room from now on. The shadows begin anew."""
         self.room = room
-        self.part = min(1.0, max(_LEAST_PART, _ALL_BELOW / max(1, room)), _MOST_ROOM / max(1, room))
+        self.part = min(1.0, _MOST_ROOM / max(1, room))
         self._shadows = [Shadow(max(_LEAST_ROOM, int(room * self.part)), each) for each in self.settings]
 
-    def seen(self, run: Sequence[ChunkKey]) -> Setting | None:
-        """A prompt asked for this run. Returns the setting that shall rule from now on, None: the same as before."""
-        before = self.now
-        for _ in self.seeing(run):
-            pass
-        return None if self.now == before else self.settings[self.now]
-
-    def seeing(self, run: Sequence[ChunkKey]) -> Iterator[None]:
-        """:meth:`seen` in pieces, one a shadow; :attr:`now` says what rules after the last of them."""
-        if not run:
-            return
-        if self.part == 1 or _spread(self._sessions.of(run)) < self.part:
+    def seeing(self, run: Sequence[ChunkKey], session: int) -> Iterator[None]:
+        """A prompt of this session asked for ``run``. In pieces, one a shadow; :attr:`now` says what rules after the
+        last of them."""
+        if self.part == 1 or _spread(session) < self.part:
             self.asked += len(run)
             for index, shadow in enumerate(self._shadows):
                 hits = shadow.serve(run)
@@ -140,6 +100,11 @@ class Shadows:
         self._requests += 1
         if not self._requests % _REQUESTS:
             self._look()
+
+    def over(self, run: Sequence[ChunkKey]) -> None:
+        """These chunks will not be asked for again."""
+        for shadow in self._shadows:
+            shadow.cool(run)
 
     def _look(self) -> None:
         scores = self._scores

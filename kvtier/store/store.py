@@ -23,6 +23,8 @@ from kvtier.store.adaptive import Adaptive
 from kvtier.store.audit import Audit
 from kvtier.store.directory import FILLING, GONE, READY, Directory, Entry
 from kvtier.store.eviction import LRU, PolicyOf
+from kvtier.store.follower import Follower
+from kvtier.store.hints import Hint
 from kvtier.store.lease import LoadLease, Match, SaveLease
 from kvtier.store.lookup import look
 from kvtier.store.lower_tier import Below, Core, Place
@@ -69,6 +71,7 @@ class Store:
         capacities = [tier.capacity for tier in self.tiers]
         self._directory = Directory(pool.slots, capacities, policy, share, lower=LRU if self._adaptive else policy)
         core = Core(self._lock, self._directory, pool, self.counts)
+        self._follower = Follower(self._directory, self._lock, self._adaptive, clock, pool.slots + sum(capacities))
         self._below = [Below(core, index, place, clock) for index, place in enumerate(places)]
         self._on_save = [below for below in self._below if not below.on_evict]
         self._on_evict = [below for below in self._below if below.on_evict]
@@ -136,11 +139,13 @@ class Store:
         start: int = 0,
         owner: int = 0,
         most: int | None = None,
+        session: str = "",
     ) -> LoadLease:
         """Pin what can be served of ``keys[start:]`` without a gap, at most ``most`` chunks, and start promoting what
         lower tiers hold. The lease pins each chunk from now (or its arrival) until it is closed: poll, copy, close.
+        ``session``: the name of the conversation; without one it is told from the chunks.
         """
-        return whole(self.loading(keys, start, owner, most))
+        return whole(self.loading(keys, start, owner, most, session))
 
     def loading(
         self,
@@ -148,6 +153,7 @@ class Store:
         start: int = 0,
         owner: int = 0,
         most: int | None = None,
+        session: str = "",
     ) -> Steps[LoadLease]:
         """:meth:`load` in pieces. What it pinned is let go when it is left unfinished."""
         rest = keys[start:]
@@ -168,7 +174,7 @@ class Store:
             if asked is None:
                 self._miss(rest, len(lease.entries), most)
         self._promotions.begin(promotions)
-        self._learn(keys)
+        self._follow_soon(self._follower.prompt(keys, session))
         if promotions:
             self._look_ahead_soon(owner)
         if asked is not None and not self._below[asked].timed.submit(partial(self._find, lease, asked)):
@@ -393,6 +399,7 @@ class Store:
         with self._lock:
             held = {f"{tier.name}_held": self._directory.held(index) for index, tier in enumerate(self.tiers)}
             stats = Counter({**self._directory.usage(), **held, **self.counts})
+            stats.update(self._follower.counts)
             if self._adaptive is not None:
                 stats.update(self._adaptive.counts())
             for below in self._on_evict:
@@ -408,17 +415,21 @@ class Store:
         elif self.touched.set_running_or_notify_cancel():
             self.touched.set_result(None)
 
-    # ---- the policy ----------------------------------------------------------------------------------------------
+    # ---- what is done about prompts and hints afterwards -----------------------------------------------------------
 
-    def _learn(self, run: Sequence[ChunkKey]) -> None:
-        """A prompt asked for this run: the shadows follow it, once the pool's pages are there."""
-        adaptive, spare = self._adaptive, self._spare
-        if adaptive is not None and spare is not None and adaptive.note(run) and self.touched.done():
-            spare.submit(self._follow)
+    def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
+        """Something is known of the run ``keys``, a prompt's, or (an empty one) of the last prompt of the session with
+        this name. Soft; followed in the background, after the prompts that came before it."""
+        self._follow_soon(self._follower.hint(keys, session, hint))
+
+    def _follow_soon(self, waiting: bool) -> None:
+        """On the spare lane, once the pool's pages are there."""
+        if waiting and self._spare is not None and self.touched.done():
+            self._spare.submit(self._follow)
 
     def _follow(self) -> None:
         """On the spare lane."""
-        if self._adaptive is not None and self._spare is not None and self._adaptive.work(self._lock, _yield):
+        if self._follower.work(_yield) and self._spare is not None:
             self._spare.submit(self._follow)
 
     # ---- promotion: lower tier -> slot ---------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.store.adaptive import Adaptive
 from kvtier.store.segments import LRU_SETTING, SETTINGS
-from kvtier.store.shadows import Sessions, Shadows
+from kvtier.store.sessions import Sessions
+from kvtier.store.shadows import Shadows
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
 
@@ -81,7 +82,7 @@ def test_what_it_counts() -> None:
         drive(store, spare, run)
     stats = store.stats()
     names = [f"policy_hits_{setting.name}" for setting in SETTINGS]
-    assert stats["policy_asked"] > 0 and stats["policy_dropped"] == 0
+    assert stats["policy_asked"] > 0 and stats["dropped_prompts"] == 0
     assert stats[names[0]] == 0 < max(stats[name] for name in names)
     assert stats[names[stats["policy_now"]]] == max(stats[name] for name in names)
 
@@ -101,74 +102,60 @@ def test_the_shadows_run_without_the_lock_and_pause_between_each_other(monkeypat
 
 
 def test_what_waits_is_bounded_and_what_is_dropped_is_counted() -> None:
-    adaptive = Adaptive()
-    adaptive(100)
+    store = Store(Pool(10, SLOT), policy=Adaptive(), spare=ManualLane(bound=1))
     for number in range(1000):
-        assert adaptive.note(LAYOUT.keys([number]))
-    assert adaptive.dropped == 1000 - 256
-    while adaptive.work(threading.Lock(), lambda: None):
-        pass
-    assert adaptive.shadows.asked == 256
+        store.load(LAYOUT.keys([number])).close()
+    stats = store.stats()
+    assert (stats["dropped_prompts"], stats["followed_prompts"]) == (1000 - 256, 0)
 
 
 def test_a_prompt_that_waits_for_a_tier_asks_again_and_counts_once() -> None:
-    adaptive = Adaptive()
-    adaptive(100)
+    store, spare, adaptive = made()
     run = LAYOUT.keys([1, 2, 3])
-    adaptive.note(run)
-    run += LAYOUT.keys([7])  # the caller's list goes on growing
-    adaptive.note(run[:3])
-    assert not adaptive.work(threading.Lock(), lambda: None)
-    assert adaptive.shadows.asked == 3
+    store.load(run).close()
+    run.append(LAYOUT.keys([7])[0])  # the caller's list goes on growing
+    store.load(run[:3]).close()
+    spare.run()
+    assert (store.stats()["followed_prompts"], adaptive.shadows.asked) == (1, 3)
 
 
 def test_before_the_pool_is_there_its_lane_is_left_alone() -> None:
-    adaptive, spare = Adaptive(), ManualLane(bound=1)
-    store = Store(Pool(9000, SLOT), policy=adaptive, spare=spare)
+    spare = ManualLane(bound=1)
+    store = Store(Pool(9000, SLOT), policy=Adaptive(), spare=spare)
     store.load(LAYOUT.keys([1])).close()
     assert len(spare) == 1, "the pool's pages"
     spare.run()
-    assert store.touched.done() and len(adaptive._waiting) == 1
+    assert store.touched.done() and store.stats()["followed_prompts"] == 0
     store.load(LAYOUT.keys([2])).close()
     spare.run()
-    assert not adaptive._waiting, "the first one was not lost"
+    assert store.stats()["followed_prompts"] == 2, "the first one was not lost"
 
 
 def test_a_smaller_room_is_a_new_start_of_the_shadows() -> None:
     adaptive = Adaptive()
     live = adaptive(100)
     live.resize(50)
-    adaptive.note(LAYOUT.keys([1]))
-    adaptive.work(threading.Lock(), lambda: None)
+    adaptive.follow(LAYOUT.keys([1]), 0, threading.Lock(), lambda: None)
     assert adaptive.shadows.room == 50 and adaptive.shadows._shadows[0].room == 50
 
 
-@pytest.mark.parametrize(
-    ("room", "part"), [(1, 1.0), (4096, 1.0), (8192, 0.5), (40_960, 0.1), (65_536, 1 / 16), (10**6, 6144 / 10**6)]
-)
+@pytest.mark.parametrize(("room", "part"), [(1, 1.0), (6144, 1.0), (12_288, 0.5), (61_440, 0.1), (10**6, 6144 / 10**6)])
 def test_large_places_are_followed_in_part(room: int, part: float) -> None:
     shadows = Shadows(room)
     assert shadows.part == part
-    assert shadows._shadows[0].room == max(8, int(room * part)) <= 8192
+    assert shadows._shadows[0].room == max(8, int(room * part)) <= 6144
 
 
 def test_a_session_is_followed_with_all_its_turns_or_not_at_all() -> None:
-    shadows = Shadows(40_960)
+    shadows, sessions = Shadows(61_440), Sessions(10_000)
     draw, turns = random.Random(1), {number: LAYOUT.keys([number, 1]) for number in range(400)}
     followed = dict.fromkeys(turns, 0)
     for _ in range(4):
         for number in draw.sample(sorted(turns), len(turns)):
             turns[number] = LAYOUT.keys([number, 1, *[2] * len(turns[number])])
             before = shadows.asked
-            shadows.seen(turns[number])
+            for _ in shadows.seeing(turns[number], sessions.seen(turns[number])):
+                pass
             followed[number] += shadows.asked > before
     assert set(followed.values()) == {0, 4}
     assert 30 <= sum(count == 4 for count in followed.values()) <= 50
-
-
-def test_sessions_are_told_from_chains() -> None:
-    sessions = Sessions()
-    first = sessions.of(LAYOUT.keys([1, 2, 3]))
-    assert sessions.of(LAYOUT.keys([1, 2, 3, 4, 5])) == first
-    assert sessions.of(LAYOUT.keys([1, 9, 9])) != first, "only the beginning is the same"
-    assert sessions.of(LAYOUT.keys([1, 2, 3, 4, 5, 6])) == first

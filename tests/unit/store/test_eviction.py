@@ -65,6 +65,15 @@ class Twice:
     def coldest(self) -> ChunkKey | None:
         return next(iter(self), None)
 
+    def cool(self, run: Sequence[ChunkKey]) -> None:
+        self.told["cool"] += 1
+
+    def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
+        self.told["keep"] += 1
+
+    def tick(self, now: float) -> None:
+        self.told["tick"] += 1
+
     def resize(self, room: int) -> None:
         self.room = room
 
