@@ -7,7 +7,7 @@ lane. The lock is taken for short pieces only.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from kvtier.store.adaptive import Adaptive
 from kvtier.store.directory import Directory
 from kvtier.store.hints import NOTHING, Hint
 from kvtier.store.sessions import Sessions
+from kvtier.store.what_if import Curve
 
 _MOST_CHUNKS = 1 << 17
 _MOST_WAITING = 256
@@ -34,7 +35,7 @@ class _Item(NamedTuple):
 class Follower:
     """:meth:`prompt` and :meth:`hint` may be called by any thread, :meth:`work` by one at a time.
 
-    ``adaptive``: RAM's policy, where it adapts. ``clock``: seconds, monotonic.
+    ``adaptive``: RAM's policy, where it adapts. ``clock``: seconds, monotonic. ``rooms``: of each place, in chunks.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class Follower:
         lock: AbstractContextManager[object],
         adaptive: Adaptive | None,
         clock: Callable[[], float],
-        chunks: int,
+        rooms: Mapping[str, int],
     ) -> None:
         self._directory, self._lock, self._adaptive, self._clock = directory, lock, adaptive, clock
-        self._sessions = Sessions(min(2 * chunks, _MOST_CHUNKS))
+        self._sessions = Sessions(min(2 * sum(rooms.values()), _MOST_CHUNKS))
+        self.curves = {place: Curve(room) for place, room in rooms.items()}
+        """What LRU caches of other sizes would have hit, by place."""
         self._waiting: deque[_Item] = deque()
         self._recent: deque[ChunkKey] = deque(maxlen=_MOST_RECENT)
         self.counts = {"followed_prompts": 0, "dropped_prompts": 0, "hints_followed": 0, "hints_dropped": 0}
@@ -94,6 +97,9 @@ class Follower:
         session = self._sessions.seen(item.run, item.session)
         if self._adaptive is not None:
             self._adaptive.follow(item.run, session, self._lock, pause)
+        for curve in self.curves.values():
+            curve.seen(item.run, session)
+            pause()
 
     def _take(self, item: _Item) -> None:
         self.counts["hints_followed"] += 1

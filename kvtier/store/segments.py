@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
 
-_MOST_GHOSTS = 100_000
+_MOST_GHOSTS = 1 << 16
 """250 bytes each."""
 _LOOKED_AT = 8
 _TRIMMED_AT_ONCE = 4

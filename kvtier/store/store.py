@@ -29,6 +29,7 @@ from kvtier.store.lease import LoadLease, Match, SaveLease
 from kvtier.store.lookup import look
 from kvtier.store.lower_tier import Below, Core, Place
 from kvtier.store.promotion import Promotions
+from kvtier.store.what_if import Point
 from kvtier.tiers.base import Tier
 
 _POPULATE_BYTES = 32 << 20
@@ -71,7 +72,8 @@ class Store:
         capacities = [tier.capacity for tier in self.tiers]
         self._directory = Directory(pool.slots, capacities, policy, share, lower=LRU if self._adaptive else policy)
         core = Core(self._lock, self._directory, pool, self.counts)
-        self._follower = Follower(self._directory, self._lock, self._adaptive, clock, pool.slots + sum(capacities))
+        rooms = {"ram": pool.slots, **{tier.name: tier.capacity for tier in self.tiers}}
+        self._follower = Follower(self._directory, self._lock, self._adaptive, clock, rooms)
         self._below = [Below(core, index, place, clock) for index, place in enumerate(places)]
         self._on_save = [below for below in self._below if not below.on_evict]
         self._on_evict = [below for below in self._below if below.on_evict]
@@ -421,6 +423,10 @@ class Store:
         """Something is known of the run ``keys``, a prompt's, or (an empty one) of the last prompt of the session with
         this name. Soft; followed in the background, after the prompts that came before it."""
         self._follow_soon(self._follower.hint(keys, session, hint))
+
+    def what_if(self) -> dict[str, list[Point]]:
+        """What an LRU of other sizes than RAM's, or a tier's, would have hit since the start."""
+        return {place: curve.points() for place, curve in self._follower.curves.items()}
 
     def _follow_soon(self, waiting: bool) -> None:
         """On the spare lane, once the pool's pages are there."""

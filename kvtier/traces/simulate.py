@@ -76,7 +76,8 @@ class Cache:
         self.directory = Directory(slots, [below] if below else [], adaptive or LRU, lower=LRU)
         self._lower = bool(below)
         lock = nullcontext()
-        self._follower = Follower(self.directory, lock, adaptive, lambda: self._now, slots + below)
+        self._follower = Follower(self.directory, lock, adaptive, lambda: self._now, {"ram": slots, "nvme": below})
+        self._follower.curves.clear()
         self._counts: Counter[str] = Counter()
         self._unread: set[ChunkKey] = set()
 

@@ -97,7 +97,7 @@ def test_the_shadows_run_without_the_lock_and_pause_between_each_other(monkeypat
 
     monkeypatch.setattr("kvtier.store.store.time.sleep", look)
     drive(store, spare, LAYOUT.keys([1, 2]))
-    assert pauses == [0] * len(SETTINGS)
+    assert pauses == [0] * (len(SETTINGS) + 1), "the shadows, and the curve of RAM"
     assert adaptive.shadows.asked == 2
 
 
