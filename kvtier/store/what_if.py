@@ -50,40 +50,37 @@ class Curve:
         """A prompt of this session asked for ``run``; then all of it is stored."""
         if self.part < 1 and session * 0.7548776662466927 % 1.0 >= self.part:
             return
-        hits, deepest, last = self._hits[session % _GROUPS], 0, len(self._bands) - 1
+        hits, bands = self._hits[session % _GROUPS], self._bands
         self._asked[session % _GROUPS] += len(run)
-        counts = [0] * (last + 1)
+        deepest, counts = 0, [0] * len(bands)
         for key in run:
-            band = self._band(key)
-            deepest = max(deepest, band)
-            if deepest > last:
+            while deepest < len(bands) and key not in bands[deepest]:
+                if any(key in bands[band] for band in range(deepest)):
+                    break
+                deepest += 1
+            if deepest == len(bands):
                 break
             counts[deepest] += 1
         total = 0
         for band, count in enumerate(counts):
             total += count
             hits[band] += total
-        for key in reversed(run):
-            self._use(key)
+        self._use(run)
 
-    def _band(self, key: ChunkKey) -> int:
-        for band, keys in enumerate(self._bands):
-            if key in keys:
-                return band
-        return len(self._bands)
-
-    def _use(self, key: ChunkKey) -> None:
-        bands, rooms = self._bands, self._rooms
-        at = self._band(key)
-        if at < len(bands):
-            del bands[at][key]
-        bands[0][key] = None
-        for band in range(min(at, len(bands))):
-            if len(bands[band]) <= rooms[band]:
-                return
-            moved, _ = bands[band].popitem(last=False)
-            if band + 1 < len(bands):
-                bands[band + 1][moved] = None
+    def _use(self, run: Sequence[ChunkKey]) -> None:
+        """All of it goes to the front, its beginning first of all; then so many cross each cut as came from beyond."""
+        bands = self._bands
+        own = frozenset(run)
+        for keys in bands:
+            for key in [key for key in own if key in keys]:
+                del keys[key]
+        bands[0].update(dict.fromkeys(reversed(run)))
+        for band, keys in enumerate(bands):
+            beyond, following = len(keys) - self._rooms[band], bands[band + 1] if band + 1 < len(bands) else None
+            for _ in range(beyond):
+                moved, _ = keys.popitem(last=False)
+                if following is not None:
+                    following[moved] = None
 
     def points(self) -> list[Point]:
         """What has been seen so far; nothing before a chunk was asked for."""
