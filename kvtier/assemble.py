@@ -23,6 +23,8 @@ from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.core.secret_files import read_secret
 from kvtier.core.terminal import size_text
+from kvtier.store.adaptive import Adaptive
+from kvtier.store.eviction import LRU
 from kvtier.store.lower_tier import Place
 from kvtier.store.store import Store
 from kvtier.store.write_budget import WriteBudget
@@ -85,7 +87,8 @@ def _store(config: Config, layout: ChunkLayout, replica: int, shared: Lent | Non
         share = config.namespace_percent / 100 if config.namespace_percent else None
         spare = Lane("pool", 1, urgent_bound=1, bound=1)
         undo.callback(spare.close, 0.0)
-        store = Store(pool, tiers, share=share, spare=None if lent else spare)
+        policy = Adaptive() if config.policy == "auto" else LRU
+        store = Store(pool, tiers, policy, share, None if lent else spare)
         if lent:
             store.lend(spare)
         store.audit.one_in = config.audit_one_in

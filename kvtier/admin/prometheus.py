@@ -122,6 +122,21 @@ class _Scrape(Collector):
         yield self._reasons("missed_chunks", "Chunks that loads named and could not have.", lambda realm: realm.missed)
         text = "1: not one chunk that was asked for has been a hit for long; kvtier stats says why."
         yield self._realm(_GAUGE, "zero_hits", text, lambda realm: bool(realm.zero_hits))
+        text = "Chunks that each setting of RAM's order of leaving was tried with."
+        yield self._realm(_COUNTER, "policy_asked_chunks", text, lambda realm: realm.policy_asked)
+        hits = [((str(r.slot_bytes), name), count) for r in realms for name, count in r.policy_hits.items()]
+        labels = ("slot_bytes", "setting")
+        yield self._metric(_COUNTER, "policy_hit_chunks", "Chunks of them that it would have hit.", labels, hits)
+        rules = [((str(r.slot_bytes), name), float(name == r.policy)) for r in realms for name in r.policy_hits]
+        yield self._metric(_GAUGE, "policy_rules", "1 for the setting that rules.", labels, rules)
+        points = [
+            ((str(realm.slot_bytes), tier.tier, scale), ratio)
+            for realm in realms
+            for tier in realm.tiers
+            for scale, ratio in tier.what_if.items()
+        ]
+        text = "Part of the chunks asked for that an LRU of so many times the size would have hit."
+        yield self._metric(_GAUGE, "whatif_hit_ratio", text, (*_TIER_LABELS, "scale"), points)
         text = "Loaded chunks compared with their copy below."
         yield self._realm(_COUNTER, "audited_chunks", text, lambda realm: realm.audited)
         text = "Audited chunks that had other bytes: bad memory, or a bug."

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +19,7 @@ import kvtier
 from kvtier.core.lanes import Executor, Lane
 from kvtier.server.registry import Realm, Realms
 from kvtier.store.store import Store
+from kvtier.store.what_if import Point
 from kvtier.tiers.base import Tier as LowerTier
 
 _DECLINED, _MISSED = "declined_", "missed_"
@@ -68,6 +69,11 @@ class TierStatus(msgspec.Struct, frozen=True):
     """Deletes that wait until the tier can be reached."""
     lane: LaneStatus | None
     """None for RAM."""
+    what_if: dict[str, float]
+    """The part of the chunks asked for that an LRU of another size would have hit, by its size as a multiple of this
+    one; empty before anything is asked for."""
+    what_if_error: float
+    """The largest standard error of these, where a part of the sessions is followed; else 0."""
 
 
 class RealmStatus(msgspec.Struct, frozen=True):
@@ -94,6 +100,11 @@ class RealmStatus(msgspec.Struct, frozen=True):
     media are known to engines only."""
     zero_hits: str
     """Why not one chunk that was asked for has been a hit for long, in words; empty while all is well."""
+    policy: str
+    """The setting of RAM's order of leaving that rules now."""
+    policy_asked: int
+    """Chunks that were tried with each setting; and how many of them each would have hit."""
+    policy_hits: dict[str, int]
     audited: int
     """Loaded chunks that were compared with their copy in a lower tier."""
     audit_mismatches: int
@@ -200,6 +211,8 @@ def _realm(realm: Realm) -> RealmStatus:
     stats = Counter(store.stats())
     counts: Callable[[str], int] = stats.__getitem__
     lower = [_tier(*each, counts) for each in zip(store.tiers, store.capacities, store.lanes, strict=True)]
+    curves, policies = store.what_if(), _by_reason(stats, "policy_hits_")
+    tiers = [_with_curve(tier, curves[tier.tier]) for tier in (_ram(store, counts), *lower)]
     return RealmStatus(
         slot_bytes=store.pool.slot_bytes,
         slots=store.slots,
@@ -213,9 +226,20 @@ def _realm(realm: Realm) -> RealmStatus:
         declined=_by_reason(stats, _DECLINED),
         missed=_by_reason(stats, _MISSED),
         zero_hits=realm.zero_hits.verdict,
+        policy=(list(policies) or ["lru"])[counts("policy_now")],
+        policy_asked=counts("policy_asked"),
+        policy_hits=policies,
         audited=counts("audited"),
         audit_mismatches=counts("audit_mismatch"),
-        tiers=[_ram(store, counts), *lower],
+        tiers=tiers,
+    )
+
+
+def _with_curve(tier: TierStatus, points: Sequence[Point]) -> TierStatus:
+    return msgspec.structs.replace(
+        tier,
+        what_if={f"{point.scale:g}": round(point.ratio, 6) for point in points},
+        what_if_error=round(max((point.error for point in points), default=0.0), 6),
     )
 
 
@@ -224,7 +248,7 @@ def _by_reason(stats: Mapping[str, int], kind: str) -> dict[str, int]:
 
 
 def _ram(store: Store, counts: Callable[[str], int]) -> TierStatus:
-    nothing = dict.fromkeys(set(TierStatus.__struct_fields__) - {"tier", "lane"}, 0)
+    nothing = dict.fromkeys(set(TierStatus.__struct_fields__) - {"tier", "lane", "what_if"}, 0)
     known = {
         "capacity": store.slots,
         "held": counts("ram_ready"),
@@ -232,7 +256,7 @@ def _ram(store: Store, counts: Callable[[str], int]) -> TierStatus:
         "stores": counts("saved"),
         "refused": counts("save_refused"),
     }
-    return TierStatus(tier="ram", lane=None, **(nothing | known))
+    return TierStatus(tier="ram", lane=None, what_if={}, **(nothing | known))
 
 
 def _tier(tier: LowerTier, capacity: int, lane: Executor, counts: Callable[[str], int]) -> TierStatus:
@@ -257,6 +281,8 @@ def _tier(tier: LowerTier, capacity: int, lane: Executor, counts: Callable[[str]
         breaker_trips=own["breaker_trips"],
         owed_deletes=_number(tier, "owed"),
         lane=_lane(lane),
+        what_if={},
+        what_if_error=0.0,
     )
 
 

@@ -69,6 +69,10 @@ COMMANDS: dict[str, tuple[str, Callable[[], Command]]] = {
         _module("kvtier.tiers.nvme.check"),
     ),
     "clear": ("make a server forget a tenant, or everything", _module("kvtier.cli.operate", "ClearCommand")),
+    "simulate": (
+        "what caches of given sizes would have hit of recorded requests",
+        _module("kvtier.cli.simulate"),
+    ),
     "stats": ("what a server holds and does; --watch for rates", _module("kvtier.cli.operate", "StatsCommand")),
     "serve": ("one cache for several engines, on this host and others", _module("kvtier.cli.serve")),
     "version": ("print kvtier's version", lambda: Command(_no_arguments, _show_version)),

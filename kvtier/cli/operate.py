@@ -197,6 +197,7 @@ def _realm(realm: RealmStatus, before: RealmStatus | None, seconds: float) -> It
         f"slots {realm.free} free, {realm.filling} filling, {realm.pinned} pinned"
     )
     yield from _misses(realm, before)
+    yield from _what_if(realm)
     per = "/s" if before else ""
     heads: tuple[str, ...] = ("tier", "held", "fill", f"loads{per}", f"stores{per}", f"read{per}", f"written{per}")
     rows = []
@@ -205,6 +206,25 @@ def _realm(realm: RealmStatus, before: RealmStatus | None, seconds: float) -> It
         rows.append(_tier(tier, last, seconds))
     heads = (*heads, "missed", "refused", "failed", "corrupt", "queue")
     yield from table(heads, rows, numbers=range(1, len(heads)))
+
+
+def _what_if(realm: RealmStatus) -> Iterator[str]:
+    """What other sizes would have hit, and how the policy does beside LRU."""
+    for tier in realm.tiers:
+        now = tier.what_if.get("1")
+        if not now and not any(tier.what_if.values()):
+            continue
+        gains = [
+            f"x{scale} ({size_text(float(scale) * tier.capacity * realm.slot_bytes)}) {100 * (ratio - (now or 0)):+.1f}"
+            for scale, ratio in tier.what_if.items()
+            if scale != "1"
+        ]
+        error = f", give or take {100 * tier.what_if_error:.1f}" if tier.what_if_error else ""
+        yield f"other sizes of {tier.tier}, points of hits under LRU: {', '.join(gains)}{error}"
+    if realm.policy_asked and "lru" in realm.policy_hits:
+        best = max(realm.policy_hits.values())
+        gain = 100 * (best - realm.policy_hits["lru"]) / realm.policy_asked
+        yield f"policy {realm.policy} rules; the best setting is {gain:+.1f} points beside lru"
 
 
 def _tier(tier: TierStatus, before: TierStatus | None, seconds: float) -> list[str]:

@@ -10,8 +10,8 @@ Variables that are no keys: ``KVTIER_CONFIG_FILE``; ``KVTIER_PROPERTIES_FILE``, 
 ``KVTIER_ENCRYPTION_KEY``: the key that ``encryption_key_file`` would hold. A secret is no value that may be shown.
 
 Not keys, because the machine or a constant decides: direct I/O (always, buffered only where the file system refuses),
-slots (from ``ram_bytes`` and the model), queue bounds, checksums (always), the hash (SHA-256), the eviction order
-(LRU, leaf first), the smallest hit (one chunk; whether loading it pays is forecast each time).
+slots (from ``ram_bytes`` and the model), queue bounds, checksums (always), the hash (SHA-256), that a prompt leaves
+end first, the smallest hit (one chunk; whether loading it pays is forecast each time).
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Config:
     encryption_key_file: str | None = _key(None, "file", "encrypts NVMe and Redis: 64 hex digits; none: not encrypted")
     load_timeout_ms: int = _key(2000, "ms", "longest a prompt waits for lower tiers before it is recomputed")
     take_hits: str = _key("auto", "when", "auto: as much of a hit as is served sooner than computed; always: all of it")
+    policy: str = _key("auto", "policy", "what RAM drops first; auto: what would have hit most lately; lru: the oldest")
     save_decode: bool = _key(True, "flag", "keep KV of answers too, for the next turn; off: they never come back")
     server: str | None = _key(None, "address", "unix:///path or tcp://host:port of a shared cache; none: in the engine")
     server_timeout_ms: int = _key(100, "ms", "longest a step of the engine waits for the server; then: a miss")
@@ -406,6 +407,7 @@ _PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
     "address": (_text(r"(unix:///\S+|tcp://\S+:\d+)"), "unix:///path/kvtier.sock or tcp://host:port"),
     "name": (_text(r"[A-Za-z0-9._-]+"), "letters, digits, '.', '_' or '-'"),
     "when": (_text(r"auto|always"), "auto or always"),
+    "policy": (_text(r"auto|lru"), "auto or lru"),
     "moment": (_text(r"save|evict"), "save or evict"),
     "level": (_text(r"DEBUG|INFO|WARNING|ERROR"), "DEBUG, INFO, WARNING or ERROR"),
 }

@@ -271,8 +271,8 @@ def _remote_serde(key: str, value: object, ranks: int) -> _Mapped:
 
 def _cache_policy(key: str, value: object, ranks: int) -> _Mapped:
     if str(value).upper() == "LRU":
-        return _not_ours("as in kvtier: LRU, the end of a prompt leaves before its beginning")
-    return _lost("not supported: kvtier evicts by LRU, the end of a prompt before its beginning")
+        return _not_ours("as in kvtier: LRU, until another order would hit more (policy)")
+    return _lost("not supported: kvtier has the policies auto and lru")
 
 
 def _use_odirect(key: str, value: object, ranks: int) -> _Mapped:

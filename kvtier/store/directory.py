@@ -14,8 +14,8 @@ Besides, the set of tiers that hold a chunk: one Policy a tier, its keys being w
 Rules (``check`` asserts them):
 
 1. a slot is free, or given back (:meth:`Directory.shrink`), or belongs to exactly one entry;
-2. a READY entry without readers, and nothing else, is in the RAM policy; what is being spilled keeps its place there,
-   so that a write makes nothing hotter, and is passed over by evictions;
+2. a READY entry, and nothing else, is in the RAM policy; what is pinned keeps its place there and is passed over by
+   evictions. A write makes nothing hotter; a chunk whose last reader leaves becomes the hottest of its kind;
 3. no tier is asked to hold more than its capacity;
 4. at rest no entry is FILLING, pinned or GONE;
 5. no owner has more than its quota of slots, or of a tier's room.
@@ -30,7 +30,7 @@ Not thread-safe: the Store's lock guards every call.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from enum import Enum
 from itertools import islice, repeat
 
@@ -38,7 +38,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
 from kvtier.core.tenant import may
 from kvtier.store.ages import Ages
-from kvtier.store.eviction import LRU, Owned, Policy
+from kvtier.store.eviction import LRU, Owned, PolicyOf
 from kvtier.store.miss_reasons import Left, Past
 from kvtier.store.tier_index import Holding, quota_of
 
@@ -78,15 +78,18 @@ class Entry:
 class Directory:
     """Who holds what, for ``slots`` RAM slots and any number of lower tiers (given by their capacities).
 
-    ``share``: the part of RAM and of every tier that one owner may have, above 0 and up to 1; None for no quotas.
+    ``policy``: the order of leaving of RAM, and of the tiers where ``lower`` is not given. ``share``: the part of RAM
+    and of every tier that one owner may have, above 0 and up to 1; None for no quotas.
     """
 
     def __init__(
         self,
         slots: int,
         capacities: Sequence[int] = (),
-        policy: Callable[[], Policy] = LRU,
+        policy: PolicyOf = LRU,
         share: float | None = None,
+        *,
+        lower: PolicyOf | None = None,
     ) -> None:
         self.slots = slots
         """Slots that may be in use; fewer than there are while another Store has the room of the others."""
@@ -110,8 +113,13 @@ class Directory:
         self.ages = Ages(slots + sum(capacities))
         self.crowded = [0] * (1 + len(capacities))
         """Chunks since the start that found no free room, in RAM and in each tier."""
-        self._evictable = Owned(policy, share is not None)
-        self._tiers = [Holding(capacity, policy, share) for capacity in capacities]
+        self._idle = 0
+        self._idle_of: Counter[int] = Counter()
+        """READY entries without any pin, and those by owner where owners have quotas: is there anything to evict?"""
+        self._over: set[ChunkKey] = set()
+        """READY chunks that nobody will ask for again, as far as is known; not written below when they leave."""
+        self._order = Owned(policy(slots), share is not None)
+        self._tiers = [Holding(capacity, lower or policy, share) for capacity in capacities]
 
     # ---- looks: no effect ----------------------------------------------------------------------------------------
 
@@ -166,13 +174,10 @@ class Directory:
         spent = self._quota is not None and owner != 0 and self._used[owner] >= self._quota
         if spent or not self._free:
             self.crowded[0] += not spent
-            order = self._evictable.part(owner) if spent else iter(self._evictable)
-            victim = next((key for key in order if not self._entries[key].pins), None)
-            if victim is None or victim in keep:
+            victim = self._coldest(owner if spent else 0)
+            if victim is None or victim.key in keep:
                 return None
-            self._past.left(victim, Left.EVICTED)
-            self.evicted_unoffered += not self._entries[victim].offered
-            self._remove(self._entries[victim])
+            self._evict(victim)
         if not self._free:  # the slot that became free had to be given back
             return None
         entry = self._entries[key] = Entry(key, self._free.pop(), origin, owner)
@@ -190,8 +195,9 @@ class Directory:
         entry.state = READY
         self._filling -= 1
         entry.copies = 0 if source is None else 1 << source
+        self._order.add(entry.key, entry.owner)
         if not entry.pins:
-            self._evictable.add(entry.key, entry.owner)
+            self._count_idle(entry, 1)
 
     def fill_failed(self, entry: Entry) -> None:
         """FILLING -> ABSENT. No effect on an entry that is GONE meanwhile."""
@@ -205,26 +211,54 @@ class Directory:
         if entry.state is GONE:
             raise StateError("pin of a chunk that is gone")
         self._pin(entry)
-        self._evictable.discard(entry.key)
 
     def unpin(self, entry: Entry) -> None:
-        if entry.pins < 1:
-            raise StateError("unpin without a pin")
-        entry.pins -= 1
-        self._pinned -= not entry.pins
-        if entry.state is READY and entry.pins == entry.writes:
-            if entry.key not in self._evictable:
-                self._evictable.add(entry.key, entry.owner)
-        elif entry.state is GONE and not entry.pins:
-            self._gone.discard(entry)
-            self._free_slot(entry)
+        """A reader leaves."""
+        self._unpin(entry)
+        if self._is_idle(entry):
+            self._over.discard(entry.key)
+            self._order.ordered((entry.key,))
 
-    def touch(self, run: Sequence[ChunkKey]) -> None:
-        """A prompt's run was used: hottest now in RAM and in every tier, its beginning hottest of all."""
-        self._evictable.touch(run)
+    def used(self, run: Sequence[ChunkKey]) -> None:
+        """A prompt asked for this run: hotter now in RAM and in every tier, its beginning hottest of all."""
+        if self._over:
+            self._over.difference_update(run)
+        self._order.used(run)
         for tier in self._tiers:
-            tier.order.touch(run)
+            tier.order.used(run)
         self.ages.use(run)
+
+    def ordered(self, run: Sequence[ChunkKey]) -> None:
+        """A prompt's run is being stored, which is no use of what is held of it: in order again everywhere."""
+        if self._over:
+            self._over.difference_update(run)
+        self._order.ordered(run)
+        for tier in self._tiers:
+            tier.order.ordered(run)
+        self.ages.use(run)
+
+    def over(self, run: Sequence[ChunkKey]) -> None:
+        """Nobody will ask for these chunks again, as far as is known, until somebody uses or saves one: coldest now
+        everywhere, the end of the run first. What is read or filled at this moment is not over."""
+        entries = self._entries
+        idle = [key for key in run if (entry := entries.get(key)) is None or self._is_idle(entry)]
+        self._over.update(key for key in idle if key in entries)
+        for order in (self._order, *(tier.order for tier in self._tiers)):
+            order.cool(idle)
+
+    def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
+        """These chunks will be used within so many seconds after their last use: they leave RAM after all else, if
+        they are not more than half of it."""
+        self._over.difference_update(run)
+        self._order.keep(run, seconds)
+
+    def tick(self, now: float) -> None:
+        """It is ``now``: what was to be kept until then is not any more."""
+        self._order.tick(now)
+
+    @staticmethod
+    def _is_idle(entry: Entry) -> bool:
+        return entry.state is READY and entry.pins == entry.writes
 
     def forget(self, key: ChunkKey, owner: int | None = None) -> list[int]:
         """The chunk is bad or unwanted: ABSENT everywhere. Returns the tiers that must delete it, then :meth:`deleted`.
@@ -234,6 +268,7 @@ class Directory:
         """
         entry = self._entries.get(key)
         if entry is not None and entry.state is READY and may(owner, entry.owner):
+            self._order.discard(key)
             self._remove(entry)
         holders = [index for index in self.holders(key) if may(owner, self._tiers[index].order.owner(key))]
         for index in holders:
@@ -246,24 +281,26 @@ class Directory:
         """Chunks that leave RAM soon, coldest first, each named once in its stay: those that go when ``owner`` wants
         half of RAM, or half of its quota, at most :data:`_MOST_AHEAD` slots."""
         wanted = min(_MOST_AHEAD, -(-self.slots // 2)) - len(self._free)
-        keys = list(islice(self._evictable, max(0, wanted)))
+        entries = list(islice(self._unread(self._order), max(0, wanted)))
         if self._quota is not None and owner:
             wanted = min(_MOST_AHEAD, -(-self._quota // 2)) - (self._quota - self._used[owner])
-            keys += islice(self._evictable.part(owner), max(0, wanted))
-        return self._offer(keys)
+            entries += islice(self._unread(self._order.part(owner)), max(0, wanted))
+        return self._offer(entries)
 
     def all_out(self) -> list[Entry]:
-        """Every unpinned chunk in RAM that :meth:`next_out` has not named, hottest first."""
-        return self._offer(self._evictable)[::-1]
+        """Every chunk in RAM without a reader that :meth:`next_out` has not named, hottest first."""
+        return self._offer(self._unread(self._order))[::-1]
 
-    def _offer(self, keys: Iterable[ChunkKey]) -> list[Entry]:
-        entries = []
-        for key in keys:
-            entry = self._entries[key]
-            if not entry.offered:
-                entry.offered = True
-                entries.append(entry)
-        return entries
+    def _unread(self, keys: Iterable[ChunkKey]) -> Iterator[Entry]:
+        """Of those of ``keys`` that have no reader and are not over, their entries."""
+        entries, over = self._entries, self._over
+        return (entry for key in keys if (entry := entries[key]).pins == entry.writes and key not in over)
+
+    def _offer(self, entries: Iterable[Entry]) -> list[Entry]:
+        new = [entry for entry in dict.fromkeys(entries) if not entry.offered]
+        for entry in new:
+            entry.offered = True
+        return new
 
     # ---- lower tiers ---------------------------------------------------------------------------------------------
 
@@ -325,12 +362,12 @@ class Directory:
         elif stored:
             tier.leaving.add(entry.key)
         entry.writes -= 1
-        self.unpin(entry)
+        self._unpin(entry)
         return wanted or not stored
 
     def stored_with(self, index: int, run: Sequence[ChunkKey]) -> None:
         """Tier ``index`` got a chunk of ``run``: writes end in any order, so the run is put in order again."""
-        self._tiers[index].order.touch(run)
+        self._tiers[index].order.ordered(run)
 
     def deleted(self, index: int, keys: Iterable[ChunkKey]) -> None:
         """Tier ``index`` has deleted ``keys``."""
@@ -408,8 +445,14 @@ class Directory:
         counted = (sum(e.state is FILLING for e in entries), sum(e.pins > 0 for e in entries))
         if counted != (self._filling, self._pinned):
             problems.append(f"{counted} chunks filling and pinned, booked {(self._filling, self._pinned)}")
-        if not set(self._evictable) <= self._entries.keys():
+        if not set(self._order) <= self._entries.keys():
             problems.append("the order of leaving names chunks that are not in RAM")
+        if any(key not in self._order for key in self._over):
+            problems.append("chunks are over that are not there")
+        unpinned = [entry for entry in entries if entry.state is READY and not entry.pins]
+        owned = Counter(entry.owner for entry in unpinned if entry.owner and self._share is not None)
+        if (len(unpinned), owned) != (self._idle, self._idle_of):
+            problems.append(f"{len(unpinned)} chunks without a pin, booked {self._idle}, {dict(self._idle_of)}")
         used = Counter(entry.owner for entry in entries if entry.owner)
         if used != self._used:
             problems.append(f"owners have {dict(used)} slots, booked {dict(self._used)}, quota {self._quota}")
@@ -425,16 +468,14 @@ class Directory:
             known = entry in self._gone if entry.state is GONE else self._entries.get(entry.key) is entry
             if entry.slot != slot or not known:
                 problems.append(f"slot {slot} belongs to a chunk that is {entry.state.value} and not there")
-            if (entry.state is READY and entry.pins == entry.writes) != (
-                entry.state is not GONE and entry.key in self._evictable
-            ):
-                problems.append("the order of leaving differs from READY chunks without readers")
+            if (entry.state is READY) != (entry.state is not GONE and entry.key in self._order):
+                problems.append("the order of leaving differs from the READY chunks")
         return problems
 
     def check_counts(self, idle: bool = False) -> list[str]:
         """What is wrong with the counts, in words: rules 1, 3, 5 and, with ``idle``, 4. No walk over chunks."""
         problems = []
-        used = self.used
+        used = self.in_use
         if used + len(self._free) + len(self._leaving) + len(self._given) != len(self._in_slot):
             problems.append(f"slots lost or shared: {len(self._free)} free, {used} used of {self.slots}")
         quota = quota_of(len(self._in_slot), self._share)
@@ -456,19 +497,17 @@ class Directory:
     def shrink(self, slots: int, most: int) -> bool:
         """From now on at most ``slots`` may be in use: free slots and, coldest first, up to ``most`` chunks leave; a
         slot that somebody holds leaves when he lets go. True: call again, there is more that can leave now."""
-        self.slots, self._quota = slots, quota_of(slots, self._share)
+        self._resize(slots)
         for _ in range(most):
             if self._surplus <= 0:
                 return False
             if self._free:
                 self._leaving.append(self._free.pop())
                 continue
-            victim = next((key for key in self._evictable if not self._entries[key].pins), None)
+            victim = self._coldest()
             if victim is None:
                 return False
-            self._past.left(victim, Left.EVICTED)
-            self.evicted_unoffered += not self._entries[victim].offered
-            self._remove(self._entries[victim])
+            self._evict(victim)
         return self._surplus > 0
 
     def leaving(self, most: int) -> list[int]:
@@ -483,7 +522,7 @@ class Directory:
 
     def grow(self, slots: int) -> None:
         """At most ``slots`` may be in use from now on: so many of those given back are free again."""
-        self.slots, self._quota = slots, quota_of(slots, self._share)
+        self._resize(slots)
         while self._surplus < 0 and self._given:
             self._free.append(self._given.pop())
 
@@ -501,7 +540,7 @@ class Directory:
         return len(self._in_slot) - len(self._given)
 
     @property
-    def used(self) -> int:
+    def in_use(self) -> int:
         """Slots that belong to a chunk."""
         return len(self._entries) + len(self._gone)
 
@@ -512,15 +551,44 @@ class Directory:
     def coldest(self, index: int | None = None) -> int | None:
         """The turn in which the chunk was used last that would leave tier ``index`` next, or (None) RAM. A guess where
         only a sample is known; None: nothing can leave."""
-        order = self._evictable if index is None else self._tiers[index].order
+        order = self._order if index is None else self._tiers[index].order
         return self.ages.first(islice(order, _MOST_AHEAD))
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
+    def _resize(self, slots: int) -> None:
+        self.slots, self._quota = slots, quota_of(slots, self._share)
+        self._order.resize(slots)
+
+    def _coldest(self, owner: int = 0) -> Entry | None:
+        """What leaves next, of all or of one owner's. What is read and lies before it becomes hot at once, as it will
+        when its reader leaves: else every eviction would walk over what is read for long."""
+        if not (self._idle_of[owner] if owner else self._idle):
+            return None
+        read, found = list[ChunkKey](), None
+        for key in self._order.part(owner) if owner else self._order:
+            entry = self._entries[key]
+            if not entry.pins:
+                found = entry
+                break
+            if entry.pins != entry.writes:
+                read.append(key)
+        if read:
+            self._order.ordered(read[::-1])
+        return found
+
+    def _evict(self, entry: Entry) -> None:
+        self._past.left(entry.key, Left.EVICTED)
+        self.evicted_unoffered += not entry.offered and entry.key not in self._over
+        self._order.evicted(entry.key)
+        self._remove(entry)
+
     def _remove(self, entry: Entry) -> None:
         del self._entries[entry.key]
-        self._evictable.discard(entry.key)
+        self._over.discard(entry.key)
         self._filling -= entry.state is FILLING
+        if entry.state is READY and not entry.pins:
+            self._count_idle(entry, -1)
         entry.state = GONE
         if entry.pins:
             self._gone.add(entry)
@@ -528,8 +596,31 @@ class Directory:
             self._free_slot(entry)
 
     def _pin(self, entry: Entry) -> None:
-        self._pinned += not entry.pins
+        if not entry.pins:
+            self._pinned += 1
+            if entry.state is READY:
+                self._count_idle(entry, -1)
         entry.pins += 1
+
+    def _unpin(self, entry: Entry) -> None:
+        if entry.pins < 1:
+            raise StateError("unpin without a pin")
+        entry.pins -= 1
+        if entry.pins:
+            return
+        self._pinned -= 1
+        if entry.state is READY:
+            self._count_idle(entry, 1)
+        elif entry.state is GONE:
+            self._gone.discard(entry)
+            self._free_slot(entry)
+
+    def _count_idle(self, entry: Entry, by: int) -> None:
+        self._idle += by
+        if self._quota is not None and entry.owner:
+            self._idle_of[entry.owner] += by
+            if not self._idle_of[entry.owner]:
+                del self._idle_of[entry.owner]
 
     def _free_slot(self, entry: Entry) -> None:
         self._in_slot[entry.slot] = None

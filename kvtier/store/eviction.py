@@ -1,8 +1,12 @@
 """The order in which chunks leave a place. Pure: keys and order only; no sizes, places, clock or lock.
 
 Leaf-first: within one prompt the end leaves before its beginning, because a chunk without its ancestors can serve
-nobody. Policies get this for free by touching a run from its end to its beginning: the root is always the most
+nobody. Policies get this for free by moving a run from its end to its beginning: the root is always the most
 recently used of its run.
+
+A policy is told apart what is easily taken for one thing: a prompt asked for a chunk (``used``) or the chunk was only
+stored or let go (``ordered``); a chunk left for room and may come back (``evicted``) or is unwanted (``discard``). What
+is pinned stays known and keeps what the policy remembers of it: the Directory passes it over.
 """
 
 from __future__ import annotations
@@ -21,23 +25,48 @@ class Policy(Protocol):
     """Which key leaves next. Not thread-safe: the owner's lock guards it."""
 
     def add(self, key: ChunkKey, owner: int = 0) -> None:
-        """Know ``key`` as the hottest, and whose it is."""
+        """``key`` is held from now on, or still is: the hottest of its kind, and whose it is."""
         ...
 
     def owner(self, key: ChunkKey) -> int:
         """Whose ``key`` is; 0 also for one that is not known."""
         ...
 
-    def touch(self, run: Sequence[ChunkKey]) -> None:
-        """A prompt's run (first chunk first) was used; unknown keys in it are ignored."""
+    def used(self, run: Sequence[ChunkKey]) -> None:
+        """A prompt with this run (first chunk first) asked for it; unknown keys in it are ignored."""
+        ...
+
+    def ordered(self, run: Sequence[ChunkKey]) -> None:
+        """The run was stored, or a reader let go of it: hot again, its end coldest. That is no use of it, because every
+        prompt is stored in several steps; unknown keys in it are ignored."""
+        ...
+
+    def evicted(self, key: ChunkKey) -> None:
+        """``key`` left for room: forget that it is held, and remember what helps when it comes back."""
         ...
 
     def discard(self, key: ChunkKey) -> None:
-        """Forget ``key`` if known."""
+        """``key`` is unwanted or was lost: forget all about it, if known."""
         ...
 
     def coldest(self) -> ChunkKey | None:
-        """The key to let go first; None when empty. It stays known until discarded."""
+        """The key to let go first; None when empty. It stays known until evicted or discarded."""
+        ...
+
+    def cool(self, run: Sequence[ChunkKey]) -> None:
+        """These leave before all else, the end of the run first; unknown keys in it are ignored."""
+        ...
+
+    def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
+        """These leave after all else for so long after their last use, if that is not more than half of all."""
+        ...
+
+    def tick(self, now: float) -> None:
+        """It is ``now``, in seconds."""
+        ...
+
+    def resize(self, room: int) -> None:
+        """There is room for so many chunks from now on."""
         ...
 
     def __contains__(self, key: object) -> bool: ...
@@ -49,6 +78,11 @@ class Policy(Protocol):
         ...
 
 
+PolicyOf = Callable[[int], Policy]
+"""Makes a policy for a place with room for so many chunks. All chunks of a place have the same size, so that one chunk
+is the unit in which everything is weighed."""
+
+
 class LRU:
     """Least recently used leaves first.
 
@@ -58,7 +92,7 @@ class LRU:
 
     __slots__ = ("_order",)
 
-    def __init__(self) -> None:
+    def __init__(self, room: int = 0) -> None:
         self._order: OrderedDict[ChunkKey, int] = OrderedDict()
 
     def add(self, key: ChunkKey, owner: int = 0) -> None:
@@ -68,14 +102,32 @@ class LRU:
     def owner(self, key: ChunkKey) -> int:
         return self._order.get(key, 0)
 
-    def touch(self, run: Sequence[ChunkKey]) -> None:
+    def used(self, run: Sequence[ChunkKey]) -> None:
         order = self._order
         for key in reversed(run):
             if key in order:
                 order.move_to_end(key)
 
+    ordered = used
+
     def discard(self, key: ChunkKey) -> None:
         self._order.pop(key, None)
+
+    evicted = discard
+
+    def cool(self, run: Sequence[ChunkKey]) -> None:
+        for key in run:
+            if key in self._order:
+                self._order.move_to_end(key, last=False)
+
+    def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
+        """The oldest leaves first, whatever is said of it."""
+
+    def tick(self, now: float) -> None:
+        """It has no clock."""
+
+    def resize(self, room: int) -> None:
+        """The order is the same with any room."""
 
     def coldest(self) -> ChunkKey | None:
         return next(iter(self._order), None)
@@ -94,16 +146,17 @@ class Owned:
     """A Policy's order, in which every key belongs to an owner (:mod:`kvtier.core.tenant`), 0 for nobody.
 
     ``split`` keeps an order per owner besides, so that :meth:`coldest` and :meth:`count` can ask for one owner's; it
-    costs memory, so it is for places where owners have quotas.
+    costs memory, so it is for places where owners have quotas. An owner's own order is LRU: only all keys of a place
+    together are enough to learn from.
     """
 
     __slots__ = ("_all", "_once", "_parts")
 
-    def __init__(self, policy: Callable[[], Policy], split: bool) -> None:
-        self._all = policy()
+    def __init__(self, policy: Policy, split: bool) -> None:
+        self._all = policy
         self._once: dict[int, int] = {}
         """Every owner's number: one object for all its keys, not one of 44 bytes for each."""
-        self._parts: defaultdict[int, Policy] | None = defaultdict(policy) if split else None
+        self._parts: defaultdict[int, LRU] | None = defaultdict(LRU) if split else None
 
     def add(self, key: ChunkKey, owner: int = 0) -> None:
         if len(self._once) > _MOST_OWNERS:
@@ -112,18 +165,49 @@ class Owned:
         if owner and self._parts is not None:
             self._parts[owner].add(key)
 
-    def touch(self, run: Sequence[ChunkKey]) -> None:
-        self._all.touch(run)
+    def used(self, run: Sequence[ChunkKey]) -> None:
+        self._all.used(run)
         if self._parts:
-            for owner in {self._all.owner(key) for key in run} - {0}:
-                self._parts[owner].touch(run)
+            self._order_parts(run)
+
+    def ordered(self, run: Sequence[ChunkKey]) -> None:
+        self._all.ordered(run)
+        if self._parts:
+            self._order_parts(run)
+
+    def _order_parts(self, run: Sequence[ChunkKey]) -> None:
+        assert self._parts is not None
+        for owner in {self._all.owner(key) for key in run} - {0}:
+            self._parts[owner].ordered(run)
+
+    def evicted(self, key: ChunkKey) -> None:
+        self._leave_part(key)
+        self._all.evicted(key)
 
     def discard(self, key: ChunkKey) -> None:
+        self._leave_part(key)
+        self._all.discard(key)
+
+    def _leave_part(self, key: ChunkKey) -> None:
         if self._parts is not None and (owner := self._all.owner(key)):
             self._parts[owner].discard(key)
             if not self._parts[owner]:
                 del self._parts[owner]
-        self._all.discard(key)
+
+    def cool(self, run: Sequence[ChunkKey]) -> None:
+        self._all.cool(run)
+        if self._parts:
+            for owner in {self._all.owner(key) for key in run} - {0}:
+                self._parts[owner].cool(run)
+
+    def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
+        self._all.keep(run, seconds)
+
+    def tick(self, now: float) -> None:
+        self._all.tick(now)
+
+    def resize(self, room: int) -> None:
+        self._all.resize(room)
 
     def owner(self, key: ChunkKey) -> int:
         return self._all.owner(key)

@@ -24,7 +24,6 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from itertools import pairwise
 
 from kvtier.core.chunk import ChunkKey
 
@@ -62,10 +61,15 @@ class Marks:
     def put(self, digest: bytes, mark: int) -> None:
         """``digest``: 8 bytes or more, evenly distributed; ``mark`` replaces an older one of the same digest."""
         words, (tag, start) = self._words, self._find(digest)
-        at = next((at for at in range(start, start + _WAYS) if words[at] >> _MARK_BITS == tag), start + _WAYS - 1)
-        for to, source in pairwise(range(at, start - 1, -1)):
-            words[to] = words[source]
+        first, second, third, _ = words[start : start + _WAYS]
         words[start] = tag << _MARK_BITS | mark
+        # Each moves on by one place, up to the one that has the same digest. No loop: it runs at every eviction.
+        if first >> _MARK_BITS != tag:
+            words[start + 1] = first
+            if second >> _MARK_BITS != tag:
+                words[start + 2] = second
+                if third >> _MARK_BITS != tag:
+                    words[start + 3] = third
 
     def get(self, digest: bytes) -> int:
         """The mark; 0 when there is none (any more)."""

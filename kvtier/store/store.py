@@ -19,14 +19,18 @@ from kvtier.core.lanes import Executor
 from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
 from kvtier.load_policy.outlook import Outlook
+from kvtier.store.adaptive import Adaptive
 from kvtier.store.audit import Audit
 from kvtier.store.directory import FILLING, GONE, READY, Directory, Entry
-from kvtier.store.eviction import LRU, Policy
+from kvtier.store.eviction import LRU, PolicyOf
+from kvtier.store.follower import Follower
+from kvtier.store.hints import Hint
 from kvtier.store.lease import LoadLease, Match, SaveLease
 from kvtier.store.lookup import look
 from kvtier.store.lower_tier import Below, Core, Place
 from kvtier.store.promotion import Promotions
 from kvtier.store.room import Room
+from kvtier.store.what_if import Point
 from kvtier.tiers.base import Tier
 
 _POPULATE_BYTES = 32 << 20
@@ -40,14 +44,15 @@ class Store:
 
     ``recovered()`` of every tier is read here, once. :meth:`close` closes lanes, tiers and the pool. ``share`` and
     every ``owner``: see :mod:`kvtier.store.directory`; for servers. ``spare`` is a lane without a tier: it makes the
-    pool's pages present while nobody waits. ``clock``: monotonic seconds, for forecasts.
+    pool's pages present while nobody waits. ``clock``: monotonic seconds, for forecasts. An Adaptive ``policy``
+    is RAM's and learns on the spare lane; the tiers' is LRU then.
     """
 
     def __init__(
         self,
         pool: Pool,
         tiers: Sequence[Place | tuple[Tier, Executor]] = (),
-        policy: Callable[[], Policy] = LRU,
+        policy: PolicyOf | Adaptive = LRU,
         share: float | None = None,
         spare: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -65,8 +70,12 @@ class Store:
         self.touched: Future[None] = Future()  # done when ``spare`` has made every page; cancelled by a close before
         self.on_arrival: Callable[[], None] = _nothing
         """Called on a lane thread, without the lock, whenever :meth:`wait` would return."""
-        self._directory = Directory(pool.slots, [tier.capacity for tier in self.tiers], policy, share)
+        self._adaptive = policy if isinstance(policy, Adaptive) else None
+        capacities = [tier.capacity for tier in self.tiers]
+        self._directory = Directory(pool.slots, capacities, policy, share, lower=LRU if self._adaptive else policy)
         core = Core(self._lock, self._directory, pool, self.counts)
+        rooms = {"ram": pool.slots, **{tier.name: tier.capacity for tier in self.tiers}}
+        self._follower = Follower(self._directory, self._lock, self._adaptive, clock, rooms)
         self._below = [Below(core, index, place, clock) for index, place in enumerate(places)]
         self._on_save = [below for below in self._below if not below.on_evict]
         self._on_evict = [below for below in self._below if below.on_evict]
@@ -106,13 +115,13 @@ class Store:
         lease = SaveLease(self, keys, [])
         keep, wanted, missing = frozenset(keys), len(keys) if most is None else most, 0
         try:
-            yield from self._touching(keys[AT_ONCE:])
+            yield from self._ordering(keys[AT_ONCE:])
             for number, part in enumerate(pieces(keys)):
                 if number:
                     yield 0.0
                 with self._lock:
                     if not number:
-                        self._directory.touch(part)
+                        self._directory.ordered(part)
                     absent = [key for key in part if self._directory.get(key) is None]
                     missing += len(absent)
                     for key in absent[: wanted - len(lease.entries)]:
@@ -134,11 +143,13 @@ class Store:
         start: int = 0,
         owner: int = 0,
         most: int | None = None,
+        session: str = "",
     ) -> LoadLease:
         """Pin what can be served of ``keys[start:]`` without a gap, at most ``most`` chunks, and start promoting what
         lower tiers hold. The lease pins each chunk from now (or its arrival) until it is closed: poll, copy, close.
+        ``session``: the name of the conversation; without one it is told from the chunks.
         """
-        return whole(self.loading(keys, start, owner, most))
+        return whole(self.loading(keys, start, owner, most, session))
 
     def loading(
         self,
@@ -146,12 +157,13 @@ class Store:
         start: int = 0,
         owner: int = 0,
         most: int | None = None,
+        session: str = "",
     ) -> Steps[LoadLease]:
         """:meth:`load` in pieces. What it pinned is let go when it is left unfinished."""
         rest = keys[start:]
         lease = LoadLease(self, rest[:most], owner)
         try:
-            yield from self._touching(keys)
+            yield from self._in_order(self._directory.used, keys)
             while self._load_piece(lease, AT_ONCE, owner):
                 yield 0.0
         except BaseException:
@@ -166,6 +178,7 @@ class Store:
             if asked is None:
                 self._miss(rest, len(lease.entries), most)
         self._promotions.begin(promotions)
+        self._follow_soon(self._follower.prompt(keys, session))
         if promotions:
             self._look_ahead_soon(owner)
         if asked is not None and not self._below[asked].timed.submit(partial(self._find, lease, asked)):
@@ -185,12 +198,16 @@ class Store:
             self._look_ahead_soon(owner)
         return len(lease.entries) - known == count
 
-    def _touching(self, run: Sequence[ChunkKey]) -> Steps[None]:
-        """A run was used; its end first, so that its beginning is hottest."""
+    def _ordering(self, run: Sequence[ChunkKey]) -> Steps[None]:
+        """A run was stored: hot again, and leaves leaf first."""
+        return self._in_order(self._directory.ordered, run)
+
+    def _in_order(self, note: Callable[[Sequence[ChunkKey]], None], run: Sequence[ChunkKey]) -> Steps[None]:
+        """Tell the directory of a run in pieces; its end first, so that its beginning is hottest."""
         parts = list(pieces(run))
         for part in reversed(parts):
             with self._lock:
-                self._directory.touch(part)
+                note(part)
             if part is not parts[0]:
                 yield 0.0
 
@@ -345,7 +362,7 @@ class Store:
             directory, most = self._directory, self.pool.slots
             directory.ages.begin(turn)
             wanted = directory.crowded[0] + self.counts["save_refused"] + self.counts["load_refused"]
-            slots, used, occupied = directory.slots, directory.used, directory.occupied
+            slots, used, occupied = directory.slots, directory.in_use, directory.occupied
             ram = Room(self.pool.slot_bytes, 0, most, slots, used, occupied, wanted, directory.coldest())
             lower = [(below.tier.name, below.room()) for below in self._below]
             return {"ram": ram, **{name: room for name, room in lower if room is not None}}
@@ -423,6 +440,9 @@ class Store:
         with self._lock:
             held = {f"{tier.name}_held": self._directory.held(index) for index, tier in enumerate(self.tiers)}
             stats = Counter({**self._directory.usage(), **held, **self.counts})
+            stats.update(self._follower.counts)
+            if self._adaptive is not None:
+                stats.update(self._adaptive.counts())
             for below in self._on_evict:
                 stats[f"{below.tier.name}_spill_late"] += self._directory.evicted_unoffered
             return stats
@@ -442,6 +462,27 @@ class Store:
         if self._spare is not None:
             with suppress(CancelledError, TimeoutError):
                 self.touched.result(_POPULATE_S)
+
+    # ---- what is done about prompts and hints afterwards -----------------------------------------------------------
+
+    def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
+        """Something is known of the run ``keys``, a prompt's, or (an empty one) of the last prompt of the session with
+        this name. Soft; followed in the background, after the prompts that came before it."""
+        self._follow_soon(self._follower.hint(keys, session, hint))
+
+    def what_if(self) -> dict[str, list[Point]]:
+        """What an LRU of other sizes than RAM's, or a tier's, would have hit since the start."""
+        return {place: curve.points() for place, curve in self._follower.curves.items()}
+
+    def _follow_soon(self, waiting: bool) -> None:
+        """On the spare lane, once the pool's pages are there."""
+        if waiting and self._spare is not None and self.touched.done():
+            self._spare.submit(self._follow)
+
+    def _follow(self) -> None:
+        """On the spare lane."""
+        if self._follower.work(_yield) and self._spare is not None:
+            self._spare.submit(self._follow)
 
     # ---- promotion: lower tier -> slot ---------------------------------------------------------------------------
 
@@ -537,7 +578,7 @@ class Store:
             yield 0.0
         if not commit:
             return
-        yield from self._touching(lease.run)
+        yield from self._ordering(lease.run)
         for below in self._on_save:
             for part in pieces(lease.entries):
                 below.offer(part, lease.run)
@@ -592,6 +633,11 @@ class Store:
         for entry in reversed(entries):
             self._directory.unpin(entry)
             self._promotions.unpinned(entry)
+
+
+def _yield() -> None:
+    """Whoever waits for the interpreter goes first."""
+    time.sleep(0)
 
 
 def _nothing() -> None:

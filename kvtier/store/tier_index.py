@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.store.eviction import Owned, Policy
+from kvtier.store.eviction import Owned, PolicyOf
 
 
 def quota_of(room: int, share: float | None) -> int | None:
@@ -18,10 +18,10 @@ class Holding:
 
     __slots__ = ("_share", "capacity", "leaving", "order", "quota", "writing")
 
-    def __init__(self, capacity: int, policy: Callable[[], Policy], share: float | None) -> None:
+    def __init__(self, capacity: int, policy: PolicyOf, share: float | None) -> None:
         self.capacity = capacity
         self._share = share
-        self.order = Owned(policy, share is not None)
+        self.order = Owned(policy(capacity), share is not None)
         self.quota = quota_of(capacity, share)
         self.writing: dict[ChunkKey, int] = {}
         """Being written now, and whose; counted against the capacity, not yet held."""
@@ -36,7 +36,13 @@ class Holding:
         return not (key in self.order or key in self.writing or key in self.leaving)
 
     def leave(self, key: ChunkKey) -> None:
+        """It is unwanted."""
         self.order.discard(key)
+        self.leaving.add(key)
+
+    def evict(self, key: ChunkKey) -> None:
+        """It goes for room, and may come back."""
+        self.order.evicted(key)
         self.leaving.add(key)
 
     def leave_all(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
@@ -54,15 +60,16 @@ class Holding:
         victim = self.order.coldest(owner if spent else None)
         if victim is None:
             return None
-        self.leave(victim)
+        self.evict(victim)
         return [victim]
 
     def limit(self, capacity: int, most: int) -> list[ChunkKey]:
         """Hold at most ``capacity`` from now on; up to ``most`` chunks that leave for that, coldest first."""
         self.capacity, self.quota = capacity, quota_of(capacity, self._share)
+        self.order.resize(capacity)
         surplus: list[ChunkKey] = []
         while len(surplus) < most and len(self) > capacity and (victim := self.order.coldest()) is not None:
-            self.leave(victim)
+            self.evict(victim)
             surplus.append(victim)
         return surplus
 
@@ -72,10 +79,10 @@ class Holding:
         surplus: list[ChunkKey] = []
         for owner in owners:
             while self._is_spent(owner, 1) and (victim := self.order.coldest(owner)) is not None:
-                self.leave(victim)
+                self.evict(victim)
                 surplus.append(victim)
         while len(self) > self.capacity and (victim := self.order.coldest()) is not None:
-            self.leave(victim)
+            self.evict(victim)
             surplus.append(victim)
         return surplus
 

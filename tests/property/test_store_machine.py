@@ -14,6 +14,7 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.lower_tier import Place
+from kvtier.store.segments import SETTINGS, Segments, Setting
 from kvtier.store.store import Store
 from kvtier.store.write_budget import WriteBudget
 from kvtier.testing import DictTier, ManualLane
@@ -81,15 +82,18 @@ class StoreMachine(RuleBasedStateMachine):
         bound=st.integers(2, 8),
         on_evict=st.booleans(),
         budgeted=st.booleans(),
+        setting=st.sampled_from(SETTINGS),
     )
-    def start(self, slots: int, capacity: int, tiers: int, bound: int, on_evict: bool, budgeted: bool) -> None:
+    def start(
+        self, *, slots: int, capacity: int, tiers: int, bound: int, on_evict: bool, budgeted: bool, setting: Setting
+    ) -> None:
         self.tiers = [RottenTier(capacity + index, shared=index == 1) for index in range(tiers)]
         self.lanes = [ManualLane(urgent_bound=bound, bound=bound) for _ in self.tiers]
         self.now = 0.0
         budget = WriteBudget(86_400 * SLOT // 60, SLOT) if budgeted else None  # ten chunks, then one a minute
         places = [Place(*each) for each in zip(self.tiers, self.lanes, strict=True)]
         places[0] = places[0]._replace(budget=budget, on_evict=on_evict)
-        self.store = Store(Pool(slots, SLOT), places, clock=lambda: self.now)
+        self.store = Store(Pool(slots, SLOT), places, lambda room: Segments(room, setting), clock=lambda: self.now)
         self.saved: set[ChunkKey] = set()
         self.meanwhile: list[list[int]] = []
         for tier in self.tiers:

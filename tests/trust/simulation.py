@@ -43,6 +43,7 @@ from kvtier.core.pool import Pool
 from kvtier.store.directory import READY
 from kvtier.store.lease import LoadLease
 from kvtier.store.lower_tier import Place
+from kvtier.store.segments import LRU_SETTING, SETTINGS, Segments
 from kvtier.store.store import Store
 from kvtier.store.write_budget import WriteBudget
 from kvtier.tiers.base import Tier
@@ -102,6 +103,7 @@ class Simulation:
         self.crashes = rng.choice((0, 0, 1, 2))
         self.on_evict, self.a_day = rng.random() < 0.3, rng.choice((None, None, None, 10**6))
         """Of tiers of our own: when they are written, and how much: a chunk, then one in six minutes."""
+        self.setting = rng.choice((LRU_SETTING, *SETTINGS))
         self.disk, self.redis = SimDisk(world), SimRedis(world)
         self.media = {name: Medium(world, self.capacity, shared=name == "shared") for name in ("plain", "shared")}
         self.computed: set[ChunkKey] = set()
@@ -171,10 +173,14 @@ class Simulation:
             self.lanes.append(Lane(tier.name, self.threads, urgent_bound=self.bound, bound=self.bound))
         clock = Time(self.world).monotonic
         places = [self.place(tier, lane) for tier, lane in zip(tiers, self.lanes, strict=True)]
-        store = Store(Pool(self.slots, SLOT), places, share=self.share, clock=clock)
+        store = Store(Pool(self.slots, SLOT), places, self.policy, self.share, clock=clock)
         self.filling.clear()
         self.loads.clear()
         self.store, self.process, self.tiers = store, process, tiers
+
+    def policy(self, room: int) -> Segments:
+        """Any setting; the first is LRU."""
+        return Segments(room, self.setting)
 
     def place(self, tier: Watched, lane: Lane) -> Place:
         if tier.shared:
@@ -313,7 +319,7 @@ class Simulation:
             self.world.quiet = False
         self.observe()
         directory = store._directory
-        for order in (directory._evictable, *(tier.order for tier in directory._tiers)):
+        for order in (directory._order, *(tier.order for tier in directory._tiers)):
             parts = {key: owner for owner, part in (order._parts or {}).items() for key in part}
             if order._parts is not None and parts != {key: order.owner(key) for key in order if order.owner(key)}:
                 raise ViolationError("an owner's own order is not the part of all that is the owner's")

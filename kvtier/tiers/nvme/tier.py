@@ -76,7 +76,6 @@ class NvmeTier:
         bytes_: int,
         slot_bytes: int,
         *,
-        name: str = "nvme",
         direct: bool = True,
         lent: bool = False,
         in_huge_pages: Callable[[memoryview], bool] = _in_small_pages,
@@ -89,7 +88,7 @@ class NvmeTier:
                 f"NVMe tier {path}: {bytes_:,} bytes hold no chunk of {slot_bytes:,} bytes; "
                 f"give at least {slot_bytes + 2 * PAGE_BYTES:,}"
             )
-        self.name, self.capacity, self.slot_bytes = name, slots, slot_bytes
+        self.name, self.capacity, self.slot_bytes = "nvme", slots, slot_bytes
         self.chunk_room, self.fixed_room = slot_bytes, table_bytes(slots)
         self.counts = dict.fromkeys(_COUNTS, 0)
         self._files = SlotFiles(

@@ -187,7 +187,8 @@ ROOM = Room(
         Mutant(
             "connectors/vllm/claims.py",
             "        if coming and self._judge.clock() < prompt.until:\n            return None\n",
-            "        if coming and self._judge.clock() < prompt.until:\n            ready, coming = ready + coming, 0\n",
+            "        if coming and self._judge.clock() < prompt.until:\n"
+            "            ready, coming = ready + coming, 0\n",
             "chunks are promised that have not come",
         ),
         Mutant(

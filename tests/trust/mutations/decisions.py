@@ -35,14 +35,14 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "            if victim is None or victim in keep:",
+            "            if victim is None or victim.key in keep:",
             "            if victim is None:",
             "a run pushes out its own chunks",
         ),
         Mutant(
             "store/directory.py",
-            "            victim = next((key for key in order if not self._entries[key].pins), None)",
-            "            victim = next(order, None)",
+            "            if not entry.pins:\n                found = entry",
+            "            if entry.pins == entry.writes:\n                found = entry",
             "a chunk is evicted while it is spilled",
         ),
         Mutant(
@@ -71,22 +71,21 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "        self._pin(entry)\n        self._evictable.discard(entry.key)",
-            "        self._pin(entry)",
-            "a pinned chunk stays evictable",
+            "        for key in self._order.part(owner) if owner else self._order:",
+            "        for key in ():",
+            "nothing is ever evicted",
         ),
         Mutant(
             "store/directory.py",
-            "        if entry.state is READY and entry.pins == entry.writes:\n            if entry.key not in",
-            "        if entry.state is READY:\n            if entry.key not in",
+            "        entry.pins -= 1\n        if entry.pins:\n            return\n",
+            "        entry.pins -= 1\n",
             "the first of two readers to leave makes the chunk evictable",
         ),
         Mutant(
             "store/directory.py",
-            "        if not entry.pins:\n            self._evictable.add(entry.key, entry.owner)\n"
-            "\n    def fill_failed",
-            "        if True:\n            self._evictable.add(entry.key, entry.owner)\n\n    def fill_failed",
-            "a chunk that arrives under a waiter is evictable",
+            "        if not entry.pins:\n            self._count_idle(entry, 1)\n\n    def fill_failed",
+            "        self._count_idle(entry, 1)\n\n    def fill_failed",
+            "a chunk that arrives under a waiter counts as evictable",
         ),
         Mutant(
             "store/directory.py",
@@ -120,14 +119,14 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "            if entry.key not in self._evictable:\n                self",
-            "            if True:\n                self",
+            "        entry.writes -= 1\n        self._unpin(entry)",
+            "        entry.writes -= 1\n        self.unpin(entry)",
             "what was just written below becomes the hottest in RAM",
         ),
         Mutant(
             "store/directory.py",
-            "                entry.offered = True\n",
-            "                pass\n",
+            "            entry.offered = True\n",
+            "            pass\n",
             "what a tier refused is offered to it for ever",
         ),
         # ---- store ---

@@ -138,7 +138,7 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            ("        self._pinned -= not entry.pins\n"),
+            ("        self._pinned -= 1\n"),
             "",
             "the count of pinned slots only grows",
         ),
@@ -150,13 +150,9 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
+            ("            victim = self._coldest()\n            if victim is None:\n                return False\n"),
             (
-                "            victim = next((key for key in self._evictable if not self._entries[key].pins), None)\n"
-                "            if victim is None:\n"
-                "                return False\n"
-            ),
-            (
-                "            victim = next(iter(self._entries), None)\n"
+                "            victim = next(iter(self._entries.values()), None)\n"
                 "            if victim is None:\n"
                 "                return False\n"
             ),

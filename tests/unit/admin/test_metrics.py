@@ -23,8 +23,10 @@ from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.server import server
 from kvtier.server.registry import Realm, Realms
+from kvtier.store.adaptive import Adaptive
 from kvtier.store.store import Store
 from kvtier.store.zero_hits import ZeroHits
+from kvtier.testing import ManualLane
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.tier import NvmeTier
 from tests.clock import Clock
@@ -159,6 +161,34 @@ def test_what_the_audit_found_is_shown(served: Served) -> None:
     shown = samples(status.read(served))
     assert (shown["kvtier_audited_chunks_total",], shown["kvtier_audit_mismatches_total",]) == (2, 1)
     assert "audit: 2 chunks compared, 1 had other bytes" in operate.screen(status.read(served))
+
+
+def test_what_other_sizes_and_policies_would_hit_is_shown(tmp_path: Path) -> None:
+    served, spare = Served(tmp_path), ManualLane(bound=1)
+    store = Store(Pool(8, SLOT), policy=Adaptive(), spare=spare)
+    spare.run()
+    served.realms = Realms(lambda size: store, lambda call: call())
+    served.realm()
+    assert "points of hits" not in operate.screen(status.read(served)), "nothing was asked for yet"
+    for _ in range(3):
+        for token in range(12):
+            store.load(keys(token)).close()
+            spare.run()
+    (realm,) = status.read(served).realms
+    assert realm.tiers[0].what_if == {"0.25": 0, "0.5": 0, "1": 0, "2": 0.666667, "4": 0.666667, "8": 0.666667}
+    assert (realm.policy, realm.policy_asked, realm.policy_hits["lru"]) == ("lru", 36, 0)
+    shown = samples(status.read(served))
+    assert shown["kvtier_whatif_hit_ratio", "2", "ram"] == 0.666667
+    assert shown["kvtier_policy_asked_chunks_total",] == 36
+    assert (shown["kvtier_policy_rules", "lru"], shown["kvtier_policy_rules", "keep90_4x"]) == (1, 0)
+    assert shown["kvtier_policy_hit_chunks_total", "lru"] == 0
+    screen = operate.screen(status.read(served))
+    assert (
+        "other sizes of ram, points of hits under LRU: x0.25 (8 KiB) +0.0, x0.5 (16 KiB) +0.0, x2 (64 KiB) +66.7"
+        in screen
+    )
+    assert "policy lru rules; the best setting is" in screen
+    served.realms.close(10.0)
 
 
 def test_a_server_that_never_hits_says_why_everywhere(served: Served, caplog: pytest.LogCaptureFixture) -> None:

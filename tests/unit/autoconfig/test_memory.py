@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.assemble import assemble
 from kvtier.autoconfig.memory import INDEX_BYTES, in_reserved_pages, require_ram
-from kvtier.cli.serve import open_store
+from kvtier.cli.serve import Stores
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError
@@ -111,7 +111,7 @@ def test_an_engines_store_takes_reserved_pages_and_a_servers_does_not() -> None:
     """Whoever attaches to a server could give such pages back, and end it."""
     layout, config = ChunkLayout(bytes(32), 1, 1, (MIB,)), Config(ram_bytes=4 * MIB)
     with reserved_pages(2):
-        for store, reserved_ in ((open_store(config, MIB), False), (assemble(config, layout), True)):
+        for store, reserved_ in ((Stores(config)(MIB), False), (assemble(config, layout), True)):
             assert isinstance(store, Store)
             assert store.pool.reserved is reserved_
             store.close()

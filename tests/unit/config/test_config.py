@@ -258,7 +258,7 @@ def test_lmcaches_variables_count_only_beside_its_file(tmp_path: Path) -> None:
     ("line", "told"),
     [
         ("local_cpu: false", "not supported: every transfer passes through RAM"),
-        ("cache_policy: LFU", "not supported: kvtier evicts by LRU"),
+        ("cache_policy: LFU", "not supported: kvtier has the policies"),
         ("remote_serde: cachegen", "not supported: kvtier stores exact bytes"),
         ("save_unfull_chunk: true", "not needed"),
         ("lookup_timeout_ms: 3000", "not needed"),

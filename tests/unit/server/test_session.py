@@ -209,13 +209,15 @@ class Counting:
         self.calls = 0
         for name in ("get", "reserve", "pin", "unpin", "filled", "forget"):
             monkeypatch.setattr(store._directory, name, self._counted(getattr(store._directory, name)))
-        touch = store._directory.touch
+        for name in ("used", "ordered"):
+            monkeypatch.setattr(store._directory, name, self._counted_run(getattr(store._directory, name)))
 
-        def touched(run: list[ChunkKey]) -> None:
+    def _counted_run(self, method: Callable[[list[ChunkKey]], None]) -> Callable[[list[ChunkKey]], None]:
+        def counted(run: list[ChunkKey]) -> None:
             self.calls += len(run)
-            touch(run)
+            method(run)
 
-        monkeypatch.setattr(store._directory, "touch", touched)
+        return counted
 
     def _counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*words: Any) -> Any:

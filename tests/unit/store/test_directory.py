@@ -23,7 +23,7 @@ def ready(directory: Directory, *keys: ChunkKey) -> list[Entry]:
         assert entry is not None
         directory.filled(entry)
         entries.append(entry)
-    directory.touch(keys)
+    directory.ordered(keys)
     return entries
 
 
@@ -49,7 +49,7 @@ def test_the_leaf_of_the_coldest_run_leaves_first() -> None:
     directory = Directory(4)
     ready(directory, A, B)
     ready(directory, C, D)
-    directory.touch([A, B])
+    directory.ordered([A, B])
     left = [directory.reserve(key(str(index)), ()) for index in range(3)]
     assert None not in left
     assert [directory.get(one) is not None for one in (A, B, C, D)] == [True, False, False, False]
@@ -104,7 +104,7 @@ def test_a_full_tier_gives_up_its_coldest_leaf() -> None:
     for entry in entries[:2]:
         assert directory.spill_begun(entry, 0) == []
         directory.spill_ended(entry, 0, stored=True)
-    directory.touch([A, B])
+    directory.ordered([A, B])
     assert directory.spill_begun(entries[2], 0) == [B]
     assert directory.held_run([A, B]) == 2, "B is still in RAM"
     assert list(directory.holders(B)) == []

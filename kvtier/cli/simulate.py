@@ -1,0 +1,149 @@
+"""``kvtier simulate FILE``: what caches of given sizes would have hit of recorded requests, by policy and hints."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from kvtier.core.errors import ConfigError
+from kvtier.core.terminal import table
+from kvtier.traces.belady import belady
+from kvtier.traces.mooncake import Request, read
+from kvtier.traces.simulate import Cache, Hinted, Result, oracle, recorded, simulate, unhinted, unique
+
+POLICIES = ("lru", "auto", "belady")
+_BAR = 30
+_MOST_CHUNKS = 1 << 28
+
+
+class Case(NamedTuple):
+    """One row: sizes in chunks, and what came of it."""
+
+    policy: str
+    ram: int
+    nvme: int
+    result: Result
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="a trace in Mooncake's form: a request a line of JSON")
+    parser.add_argument(
+        "--ram",
+        nargs="+",
+        default=["1%", "2.5%", "5%", "10%", "20%"],
+        metavar="SIZE",
+        help="chunks in RAM, or a percentage of all chunks of the trace; several: one row each",
+    )
+    parser.add_argument("--nvme", default="0", metavar="SIZE", help="the same below RAM; 0: no such tier")
+    parser.add_argument("--write", choices=("save", "evict"), default="evict", help="when NVMe is written")
+    parser.add_argument("--policy", nargs="+", choices=POLICIES, default=["lru", "auto"], help="belady: RAM alone")
+    parser.add_argument(
+        "--hints",
+        choices=("none", "recorded", "oracle"),
+        default="none",
+        help="that a session is over; oracle: at its end",
+    )
+    parser.add_argument("--cover", type=_part, default=1.0, help="oracle: the part of the sessions that say it")
+    parser.add_argument(
+        "--wrong", type=_part, default=0.0, help="oracle: the part of the requests before it that say it too"
+    )
+    parser.add_argument(
+        "--keep-partial", action="store_true", help="keep a prompt's last block though it is not full; kvtier does not"
+    )
+    parser.add_argument("--json", action="store_true", help="print a list of cases, in chunks")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises ConfigError for a file that is no trace."""
+    with open(arguments.file, encoding="utf-8", errors="replace") as file:
+        trace = list(read(file, arguments.keep_partial))
+    every = unique(trace)
+    if not every:
+        raise ConfigError(f"{arguments.file}: no full block in {len(trace):,} requests, so there is nothing to keep")
+    hinted = _hinted(trace, arguments)
+    below = _size(arguments.nvme, every)
+    cases = []
+    for policy in arguments.policy:
+        for given in arguments.ram:
+            slots = max(1, _size(given, every))
+            tell = _progress(f"{policy} {given}", len(trace))
+            result = (
+                belady(trace, slots)
+                if policy == "belady"
+                else simulate(hinted, Cache(slots, below, policy, arguments.write == "evict"), tell)
+            )
+            cases.append(Case(policy, slots, 0 if policy == "belady" else below, result))
+    if arguments.json:
+        print(msgspec.json.encode([_document(case) for case in cases]).decode())
+    else:
+        print("\n".join(_screen(cases, trace, every)))
+    return 0
+
+
+def _hinted(trace: Sequence[Request], arguments: argparse.Namespace) -> list[Hinted]:
+    if arguments.hints == "oracle":
+        return oracle(trace, arguments.cover, arguments.wrong)
+    return recorded(trace) if arguments.hints == "recorded" else unhinted(trace)
+
+
+def _screen(cases: Sequence[Case], trace: Sequence[Request], every: int) -> Iterator[str]:
+    asked = sum(len(request.run) for request in trace)
+    yield f"{len(trace):,} requests ask for {asked:,} chunks, {every:,} of them different"
+    yield ""
+    heads = ("policy", "RAM", "NVMe", "RAM hits", "NVMe hits", "hits", "NVMe writes", "never read", "")
+    rows = []
+    for case in cases:
+        result = case.result
+        percent = [f"{result.percent(each):.2f} %" for each in (result.ram, result.lower, result.hits)]
+        writes = [f"{result.writes:,}", f"{result.unread / result.writes:.0%}"] if result.writes else ["", ""]
+        bar = "#" * round(_BAR * result.hits / max(1, result.asked))
+        rows.append([case.policy, f"{case.ram:,}", f"{case.nvme:,}" if case.nvme else "", *percent, *writes, bar])
+    yield from table(heads, rows, numbers=range(1, 8))
+    refused = sum(case.result.refused for case in cases)
+    if refused:
+        yield f"{refused:,} chunks had no room beside the others of their prompt"
+
+
+def _document(case: Case) -> dict[str, object]:
+    return {"ram_chunks": case.ram, "nvme_chunks": case.nvme, "policy": case.policy, **case.result._asdict()}
+
+
+def _size(given: str, every: int) -> int:
+    number, percent = given.removesuffix("%"), given.endswith("%")
+    try:
+        size = float(number) * every / 100 if percent else int(number)
+    except ValueError:
+        size = -1
+    if not 0 <= size <= _MOST_CHUNKS:
+        raise ConfigError(f"{given!r} is no size: give chunks such as 5000, or a percentage such as 2.5%")
+    return int(size)
+
+
+def _part(given: str) -> float:
+    part = float(given)
+    if not 0 <= part <= 1:
+        raise argparse.ArgumentTypeError("must lie between 0 and 1")
+    return part
+
+
+def _progress(what: str, requests: int) -> Callable[[int], None]:
+    """A bar on a terminal, and nothing elsewhere."""
+    if not sys.stderr.isatty():
+        return lambda done: None
+    begun = time.monotonic()
+
+    def show(done: int) -> None:
+        if done % 200 and done != requests:
+            return
+        part = done / requests
+        left = (time.monotonic() - begun) * (1 - part) / part
+        end = "\r" if done < requests else "\r\033[K"
+        bar = "#" * round(_BAR * part)
+        print(f"{what:14} {bar:{_BAR}} {part:4.0%} {left:4.0f} s left", end=end, file=sys.stderr, flush=True)
+
+    return show

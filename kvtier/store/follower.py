@@ -1,0 +1,119 @@
+"""Follower: what a Store does about prompts and hints afterwards, without its lock: sessions, shadows, marks.
+
+Prompts and hints wait in one bounded queue, in the order in which they came, and are followed on the Store's spare
+lane. The lock is taken for short pieces only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.steps import pieces
+from kvtier.store.adaptive import Adaptive
+from kvtier.store.directory import Directory
+from kvtier.store.hints import NOTHING, Hint
+from kvtier.store.sessions import Sessions
+from kvtier.store.what_if import Curve
+
+_MOST_CHUNKS = 1 << 17
+_MOST_WAITING = 256
+_AT_ONCE = 8
+_MOST_RECENT = 8
+
+
+class _Item(NamedTuple):
+    run: Sequence[ChunkKey]
+    session: str
+    hint: Hint = NOTHING
+    """A prompt has none."""
+
+
+class Follower:
+    """:meth:`prompt` and :meth:`hint` may be called by any thread, :meth:`work` by one at a time.
+
+    ``adaptive``: RAM's policy, where it adapts. ``clock``: seconds, monotonic. ``rooms``: of each place, in chunks.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        lock: AbstractContextManager[object],
+        adaptive: Adaptive | None,
+        clock: Callable[[], float],
+        rooms: Mapping[str, int],
+    ) -> None:
+        self._directory, self._lock, self._adaptive, self._clock = directory, lock, adaptive, clock
+        self._sessions = Sessions(min(2 * sum(rooms.values()), _MOST_CHUNKS))
+        self.curves = {place: Curve(room) for place, room in rooms.items()}
+        """What LRU caches of other sizes would have hit, by place."""
+        self._waiting: deque[_Item] = deque()
+        self._recent: deque[ChunkKey] = deque(maxlen=_MOST_RECENT)
+        self.counts = {"followed_prompts": 0, "dropped_prompts": 0, "hints_followed": 0, "hints_dropped": 0}
+        """Prompts and hints; what is dropped came faster than it could be followed."""
+
+    def prompt(self, run: Sequence[ChunkKey], session: str = "") -> bool:
+        """A prompt asked for this run. True: :meth:`work` should be called, soon and elsewhere."""
+        if not run or run[-1] in self._recent:  # a prompt that waits for a tier asks again
+            return bool(self._waiting)
+        if self._put(_Item(tuple(run), session), "dropped_prompts"):
+            self._recent.append(run[-1])
+        return True
+
+    def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> bool:
+        """Something is known of this run, or (an empty one) of the last prompt of the session with this name. True as
+        :meth:`prompt`."""
+        self._recent.clear()
+        self._put(_Item(tuple(run), session, hint), "hints_dropped")
+        return True
+
+    def _put(self, item: _Item, dropped: str) -> bool:
+        if len(self._waiting) >= _MOST_WAITING:
+            self.counts[dropped] += 1
+            return False
+        self._waiting.append(item)
+        return True
+
+    def work(self, pause: Callable[[], object]) -> bool:
+        """Without the lock: follow some of what waits; ``pause`` is called often. True: more is waiting."""
+        with self._lock:
+            self._directory.tick(self._clock())
+        for _ in range(_AT_ONCE):
+            try:
+                item = self._waiting.popleft()
+            except IndexError:
+                return False
+            if item.hint != NOTHING:
+                self._take(item)
+            elif item.run:
+                self._follow(item, pause)
+        return bool(self._waiting)
+
+    def _follow(self, item: _Item, pause: Callable[[], object]) -> None:
+        self.counts["followed_prompts"] += 1
+        session = self._sessions.seen(item.run, item.session)
+        if self._adaptive is not None:
+            self._adaptive.follow(item.run, session, self._lock, pause)
+        for curve in self.curves.values():
+            curve.seen(item.run, session)
+            pause()
+
+    def _take(self, item: _Item) -> None:
+        self.counts["hints_followed"] += 1
+        run = item.run or self._sessions.last(item.session)
+        if item.hint.over:
+            # A prompt that came after the hint uses what it has again.
+            later = {key for other in list(self._waiting) if other.hint == NOTHING for key in other.run}
+            private = [key for key in self._sessions.private(run) if key not in later]
+            for part in pieces(private):  # the beginning first: the end is the coldest
+                with self._lock:
+                    self._directory.over(part)
+            if self._adaptive is not None:
+                self._adaptive.shadows.over(private)
+        elif item.hint.keep_s:
+            for part in reversed(list(pieces(run))):
+                with self._lock:
+                    self._directory.keep(part, item.hint.keep_s)

@@ -1,0 +1,57 @@
+"""Hint: what somebody knows of a prompt's future. Pure.
+
+Hints are soft: they change the order in which chunks leave, and whether a chunk that leaves is written below. A wrong
+one costs a recompute and never more. They are bounded (what is kept is at most half of RAM), and any later use or save
+of a chunk takes away that it was over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+LONGEST_KEEP_S = 86_400.0
+PRIORITY_KEEP_S = 300.0
+"""How long a higher priority keeps a prompt after its last use."""
+
+
+class Hint(NamedTuple):
+    """What is known of a run."""
+
+    over: bool = False
+    """Its session has ended: what no other session shares leaves first and is not written below."""
+    keep_s: float = 0.0
+    """It will be used again within so many seconds after its last use; 0: nothing is known."""
+
+
+NOTHING = Hint()
+
+
+def read(given: Mapping[str, object]) -> tuple[Hint, int]:
+    """The hint in a request's words, and how many of them are bad or unknown: they are ignored.
+
+    ``over``: true or false. ``keep_s``: seconds, at most a day. ``priority``: a number, above 0 is kept for a while.
+    """
+    over, keep_s, bad = False, 0.0, 0
+    for word, value in given.items():
+        number = _number(value)
+        if word == "over" and isinstance(value, bool):
+            over = value
+        elif word == "keep_s" and number is not None and number >= 0:
+            keep_s = max(keep_s, min(number, LONGEST_KEEP_S))
+        elif word == "priority" and number is not None:
+            keep_s = max(keep_s, PRIORITY_KEEP_S if number > 0 else 0.0)
+        else:
+            bad += 1
+    return Hint(over, keep_s), bad
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,207 @@
+"""Segments: an order of leaving with a memory, which one setting turns from LRU into one that scans cannot flush. Pure.
+
+Two lists, what was used once and what came back; the second may take a part of the room. What left is remembered for a
+while (a ghost), so that a chunk that is stored again soon counts as one that came back. It is a segmented LRU
+(Karedla, Love, Wherry, *Caching strategies to improve disk system performance*, IEEE Computer 27(3), 1994) with 2Q's
+A1out (Johnson and Shasha, *2Q*, VLDB 1994).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from kvtier.core.chunk import ChunkKey
+
+_MOST_GHOSTS = 1 << 16
+"""250 bytes each."""
+_LOOKED_AT = 8
+_TRIMMED_AT_ONCE = 4
+"""A new setting may want thousands of keys moved; nobody waits for all of them."""
+
+
+class Setting(NamedTuple):
+    """How much a :class:`Segments` trusts what came back."""
+
+    share: float
+    """The part of the room that it may take; 0: this is LRU."""
+    memory: float
+    """For how many departures, as a multiple of the room, what left is known as having been here."""
+
+    @property
+    def name(self) -> str:
+        """As a name in statistics: ``lru``, or the percentage and the multiple."""
+        return f"keep{self.share * 100:.0f}_{self.memory:g}x" if self.share else "lru"
+
+
+LRU_SETTING = Setting(0.0, 0.0)
+SETTINGS = (LRU_SETTING, Setting(0.9, 4.0), Setting(0.9, 1.0), Setting(0.5, 2.0))
+_LONGEST_MEMORY = max(setting.memory for setting in SETTINGS)
+
+
+class Segments:
+    """A :class:`kvtier.store.eviction.Policy`. It begins as LRU."""
+
+    __slots__ = (
+        "_again",
+        "_ghosts",
+        "_kept",
+        "_known_for",
+        "_left",
+        "_most",
+        "_now",
+        "_once",
+        "_protected",
+        "room",
+        "setting",
+    )
+
+    def __init__(self, room: int, setting: Setting = LRU_SETTING) -> None:
+        self.room, self.setting = room, setting
+        self._once: OrderedDict[ChunkKey, int] = OrderedDict()
+        self._again: OrderedDict[ChunkKey, int] = OrderedDict()
+        """Keys and their owners, coldest first."""
+        self._ghosts: OrderedDict[ChunkKey, int] = OrderedDict()
+        """What left, the longest ago first, and the number of the departure."""
+        self._left = 0
+        self._kept: OrderedDict[ChunkKey, tuple[int, float, float]] = OrderedDict()
+        """What leaves after all else: owner, for how many seconds after its last use, and until when."""
+        self._now = 0.0
+        self._weigh()
+
+    def settle(self, setting: Setting) -> None:
+        """Another setting from now on. What it remembers stays."""
+        self.setting = setting
+        self._weigh()
+
+    def resize(self, room: int) -> None:
+        self.room = room
+        self._weigh()
+        self._bound()
+
+    def cool(self, run: Sequence[ChunkKey]) -> None:
+        for key in run:
+            if key in self:
+                owner = self.owner(key)
+                self._drop(key)
+                self._once[key] = owner
+                self._once.move_to_end(key, last=False)
+
+    def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
+        for key in reversed(run):
+            if key in self:
+                owner = self.owner(key)
+                self._drop(key)
+                self._kept[key] = owner, seconds, self._now + seconds
+        self._bound()
+
+    def tick(self, now: float) -> None:
+        """Looks at a few; all of them have their turn."""
+        self._now = now
+        for _ in range(min(_LOOKED_AT, len(self._kept))):
+            key, (owner, seconds, until) = self._kept.popitem(last=False)
+            if until > now:
+                self._kept[key] = owner, seconds, until
+            else:
+                self._once[key] = owner
+
+    def _bound(self) -> None:
+        while len(self._kept) > self.room // 2:
+            key, (owner, *_) = self._kept.popitem(last=False)
+            self._once[key] = owner
+
+    def _drop(self, key: ChunkKey) -> None:
+        if self._once.pop(key, None) is None and self._again.pop(key, None) is None:
+            self._kept.pop(key, None)
+
+    def _use_kept(self, key: ChunkKey) -> None:
+        owner, seconds, _ = self._kept.pop(key)
+        self._kept[key] = owner, seconds, self._now + seconds
+
+    def _weigh(self) -> None:
+        self._protected = int(self.setting.share * self.room)
+        self._known_for = int(self.setting.memory * self.room)
+        self._most = min(_MOST_GHOSTS, int(_LONGEST_MEMORY * self.room))
+
+    def add(self, key: ChunkKey, owner: int = 0) -> None:
+        if key in self._again:
+            self._again[key] = owner
+            self._again.move_to_end(key)
+            return
+        if key in self._kept:
+            self._use_kept(key)
+            return
+        left = self._ghosts.pop(key, None)
+        if left is not None and self._left - left < self._known_for and self._protected:
+            self._once.pop(key, None)
+            self._again[key] = owner
+            self._trim()
+        else:
+            self._once[key] = owner
+            self._once.move_to_end(key)
+
+    def owner(self, key: ChunkKey) -> int:
+        owner = self._once.get(key) or self._again.get(key, 0)
+        return owner or (self._kept[key][0] if key in self._kept else 0)
+
+    def used(self, run: Sequence[ChunkKey]) -> None:
+        once, again, protected = self._once, self._again, self._protected
+        for key in reversed(run):
+            if key in again:
+                again.move_to_end(key)
+            elif key in once:
+                if protected:
+                    again[key] = once.pop(key)
+                else:
+                    once.move_to_end(key)
+            elif key in self._kept:
+                self._use_kept(key)
+        while len(again) > protected:
+            self._demote()
+            if not protected:
+                break
+
+    def ordered(self, run: Sequence[ChunkKey]) -> None:
+        once, again = self._once, self._again
+        for key in reversed(run):
+            if key in once:
+                once.move_to_end(key)
+            elif key in again:
+                again.move_to_end(key)
+        self._trim()
+
+    def evicted(self, key: ChunkKey) -> None:
+        self._drop(key)
+        self._left += 1
+        ghosts = self._ghosts
+        ghosts[key] = self._left
+        if len(ghosts) > self._most:
+            ghosts.popitem(last=False)
+
+    def discard(self, key: ChunkKey) -> None:
+        self._drop(key)
+        self._ghosts.pop(key, None)
+
+    def coldest(self) -> ChunkKey | None:
+        return next(iter(self), None)
+
+    def _trim(self) -> None:
+        for _ in range(_TRIMMED_AT_ONCE):
+            if len(self._again) <= self._protected:
+                return
+            self._demote()
+
+    def _demote(self) -> None:
+        key, owner = self._again.popitem(last=False)
+        self._once[key] = owner
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._once or key in self._again or key in self._kept
+
+    def __len__(self) -> int:
+        return len(self._once) + len(self._again) + len(self._kept)
+
+    def __iter__(self) -> Iterator[ChunkKey]:
+        return chain(self._once, self._again, self._kept)

@@ -1,0 +1,98 @@
+"""Sessions: which conversation a prompt belongs to, and which chunks are only that conversation's. Pure and bounded.
+
+A session is told by the name that a request carries, else from its chunks. A prompt goes on with the session that has
+its last known chunk, if it has at least half of that session's last prompt: a turn has all of it, an answer that is
+made anew has most of it, and another conversation only the system prompt. Where a third way goes on from one chunk,
+that is no conversation but a beginning that many share.
+
+A chunk is private as long as the prompts of only one session contained it, and shared for good afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TypeVar
+
+from kvtier.core.chunk import ChunkKey
+
+_MOST_SESSIONS = 16_384
+_MOST_NAMES = 4096
+_MOST_FORKS = 4096
+_FORKS = 2
+_SHARED = -1
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Sessions:
+    """One thread at a time. ``most``: of how many chunks it knows whose they are, those seen last; 170 bytes each."""
+
+    __slots__ = ("_forks", "_lengths", "_most", "_names", "_next", "_whose")
+
+    def __init__(self, most: int) -> None:
+        self._whose: OrderedDict[ChunkKey, int] = OrderedDict()
+        self._lengths: OrderedDict[int, int] = OrderedDict()
+        """Chunks of each session's last prompt."""
+        self._forks: OrderedDict[ChunkKey, int] = OrderedDict()
+        """How often another way went on from a chunk."""
+        self._names: OrderedDict[str, tuple[int, Sequence[ChunkKey]]] = OrderedDict()
+        """Number and last prompt."""
+        self._most = most
+        self._next = 0
+
+    def seen(self, run: Sequence[ChunkKey], name: str = "") -> int:
+        """A session had this prompt: its number. ``run`` must not be empty."""
+        if name:
+            session = self._names[name][0] if name in self._names else self._new()
+            _put(self._names, name, (session, run), _MOST_NAMES)
+        else:
+            session = self._reached(run)
+        _put(self._lengths, session, len(run), _MOST_SESSIONS)
+        self._own(run, session)
+        return session
+
+    def private(self, run: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Those chunks of ``run``, a prompt that was seen, that no other session's prompt had."""
+        whose = self._whose
+        session = next((whose[key] for key in reversed(run) if key in whose), _SHARED)
+        return [] if session == _SHARED else [key for key in run if whose.get(key) == session]
+
+    def last(self, name: str) -> Sequence[ChunkKey]:
+        """The last prompt of the session with this name."""
+        return self._names[name][1] if name in self._names else ()
+
+    def _reached(self, run: Sequence[ChunkKey]) -> int:
+        whose = self._whose
+        at = next((at for at in range(len(run) - 1, -1, -1) if run[at] in whose), -1)
+        session = whose[run[at]] if at >= 0 else _SHARED
+        length = self._lengths.get(session)
+        if length is None or 2 * (at + 1) < length:
+            return self._new()
+        if at + 1 < length - 1:  # the last chunk may be one that was not full, and differs in the next turn
+            forks = self._forks.get(run[at], 0) + 1
+            _put(self._forks, run[at], forks, _MOST_FORKS)
+            if forks >= _FORKS:
+                whose.update(dict.fromkeys(run[: at + 1], _SHARED))
+                return self._new()
+        return session
+
+    def _new(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    def _own(self, run: Sequence[ChunkKey], session: int) -> None:
+        whose = self._whose
+        for key in run:
+            if whose.setdefault(key, session) != session:
+                whose[key] = _SHARED
+            whose.move_to_end(key)
+        for _ in range(len(whose) - self._most):
+            whose.popitem(last=False)
+
+
+def _put(into: OrderedDict[K, V], key: K, value: V, most: int) -> None:
+    into[key] = value
+    into.move_to_end(key)
+    if len(into) > most:
+        into.popitem(last=False)

@@ -1,0 +1,119 @@
+"""Shadows: which setting of :class:`~kvtier.store.segments.Segments` would hit most, found by trying all of them. Pure.
+
+Each shadow is the index of a place under one setting, without a byte. All of them see the same prompts; the one that
+hits most rules the live place. Only a part of the sessions is followed where a place is large, all turns of each, in
+shadows that are smaller by as much. Never under the Store's lock: one thread at a time (a lane's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.store.segments import SETTINGS, Segments, Setting
+
+_MOST_ROOM, _LEAST_ROOM = 6144, 8
+"""Chunks in a shadow: of a place with more a part is followed."""
+_REQUESTS = 200
+"""Between two looks at who leads."""
+_LEAD, _FADES = 1.02, 0.8
+"""A leader is so much better; what was scored fades by this at each look, so that a change of load shows."""
+
+
+class Shadow(Segments):
+    """A place's index, served as a Store would serve it."""
+
+    __slots__ = ()
+
+    def serve(self, run: Sequence[ChunkKey]) -> int:
+        """A prompt asks for ``run``, then all of it is stored: how many leading chunks were held.
+
+        The same as ``used``, ``evicted`` and ``add`` of each chunk, and ``ordered``, without their calls.
+        """
+        once, again, ghosts = self._once, self._again, self._ghosts
+        held = next((at for at, key in enumerate(run) if key not in once and key not in again), len(run))
+        self.used(run)
+        new = [key for key in run[held:] if key not in once and key not in again]
+        self._make_room(len(new), run)
+        del new[self.room - len(self) :]
+        known_for, left = self._known_for if self._protected else 0, self._left
+        for key in reversed(new):
+            was = ghosts.pop(key, None)
+            if was is not None and left - was < known_for:
+                again[key] = 0
+                if len(again) > self._protected:
+                    self._demote()
+            else:
+                once[key] = 0
+        self.ordered(run)
+        return held
+
+    def _make_room(self, count: int, run: Sequence[ChunkKey]) -> None:
+        """For so many chunks of ``run``, but not by what is held of the run itself."""
+        once, again, ghosts, own = self._once, self._again, self._ghosts, frozenset(run)
+        for _ in range(len(once) + len(again) + count - self.room):
+            order = once or again
+            key = next(iter(order), None)
+            if key is None or key in own:
+                return
+            del order[key]
+            self._left += 1
+            ghosts[key] = self._left
+        while len(ghosts) > self._most:
+            ghosts.popitem(last=False)
+
+
+class Shadows:
+    """For a place with room for ``room`` chunks.
+
+    Args:
+        settings: what is tried; the first one rules at the beginning.
+    """
+
+    def __init__(self, room: int, settings: Sequence[Setting] = SETTINGS) -> None:
+        self.settings = tuple(settings)
+        self.now = 0
+        """The number of the setting that rules."""
+        self.asked = 0
+        """Chunks that were tried in the shadows; and those hit, by setting."""
+        self.hits = [0] * len(self.settings)
+        self._scores = [0.0] * len(self.settings)
+        self._requests = 0
+        self.resize(room)
+
+    def resize(self, room: int) -> None:
+        """The live place has so much room from now on. The shadows begin anew."""
+        self.room = room
+        self.part = min(1.0, _MOST_ROOM / max(1, room))
+        self._shadows = [Shadow(max(_LEAST_ROOM, int(room * self.part)), each) for each in self.settings]
+
+    def seeing(self, run: Sequence[ChunkKey], session: int) -> Iterator[None]:
+        """A prompt of this session asked for ``run``. In pieces, one a shadow; :attr:`now` says what rules after the
+        last of them."""
+        if self.part == 1 or _spread(session) < self.part:
+            self.asked += len(run)
+            for index, shadow in enumerate(self._shadows):
+                hits = shadow.serve(run)
+                self._scores[index] += hits
+                self.hits[index] += hits
+                yield
+        self._requests += 1
+        if not self._requests % _REQUESTS:
+            self._look()
+
+    def over(self, run: Sequence[ChunkKey]) -> None:
+        """These chunks will not be asked for again."""
+        for shadow in self._shadows:
+            shadow.cool(run)
+
+    def _look(self) -> None:
+        scores = self._scores
+        best = max(range(len(scores)), key=scores.__getitem__)
+        if scores[best] > _LEAD * scores[self.now]:
+            self.now = best
+        self._scores = [score * _FADES for score in scores]
+
+
+def _spread(session: int) -> float:
+    """0 to 1, evenly, the same for the same session: the golden ratio's multiples."""
+    return session * 0.6180339887498949 % 1.0

@@ -1,0 +1,104 @@
+"""Curve: what an LRU cache of other sizes would have hit, all of them at once and exactly. Pure.
+
+One list of chunks by recency, as long as the largest size, is cut at each size (Mattson, Gecsei, Slutz, Traiger,
+*Evaluation techniques for storage hierarchies*, IBM Systems Journal 9(2), 1970: an LRU of any size holds the front of
+it). A chunk that is used moves to the front, and one chunk crosses each cut that it came from beyond. No walk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from kvtier.core.chunk import ChunkKey
+
+SCALES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+_MOST_KEYS = 100_000
+_GROUPS = 8
+_LEAST_GROUPS = 2
+
+
+class Point(NamedTuple):
+    """One size."""
+
+    scale: float
+    """As a multiple of the size there is."""
+    ratio: float
+    """The part of the chunks asked for that would have been hits."""
+    error: float
+    """The standard error of the ratio, from the sample; 0 where nothing was left out."""
+
+
+class Curve:
+    """Of a place with room for ``room`` chunks. One thread at a time."""
+
+    def __init__(self, room: int, scales: Sequence[float] = SCALES) -> None:
+        self.room, self.scales = room, tuple(scales)
+        self.part = min(1.0, _MOST_KEYS / max(1.0, room * max(scales)))
+        """Of the sessions, the part that is followed."""
+        cuts = [0, *(max(1, int(room * scale * self.part)) for scale in scales)]
+        self._rooms = [larger - smaller for smaller, larger in pairwise(cuts)]
+        self._bands: list[OrderedDict[ChunkKey, None]] = [OrderedDict() for _ in scales]
+        """What lies between two cuts, coldest first."""
+        self._asked = [0] * _GROUPS
+        self._hits = [[0] * len(scales) for _ in range(_GROUPS)]
+
+    def seen(self, run: Sequence[ChunkKey], session: int) -> None:
+        """A prompt of this session asked for ``run``; then all of it is stored."""
+        if self.part < 1 and session * 0.7548776662466927 % 1.0 >= self.part:
+            return
+        hits, bands = self._hits[session % _GROUPS], self._bands
+        self._asked[session % _GROUPS] += len(run)
+        deepest, counts = 0, [0] * len(bands)
+        for key in run:
+            while deepest < len(bands) and key not in bands[deepest]:
+                if any(key in bands[band] for band in range(deepest)):
+                    break
+                deepest += 1
+            if deepest == len(bands):
+                break
+            counts[deepest] += 1
+        total = 0
+        for band, count in enumerate(counts):
+            total += count
+            hits[band] += total
+        self._use(run)
+
+    def _use(self, run: Sequence[ChunkKey]) -> None:
+        """All of it goes to the front, its beginning first of all; then so many cross each cut as came from beyond."""
+        bands = self._bands
+        own = frozenset(run)
+        for keys in bands:
+            for key in [key for key in own if key in keys]:
+                del keys[key]
+        bands[0].update(dict.fromkeys(reversed(run)))
+        for band, keys in enumerate(bands):
+            beyond, following = len(keys) - self._rooms[band], bands[band + 1] if band + 1 < len(bands) else None
+            for _ in range(beyond):
+                moved, _ = keys.popitem(last=False)
+                if following is not None:
+                    following[moved] = None
+
+    def points(self) -> list[Point]:
+        """What has been seen so far; nothing before a chunk was asked for."""
+        asked = sum(self._asked)
+        if not asked:
+            return []
+        return [
+            Point(scale, sum(hits) / asked, self._error(hits))
+            for scale, hits in zip(self.scales, self._by_scale(), strict=True)
+        ]
+
+    def _by_scale(self) -> list[list[int]]:
+        return [list(hits) for hits in zip(*self._hits, strict=True)]
+
+    def _error(self, hits: Sequence[int]) -> float:
+        """Of the mean of the groups of sessions."""
+        ratios = [each / asked for each, asked in zip(hits, self._asked, strict=True) if asked]
+        if self.part == 1 or len(ratios) < _LEAST_GROUPS:
+            return 0.0
+        mean = sum(ratios) / len(ratios)
+        return math.sqrt(sum((ratio - mean) ** 2 for ratio in ratios) / (len(ratios) - 1) / len(ratios))

@@ -1,0 +1,1 @@
+"""Recorded requests: how they are read, and what a cache of any size would have done with them."""

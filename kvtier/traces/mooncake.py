@@ -1,0 +1,60 @@
+"""Mooncake's traces: a request a line of JSON, its prompt as ids of blocks of 512 tokens (Qin et al., *Mooncake*, FAST
+2025). An id stands for a block with everything before it, as a chunk's key does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.errors import ConfigError
+
+BLOCK_TOKENS = 512
+_MOST_BLOCKS = 1 << 20
+
+
+class Request(NamedTuple):
+    """One prompt."""
+
+    at: float
+    """Seconds since the trace began."""
+    run: tuple[ChunkKey, ...]
+    session: str = ""
+    """The conversation's name, where the trace has one."""
+    over: bool = False
+    """It is recorded that the session ended with this request."""
+
+
+def read(lines: Iterable[str], partial: bool = False) -> Iterator[Request]:
+    """The requests of a trace. Raises ConfigError, naming the line.
+
+    Args:
+        lines: JSON, a request each; empty ones are passed over, fields nobody knows are allowed.
+        partial: keep a prompt's last block though it is not full; a cache keeps full ones only.
+    """
+    keys: dict[int, ChunkKey] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            yield _request(json.loads(line), keys, partial)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"line {number}: no request of a Mooncake trace: {error!r}"[:300]) from error
+
+
+def _request(given: dict[str, object], keys: dict[int, ChunkKey], partial: bool) -> Request:
+    ids, tokens = given["hash_ids"], given.get("input_length")
+    if not isinstance(ids, list) or len(ids) > _MOST_BLOCKS or not all(type(each) is int for each in ids):
+        raise ValueError("hash_ids is no list of numbers")
+    if not partial and isinstance(tokens, int):
+        ids = ids[: max(0, tokens) // BLOCK_TOKENS]
+    at = given.get("timestamp", 0)
+    if isinstance(at, bool) or not isinstance(at, int | float):
+        raise TypeError("timestamp is no number")
+    for each in ids:
+        if each not in keys:
+            keys[each] = ChunkKey(hashlib.blake2b(str(each).encode(), digest_size=40).digest())
+    run = tuple(keys[each] for each in ids)
+    return Request(at / 1000, run, str(given.get("session", "")), given.get("over") is True)

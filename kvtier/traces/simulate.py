@@ -1,0 +1,225 @@
+"""What a Store of given sizes would have hit of a trace: its own Directory, policy, sessions and spill rules. No bytes.
+
+Every write ends at once, and so does every read: what is counted is what is held, not what comes in time. A test drives
+a real Store with the same requests and compares.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.store.adaptive import Adaptive
+from kvtier.store.directory import Directory, Entry
+from kvtier.store.eviction import LRU
+from kvtier.store.follower import Follower
+from kvtier.store.hints import Hint
+from kvtier.store.sessions import Sessions
+from kvtier.traces.mooncake import Request
+
+_ALL = 1 << 40
+OVER = Hint(over=True)
+
+
+class Hinted(NamedTuple):
+    """A request, and how the hint that its session is over goes with it."""
+
+    request: Request
+    session: str = ""
+    over: bool = False
+    """After this request it is said that its session is over."""
+
+
+class Result(NamedTuple):
+    """In chunks."""
+
+    requests: int
+    asked: int
+    ram: int
+    """Hits that lay in RAM, and those that lay below."""
+    lower: int
+    writes: int
+    """Written below; and of these never read before they left."""
+    unread: int
+    late: int
+    """Left RAM before they were offered below."""
+    refused: int
+    """Not taken into RAM: only chunks of the same prompt could have left for them."""
+    shadows: dict[str, int]
+    """What the shadows counted."""
+
+    @property
+    def hits(self) -> int:
+        return self.ram + self.lower
+
+    def percent(self, chunks: int) -> float:
+        return 100 * chunks / self.asked if self.asked else 0.0
+
+
+class Cache:
+    """A Store without bytes.
+
+    Args:
+        slots: chunks in RAM.
+        below: chunks in the tier below; 0 for none.
+        policy: ``auto`` or ``lru``.
+        on_evict: the tier is written when RAM drops a chunk, else when it is saved.
+    """
+
+    def __init__(self, slots: int, below: int = 0, policy: str = "auto", on_evict: bool = True) -> None:
+        adaptive = Adaptive() if policy == "auto" else None
+        self._adaptive, self._on_evict, self._now = adaptive, on_evict, 0.0
+        self.directory = Directory(slots, [below] if below else [], adaptive or LRU, lower=LRU)
+        self._lower = bool(below)
+        lock = nullcontext()
+        self._follower = Follower(self.directory, lock, adaptive, lambda: self._now, {"ram": slots, "nvme": below})
+        self._follower.curves.clear()
+        self._counts: Counter[str] = Counter()
+        self._unread: set[ChunkKey] = set()
+
+    def serve(self, hinted: Hinted) -> None:
+        """One request, from its load to its save, and the hint after it."""
+        run, directory, self._now = hinted.request.run, self.directory, hinted.request.at
+        self._counts["requests"] += 1
+        self._counts["asked"] += len(run)
+        directory.used(run)
+        held = self._load(run)
+        self._follower.prompt(run, hinted.session)
+        self._follow()
+        for entry in reversed(held):
+            directory.unpin(entry)
+        self._save(run)
+        if hinted.over:
+            self._follower.hint(run, hinted.session, OVER)
+            self._follow()
+
+    def _load(self, run: Sequence[ChunkKey]) -> list[Entry]:
+        directory, held, promoted = self.directory, list[Entry](), list[Entry]()
+        for key in run:
+            entry = directory.get(key)
+            if entry is None:
+                if not self._lower or next(directory.holders(key), None) is None:
+                    break
+                entry = directory.reserve(key, (), 0)
+                if entry is None:
+                    break
+                promoted.append(entry)
+            directory.pin(entry)
+            held.append(entry)
+        for entry in promoted:
+            self._unread.discard(entry.key)
+            directory.filled(entry, 0)
+        self._counts["ram"] += len(held) - len(promoted)
+        self._counts["lower"] += len(promoted)
+        if promoted:
+            self._look_ahead()
+        return held
+
+    def _save(self, run: Sequence[ChunkKey]) -> None:
+        directory, keep, new = self.directory, frozenset(run), list[Entry]()
+        directory.ordered(run)
+        absent = [key for key in run if directory.get(key) is None]
+        for key in absent:
+            entry = directory.reserve(key, keep)
+            if entry is None:
+                break
+            new.append(entry)
+        self._counts["refused"] += len(absent) - len(new)
+        for entry in new:
+            directory.filled(entry)
+        directory.ordered(run)
+        if self._lower and self._on_evict:
+            if new:
+                self._look_ahead()
+        elif self._lower:
+            self._spill(new)
+            directory.stored_with(0, run)
+
+    def _look_ahead(self) -> None:
+        if self._on_evict:
+            self._spill(self.directory.next_out())
+
+    def _spill(self, entries: Iterable[Entry]) -> None:
+        directory, unread = self.directory, self._unread
+        for entry in entries:
+            victims = directory.spill_begun(entry, 0)
+            if victims is None:
+                continue
+            directory.deleted(0, victims)
+            for victim in victims:
+                if victim in unread:
+                    unread.discard(victim)
+                    self._counts["unread"] += 1
+            directory.spill_ended(entry, 0, stored=True)
+            unread.add(entry.key)
+            self._counts["writes"] += 1
+
+    def _follow(self) -> None:
+        while self._follower.work(_nothing):
+            pass
+
+    def result(self) -> Result:
+        """What has been counted so far."""
+        counts = self._counts
+        return Result(
+            counts["requests"],
+            counts["asked"],
+            counts["ram"],
+            counts["lower"],
+            counts["writes"],
+            counts["unread"],
+            self.directory.evicted_unoffered if self._on_evict and self._lower else 0,
+            counts["refused"],
+            self._adaptive.counts() if self._adaptive else {},
+        )
+
+
+def _nothing() -> None:
+    pass
+
+
+def simulate(trace: Iterable[Hinted], cache: Cache, tell: Callable[[int], object] = lambda requests: None) -> Result:
+    """Serve all of ``trace``; ``tell`` is called with the number of requests so far."""
+    for number, hinted in enumerate(trace, 1):
+        cache.serve(hinted)
+        tell(number)
+    return cache.result()
+
+
+def unique(trace: Iterable[Request]) -> int:
+    """How many chunks a cache would need to hold them all."""
+    return len({key for request in trace for key in request.run})
+
+
+def unhinted(trace: Iterable[Request]) -> list[Hinted]:
+    return [Hinted(request, request.session) for request in trace]
+
+
+def recorded(trace: Iterable[Request]) -> list[Hinted]:
+    """Hints as the trace has them."""
+    return [Hinted(request, request.session, request.over) for request in trace]
+
+
+def oracle(trace: Sequence[Request], cover: float = 1.0, wrong: float = 0.0, seed: int = 1) -> list[Hinted]:
+    """Hints that know the future: each session says after its last request that it is over.
+
+    Args:
+        cover: the part of the sessions that say it.
+        wrong: the part of the other requests, after which a session goes on, that say it too.
+        seed: which ones.
+    """
+    sessions, draw = Sessions(_ALL), random.Random(seed)  # noqa: S311
+    turns: dict[int, list[int]] = {}
+    for at, request in enumerate(trace):
+        if request.run:
+            turns.setdefault(sessions.seen(request.run, request.session), []).append(at)
+    said = set[int]()
+    for own in turns.values():
+        said.update(at for at in own[:-1] if draw.random() < wrong)
+        if draw.random() < cover:
+            said.add(own[-1])
+    return [Hinted(request, request.session, at in said) for at, request in enumerate(trace)]

@@ -1,0 +1,276 @@
+"""Hints: soft, bounded, expiring, cleared by the next use; what is over leaves first and is not written below."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.pool import Pool
+from kvtier.store.adaptive import Adaptive
+from kvtier.store.eviction import LRU, PolicyOf
+from kvtier.store.hints import LONGEST_KEEP_S, NOTHING, PRIORITY_KEEP_S, Hint, read
+from kvtier.store.lower_tier import Place
+from kvtier.store.segments import SETTINGS, Segments
+from kvtier.store.store import Store
+from kvtier.testing import DictTier, ManualLane
+from tests.clock import Clock
+
+SLOT = 4096
+LAYOUT = ChunkLayout(fingerprint({"model": "hints"}), 1, 1, (SLOT,))
+OVER = Hint(over=True)
+
+
+def keys(*tokens: int) -> list[ChunkKey]:
+    return LAYOUT.keys(list(tokens))
+
+
+class Cache:
+    """A Store with a tier that is written on eviction, lanes turned by hand, and a clock."""
+
+    def __init__(self, slots: int, policy: PolicyOf = Segments, below: int = 64) -> None:
+        self.tier, self.lane, self.spare, self.clock = DictTier(below), ManualLane(), ManualLane(bound=1), Clock()
+        places = [Place(self.tier, self.lane, on_evict=True)]
+        self.store = Store(Pool(slots, SLOT), places, policy, spare=self.spare, clock=self.clock)
+        self.spare.run()
+
+    def request(self, run: list[ChunkKey], session: str = "") -> int:
+        with self.store.load(run, session=session) as load:
+            self.lane.run()
+            ready = load.poll().ready
+        with self.store.save(run) as lease:
+            lease.commit()
+        self.spare.run()
+        self.lane.run()
+        return ready
+
+    def hint(self, run: list[ChunkKey], hint: Hint, session: str = "") -> None:
+        self.store.hint(run, hint, session)
+        self.spare.run()
+
+    @property
+    def in_ram(self) -> set[ChunkKey]:
+        return {key for key in self.store.every_key() if self.store.match([key]).ready}
+
+
+@pytest.mark.parametrize("policy", [LRU, Segments])
+def test_a_session_that_is_over_leaves_first_end_first_and_is_not_written(policy: PolicyOf) -> None:
+    cache = Cache(8, policy)
+    old, ended = keys(1, 2), keys(5, 6, 7)
+    cache.request(old)
+    cache.request(ended)
+    cache.hint(ended, OVER)
+    cache.request(keys(8, 9, 10, 11))
+    assert cache.in_ram >= {*old, *ended[:2]} and ended[2] not in cache.in_ram
+    cache.request(keys(12, 13))
+    assert cache.in_ram >= {*old} and not cache.in_ram & {*ended}
+    assert not set(cache.tier.held) & {*ended}
+    assert cache.store.stats()["dict_spill_late"] == 0, "it was not meant to be written"
+    cache.store.check(idle=True)
+
+
+def test_what_another_session_shares_stays() -> None:
+    cache = Cache(8)
+    ended = keys(1, 2, 3)
+    cache.request(keys(1, 8, 9))
+    cache.request(ended)
+    cache.hint(ended, OVER)
+    assert cache.store._directory._over == {*ended[1:]}
+
+
+def test_below_it_is_coldest_too() -> None:
+    cache = Cache(2, below=3)
+    for token in (1, 2, 3, 4):
+        cache.request(keys(token))
+    assert {*keys(1), *keys(2)} <= {*cache.tier.held}
+    cache.hint(keys(2), OVER)
+    cache.request(keys(5))
+    assert {*keys(1)} <= {*cache.tier.held}, "it is older, but its session may go on"
+    assert not {*keys(2)} & {*cache.tier.held}
+
+
+@pytest.mark.parametrize("use", ["load", "save"])
+def test_any_later_use_or_save_takes_the_mark_away(use: str) -> None:
+    cache = Cache(4)
+    run = keys(1, 2)
+    cache.request(run)
+    cache.hint(run, OVER)
+    assert cache.store._directory._over == {*run}
+    if use == "load":
+        cache.store.load(run).close()
+    else:
+        cache.store.save(run).close()
+    assert not cache.store._directory._over
+    for token in range(3, 9):
+        cache.request(keys(token))
+    assert {*run} <= {*cache.tier.held}, "it is written when it leaves, as all else"
+
+
+def test_a_prompt_that_came_after_the_hint_but_is_followed_later_wins() -> None:
+    cache = Cache(8)
+    run = keys(1, 2, 3)
+    cache.request(run)
+    cache.store.hint(run, OVER)
+    cache.store.load(run[:2]).close()
+    cache.spare.run()
+    assert cache.store._directory._over == {run[2]}
+
+
+def test_what_is_read_at_this_moment_is_not_over() -> None:
+    cache = Cache(8)
+    run = keys(1, 2, 3)
+    cache.request(run)
+    cache.store.hint(run, OVER)
+    with cache.store.load(run[:1]):
+        cache.spare.run()
+        assert run[0] not in cache.store._directory._over
+    assert run[0] not in cache.store._directory._over
+
+
+def test_a_session_can_be_closed_by_its_name() -> None:
+    cache = Cache(8)
+    cache.request(keys(1, 2), "one")
+    cache.request(keys(1, 2, 3), "one")
+    cache.request(keys(4, 5), "two")
+    cache.hint([], OVER, "one")
+    assert cache.store._directory._over == {*keys(1, 2, 3)}
+    cache.hint([], OVER, "nobody knows it")
+    cache.store.check(idle=True)
+
+
+def test_a_wrong_hint_costs_one_recompute() -> None:
+    cache = Cache(6, below=6)
+    run = keys(1, 2, 3)
+    cache.request(run)
+    cache.hint(run, OVER)
+    cache.request(keys(7, 8, 9, 10, 11, 12))
+    assert cache.request(run) == 0
+    cache.request(keys(13, 14))
+    assert cache.request(run) == 3
+
+
+def test_what_is_kept_outlives_what_came_later_until_its_time_is_over() -> None:
+    cache = Cache(6)
+    run = keys(1, 2, 3)
+    cache.request(run)
+    cache.hint(run, Hint(keep_s=60))
+    for number in range(10):
+        cache.request(keys(100 + number, 200 + number))
+        cache.clock.now += 5
+    assert cache.in_ram >= {*run}
+    cache.request(run)
+    cache.clock.now += 40
+    cache.request(keys(300, 301))
+    assert cache.in_ram >= {*run}, "the time begins anew with each use"
+    cache.clock.now += 61
+    for number in range(10):
+        cache.request(keys(400 + number, 500 + number))
+    assert not cache.in_ram & {*run}
+
+
+def test_no_more_than_half_is_kept_and_a_full_cache_still_takes_new_chunks() -> None:
+    cache = Cache(8)
+    for number in range(8):
+        run = keys(100 + number)
+        cache.request(run)
+        cache.hint(run, Hint(keep_s=1000))
+    kept = cache.store._directory._order._all._kept  # type: ignore[attr-defined]
+    assert list(kept) == [keys(100 + number)[0] for number in (4, 5, 6, 7)]
+    new = keys(*range(20, 28))
+    cache.request(new)
+    assert cache.in_ram == {*new}, "kept is no pin"
+
+
+def test_lru_keeps_nothing_longer() -> None:
+    cache = Cache(2, LRU)
+    cache.request(keys(1))
+    cache.hint(keys(1), Hint(keep_s=1000))
+    cache.request(keys(2, 3))
+    assert cache.in_ram == {*keys(2, 3)}
+
+
+def test_the_shadows_learn_what_is_over() -> None:
+    adaptive = Adaptive()
+    cache = Cache(8, adaptive)
+    cache.request(keys(1, 2, 3))
+    cache.hint(keys(1, 2, 3), OVER)
+    assert all(next(iter(shadow)) == keys(1, 2, 3)[2] for shadow in adaptive.shadows._shadows)
+
+
+def test_hints_are_dropped_and_counted_rather_than_queued_without_end() -> None:
+    cache = Cache(8)
+    for _ in range(300):
+        cache.store.hint(keys(1), OVER)
+    assert cache.store.stats()["hints_dropped"] == 300 - 256
+    cache.spare.run()
+    assert cache.store.stats()["hints_followed"] == 256
+
+
+@pytest.mark.parametrize(
+    ("given", "hint", "bad"),
+    [
+        ({}, NOTHING, 0),
+        ({"over": True}, OVER, 0),
+        ({"keep_s": 30}, Hint(keep_s=30.0), 0),
+        ({"keep_s": 10**9}, Hint(keep_s=LONGEST_KEEP_S), 0),
+        ({"priority": 5}, Hint(keep_s=PRIORITY_KEEP_S), 0),
+        ({"priority": -1}, NOTHING, 0),
+        ({"priority": 1, "keep_s": 900.5}, Hint(keep_s=900.5), 0),
+        ({"over": "yes", "keep_s": -1, "priority": None, "colour": 1}, NOTHING, 4),
+        ({"keep_s": True}, NOTHING, 1),
+        ({"keep_s": float("nan")}, NOTHING, 1),
+        ({"keep_s": 10**400}, NOTHING, 1),
+        ({"keep_s": "5m", "over": True}, OVER, 1),
+    ],
+)
+def test_words_are_read_and_bad_ones_counted(given: dict[str, object], hint: Hint, bad: int) -> None:
+    assert read(given) == (hint, bad)
+
+
+PROMPTS = st.sampled_from([(0,), (0, 0), (0, 0, 0), (0, 1), (0, 1, 1), (1, 0, 1), (2,), (3, 3, 3, 3)])
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["load", "save", "over", "keep", "turn", "lanes", "forget", "time"]), PROMPTS),
+        max_size=60,
+    ),
+    st.sampled_from([LRU, *(lambda room, each=each: Segments(room, each) for each in SETTINGS), Adaptive]),
+)
+def test_a_mark_never_outlives_a_later_use(
+    steps: list[tuple[str, tuple[int, ...]]], policy: Callable[[int], Segments] | type[Adaptive]
+) -> None:
+    cache = Cache(5, policy() if policy is Adaptive else policy, below=3)  # type: ignore[arg-type]
+    touched: dict[ChunkKey, int] = {}
+    hinted: dict[ChunkKey, int] = {}
+    for now, (step, prompt) in enumerate(steps, 1):
+        run = keys(*prompt)
+        if step == "load":
+            cache.store.load(run, session=str(prompt[0])).close()
+            touched.update(dict.fromkeys(run, now))
+        elif step == "save":
+            with cache.store.save(run) as lease:
+                lease.commit()
+            touched.update(dict.fromkeys(run, now))
+        elif step == "over":
+            cache.store.hint(run, OVER)
+            hinted.update(dict.fromkeys(run, now))
+        elif step == "keep":
+            cache.store.hint(run, Hint(keep_s=random.Random(now).choice([1, 100])))
+        elif step == "forget":
+            cache.store.forget(run[-1:])
+        elif step == "time":
+            cache.clock.now += 50
+        elif step == "turn":
+            cache.spare.run()
+        else:
+            cache.lane.run()
+        cache.store.check()
+        for key in cache.store._directory._over:
+            assert hinted[key] > touched[key], "it was used after it was said to be over"
+    cache.lane.run()
+    cache.store.check(idle=True)

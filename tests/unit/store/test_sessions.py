@@ -1,0 +1,84 @@
+"""Sessions: whose prompt it is, told from a name or from the chunks, and what nobody else has."""
+
+from __future__ import annotations
+
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.store.sessions import Sessions
+
+LAYOUT = ChunkLayout(fingerprint({"model": "sessions"}), 1, 1, (16,))
+
+
+def keys(*tokens: int) -> list[ChunkKey]:
+    return LAYOUT.keys(list(tokens))
+
+
+def test_a_turn_goes_on_where_the_last_one_ended() -> None:
+    sessions = Sessions(100)
+    first = sessions.seen(keys(1, 2, 3))
+    assert sessions.seen(keys(1, 2, 3, 4, 5)) == first
+    assert sessions.seen(keys(1, 2, 3, 4, 5, 6)) == first
+    assert sessions.seen(keys(7, 8)) != first
+
+
+def test_another_conversation_shares_only_the_system_prompt() -> None:
+    sessions = Sessions(100)
+    first = sessions.seen(keys(1, 2, 3))
+    assert sessions.seen(keys(1, 9, 9)) != first
+    assert sessions.private(keys(1, 2, 3)) == keys(1, 2, 3)[1:]
+    assert sessions.private(keys(1, 9, 9)) == keys(1, 9, 9)[1:]
+
+
+def test_an_answer_made_anew_is_the_same_session() -> None:
+    sessions = Sessions(100)
+    first = sessions.seen(keys(1, 2, 3, 4, 5, 6))
+    assert sessions.seen(keys(1, 2, 3, 4, 7)) == first
+    assert sessions.private(keys(1, 2, 3, 4, 7)) == keys(1, 2, 3, 4, 7)
+
+
+def test_of_a_long_system_prompt_the_third_conversation_tells() -> None:
+    sessions = Sessions(100)
+    system = [1] * 9
+    for user in range(4):
+        sessions.seen(keys(*system, user, user, user))
+    for user in (2, 3):
+        assert sessions.private(keys(*system, user, user, user)) == keys(*system, user, user, user)[9:]
+    assert sessions.seen(keys(*system, 3, 3, 3, 4)) == sessions.seen(keys(*system, 3, 3, 3, 4, 5))
+
+
+def test_a_chunk_that_is_not_full_yet_differs_in_the_next_turn() -> None:
+    sessions = Sessions(100)
+    number = sessions.seen(keys(1, 2, 3, 100))
+    for turn in range(5):
+        assert sessions.seen(keys(1, 2, 3, *range(4, 5 + turn), 101 + turn)) == number
+
+
+def test_a_name_decides_and_remembers_its_last_prompt() -> None:
+    sessions = Sessions(100)
+    a = sessions.seen(keys(1, 2, 3), "a")
+    assert sessions.seen(keys(1, 2, 3, 4), "b") != a
+    assert sessions.seen(keys(8, 9), "a") == a
+    assert sessions.last("a") == keys(8, 9) and sessions.last("c") == ()
+    assert sessions.private(keys(1, 2, 3, 4)) == keys(1, 2, 3, 4)[3:], "b shares what a had"
+
+
+def test_what_it_does_not_know_is_not_private() -> None:
+    assert Sessions(100).private(keys(1, 2)) == []
+
+
+def test_all_of_it_is_bounded() -> None:
+    sessions = Sessions(50)
+    for number in range(40_000):
+        sessions.seen([ChunkKey(number.to_bytes(40, "big"))], f"name{number}")
+    for number in range(10_000):
+        sessions.seen(keys(5, 5, 5, 5, number % 100, number, number))
+    assert len(sessions._whose) == 50
+    assert len(sessions._names) == 4096 and len(sessions._lengths) <= 16_384 and len(sessions._forks) <= 4096
+
+
+def test_a_shared_chunk_that_is_used_stays_known_as_shared() -> None:
+    sessions = Sessions(8)
+    for number in range(50):
+        run = keys(1, 100 + number, 200 + number)
+        sessions.seen(run)
+        if number:
+            assert sessions.private(run) == run[1:]

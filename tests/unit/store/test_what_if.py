@@ -1,0 +1,90 @@
+"""The curve of other sizes: equal to separate LRUs of those sizes, to the chunk; bounded, and then with its error."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.pool import Pool
+from kvtier.store.directory import Directory
+from kvtier.store.store import Store
+from kvtier.store.what_if import SCALES, Curve
+from kvtier.testing import ManualLane
+
+SLOT = 4096
+
+
+def prompts(count: int, seed: int) -> list[list[ChunkKey]]:
+    draw, runs = random.Random(seed), list[list[ChunkKey]]()
+    for number in range(count):
+        base = draw.choice(runs[-60:])[: draw.randint(1, 30)] if runs and draw.random() < 0.7 else []
+        more = draw.randint(1, 12)
+        runs.append([*base, *(ChunkKey(bytes([number % 256, number >> 8, at, seed]) * 10) for at in range(more))])
+    return runs
+
+
+def lru_hits(room: int, runs: list[list[ChunkKey]]) -> int:
+    """Of a Directory of this size, used as a Store uses it."""
+    directory, hits = Directory(room), 0
+    for run in runs:
+        hits += directory.ready_run(run)
+        directory.used(run)
+        keep, entries = frozenset(run), []
+        for key in run:
+            if directory.get(key) is None:
+                entry = directory.reserve(key, keep)
+                if entry is None:
+                    break
+                entries.append(entry)
+        for entry in entries:
+            directory.filled(entry)
+        directory.ordered(run)
+    return hits
+
+
+@pytest.mark.parametrize("room", [4, 16, 40, 100])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_it_is_equal_to_separate_lrus_to_the_chunk(room: int, seed: int) -> None:
+    runs = prompts(400, seed)
+    curve = Curve(room)
+    for session, run in enumerate(runs):
+        curve.seen(run, session)
+    asked = sum(map(len, runs))
+    found = [round(point.ratio * asked) for point in curve.points()]
+    assert found == [lru_hits(int(room * scale), runs) for scale in SCALES]
+    assert all(point.error == 0 for point in curve.points())
+
+
+def test_it_is_bounded_and_says_how_far_it_may_be_off() -> None:
+    whole, sample = Curve(12_500), Curve(50_000)
+    assert (whole.part, sample.part) == (1.0, 0.25)
+    draw = random.Random(1)
+    runs = [ChunkKey(draw.randbytes(40)) for _ in range(40_000)]
+    asked = 0
+    for number in range(20_000):
+        run = [draw.choice(runs) for _ in range(3)]
+        asked += 3
+        sample.seen(run, number)
+    assert sum(len(band) for band in sample._bands) <= 100_000
+    assert 0.2 * asked < sum(sample._asked) < 0.3 * asked
+    assert all(0 < point.error < 0.05 for point in sample.points() if point.ratio)
+
+
+def test_before_anything_is_asked_there_is_no_curve() -> None:
+    assert Curve(10).points() == []
+
+
+def test_a_store_keeps_one_of_each_place() -> None:
+    spare = ManualLane(bound=1)
+    store = Store(Pool(8, SLOT), spare=spare)
+    spare.run()
+    for run in prompts(40, 3):
+        with store.load(run):
+            pass
+        spare.run()
+    curve = Curve(8)
+    for session, run in enumerate(prompts(40, 3)):
+        curve.seen(run, session)
+    assert store.what_if() == {"ram": curve.points()}

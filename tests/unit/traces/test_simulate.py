@@ -1,0 +1,164 @@
+"""The simulator says what the real Store does, and the words of its trace and its command are read as promised."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli.main import main
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.errors import ConfigError
+from kvtier.core.pool import Pool
+from kvtier.store.adaptive import Adaptive
+from kvtier.store.eviction import LRU
+from kvtier.store.hints import Hint
+from kvtier.store.lower_tier import Place
+from kvtier.store.store import Store
+from kvtier.testing import DictTier, ManualLane
+from kvtier.traces.belady import belady
+from kvtier.traces.mooncake import Request, read
+from kvtier.traces.simulate import Cache, oracle, recorded, simulate, unhinted, unique
+from tests.clock import Clock
+
+SLOT = 4096
+
+
+def line(ids: Sequence[int], at: int = 0, **more: object) -> str:
+    return json.dumps({"timestamp": at, "input_length": 512 * len(ids), "hash_ids": list(ids), **more})
+
+
+def chats(requests: int, seed: int = 1) -> list[Request]:
+    """Conversations of some turns behind one system prompt, and prompts that come once."""
+    draw, going, fresh, lines = random.Random(seed), list[list[int]](), 10, list[str]()
+    for number in range(requests):
+        ids = going.pop(draw.randrange(len(going))) if going and draw.random() < 0.6 else [1, 2]
+        more = draw.randint(1, 6)
+        ids = [*ids, *range(fresh, fresh + more)]
+        fresh += more
+        if draw.random() < 0.7:
+            going.append(ids)
+        lines.append(line(ids, number * 100))
+    return list(read(lines))
+
+
+@pytest.mark.parametrize("policy", ["lru", "auto"])
+@pytest.mark.parametrize("hints", [False, True])
+@pytest.mark.parametrize(("below", "on_evict"), [(0, False), (120, False), (120, True)])
+def test_a_real_store_hits_and_writes_the_same(policy: str, hints: bool, below: int, on_evict: bool) -> None:
+    requests = chats(500)
+    trace = oracle(requests, 0.7, 0.2) if hints else unhinted(requests)
+    simulated = simulate(trace, Cache(60, below, policy, on_evict))
+    tier, lane, spare, clock = DictTier(below), ManualLane(bound=4096), ManualLane(bound=1), Clock()
+    places = [Place(tier, lane, on_evict=on_evict)] if below else []
+    store = Store(Pool(60, SLOT), places, Adaptive() if policy == "auto" else LRU, spare=spare, clock=clock)
+    spare.run()
+    for request, session, over in trace:
+        clock.now = request.at
+        with store.load(request.run, session=session) as load:
+            lane.run()
+            load.poll()
+            spare.run()
+        with store.save(request.run) as save:
+            save.commit()
+        lane.run()
+        if over:
+            store.hint(request.run, Hint(over=True), session)
+            spare.run()
+    stats = store.stats()
+    real = (stats["load_asked"], stats["ram_loaded"], stats.get("dict_loaded", 0), stats.get("dict_stored", 0))
+    assert real == (simulated.asked, simulated.ram, simulated.lower, simulated.writes)
+    assert simulated.hits > 0.2 * simulated.asked
+    if policy == "auto":
+        assert simulated.shadows == {name: stats[name] for name in simulated.shadows}
+    store.check(idle=True)
+    store.close()
+
+
+def test_a_hint_at_each_end_hits_more_and_writes_less() -> None:
+    requests = chats(1000)
+    plain = simulate(unhinted(requests), Cache(100, 600))
+    hinted = simulate(oracle(requests), Cache(100, 600))
+    assert hinted.hits >= plain.hits
+    assert hinted.ram > plain.ram
+    assert hinted.writes < 0.8 * plain.writes
+
+
+def test_the_optimum_is_above_all_policies() -> None:
+    requests = chats(700)
+    best = belady(requests, 100)
+    for policy in ("lru", "auto"):
+        assert simulate(unhinted(requests), Cache(100, policy=policy)).hits < best.hits
+    assert best.hits <= belady(requests, unique(requests)).hits
+    everything = simulate(unhinted(requests), Cache(unique(requests), policy="lru"))
+    assert belady(requests, unique(requests)).hits == everything.hits
+
+
+def test_the_oracle_says_it_once_after_the_last_request_of_each_session() -> None:
+    requests = list(
+        read([line([1, 2, 3]), line([1, 7, 8]), line([1, 2, 3, 4]), line([1, 7, 8, 9]), line([1, 2, 3, 4, 5])])
+    )
+    assert [hinted.over for hinted in oracle(requests)] == [False, False, False, True, True]
+    assert not any(hinted.over for hinted in oracle(requests, cover=0.0))
+    wrong = [hinted.over for hinted in oracle(requests, wrong=1.0)]
+    assert wrong == [True] * 5
+
+
+def test_recorded_sessions_and_ends_are_read() -> None:
+    requests = list(read([line([1], session="a"), line([1, 2], session="a", over=True, colour="blue"), "\n"]))
+    assert [(hinted.session, hinted.over) for hinted in recorded(requests)] == [("a", False), ("a", True)]
+
+
+def test_a_last_block_that_is_not_full_is_kept_only_when_asked_for() -> None:
+    lines = [json.dumps({"input_length": 700, "hash_ids": [1, 2]})]
+    assert [len(request.run) for request in read(lines)] == [1]
+    assert [len(request.run) for request in read(lines, partial=True)] == [2]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    ["{", "[]", "7", "null", "{}", '{"hash_ids": 3}', '{"hash_ids": ["a"]}', '{"hash_ids": [true]}',
+     '{"hash_ids": [1], "timestamp": "now"}', '{"hash_ids": [1], "timestamp": null}', "[" * 100_000],
+)  # fmt: skip
+def test_what_is_no_trace_is_told_with_its_line(bad: str) -> None:
+    with pytest.raises(ConfigError, match="line 2: no request of a Mooncake trace"):
+        list(read([line([1]), bad]))
+
+
+def trace_file(folder: Path, requests: int = 300) -> str:
+    path, ids = folder / "trace.jsonl", dict[ChunkKey, int]()
+    lines = [line([ids.setdefault(key, len(ids)) for key in request.run]) for request in chats(requests)]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_the_command_prints_a_row_for_each_size_and_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", trace_file(tmp_path), "--ram", "5%", "40", "--policy", "lru", "auto", "belady"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("300 requests ask for ")
+    assert [row.split()[0] for row in out[3:]] == ["lru", "lru", "auto", "auto", "belady", "belady"]
+    assert out[4].split()[1] == "40"
+
+
+def test_its_json_is_what_the_simulator_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--ram", "40", "--nvme", "100", "--hints", "oracle", "--cover", "0.5", "--wrong", "0.1", "--json"]
+    assert main(["simulate", trace_file(tmp_path), *words, "--policy", "auto", "--write", "save"]) == 0
+    (case,) = json.loads(capsys.readouterr().out)
+    result = simulate(oracle(chats(300), 0.5, 0.1), Cache(40, 100, "auto", on_evict=False))
+    assert (case["ram"], case["lower"], case["writes"]) == (result.ram, result.lower, result.writes)
+    assert (case["policy"], case["ram_chunks"], case["nvme_chunks"]) == ("auto", 40, 100)
+
+
+@pytest.mark.parametrize("size", ["", "-1", "x%", "nan%", "1e30%", "2.5"])
+def test_what_is_no_size_is_told(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", trace_file(tmp_path, 3), f"--ram={size}"]) == 2
+    assert "is no size" in capsys.readouterr().err
+
+
+def test_an_empty_trace_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").write_text("")
+    assert main(["simulate", str(tmp_path / "empty")]) == 2
+    assert "no full block" in capsys.readouterr().err
