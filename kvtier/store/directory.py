@@ -105,6 +105,8 @@ class Directory:
         """Entries that are FILLING, and entries with a pin."""
         self.evicted_unoffered = 0
         """Chunks since the start that left RAM before :meth:`next_out` named them."""
+        self.evicted = 0
+        """Chunks since the start that left RAM for room."""
         self._past = Past(slots + sum(capacities))
         self._evictable = Owned(policy, share is not None)
         self._tiers = [Holding(capacity, policy, share) for capacity in capacities]
@@ -166,6 +168,7 @@ class Directory:
             if victim is None or victim in keep:
                 return None
             self._past.left(victim, Left.EVICTED)
+            self.evicted += 1
             self.evicted_unoffered += not self._entries[victim].offered
             self._remove(self._entries[victim])
         if not self._free:  # the slot that became free had to be given back
@@ -454,6 +457,7 @@ class Directory:
             if victim is None:
                 return False
             self._past.left(victim, Left.EVICTED)
+            self.evicted += 1
             self.evicted_unoffered += not self._entries[victim].offered
             self._remove(self._entries[victim])
         return self._surplus > 0
