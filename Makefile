@@ -31,7 +31,7 @@ NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: help demo test test-engines trust lint audit bench bench-suite bench-suite-baseline bench-compare bench-gpu bench-lmi wheel old-vllm vllm-next lmi test-lmi peers redis-server haproxy prometheus clean
+.PHONY: help demo test test-engines trust lint audit bench bench-suite bench-suite-baseline bench-compare bench-gpu bench-lmi wheel old-vllm vllm-next lmi test-lmi peers redis-server haproxy prometheus chromium clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*  ## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -43,7 +43,7 @@ test: $(READY) old-vllm peers redis-server haproxy prometheus  ## every test; on
 	$(BIN)/python -m pytest -m "not extended"
 
 ENGINES := tests/integration/test_vllm.py tests/integration/test_vllm_keys.py
-test-engines: $(READY) old-vllm peers redis-server haproxy  ## what make test leaves out: more on real engines, and all on the older vLLM
+test-engines: $(READY) old-vllm peers redis-server haproxy prometheus chromium  ## what make test leaves out: more on real engines, and all on the older vLLM
 	$(BIN)/python -m pytest -m extended
 	TEST_ENGINE_VLLM=$(OLD) $(BIN)/python -m pytest $(ENGINES)
 
@@ -183,7 +183,7 @@ $(LMI)/ready: requirements/lmi/vllm-$(LMI_VLLM).txt
 	@touch $@
 
 # Tests start servers of their own; RUNLEVEL keeps the packages from starting one for the machine.
-redis-server haproxy prometheus:
+redis-server haproxy prometheus chromium:
 	@command -v $@ >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
 		&& apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $@; } \
 		|| echo "$@ is missing: its tests are skipped (Debian, Ubuntu: sudo apt-get install $@)"
