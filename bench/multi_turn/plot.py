@@ -23,7 +23,7 @@ def write_plot(folder: Path, runs: Sequence[Run], subtitle: str) -> Path:
     figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.6), gridspec_kw={"width_ratios": [3, 2]})
     figure.text(0.05, 0.95, "Multi-turn conversations on two engines behind a router", fontsize=14, fontweight="bold")
     figure.text(0.05, 0.905, subtitle, fontsize=9, color="#444444")
-    figure.subplots_adjust(left=0.06, right=0.985, wspace=0.42, bottom=0.12, top=0.80)
+    figure.subplots_adjust(left=0.06, right=0.985, wspace=0.42, bottom=0.2, top=0.80)
     for place, run in enumerate(runs):
         style = _COLOURS[place % len(_COLOURS)], _MARKS[place % len(_MARKS)]
         _draw_turns(axes[0], run, *style)
@@ -35,7 +35,7 @@ def write_plot(folder: Path, runs: Sequence[Run], subtitle: str) -> Path:
     axes[0].set_ylabel("seconds")
     axes[0].set_ylim(bottom=0)
     axes[0].set_xticks(sorted({turn.question for run in runs for turn in run.good}))
-    axes[0].legend(fontsize=9, frameon=False)
+    axes[0].legend(fontsize=9, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=len(runs))
     after = next((run.after for run in runs if run.killed), 0)
     if after:
         axes[0].axvline(after + 0.5, color="#d55e00", linestyle="--", linewidth=1)

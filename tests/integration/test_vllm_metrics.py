@@ -20,7 +20,15 @@ from tests.server_process import wait_for
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
 CHUNKS, CHUNK = 4, 64
-ONLY_SERVERS = ("kvtier_ready", "kvtier_connection", "kvtier_uptime", "kvtier_memory", "kvtier_slots", "kvtier_leases")
+ONLY_SERVERS = (
+    "kvtier_ready",
+    "kvtier_namespaces",
+    "kvtier_connection",
+    "kvtier_uptime",
+    "kvtier_memory",
+    "kvtier_slots",
+    "kvtier_leases",
+)
 """What an engine has no such thing of; and its misses are vllm:kvtier_*."""
 MISSES = ("kvtier_missed", "kvtier_declined", "kvtier_zero_hits")
 
