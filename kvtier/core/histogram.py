@@ -5,6 +5,7 @@ from __future__ import annotations
 FIRST_BIT, PLACES = 10, 26
 BOUNDS = tuple(2**bit / 1e9 for bit in range(FIRST_BIT, FIRST_BIT + PLACES))
 """Upper bounds in seconds, from 1 microsecond to 34 s; what took longer is in the place behind them."""
+_PER_PLACE = 1e9 / 2**FIRST_BIT
 _ALL = 64 - FIRST_BIT
 
 
@@ -18,7 +19,7 @@ class Histogram:
         self._sums = [0.0] * _ALL
 
     def add(self, seconds: float) -> None:
-        place = (int(seconds * 1e9) >> FIRST_BIT).bit_length()
+        place = int(seconds * _PER_PLACE).bit_length()
         self._counts[place] += 1
         self._sums[place] += seconds
 
