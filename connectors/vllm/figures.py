@@ -24,6 +24,8 @@ SERVER_COUNTS = {
     "lost": "Times the connection to the server was lost.",
 }
 """Counts of a :class:`Client` -> help."""
+HELD = SEPARATOR.join((figures.GAUGE, "held_chunks", ""))
+"""Before a tier's name: what it holds."""
 _EVERY_S = 1.0
 
 
@@ -43,6 +45,8 @@ class Figures:
         self._due = self._clock() + _EVERY_S
         now = dict(_server(self._store.counts) if isinstance(self._store, Client) else _own(status.read(self._store)))
         changed = {name: value for name, value in now.items() if self._told.get(name) != value}
+        if changed:  # vLLM's log always has something to show then
+            changed |= {name: value for name, value in now.items() if name.startswith(HELD)}
         told, self._told = self._told, now
         return {name: value - (0 if is_gauge(name) else told.get(name, 0)) for name, value in changed.items()}
 
@@ -52,7 +56,7 @@ def is_gauge(name: str) -> bool:
 
 
 def _server(counts: Mapping[str, int]) -> Iterator[tuple[str, float]]:
-    return ((_name(figures.COUNTER, f"server_{what}"), counts.get(what, 0)) for what in SERVER_COUNTS)
+    return ((_name(figures.COUNTER, f"server_{what}"), counts[what]) for what in SERVER_COUNTS if counts.get(what))
 
 
 def _own(now: RealmStatus) -> Iterator[tuple[str, float]]:

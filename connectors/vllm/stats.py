@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvtier.assemble import places
 from kvtier.config.keys import load
-from kvtier.connectors.vllm.figures import QUEUES, SECONDS, SEPARATOR, SERVER_COUNTS, TIMES, is_gauge
+from kvtier.connectors.vllm.figures import HELD, QUEUES, SECONDS, SEPARATOR, SERVER_COUNTS, TIMES, is_gauge
 from kvtier.connectors.vllm.misses import ZERO_HITS
 from kvtier.core.errors import KVTierError
 from kvtier.core.histogram import BOUNDS
@@ -32,6 +32,7 @@ _METRICS = {
     "missed": ("reason", "Chunks of KV that no tier gave and that were computed, by reason."),
 }
 _REASONS = {"declined": figures.DECLINED, "missed": (*figures.MISSED, "salt", "adapter", "media")}
+_SERVER = "server_"
 _registered: list[Any] = []
 """What the last TierMetrics of this process has put into Prometheus' registry. vLLM takes out its own when an engine is
 made; these do not have vLLM's prefix."""
@@ -54,8 +55,7 @@ class TierStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """For vLLM's log: what became of chunks, and what each tier holds."""
         shown = {name: value for name, value in self.data.items() if SEPARATOR not in name}
-        held = f"{figures.GAUGE}{SEPARATOR}held_chunks{SEPARATOR}"
-        return shown | {f"{n.removeprefix(held)}_held": v for n, v in self.data.items() if n.startswith(held)}
+        return shown | {f"{n.removeprefix(HELD)}_held": v for n, v in self.data.items() if n.startswith(HELD)}
 
     def is_empty(self) -> bool:
         return not self.data
@@ -117,11 +117,9 @@ class TierMetrics(KVConnectorPromMetrics):
     # ---- what there is -------------------------------------------------------------------------------------------
 
     def _rows(self) -> Iterator[tuple[str, str, str, list[str]]]:
-        """Kind, name, help and labels of every figure that an engine of this configuration has."""
-        if not self._places:
-            for name, text in SERVER_COUNTS.items():
-                yield figures.COUNTER, f"server_{name}", text, []
-            return
+        """Kind, name, help and labels of every figure that an engine may have."""
+        for name, text in SERVER_COUNTS.items():
+            yield figures.COUNTER, f"{_SERVER}{name}", text, []
         for of_store in figures.STORE_FIGURES:
             yield of_store.kind, of_store.name, of_store.text, []
         for of_tier in figures.TIER_FIGURES:
@@ -150,6 +148,8 @@ class TierMetrics(KVConnectorPromMetrics):
         rows = {row.name: self._places[row.below :] for row in figures.TIER_FIGURES}
         rows |= {"lane_failures": below, "load": self._places, "promotion": below, "spill": below}
         for (_, name), metric in self._figures.items():
+            if name.startswith(_SERVER) == bool(self._places):
+                continue  # the cache is a server's, or the engine's own
             if name == "lane_queued":
                 for tier in below:
                     for queue in QUEUES:

@@ -147,6 +147,9 @@ def test_nothing_is_told_again_before_a_second_is_over_or_when_nothing_has_chang
     clock = Clock()
     figures = Figures(store, clock)
     assert figures.new() and figures.new() == {}
+    store.forecast(keys(1))
+    clock.now += 1.1
+    assert stats().TierStats(data=figures.new()).reduce() == {"ram_held": 0, "nvme_held": 0}
     clock.now += 0.9
     use(store, 1)
     assert figures.new() == {}
@@ -165,8 +168,12 @@ def test_an_engine_of_a_server_tells_what_it_sees_of_it(tmp_path: Path) -> None:
     try:
         client.counts.update(unanswered=3, lost=1)
         shown.metrics.observe(stats().TierStats(data=Figures(client, Clock()).new()).to_dict())
+        # Among other connectors the settings are not kvtier's alone, and nobody knows that a server has the cache.
+        unknown = Shown(connectors=[])
+        unknown.metrics.observe(stats().TierStats(data=Figures(client, Clock()).new()).to_dict())
     finally:
         client.close()
+    assert unknown.samples()["kvtier_server_lost_total",] == 1
     there = shown.samples()
     assert (there["kvtier_server_unanswered_total",], there["kvtier_server_lost_total",]) == (3, 1)
     assert not any(name.startswith("kvtier_capacity") for name, *_ in there), "tiers are the server's to tell"
