@@ -15,6 +15,7 @@ OLD_VLLM := 0.29.0
 NEXT_VLLM := 0.33.0
 LMI_VLLM := 0.23.0
 LMCACHE := .venv-peers/lmcache-0.5.6
+ROUTER := .venv-peers/vllm-router-0.1.17
 AUDIT := .venv-audit
 PIP_AUDIT := 2.10.1
 SEE_PARENT := import sysconfig; print(sysconfig.get_path("purelib"))
@@ -30,7 +31,7 @@ NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: help demo test test-engines trust lint audit bench bench-suite bench-suite-baseline bench-compare bench-gpu bench-lmi wheel old-vllm vllm-next lmi test-lmi peers redis-server clean
+.PHONY: help demo test test-engines trust lint audit bench bench-suite bench-suite-baseline bench-compare bench-gpu bench-lmi wheel old-vllm vllm-next lmi test-lmi peers redis-server haproxy prometheus chromium clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*  ## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -38,11 +39,11 @@ help:  ## what there is
 demo: $(READY) redis-server  ## Long Doc QA on real vLLM: without kvtier, and with each of its tiers -> build/demo/
 	$(BIN)/python -m kvtier.bench.demo
 
-test: $(READY) old-vllm peers redis-server  ## every test; on the older vLLM what decides about a version
+test: $(READY) old-vllm peers redis-server haproxy prometheus  ## every test; on the older vLLM what decides about a version
 	$(BIN)/python -m pytest -m "not extended"
 
 ENGINES := tests/integration/test_vllm.py tests/integration/test_vllm_keys.py
-test-engines: $(READY) old-vllm redis-server  ## what make test leaves out: more on real engines, and all on the older vLLM
+test-engines: $(READY) old-vllm peers redis-server haproxy prometheus chromium  ## what make test leaves out: more on real engines, and all on the older vLLM
 	$(BIN)/python -m pytest -m extended
 	TEST_ENGINE_VLLM=$(OLD) $(BIN)/python -m pytest $(ENGINES)
 
@@ -96,13 +97,15 @@ test-lmi: $(READY) lmi vllm-next  ## the tests on real engines with the vLLM of 
 
 # What kvtier is tested and compared with, in an environment of its own, which sees .venv's packages through a .pth file:
 # vLLM and torch are installed once.
-peers: $(LMCACHE)/ready  ## LMCache 0.5.6 for its tests and the comparison, in .venv-peers
+peers: $(LMCACHE)/ready $(ROUTER)/ready  ## LMCache 0.5.6 and vllm-router 0.1.17 for tests and the comparison, in .venv-peers
 
-$(LMCACHE)/ready: requirements/peers/lmcache.txt | $(READY)
-	@rm -rf $(LMCACHE)
-	@$(BIN)/python -m venv $(LMCACHE)
-	@{ $(BIN)/python -c '$(SEE_PARENT)'; pwd; } > "$$($(LMCACHE)/bin/python -c '$(SEE_PARENT)')/parent.pth"
-	@$(LMCACHE)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps -r $<
+$(LMCACHE)/ready: requirements/peers/lmcache.txt
+$(ROUTER)/ready: requirements/peers/vllm-router.txt
+.venv-peers/%/ready: | $(READY)
+	@rm -rf $(@D)
+	@$(BIN)/python -m venv $(@D)
+	@{ $(BIN)/python -c '$(SEE_PARENT)'; pwd; } > "$$($(@D)/bin/python -c '$(SEE_PARENT)')/parent.pth"
+	@$(@D)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps -r $<
 	@touch $@
 
 bench-gpu: $(READY)  ## the GPU path; needs a CUDA device -> bench/results/gpu.json
@@ -179,8 +182,8 @@ $(LMI)/ready: requirements/lmi/vllm-$(LMI_VLLM).txt
 	@$(LMI)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# Tests start servers of their own; RUNLEVEL keeps the package from starting one for the machine.
-redis-server:
-	@command -v redis-server >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
-		&& apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server; } \
-		|| echo "redis-server is missing: its tests are skipped (Debian, Ubuntu: sudo apt-get install redis-server)"
+# Tests start servers of their own; RUNLEVEL keeps the packages from starting one for the machine.
+redis-server haproxy prometheus chromium:
+	@command -v $@ >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+		&& apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $@; } \
+		|| echo "$@ is missing: its tests are skipped (Debian, Ubuntu: sudo apt-get install $@)"

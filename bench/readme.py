@@ -90,6 +90,23 @@ def compare() -> str:
     return "\n\n".join([*tables, *out, _origin(found) + _limits(found["rows"])])
 
 
+def multi_turn() -> str:
+    """Conversations on two engines: one row an arm."""
+    found = _read("multi_turn")
+    values = {row["name"]: row for row in found["rows"]}
+    heads = ["arm", "TTFT, turns >= 2", f"against `{next(iter(found['arms']))}`", "not computed"]
+    rows = [[*heads, "TTFT after its engine died", "not computed then", "other answers"]]
+    for name, arm in found["arms"].items():
+        later, share = (
+            values[f"{name}: ttft of turns >= 2"],
+            values[f"{name}: prompt tokens of turns >= 2 not computed"],
+        )
+        dead, cells = arm["killed"], [f"`{name}`", number(later["value"], "s"), f"{later['ratio']:.2f} x"]
+        cells += [f"{share['value']:.0%}", number(dead["moved_ttft_mean_s"], "s"), f"{dead['moved_cached_share']:.0%}"]
+        rows.append([*cells, "-" if arm["differing_turns"] is None else str(arm["differing_turns"])])
+    return table(rows) + "\n\n" + _origin(found)
+
+
 _ANSWERS = {
     "TTFT mean": "ttft mean",
     "load cost": "load cost",
@@ -220,6 +237,7 @@ def keys() -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "long_doc_qa": long_doc_qa,
+    "multi_turn": multi_turn,
     "compare": compare,
     "compare_alone": compare_alone,
     "micro": micro,

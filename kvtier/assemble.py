@@ -27,6 +27,7 @@ from kvtier.store.adaptive import Adaptive
 from kvtier.store.eviction import LRU
 from kvtier.store.lower_tier import Place
 from kvtier.store.store import Store
+from kvtier.store.timings import RAM
 from kvtier.store.write_budget import WriteBudget
 from kvtier.tiers.base import Tier
 
@@ -62,6 +63,14 @@ def assemble(config: Config, layout: ChunkLayout, replica: int = 0, shared: Lent
     if config.server is not None and Address.parse(config.server).path:
         return Client(door(config, config.server, layout), config.server_timeout_ms / 1000)
     return _store(config, layout, replica, shared)
+
+
+def places(config: Config) -> list[str]:
+    """Where an engine of this configuration keeps chunks itself, fastest first; nowhere when a server does."""
+    if config.server is not None and Address.parse(config.server).path:
+        return []
+    lower = {"nvme": config.nvme_path, "redis": config.redis_url, "remote": config.server}
+    return [RAM, *(name for name, given in lower.items() if given)]
 
 
 def _store(config: Config, layout: ChunkLayout, replica: int, shared: Lent | None) -> Store:

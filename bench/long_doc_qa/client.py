@@ -25,6 +25,8 @@ TIERS = {"device": "gpu", "host": "ram", "disk": "nvme", "p2p": "redis", "extern
 _BY_SOURCE = re.compile(r'^vllm:prompt_tokens_cached_by_source_total\{[^}]*source="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
 _TOTALS = {"gpu": "vllm:prefix_cache_hits_total", "unknown": "vllm:external_prefix_cache_hits_total"}
 _SAMPLE_WORDS = 4000
+ENGINE_HEADER = "X-Engine"
+"""Of an answer: which engine a router has sent it to (deploy/routing)."""
 
 
 class RequestError(KVTierError):
@@ -49,6 +51,8 @@ class Outcome:
     error: str = ""
     tokens: list[int] = field(default_factory=list)
     text: str = ""
+    engine: str = ""
+    """Who answered, where a router says so."""
 
     @property
     def latency(self) -> float:
@@ -85,7 +89,7 @@ class Client:
             async with free:
                 outcome = Outcome(ask.document, ask.question, ask.is_miss, time.perf_counter() - begun)
                 try:
-                    await self._stream(session, ask, outcome, begun)
+                    await self.stream(session, ask, outcome, begun)
                 except (aiohttp.ClientError, TimeoutError, RequestError, ValueError) as error:
                     outcome.error = f"{type(error).__name__}: {error}"
                 outcome.request_end = time.perf_counter() - begun
@@ -95,10 +99,12 @@ class Client:
         async with aiohttp.ClientSession(timeout=limits, read_bufsize=2**20) as session:
             return list(await asyncio.gather(*map(one, asks)))
 
-    async def _stream(self, session: aiohttp.ClientSession, ask: Ask, outcome: Outcome, begun: float) -> None:
+    async def stream(self, session: aiohttp.ClientSession, ask: Ask, outcome: Outcome, begun: float) -> None:
+        """One request, into ``outcome``. Raises what aiohttp raises, TimeoutError, RequestError and ValueError."""
         async with session.post(f"{self.base_url}/v1/completions", json=self._body(ask)) as reply:
             if reply.status != 200:
                 raise RequestError(f"HTTP {reply.status}: {(await reply.text())[:500]}")
+            outcome.engine = reply.headers.get(ENGINE_HEADER, "")
             async for line in reply.content:
                 if not line.startswith(b"data:") or line.startswith(b"data: [DONE]"):
                     continue
@@ -119,7 +125,8 @@ class Client:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        return body | ({"ignore_eos": True, "return_token_ids": True} if self.vllm else {})
+        named = {"user": ask.user} if ask.user else {}
+        return body | named | ({"ignore_eos": True, "return_token_ids": True} if self.vllm else {})
 
 
 def _take(event: dict[str, Any], outcome: Outcome) -> None:

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags; every length is in tokens. What parses them is to be completed by :func:`chosen`."""
     add = parser.add_argument
     add("--model", help="directory or name; with --base-url the name it serves (default: its first)")
-    add("--base-url", type=_url, metavar="URL", help="measure this running server instead of starting one per arm")
+    add("--base-url", type=url, metavar="URL", help="measure this running server instead of starting one per arm")
     add(
         "--arms",
         type=_arms,
@@ -51,10 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="H:M",
         help="after H queries, M on unseen documents (default: 1:0)",
     )
-    add(
-        "--settle-seconds", type=_seconds, default=2.0, metavar="S", help="pause between warm-up and query (default: 2)"
-    )
-    add("--request-timeout", type=_seconds, default=600.0, metavar="S", help="for one request (default: 600)")
+    add("--settle-seconds", type=seconds, default=2.0, metavar="S", help="pause between warm-up and query (default: 2)")
+    add("--request-timeout", type=seconds, default=600.0, metavar="S", help="for one request (default: 600)")
     add(
         "--output-dir",
         type=Path,
@@ -65,18 +63,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own = parser.add_argument_group("servers started here").add_argument
     about = "float32 makes answers comparable bit by bit (default: auto, the model's own)"
     own("--dtype", choices=["auto", *DTYPE_BYTES], default="auto", help=about)
-    own("--block-size", type=_positive, help="vLLM's block in tokens (default: 128 on CPU, 16 on GPU)")
-    own("--chunk-tokens", type=_positive, default=256, help="kvtier's chunk (default: 256)")
+    own("--block-size", type=positive, help="vLLM's block in tokens (default: 128 on CPU, 16 on GPU)")
+    own("--chunk-tokens", type=positive, default=256, help="kvtier's chunk (default: 256)")
     own(
         "--server-args",
-        type=_words,
+        type=words,
         default="",
         metavar="'ARGS'",
         help="more arguments for vLLM, the same for every arm",
     )
     own(
         "--server-timeout",
-        type=_seconds,
+        type=seconds,
         default=600.0,
         metavar="S",
         help="until a server must be healthy (default: 600)",
@@ -89,13 +87,13 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
         others = [f"; {name}: {preset[key]}" for name, preset in PRESETS.items() if key in preset]
         parser.add_argument(flag, help=f"{about} (default: {DEFAULTS[key]}{''.join(others)})", **more)
 
-    add("--num-documents", "documents", type=_positive)
-    add("--document-length", "tokens of a document", type=_positive)
-    add("--question-length", "tokens of the question behind it", type=_positive)
-    add("--output-len", "tokens of an answer", type=_positive)
-    add("--repeat-count", "times each document is asked about in the query round", type=_positive)
+    add("--num-documents", "documents", type=positive)
+    add("--document-length", "tokens of a document", type=positive)
+    add("--question-length", "tokens of the question behind it", type=positive)
+    add("--output-len", "tokens of an answer", type=positive)
+    add("--repeat-count", "times each document is asked about in the query round", type=positive)
     add("--repeat-mode", "order of repeats: abcabc, aabbcc or shuffled", choices=REPEAT_MODES)
-    add("--max-inflight-requests", "requests at once", type=_positive)
+    add("--max-inflight-requests", "requests at once", type=positive)
     add("--shuffle-seed", "of documents and order; another number gives documents never seen before", type=int)
 
 
@@ -113,13 +111,13 @@ def _arms(text: str) -> list[Arm]:
     return [ARMS[name] for name in text.split(",")]
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -129,13 +127,13 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _url(text: str) -> str:
+def url(text: str) -> str:
     if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no address; expected for example http://localhost:8000")
     return text
 
 
-def _words(text: str) -> str:
+def words(text: str) -> str:
     try:
         shlex.split(text)
     except ValueError as error:

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     require("bench")
     args = chosen(args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    with _terminable(), _progress() as progress:
+    with terminable(), progress_bars() as progress:
         if args.base_url:
             asker, words = client.connect(args.base_url, args.model, args.request_timeout)
             rounds = _measure_running(args, asker, words, progress)
@@ -147,20 +147,22 @@ def _sizes(args: argparse.Namespace) -> Sizes:
     """What the arms' caches must hold for this model and workload."""
     if not args.model:
         raise ConfigError("--model is missing: a directory or a name that vLLM can serve (or --base-url of a server)")
+    block, token_bytes = geometry(args)
+    return Sizes(Workload.of(args, [0]), args.max_inflight_requests, block, args.chunk_tokens, token_bytes)
+
+
+def geometry(args: argparse.Namespace) -> tuple[int, int]:
+    """Tokens of vLLM's block here, and bytes of a token's KV in all layers."""
     config = read_config(args.model)
     dtype = args.dtype if args.dtype != "auto" else str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    token_bytes = kv_token_bytes(config, DTYPE_BYTES.get(dtype, 2))
-    block = args.block_size or (128 if _on_cpu() else 16)
-    return Sizes(Workload.of(args, [0]), args.max_inflight_requests, block, args.chunk_tokens, token_bytes)
+    return args.block_size or (128 if on_cpu() else 16), kv_token_bytes(config, DTYPE_BYTES.get(dtype, 2))
 
 
 def own_server(args: argparse.Namespace, arm: Arm, sizes: Sizes, names: Mapping[str, str], log: Path) -> VllmServer:
     """An arm's server, not started."""
-    command = ["--served-model-name", served_name(args.model), "--dtype", args.dtype]
-    command += ["--block-size", str(sizes.block_tokens)]
-    command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", *server_args(arm, sizes)]
+    command = [*shared_args(args, sizes.block_tokens), *server_args(arm, sizes)]
     env = filled(arm.kvtier or {}, names)
-    if _on_cpu():
+    if on_cpu():
         command.append("--enforce-eager")
         env["VLLM_CPU_KVCACHE_SPACE"] = str(sizes.gpu_gib(arm))
         # With a connector vLLM reserves other CPU cores than without; all arms must compute on the same ones.
@@ -169,7 +171,13 @@ def own_server(args: argparse.Namespace, arm: Arm, sizes: Sizes, names: Mapping[
     return VllmServer(args.model, command, env, log, args.server_timeout)
 
 
-def _on_cpu() -> bool:
+def shared_args(args: argparse.Namespace, block_tokens: int) -> list[str]:
+    """vLLM's arguments that every server started here has."""
+    command = ["--served-model-name", served_name(args.model), "--dtype", args.dtype]
+    return [*command, "--block-size", str(block_tokens), "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+
+
+def on_cpu() -> bool:
     return "gpu" not in machine_facts()
 
 
@@ -226,7 +234,7 @@ class _Rounds:
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
+def terminable() -> Iterator[None]:
     """SIGTERM stops the servers as Ctrl-C does, instead of leaving them behind."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
@@ -236,7 +244,7 @@ def _terminable() -> Iterator[None]:
 
 
 @contextmanager
-def _progress() -> Iterator[Progress]:
+def progress_bars() -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

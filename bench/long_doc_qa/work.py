@@ -26,6 +26,8 @@ class Ask:
     prompt: Sequence[int | str] | str
     output_len: int
     is_miss: bool = False
+    user: str = ""
+    """OpenAI's ``user`` of the request; none when empty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The index alone: naming and looking up the chunks of a long prompt, and the memory a chunk takes.
 
 ``python -m kvtier.bench.micro.index`` measures, in this process, for a prompt of 32,768 tokens (128 chunks of 256):
-keys + match when all chunks are held and when none is, and bytes of Python memory for each chunk held in RAM or only
-on NVMe. Tokens are a plain list of ints, as an engine has them.
+keys + match when all chunks are held and when none is, what timing a lookup adds, and bytes of Python memory for each
+chunk held in RAM or only on NVMe. Tokens are a plain list of ints, as an engine has them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import random
 import time
+import timeit
 import tracemalloc
 from collections.abc import Callable, Sequence
 
 from kvtier.bench.report import Row, spread, write_results
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.histogram import Histogram
 from kvtier.core.pool import Pool
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
@@ -57,7 +59,26 @@ def lookup_rows(rounds: int) -> list[Row]:
     for name, work in cases.items():
         median, low, high = spread(milliseconds(work, rounds))
         rows.append(Row(name, median, "ms", limit=0.3, min=low, max=high))
-    return rows
+    return [*rows, *timing_rows(store, tokens)]
+
+
+def timing_rows(store: Store, tokens: Sequence[int]) -> list[Row]:
+    """What it costs that a lookup is timed: two looks at the clock and one count. The least of many, of all three."""
+    histogram, clock, keys = Histogram(), time.monotonic, LAYOUT.keys(tokens)
+
+    def timed() -> None:
+        begun = clock()
+        histogram.add(clock() - begun)
+
+    def least(work: Callable[[], object], number: int) -> float:
+        return min(timeit.repeat(work, number=number, repeat=200)) / number
+
+    own = least(timed, 2000) - least(lambda: None, 2000)
+    whole = least(lambda: store.forecast(LAYOUT.keys(tokens)), 5)
+    return [
+        Row("timing of a lookup, against keys + forecast of 128 chunks", own / whole, "share", limit=0.01),
+        Row("timing of a lookup, against the forecast alone", own / least(lambda: store.forecast(keys), 50), "share"),
+    ]
 
 
 def memory_rows(chunks: int) -> list[Row]:

@@ -25,6 +25,7 @@ from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
 from kvtier.config.keys import Config, filled, load
 from kvtier.config.remarks import tell
 from kvtier.connectors.vllm import layout, versions
+from kvtier.connectors.vllm.figures import Figures
 from kvtier.connectors.vllm.groups import Geometry
 from kvtier.connectors.vllm.idle import IdleHalf, StartingHalf
 from kvtier.connectors.vllm.loaded import LoadedModel
@@ -73,6 +74,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         self._scheduler: SchedulerHalf | IdleHalf | None = None
         self._starting = StartingHalf(ranks)
         self._worker: WorkerHalf | None = None
+        self._figures: Figures | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = self._starting
         else:
@@ -174,8 +176,10 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         if config.self_test:
             selftest.at_start(config, chunks.slot_bytes)
         transfer = self._vllm_config.kv_transfer_config
+        store = assemble(config, chunks, self._vllm_config.parallel_config.data_parallel_index)
+        self._figures = Figures(store)
         self._scheduler = SchedulerHalf(
-            assemble(config, chunks, self._vllm_config.parallel_config.data_parallel_index),
+            store,
             chunks,
             geometry,
             parts,
@@ -233,7 +237,9 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """vLLM asks both halves after every step. The counts are the scheduler's; where it is asked only after a worker
         has given some, a worker gives an empty one."""
-        counts = self._scheduler.counts() if self._scheduler is not None else {}
+        counts: dict[str, float] = dict(self._scheduler.counts()) if self._scheduler is not None else {}
+        if self._figures is not None:
+            counts |= self._figures.new()
         opens = _WORKERS_FIRST and self._worker is not None
         return TierStats(data=counts) if counts or opens else None
 

@@ -1,38 +1,61 @@
 """What the connector tells vLLM's own metrics: chunks loaded by place, declined and missed by reason since it last
-told, which vLLM adds up in its log ("KV Transfer metrics") and on its /metrics; and whether nothing is ever hit.
+told, whether nothing is ever hit, and all that a server's ``/metrics`` has of a Store, under the same names. vLLM adds
+them up in its log ("KV Transfer metrics") and on its /metrics.
+
+An engine whose cache is a server's tells what it sees of the server; tiers are the server's to tell.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
+from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvtier.assemble import places
+from kvtier.config.keys import load
+from kvtier.connectors.vllm.figures import HELD, QUEUES, SECONDS, SEPARATOR, SERVER_COUNTS, TIMES, is_gauge
 from kvtier.connectors.vllm.misses import ZERO_HITS
+from kvtier.core.errors import KVTierError
+from kvtier.core.histogram import BOUNDS
+from kvtier.store import figures
+from kvtier.store.timings import RAM
+
+logger = logging.getLogger("kvtier.connectors.vllm")
 
 _METRICS = {
     "loaded": ("place", "Chunks of KV loaded into the engine, by the tier they came from."),
     "declined": ("reason", "Chunks of KV a tier holds that were computed instead, by reason."),
     "missed": ("reason", "Chunks of KV that no tier gave and that were computed, by reason."),
 }
+_REASONS = {"declined": figures.DECLINED, "missed": (*figures.MISSED, "salt", "adapter", "media")}
+_SERVER = "server_"
+_registered: list[Any] = []
+"""What the last TierMetrics of this process has put into Prometheus' registry. vLLM takes out its own when an engine is
+made; these do not have vLLM's prefix."""
 
 
 class TierStats(KVConnectorStats):
     """``data``: chunks by ``loaded_<place>``, ``declined_<reason>`` and ``missed_<reason>``; ``zero_hits``, 1 or 0
-    where that has changed."""
+    where that has changed; figures as :mod:`kvtier.connectors.vllm.figures` names them."""
 
     def reset(self) -> None:
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> TierStats:
-        both = dict(Counter(self.data) + Counter(other.data))
-        if ZERO_HITS in self.data or ZERO_HITS in other.data:
-            both[ZERO_HITS] = other.data.get(ZERO_HITS, self.data.get(ZERO_HITS))
+        both = dict(self.data)
+        for name, value in other.data.items():
+            is_latest = name == ZERO_HITS or is_gauge(name)
+            both[name] = value if is_latest else both.get(name, 0) + value
         return TierStats(data=both)
 
     def reduce(self) -> dict[str, int | float]:
-        return dict(self.data)
+        """For vLLM's log: what became of chunks, and what each tier holds."""
+        shown = {name: value for name, value in self.data.items() if SEPARATOR not in name}
+        return shown | {f"{n.removeprefix(HELD)}_held": v for n, v in self.data.items() if n.startswith(HELD)}
 
     def is_empty(self) -> bool:
         return not self.data
@@ -40,7 +63,8 @@ class TierStats(KVConnectorStats):
 
 class TierMetrics(KVConnectorPromMetrics):
     """``vllm:kvtier_loaded_chunks_total{place}``, ``..._declined_chunks_total{reason}``,
-    ``..._missed_chunks_total{reason}`` and ``vllm:kvtier_zero_hits``."""
+    ``..._missed_chunks_total{reason}`` and ``vllm:kvtier_zero_hits``; and ``kvtier_*``, the same as a server has. Every
+    series is there from the start."""
 
     def __init__(
         self,
@@ -50,17 +74,98 @@ class TierMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        for metric in _registered:
+            with contextlib.suppress(KeyError):
+                REGISTRY.unregister(metric)
+        _registered.clear()
+        self._places = _places(vllm_config)
         self._counters = {
             kind: self._counter_cls(f"vllm:kvtier_{kind}_chunks", about, labelnames=[*labelnames, label])
             for kind, (label, about) in _METRICS.items()
         }
         about = "1: not one chunk that was asked for has been a hit for long; the engine's log says why."
         self._zero_hits = self._gauge_cls(f"vllm:kvtier_{ZERO_HITS}", about, labelnames=labelnames)
+        self._figures = {row[:2]: self._made(*row) for row in self._rows()}
+        _registered.extend(self._figures.values())
+        for engine in per_engine_labelvalues:
+            self._begin(engine)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        values = self.per_engine_labelvalues[engine_idx]
         for name, count in transfer_stats_data.items():
-            if name == ZERO_HITS:
-                self._zero_hits.labels(*self.per_engine_labelvalues[engine_idx]).set(count)
-                continue
-            kind, _, value = name.partition("_")
-            self._counters[kind].labels(*self.per_engine_labelvalues[engine_idx], value).inc(count)
+            kind, _, rest = name.partition(SEPARATOR)
+            if kind == TIMES:
+                self._observe_times(rest, count, transfer_stats_data, values)
+            elif rest and kind != SECONDS:
+                figure, *labels = rest.split(SEPARATOR)
+                series = self._figures[kind, figure].labels(*values, *labels)
+                series.set(count) if kind == figures.GAUGE else series.inc(count)
+            elif name == ZERO_HITS:
+                self._zero_hits.labels(*values).set(count)
+            elif not rest:
+                kind, _, value = name.partition("_")
+                self._counters[kind].labels(*values, value).inc(count)
+
+    def _observe_times(self, rest: str, count: float, data: dict[str, Any], values: list[object]) -> None:
+        """So many durations of one place. Each is taken as their mean: the bucket and the sum are exact."""
+        what, tier, _ = rest.split(SEPARATOR)
+        series = self._figures[TIMES, what].labels(*values, *([tier] if tier else []))
+        seconds = data.get(f"{SECONDS}{SEPARATOR}{rest}", 0.0)
+        for _ in range(round(count)):
+            series.observe(seconds / count)
+
+    # ---- what there is -------------------------------------------------------------------------------------------
+
+    def _rows(self) -> Iterator[tuple[str, str, str, list[str]]]:
+        """Kind, name, help and labels of every figure that an engine may have."""
+        for name, text in SERVER_COUNTS.items():
+            yield figures.COUNTER, f"{_SERVER}{name}", text, []
+        for of_store in figures.STORE_FIGURES:
+            yield of_store.kind, of_store.name, of_store.text, []
+        for of_tier in figures.TIER_FIGURES:
+            yield of_tier.kind, of_tier.name, of_tier.text, ["tier"]
+        yield figures.GAUGE, "lane_queued", "Works that wait in front of a tier.", ["tier", "queue"]
+        yield figures.COUNTER, "lane_failures", "Works that raised: a bug.", ["tier"]
+        for what, text in figures.TIMINGS.items():
+            yield TIMES, what, text, ["tier"] if what in figures.BY_TIER else []
+
+    def _made(self, kind: str, name: str, text: str, labels: list[str]) -> Any:
+        names = [*self._labelnames, *labels]
+        if kind == TIMES:
+            return self._histogram_cls(figures.seconds(name), text, labelnames=names, buckets=BOUNDS)
+        if kind == figures.GAUGE:
+            return self._gauge_cls(f"{figures.PREFIX}{name}", text, labelnames=names, multiprocess_mode="mostrecent")
+        return self._counter_cls(f"{figures.PREFIX}{name}", text, labelnames=names)
+
+    def _begin(self, engine: int) -> None:
+        """Series that can be known before anything happens are 0, not absent."""
+        values, below = self.per_engine_labelvalues[engine], self._places[1:]
+        for kind, reasons in _REASONS.items():
+            for reason in reasons:
+                self._counters[kind].labels(*values, reason)
+        for place in self._places:
+            self._counters["loaded"].labels(*values, place)
+        rows = {row.name: self._places[row.below :] for row in figures.TIER_FIGURES}
+        rows |= {"lane_failures": below, "load": self._places, "promotion": below, "spill": below}
+        for (_, name), metric in self._figures.items():
+            if name.startswith(_SERVER) == bool(self._places):
+                continue  # the cache is a server's, or the engine's own
+            if name == "lane_queued":
+                for tier in below:
+                    for queue in QUEUES:
+                        metric.labels(*values, tier, queue)
+            elif name in rows:
+                for tier in rows[name]:
+                    metric.labels(*values, tier)
+            else:
+                metric.labels(*values)
+
+
+def _places(vllm_config: Any) -> list[str]:
+    """Where the engine keeps chunks, as its configuration says; what auto-config adds is there with the first step."""
+    transfer = vllm_config.kv_transfer_config
+    try:
+        return places(load(flags=getattr(transfer, "kv_connector_extra_config", None)))
+    except KVTierError as error:  # among other connectors the settings are not ours alone
+        logger.debug("what the engine keeps where is not known before its first step: %s", error)
+        return [RAM]

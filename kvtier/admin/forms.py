@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 import kvtier
+from kvtier.admin.page import HTML
 from kvtier.admin.status import Stats
 from kvtier.core.chunk import KEY_BYTES
 
@@ -148,6 +149,14 @@ start are erased on the disk, and lose their files when nothing is left in them.
 """
 
 ROUTES = (
+    Route(
+        "GET",
+        "/",
+        "A page for people",
+        "Shows /v1/stats as it changes; one file, no secret in it.",
+        {200: HTML},
+        open=True,
+    ),
     Route("GET", "/healthz", "Live and ready", "503: starting or stopping.", {200: Health, 503: Health}, open=True),
     Route("GET", "/healthz/live", "Live", "Answers as long as the loop runs.", {200: Health}, open=True),
     Route(
@@ -237,6 +246,8 @@ def _errors(route: Route) -> set[int]:
 
 
 def _answer(kind: Any) -> dict[str, Any]:
+    if kind == HTML:
+        return {"description": "The page.", "content": {HTML: {"schema": {"type": "string"}}}}
     if kind == TEXT:
         return {"description": "Prometheus' text format.", "content": {TEXT: {"schema": {"type": "string"}}}}
     schema = {"type": "object"} if kind == JSON else _reference(kind)

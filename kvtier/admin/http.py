@@ -1,8 +1,9 @@
-"""Admin: the HTTP surface of a server, on the server's own loop: health, metrics, counts, lookup, clear.
+"""Admin: the HTTP surface of a server, on the server's own loop: a page, health, metrics, counts, lookup, clear.
 
 Who may call what: on loopback, health, metrics and counts are open to every process of the host. What tells which
 prompts were seen (lookup) or destroys (clear) needs the token always: a loopback port is open to every user of the
-host, a Unix socket of mode 0600 is not. Beyond loopback everything but health needs it.
+host, a Unix socket of mode 0600 is not. Beyond loopback everything but health and the page's file needs it; what the
+page shows does.
 
 A browser on the host must not be a way in: on loopback the Host header has to name this host (a page whose name was
 rebound to 127.0.0.1 sends its own), there are no CORS headers, and bodies must say that they are JSON.
@@ -36,6 +37,7 @@ import msgspec
 from aiohttp import web
 
 from kvtier.admin import forms, prometheus, status
+from kvtier.admin.page import Page
 from kvtier.admin.places import AT_WORK, PLACES, Places
 from kvtier.admin.purge import erase
 from kvtier.core.chunk import ChunkKey, ChunkLayout
@@ -135,11 +137,13 @@ class Admin:
         self._port = port
         self._token = token
         self._nvme_path = nvme_path
+        self._page = Page()
         self._document = json.dumps(forms.document(), indent=1).encode()
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._answered], client_max_size=forms.MAX_BODY)
         works: Mapping[str, Callable[[Any], Awaitable[web.Response]]] = {
+            "/": self._show,
             "/healthz": self._ready,
             "/healthz/live": self._live,
             "/healthz/ready": self._ready,
@@ -226,6 +230,9 @@ class Admin:
             )
 
     # ---- what is asked -------------------------------------------------------------------------------------------
+
+    async def _show(self, _: None) -> web.Response:
+        return web.Response(body=self._page.body, headers={**_HEADERS, **self._page.headers})
 
     async def _live(self, _: None) -> web.Response:
         return _json(self._health(), 200)

@@ -9,53 +9,26 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from kvtier.admin.status import RealmStatus, Stats, TierStatus
+from kvtier.admin.status import Stats
+from kvtier.core.histogram import BOUNDS
+from kvtier.store import figures
+from kvtier.store.figures import STORE_FIGURES, TIER_FIGURES, TIMINGS, TierFigure
+from kvtier.store.status import RealmStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TIER_LABELS = ("slot_bytes", "tier")
 Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 Sample = tuple[tuple[str, ...], float]
-
-
-class _Row(NamedTuple):
-    """One metric by tier: name without prefix, gauge or counter, help, where it is read. ``below``: not of RAM."""
-
-    name: str
-    family: Family
-    text: str
-    value: Callable[[RealmStatus, TierStatus], float]
-    below: bool = True
-
-
 _GAUGE, _COUNTER = GaugeMetricFamily, CounterMetricFamily
-# fmt: off
-_TIER_ROWS = (
-    _Row("capacity_chunks", _GAUGE, "Room, in chunks.", lambda _, tier: tier.capacity, below=False),
-    _Row("capacity_bytes", _GAUGE, "Room, in bytes.", lambda r, tier: tier.capacity * r.slot_bytes, below=False),
-    _Row("held_chunks", _GAUGE, "Chunks held; in RAM: ready.", lambda _, tier: tier.held, below=False),
-    _Row("held_bytes", _GAUGE, "Bytes held; in RAM: ready.", lambda r, tier: tier.held * r.slot_bytes, below=False),
-    _Row("loads", _COUNTER, "Chunks served from here.", lambda _, tier: tier.loads, below=False),
-    _Row("stores", _COUNTER, "Chunks put here: saves in RAM, spills below.", lambda _, tier: tier.stores, below=False),
-    _Row("refusals", _COUNTER, "Chunks not taken: no room, or no time.", lambda _, tier: tier.refused, below=False),
-    _Row("load_misses", _COUNTER, "Chunks counted as held that could not be read.", lambda _, tier: tier.misses),
-    _Row("late_spills", _COUNTER, "Chunks that left RAM before their spill.", lambda _, tier: tier.late),
-    _Row("over_budget", _COUNTER, "Chunks not written to spare the device.", lambda _, tier: tier.over_budget),
-    _Row("evicted_unread", _COUNTER, "Chunks written and deleted unread.", lambda _, tier: tier.evicted_unread),
-    _Row("failures", _COUNTER, "Calls that failed with an I/O or network error.", lambda _, tier: tier.failed),
-    _Row("corrupt_chunks", _COUNTER, "Checksums that did not match; never served.", lambda _, tier: tier.corrupt),
-    _Row("read_bytes", _COUNTER, "Bytes read.", lambda _, tier: tier.bytes_read),
-    _Row("written_bytes", _COUNTER, "Bytes written.", lambda _, tier: tier.bytes_written),
-    _Row("open_breakers", _GAUGE, "Nodes left alone now because they failed.", lambda _, tier: tier.open_breakers),
-    _Row("breaker_trips", _COUNTER, "Times a breaker opened.", lambda _, tier: tier.breaker_trips),
-    _Row("owed_deletes", _GAUGE, "Deletes that wait for the tier to be back.", lambda _, tier: tier.owed_deletes),
-)
-# fmt: on
+_KINDS: Mapping[str, Family] = {figures.GAUGE: _GAUGE, figures.COUNTER: _COUNTER}
+_LE = [*map(floatToGoString, BOUNDS), "+Inf"]
 
 
 def exposition(stats: Stats) -> bytes:
@@ -75,9 +48,11 @@ class _Scrape(Collector):
         yield from self._process()
         yield from self._connections()
         yield from self._realms()
-        for row in _TIER_ROWS:
-            yield self._metric(row.family, row.name, row.text, _TIER_LABELS, self._each_tier(row))
+        for row in TIER_FIGURES:
+            yield self._metric(_KINDS[row.kind], row.name, row.text, _TIER_LABELS, self._each_tier(row))
         yield from self._lanes()
+        for what, text in TIMINGS.items():
+            yield self._timing(what, text)
 
     def _process(self) -> Iterator[Metric]:
         stats = self._stats
@@ -110,16 +85,13 @@ class _Scrape(Collector):
         ]
         text = "Slots of the RAM tier by state."
         yield self._metric(_GAUGE, "slots", text, ("slot_bytes", "state"), slots)
-        yield self._realm(_GAUGE, "pinned_slots", "Slots in use by somebody.", lambda r: r.pinned)
+        for row in STORE_FIGURES:
+            yield self._realm(_KINDS[row.kind], row.name, row.text, row.value)
         yield self._realm(_GAUGE, "namespaces", "Tenants and models so far.", lambda r: r.namespaces)
-        yield self._realm(_COUNTER, "asked_chunks", "Chunks that loads named.", lambda r: r.asked)
-        text = "Chunks held below that RAM had no slot for."
-        yield self._realm(_COUNTER, "load_refusals", text, lambda realm: realm.loads_refused)
-        text = "Chunks held below that a full lane did not fetch."
-        yield self._realm(_COUNTER, "promotion_refusals", text, lambda realm: realm.promotions_refused)
         text = "Chunks that could be had and were computed instead."
-        yield self._reasons("declined_chunks", text, lambda realm: realm.declined)
-        yield self._reasons("missed_chunks", "Chunks that loads named and could not have.", lambda realm: realm.missed)
+        yield self._reasons("declined_chunks", text, lambda realm: dict.fromkeys(figures.DECLINED, 0) | realm.declined)
+        text = "Chunks that loads named and could not have."
+        yield self._reasons("missed_chunks", text, lambda realm: dict.fromkeys(figures.MISSED, 0) | realm.missed)
         text = "1: not one chunk that was asked for has been a hit for long; kvtier stats says why."
         yield self._realm(_GAUGE, "zero_hits", text, lambda realm: bool(realm.zero_hits))
         text = "Chunks that each setting of RAM's order of leaving was tried with."
@@ -137,10 +109,6 @@ class _Scrape(Collector):
         ]
         text = "Part of the chunks asked for that an LRU of so many times the size would have hit."
         yield self._metric(_GAUGE, "whatif_hit_ratio", text, (*_TIER_LABELS, "scale"), points)
-        text = "Loaded chunks compared with their copy below."
-        yield self._realm(_COUNTER, "audited_chunks", text, lambda realm: realm.audited)
-        text = "Audited chunks that had other bytes: bad memory, or a bug."
-        yield self._realm(_COUNTER, "audit_mismatches", text, lambda realm: realm.audit_mismatches)
 
     def _lanes(self) -> Iterator[Metric]:
         lanes = [
@@ -159,9 +127,20 @@ class _Scrape(Collector):
         failures = [(labels, lane.failures) for labels, lane in lanes]
         yield self._metric(_COUNTER, "lane_failures", "Works that raised: a bug.", _TIER_LABELS, failures)
 
+    def _timing(self, what: str, text: str) -> Metric:
+        labels = ["slot_bytes", *(["tier"] if what in figures.BY_TIER else [])]
+        metric = HistogramMetricFamily(figures.seconds(what), text, labels=labels)
+        for realm in self._stats.realms:
+            for timing in realm.timings:
+                if timing.what == what:
+                    values = [str(realm.slot_bytes), *([timing.tier] if timing.tier else [])]
+                    buckets = list(zip(_LE, map(float, accumulate(timing.counts)), strict=True))
+                    metric.add_metric(values, buckets, sum(timing.seconds))
+        return metric
+
     # ---- forms ---------------------------------------------------------------------------------------------------
 
-    def _each_tier(self, row: _Row) -> Iterator[Sample]:
+    def _each_tier(self, row: TierFigure) -> Iterator[Sample]:
         for realm in self._stats.realms:
             for tier in realm.tiers[row.below :]:
                 yield (str(realm.slot_bytes), tier.tier), row.value(realm, tier)

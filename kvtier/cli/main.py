@@ -57,6 +57,10 @@ COMMANDS: dict[str, tuple[str, Callable[[], Command]]] = {
         "time to first token on long documents, with and without kvtier",
         _module("kvtier.bench.long_doc_qa.run"),
     ),
+    "bench multi-turn": (
+        "time to first token in conversations on two engines behind a router, with and without kvtier",
+        _module("kvtier.bench.multi_turn.run"),
+    ),
     "plan": ("what auto-config would set on this machine, and why", _module("kvtier.autoconfig.command")),
     "config": ("print the effective configuration and where each value came from", _module("kvtier.cli.show_config")),
     "doctor": (

@@ -109,6 +109,8 @@ class Directory:
         """Entries that are FILLING, and entries with a pin."""
         self.evicted_unoffered = 0
         """Chunks since the start that left RAM before :meth:`next_out` named them."""
+        self.evicted = 0
+        """Chunks since the start that left RAM for room."""
         self._past = Past(slots + sum(capacities))
         self.ages = Ages(slots + sum(capacities))
         self.crowded = [0] * (1 + len(capacities))
@@ -579,6 +581,7 @@ class Directory:
 
     def _evict(self, entry: Entry) -> None:
         self._past.left(entry.key, Left.EVICTED)
+        self.evicted += 1
         self.evicted_unoffered += not entry.offered and entry.key not in self._over
         self._order.evicted(entry.key)
         self._remove(entry)

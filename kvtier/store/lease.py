@@ -46,10 +46,11 @@ class SaveLease:
     ``keys[i]`` belongs into ``slots[i]``.
     """
 
-    __slots__ = ("_store", "entries", "open", "run")
+    __slots__ = ("_store", "begun", "entries", "open", "run")
 
-    def __init__(self, store: Keeper, run: Sequence[ChunkKey], entries: list[Entry]) -> None:
+    def __init__(self, store: Keeper, run: Sequence[ChunkKey], entries: list[Entry], begun: float) -> None:
         self._store = store
+        self.begun = begun
         self.run = run
         self.entries = entries
         self.open = True
@@ -105,10 +106,13 @@ class LoadLease:
     ``slots`` are readable until :meth:`close`. A chunk that fails on its way makes the lease shorter, nothing else.
     """
 
-    __slots__ = ("_store", "asking", "closed", "entries", "keys", "origins", "owner", "ready")
+    __slots__ = ("_store", "asking", "begun", "closed", "entries", "keys", "origins", "owner", "ready", "waits")
 
-    def __init__(self, store: Keeper, keys: Sequence[ChunkKey], owner: int) -> None:
+    def __init__(self, store: Keeper, keys: Sequence[ChunkKey], owner: int, begun: float) -> None:
         self._store = store
+        self.begun = begun
+        self.waits = True
+        """No poll has yet said that nothing more is coming."""
         self.keys = keys
         self.owner = owner
         self.entries: list[Entry] = []

@@ -21,6 +21,7 @@ from kvtier.store.directory import GONE, READY, Directory, Entry
 from kvtier.store.miss_reasons import Left
 from kvtier.store.room import Room
 from kvtier.store.timed_tier import TimedTier
+from kvtier.store.timings import Timings
 from kvtier.store.write_budget import WriteBudget
 from kvtier.tiers.base import RoomGiver, SharedKeeper, Tier, machine_of
 from kvtier.tiers.breaker import Breaker
@@ -54,6 +55,7 @@ class Core(NamedTuple):
     directory: Directory
     pool: Pool
     counts: Counter[str]
+    timings: Timings
 
 
 class Below:
@@ -127,7 +129,9 @@ class Below:
     def found(self, keys: Sequence[ChunkKey], owners: Sequence[int]) -> None:
         """Under the lock: it turned out to hold ``keys``, coldest first, and whose they are; what leaves for them is
         trash from now on."""
-        self._trash += self._directory.found(self._index, keys, owners)
+        victims = self._directory.found(self._index, keys, owners)
+        self._counts[f"{self.tier.name}_evicted"] += len(victims)
+        self._trash += victims
 
     def probe(self, key: ChunkKey) -> None:
         """If it is time to: read one chunk that nobody waits for, only to learn how fast the tier is."""
@@ -181,8 +185,12 @@ class Below:
         if victims is None:
             return
         self._delete(victims)
+        begun = self._clock()
         stored = self.timed.write(entry.key, self._core.pool.view(entry.slot), entry.owner)
         with self._lock:
+            if stored:
+                self._core.timings.spill[name].add(self._clock() - begun)
+            self._counts[f"{name}_evicted"] += len(victims)
             self._counts[f"{name}_stored" if stored else f"{name}_store_failed"] += 1
             if not self._directory.spill_ended(entry, self._index, stored):
                 self._trash.append(entry.key)
@@ -249,6 +257,7 @@ class Below:
             with self._lock:
                 smaller = min(capacity, self._directory.capacity(self._index))
                 victims = self._directory.limit(self._index, smaller, AT_ONCE)
+                self._counts[f"{self.tier.name}_evicted"] += len(victims)
             if not victims:
                 break
             self._delete(victims)

@@ -12,15 +12,18 @@ from kvtier.store.lower_tier import Below, Core
 class Promotions:
     """``arrived`` is told, on a lane thread without the lock, whenever one has ended. Safe from any thread."""
 
-    def __init__(self, core: Core, below: Sequence[Below], arrived: Callable[[], None]) -> None:
-        self._core, self._below, self._arrived = core, below, arrived
-        self._queued: set[Entry] = set()
-        """Their reads have not begun."""
+    def __init__(
+        self, core: Core, below: Sequence[Below], arrived: Callable[[], None], clock: Callable[[], float]
+    ) -> None:
+        self._core, self._below, self._arrived, self._clock = core, below, arrived, clock
+        self._queued: dict[Entry, float] = {}
+        """Their reads have not begun; since when they wait for it."""
 
     def begin(self, promotions: Sequence[tuple[Entry, int]]) -> None:
         """Read each of these FILLING entries from its tier (by index). What a lane refuses is a miss."""
+        now = self._clock()
         with self._core.lock:
-            self._queued.update(entry for entry, _ in promotions)
+            self._queued.update((entry, now) for entry, _ in promotions)
         for entry, index in promotions:
             if not self._below[index].timed.submit(partial(self._promote, entry, index)):
                 self._give_up(entry)
@@ -31,27 +34,29 @@ class Promotions:
         if entry.pins:
             return
         if entry in self._queued:
-            self._queued.discard(entry)
+            del self._queued[entry]
             self._core.directory.fill_failed(entry)
 
     def _promote(self, entry: Entry, index: int) -> None:
         """On a lane thread. A chunk that nobody waits for any more is not read."""
         with self._core.lock:
-            if entry not in self._queued:
+            begun = self._queued.pop(entry, None)
+            if begun is None:
                 return
-            self._queued.discard(entry)
             if not entry.pins:
                 self._core.directory.fill_failed(entry)
                 return
-        self._ended(index, entry, self._below[index].read(entry))
+        self._ended(index, entry, self._below[index].read(entry), begun)
 
-    def _ended(self, index: int, entry: Entry, whole: bool | None) -> None:
+    def _ended(self, index: int, entry: Entry, whole: bool | None, begun: float) -> None:
         """On a lane thread: so the read went. A failed one tries the next slower tier that holds the chunk, none twice;
         then it is a miss."""
         again, directory = None, self._core.directory
         with self._core.lock:
             self._below[index].was_read(entry, whole)
-            if not whole:
+            if whole:
+                self._core.timings.promotion[self._below[index].tier.name].add(self._clock() - begun)
+            else:
                 again = next((other for other in directory.holders(entry.key) if other > index), None)
                 if again is None:
                     directory.fill_failed(entry)
@@ -61,6 +66,6 @@ class Promotions:
 
     def _give_up(self, entry: Entry) -> None:
         with self._core.lock:
-            self._queued.discard(entry)
+            self._queued.pop(entry, None)
             self._core.counts["promotion_refused"] += 1
             self._core.directory.fill_failed(entry)

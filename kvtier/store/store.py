@@ -30,6 +30,7 @@ from kvtier.store.lookup import look
 from kvtier.store.lower_tier import Below, Core, Place
 from kvtier.store.promotion import Promotions
 from kvtier.store.room import Room
+from kvtier.store.timings import RAM, Timings
 from kvtier.store.what_if import Point
 from kvtier.tiers.base import Tier
 
@@ -73,7 +74,9 @@ class Store:
         self._adaptive = policy if isinstance(policy, Adaptive) else None
         capacities = [tier.capacity for tier in self.tiers]
         self._directory = Directory(pool.slots, capacities, policy, share, lower=LRU if self._adaptive else policy)
-        core = Core(self._lock, self._directory, pool, self.counts)
+        self.timings = Timings([tier.name for tier in self.tiers])
+        self._clock = clock
+        core = Core(self._lock, self._directory, pool, self.counts, self.timings)
         rooms = {"ram": pool.slots, **{tier.name: tier.capacity for tier in self.tiers}}
         self._follower = Follower(self._directory, self._lock, self._adaptive, clock, rooms)
         self._below = [Below(core, index, place, clock) for index, place in enumerate(places)]
@@ -81,7 +84,7 @@ class Store:
         self._on_evict = [below for below in self._below if below.on_evict]
         self._looking: set[int] = set()
         """Owners for whom a :meth:`_look_ahead` is queued."""
-        self._promotions = Promotions(core, self._below, self._note_arrival)
+        self._promotions = Promotions(core, self._below, self._note_arrival, clock)
         self.audit = Audit(core, self._below, self.forget)
         self._waits = [below.timed.wait for below in self._below]
         for below in self._below:
@@ -112,7 +115,7 @@ class Store:
 
     def saving(self, keys: Sequence[ChunkKey], owner: int = 0, most: int | None = None) -> Steps[SaveLease]:
         """:meth:`save` in pieces, of at most ``most`` slots. What is reserved goes back when it is left unfinished."""
-        lease = SaveLease(self, keys, [])
+        lease = SaveLease(self, keys, [], self._clock())
         keep, wanted, missing = frozenset(keys), len(keys) if most is None else most, 0
         try:
             yield from self._ordering(keys[AT_ONCE:])
@@ -161,7 +164,7 @@ class Store:
     ) -> Steps[LoadLease]:
         """:meth:`load` in pieces. What it pinned is let go when it is left unfinished."""
         rest = keys[start:]
-        lease = LoadLease(self, rest[:most], owner)
+        lease = LoadLease(self, rest[:most], owner, self._clock())
         try:
             yield from self._in_order(self._directory.used, keys)
             while self._load_piece(lease, AT_ONCE, owner):
@@ -259,7 +262,7 @@ class Store:
 
     def forecasting(self, keys: Sequence[ChunkKey]) -> Steps[Outlook]:
         """:meth:`forecast` in pieces."""
-        looking = look(self._directory, self._waits, keys)
+        begun, looking = self._clock(), look(self._directory, self._waits, keys)
         while True:
             with self._lock:
                 try:
@@ -271,6 +274,7 @@ class Store:
         with self._lock:
             asked = self._ask(keys[outlook.known :]) if outlook.known < len(keys) else None
             outlook = outlook._replace(why=self._end_of(keys, outlook.ready, outlook.known)[1])
+            self.timings.lookup.add(self._clock() - begun)
         if asked is None:
             return outlook
         return outlook._replace(asking=self._below[asked].timed.asking(len(keys) - outlook.known))
@@ -443,6 +447,7 @@ class Store:
             stats.update(self._follower.counts)
             if self._adaptive is not None:
                 stats.update(self._adaptive.counts())
+            stats["ram_evicted"] = self._directory.evicted
             for below in self._on_evict:
                 stats[f"{below.tier.name}_spill_late"] += self._directory.evicted_unoffered
             return stats
@@ -578,6 +583,9 @@ class Store:
             yield 0.0
         if not commit:
             return
+        if lease.entries:
+            with self._lock:
+                self.timings.save.add(self._clock() - lease.begun)
         yield from self._ordering(lease.run)
         for below in self._on_save:
             for part in pieces(lease.entries):
@@ -614,12 +622,18 @@ class Store:
                 del entries[whole:]
                 lease.asking = False
             lease.ready = ready
-            return Match(ready, whole - ready + lease.asking)
+            coming = whole - ready + lease.asking
+            if lease.waits and not coming:
+                lease.waits = False
+                self.timings.wait.add(self._clock() - lease.begun)
+            return Match(ready, coming)
 
     def end_load(self, lease: LoadLease) -> Steps[None]:
         """See :class:`kvtier.store.lease.Keeper`. The run's end first, so that its beginning ends up hottest."""
         with self._lock:
             lease.closed = True
+            if lease.ready:
+                self._load_ended(lease)
             drawn = self.audit.drawn(lease.entries[: lease.ready])
             entries, lease.entries, lease.ready = lease.entries, [], 0
         for part in reversed(list(pieces(entries))):
@@ -627,6 +641,12 @@ class Store:
                 self._unpin(part)
             yield 0.0
         self.audit.begin(drawn)
+
+    def _load_ended(self, lease: LoadLease) -> None:
+        """Under the lock."""
+        slowest = max((origin for origin in lease.origins[: lease.ready] if origin is not None), default=None)
+        place = RAM if slowest is None else self.tiers[slowest].name
+        self.timings.load[place].add(self._clock() - lease.begun)
 
     def _unpin(self, entries: Sequence[Entry]) -> None:
         """Last first, so that the beginning of the run ends up hottest."""

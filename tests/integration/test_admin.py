@@ -57,7 +57,7 @@ def test_every_answer_is_what_the_document_says(server: AdminServer) -> None:
     tokens = {"fingerprint": LAYOUT.fingerprint.hex(), "tokens": [1, 0, 1], "chunk_tokens": 1}
     asked: list[tuple[str, str, Body | bytes | None, str | None, dict[str, str], int]] = [
         *[("GET", path, None, None, {}, 200) for path in document["paths"] if path.startswith("/healthz")],
-        *[("GET", path, None, None, {}, 200) for path in ("/metrics", "/v1/stats", "/openapi.json")],
+        *[("GET", path, None, None, {}, 200) for path in ("/", "/metrics", "/v1/stats", "/openapi.json")],
         *[(m.upper(), path, None, None, evil, 421) for path, ms in document["paths"].items() for m in ms],
         *[("GET", "/v1/namespaces", None, token, {}, status) for token, status in ((TOKEN, 200), ("guess", 401))],
         ("POST", "/v1/lookup", {"keys": [key]}, TOKEN, {}, 200),

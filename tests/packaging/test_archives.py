@@ -27,7 +27,7 @@ def build(target: str, source: Path, into: Path) -> Path:
 
 
 def sources() -> set[str]:
-    """Every Python file of the package as it must lie in an archive."""
+    """Every file of the package as it must lie in an archive."""
     own = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kvtier").rglob("*.py")}
     linked = {
         f"kvtier/{path.relative_to(ROOT).as_posix()}"
@@ -35,7 +35,7 @@ def sources() -> set[str]:
         for path in (ROOT / name).rglob("*.py")
         if "results" not in path.parts
     }
-    return own | linked | {"kvtier/py.typed"}
+    return own | linked | {"kvtier/py.typed", "kvtier/admin/page.html"}
 
 
 @pytest.fixture(scope="module")

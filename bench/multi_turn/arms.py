@@ -1,0 +1,73 @@
+"""The arms: how conversations are routed, and whether one cache server is under the engines. All else is equal.
+
+Each arm is two engines behind the same router. In the arms in turns a client does not say which conversation it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvtier.bench.multi_turn.work import Conversations
+
+ENGINES = 2
+BASE = "round-robin"
+STICKY_SHARED = "sticky+kvtier"
+RUNNING = "server"
+"""Not an arm: a router that ran already."""
+_IN_TURNS = {"ROUTER_POLICY": "round_robin"}
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """``router``: variables of the router's process."""
+
+    name: str
+    about: str
+    sticky: bool
+    shared: bool
+    router: Mapping[str, str] = field(default_factory=dict)
+
+
+ARMS: dict[str, Arm] = {
+    arm.name: arm
+    for arm in (
+        Arm(BASE, "requests in turns; each engine has its own cache only", False, False, _IN_TURNS),
+        Arm("sticky", "a conversation keeps its engine", True, False),
+        Arm("round-robin+kvtier", "requests in turns; one kvtier server under both engines", False, True, _IN_TURNS),
+        Arm(STICKY_SHARED, "a conversation keeps its engine; one kvtier server under both", True, True),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the caches hold. ``kept``: whole conversations in the GPU cache of one engine."""
+
+    work: Conversations
+    kept: float
+    block_tokens: int
+    chunk_tokens: int
+    token_bytes: int
+
+    @property
+    def max_model_len(self) -> int:
+        return math.ceil(self.work.longest / self.block_tokens) * self.block_tokens
+
+    @property
+    def gpu_blocks(self) -> int:
+        """One more than asked for, because vLLM keeps block 0 for itself; never less than one conversation."""
+        return max(1, math.ceil(self.kept * self.max_model_len / self.block_tokens)) + 1
+
+    @property
+    def gpu_gib(self) -> int:
+        return math.ceil(self.gpu_blocks * self.block_tokens * self.token_bytes / 2**30)
+
+    @property
+    def ram(self) -> str:
+        """Of the server: every conversation, and two more."""
+        chunks = math.ceil(self.work.longest / self.chunk_tokens)
+        size = (self.work.sessions + 2) * chunks * self.chunk_tokens * self.token_bytes
+        return f"{math.ceil(size / _MIB)}MiB"

@@ -1,0 +1,109 @@
+"""The conversations as clients hold them: think, ask through the router, listen, and ask again what failed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvtier.bench.long_doc_qa.client import Client, Outcome, RequestError
+from kvtier.bench.long_doc_qa.work import Ask
+from kvtier.bench.multi_turn.work import Conversations
+
+if TYPE_CHECKING:
+    import aiohttp
+
+SESSION_HEADER = "X-Session-Id"
+_TRIES, _PAUSE_S = 6, 0.5
+
+
+@dataclass(slots=True)
+class Turn(Outcome):
+    """``document`` is the conversation, ``question`` the turn, from 1 on. TTFT counts from the first try."""
+
+    tries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """All conversations wait for each other after turn ``after``, and ``act`` runs before they go on."""
+
+    after: int
+    act: Callable[[], None]
+
+
+class Talk:
+    """All conversations of one arm. ``session_by``: what tells the router who asks; None: nothing does."""
+
+    def __init__(
+        self,
+        asker: Client,
+        work: Conversations,
+        session_by: str | None,
+        on_done: Callable[[], None],
+        pause: Pause | None = None,
+    ) -> None:
+        self._asker = asker
+        self._work = work
+        self._by = session_by
+        self._on_done = on_done
+        self._pause = pause
+
+    def run(self) -> list[Turn]:
+        """Every turn, conversation by conversation. A failed one is a Turn too."""
+        return asyncio.run(self._run())
+
+    async def _run(self) -> list[Turn]:
+        begun = time.perf_counter()
+        together = asyncio.Barrier(self._work.sessions)
+        each = [self._converse(session, begun, together) for session in range(self._work.sessions)]
+        return [turn for turns in await asyncio.gather(*each) for turn in turns]
+
+    async def _converse(self, session: int, begun: float, together: asyncio.Barrier) -> list[Turn]:
+        import aiohttp
+
+        said: list[int | str] = []
+        turns: list[Turn] = []
+        name = f"conversation-{session}"
+        async with aiohttp.ClientSession(**self._connection(name), read_bufsize=2**20) as connection:
+            for number in range(1, self._work.turns + 1):
+                await asyncio.sleep(self._work.thinks(session, number))
+                said += self._work.says(session, number)
+                prompt = " ".join(map(str, said)) if isinstance(said[0], str) else list(said)
+                user = name if self._by == "user" else ""
+                turn = await self._ask(
+                    connection, Ask(session, number, prompt, self._work.output_len, user=user), begun
+                )
+                said += turn.tokens if not isinstance(said[0], str) else [turn.text]
+                turns.append(turn)
+                self._on_done()
+                if self._pause is not None and self._pause.after == number and await together.wait() == 0:
+                    await asyncio.to_thread(self._pause.act)
+                if self._pause is not None and self._pause.after == number:
+                    await together.wait()
+        return turns
+
+    def _connection(self, name: str) -> Mapping[str, Any]:
+        import aiohttp
+
+        jar = aiohttp.CookieJar(unsafe=True) if self._by == "cookie" else aiohttp.DummyCookieJar()
+        headers = {SESSION_HEADER: name} if self._by == "header" else {}
+        return {"timeout": aiohttp.ClientTimeout(total=self._asker.timeout_s), "cookie_jar": jar, "headers": headers}
+
+    async def _ask(self, connection: aiohttp.ClientSession, ask: Ask, begun: float) -> Turn:
+        import aiohttp
+
+        start = time.perf_counter() - begun
+        for number in range(1, _TRIES + 1):
+            turn = Turn(ask.document, ask.question, ask.is_miss, start, tries=number)
+            try:
+                await self._asker.stream(connection, ask, turn, begun)
+            except (aiohttp.ClientError, TimeoutError, RequestError, ValueError) as error:
+                turn.successful, turn.error = False, f"{type(error).__name__}: {error}"
+            turn.request_end = time.perf_counter() - begun
+            if turn.successful:
+                break
+            await asyncio.sleep(_PAUSE_S)
+        return turn

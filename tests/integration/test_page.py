@@ -1,0 +1,168 @@
+"""The page at the admin port's ``/`` in a real Chromium: what it shows is what the server counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.bench.servers import answers, free_port
+from kvtier.tiers.nvme.folder import SLOTS_NAME
+from tests.admin_server import TOKEN, AdminServer, administered, spilled
+from tests.browser import Tab, chromium, opened
+from tests.server_process import attached, load, run, save, wait_for
+
+pytestmark = [
+    pytest.mark.skipif(chromium() is None, reason="there is no Chromium"),
+    pytest.mark.slow,
+    pytest.mark.extended,
+]
+
+TAB, ENTER = 9, 13
+
+
+@pytest.fixture
+def server() -> Iterator[AdminServer]:
+    with administered(slot_bytes=8192) as server:
+        yield server
+
+
+def use(server: AdminServer, first: int, prompts: int = 4) -> None:
+    with attached(server.door(namespace="acme")) as client:
+        for prompt in range(first, first + prompts):
+            save(client, run(prompt, 3))
+            client.forecast(run(prompt, 3))
+            load(client, run(prompt, 3))
+        load(client, run(first + 1000, 2))
+
+
+def ready(tab: Tab) -> None:
+    tab.wait("document.getElementById('state')?.textContent === 'ready'")
+
+
+def text(place: str) -> str:
+    return f"document.getElementById('{place}').innerText"
+
+
+def test_it_shows_what_the_server_counts_and_goes_on_by_itself(server: AdminServer, tmp_path: Path) -> None:
+    use(server, 0)
+    spilled(server, 12)
+
+    with opened(server.url, tmp_path) as tab:
+        ready(tab)
+        tiers = tab.value(text("tier-tables"))
+        assert "Chunks of 8.0 KiB; tenants and models: 1" in tiers and "nvme" in tiers and "96 KiB" in tiers
+        assert tab.value("document.querySelector('meter').getAttribute('aria-label')") == "ram is 38 % full"
+        assert tab.value(text("misses")) and "cold" in tab.value(text("misses"))
+        times = tab.value(text("times"))
+        assert all(what in times for what in ("lookup", "load ram", "load nvme", "save", "promotion nvme", "spill"))
+        assert "≤" in times
+        accepted = server.ask("GET", "/v1/stats").body["connections"]["accepted"]
+        assert f"accepted so far\t{accepted}" in tab.value(text("engines"))
+        assert tab.value(text("faults")) == "none"
+        assert not tab.value("document.getElementById('trouble').checkVisibility()")
+        use(server, 100)
+        tab.wait("document.querySelectorAll('#hits polygon').length === 2")
+        tab.wait(f"!{text('hits-words')}.includes('hits ram 0.0')")
+        assert tab.said == [], "no error, and nothing that the page's own policy forbids"
+
+
+def test_faults_and_a_server_that_is_gone_are_said(server: AdminServer, tmp_path: Path) -> None:
+    with opened(server.url, tmp_path) as tab:
+        ready(tab)
+        tab.wait("history !== undefined && last !== null")
+        server.kill()
+        tab.wait("document.getElementById('state')?.textContent === 'the server does not answer'")
+        assert tab.value("document.getElementById('state').className") == "bad"
+        server.start()
+        ready(tab)
+
+
+def test_a_corrupt_chunk_is_in_the_list_of_faults(server: AdminServer, tmp_path: Path) -> None:
+    use(server, 0)
+    spilled(server, 12)
+    assert server.stop() == 0
+    server.start()  # its RAM is empty now
+    (slots,) = Path(server.token.parent / "nvme").glob(f"slots-*/{SLOTS_NAME}")
+    with slots.open("r+b") as file:
+        file.write(bytes(slots.stat().st_size))
+    with opened(server.url, tmp_path) as tab:
+        ready(tab)
+        tab.wait("last !== null")
+        with attached(server.door(namespace="acme")) as client:
+            for prompt in range(4):
+                load(client, run(prompt, 3))
+        tab.wait(f"{text('faults')}.includes('nvme: chunks were corrupt')")
+
+
+def test_it_is_used_by_keyboard_and_read_aloud(server: AdminServer, tmp_path: Path) -> None:
+    use(server, 0)
+
+    with opened(server.url, tmp_path) as tab:
+        ready(tab)
+        tab.press("Tab", TAB)
+        assert tab.value("document.activeElement.className") == "skip"
+        tab.press("Tab", TAB)
+        assert tab.value("document.activeElement.id") == "pause"
+        tab.press("Enter", ENTER)
+        assert tab.value("document.activeElement.getAttribute('aria-pressed')") == "true"
+        found = tab.named()
+        heads = [name for role, name in found if role == "heading"]
+        assert heads[:2] == ["kvtier", "Tiers"] and "Why chunks were computed" in heads
+        roles = {role for role, _ in found}
+        assert {"main", "banner", "table", "columnheader", "rowheader", "status", "button", "meter"} <= roles
+        assert all(name for role, name in found if role in {"button", "link", "meter", "image", "textbox"})
+
+
+def test_light_and_dark_can_both_be_read(server: AdminServer, tmp_path: Path) -> None:
+    """Text against its background: at least 4.5 to 1 everywhere (WCAG's AA)."""
+    use(server, 0)
+    contrast = """(() => {
+      const light = (c) => { const [r, g, b] = c.match(/[0-9.]+/g).map(Number).map((v) => v / 255)
+        .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+      const under = (e) => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
+        if (c !== 'rgba(0, 0, 0, 0)') return c; } return 'rgb(255, 255, 255)'; };
+      return Math.min(...[...document.querySelectorAll('h1, h2, p, th, td, caption, a, span, li, label')]
+        .filter((e) => e.checkVisibility() && e.textContent.trim())
+        .map((e) => { const [a, b] = [light(getComputedStyle(e).color), light(under(e))];
+          return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05); }));
+    })()"""
+
+    with opened(server.url, tmp_path) as tab:
+        ready(tab)
+        use(server, 100)
+        tab.wait("document.querySelectorAll('#hits polygon').length === 2")
+        use(server, 200)
+        tab.wait("history.length > 2")
+        cut = "[...document.querySelectorAll('.wide')].filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.id)"
+        assert tab.value(cut) == [], "there is room for every table"
+        backs = []
+        for scheme in ("light", "dark"):
+            tab.scheme(scheme)
+            backs.append(tab.value("getComputedStyle(document.body).backgroundColor"))
+            assert tab.value(contrast) >= 4.5, scheme
+            tab.picture(tmp_path / f"{scheme}.png")
+        assert backs[0] != backs[1]
+        tab.call("Emulation.setDeviceMetricsOverride", width=400, height=800, deviceScaleFactor=1, mobile=True)
+        wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert tab.value(wide) <= 0, "on a small screen only tables move sideways"
+
+
+def test_beyond_loopback_it_asks_for_the_token(tmp_path: Path) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with administered(admin=f"http://0.0.0.0:{port}"):
+        wait_for(lambda: answers(f"{url}/healthz"), "the surface answers")
+        with opened(url, tmp_path) as tab:
+            tab.wait("document.getElementById('state')?.textContent === 'a token is needed'")
+            assert tab.value("document.activeElement.id") == "token"
+            tab.type("guess")
+            tab.press("Enter", ENTER)
+            tab.wait("document.getElementById('state')?.textContent === 'the token is wrong'")
+            tab.value("document.getElementById('token').value = ''")
+            tab.type(TOKEN)
+            tab.press("Enter", ENTER)
+            ready(tab)
+            assert not tab.value("document.getElementById('ask').checkVisibility()")

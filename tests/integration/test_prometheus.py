@@ -1,0 +1,130 @@
+"""deploy/prometheus and deploy/grafana by a real Prometheus that scrapes a real server: every rule is evaluated, and
+every panel has data."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvtier.bench.companion import companion
+from kvtier.bench.servers import answers, free_port
+from tests.admin_server import AdminServer, administered
+from tests.conftest import ROOT
+from tests.server_process import attached, load, run, save, wait_for
+
+pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="there is no prometheus")
+
+DEPLOY = ROOT / "deploy"
+WINDOW = "2s"
+
+
+class Prometheus:
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def ask(self, path: str, **query: str) -> Any:
+        asked = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
+        with urllib.request.urlopen(asked, timeout=20) as reply:  # noqa: S310
+            return json.load(reply)["data"]
+
+    def value(self, expression: str) -> list[float]:
+        return [float(one["value"][1]) for one in self.ask("query", query=expression)["result"]]
+
+    def rules(self) -> list[dict[str, Any]]:
+        return [rule for group in self.ask("rules")["groups"] for rule in group["rules"]]
+
+
+@contextmanager
+def scraping(port: int, folder: Path) -> Iterator[Prometheus]:
+    """Prometheus with the configuration of deploy/prometheus, faster, and without the engine that is not there."""
+    config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
+    assert config["rule_files"] == ["alerts.yml"]
+    config["global"] = {"scrape_interval": "200ms", "scrape_timeout": "200ms", "evaluation_interval": "500ms"}
+    config["rule_files"] = [str(DEPLOY / "prometheus/alerts.yml")]
+    kvtier, vllm = config["scrape_configs"]
+    assert (kvtier["job_name"], vllm["job_name"]) == ("kvtier", "vllm")
+    kvtier["static_configs"] = [{"targets": [f"127.0.0.1:{port}"]}]
+    config["scrape_configs"] = [kvtier]
+    file = folder / "prometheus.yml"
+    file.write_text(yaml.safe_dump(config))
+    own = free_port()
+    url = f"http://127.0.0.1:{own}"
+    command = ["prometheus", f"--config.file={file}", f"--storage.tsdb.path={folder / 'data'}"]
+    command += [f"--web.listen-address=127.0.0.1:{own}", "--log.level=warn"]
+    with companion(command, {}, lambda: answers(f"{url}/-/ready"), folder / "prometheus.log"):
+        yield Prometheus(url)
+
+
+def use(server: AdminServer, times: int) -> None:
+    with attached(server.door()) as client:
+        for prompt in range(times):
+            save(client, run(prompt, 3))
+            client.forecast(run(prompt, 3))
+            load(client, run(prompt, 3))
+
+
+def filled(expression: str) -> str:
+    """As Grafana fills its variables in."""
+    return expression.replace("$__rate_interval", WINDOW).replace("$instance", ".*")
+
+
+def names(expression: str) -> set[str]:
+    return set(re.findall(r"\bkvtier_[a-z_]+", expression))
+
+
+def test_every_rule_is_evaluated_and_every_panel_has_data(tmp_path: Path) -> None:
+    board = json.loads((DEPLOY / "grafana/kvtier.json").read_text())
+    with administered(slot_bytes=8192) as server, scraping(server.port, tmp_path) as prometheus:
+        use(server, 20)
+        wait_for(lambda: prometheus.value(f"count_over_time(kvtier_ready[{WINDOW}]) > 3") != [], "some scrapes")
+        wait_for(lambda: all(rule["health"] == "ok" for rule in prometheus.rules()), "rules were evaluated")
+        rules = prometheus.rules()
+        wrong = [rule["name"] for rule in rules if rule["health"] != "ok" or rule["state"] == "firing"]
+        assert len(rules) > 10 and wrong == []
+        there = set(prometheus.ask("label/__name__/values"))
+        for rule in rules:
+            assert names(rule["query"]) and names(rule["query"]) <= there, rule["name"]
+        for panel in board["panels"]:
+            for target in panel["targets"]:
+                found = prometheus.value(filled(target["expr"]))
+                assert found, f"{panel['title']}: {target['expr']}"
+        assert prometheus.value("sum(kvtier_lookup_seconds_count)")[0] >= 20
+        (slowest,) = prometheus.value("histogram_quantile(1, sum by (le) (kvtier_lookup_seconds_bucket))")
+        assert 0 < slowest < 5
+        (room,) = board["templating"]["list"][1:]
+        variable = re.fullmatch(r"label_values\((\w+), instance\)", room["query"])
+        assert variable and variable[1] in there
+
+
+def test_an_alert_fires_for_what_it_is_for(tmp_path: Path) -> None:
+    """The server is killed while Prometheus looks: it is gone, and Prometheus' own rule says so."""
+    rules = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())
+    with administered() as server, scraping(server.port, tmp_path) as prometheus:
+        (gone,) = [rule for rule in rules["groups"][0]["rules"] if rule["alert"] == "KvtierGone"]
+        wait_for(lambda: prometheus.value("kvtier_ready") == [1], "a scrape")
+        assert prometheus.value(gone["expr"]) == []
+        server.kill()
+        wait_for(lambda: prometheus.value(gone["expr"]) == [1], "it is missed")
+
+
+def test_promtool_finds_nothing_wrong() -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("there is no promtool")
+    done = subprocess.run(
+        ["promtool", "check", "config", str(DEPLOY / "prometheus/prometheus.yml")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,168 @@
+"""deploy/routing: the routers with the files that lie there, real processes in front of two engines that are stubs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.cookiejar import CookieJar
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.bench.multi_turn.arms import ARMS
+from kvtier.bench.multi_turn.fleet import router
+from tests.conftest import ROOT
+from tests.server_process import wait_for
+from tests.stub_engine import StubEngine, stub_engines
+
+HAPROXY = ["haproxy", "-db", "-f", str(ROOT / "deploy/routing/haproxy.cfg")]
+VLLM_ROUTER = ["sh", str(ROOT / "deploy/routing/vllm-router.sh")]
+CONVERSATIONS = 8
+TURNS = 3
+
+
+class Asker:
+    """A client with its own cookies."""
+
+    def __init__(self, url: str) -> None:
+        self._url = f"{url}/v1/completions"
+        jar = urllib.request.HTTPCookieProcessor(CookieJar())
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), jar)
+
+    def ask(self, prompt: str = "ba", headers: dict[str, str] | None = None, **body: Any) -> str:
+        """One completion; who the router says answered."""
+        data = json.dumps(body | {"model": "stub", "prompt": prompt, "max_tokens": 1}).encode()
+        request = urllib.request.Request(self._url, data, {"Content-Type": "application/json"} | (headers or {}))  # noqa: S310
+        with self._opener.open(request, timeout=20) as reply:
+            reply.read()
+            return str(reply.headers.get("X-Engine", ""))
+
+
+@contextmanager
+def routed(command: list[str], folder: Path, arm: str = "sticky") -> Iterator[tuple[str, list[StubEngine]]]:
+    with stub_engines(2) as engines, router(command, ARMS[arm], engines, folder / "router.log") as url:
+        yield url, engines
+
+
+@pytest.fixture(name="haproxy")
+def haproxy_(tmp_path: Path) -> Iterator[tuple[str, list[StubEngine]]]:
+    if shutil.which("haproxy") is None:
+        pytest.skip("there is no haproxy")
+    with routed(HAPROXY, tmp_path) as both:
+        yield both
+
+
+def with_vllm_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = sorted(ROOT.glob(".venv-peers/vllm-router-*/bin"))
+    if not places:
+        pytest.skip("vllm-router is not installed (make peers)")
+    monkeypatch.setenv("PATH", str(places[0]), prepend=":")
+
+
+def answered_by(engines: list[StubEngine], ask: Callable[[], object]) -> int:
+    """Which engine had one more request after this."""
+    before = [len(engine.asked) for engine in engines]
+    ask()
+    (found,) = (place for place, engine in enumerate(engines) if len(engine.asked) > before[place])
+    return found
+
+
+def test_requests_without_a_name_go_in_turns(haproxy: tuple[str, list[StubEngine]]) -> None:
+    url, engines = haproxy
+    for _ in range(CONVERSATIONS):
+        Asker(url).ask()
+    assert [len(engine.asked) for engine in engines] == [CONVERSATIONS // 2] * 2
+
+
+@pytest.mark.parametrize("by", ["header", "user", "cookie"])
+def test_a_conversation_keeps_its_engine_and_new_ones_are_spread(
+    haproxy: tuple[str, list[StubEngine]], by: str
+) -> None:
+    url, engines = haproxy
+    askers = [Asker(url) for _ in range(CONVERSATIONS)]
+    seen: dict[int, set[str]] = {}
+    for _ in range(TURNS):
+        for number, asker in enumerate(askers):
+            headers = {"X-Session-Id": f"c{number}"} if by == "header" else {}
+            body = {"user": f"c{number}"} if by == "user" else {}
+            one = asker if by == "cookie" else Asker(url)
+            seen.setdefault(number, set()).add(one.ask("ba" * 1000, headers, **body))
+    assert all(len(names) == 1 for names in seen.values()), seen
+    assert {name for names in seen.values() for name in names} == {"engine-1", "engine-2"}
+    assert [len(engine.asked) for engine in engines] == [CONVERSATIONS * TURNS // 2] * 2
+
+
+def test_one_clients_cookie_does_not_tie_its_conversations_together(haproxy: tuple[str, list[StubEngine]]) -> None:
+    """A gateway asks for many conversations with one cookie jar: the header decides."""
+    url, _ = haproxy
+    gateway = Asker(url)
+    gateway.ask()
+    names = [gateway.ask(headers={"X-Session-Id": f"c{number}"}) for number in range(4)]
+    assert set(names) == {"engine-1", "engine-2"}
+    assert names == [gateway.ask(headers={"X-Session-Id": f"c{number}"}) for number in range(4)]
+
+
+@pytest.mark.parametrize("by", ["header", "cookie"])
+def test_a_dead_engines_conversations_go_to_another_one_and_stay(
+    haproxy: tuple[str, list[StubEngine]], by: str
+) -> None:
+    """Nobody gets an error: neither while the router does not know it yet, nor after."""
+    url, engines = haproxy
+    asker = Asker(url)
+    headers = {"X-Session-Id": "c"} if by == "header" else {}
+    asker.ask(headers=headers)
+    name = asker.ask(headers=headers)
+    dead = int(name.removeprefix("engine-")) - 1
+    engines[dead].stop()
+    names = {asker.ask(headers=headers) for _ in range(5)}
+    assert names == {f"engine-{2 - dead}"}
+
+
+def test_a_request_whose_engine_dies_before_it_answers_is_asked_of_another(
+    haproxy: tuple[str, list[StubEngine]],
+) -> None:
+    url, engines = haproxy
+    asker = Asker(url)
+    name = asker.ask(headers={"X-Session-Id": "c"})
+    mine = int(name.removeprefix("engine-")) - 1
+    engines[mine].dies = True
+    long = "ba" * 50_000  # more than HAProxy keeps of a request by default
+    asker.ask(long, headers={"X-Session-Id": "c"})
+    assert sum(body["prompt"] == long for engine in engines for body, _ in engine.asked) == 1
+
+
+def test_vllm_router_keeps_a_conversation_and_moves_it_when_its_engine_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_vllm_router(monkeypatch)
+    with routed(VLLM_ROUTER, tmp_path) as (url, engines):
+        homes = {}
+        for number in range(CONVERSATIONS):
+            headers = {"X-Session-Id": f"c{number}"}
+            asked = [answered_by(engines, lambda h=headers: Asker(url).ask(headers=h)) for _ in range(TURNS)]  # type: ignore[misc]
+            assert len(set(asked)) == 1, (number, asked)
+            homes[number] = asked[0]
+        assert set(homes.values()) == {0, 1}
+        engines[0].stop()
+        moved = next(number for number, home in homes.items() if home == 0)
+        headers = {"X-Session-Id": f"c{moved}"}
+
+        def answered() -> bool:
+            try:
+                return answered_by(engines, lambda: Asker(url).ask(headers=headers)) == 1
+            except (OSError, ValueError):
+                return False
+
+        wait_for(answered, "another engine answers", 30)
+
+
+def test_vllm_router_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_vllm_router(monkeypatch)
+    with routed(VLLM_ROUTER, tmp_path, "round-robin") as (url, engines):
+        for _ in range(CONVERSATIONS):
+            Asker(url).ask(headers={"X-Session-Id": "c"})
+        assert [len(engine.asked) for engine in engines] == [CONVERSATIONS // 2] * 2

@@ -1,0 +1,245 @@
+"""The multi-turn benchmark without engines: conversations, what clients send, sums, files, and refusals in words."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.bench.long_doc_qa.client import Client
+from kvtier.bench.multi_turn import run as multi_turn
+from kvtier.bench.multi_turn.arms import ARMS, BASE, ENGINES, STICKY_SHARED, Sizes
+from kvtier.bench.multi_turn.flags import add_arguments
+from kvtier.bench.multi_turn.fleet import router
+from kvtier.bench.multi_turn.report import Run, as_json, cached_share, engines_of, rows_of, write_csv, write_json
+from kvtier.bench.multi_turn.talk import Pause, Talk, Turn
+from kvtier.bench.multi_turn.work import Conversations
+from kvtier.cli.main import COMMANDS
+from kvtier.core.errors import ConfigError
+from tests.stub_engine import StubEngine, stub_engines
+
+WORDS = range(100, 2000)
+
+
+def work(**more: Any) -> Conversations:
+    sizes: dict[str, Any] = {
+        "words": WORDS,
+        "think_seconds": 0.0,
+        "sessions": 3,
+        "turns": 3,
+        "first_length": 64,
+        "turn_length": 8,
+        "output_len": 4,
+    }
+    return Conversations(**(sizes | more))
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(words)
+
+
+# ---- the workload ----------------------------------------------------------------------------------------------------
+
+
+def test_conversations_are_their_own_and_the_same_again() -> None:
+    said = [tuple(work().says(session, turn)) for session in range(3) for turn in range(1, 4)]
+    assert said == [tuple(work().says(session, turn)) for session in range(3) for turn in range(1, 4)]
+    assert len(set(said)) == 9 and [len(words) for words in said[:3]] == [64, 8, 8]
+    assert said[0] != tuple(work(seed=1).says(0, 1))
+    assert work().longest == 64 + 2 * 8 + 3 * 4
+
+
+def test_pauses_have_the_mean_that_was_asked_for_and_an_end() -> None:
+    drawn = [work(think_seconds=2.0).thinks(session, turn) for session in range(40) for turn in range(50)]
+    assert 1.8 < sum(drawn) / len(drawn) < 2.1 and max(drawn) <= 8 and len(set(drawn)) > 1000
+    assert work().thinks(0, 1) == 0
+
+
+def test_a_gpu_cache_keeps_fewer_conversations_than_there_are_and_the_server_all() -> None:
+    sizes = Sizes(work(sessions=8), kept=1.5, block_tokens=16, chunk_tokens=32, token_bytes=2**16)
+    conversation = sizes.max_model_len // 16
+    assert conversation < sizes.gpu_blocks - 1 <= 2 * conversation
+    assert int(sizes.ram.removesuffix("MiB")) >= 8 * sizes.work.longest * 2**16 / 2**20
+    assert Sizes(work(), 0.0, 16, 32, 2**16).gpu_blocks > 1
+
+
+# ---- what clients do -------------------------------------------------------------------------------------------------
+
+
+def talk(engine: StubEngine, by: str | None, pause: Pause | None = None, **more: Any) -> list[Turn]:
+    asker = Client(f"http://127.0.0.1:{engine.port}", "stub", True, 20.0)
+    return Talk(asker, work(**more), by, lambda: None, pause).run()
+
+
+def test_a_prompt_is_everything_that_was_said_before() -> None:
+    with stub_engines(1) as (engine,):
+        turns = talk(engine, "user")
+    assert [turn.question for turn in turns] == [1, 2, 3] * 3 and all(turn.successful for turn in turns)
+    assert all(turn.ttft is not None and turn.tries == 1 for turn in turns)
+    prompts: dict[str, list[list[int]]] = {}
+    for body, _ in engine.asked:
+        prompts.setdefault(body["user"], []).append(body["prompt"])
+    answers = {(turn.document, turn.question): turn.tokens for turn in turns}
+    assert len(prompts) == 3
+    for name, (first, second, third) in prompts.items():
+        session = int(name.removeprefix("conversation-"))
+        assert second == [*first, *answers[session, 1], *work().says(session, 2)]
+        assert third == [*second, *answers[session, 2], *work().says(session, 3)]
+
+
+@pytest.mark.parametrize("by", ["header", "user", "cookie", None])
+def test_only_what_was_chosen_names_the_conversation(by: str | None) -> None:
+    with stub_engines(1) as (engine,):
+        talk(engine, by, sessions=1)
+    for body, headers in engine.asked:
+        assert ("x-session-id" in headers) == (by == "header")
+        assert ("user" in body) == (by == "user")
+
+
+def test_a_turn_that_fails_is_asked_again_and_its_time_counts_from_the_first_try() -> None:
+    with stub_engines(1) as (engine,):
+        engine.dies = True
+        turns = talk(engine, None, sessions=1)
+    assert [turn.tries for turn in turns] == [2, 1, 1] and all(turn.successful for turn in turns)
+    assert turns[0].ttft is not None and turns[0].ttft > 0.5 > (turns[1].ttft or 0)
+
+
+def test_all_conversations_pause_after_a_turn_and_what_happens_there_happens_once() -> None:
+    acts: list[int] = []
+    with stub_engines(1) as (engine,):
+        turns = talk(engine, None, Pause(2, lambda: acts.append(len(engine.asked))))
+    assert acts == [6], "after the second turn of all three, and before anybody's third"
+    assert len(turns) == 9
+
+
+# ---- sums and files --------------------------------------------------------------------------------------------------
+
+
+def turn(session: int, number: int, ttft: float, engine: str = "engine-1", cached: int = 0) -> Turn:
+    return Turn(
+        session,
+        number,
+        False,
+        0.0,
+        ttft=ttft,
+        request_end=1.0,
+        successful=True,
+        prompt_tokens=100,
+        output_tokens=2,
+        cached_tokens=cached,
+        tokens=[number, session],
+        engine=engine,
+        tries=1,
+    )
+
+
+def runs() -> list[Run]:
+    base = [turn(0, 1, 3.0), turn(0, 2, 4.0, "engine-2"), turn(1, 1, 3.0), turn(1, 2, 2.0, "engine-2")]
+    best = [
+        turn(0, 1, 3.0),
+        turn(0, 2, 0.5, "engine-2", 90),
+        turn(1, 1, 3.0, "engine-2"),
+        turn(1, 2, 0.7, "engine-2", 80),
+    ]
+    return [Run(BASE, base, {"gpu": 0.0}), Run(STICKY_SHARED, best, {"ram": 170.0}, "engine-1", 1)]
+
+
+def test_later_turns_are_held_against_round_robin_without_kvtier() -> None:
+    rows = {row.name: row for row in rows_of(runs())}
+    row = rows[f"{STICKY_SHARED}: ttft of turns >= 2"]
+    assert [row.value, row.limit, row.ratio] == pytest.approx([0.6, 1.5, 0.2])
+    assert rows[f"{BASE}: ttft of turns >= 2"].ratio == 1 and rows[f"{BASE}: ttft of turns >= 2"].limit is None
+
+
+def test_moved_conversations_are_those_whose_engine_died() -> None:
+    killed = runs()[1]
+    assert [(one.document, one.question) for one in killed.moved] == [(0, 2)]
+    assert as_json(killed, runs()[0])["killed"]["moved_cached_share"] == 0.9
+    assert runs()[0].moved == []
+    assert cached_share(killed.later) == 0.85
+
+
+def test_engines_a_conversation_had() -> None:
+    assert engines_of(runs()[0]) == 2 and engines_of(runs()[1]) == 1.5
+    assert engines_of(Run(BASE, [turn(0, 1, 1.0, "")], None)) is None
+
+
+def test_answers_that_differ_and_turns_that_failed_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, best = runs()
+    best.turns[3].tokens = [9]
+    args = arguments("--model", "m", "--output-dir", str(tmp_path))
+    assert multi_turn.conclude(args, [base, best]) == 0
+    assert "1 differ" in capsys.readouterr().out
+    args.require_same_tokens = True
+    assert multi_turn.conclude(args, [base, best]) == 1
+    best.turns[3].successful = False
+    args.require_same_tokens = False
+    assert multi_turn.conclude(args, [base, best]) == 1
+    assert "1 failed" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"multi_turn.json", "multi_turn.csv", "multi_turn.png"}
+
+
+def test_the_files_have_every_turn_and_the_machine(tmp_path: Path) -> None:
+    told = json.loads(write_json(tmp_path, runs(), workload={"turns": 2}).read_text())
+    assert told["machine"]["cores"] and told["command"] and told["workload"] == {"turns": 2}
+    assert told["arms"][BASE]["ttft_later_turns_mean_s"] == 3.0
+    with write_csv(tmp_path, runs()).open() as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 8 and lines[5]["engine"] == "engine-2" and lines[5]["cached_tokens"] == "90"
+
+
+def test_a_router_that_runs_is_measured_by_what_each_answer_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with stub_engines(1) as (engine,):
+        url = f"http://127.0.0.1:{engine.port}"
+        words = ["--base-url", url, "--sessions", "2", "--turns", "2", "--first-length", "8", "--think-seconds", "0"]
+        assert multi_turn.run(arguments(*words, "--output-dir", str(tmp_path))) == 0
+    assert "server" in capsys.readouterr().out
+    assert len(engine.asked) >= 4 and all(
+        "x-session-id" in headers for body, headers in engine.asked if "stream" in body
+    )
+
+
+# ---- arms and refusals -----------------------------------------------------------------------------------------------
+
+
+def test_arms_are_every_pair_of_the_two_differences() -> None:
+    assert {(arm.sticky, arm.shared) for arm in ARMS.values()} == {(a, b) for a in (True, False) for b in (True, False)}
+    assert "bench multi-turn" in COMMANDS and ENGINES == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--model is missing"),
+        (["--model", "m", "--turns", "3", "--kill-after-turn", "3"], "before the last, 3"),
+        (["--base-url", "http://localhost:1", "--kill-after-turn", "1"], "started here"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_starts(words: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        multi_turn.run(arguments(*words, "--output-dir", str(tmp_path / "out")))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("words", [["--arms", "x"], ["--router", "'"], ["--router", ""], ["--sessions", "0"]])
+def test_flags_that_mean_nothing_are_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(*words)
+
+
+def test_a_router_whose_file_or_program_is_not_here_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command, said in (
+        (["haproxy", "deploy/routing/haproxy.cfg"], "deploy/routing"),
+        (["no-such-router"], "no-such"),
+    ):
+        with pytest.raises(ConfigError, match=said), router(command, ARMS[BASE], [StubEngine(1)], tmp_path / "log"):
+            pytest.fail("it came up")

@@ -1,0 +1,202 @@
+"""What an engine's own Store shows on vLLM's /metrics: the names and values that a server's /metrics has."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtier.admin import prometheus
+from kvtier.admin.status import ConnectionStatus, MemoryStatus, Stats
+from kvtier.assemble import assemble, places
+from kvtier.client.client import Client
+from kvtier.config.keys import load
+from kvtier.connectors.vllm.figures import Figures
+from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.lanes import Lane
+from kvtier.core.pool import Pool
+from kvtier.store import status
+from kvtier.store.store import Store
+from kvtier.tiers.nvme.tier import NvmeTier
+from tests.clock import Clock
+
+pytestmark = pytest.mark.vllm
+
+SLOT = 4096
+LAYOUT = ChunkLayout(bytes(32), 1, 1, (SLOT,))
+OWN_OF_A_SERVER = {
+    "kvtier_namespaces",
+    "kvtier_slots",
+    "kvtier_zero_hits",
+    "kvtier_missed_chunks",
+    "kvtier_declined_chunks",
+}
+"""An engine tells hits and misses as vllm:kvtier_*, with the reasons that only it knows."""
+
+
+def stats() -> Any:
+    """The module. vLLM warns while it is imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module("kvtier.connectors.vllm.stats")
+
+
+class Shown:
+    """vLLM's side: another process, which gets dictionaries."""
+
+    def __init__(self, folder: Path | None = None, **config: Any) -> None:
+        self.registry = CollectorRegistry()
+        kinds = {kind: partial(kind, registry=self.registry) for kind in (Counter, Gauge, Histogram)}
+        extra = config | ({"nvme_path": str(folder), "nvme_bytes": 1 << 20} if folder else {})
+        vllm_config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+        self.metrics = stats().TierMetrics(vllm_config, kinds, ["engine"], {0: ["0"], 1: ["1"]})
+
+    def samples(self, engine: str = "0") -> dict[tuple[str, ...], float]:
+        return {
+            (sample.name, *sorted(value for name, value in sample.labels.items() if name != "engine")): sample.value
+            for family in self.registry.collect()
+            for sample in family.samples
+            if sample.labels["engine"] == engine and not sample.name.endswith("_created")
+        }
+
+
+def servers(store: Store) -> dict[tuple[str, ...], float]:
+    """The same Store as a server shows it."""
+    nothing = ConnectionStatus(0, 0, 0, 0, 0, 0, 0)
+    told = Stats("0", 0.0, True, [], MemoryStatus(0, 0), nothing, [status.read(store)])
+    return {
+        (sample.name, *sorted(value for name, value in sample.labels.items() if name != "slot_bytes")): sample.value
+        for family in text_string_to_metric_families(prometheus.exposition(told).decode())
+        for sample in family.samples
+        if "slot_bytes" in sample.labels and family.name not in OWN_OF_A_SERVER
+    }
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    lane = Lane("nvme", 1, urgent_bound=8, bound=8)
+    store = Store(Pool(2, SLOT), [(NvmeTier(tmp_path / "nvme", 1 << 16, SLOT), lane)])
+    yield store
+    store.close()
+
+
+def keys(*tokens: int) -> list[ChunkKey]:
+    return LAYOUT.keys(tokens)
+
+
+def use(store: Store, first: int) -> None:
+    """Saves, spills, evictions, promotions, loads and misses; at rest afterwards."""
+    for token in (first, first + 2):
+        with store.save(keys(token, token + 1)) as lease:
+            lease.commit()
+        while store.stats()["nvme_stored"] < store.stats()["saved"]:
+            store.wait(0.01)
+    for run in (keys(first, first + 1), keys(first + 2), keys(99)):
+        store.forecast(run)
+        with store.load(run) as lease:
+            while lease.poll().coming:
+                store.wait(1.0)
+
+
+def test_an_engine_shows_what_a_server_shows(store: Store, tmp_path: Path) -> None:
+    shown, clock = Shown(tmp_path), Clock()
+    figures = Figures(store, clock)
+    for first in (10, 20):
+        use(store, first)
+        clock.now += 1.0
+        shown.metrics.observe(stats().TierStats(data=figures.new()).to_dict())
+    theirs, ours = servers(store), shown.samples()
+    assert theirs["kvtier_loads_total", "nvme"] > 0 and theirs["kvtier_evictions_total", "ram"] > 0
+    assert {name: ours[name] for name in theirs} == pytest.approx(theirs)
+    assert not any(value for (name, *_), value in shown.samples("1").items() if "capacity" in name), "another engine's"
+
+
+def test_what_vllm_has_added_up_in_between_is_the_same(store: Store, tmp_path: Path) -> None:
+    """vLLM aggregates what comes while it does not look: counts are sums, gauges the last."""
+    at_once, later, clock = Shown(tmp_path), Shown(tmp_path), Clock()
+    figures, held = Figures(store, clock), stats().TierStats()
+    for first in (10, 20, 30):
+        use(store, first)
+        clock.now += 1.0
+        told = stats().TierStats(data=figures.new())
+        at_once.metrics.observe(told.to_dict())
+        held = held.aggregate(told)
+    later.metrics.observe(held.to_dict())
+    assert later.samples() == pytest.approx(at_once.samples())
+    assert {"ram_held": 2, "nvme_held": 12}.items() <= held.reduce().items()
+    assert not any("|" in name for name in held.reduce()), "vLLM's log has no room for histograms"
+
+
+def test_series_are_there_before_the_first_step(tmp_path: Path) -> None:
+    there = Shown(tmp_path).samples()
+    assert there["kvtier_evictions_total", "nvme"] == there["kvtier_spill_seconds_count", "nvme"] == 0
+    assert there["kvtier_load_seconds_count", "ram"] == there["kvtier_lookup_seconds_count",] == 0
+    assert there["vllm:kvtier_missed_chunks_total", "salt"] == there["vllm:kvtier_loaded_chunks_total", "nvme"] == 0
+    assert ("kvtier_corrupt_chunks_total", "ram") not in there
+
+
+def test_nothing_is_told_again_before_a_second_is_over_or_when_nothing_has_changed(store: Store) -> None:
+    clock = Clock()
+    figures = Figures(store, clock)
+    assert figures.new() and figures.new() == {}
+    store.forecast(keys(1))
+    clock.now += 1.1
+    assert stats().TierStats(data=figures.new()).reduce() == {"ram_held": 0, "nvme_held": 0}
+    clock.now += 0.9
+    use(store, 1)
+    assert figures.new() == {}
+    clock.now += 0.2
+    assert any(name.startswith("times|spill|nvme") for name in figures.new())
+    clock.now += 1.1
+    assert figures.new() == {}
+
+
+def test_an_engine_of_a_server_tells_what_it_sees_of_it(tmp_path: Path) -> None:
+    address = f"unix://{tmp_path}/no-such-socket"
+    shown = Shown(server=address)
+    config = load(env={}, flags={"server": address})
+    client = assemble(config, LAYOUT)
+    assert isinstance(client, Client)
+    try:
+        client.counts.update(unanswered=3, lost=1)
+        shown.metrics.observe(stats().TierStats(data=Figures(client, Clock()).new()).to_dict())
+        # Among other connectors the settings are not kvtier's alone, and nobody knows that a server has the cache.
+        unknown = Shown(connectors=[])
+        unknown.metrics.observe(stats().TierStats(data=Figures(client, Clock()).new()).to_dict())
+    finally:
+        client.close()
+    assert unknown.samples()["kvtier_server_lost_total",] == 1
+    there = shown.samples()
+    assert (there["kvtier_server_unanswered_total",], there["kvtier_server_lost_total",]) == (3, 1)
+    assert not any(name.startswith("kvtier_capacity") for name, *_ in there), "tiers are the server's to tell"
+
+
+@pytest.mark.parametrize("flags", [{}, {"nvme": True}, {"server": "tcp://127.0.0.1:1", "server_unencrypted": True}])
+def test_places_are_the_tiers_that_are_made(flags: dict[str, Any], tmp_path: Path) -> None:
+    own = {"nvme_path": str(tmp_path), "nvme_bytes": 1 << 20} if flags.pop("nvme", False) else {}
+    config = load(env={}, flags={"ram_bytes": 1 << 20} | flags | own)
+    store = assemble(config, LAYOUT)
+    assert isinstance(store, Store)
+    try:
+        assert places(config) == [tier.tier for tier in status.read(store).tiers]
+    finally:
+        store.close()
+
+
+def test_metrics_that_are_made_twice_in_a_process_do_not_meet(tmp_path: Path) -> None:
+    """vLLM takes its own out of Prometheus' registry before it makes them again; kvtier has to do it for its own."""
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
+    for _ in range(2):
+        importlib.import_module("vllm.v1.metrics.prometheus").unregister_vllm_metrics()
+        stats().TierMetrics(config, {kind: kind for kind in (Counter, Gauge, Histogram)}, ["engine"], {0: ["0"]})
+    assert REGISTRY.get_sample_value("kvtier_capacity_bytes", {"engine": "0", "tier": "ram"}) == 0
+    Shown(tmp_path)
+    assert REGISTRY.get_sample_value("kvtier_capacity_bytes", {"engine": "0", "tier": "ram"}) is None

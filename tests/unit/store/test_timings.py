@@ -1,0 +1,133 @@
+"""What a Store times, by a clock that stands still: from where to where, and under which tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.histogram import BOUNDS, Histogram
+from kvtier.core.pool import Pool
+from kvtier.store.status import read
+from kvtier.store.store import Store
+from kvtier.testing import DictTier, ManualLane
+from tests.clock import Clock
+
+SLOT = 4096
+LAYOUT = ChunkLayout(bytes(32), 1, 1, (SLOT,))
+
+
+class SlowTier(DictTier):
+    """Every call takes time: the clock goes on by ``seconds``."""
+
+    clock: Clock
+    seconds = 0.5
+
+    def write(self, key: ChunkKey, data: memoryview) -> bool:
+        self.clock.now += self.seconds
+        return super().write(key, data)
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+        self.clock.now += self.seconds
+        return super().read(key, into)
+
+
+class Bench:
+    def __init__(self, slots: int = 4, capacity: int = 8) -> None:
+        self.clock, self.lane, self.tier = Clock(), ManualLane(), SlowTier(capacity)
+        self.tier.clock = self.clock
+        self.store = Store(Pool(slots, SLOT), [(self.tier, self.lane)], clock=self.clock)
+
+    def save(self, keys: Sequence[ChunkKey], seconds: float = 0.0) -> None:
+        with self.store.save(keys) as lease:
+            self.clock.now += seconds
+            lease.commit()
+        self.lane.run()
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def keys(*tokens: int) -> list[ChunkKey]:
+    return LAYOUT.keys(tokens)
+
+
+def only(histogram: Histogram) -> float:
+    """The one duration that was counted."""
+    assert sum(histogram.counts) == 1, histogram.counts
+    return sum(histogram.sums)
+
+
+def test_a_save_lasts_until_its_slots_are_filled(bench: Bench) -> None:
+    bench.save(keys(1, 2), seconds=0.25)
+    assert only(bench.store.timings.save) == 0.25
+    bench.store.save(keys(7)).close()
+    bench.save(keys(1, 2))
+    assert sum(bench.store.timings.save.counts) == 1, "what was given up, and what was there already, is no save"
+
+
+def test_a_spill_is_the_write_of_one_chunk(bench: Bench) -> None:
+    bench.save(keys(1, 2))
+    spills = bench.store.timings.spill[bench.tier.name]
+    assert (sum(spills.counts), sum(spills.sums)) == (2, 1.0)
+
+
+def test_a_lookup_is_counted_whether_it_finds_anything_or_not(bench: Bench) -> None:
+    bench.store.forecast(keys(1, 2))
+    bench.save(keys(1, 2))
+    bench.store.forecast(keys(1, 2))
+    assert sum(bench.store.timings.lookup.counts) == 2
+
+
+def test_a_load_lasts_until_it_is_closed_and_its_wait_until_all_is_there(bench: Bench) -> None:
+    bench.save(keys(1))
+    with bench.store.load(keys(1)) as lease:
+        assert lease.poll().ready == 1
+        bench.clock.now += 2.0
+        lease.poll()
+    timings = bench.store.timings
+    assert (only(timings.load["ram"]), only(timings.wait)) == (2.0, 0.0)
+    assert sum(timings.load[bench.tier.name].counts) == 0
+
+
+def test_a_load_that_needs_a_lower_tier_is_that_tiers_and_its_promotions_have_their_queue_in_them(bench: Bench) -> None:
+    bench.save(keys(1))
+    bench.save(keys(3, 4, 5, 6))  # all of RAM
+    with bench.store.load(keys(1)) as lease:
+        assert lease.poll().coming == 1
+        bench.clock.now += 1.0  # in the queue
+        bench.lane.run()
+        assert lease.poll() == (1, 0)
+        bench.clock.now += 4.0  # the copy
+    timings, name = bench.store.timings, bench.tier.name
+    assert only(timings.promotion[name]) == 1.5
+    assert (only(timings.wait), only(timings.load[name]), sum(timings.load["ram"].counts)) == (1.5, 5.5, 0)
+
+
+def test_a_load_without_a_hit_is_none(bench: Bench) -> None:
+    with bench.store.load(keys(9)) as lease:
+        lease.poll()
+    assert sum(bench.store.timings.load["ram"].counts) == 0
+
+
+def test_every_series_is_there_before_anything_happens(bench: Bench) -> None:
+    now, name = read(bench.store), bench.tier.name
+    assert {(timing.what, timing.tier) for timing in now.timings} == {
+        *(("lookup", ""), ("load_wait", ""), ("save", ""), ("load", "ram")),
+        *((what, name) for what in ("load", "promotion", "spill")),
+    }
+    assert all(timing.counts == [0] * (len(BOUNDS) + 1) for timing in now.timings)
+
+
+def test_evictions_are_counted_where_they_happen() -> None:
+    bench = Bench(slots=2, capacity=3)
+    bench.save(keys(1, 2))
+    bench.save(keys(3, 4))
+    ram, below = read(bench.store).tiers
+    assert (ram.evicted, below.evicted) == (2, 1)
+    assert (ram.stores - ram.evicted, below.stores - below.evicted) == (ram.held, below.held) == (2, 3)
+    bench.store.forget(keys(3, 4))
+    assert read(bench.store).tiers[0].evicted == 2, "what is forgotten on purpose is no eviction"
