@@ -120,6 +120,8 @@ class Directory:
         """READY entries without any pin, and those by owner where owners have quotas: is there anything to evict?"""
         self._over: set[ChunkKey] = set()
         """READY chunks that nobody will ask for again, as far as is known; not written below when they leave."""
+        self.distrust = False
+        """What is over is written all the same: too many were not."""
         self._order = Owned(policy(slots), share is not None)
         self._tiers = [Holding(capacity, lower or policy, share) for capacity in capacities]
 
@@ -294,12 +296,13 @@ class Directory:
         return self._offer(self._unread(self._order))[::-1]
 
     def _unread(self, keys: Iterable[ChunkKey]) -> Iterator[Entry]:
-        """Of those of ``keys`` that have no reader and are not over, their entries."""
-        entries, over = self._entries, self._over
-        return (entry for key in keys if (entry := entries[key]).pins == entry.writes and key not in over)
+        """Of those of ``keys`` that have no reader, their entries."""
+        entries = self._entries
+        return (entry for key in keys if (entry := entries[key]).pins == entry.writes)
 
     def _offer(self, entries: Iterable[Entry]) -> list[Entry]:
-        new = [entry for entry in dict.fromkeys(entries) if not entry.offered]
+        over = () if self.distrust else self._over
+        new = [entry for entry in dict.fromkeys(entries) if not entry.offered and entry.key not in over]
         for entry in new:
             entry.offered = True
         return new

@@ -6,7 +6,7 @@ lane. The lock is taken for short pieces only.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -23,6 +23,9 @@ _MOST_CHUNKS = 1 << 17
 _MOST_WAITING = 256
 _AT_ONCE = 8
 _MOST_RECENT = 8
+_MOST_ENDED = 4096
+_WRONG, _LEAST_SAID, _MOST_SAID = 0.02, 50, 2500
+"""Too much of what was said to be over goes on: a larger part, of so many at least. The past counts half then."""
 
 
 class _Item(NamedTuple):
@@ -50,9 +53,19 @@ class Follower:
         self._sessions = Sessions(min(2 * sum(rooms.values()), _MOST_CHUNKS))
         self.curves = {place: Curve(room) for place, room in rooms.items()}
         """What LRU caches of other sizes would have hit, by place."""
+        self._ended: OrderedDict[ChunkKey, None] = OrderedDict()
+        """The last chunks of prompts after which a session was said to be over."""
+        self._said = self._wrong = 0.0
+        """How many that were, and after how many of them it went on; the past fades."""
         self._waiting: deque[_Item] = deque()
         self._recent: deque[ChunkKey] = deque(maxlen=_MOST_RECENT)
-        self.counts = {"followed_prompts": 0, "dropped_prompts": 0, "hints_followed": 0, "hints_dropped": 0}
+        self.counts = {
+            "followed_prompts": 0,
+            "dropped_prompts": 0,
+            "hints_followed": 0,
+            "hints_dropped": 0,
+            "hints_wrong": 0,
+        }
         """Prompts and hints; what is dropped came faster than it could be followed."""
 
     def prompt(self, run: Sequence[ChunkKey], session: str = "") -> bool:
@@ -94,6 +107,7 @@ class Follower:
 
     def _follow(self, item: _Item, pause: Callable[[], object]) -> None:
         self.counts["followed_prompts"] += 1
+        self._judge(item.run)
         session = self._sessions.seen(item.run, item.session)
         if self._adaptive is not None:
             self._adaptive.follow(item.run, session, self._lock, pause)
@@ -113,7 +127,29 @@ class Follower:
                     self._directory.over(part)
             if self._adaptive is not None:
                 self._adaptive.shadows.over(private)
+            if private:
+                self._note_end(private[-2:])
         elif item.hint.keep_s:
             for part in reversed(list(pieces(run))):
                 with self._lock:
                     self._directory.keep(part, item.hint.keep_s)
+
+    def _note_end(self, last: Sequence[ChunkKey]) -> None:
+        """It is said that nobody will ask for these; of the last two one may be a chunk that was not full."""
+        self._said += 1
+        self._ended.update(dict.fromkeys(last))
+        while len(self._ended) > _MOST_ENDED:
+            self._ended.popitem(last=False)
+        if self._said >= _LEAST_SAID:
+            self._directory.distrust = self._wrong > _WRONG * self._said
+        if self._said >= _MOST_SAID:
+            self._said, self._wrong = self._said / 2, self._wrong / 2
+
+    def _judge(self, run: Sequence[ChunkKey]) -> None:
+        """Did a session go on that was said to be over?"""
+        again = [key for key in run if key in self._ended] if self._ended else []
+        for key in again:
+            del self._ended[key]
+        if again:
+            self._wrong += 1
+            self.counts["hints_wrong"] += 1
