@@ -421,8 +421,8 @@ def counts(engine: Engine) -> dict[str, int]:
 
 
 def refused(model: str) -> Any:
-    """A model kvtier does not keep: the engine must not start."""
-    Engine(model)
+    """A recurrent model where vLLM caches no prefixes, so that kvtier cannot keep it: the engine must not start."""
+    Engine(model, enable_prefix_caching=False)
     return "started"
 
 

@@ -370,16 +370,17 @@ def test_an_engine_over_a_cluster_loses_a_node_and_no_answer(run: Run, monkeypat
     assert after["loaded_redis"] > before["loaded_redis"], "the other nodes' chunks still come from there"
 
 
+@pytest.mark.skipif(engine_vllm().startswith("0.32."), reason="it keeps windows as they are: test_vllm_groups.py")
 def test_sliding_window_beside_full_attention_works(run: Run) -> None:
     ours = run("plain", model="swa")
     assert_same(ours, run("plain", kvtier=False, model="swa"), tolerance=1e-4)
     assert hits(ours)[3:] == [DOCUMENT_HIT] * 3
 
 
-def test_recurrent_models_are_refused_by_name(run: Run) -> None:
+def test_recurrent_models_without_prefix_caching_are_refused_by_name(run: Run) -> None:
     log = run("refused", model="mamba")
     assert isinstance(log, EngineFailed)
     if engine_vllm().startswith("0.23."):  # which ends in words of its own before it asks the connector
         assert "ValueError: Hybrid KV cache manager is disabled but failed to convert the KV cache specs" in log
     else:
-        assert "LayoutError: Lfm2ForCausalLM keeps recurrent state" in log
+        assert "LayoutError: Lfm2ForCausalLM keeps a recurrent state" in log

@@ -102,11 +102,11 @@ def test_every_group_comes_back_from_nvme_after_a_restart(lives: Lives, model: s
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("model", ["swa", "qwen3next"])
-def test_two_tensor_ranks_keep_their_parts_of_every_group(lives: Lives, model: str) -> None:
-    ours = lives(model, "tensor_parallel")
-    plain = lives(model, "tensor_parallel", kvtier=False)
-    assert_equal(ours, plain, model)
+def test_two_tensor_ranks_keep_their_parts_of_every_group(lives: Lives) -> None:
+    """Not with a state: there vLLM 0.32's CPU backend has no prefix-cache hits with two ranks, with or without kvtier."""
+    ours = lives("swa", "tensor_parallel")
+    plain = lives("swa", "tensor_parallel", kvtier=False)
+    assert_equal(ours, plain, "swa")
     assert hits(ours["again"]) == hits(plain["again"])
     assert ours["counts"]["loaded_ram"] > 0
 

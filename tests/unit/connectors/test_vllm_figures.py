@@ -38,8 +38,13 @@ OWN_OF_A_SERVER = {
     "kvtier_zero_hits",
     "kvtier_missed_chunks",
     "kvtier_declined_chunks",
+    "kvtier_policy_asked_chunks",
+    "kvtier_policy_hit_chunks",
+    "kvtier_policy_rules",
+    "kvtier_whatif_hit_ratio",
 }
-"""An engine tells hits and misses as vllm:kvtier_*, with the reasons that only it knows."""
+"""An engine tells hits and misses as vllm:kvtier_*, with the reasons that only it knows; not yet what rules its order
+of leaving, and what other sizes would have hit."""
 
 
 def stats() -> Any:

@@ -47,11 +47,11 @@ def test_of_a_chunk_that_vllm_has_half_of_only_the_rest_is_loaded(core: Core) ->
     forget_locally(core)
     core.add(core.request("short", PROMPT[: CHUNK + BLOCK + 1]))
     (job,) = core.step().kv_connector_metadata.loads
-    assert (job.first, len(job.blocks)) == (0, CHUNK // BLOCK)
+    assert (job.moves[0].first, len(job.blocks)) == (0, CHUNK // BLOCK)
     core.run("short")
     core.add(core.request("long", PROMPT[:]))
     (job,) = core.step().kv_connector_metadata.loads
-    assert (job.first, job.request_id) == (1, "long")
+    assert (job.moves[0].first, job.request_id) == (1, "long")
     output = core.step()
     assert job.blocks == output.scheduled_new_reqs[0].block_ids[0][3:6]
     assert output.num_scheduled_tokens == {"long": len(PROMPT) - 3 * CHUNK}

@@ -312,7 +312,7 @@ def test_a_step_tells_the_judge_what_it_computes() -> None:
         )  # fmt: skip
         metadata = bench.half.step(output)
         bench.clock.now += 20.0
-        bench.half.report(report(step=metadata.number, load_s=1.0, loaded_blocks=2, save_s=3.0))
+        bench.half.report(report(step=metadata.number, load_s=1.0, loaded_tokens=2 * BLOCK, save_s=3.0))
     hit = prompt(6, "two")
     bench.hold(hit.all_token_ids[:-1], read_s=0.6)
     assert bench.matched(hit) == 0, "1,024 tokens take 16 s: a chunk is computed in half a second"
@@ -470,7 +470,7 @@ def test_each_reason_of_a_miss_is_told_and_the_whole_run_counts_under_it() -> No
 def test_what_left_for_room_is_evicted_not_cold() -> None:
     bench = Bench(slots=4)
     without = Bench(slots=4)
-    without.store = without.half.store = Store(Pool(4, SLOT))
+    without.store = without.half.store = without.half._claims._store = Store(Pool(4, SLOT))
     for one in (bench, without):
         one.served(prompt(4))
         one.served(prompt(4, "other", first=7))

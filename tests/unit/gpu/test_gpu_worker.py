@@ -65,7 +65,7 @@ class Rank:
     def job(self, number: int, slots: list[int], blocks: list[int]) -> Any:
         from kvtier.connectors.vllm.metadata import Job, Move
 
-        return Job(number, self.address, [Move(0, slots, blocks)], f"r{number}")
+        return Job(number, self.address, [Move(0, slots, blocks)], f"r{number}", len(blocks))
 
     def step(self, loads: Any = (), saves: Any = (), seen: int = 0, forward: Callable[[], None] | None = None) -> Any:
         """vLLM's calls of one step, in its order; the report."""
@@ -118,7 +118,7 @@ def test_on_cpu_tensors_every_copy_is_confirmed_by_its_own_step() -> None:
     assert rank.held(0) == {7}
     loaded = rank.step([rank.job(2, [0], [6, 7])])
     assert dict(loaded.done) == {2: 1}
-    assert loaded.loaded_blocks == 2
+    assert loaded.loaded_tokens == 2
     assert 0 < loaded.load_s < 60
     assert (rank.ended, rank.failed) == ({"r2"}, set())
     assert bool((rank.cache[6:8] == 7).all())
@@ -157,18 +157,18 @@ def test_a_load_is_told_once_when_it_is_through_and_counts_at_the_rate_of_the_la
     first = rank.step([rank.job(1, [1], [4, 5])])
     assert not first.done
     assert not rank.ended
-    assert (first.loaded_blocks, first.load_s) == (0, 0.0), "nothing is known of this device yet"
+    assert (first.loaded_tokens, first.load_s) == (0, 0.0), "nothing is known of this device yet"
     rank.streams.run()
     assert bool((rank.cache[4:6] == 5).all())
 
     copy = rank.half._under_way[0].copy
-    second = rank.step([rank.job(2, [1, 2], [0, 1, 2, 3])])
+    second = rank.step([rank.job(2, [1, 2], [1, 2, 3, 6])])
     assert dict(second.done) == {1: 1}
     assert (rank.ended, rank.failed) == ({"r1"}, set())
-    assert second.loaded_blocks == 0, "step 2 was loaded for before the first was confirmed"
-    third = rank.step([rank.job(3, [1, 2], [0, 1, 2, 3])])
+    assert second.loaded_tokens == 0, "step 2 was loaded for before the first was confirmed"
+    third = rank.step([rank.job(3, [1, 2], [1, 2, 3, 6])])
     assert not rank.ended
-    assert third.loaded_blocks == 4
+    assert third.loaded_tokens == 4
     assert copy.seconds
     assert third.load_s == pytest.approx(copy.seconds * 2)
 
@@ -183,7 +183,7 @@ def test_a_load_that_the_host_can_see_to_be_wrong_fails_in_its_step_and_spoils_n
 
 
 def test_a_load_that_fails_on_the_device_is_told_when_it_is_found_and_spoils_no_save(rank: Rank) -> None:
-    rank.step([rank.job(2, [1], [4, 5])], saves=[rank.job(3, [2], [0, 1])])
+    rank.step([rank.job(2, [1], [4, 5])], saves=[rank.job(3, [2], [1, 2])])
     rank.streams.all[4].error = RuntimeError("CUDA error: injected")  # the stream that scatters
     rank.streams.run()
     report = rank.step()
@@ -247,7 +247,7 @@ def test_a_load_that_fails_half_way_fails_whole_and_the_next_one_goes_on() -> No
         return sound(jobs)
 
     rank.half._paged[0].load = failing  # type: ignore[method-assign]
-    report = rank.step([rank.job(1, [0, 1], [0, 1, 2, 3]), rank.job(2, [2], [4, 5])])
+    report = rank.step([rank.job(1, [0, 1], [1, 2, 3, 6]), rank.job(2, [2], [4, 5])])
     assert (rank.ended, rank.failed) == ({"r1", "r2"}, {"r1"})
     assert (dict(report.failed), dict(report.done)) == ({1: 1}, {2: 1})
     rank.half.close()
@@ -256,7 +256,7 @@ def test_a_load_that_fails_half_way_fails_whole_and_the_next_one_goes_on() -> No
 def test_loads_that_wait_for_their_turn_fail_when_the_weights_are_replaced() -> None:
     rank = Rank(held=False)
     SlowCopies(rank, 0.03)
-    rank.step([rank.job(1, [0, 1], [0, 1, 2, 3])])
+    rank.step([rank.job(1, [0, 1], [1, 2, 3, 6])])
     assert not rank.ended
     rank.half._model.other = True  # type: ignore[union-attr]
     report = rank.step()
@@ -268,7 +268,7 @@ def test_loads_that_wait_for_their_turn_fail_when_the_weights_are_replaced() -> 
 
 
 def test_nothing_is_loaded_or_saved_after_the_weights_were_replaced_until_the_scheduler_knows(rank: Rank) -> None:
-    rank.step(saves=[rank.job(1, [0], [0, 1])], forward=rank.fill(0, 3))
+    rank.step(saves=[rank.job(1, [0], [1, 2])], forward=rank.fill(1, 3))
     rank.streams.run()
     rank.half._model.other = True  # type: ignore[union-attr]
     report = rank.step([rank.job(2, [0], [4, 5])], saves=[rank.job(3, [2], [4, 5])])
@@ -286,7 +286,7 @@ def test_nothing_is_loaded_or_saved_after_the_weights_were_replaced_until_the_sc
 
 def test_what_new_weights_computed_is_not_saved_under_the_old_ones_keys(rank: Rank) -> None:
     rank.half._model.other = True  # type: ignore[union-attr]
-    report = rank.step(saves=[rank.job(1, [0], [0, 1])], forward=rank.fill(0, 3))
+    report = rank.step(saves=[rank.job(1, [0], [1, 2])], forward=rank.fill(1, 3))
     rank.streams.run()
     assert dict(report.failed) == {1: 1} and report.replacements == {0: 1}
     assert not dict(rank.step().done)
@@ -323,7 +323,7 @@ def test_a_worker_tells_what_its_model_resolved_to(rank: Rank) -> None:
 
 
 def test_a_save_that_failed_on_the_device_spoils_no_other(rank: Rank) -> None:
-    rank.step(saves=[rank.job(1, [0], [0, 1])])
+    rank.step(saves=[rank.job(1, [0], [1, 2])])
     rank.streams.all[2].error = RuntimeError("CUDA error: injected")  # the stream of DMAs to slots
     rank.streams.run()
     rank.mend()
