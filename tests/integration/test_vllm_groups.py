@@ -103,7 +103,7 @@ def test_every_group_comes_back_from_nvme_after_a_restart(lives: Lives, model: s
 
 @pytest.mark.extended
 def test_two_tensor_ranks_keep_their_parts_of_every_group(lives: Lives) -> None:
-    """Not with a state: there vLLM 0.32's CPU backend has no prefix-cache hits with two ranks, with or without kvtier."""
+    """Not with a state: there vLLM 0.32 has no prefix-cache hits with two ranks on CPUs, with or without kvtier."""
     ours = lives("swa", "tensor_parallel")
     plain = lives("swa", "tensor_parallel", kvtier=False)
     assert_equal(ours, plain, "swa")

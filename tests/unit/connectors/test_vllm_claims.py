@@ -1,0 +1,172 @@
+"""What is promised to a request of a model with windows, over a real Store with hand-turned lanes: a hit that has all
+of every group, the longest there is, and nothing that is not in RAM."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.pool import Pool
+from kvtier.load_policy.decide import Judge
+from kvtier.load_policy.prefill import Prefill
+from kvtier.store.store import Store
+from kvtier.testing import DictTier, ManualLane
+from tests.clock import Clock
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    claims = pytest.importorskip("kvtier.connectors.vllm.claims")
+    groups = pytest.importorskip("kvtier.connectors.vllm.groups")
+    prompts = pytest.importorskip("kvtier.connectors.vllm.prompts")
+
+pytestmark = pytest.mark.vllm
+CHUNK, SLOT, CHUNKS = 512, 4096, 9
+TOKENS = [*range(CHUNKS * CHUNK + 40)]
+LAYOUT = ChunkLayout(bytes(32), CHUNK, CHUNK, (SLOT,))
+LAST = CHUNKS * CHUNK
+
+
+class Bench:
+    """A prompt of nine chunks, whose ends at 2,048, 4,096 and 4,608 tokens are kept, over RAM and one tier."""
+
+    def __init__(self, *, shared: bool = False, always: bool = False) -> None:
+        self.clock, self.tier, self.lane = Clock(100.0), DictTier(256, shared=shared), ManualLane()
+        self.geometry = groups.Geometry(
+            (groups.Group(0, groups.Kind.FULL, 16), groups.Group(1, groups.Kind.WINDOW, 16, 512)), CHUNK
+        )
+        self.keys = LAYOUT.keys(TOKENS)
+        self.store = self.made()
+        self.judge = Judge(60.0, always=always, prefill=Prefill(1e-3), clock=self.clock)
+        self.request = SimpleNamespace(request_id="one", num_tokens=len(TOKENS), num_prompt_tokens=len(TOKENS))
+
+    def made(self) -> Store:
+        return Store(Pool(128, SLOT), [(self.tier, self.lane)], clock=self.clock)
+
+    def behind(self, end: int) -> list[ChunkKey]:
+        return [self.geometry.key(piece, self.keys) for piece in self.geometry.behind(end)]
+
+    def save(self, chunks: int = CHUNKS, *ends: int) -> None:
+        trunk = [self.geometry.key(piece, self.keys) for piece in self.geometry.trunk(0, chunks)]
+        with self.store.save([*trunk, *(key for end in ends for key in self.behind(end))]) as lease:
+            lease.commit()
+
+    def restart(self) -> None:
+        """All is in the tier, and nothing in RAM."""
+        self.lane.run()
+        self.store = self.made()
+
+    def asks(self, computed: int = 0) -> Any:
+        """The first answer to a new request."""
+        self.prompt = prompts.Prompt(self.request, None)
+        self.claims = claims.Claims(self.store, self.geometry, self.judge, {"one": self.prompt})
+        return self.again(computed)
+
+    def again(self, computed: int = 0) -> Any:
+        told = self.claims.promise(self.prompt, self.keys, computed, busy=False)
+        if told:
+            assert self.prompt.lease.poll().ready == len(self.prompt.run.pieces), "all of it is in RAM"
+        return told
+
+    def waits(self) -> Any:
+        """What is promised when all that was asked for has come."""
+        while (told := self.again()) is None:
+            assert len(self.lane), "it waits for nothing"
+            self.lane.turn()
+        return told
+
+    def ends(self) -> None:
+        self.prompt.drop()
+        self.lane.run()
+        self.store.check(idle=True)
+
+
+def test_the_longest_end_that_has_all_is_promised() -> None:
+    bench = Bench()
+    bench.save(CHUNKS, 2048, LAST)
+    assert bench.asks() == LAST
+    bench.ends()
+
+
+@pytest.mark.parametrize(("lost", "promised"), [((LAST,), 4096), ((LAST, 4096), 2048), ((LAST, 4096, 2048), 0)])
+def test_a_missing_window_makes_the_hit_shorter_before_it_is_promised(lost: tuple[int, ...], promised: int) -> None:
+    bench = Bench()
+    bench.save(CHUNKS, 2048, 4096, LAST)
+    bench.store.forget([key for end in lost for key in bench.behind(end)[:1]])
+    assert bench.asks() == promised
+    bench.ends()
+
+
+def test_full_attention_that_is_missing_in_the_middle_makes_it_shorter_too() -> None:
+    bench = Bench()
+    bench.save(CHUNKS, 2048, 4096, LAST)
+    bench.store.forget([bench.geometry.key(piece, bench.keys) for piece in bench.geometry.trunk(5, 6)])
+    assert bench.asks() == 2048
+    bench.ends()
+
+
+def test_a_window_that_vllm_has_by_itself_is_not_needed() -> None:
+    bench = Bench()
+    bench.save(CHUNKS)
+    assert bench.asks() == 0
+    with bench.store.save([bench.geometry.key(groups.Piece(bench.geometry.groups[1], 8), bench.keys)]) as lease:
+        lease.commit()
+    assert bench.asks(8 * CHUNK) == CHUNK
+    bench.ends()
+
+
+def test_nothing_is_promised_while_it_is_on_its_way_up() -> None:
+    bench = Bench()
+    bench.save(CHUNKS, 2048, LAST)
+    bench.restart()
+    assert bench.asks() is None
+    assert bench.waits() == LAST
+    bench.ends()
+
+
+def test_a_window_that_cannot_be_read_makes_the_hit_shorter() -> None:
+    bench = Bench()
+    bench.save(CHUNKS, 2048, LAST)
+    bench.restart()
+    del bench.tier.held[bench.behind(LAST)[0]]
+    assert bench.asks() is None
+    assert bench.waits() == 2048
+    bench.ends()
+
+
+def test_at_the_deadline_the_longest_end_that_is_in_ram_is_promised() -> None:
+    bench = Bench()
+    bench.save(CHUNKS, 2048, LAST)
+    bench.restart()
+    with bench.store.load([*bench.geometry.run(bench.keys, 0, 2048).keys]):
+        bench.lane.run()
+    assert bench.asks() is None
+    bench.clock.now += 100.0
+    assert bench.again() == 2048
+    assert bench.again() == 2048, "it waits no more"
+    bench.ends()
+
+
+def test_a_shared_tier_is_asked_for_one_end_after_the_other() -> None:
+    bench = Bench(shared=True, always=True)
+    bench.save(CHUNKS, 2048)
+    bench.restart()
+    kept = dict(bench.tier.held)
+    bench.tier.held.clear()
+    bench.store = bench.made()  # knows of nothing: others have written it
+    bench.tier.held.update(kept)
+    assert bench.asks() is None
+    assert bench.waits() == 2048
+    bench.ends()
+
+
+def test_what_nobody_has_is_asked_for_once() -> None:
+    bench = Bench(shared=True, always=True)
+    assert bench.asks() is None
+    assert bench.waits() == 0
+    assert bench.again() == 0
+    assert not len(bench.lane)
+    bench.ends()
