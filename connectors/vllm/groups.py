@@ -27,7 +27,7 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-from kvtier.core.chunk import ChunkKey, piece_key, piece_mask
+from kvtier.core.chunk import ChunkKey, PieceMask
 from kvtier.core.errors import LayoutError
 
 _KEEP_TOKENS = 2_048
@@ -159,22 +159,22 @@ class Geometry:
     # ---- names ---------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _masks(self) -> dict[tuple[int, int], int]:
+    def _masks(self) -> dict[tuple[int, int], PieceMask | None]:
         """By group and place in the chunk. The last piece that the first anchor has of a chunk bears the chunk's own
         key: who knows only chunks can look for it."""
-        masks = {
-            (group.number, part): piece_mask(f"{group.number} {part}")
+        masks: dict[tuple[int, int], PieceMask | None] = {
+            (group.number, part): PieceMask(f"{group.number} {part}")
             for group in self.groups
             for part in range(1 if group.kind is Kind.STATE else self.pieces_per_chunk)
         }
-        return masks | {(self.anchors[0].number, self.pieces_per_chunk - 1): 0}
+        return masks | {(self.anchors[0].number, self.pieces_per_chunk - 1): None}
 
     def key(self, piece: Piece, keys: Sequence[ChunkKey]) -> ChunkKey:
         """``keys``: of all chunks of the prompt."""
         group, number = piece
         chunk, part = (number, 0) if group.kind is Kind.STATE else divmod(number, self.pieces_per_chunk)
         mask = self._masks[group.number, part]
-        return piece_key(keys[chunk], mask) if mask else keys[chunk]
+        return keys[chunk] if mask is None else mask.key(keys[chunk])
 
     # ---- runs ----------------------------------------------------------------------------------------------------
 
@@ -182,11 +182,24 @@ class Geometry:
         """Number of the piece that token ``computed`` lies in."""
         return computed // self.piece_tokens
 
+    @cached_property
+    def _trunk(self) -> list[Piece]:
+        """The beginning of every trunk, as far as anybody has asked for it."""
+        return []
+
     def trunk(self, first: int, chunks: int) -> list[Piece]:
         """What the anchors must have of so many chunks, from piece number ``first`` on."""
-        return [
-            Piece(group, number) for number in range(first, chunks * self.pieces_per_chunk) for group in self.anchors
-        ]
+        known, wide = self._trunk, len(self.anchors)
+        for number in range(len(known) // wide, chunks * self.pieces_per_chunk):
+            known.extend(Piece(group, number) for group in self.anchors)
+        return known[first * wide : chunks * self.pieces_per_chunk * wide]
+
+    def trunk_keys(self, keys: Sequence[ChunkKey], chunks: int) -> list[ChunkKey]:
+        """Of the whole trunk of so many chunks."""
+        masks = [self._masks[group.number, part] for part in range(self.pieces_per_chunk) for group in self.anchors]
+        if masks == [None]:
+            return [*keys[:chunks]]
+        return [key if mask is None else mask.key(key) for key in keys[:chunks] for mask in masks]
 
     def tokens(self, first: int, pieces: int) -> int:
         """Tokens there are with so many leading pieces of the trunk from piece number ``first`` on."""
@@ -208,19 +221,16 @@ class Geometry:
 
     def run(self, keys: Sequence[ChunkKey], computed: int, end: int) -> Run:
         """The hit of ``end`` tokens for a request that has ``computed`` of them. ``keys``: of its chunks."""
-        first = self.first(computed)
-        if self.is_simple:
-            named = [*keys]
-            return Run(named, first, self.trunk(first, len(keys)), end)
+        first, wide = self.first(computed), len(self.anchors)
         if self.is_gradual:
-            lead, pieces = self.trunk(0, len(keys))[: first * len(self.anchors)], self.trunk(first, len(keys))
-        elif self.anchors[0].kind is Kind.FULL:
-            lead = self.trunk(0, len(keys))[: first * len(self.anchors)]
-            pieces = self.trunk(first, end // self.chunk_tokens) + self.behind(end, computed)
-        else:
-            pieces = list(self._needed(self.groups, end, computed))
-            begin = min(piece.number for piece in pieces if piece.group in self.anchors)
-            lead = [Piece(group, number) for number in range(begin) for group in self.anchors]
+            return Run(self.trunk_keys(keys, len(keys)), first * wide, self.trunk(first, len(keys)), end)
+        if self.anchors[0].kind is Kind.FULL:
+            chunks, behind = end // self.chunk_tokens, self.behind(end, computed)
+            named = self.trunk_keys(keys, chunks) + [self.key(piece, keys) for piece in behind]
+            return Run(named, first * wide, self.trunk(first, chunks) + behind, end)
+        pieces = list(self._needed(self.groups, end, computed))
+        begin = min(piece.number for piece in pieces if piece.group in self.anchors)
+        lead = [Piece(group, number) for number in range(begin) for group in self.anchors]
         return Run([self.key(piece, keys) for piece in (*lead, *pieces)], len(lead), pieces, end)
 
     # ---- ends ----------------------------------------------------------------------------------------------------

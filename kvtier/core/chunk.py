@@ -44,20 +44,22 @@ def own_link(key: ChunkKey) -> bytes:
     return key[:_LINK_BYTES]
 
 
-def piece_mask(name: str) -> int:
-    """A number for one kind of piece of a chunk, for :func:`piece_key`."""
-    return int.from_bytes(hashlib.sha256(_PIECE_DOMAIN + name.encode()).digest())
+class PieceMask:
+    """Names one kind of piece of a chunk: :meth:`key` gives its key. Two pieces have equal keys only where chunk and
+    name are equal (else somebody has found two prompts whose SHA-256 digests differ by a given number). A piece links
+    to the same piece of the parent chunk, so that pieces are recovered leaf-first like chunks."""
 
+    __slots__ = ("_any", "_first")
 
-def piece_key(key: ChunkKey, mask: int) -> ChunkKey:
-    """The key of a piece of the chunk ``key``. Two pieces have equal keys only where chunk and ``mask`` are equal (else
-    somebody has found two prompts whose SHA-256 digests differ by a given number). It links to the same piece of the
-    parent chunk, so that pieces are recovered leaf-first like chunks."""
-    link_mask = mask >> 8 * (_DIGEST_BYTES - _LINK_BYTES)
-    link = key[_DIGEST_BYTES:]
-    if link != _ROOT_LINK:
-        link = (int.from_bytes(link) ^ link_mask).to_bytes(_LINK_BYTES)
-    return ChunkKey((int.from_bytes(key[:_DIGEST_BYTES]) ^ mask).to_bytes(_DIGEST_BYTES) + link)
+    def __init__(self, name: str) -> None:
+        digest = hashlib.sha256(_PIECE_DOMAIN + name.encode()).digest()
+        self._any = int.from_bytes(digest + digest[:_LINK_BYTES])
+        self._first = int.from_bytes(digest + _ROOT_LINK)
+
+    def key(self, key: ChunkKey) -> ChunkKey:
+        """Of this piece of the chunk ``key``."""
+        mask = self._first if key.endswith(_ROOT_LINK) else self._any
+        return ChunkKey((int.from_bytes(key) ^ mask).to_bytes(KEY_BYTES))
 
 
 def fingerprint(parts: Mapping[str, Any]) -> bytes:
