@@ -1,0 +1,88 @@
+"""What it costs to say how much of a prompt can be served, by the cache groups of a model.
+
+``python -m kvtier.bench.micro.groups`` measures the scheduler's half in this process: from the keys of a prompt of
+32,768 tokens (128 chunks of 256), all in RAM, to the promise to vLLM, claim included, for one group of full attention
+and for others beside it. The cases take turns, so that they meet the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from kvtier.bench.report import Row, spread, write_results
+from kvtier.connectors.vllm.claims import Claims
+from kvtier.connectors.vllm.groups import Geometry, Group, Kind
+from kvtier.connectors.vllm.prompts import Prompt
+from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.pool import Pool
+from kvtier.load_policy.decide import Judge
+from kvtier.load_policy.prefill import Prefill
+from kvtier.store.store import Store
+
+CHUNK, CHUNKS, BLOCK, SLOT = 256, 128, 16, 4096
+TOKENS = [*range(CHUNK * CHUNKS + BLOCK + 1)]
+LAYOUT = ChunkLayout(fingerprint({"benchmark": "groups"}), CHUNK, BLOCK, (16,))
+
+
+def _windows(reach: int, count: int) -> tuple[Group, ...]:
+    return tuple(Group(number, Kind.WINDOW, BLOCK, reach) for number in range(1, count + 1))
+
+
+CASES = {
+    "one group of full attention": (Group(0, Kind.FULL, BLOCK),),
+    "five windows of 1,024 tokens beside it, as Gemma 3": (Group(0, Kind.FULL, BLOCK), *_windows(1024, 5)),
+    "a window of 128 tokens beside it, as gpt-oss": (Group(0, Kind.FULL, BLOCK), *_windows(128, 1)),
+    "three states beside it, as Qwen3-Next": (
+        Group(0, Kind.FULL, CHUNK),
+        *(Group(number, Kind.STATE, CHUNK) for number in range(1, 4)),
+    ),
+}
+
+
+def promising(groups: tuple[Group, ...]) -> Callable[[], float]:
+    """Makes one promise for a request that is new; the seconds it took."""
+    geometry, keys = Geometry(groups, CHUNK), LAYOUT.keys(TOKENS)
+    run = geometry.run(keys, 0, CHUNK * CHUNKS)
+    store, judge = Store(Pool(len(run.keys), SLOT)), Judge(60.0, prefill=Prefill(1e-3))
+    with store.save(run.keys) as lease:
+        lease.commit()
+    request = SimpleNamespace(request_id="one", num_tokens=len(TOKENS), num_prompt_tokens=len(TOKENS))
+
+    def once() -> float:
+        prompt = Prompt(request, None)
+        claims = Claims(store, geometry, judge, {"one": prompt})
+        begun = time.perf_counter()
+        promised = claims.promise(prompt, keys, 0, busy=False)
+        seconds = time.perf_counter() - begun
+        assert promised == CHUNK * CHUNKS, "all of it is there"
+        prompt.drop()
+        return seconds
+
+    return once
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=500)
+    parser.add_argument("--output", default="bench/results/groups.json")
+    arguments = parser.parse_args()
+    works = {name: promising(groups) for name, groups in CASES.items()}
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(arguments.rounds):
+        for name, work in works.items():
+            times[name].append(work() * 1e3)
+    alone = spread(next(iter(times.values())))[0]
+    rows = []
+    for name, found in times.items():
+        median, low, high = spread(found)
+        rows.append(Row(name, median, "ms", limit=alone, ratio=round(median / alone, 3), min=low, max=high))
+    write_results(arguments.output, "groups", rows)
+    for row in rows:
+        print(f"{row.name:75} {row.value:8.3f} {row.unit}  {row.ratio} x")
+
+
+if __name__ == "__main__":
+    main()
