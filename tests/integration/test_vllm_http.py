@@ -1,5 +1,5 @@
 """Real vLLM behind its OpenAI server: requests that are aborted and caches that are reset while loads are under way and
-answers are being computed, and adapters that are loaded when somebody asks.
+answers are being computed, adapters that are loaded when somebody asks, and data-parallel ranks of which one is idle.
 
 Answers are compared with those of the same engine's own prefix cache. A load's end is held back by the test.
 """
@@ -23,7 +23,8 @@ from kvtier.bench.model import make_lora, make_model
 from kvtier.bench.servers import VllmServer
 from tests.integration.scenarios import document
 from tests.integration.test_vllm import CHUNK, DOCUMENT_HIT
-from tests.server_process import wait_for
+from tests.integration.tiny_models import make_experts
+from tests.server_process import ServerProcess, serving, wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
@@ -37,9 +38,9 @@ START_S = 300.0
 
 
 class Server(VllmServer):
-    """:mod:`tests.integration.mode_server` on a model, with kvtier."""
+    """:mod:`tests.integration.mode_server` on a model, with kvtier: tiers of its own, or a server's (``cache``)."""
 
-    def __init__(self, model: Path, folder: Path, *more: str) -> None:
+    def __init__(self, model: Path, folder: Path, *more: str, cache: ServerProcess | None = None) -> None:
         self.folder = folder
         args = [
             "--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager",
@@ -49,9 +50,13 @@ class Server(VllmServer):
         env = {
             "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "TEST_FOLDER": str(folder),
-            "KVTIER_CHUNK_TOKENS": str(CHUNK), "KVTIER_RAM_BYTES": "64MiB", "KVTIER_TAKE_HITS": "always",
-            "KVTIER_NVME_PATH": str(folder / "nvme"), "KVTIER_NVME_BYTES": "64MiB",
+            "KVTIER_CHUNK_TOKENS": str(CHUNK), "KVTIER_TAKE_HITS": "always",
         }  # fmt: skip
+        if cache is not None:
+            env |= {"KVTIER_SERVER": str(cache.address), "KVTIER_SERVER_TIMEOUT_MS": "5000"}
+        else:
+            nvme = {"KVTIER_NVME_PATH": str(folder / "nvme"), "KVTIER_NVME_BYTES": "64MiB"}
+            env |= {"KVTIER_RAM_BYTES": "64MiB"} | nvme
         super().__init__(str(model), args, env, folder / "server.log", START_S)
         self._command[:3] = [sys.executable, "-m", "tests.integration.mode_server"]
 
@@ -241,3 +246,59 @@ def test_adapters_loaded_while_the_server_runs_are_known_by_what_they_are(tiny: 
         assert (renamed["cached"], other["cached"]) == (DOCUMENT_HIT, 0)
         assert server.loaded(place="nvme") == CHUNKS
         assert other["tokens"] not in (own["tokens"], base["tokens"])
+
+
+def test_data_parallel_engines_of_a_dense_model_share_a_server(tiny: Path, tmp_path: Path) -> None:
+    """Each is asked while the other is idle. What one has computed, the other then loads from the server."""
+    with serving(ram_bytes="64MiB") as cache:
+        server = Server(tiny, tmp_path, "--data-parallel-size", "2", cache=cache)
+        with server:
+            check_engines_that_share(server)
+        assert not (tmp_path / "dummies").exists(), "the engines take no steps together"
+
+
+def check_engines_that_share(server: Server) -> None:
+    owns = []
+    for rank in (0, 1):
+        there, idle = str(rank), str(1 - rank)
+        idle_before = server.metric("prompt_tokens_total", engine=idle)
+        cold, own = server.ask(rank, rank=rank), server.ask(rank, rank=rank)
+        assert (cold["cached"], own["cached"]) == (0, DOCUMENT_HIT)
+        assert server.reset()
+        loaded = server.loaded(engine=there)
+        warm = server.ask(rank, rank=rank)
+        assert same(warm, own)
+        assert warm["cached"] == DOCUMENT_HIT
+        assert server.loaded(engine=there) - loaded == CHUNKS
+        assert server.metric("prompt_tokens_total", engine=idle) == idle_before, "the other engine was idle"
+        owns.append(own)
+    for rank in (0, 1):
+        loaded = server.loaded(engine=str(rank))
+        shared = server.ask(1 - rank, rank=rank)
+        assert same(shared, owns[1 - rank])
+        assert shared["cached"] == DOCUMENT_HIT
+        assert server.loaded(engine=str(rank)) - loaded == CHUNKS
+
+
+def test_data_parallel_ranks_of_which_one_is_idle(tmp_path: Path) -> None:
+    """A mixture of experts: the idle rank takes the other's steps, with nothing of its own in them."""
+    model = make_experts(tmp_path / "experts")
+    server = Server(model, tmp_path, "--data-parallel-size", "2")
+    with server:
+        for seed, rank in ((0, 0), (1, 1)):
+            there, idle = str(rank), str(1 - rank)
+            idle_before = server.metric("prompt_tokens_total", engine=idle)
+            cold, own = server.ask(seed, rank=rank), server.ask(seed, rank=rank)
+            assert (cold["cached"], own["cached"]) == (0, DOCUMENT_HIT)
+            assert server.reset()
+            loaded = server.loaded(engine=there)
+            warm = server.ask(seed, rank=rank)
+            assert same(warm, own)
+            assert warm["cached"] == DOCUMENT_HIT
+            assert server.loaded(engine=there) - loaded == CHUNKS
+            assert server.metric("prompt_tokens_total", engine=idle) == idle_before, "the other rank was idle"
+        assert (tmp_path / "dummies").stat().st_size > 0, "and took steps"
+        server.restart()
+        again = server.ask(1, rank=1)
+        assert same(again, own)
+        assert server.loaded(place="nvme", engine="1") == CHUNKS
