@@ -194,6 +194,7 @@ MESSAGES: dict[str, wire.Question] = {
     "save": wire.Save(1, wire.joined(LONG)),
     "load": wire.Load(1, wire.joined(LONG), 0),
     "forget": wire.Forget(wire.joined(LONG)),
+    "hint": wire.Hint(wire.joined(LONG), True, 0.0),
     "clear": wire.Clear(),
     "check": wire.Check(1, False),
     "end": wire.End(1),
