@@ -8,8 +8,6 @@ providers' own fields, headers. What is bad or unknown is counted and has no eff
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from kvtier.store.hints import LONGEST_KEEP_S, NOTHING, Hint, read
+from kvtier.store.hints import LONGEST_KEEP_S, NOTHING, Hint, read, session_name
 
 SESSION, OVER, KEEP, PRIORITY = "kvtier.session", "kvtier.over", "kvtier.keep_s", "kvtier.priority"
 """The session's name; true: it ends with this request; seconds (or ``5m``) that the prompt shall be kept after its last
@@ -224,14 +222,7 @@ def of_request(request: Any) -> Said:
     session = words.said.pop(SESSION, None) or _name(getattr(request, "session_id", None)) or ""
     hint, bad = read({word.removeprefix(_PREFIX): value for word, value in words.said.items()})
     kinds = [kind for kind, word in zip(KINDS, (OVER, KEEP, PRIORITY), strict=False) if words.said.get(word)]
-    return Said(_apart(request.cache_salt, session), hint, kinds + ["bad"] * (words.bad + bad))
-
-
-def _apart(salt: str | None, session: str) -> str:
-    """Sessions of different salts are different ones, whatever they are called."""
-    if not session:
-        return ""
-    return hashlib.blake2b(json.dumps([salt or "", session]).encode(), digest_size=16).hexdigest()
+    return Said(session_name(request.cache_salt, session), hint, kinds + ["bad"] * (words.bad + bad))
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------

@@ -104,7 +104,11 @@ class Session:
             return wire.Claim(question.id, 0, 0, [], b"")
         with self._taken(most):
             lease = yield from self._store.loading(
-                keys, question.start, self._owner, min(most, question.most), self._named(question.session)
+                keys,
+                question.start,
+                self._owner,
+                min(most, question.most),
+                owners_session(self._owner, question.session),
             )
         ready, coming = lease.poll()
         number = yield from self._keep(lease, len(lease.keys) if lease.asking else ready + coming)
@@ -155,12 +159,8 @@ class Session:
 
     def _hint(self, message: wire.Hint) -> Answered:
         keys = yield from _split(message.keys)
-        self._store.hint(keys, Hint(message.over, message.keep_s), self._named(message.session))
+        self._store.hint(keys, Hint(message.over, message.keep_s), owners_session(self._owner, message.session))
         return None
-
-    def _named(self, session: str) -> str:
-        """What the Store calls it: two owners' sessions are two, whatever they are called."""
-        return f"{self._owner} {session}" if session else ""
 
     def _clear(self, message: wire.Clear) -> Answered:
         """The one look that cannot be cut into pieces is the first."""
@@ -227,6 +227,11 @@ def _split(blob: bytes) -> Steps[list[ChunkKey]]:
         keys += wire.split(bytes(part))
         yield 0.0
     return keys
+
+
+def owners_session(owner: int, session: str) -> str:
+    """What the Store calls it: two owners' sessions are two, whatever they are called."""
+    return f"{owner} {session}" if session else ""
 
 
 def places(store: Store) -> list[str]:
