@@ -3,12 +3,14 @@ chunks are saved."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from kvtier.connectors.vllm.hints import carried
 from kvtier.core.chunk import ChunkKey
 from kvtier.store.hints import Hint
 from tests.server_process import wait_for
@@ -142,3 +144,20 @@ def test_hints_are_counted_by_kind(core: Core, told: Told) -> None:
     core.run("one")
     settled(core)
     assert told.counts == {"hints_over": 1, "hints_keep": 1, "hints_priority": 1, "hints_bad": 2}
+
+
+@pytest.mark.usefixtures("core")
+def test_what_the_middleware_writes_vllms_own_forms_take_to_the_engine() -> None:
+    """A chat with an OpenAI client's fields, and Anthropic's messages with a mark."""
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    said = {"x-session-id": "mine", "x-dynamo-session-final": "true"}
+    block = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    talk = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "prompt_cache_options": {"ttl": "1h"}}
+    marked = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": [block]}]}
+    wanted = {"kvtier.session": "mine", "kvtier.over": True, "kvtier.keep_s": 3600.0}
+    chat = ChatCompletionRequest.model_validate_json(carried(said, json.dumps(talk).encode()))
+    assert (chat.to_sampling_params(1, {}).extra_args or {})["kv_transfer_params"] == wanted
+    messages = AnthropicMessagesRequest.model_validate_json(carried(said, json.dumps(marked).encode()))
+    assert messages.kv_transfer_params == wanted
