@@ -99,7 +99,7 @@ class Claims:
         held = 0 if prompt.why == "tier_down" else min(prompt.taken, prompt.known)
         wanted = max(prompt.taken, ready + coming) if coming else held
         if coming:
-            lease = self._store.load(run.keys, run.start, most=ready)
+            lease = self._store.load(run.keys, run.start, most=ready, session=prompt.said.session)
             ready = lease.poll().ready
             prompt.drop()
             prompt.lease = lease
@@ -200,7 +200,7 @@ class Claims:
     # ---- both ----------------------------------------------------------------------------------------------------
 
     def _take(self, prompt: Prompt, run: Run, outlook: Outlook, choice: Choice, most: int) -> LoadLease | SharedLoad:
-        prompt.lease = self._store.load(run.keys, run.start, most=most)
+        prompt.lease = self._store.load(run.keys, run.start, most=most, session=prompt.said.session)
         prompt.lease_begin, prompt.run = prompt.begin, run
         prompt.known, prompt.taken, prompt.why, prompt.declined = outlook.known, choice.chunks, outlook.why, {}
         prompt.until = self._judge.clock() + choice.within_s

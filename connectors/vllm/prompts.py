@@ -8,6 +8,7 @@ from typing import Any
 
 from kvtier.client.leases import SharedLoad, SharedSave
 from kvtier.connectors.vllm.groups import Geometry, Piece, Run
+from kvtier.connectors.vllm.hint_words import Said
 from kvtier.connectors.vllm.requests import Adapters, first_extras, media_extra, request_extra
 from kvtier.core.chunk import ChunkKey, ChunkLayout, KeyChain
 from kvtier.store.lease import LoadLease, SaveLease
@@ -20,6 +21,8 @@ class Prompt:
     request: Any
     chain: KeyChain | None
     """None: this request is not cached."""
+    said: Said = field(default_factory=Said)
+    """Of its future."""
     extras: tuple[bytes, ...] = ()
     """Of its first chunk, see :data:`kvtier.store.miss_reasons.EXTRAS`."""
     shape: tuple[int, int] | None = None

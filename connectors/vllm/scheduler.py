@@ -22,8 +22,10 @@ from weakref import WeakKeyDictionary
 from kvtier.client.attachment import SharedPool
 from kvtier.client.client import Client
 from kvtier.client.leases import SharedLoad, SharedSave
+from kvtier.connectors.vllm.afterwards import Afterwards
 from kvtier.connectors.vllm.claims import Claims
 from kvtier.connectors.vllm.groups import Geometry, Kind, Piece
+from kvtier.connectors.vllm.hint_words import of_request
 from kvtier.connectors.vllm.layout import start_only
 from kvtier.connectors.vllm.metadata import Job, Move, Parts, PoolAddress, StepMetadata, StepReport
 from kvtier.connectors.vllm.misses import Misses
@@ -91,6 +93,7 @@ class SchedulerHalf:
         self._old_blocks = False
         """vLLM's own cache may hold blocks that other weights have computed."""
         self.misses = Misses(store, judge.clock)
+        self._afterwards = Afterwards(store, geometry)
 
     # ---- lookup --------------------------------------------------------------------------------------------------
 
@@ -293,6 +296,8 @@ class SchedulerHalf:
             if pending.done + pending.failed == len(self._parts):
                 del self._pending[number]
                 self._end(pending, refused=bool(report.replacements))
+                if not self._is_saving(pending.request_id):
+                    self._afterwards.saved(pending.request_id)
 
     def _end(self, pending: Pending, *, refused: bool) -> None:
         """A key enters the store only when every rank wrote its part; a chunk that one rank could not load goes, unless
@@ -349,10 +354,16 @@ class SchedulerHalf:
         self._tables.forget(request.request_id)
         if prompt is not None:
             prompt.drop()
+            keys = prompt.chain.keys if prompt.chain is not None else ()
+            self._afterwards.finished(request.request_id, prompt.said, keys, saving=self._is_saving(request.request_id))
+
+    def _is_saving(self, request_id: str) -> bool:
+        """Some job of this request is not confirmed."""
+        return any(pending.request_id == request_id for pending in self._pending.values())
 
     def counts(self) -> dict[str, int]:
-        """See :meth:`kvtier.connectors.vllm.misses.Misses.new`."""
-        return self.misses.new()
+        """See :meth:`kvtier.connectors.vllm.misses.Misses.new`, and hints by kind."""
+        return self.misses.new() | self._afterwards.new()
 
     def clear(self) -> None:
         """Forget every cached chunk, in every tier."""
@@ -372,7 +383,7 @@ class SchedulerHalf:
         if prompt is None or prompt.request is not request:
             if prompt is not None:
                 prompt.drop()
-            prompt = self._prompts[request.request_id] = Prompt(request, None)
+            prompt = self._prompts[request.request_id] = Prompt(request, None, of_request(request))
         self._name(prompt)
         return prompt
 

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from kvtier.assemble import places
 from kvtier.config.keys import load
 from kvtier.connectors.vllm.figures import HELD, QUEUES, SECONDS, SEPARATOR, SERVER_COUNTS, TIMES, is_gauge
+from kvtier.connectors.vllm.hint_words import KINDS
 from kvtier.connectors.vllm.misses import ZERO_HITS
 from kvtier.core.errors import KVTierError
 from kvtier.core.histogram import BOUNDS
@@ -27,11 +28,17 @@ from kvtier.store.timings import RAM
 logger = logging.getLogger("kvtier.connectors.vllm")
 
 _METRICS = {
-    "loaded": ("place", "Chunks of KV loaded into the engine, by the tier they came from."),
-    "declined": ("reason", "Chunks of KV a tier holds that were computed instead, by reason."),
-    "missed": ("reason", "Chunks of KV that no tier gave and that were computed, by reason."),
+    "loaded": ("loaded_chunks", "place", "Chunks of KV loaded into the engine, by the tier they came from."),
+    "declined": ("declined_chunks", "reason", "Chunks of KV a tier holds that were computed instead, by reason."),
+    "missed": ("missed_chunks", "reason", "Chunks of KV that no tier gave and that were computed, by reason."),
+    "hints": ("hints", "kind", "Hints that requests gave of their future, by kind; bad: not understood."),
 }
-_REASONS = {"declined": figures.DECLINED, "missed": (*figures.MISSED, "salt", "adapter", "media")}
+"""Before the first ``_`` of a count's name -> the metric's name, its label and what it is."""
+_REASONS = {
+    "declined": figures.DECLINED,
+    "missed": (*figures.MISSED, "salt", "adapter", "media"),
+    "hints": KINDS,
+}
 _SERVER = "server_"
 _registered: list[Any] = []
 """What the last TierMetrics of this process has put into Prometheus' registry. vLLM takes out its own when an engine is
@@ -39,8 +46,9 @@ made; these do not have vLLM's prefix."""
 
 
 class TierStats(KVConnectorStats):
-    """``data``: chunks by ``loaded_<place>``, ``declined_<reason>`` and ``missed_<reason>``; ``zero_hits``, 1 or 0
-    where that has changed; figures as :mod:`kvtier.connectors.vllm.figures` names them."""
+    """``data``: chunks by ``loaded_<place>``, ``declined_<reason>`` and ``missed_<reason>``; hints by
+    ``hints_<kind>``; ``zero_hits``, 1 or 0 where that has changed; figures as
+    :mod:`kvtier.connectors.vllm.figures` names them."""
 
     def reset(self) -> None:
         self.data.clear()
@@ -63,8 +71,8 @@ class TierStats(KVConnectorStats):
 
 class TierMetrics(KVConnectorPromMetrics):
     """``vllm:kvtier_loaded_chunks_total{place}``, ``..._declined_chunks_total{reason}``,
-    ``..._missed_chunks_total{reason}`` and ``vllm:kvtier_zero_hits``; and ``kvtier_*``, the same as a server has. Every
-    series is there from the start."""
+    ``..._missed_chunks_total{reason}``, ``vllm:kvtier_hints_total{kind}`` and ``vllm:kvtier_zero_hits``; and
+    ``kvtier_*``, the same as a server has. Every series is there from the start."""
 
     def __init__(
         self,
@@ -80,8 +88,8 @@ class TierMetrics(KVConnectorPromMetrics):
         _registered.clear()
         self._places = _places(vllm_config)
         self._counters = {
-            kind: self._counter_cls(f"vllm:kvtier_{kind}_chunks", about, labelnames=[*labelnames, label])
-            for kind, (label, about) in _METRICS.items()
+            kind: self._counter_cls(f"vllm:kvtier_{name}", about, labelnames=[*labelnames, label])
+            for kind, (name, label, about) in _METRICS.items()
         }
         about = "1: not one chunk that was asked for has been a hit for long; the engine's log says why."
         self._zero_hits = self._gauge_cls(f"vllm:kvtier_{ZERO_HITS}", about, labelnames=labelnames)

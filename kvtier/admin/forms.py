@@ -14,6 +14,7 @@ import kvtier
 from kvtier.admin.page import HTML
 from kvtier.admin.status import Stats
 from kvtier.core.chunk import KEY_BYTES
+from kvtier.store.hints import LONGEST_KEEP_S
 
 MAX_BODY = 4 << 20
 MAX_KEYS = 8192
@@ -79,6 +80,26 @@ class Reach(msgspec.Struct, frozen=True):
     chunks: int
     """Whole chunks asked about."""
     realms: list[RealmReach]
+
+
+class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is known of the last prompt of the ``session`` of a tenant (``namespace``; "" is engines without one)."""
+
+    session: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    namespace: Name = ""
+    salt: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
+    """vLLM's cache_salt of the session's requests."""
+    over: bool = False
+    """The session has ended."""
+    keep_s: Annotated[float, msgspec.Meta(ge=0, le=LONGEST_KEEP_S)] = 0.0
+    """It goes on within so many seconds after its last use."""
+
+
+class Hinted(msgspec.Struct, frozen=True):
+    """It is followed in the background."""
+
+    told: int
+    """Models of this tenant that were told; whether one knows the session is not."""
 
 
 class Clear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -177,6 +198,15 @@ ROUTES = (
         "Needs the token even on loopback: it tells which prompts were seen. No effect on the order of leaving.",
         {200: Reach},
         Lookup,
+        secret=True,
+    ),
+    Route(
+        "POST",
+        "/v1/hint",
+        "A session is over, or goes on soon",
+        "Soft: it changes the order of leaving. What other sessions share stays. A wrong hint costs a recompute.",
+        {200: Hinted},
+        Hint,
         secret=True,
     ),
     Route("POST", "/v1/clear", "Forget a tenant or everything", _ERASE.strip(), {200: Cleared}, Clear, secret=True),

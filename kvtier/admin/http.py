@@ -44,6 +44,8 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.protocol import admin_proof
 from kvtier.server.log_limit import LogLimit
+from kvtier.server.session import owners_session
+from kvtier.store.hints import Hint, session_name
 
 logger = logging.getLogger("kvtier.admin")
 
@@ -151,6 +153,7 @@ class Admin:
             "/v1/stats": self._stats,
             "/v1/namespaces": self._namespaces,
             "/v1/lookup": self._lookup,
+            "/v1/hint": self._hint,
             "/v1/clear": self._clear,
             "/openapi.json": self._openapi,
         }
@@ -267,6 +270,16 @@ class Admin:
             tiers = [forms.TierReach(*pair) for pair in zip(names, realm.store.reach(keys), strict=True)]
             realms.append(forms.RealmReach(size, ready, coming, tiers))
         return _json(forms.Reach(len(keys), realms), 200)
+
+    async def _hint(self, asked: forms.Hint) -> web.Response:
+        hint, name = Hint(asked.over, asked.keep_s), session_name(asked.salt, asked.session)
+        told = 0
+        for realm in self._server.realms.open.values():
+            for (_, namespace), owner in realm.owners.items():
+                if namespace == asked.namespace:
+                    realm.store.hint((), hint, owners_session(owner, name))
+                    told += 1
+        return _json(forms.Hinted(told), 200)
 
     async def _clear(self, asked: forms.Clear) -> web.Response:
         if asked.everything == (asked.namespace is not None):

@@ -28,6 +28,7 @@ from kvtier.core.lanes import Executor, Lane
 from kvtier.load_policy.outlook import NOTHING, Asking, Outlook
 from kvtier.protocol import wire
 from kvtier.protocol.answers import check_claim, check_extent, check_number, check_slots
+from kvtier.store.hints import LONGEST_KEEP_S, Hint
 from kvtier.store.lease import Match
 
 logger = logging.getLogger("kvtier.client")
@@ -90,6 +91,11 @@ class Client:
         """See Store.decline."""
         self.tell(self._link, wire.Decline(wire.joined(keys[: wire.MAX_KEYS]), reason))
 
+    def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
+        """See Store.hint; sessions are this namespace's own."""
+        asked = wire.joined(keys[: wire.MAX_KEYS])
+        self.tell(self._link, wire.Hint(asked, hint.over, min(hint.keep_s, LONGEST_KEEP_S), session[:64]))
+
     def save(self, keys: Sequence[ChunkKey]) -> SharedSave:
         """See Store.save."""
         asked = keys[: wire.MAX_KEYS]
@@ -98,12 +104,14 @@ class Client:
             answer = self._ask(wire.Slots, wire.Save, wire.joined(asked), check=check)
             return SharedSave(self, self._link, keys, answer)
 
-    def load(self, keys: Sequence[ChunkKey], start: int = 0, *, most: int = wire.MAX_KEYS) -> SharedLoad:
+    def load(
+        self, keys: Sequence[ChunkKey], start: int = 0, *, most: int = wire.MAX_KEYS, session: str = ""
+    ) -> SharedLoad:
         """See Store.load."""
         asked = keys[: wire.MAX_KEYS]
         with self._lock:
             check = self._claims(max(0, len(asked) - start))
-            answer = self._ask(wire.Claim, wire.Load, wire.joined(asked), start, most, check=check)
+            answer = self._ask(wire.Claim, wire.Load, wire.joined(asked), start, most, session[:64], check=check)
             return SharedLoad(self, self._link, keys[start:], answer)
 
     def check(self, idle: bool = False) -> None:

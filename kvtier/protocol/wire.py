@@ -28,7 +28,7 @@ import msgspec
 from kvtier.core.chunk import KEY_BYTES, ChunkKey
 from kvtier.core.errors import KVTierError
 
-VERSION = 4
+VERSION = 5
 MAX_KEYS = 32_768
 """Keys in one message: a million tokens in chunks of 32."""
 MAX_FRAME = MAX_KEYS * KEY_BYTES + 1024
@@ -115,6 +115,7 @@ class Load(Message, tag=12):
     keys: Keys
     start: Number
     most: Number = MAX_KEYS
+    session: Name = ""
 
 
 class Poll(Message, tag=13):
@@ -160,7 +161,16 @@ class Decline(Message, tag=21):
     reason: Reason
 
 
-Question = Match | Save | Load | Poll | Wait | Stats | Check | Commit | End | Forget | Clear | Decline
+class Hint(Message, tag=22):
+    """See :class:`kvtier.store.hints.Hint`. Without keys: of the last prompt of the session with this name."""
+
+    keys: Keys
+    over: bool
+    keep_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)]
+    session: Name = ""
+
+
+Question = Match | Save | Load | Poll | Wait | Stats | Check | Commit | End | Forget | Clear | Decline | Hint
 
 # ---- attach: answers -----------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from kvtier.core.chunk import KEY_BYTES, ChunkKey
 from kvtier.core.steps import Steps, pieces, whole
 from kvtier.protocol import wire
 from kvtier.server.shares import Pace, Shares
+from kvtier.store.hints import Hint
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.store import Store
 
@@ -48,6 +49,7 @@ class Session:
             wire.Forget: self._forget,
             wire.Clear: self._clear,
             wire.Decline: self._decline,
+            wire.Hint: self._hint,
         }
 
     @property
@@ -101,7 +103,13 @@ class Session:
         if not most:
             return wire.Claim(question.id, 0, 0, [], b"")
         with self._taken(most):
-            lease = yield from self._store.loading(keys, question.start, self._owner, min(most, question.most))
+            lease = yield from self._store.loading(
+                keys,
+                question.start,
+                self._owner,
+                min(most, question.most),
+                owners_session(self._owner, question.session),
+            )
         ready, coming = lease.poll()
         number = yield from self._keep(lease, len(lease.keys) if lease.asking else ready + coming)
         return self._claim(question.id, number, lease, 0, coming)
@@ -147,6 +155,11 @@ class Session:
     def _decline(self, message: wire.Decline) -> Answered:
         keys = yield from _split(message.keys)
         self._store.decline(keys, message.reason)
+        return None
+
+    def _hint(self, message: wire.Hint) -> Answered:
+        keys = yield from _split(message.keys)
+        self._store.hint(keys, Hint(message.over, message.keep_s), owners_session(self._owner, message.session))
         return None
 
     def _clear(self, message: wire.Clear) -> Answered:
@@ -214,6 +227,11 @@ def _split(blob: bytes) -> Steps[list[ChunkKey]]:
         keys += wire.split(bytes(part))
         yield 0.0
     return keys
+
+
+def owners_session(owner: int, session: str) -> str:
+    """What the Store calls it: two owners' sessions are two, whatever they are called."""
+    return f"{owner} {session}" if session else ""
 
 
 def places(store: Store) -> list[str]:

@@ -7,6 +7,8 @@ of a chunk takes away that it was over.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -26,6 +28,14 @@ class Hint(NamedTuple):
 
 
 NOTHING = Hint()
+
+
+def session_name(salt: str | None, session: str) -> str:
+    """What a session is called in a Store, with a fixed length: those of different cache salts are different ones,
+    whatever they are called. Empty: it has no name."""
+    if not session:
+        return ""
+    return hashlib.blake2b(json.dumps([salt or "", session]).encode(), digest_size=16).hexdigest()
 
 
 def read(given: Mapping[str, object]) -> tuple[Hint, int]:

@@ -53,10 +53,14 @@ class Sessions:
         return session
 
     def private(self, run: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Those chunks of ``run``, a prompt that was seen, that no other session's prompt had."""
+        """Those chunks of ``run`` that no other session's prompt had: of a prompt that was seen, and of the answer
+        after it, which was in no prompt yet."""
         whose = self._whose
-        session = next((whose[key] for key in reversed(run) if key in whose), _SHARED)
-        return [] if session == _SHARED else [key for key in run if whose.get(key) == session]
+        last = next((at for at in range(len(run) - 1, -1, -1) if run[at] in whose), -1)
+        session = whose[run[last]] if last >= 0 else _SHARED
+        if session == _SHARED:
+            return []
+        return [*(key for key in run[:last] if whose.get(key) == session), *run[last:]]
 
     def last(self, name: str) -> Sequence[ChunkKey]:
         """The last prompt of the session with this name."""

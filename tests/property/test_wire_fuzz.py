@@ -29,8 +29,11 @@ FIELDS = {
     "idle": st.booleans(),
     "timeout_ms": st.integers(0, 10_000),
     "reason": st.sampled_from(["slower", "deadline"]),
+    "over": st.booleans(),
+    "keep_s": st.floats(0, 86_400),
+    "session": st.text(max_size=64),
 }
-UNANSWERED = wire.Commit | wire.End | wire.Forget | wire.Clear | wire.Decline
+UNANSWERED = wire.Commit | wire.End | wire.Forget | wire.Clear | wire.Decline | wire.Hint
 FIELDS |= {"checksum": st.binary(min_size=16, max_size=16)}
 
 

@@ -79,7 +79,8 @@ def corpus(draw: random.Random, union: Any, size: int) -> list[bytes]:
 
 def calm(draw: random.Random) -> list[bytes]:
     """Questions that a session survives, so that the others meet one in the middle of its work."""
-    kinds = [wire.Match, wire.Save, wire.Load, wire.Load, wire.Stats, wire.Check, wire.Forget, wire.Clear, wire.Decline]
+    kinds = [wire.Match, wire.Save, wire.Load, wire.Load, wire.Stats, wire.Check, wire.Forget, wire.Clear]
+    kinds += [wire.Decline, wire.Hint]
     return [wire.frame(message(draw, draw.choice(kinds), odd=False)) for _ in range(2000)]
 
 
@@ -92,6 +93,9 @@ def message(draw: random.Random, kind: Any, odd: bool = True) -> wire.Message:
         "checksum": draw.randbytes(16),
         "timeout_ms": draw.randrange(3),
         "reason": draw.choice(["slower", "deadline"]),
+        "over": draw.random() < 0.5,
+        "keep_s": draw.choice([0.0, 60.0]),
+        "session": draw.choice(["", "one", "two"]),
     }
     number = draw.choice([0, 1, 2, draw.randrange(50), draw.randrange(2**32)])
     made: wire.Message = kind(*(fields.get(name, number) for name in kind.__struct_fields__))

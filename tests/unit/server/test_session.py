@@ -194,6 +194,7 @@ MESSAGES: dict[str, wire.Question] = {
     "save": wire.Save(1, wire.joined(LONG)),
     "load": wire.Load(1, wire.joined(LONG), 0),
     "forget": wire.Forget(wire.joined(LONG)),
+    "hint": wire.Hint(wire.joined(LONG), True, 0.0),
     "clear": wire.Clear(),
     "check": wire.Check(1, False),
     "end": wire.End(1),
@@ -390,3 +391,30 @@ def test_a_run_that_comes_chunk_by_chunk_is_put_together_again() -> None:
     circle = [ChunkKey(bytes([n]) * 32 + bytes([1 - n]) * 8) for n in (0, 1)]
     realm.remember(circle)
     assert set(realm.run_to(circle[0])) == set(circle), "a forged circle of links ends"
+
+
+# ---- hints -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_hint_by_a_sessions_name_is_of_the_askers_own_session() -> None:
+    spare = ManualLane(bound=1)
+    store = Store(Pool(64, SLOT), [], spare=spare)
+    spare.run()
+    one, other = Session(store, 1), Session(store, 2)
+    for number, (session, run) in enumerate([(other, range(10, 14)), (one, range(20, 24))]):
+        session.answer(wire.Load(number, blob(*run), 0, session="same"))
+        slots = session.answer(wire.Save(number, blob(*run)))
+        assert isinstance(slots, wire.Slots)
+        session.answer(wire.Commit(slots.lease))
+        spare.run()
+    assert other.answer(wire.Hint(b"", True, 0.0, "same")) is None
+    spare.run()
+    assert store._directory._over == set(LAYOUT.keys(range(10, 14)))
+    other.answer(wire.Hint(b"", True, 0.0, ""))
+    one.answer(wire.Hint(b"", True, 0.0, "nobody"))
+    one.answer(wire.Hint(blob(*range(20, 24)), True, 0.0))
+    spare.run()
+    assert store._directory._over == set(LAYOUT.keys([*range(10, 14)]) + LAYOUT.keys([*range(20, 24)]))
+    for session in (one, other):
+        session.end()
+    store.check()

@@ -61,6 +61,14 @@ def test_a_name_decides_and_remembers_its_last_prompt() -> None:
     assert sessions.private(keys(1, 2, 3, 4)) == keys(1, 2, 3, 4)[3:], "b shares what a had"
 
 
+def test_the_answer_after_a_session_s_last_prompt_is_its_own() -> None:
+    sessions = Sessions(100)
+    sessions.seen(keys(1, 2, 3))
+    sessions.seen(keys(1, 9))
+    assert sessions.private(keys(1, 2, 3, 4, 5)) == keys(1, 2, 3, 4, 5)[1:]
+    assert sessions.private(keys(1, 6)) == [], "what comes after a shared chunk is nobody's"
+
+
 def test_what_it_does_not_know_is_not_private() -> None:
     assert Sessions(100).private(keys(1, 2)) == []
 

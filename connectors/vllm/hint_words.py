@@ -1,0 +1,259 @@
+"""Words that people already send of a prompt's future, and what they say. Pure; imports no vLLM.
+
+The middleware (:mod:`kvtier.connectors.vllm.hints`) turns headers and fields of a body into words of
+``kv_transfer_params``, where :func:`of_request` finds them in the scheduler. Whoever sends those words himself needs no
+middleware. Where several say the same, the first rules: ``kv_transfer_params``, ``kv_hints``, ``nvext``, the
+providers' own fields, headers. What is bad or unknown is counted and has no effect.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvtier.store.hints import LONGEST_KEEP_S, NOTHING, Hint, read, session_name
+
+SESSION, OVER, KEEP, PRIORITY = "kvtier.session", "kvtier.over", "kvtier.keep_s", "kvtier.priority"
+"""The session's name; true: it ends with this request; seconds (or ``5m``) that the prompt shall be kept after its last
+use; a number, above 0 is kept for a while."""
+BAD = "kvtier.bad_hints"
+"""How many hints of the request the middleware could not read."""
+KINDS = ("over", "keep", "priority", "bad")
+_PREFIX = "kvtier."
+_NO_HINT = "kvtier.cache"
+_LMCACHE_KEEP = "lmcache_retention_ttl_sec"
+_EPHEMERAL_S = 300.0
+"""What Anthropic's ``cache_control`` means without a ``ttl``."""
+_MOST_SESSION = 256
+_MOST_ACTIONS = 64
+_MARK = b'"cache_control"'
+_DURATION = re.compile(r"(\d{1,9})([smhd]?)")
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_SESSION_HEADERS = (
+    "x-session-id",
+    "x-dynamo-session-id",
+    "x-claude-code-session-id",
+    "thread-id",
+    "session-id",
+    "session_id",
+)
+_CLAUDE_SESSION, _CLAUDE_AGENT = "x-claude-code-session-id", "x-claude-code-agent-id"
+_FINAL = "x-dynamo-session-final"
+_ACTIONS = {"kv.end": OVER, "kv.keep": KEEP, "kv.priority": PRIORITY}
+_FLAGS = {"true": True, "1": True, "false": False, "0": False}
+
+
+class Words:
+    """What was said so far; who speaks first rules."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, Any] = {}
+        self.bad = 0
+
+    def say(self, word: str, value: Any) -> None:
+        """``value``: None is a bad one."""
+        if value is None:
+            self.bad += 1
+        else:
+            self.said.setdefault(word, value)
+
+
+# ---- in the API server -----------------------------------------------------------------------------------------------
+
+
+def of_http(headers: Mapping[str, str], body: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
+    """The words for ``kv_transfer_params`` that a request's headers and body say. ``headers``: names in lower case."""
+    words = Words()
+    for field, reader in _FIELDS.items():
+        if field in body and (value := _decoded(body[field])) is not None:
+            reader(words, value)
+    _marks(words, body)
+    _session(words, body, headers)
+    if _FINAL in headers:
+        words.say(OVER, _FLAGS.get(headers[_FINAL].strip().lower()))
+    return words.said | ({BAD: words.bad} if words.bad else {})
+
+
+def _session(words: Words, body: Mapping[str, msgspec.Raw], headers: Mapping[str, str]) -> None:
+    arguments = _decoded(body["vllm_xargs"]) if "vllm_xargs" in body else None
+    named = [_decoded(body["session_id"])] if "session_id" in body else []
+    for header in _SESSION_HEADERS:
+        name = headers.get(header, "")
+        if name and header == _CLAUDE_SESSION and headers.get(_CLAUDE_AGENT):
+            name = f"{name}/{headers[_CLAUDE_AGENT]}"  # a subagent's conversation is its own
+        named.append(name)
+    if isinstance(arguments, dict):
+        named.append(arguments.get("session_id"))
+    for name in named:
+        if name:
+            words.say(SESSION, _name(name))
+
+
+def _envelope(words: Words, given: Any) -> None:
+    """A ``kv_hints`` envelope."""
+    actions = given.get("actions") if isinstance(given, dict) else None
+    if not isinstance(actions, list):
+        words.bad += 1
+        return
+    for action in actions[:_MOST_ACTIONS]:
+        kind, payload = (action.get("action_type"), action.get("payload")) if isinstance(action, dict) else (None, None)
+        _action(words, kind, payload)
+    words.bad += len(actions[_MOST_ACTIONS:])
+
+
+def _action(words: Words, kind: Any, payload: Any) -> None:
+    word = _ACTIONS.get(kind) if isinstance(kind, str) else None
+    if word is None or not isinstance(payload, Mapping):
+        words.bad += 1
+    elif word == OVER:
+        words.say(OVER, True)
+    elif word == KEEP:
+        words.say(KEEP, seconds(payload.get("ttl")))
+    else:
+        words.say(PRIORITY, _number(payload.get("priority")))
+
+
+def _nvext(words: Words, given: Any) -> None:
+    if not isinstance(given, dict):
+        words.bad += 1
+        return
+    if "kv_hints" in given:
+        _envelope(words, given["kv_hints"])
+    if given.get("cache_control") is not None:
+        words.say(KEEP, _marked(given["cache_control"]))
+    hints = given.get("agent_hints")
+    if hints is None:
+        return
+    if not isinstance(hints, dict):
+        words.bad += 1
+        return
+    for name, value in hints.items():
+        words.say(PRIORITY, _number(value) if name == "priority" else None)
+
+
+def _retention(words: Words, given: Any) -> None:
+    if given not in ("in_memory", "in-memory"):  # what is done anyway
+        words.say(KEEP, seconds(given))
+
+
+def _options(words: Words, given: Any) -> None:
+    if not isinstance(given, dict):
+        words.bad += 1
+    elif given.get("ttl") is not None:
+        words.say(KEEP, seconds(given["ttl"]))
+
+
+def _marks(words: Words, body: Mapping[str, msgspec.Raw]) -> None:
+    """Anthropic's marks: the longest of them. How many tokens lie before a mark cannot be told here, so all of the
+    prompt is kept."""
+    found = [_marked(mark) for mark in _each_mark(body) if mark is not None]
+    good = [one for one in found if one is not None]
+    words.bad += len(found) - len(good)
+    if good:
+        words.say(KEEP, max(good))
+
+
+def _each_mark(body: Mapping[str, msgspec.Raw]) -> Iterator[Any]:
+    """Of the request, and of the blocks that may have one. Texts and arguments are not searched."""
+    if "cache_control" in body:
+        yield _decoded(body["cache_control"])
+    for field in ("system", "tools", "messages"):
+        if field not in body or _MARK not in bytes(body[field]):
+            continue
+        blocks = _decoded(body[field])
+        for block in blocks if isinstance(blocks, list) else ():
+            for part in (block, *_parts(block)):
+                if isinstance(part, dict):
+                    yield part.get("cache_control")
+
+
+def _parts(block: Any) -> Sequence[Any]:
+    content = block.get("content") if isinstance(block, dict) else None
+    return content if isinstance(content, list) else ()
+
+
+def _marked(mark: Any) -> float | None:
+    if not isinstance(mark, dict) or mark.get("type", "ephemeral") != "ephemeral":
+        return None
+    return _EPHEMERAL_S if mark.get("ttl") is None else seconds(mark["ttl"])
+
+
+_FIELDS: dict[str, Callable[[Words, Any], None]] = {
+    "kv_hints": _envelope,
+    "nvext": _nvext,
+    "prompt_cache_options": _options,
+    "prompt_cache_retention": _retention,
+}
+
+# ---- in the scheduler ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a request says of its future."""
+
+    session: str = ""
+    """A name of fixed length, told apart by cache salt; empty: it names none."""
+    hint: Hint = NOTHING
+    kinds: Sequence[str] = ()
+    """Of :data:`KINDS`, each as often as it was said."""
+
+
+def of_request(request: Any) -> Said:
+    """What vLLM's ``Request`` says, whatever it holds."""
+    given = request.kv_transfer_params
+    given = given if isinstance(given, Mapping) else {}
+    words = Words()
+    for name, value in given.items():
+        if name in _READERS:
+            words.say(name, _READERS[name](value))
+        elif name == BAD:
+            words.bad += value if type(value) is int and 0 <= value <= _MOST_ACTIONS else 1
+        elif isinstance(name, str) and name.startswith(_PREFIX) and name != _NO_HINT:
+            words.bad += 1
+    if _LMCACHE_KEEP in given:
+        words.say(KEEP, seconds(given[_LMCACHE_KEEP]))
+    for action in getattr(getattr(request, "kv_hints", None), "actions", ())[:_MOST_ACTIONS]:
+        _action(words, action.action_type, action.payload)
+    session = words.said.pop(SESSION, None) or _name(getattr(request, "session_id", None)) or ""
+    hint, bad = read({word.removeprefix(_PREFIX): value for word, value in words.said.items()})
+    kinds = [kind for kind, word in zip(KINDS, (OVER, KEEP, PRIORITY), strict=False) if words.said.get(word)]
+    return Said(session_name(request.cache_salt, session), hint, kinds + ["bad"] * (words.bad + bad))
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def seconds(value: Any) -> float | None:
+    """``300``, ``"300"``, ``"5m"``, ``"1h"``: at most a day. None: neither."""
+    if isinstance(value, str):
+        match = _DURATION.fullmatch(value.strip())
+        return min(float(match[1]) * _UNITS[match[2]], LONGEST_KEEP_S) if match else None
+    number = _number(value)
+    return min(number, LONGEST_KEEP_S) if number is not None and number >= 0 else None
+
+
+def _number(value: Any) -> float | None:
+    """None: no number, or one without an end."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 2**63:
+        return None
+    return float(value)
+
+
+def _flag(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _name(value: Any) -> str | None:
+    return value if isinstance(value, str) and 0 < len(value) <= _MOST_SESSION else None
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {SESSION: _name, OVER: _flag, KEEP: seconds, PRIORITY: _number}
+
+
+def _decoded(raw: msgspec.Raw) -> Any:
+    return msgspec.json.decode(raw)

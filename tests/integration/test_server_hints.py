@@ -1,0 +1,42 @@
+"""Hints of engines on a server's host, as they leave the engine and arrive."""
+
+from __future__ import annotations
+
+from kvtier.store.hints import Hint, session_name
+from tests.admin_server import administered
+from tests.server_process import attached, load, run, save, serving, short_folder, wait_for
+
+RAM_CHUNKS = 32
+
+
+def test_what_an_engine_says_is_over_leaves_first() -> None:
+    with (
+        short_folder() as folder,
+        serving(nvme_path=folder / "nvme", nvme_bytes=1 << 20) as server,
+        attached(server.door()) as client,
+    ):
+        for prompt in (1, 2):
+            load(client, run(prompt, 10))
+            save(client, run(prompt, 10))
+        wait_for(lambda: client.stats().get("followed_prompts", 0) == 2, "followed")
+        client.hint(run(2, 10), Hint(over=True))
+        wait_for(lambda: client.stats().get("hints_followed", 0) == 1, "followed")
+        assert save(client, run(3, 16)) == 16
+        assert client.match(run(1, 10)).ready == 10, "it is the older one, and stays"
+        assert client.match(run(2, 10)).ready < 10
+
+
+def test_a_session_is_closed_over_http_for_its_tenant_and_salt_alone() -> None:
+    with administered() as server, attached(server.door(namespace="tenant")) as client:
+        ended, other = run(1, 10), run(2, 10)
+        for keys, name in ((other, session_name(None, "mine")), (ended, session_name("salt", "mine"))):
+            client.load(keys, session=name).close()
+            save(client, keys)
+        wait_for(lambda: client.stats().get("followed_prompts", 0) == 2, "followed")
+        asked = {"session": "mine", "salt": "salt", "over": True}
+        assert server.ask("POST", "/v1/hint", asked | {"namespace": "nobody"}).body == {"told": 0}
+        assert server.ask("POST", "/v1/hint", asked | {"namespace": "tenant"}).body == {"told": 1}
+        wait_for(lambda: client.stats().get("hints_followed", 0) == 1, "followed")
+        assert save(client, run(3, 16)) == 16
+        assert client.match(other).ready == 10, "it is the older one, and stays"
+        assert client.match(ended).ready < 10

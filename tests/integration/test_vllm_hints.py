@@ -1,0 +1,57 @@
+"""A real vLLM server with the middleware: what a client says in its own words arrives in the scheduler, and a client
+that says something odd is served like any other."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.bench.model import make_model
+from tests.integration.test_vllm_http import Server, body_of
+from tests.server_process import wait_for
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder: Path = tmp_path_factory.mktemp("hints")
+    model = make_model(folder / "tiny", "tiny")
+    server = Server(model, folder, "--middleware", "kvtier.connectors.vllm.hints.Middleware")
+    with server:
+        yield server
+
+
+def asked(server: Server, body: dict[str, Any], **headers: str) -> int:
+    said = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(f"{server.base_url}/v1/completions", data, said)  # noqa: S310 - a server of ours
+    with urllib.request.urlopen(request, timeout=120) as reply:  # noqa: S310
+        json.loads(reply.read())
+        return int(reply.status)
+
+
+def hints(server: Server, kind: str) -> float:
+    return server.metric("kvtier_hints_total", kind=kind)
+
+
+def test_hints_arrive_and_bad_ones_fail_nothing(server: Server) -> None:
+    body = body_of(1)
+    assert asked(server, body, X_Session_ID="one") == 200
+    assert [hints(server, kind) for kind in ("over", "keep", "priority", "bad")] == [0, 0, 0, 0]
+    said = {"prompt_cache_options": {"ttl": "30m"}, "nvext": {"agent_hints": {"priority": 3}}}
+    assert asked(server, body | said, X_Session_ID="one", X_Dynamo_Session_Final="true") == 200
+    asked(server, body_of(2))  # numbers are told with the steps of an engine
+    wait_for(lambda: [hints(server, kind) for kind in ("over", "keep", "priority")] == [1, 1, 1], "counted")
+    odd = {"prompt_cache_options": "for ever", "nvext": [1], "kv_hints": {"actions": [{}]}}
+    assert asked(server, body | odd, X_Dynamo_Session_Final="perhaps") == 200
+    asked(server, body_of(2))
+    wait_for(lambda: hints(server, "bad") == 4, "counted")
+    assert asked(server, body | {"kv_transfer_params": {"kvtier.over": True}}) == 200
+    asked(server, body_of(2))
+    wait_for(lambda: hints(server, "over") == 2, "without the middleware's help")

@@ -1,0 +1,163 @@
+"""Hints of requests on vllm's own Scheduler: what was said reaches the store, once the request has finished and its
+chunks are saved."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvtier.connectors.vllm.hints import carried
+from kvtier.core.chunk import ChunkKey
+from kvtier.store.hints import Hint
+from tests.server_process import wait_for
+from tests.unit.real_scheduler import CHUNK, Core
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = list(range(100, 100 + 3 * CHUNK + 4))
+OVER = {"kv_transfer_params": {"kvtier.over": True}}
+
+
+class Told:
+    """The hints that a core's store is given, and whether everything that was being saved is there by then."""
+
+    def __init__(self, core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.half = core.connector._scheduler
+        self.seen: list[tuple[list[ChunkKey], Hint, str]] = []
+        store = self.half.store
+        hint = store.hint
+        store.touched.result(20.0)  # nothing is followed before the pool's pages are there
+
+        def spy(keys: Sequence[ChunkKey], given: Hint, session: str = "") -> None:
+            assert store.match(keys).ready == len(keys), "a chunk that is saved later would not be over"
+            self.seen.append(([*keys], given, session))
+            hint(keys, given, session)
+
+        monkeypatch.setattr(store, "hint", spy)
+        self.counts = Counter[str]()
+        """What vLLM's metrics are told."""
+        stats = core.connector.get_kv_connector_stats
+
+        def heard() -> Any:
+            told = stats()
+            if told is not None:
+                self.counts.update({name: count for name, count in told.data.items() if name.startswith("hints_")})
+            return told
+
+        monkeypatch.setattr(core.connector, "get_kv_connector_stats", heard)
+
+    def keys(self, tokens: list[int]) -> list[ChunkKey]:
+        return [*self.half._layout.keys(tokens)]
+
+    def followed(self, what: str) -> int:
+        return int(self.half.store.stats()[what])
+
+
+@pytest.fixture
+def told(core: Core, monkeypatch: pytest.MonkeyPatch) -> Told:
+    return Told(core, monkeypatch)
+
+
+def request(core: Core, name: str, tokens: list[int], params: Any = None, **more: Any) -> Any:
+    made = core.request(name, tokens[:], **more)
+    made.kv_transfer_params = params  # where vLLM puts what the sampling parameters' extra_args have
+    return made
+
+
+def settled(core: Core) -> None:
+    for _ in range(5):
+        core.step()
+
+
+@pytest.mark.usefixtures("core")
+def test_vllm_puts_a_requests_kv_transfer_params_where_they_are_read() -> None:
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    from kvtier.connectors.vllm.hint_words import of_request
+
+    limits = SamplingParams(max_tokens=1, extra_args=OVER)
+    assert of_request(Request("one", PROMPT[:], limits, None)).hint == Hint(over=True)
+
+
+def test_the_end_of_a_session_is_told_after_its_last_save(core: Core, told: Told) -> None:
+    core.add(request(core, "one", PROMPT, OVER["kv_transfer_params"], max_tokens=2 * CHUNK))
+    core.run("one")
+    settled(core)
+    whole = PROMPT + [7] * (2 * CHUNK - 1)
+    assert [hint for _, hint, _ in told.seen] == [Hint(over=True)]
+    assert told.seen[0][0] == told.keys(whole)[: len(told.seen[0][0])] and len(told.seen[0][0]) >= 4
+    wait_for(lambda: told.followed("hints_followed") == 1, "followed")
+    assert told.half.store._directory._over == set(told.seen[0][0]), "the answer is over too"
+
+
+def test_what_nobody_says_is_not_told(core: Core, told: Told) -> None:
+    core.add(request(core, "one", PROMPT, {"kvtier.over": False, "kvtier.session": "s", "kvtier.keep_s": -1}))
+    core.run("one")
+    settled(core)
+    assert told.seen == []
+    assert told.counts == {"hints_bad": 1}
+
+
+def test_an_end_in_a_request_of_its_own_is_of_the_sessions_last_prompt(core: Core, told: Told) -> None:
+    core.add(request(core, "one", PROMPT, {"kvtier.session": "mine"}))
+    core.run("one")
+    wait_for(lambda: told.followed("followed_prompts") == 1, "followed")
+    core.add(request(core, "bye", [1, 2, 3], {"kvtier.session": "mine", "kvtier.over": True}))
+    core.run("bye")
+    settled(core)
+    assert [(keys, hint) for keys, hint, _ in told.seen] == [([], Hint(over=True))]
+    wait_for(lambda: told.followed("hints_followed") == 1, "followed")
+    assert told.half.store._directory._over == set(told.keys(PROMPT))
+
+
+def test_sessions_by_the_name_vllm_has_and_their_salt(core: Core, told: Told) -> None:
+    params = {"kvtier.keep_s": 60}
+    for number, more in enumerate([{"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}]):
+        core.add(request(core, str(number), PROMPT, params, session_id="mine", **more))
+        core.run(str(number))
+    settled(core)
+    first, second, third = (session for _, _, session in told.seen)
+    assert first == third != second
+    assert all(hint == Hint(keep_s=60.0) for _, hint, _ in told.seen)
+
+
+def test_a_request_that_is_kept_out_and_one_that_is_aborted(core: Core, told: Told) -> None:
+    from vllm.v1.request import RequestStatus
+
+    core.add(request(core, "out", PROMPT, {"kvtier.cache": False, "kvtier.over": True}))
+    core.run("out")
+    core.add(request(core, "gone", PROMPT, OVER["kv_transfer_params"]))
+    core.scheduler.finish_requests("gone", RequestStatus.FINISHED_ABORTED)
+    settled(core)
+    assert told.seen == []
+    assert not told.half._afterwards._waiting
+
+
+def test_hints_are_counted_by_kind(core: Core, told: Told) -> None:
+    params = {"kvtier.over": True, "kvtier.keep_s": 5, "kvtier.priority": 1, "kvtier.bad_hints": 2}
+    core.add(request(core, "one", PROMPT, params))
+    core.run("one")
+    settled(core)
+    assert told.counts == {"hints_over": 1, "hints_keep": 1, "hints_priority": 1, "hints_bad": 2}
+
+
+@pytest.mark.usefixtures("core")
+def test_what_the_middleware_writes_vllms_own_forms_take_to_the_engine() -> None:
+    """A chat with an OpenAI client's fields, and Anthropic's messages with a mark."""
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    said = {"x-session-id": "mine", "x-dynamo-session-final": "true"}
+    block = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    talk = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "prompt_cache_options": {"ttl": "1h"}}
+    marked = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": [block]}]}
+    wanted = {"kvtier.session": "mine", "kvtier.over": True, "kvtier.keep_s": 3600.0}
+    chat = ChatCompletionRequest.model_validate_json(carried(said, json.dumps(talk).encode()))
+    assert (chat.to_sampling_params(1, {}).extra_args or {})["kv_transfer_params"] == wanted
+    messages = AnthropicMessagesRequest.model_validate_json(carried(said, json.dumps(marked).encode()))
+    assert messages.kv_transfer_params == wanted
