@@ -136,10 +136,12 @@ def measure(bench: Bench, rounds: int) -> list[Row]:
             value = bench.run(lane)
             if turn:  # the first round opens connections
                 values[name].append(value)
-    rows = [_row(f"obstore {name}", values[name]) for name in ("put", "get")]
+    rows = [_row(f"S3 on loopback: obstore {name}", values[name]) for name in ("put", "get")]
     for name, plain, share in (("write", "put", None), ("read", "get", READ_SHARE)):
         ratio = statistics.median(value / limit for value, limit in zip(values[name], values[plain], strict=True))
-        rows.append(_row(name, values[name], share and share * statistics.median(values[plain]), ratio))
+        rows.append(
+            _row(f"S3 on loopback: {name}", values[name], share and share * statistics.median(values[plain]), ratio)
+        )
     keys = ChunkLayout(bytes(32), 1, 1, (1,)).keys([7] * _FOUND)
     for key in keys[: _FOUND // 2]:
         bench.tier.write(key, memoryview(b"x"))
