@@ -16,6 +16,7 @@ NEXT_VLLM := 0.33.0
 LMI_VLLM := 0.23.0
 LMCACHE := .venv-peers/lmcache-0.5.6
 ROUTER := .venv-peers/vllm-router-0.1.17
+MOTO := .venv-peers/moto-5.2.5
 AUDIT := .venv-audit
 PIP_AUDIT := 2.10.1
 SEE_PARENT := import sysconfig; print(sysconfig.get_path("purelib"))
@@ -97,10 +98,11 @@ test-lmi: $(READY) lmi vllm-next  ## the tests on real engines with the vLLM of 
 
 # What kvtier is tested and compared with, in an environment of its own, which sees .venv's packages through a .pth file:
 # vLLM and torch are installed once.
-peers: $(LMCACHE)/ready $(ROUTER)/ready  ## LMCache 0.5.6 and vllm-router 0.1.17 for tests and the comparison, in .venv-peers
+peers: $(LMCACHE)/ready $(ROUTER)/ready $(MOTO)/ready  ## LMCache 0.5.6, vllm-router 0.1.17 and moto 5.2.5 (an S3 server) for tests and the comparison, in .venv-peers
 
 $(LMCACHE)/ready: requirements/peers/lmcache.txt
 $(ROUTER)/ready: requirements/peers/vllm-router.txt
+$(MOTO)/ready: requirements/peers/moto.txt
 .venv-peers/%/ready: | $(READY)
 	@rm -rf $(@D)
 	@$(BIN)/python -m venv $(@D)

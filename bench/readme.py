@@ -34,6 +34,7 @@ SHOWN = (
     ("sealed", "sealed NvmeTier read, 2 threads", "the same without encryption"),
     ("redis", "TCP: write", "redis-benchmark SET"),
     ("redis", "TCP: read", "redis-benchmark GET"),
+    ("objects", "S3 on loopback: read", "a plain obstore get"),
     ("server", "match of 128 chunks, while another engine saves: median", ""),
     ("server", "match of 128 chunks, while another engine saves: p99", ""),
     ("server", "save, served", "an embedded Store"),

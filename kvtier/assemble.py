@@ -9,15 +9,22 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.autoconfig.memory import require_ram
 from kvtier.autoconfig.probe.probe import probe_disk, probe_memory
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, Door, client_tls, hello, read_token
-from kvtier.config.keys import ENCRYPTION_KEY, Config, default_nvme_bytes, default_ram_bytes, encryption_key
+from kvtier.config.keys import (
+    DEFAULT_OBJECT_BYTES,
+    ENCRYPTION_KEY,
+    Config,
+    default_nvme_bytes,
+    default_ram_bytes,
+    encryption_key,
+)
 from kvtier.core.chunk import ChunkLayout
-from kvtier.core.errors import ConfigError
+from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.extras import how
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
@@ -30,6 +37,9 @@ from kvtier.store.store import Store
 from kvtier.store.timings import RAM
 from kvtier.store.write_budget import WriteBudget
 from kvtier.tiers.base import Tier
+
+if TYPE_CHECKING:
+    from kvtier.tiers.objects.bucket import Bucket
 
 logger = logging.getLogger("kvtier")
 
@@ -69,7 +79,7 @@ def places(config: Config) -> list[str]:
     """Where an engine of this configuration keeps chunks itself, fastest first; nowhere when a server does."""
     if config.server is not None and Address.parse(config.server).path:
         return []
-    lower = {"nvme": config.nvme_path, "redis": config.redis_url, "remote": config.server}
+    lower = {"nvme": config.nvme_path, "redis": config.redis_url, "remote": config.server, "object": config.object_url}
     return [RAM, *(name for name, given in lower.items() if given)]
 
 
@@ -139,7 +149,47 @@ def _tiers(config: Config, layout: ChunkLayout, replica: int, shared: Lent | Non
         from kvtier.client.remote_tier import RemoteTier
 
         found.append(_Opened(RemoteTier(door(config, config.server, layout)), _REMOTE_THREADS))
+    if config.object_url:
+        found.append(_Opened(object_tier(config, config.object_url, layout), config.object_threads))
     return found
+
+
+def object_tier(config: Config, url: str, layout: ChunkLayout) -> Tier:
+    """The tier in the bucket of ``url``. Raises ConfigError or TierError."""
+    rest, bucket_of = _at_rest(config, layout), object_store()
+    from kvtier.tiers.objects.layout import Form
+    from kvtier.tiers.objects.tier import ObjectTier
+
+    bucket = bucket_of(url, rest.chunk_bytes)
+    form = Form(bucket.url.prefix, layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name)
+    return rest.sealed(ObjectTier(bucket, form, object_bytes(config), rest.chunk_bytes))
+
+
+def object_store() -> type[Bucket]:
+    """What asks a bucket. Raises ConfigError where its library is missing."""
+    try:
+        from kvtier.tiers.objects.bucket import Bucket
+    except ImportError as error:
+        raise ConfigError(f"object_url: {error}; {how('object')}, or remove object_url") from error
+    return Bucket
+
+
+def try_objects(config: Config) -> str:
+    """Why the bucket cannot be used for now; empty when it can. Raises ConfigError for what waiting does not mend."""
+    if config.object_url is None:
+        return ""
+    bucket_of = object_store()
+    from kvtier.tiers.objects.bucket import FAULTS, words
+    from kvtier.tiers.objects.layout import Form
+
+    try:
+        bucket = bucket_of(config.object_url, 1)
+        bucket.greet(Form(bucket.url.prefix, bytes(_NAMESPACE_BYTES)).folder)
+    except TierError as error:
+        raise ConfigError(str(error)) from error
+    except FAULTS as error:
+        return f"object store {bucket.label} cannot be reached: {words(error)}; its chunks are misses until it can"
+    return ""
 
 
 class _AtRest(NamedTuple):
@@ -147,7 +197,7 @@ class _AtRest(NamedTuple):
 
     chunk_bytes: int
     key_name: bytes = b""
-    """In the names in Redis: servers with different keys do not meet there."""
+    """In the names in Redis and buckets: servers with different keys do not meet there."""
     sealed: Callable[[Tier], Tier] = lambda tier: tier
 
 
@@ -211,6 +261,11 @@ def nvme_bytes(config: Config, path: Path | None = None) -> int:
         return config.nvme_bytes
     disk = probe_disk(str(path or config.nvme_path))
     return default_nvme_bytes((disk.free.value or 0) + (disk.own.value or 0))
+
+
+def object_bytes(config: Config) -> int:
+    """Bytes of the object tier: the key, else its default."""
+    return config.object_bytes or DEFAULT_OBJECT_BYTES
 
 
 def write_budget(config: Config, lock: AbstractContextManager[object] | None = None) -> WriteBudget | None:

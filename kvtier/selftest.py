@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from kvtier.assemble import assemble
+from kvtier.assemble import assemble, object_tier
 from kvtier.client.client import Client
 from kvtier.client.connect import Address
 from kvtier.config.keys import KEYS, Config
@@ -40,6 +40,7 @@ CHUNKS = 3
 NVME_BYTES = (CHUNKS + 2) * SLOT_BYTES
 _RAM_BYTES = 2 * CHUNKS * SLOT_BYTES
 _REDIS_BYTES = 16 * SLOT_BYTES
+_OBJECT_BYTES = 32 * SLOT_BYTES
 _REDIS_TTL_S = 300
 """What a self-test that was killed leaves in Redis goes by itself."""
 _SIDE_S = 20.0
@@ -109,6 +110,17 @@ def try_redis(config: Config) -> str:
     return there_and_back(trial("redis", own))
 
 
+def try_objects(config: Config) -> str:
+    own = replace(_alone(config), object_url=config.object_url, object_bytes=_OBJECT_BYTES)
+    one = trial("object", own)
+    try:
+        return there_and_back(one)
+    finally:
+        with suppress(KVTierError), closing(object_tier(own, own.object_url or "", one.layout)) as tier:
+            for key in one.keys:
+                tier.delete(key)
+
+
 def try_server(config: Config, address: str, slot_bytes: int) -> str:
     """Two clients of a server that keeps slots of this size."""
     own = replace(_alone(config), server=address, server_timeout_ms=2000, ram_bytes=2 * CHUNKS * slot_bytes)
@@ -125,6 +137,8 @@ def at_start(config: Config, slot_bytes: int | None = None) -> None:
         trials["nvme"] = partial(try_nvme, config)
     if config.redis_url is not None and not attached:
         trials["redis"] = partial(try_redis, config)
+    if config.object_url is not None and not attached:
+        trials["object"] = partial(try_objects, config)
     if config.server is not None and slot_bytes is not None:
         trials["server"] = partial(try_server, config, config.server, slot_bytes)
     for place, one in trials.items():
@@ -157,6 +171,7 @@ def _alone(config: Config) -> Config:
     """RAM for the trial, and no lower tier."""
     off: dict[str, Any] = {"nvme_path": None, "nvme_bytes": None, "redis_url": None, "redis_bytes": None}
     off |= {"nvme_write": None, "nvme_write_limit": None}
+    off |= {"object_url": None, "object_bytes": None}
     off |= {"redis_ttl_s": None, "server": None, "auto": False, "namespace_percent": None}
     return replace(config, **off, ram_bytes=_RAM_BYTES, sources={})
 

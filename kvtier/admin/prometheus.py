@@ -1,8 +1,8 @@
 """Metrics: a server's Stats -> Prometheus' text. Owns no state: every scrape reads the objects' own counts.
 
-All names begin with ``kvtier_``. ``tier`` is ``ram``, ``nvme`` or ``redis``; ``slot_bytes`` tells the realms of one
-server apart. Counters begin at 0 with the process. prometheus_client is imported with this module, so this module is
-imported by whoever serves metrics, and by nobody else.
+All names begin with ``kvtier_``. ``tier`` is ``ram``, ``nvme``, ``redis`` or ``object``; ``slot_bytes`` tells the
+realms of one server apart. Counters begin at 0 with the process. prometheus_client is imported with this module, so
+this module is imported by whoever serves metrics, and by nobody else.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import kvtier
 from kvtier import selftest
-from kvtier.assemble import door, ram_bytes, secret_key
+from kvtier.assemble import door, object_bytes, ram_bytes, secret_key, try_objects
 from kvtier.autoconfig.explain import PLANNED
 from kvtier.autoconfig.facts import UNLIMITED, Disk, Facts, Model, Redis, Serving, known
 from kvtier.autoconfig.memory import in_reserved_pages, ram_room
@@ -231,7 +231,7 @@ def check_secrets(config: Config) -> Iterator[Finding]:
     if config.encryption_key_file is not None or encryption_key() is not None:
         wrong = _no_key(config)
         do = "mend this first: the tiers that would be encrypted are not tried" if wrong else ""
-        yield Finding("encryption", "fail" if wrong else "ok", wrong or "chunks on NVMe and Redis are encrypted", do)
+        yield Finding("encryption", "fail" if wrong else "ok", wrong or "what lies below RAM is encrypted", do)
     if config.server_token_file:
         try:
             read_token(config.server_token_file)
@@ -353,6 +353,23 @@ def judge_redis(config: Config, redis: Redis) -> Iterator[Finding]:
         yield Finding("redis", "warn", f"{seen}; redis_bytes is more", f"lower redis_bytes below {size_text(limit)}")
     else:
         yield Finding("redis", "ok", seen)
+
+
+def check_objects(config: Config) -> Iterator[Finding]:
+    if not config.object_url:
+        return
+    try:
+        away = try_objects(config)
+    except ConfigError as error:
+        yield Finding("object", "fail", str(error), "correct it: no chunk is kept there before")
+        return
+    if away:
+        yield Finding("object", "fail", away, "look at the network and the endpoint from here")
+        return
+    seen = f"{masked(config.object_url)}: written, read, listed and deleted; {size_text(object_bytes(config))} are ours"
+    yield Finding("object", "ok", seen)
+    if not _no_key(config):
+        yield _tried("object", selftest.try_objects(config), "look at the bucket's policy and the engine's log")
 
 
 def check_server(config: Config) -> Iterator[Finding]:

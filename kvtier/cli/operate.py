@@ -157,7 +157,7 @@ def _cleared(done: Cleared) -> str:
     if done.left:
         lines.append(f"{done.left:,} are being saved or deleted still: stop the engines, or run this again")
     if done.owed_deletes:
-        lines.append(f"{done.owed_deletes:,} deletes wait for Redis to be back: keep the server running until then")
+        lines.append(f"{done.owed_deletes:,} deletes wait for a tier to be back: keep the server running until then")
     lines += [f"{place}: in use by another process, or not searched to the end" for place in done.untouched]
     return "\n".join(lines)
 

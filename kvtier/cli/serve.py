@@ -18,7 +18,7 @@ from kvtier import selftest
 from kvtier.admin.status import trouble
 from kvtier.assemble import Lent, assemble, nvme_bytes, ram_bytes, write_budget
 from kvtier.autoconfig.explain import configuration_text
-from kvtier.cli.start_checks import try_everything, try_redis
+from kvtier.cli.start_checks import LOOKS, try_everything
 from kvtier.client.connect import Address, read_token
 from kvtier.config.keys import Config, environment, load
 from kvtier.config.remarks import tell
@@ -88,27 +88,27 @@ async def _beside(config: Config, surface: Beside, away: Mapping[str, str], serv
     for name, why in away.items():
         server.trouble[name] = f"{name} cannot be reached: its chunks are misses until it can; the log says more"
         logger.warning("%s", why)
-    looking = server.loop.create_task(_look_again(config, server)) if away else None
+    looking = [server.loop.create_task(_look_again(config, server, name)) for name in away]
     try:
         async with surface(server):
             yield
     finally:
-        if looking is not None:
-            looking.cancel()
+        for task in looking:
+            task.cancel()
 
 
-async def _look_again(config: Config, server: Server) -> None:
-    """Until Redis can be used; on the lane where stores are opened, which is idle but for that."""
+async def _look_again(config: Config, server: Server, name: str) -> None:
+    """Until a tier of :data:`LOOKS` can be used; on the lane where stores are opened, which is idle but for that."""
     said = ""
-    while "redis" in server.trouble:
+    while name in server.trouble:
         await asyncio.sleep(_LOOK_AGAIN_S)
         try:
-            why = await asyncio.shield(asyncio.wrap_future(server.realms.aside(partial(try_redis, config))))
+            why = await asyncio.shield(asyncio.wrap_future(server.realms.aside(partial(LOOKS[name], config))))
         except KVTierError as error:
             why = str(error)
         if not why:
-            del server.trouble["redis"]
-            logger.info("redis can be reached now")
+            del server.trouble[name]
+            logger.info("%s can be reached now", name)
         elif why != said:
             logger.warning("%s", why)
         said = why

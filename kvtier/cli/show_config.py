@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.assemble import nvme_bytes, nvme_write, ram_bytes
+from kvtier.assemble import nvme_bytes, nvme_write, object_bytes, ram_bytes
 from kvtier.config.keys import KEYS, Config, Setting, describe, load, masked, typed
 from kvtier.config.remarks import tell
 from kvtier.core.errors import ConfigError
@@ -65,6 +65,7 @@ def effective(config: Config, key: str) -> Any:
         "ram_bytes": ram_bytes,
         "nvme_bytes": nvme_bytes,
         "nvme_write": nvme_write,
+        "object_bytes": object_bytes,
     }
     return decided[key](config) if key in decided else None
 
@@ -74,8 +75,9 @@ def _elsewhere(config: Config, key: str) -> str:
     tier = key.partition("_")[0]
     if tier == "ram" and (config.server or "").startswith("unix:"):
         return "the server's"
-    if (tier == "nvme" and config.nvme_path is None) or (tier == "redis" and config.redis_url is None):
-        return "-" if key not in ("nvme_path", "redis_url") else "no such tier"
+    place = {"nvme": "nvme_path", "redis": "redis_url", "object": "object_url"}.get(tier)
+    if place is not None and getattr(config, place) is None:
+        return "no such tier" if key == place else "-"
     return "auto-config, at the start" if config.auto and key in ("ram_bytes", "nvme_bytes", "redis_bytes") else ""
 
 

@@ -1,7 +1,7 @@
 """What ``kvtier serve`` tries before it lets engines in: memory, secrets, and every tier.
 
-What waiting does not mend is a ConfigError: given, expected, what to do. A Redis that is only away is trouble in words:
-RAM serves meanwhile, and the tier comes back by itself. Nothing here depends on the size of chunks.
+What waiting does not mend is a ConfigError: given, expected, what to do. A Redis or bucket that is only away is trouble
+in words: RAM serves meanwhile, and the tier comes back by itself. Nothing here depends on the size of chunks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from contextlib import closing
 
-from kvtier.assemble import ram_bytes, secret_key
+from kvtier.assemble import ram_bytes, secret_key, try_objects
 from kvtier.autoconfig.memory import require_ram
 from kvtier.autoconfig.probe.probe import probe_disk
 from kvtier.cli.checks import judge_disk
@@ -29,7 +29,7 @@ def try_everything(config: Config) -> dict[str, str]:
     require_ram(ram_bytes(config), source=config.sources.get("ram_bytes", "default"), lent=True)
     require_whole_pages(config)
     _try_nvme(config)
-    return {"redis": away} if (away := try_redis(config)) else {}
+    return {name: away for name, look in LOOKS.items() if (away := look(config))}
 
 
 def require_whole_pages(config: Config) -> None:
@@ -76,3 +76,7 @@ def _greeted(config: Config, url: str) -> str:
             return f"redis {link.label} cannot be reached: {error}; its chunks are misses until it can"
         share_of(link.label, config.redis_bytes, facts)
     return ""
+
+
+LOOKS = {"redis": try_redis, "object": try_objects}
+"""Of the tiers on the network: why it cannot be used for now, by its name."""

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from kvtier.config import lmcache, lmi, redis_url
+from kvtier.config import lmcache, lmi, object_url, redis_url
 from kvtier.config.remarks import Remark
 from kvtier.core.errors import ConfigError
 
@@ -56,7 +56,10 @@ class Config:
     redis_threads: int = _key(4, "threads", "connections in use at once; hides the network's round trip")
     redis_ttl_s: int | None = _key(None, "s", "chunks leave Redis after this time; none: when its memory is full")
     redis_prefix: str = _key("kvtier", "name", "first part of every Redis key, for access rules and clean-up")
-    encryption_key_file: str | None = _key(None, "file", "encrypts NVMe and Redis: 64 hex digits; none: not encrypted")
+    object_url: str | None = _key(None, "url", "bucket that hosts share: s3://, gs:// or az://; none: no such tier")
+    object_bytes: int | None = _key(None, "bytes", "our share of the bucket; none: 256 GiB")
+    object_threads: int = _key(8, "threads", "requests in flight; hides the round trip")
+    encryption_key_file: str | None = _key(None, "file", "encrypts all but RAM: 64 hex digits; none: not encrypted")
     load_timeout_ms: int = _key(2000, "ms", "longest a prompt waits for lower tiers before it is recomputed")
     take_hits: str = _key("auto", "when", "auto: as much of a hit as is served sooner than computed; always: all of it")
     policy: str = _key("auto", "policy", "what RAM drops first; auto: what would have hit most lately; lru: the oldest")
@@ -86,11 +89,20 @@ class Config:
     :func:`kvtier.config.remarks.tell`."""
 
     def __post_init__(self) -> None:
-        for key, needs in (("nvme_bytes", "nvme_path"), ("redis_bytes", "redis_url"), ("redis_ttl_s", "redis_url")):
+        for key, needs in _NEEDS.items():
             if getattr(self, key) is not None and getattr(self, needs) is None:
                 raise ConfigError(
                     f"{key}={getattr(self, key)!r} has no effect without {needs}: set {needs} or remove {key}"
                 )
+
+
+_NEEDS = {
+    "nvme_bytes": "nvme_path",
+    "redis_bytes": "redis_url",
+    "redis_ttl_s": "redis_url",
+    "object_bytes": "object_url",
+}
+"""What has no effect without another key."""
 
 
 class Setting(NamedTuple):
@@ -174,9 +186,20 @@ def encryption_key(env: Mapping[str, str] | None = None) -> str | None:
     return (os.environ if env is None else env).get(ENCRYPTION_KEY)
 
 
+def plain_http_allowed(env: Mapping[str, str] | None = None) -> bool:
+    """Whether the operator wants an object store to be reached without TLS: said in the variables of the store's own
+    library, like its endpoint and credentials."""
+    given = os.environ if env is None else env
+    return any(given.get(f"{name}_ALLOW_HTTP", "").lower() in ("true", "1") for name in ("AWS", "GOOGLE", "AZURE"))
+
+
 def environment(**more: str | None) -> dict[str, str]:
     """This process's environment and ``more`` (None: as it is), for a program that is started from here."""
     return {**os.environ, **{name: value for name, value in more.items() if value is not None}}
+
+
+DEFAULT_OBJECT_BYTES = 256 * GIB
+"""Object tier when a URL but no size was given: a bucket has no size of its own."""
 
 
 def describe(config: Config) -> list[Setting]:
@@ -322,7 +345,7 @@ def _known(key: str, source: str) -> str:
 
 def _parse(key: str, given: object, source: str) -> Any:
     if KEYS[key]["unit"] == "url":
-        return _redis_url(key, given, source)
+        return _url(key, given, source)
     parse, expected = _PARSERS[KEYS[key]["unit"]]
     try:
         return parse(given)
@@ -332,13 +355,13 @@ def _parse(key: str, given: object, source: str) -> Any:
         ) from None
 
 
-def _redis_url(key: str, given: object, source: str) -> str:
-    """The text of a URL that :mod:`kvtier.config.redis_url` understands."""
-    text = given if isinstance(given, str) else ""
+def _url(key: str, given: object, source: str) -> str:
+    """The text of a URL that the module named like its key understands."""
+    text, rules = given if isinstance(given, str) else "", object_url if key == "object_url" else redis_url
     try:
-        redis_url.parse(text)
+        rules.parse(text)
     except ConfigError as error:
-        shown = redis_url.masked(text)
+        shown = rules.masked(text)
         raise ConfigError(f"{key}={shown!r} ({source}): {error}; correct it or remove it") from None
     return text
 

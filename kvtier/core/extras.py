@@ -10,6 +10,7 @@ from kvtier.core.errors import ConfigError
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
     "encryption": ("cryptography",),
+    "object": ("obstore",),
     "server": ("aiohttp", "prometheus_client"),
     "bench": ("aiohttp", "matplotlib", "rich"),
 }

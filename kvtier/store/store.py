@@ -533,6 +533,10 @@ class Store:
             unknown = lease.keys[len(lease.entries) :]
         below = self._below[index]
         found = unknown[: below.timed.find(unknown)][::-1]
+        for slower in self._below[index + 1 :]:
+            if not found and slower.tier.shared:
+                below = slower
+                found = unknown[: below.timed.find(unknown)][::-1]
         owners = below.timed.owners(found)
         with self._arrived:
             below.found(found, owners)

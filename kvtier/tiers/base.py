@@ -43,7 +43,8 @@ class Tier(Protocol):
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         """How many of ``keys``, from the first on without a gap, are held now. One look, for shared tiers; a fault
-        is 0. May block: called by lane threads only."""
+        is 0. A tier far away may take a long run for one without gaps, which it is but for chunks that somebody else
+        took: what is told and not there is a miss when it is read. May block: called by lane threads only."""
         ...
 
     def delete(self, key: ChunkKey) -> None:

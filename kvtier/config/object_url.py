@@ -1,0 +1,82 @@
+"""Where the object store is: the only reader of ``object_url``. It parses, refuses and masks; it opens nothing.
+
+::
+
+    s3://bucket[/prefix]         Amazon S3, and what speaks like it
+    gs://bucket[/prefix]         Google Cloud Storage
+    az://container[/prefix]      Azure Blob Storage
+
+Credentials, region and endpoint are never in it: they come from the environment, by each provider's own names. Where
+somebody wrote them into the URL all the same, no error shows a piece of it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from kvtier.core.errors import ConfigError
+
+EXPECTED = "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
+
+Scheme = Literal["s3", "gs", "az"]
+
+_SCHEMES: dict[str, Scheme] = {"s3": "s3", "gs": "gs", "az": "az"}
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}")
+_PREFIX = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*")
+_LONGEST_PREFIX = 512
+"""A name in S3 has at most 1,024 bytes; ours take 160 behind the prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectUrl:
+    """A URL that was understood. Made by :func:`parse` only."""
+
+    scheme: Scheme
+    bucket: str
+    prefix: str
+    """Without slashes around it; may be empty."""
+
+    @property
+    def label(self) -> str:
+        """The URL, for logs: there is no secret in one that was understood."""
+        return f"{self.scheme}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
+
+
+def parse(text: str) -> ObjectUrl:
+    """What the operator wrote as ``object_url``. Raises ConfigError, whose text never shows a piece of ``text``."""
+    scheme, separator, rest = text.partition("://")
+    known = _SCHEMES.get(scheme.lower()) if separator else None
+    if known is None:
+        raise ConfigError(f"the scheme is none of s3, gs or az; expected {EXPECTED}{_hint(scheme.lower())}")
+    if re.search("[@?#]", rest):
+        raise ConfigError(
+            f"there is an @, ? or #; credentials, region and endpoint come from the environment; expected {EXPECTED}"
+        )
+    bucket, _, prefix = rest.partition("/")
+    prefix = prefix.removesuffix("/")
+    if not _BUCKET.fullmatch(bucket):
+        raise ConfigError(f"the bucket's name is none (letters, digits and . _ -); expected {EXPECTED}")
+    parts = prefix.split("/")
+    if prefix and (len(prefix) > _LONGEST_PREFIX or not _PREFIX.fullmatch(prefix) or {".", ".."} & set(parts)):
+        raise ConfigError(
+            f"the prefix is none (words of letters, digits and . _ = - with single / between, at most "
+            f"{_LONGEST_PREFIX} characters); expected {EXPECTED}"
+        )
+    return ObjectUrl(known, bucket, prefix)
+
+
+def masked(text: str) -> str:
+    """``text`` for logs: what :func:`parse` understood of it; of anything else the scheme only."""
+    try:
+        return parse(text).label
+    except ConfigError:
+        scheme = text.partition("://")[0].lower()
+        return f"{scheme}://***" if scheme in _SCHEMES else "***"
+
+
+def _hint(scheme: str) -> str:
+    if scheme in ("http", "https"):
+        return "; for a store that speaks like S3, write s3://bucket/prefix and set AWS_ENDPOINT_URL"
+    return "; a Redis is given as redis_url" if scheme.startswith(("redis", "valkey")) else ""

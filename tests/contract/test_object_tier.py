@@ -1,0 +1,430 @@
+"""ObjectTier on a real S3 server: every promise of a tier, and its own: sharing, few requests, words at the start."""
+
+from __future__ import annotations
+
+import http.server
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import obstore
+import pytest
+
+from kvtier.assemble import assemble
+from kvtier.config.keys import Config
+from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.errors import StateError, TierError
+from kvtier.store.store import Store
+from kvtier.testing import check_tier
+from kvtier.tiers.objects.bucket import Bucket
+from kvtier.tiers.objects.layout import HEADER_BYTES, Form
+from kvtier.tiers.objects.tier import ObjectTier
+from kvtier.tiers.sealed import SealedTier, sealed_bytes
+from tests.clock import Clock
+from tests.redis_server import RedisServer
+from tests.s3_server import CHUNK_BYTES, FORM, KEYS, SECRET, URL, S3Server, chunk, holds, operated
+from tests.server_process import wait_for
+
+LONG = ChunkLayout(bytes(32), 1, 1, (CHUNK_BYTES,)).keys(range(128))
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[S3Server]:
+    with S3Server() as server, operated(server.environment):
+        yield server
+
+
+@pytest.fixture
+def server(started: S3Server) -> S3Server:
+    started.reset()
+    return started
+
+
+class CountedBucket(Bucket):
+    """How often it was asked whether an object is there."""
+
+    asked = 0
+
+    def has(self, name: str) -> bool:
+        self.asked += 1
+        return super().has(name)
+
+
+def object_names(server: S3Server) -> list[str]:
+    return sorted(name for name, _, _ in Bucket(URL, 1).listed("cache"))
+
+
+def overwrite(name: str, data: bytes) -> None:
+    Bucket(URL, 1).put(name, [data])
+
+
+def stored(name: str) -> bytearray:
+    bucket = Bucket(URL, 1)
+    (length,) = [size for listed, size, _ in bucket.listed("cache") if listed == name]
+    found = bucket.get(name, length)
+    assert found is not None
+    return bytearray(found)
+
+
+# ---- the promises of every tier ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, 1])
+def test_it_keeps_the_promises_of_a_tier(server: S3Server, chunk_bytes: int) -> None:
+    def make() -> ObjectTier:
+        server.reset()
+        return ObjectTier(Bucket(URL, chunk_bytes), FORM, 64 * (chunk_bytes + HEADER_BYTES), chunk_bytes)
+
+    check_tier(make, chunk_bytes=chunk_bytes)
+
+
+def test_chunks_are_encrypted_and_another_key_finds_misses(server: S3Server) -> None:
+    size = sealed_bytes(CHUNK_BYTES)
+
+    def sealed(key: bytes) -> SealedTier:
+        return SealedTier(ObjectTier(Bucket(URL, size), FORM, 1 << 20, size), key, CHUNK_BYTES)
+
+    tier = sealed(bytes(range(32)))
+    assert tier.write(KEYS[0], chunk(KEYS[0]))
+    assert bytes(chunk(KEYS[0])[:64]) not in stored(FORM.name(KEYS[0]))
+    into = memoryview(bytearray(CHUNK_BYTES))
+    assert tier.find(KEYS) == 1
+    assert tier.read(KEYS[0], into) is True and into == chunk(KEYS[0])
+    other = sealed(bytes(32))
+    assert other.read(KEYS[0], into) is False
+    assert other.counts["unopened"] == 1
+
+
+def test_a_large_chunk_goes_in_parts_and_comes_back(server: S3Server) -> None:
+    size = 65 << 20
+    tier = ObjectTier(Bucket(URL, size), FORM, 1 << 30, size)
+    data = memoryview(os.urandom(1 << 20) * 65)
+    assert tier.write(KEYS[0], data)
+    into = memoryview(bytearray(size))
+    assert tier.read(KEYS[0], into) is True and into == data
+
+
+# ---- looking up ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("held", [0, 1, 2, 63, 64, 65, 100, 127, 128])
+def test_a_run_of_128_chunks_is_found_with_at_most_8_requests(server: S3Server, held: int) -> None:
+    bucket = CountedBucket(URL, CHUNK_BYTES)
+    tier = ObjectTier(bucket, FORM, 1 << 30, CHUNK_BYTES)
+    for key in LONG[:held]:
+        overwrite(FORM.name(key), b"x")
+    bucket.asked = 0
+    assert tier.find(LONG) == held
+    assert bucket.asked <= (8 if held else 1)
+
+
+def test_a_gap_makes_a_miss_and_no_wrong_byte(server: S3Server) -> None:
+    tier = server.tier(capacity=128)
+    for key in LONG[:40]:
+        assert tier.write(key, chunk(key))
+    tier.delete(LONG[7])
+    assert 1 <= tier.find(LONG) <= 40
+    assert [holds(tier, key) for key in LONG[6:9]] == [True, False, True]
+
+
+# ---- sharing, names, what lies there -------------------------------------------------------------------------------
+
+
+def test_two_tiers_on_one_bucket_share(server: S3Server) -> None:
+    one, two = server.tier(), server.tier()
+    assert one.write(KEYS[0], chunk(KEYS[0]))
+    assert two.find(KEYS) == 1
+    assert holds(two, KEYS[0])
+    two.delete(KEYS[0])
+    assert holds(one, KEYS[0]) is False
+
+
+def test_a_chunk_is_one_object_below_prefix_and_namespace_and_a_start_leaves_no_trial(server: S3Server) -> None:
+    tier = server.tier()
+    assert tier.write(KEYS[0], chunk(KEYS[0]))
+    assert object_names(server) == [f"cache/a/kvtier-1/{bytes(range(8)).hex()}/{KEYS[0].hex()}"]
+    tier.delete(KEYS[0])
+    assert object_names(server) == []
+
+
+def test_models_do_not_meet(server: S3Server) -> None:
+    assert server.tier().write(KEYS[0], chunk(KEYS[0]))
+    other = ObjectTier(Bucket(URL, CHUNK_BYTES), Form("cache/a", b"other"), 1 << 20, CHUNK_BYTES)
+    assert (other.find(KEYS), list(other.recovered())) == (0, [])
+
+
+@pytest.mark.parametrize("place", [0, 8, 20, 30, 79, 80, 5000, -1])
+def test_a_wrong_bit_anywhere_is_a_miss_counted_and_deleted(server: S3Server, place: int) -> None:
+    tier, name = server.tier(), FORM.name(KEYS[0])
+    assert tier.write(KEYS[0], chunk(KEYS[0]))
+    damaged = stored(name)
+    damaged[place] ^= 1
+    overwrite(name, bytes(damaged))
+    assert holds(tier, KEYS[0]) is False
+    assert tier.counts["corrupt"] == 1
+    assert object_names(server) == []
+
+
+@pytest.mark.parametrize("length", [0, 79, 80, CHUNK_BYTES, CHUNK_BYTES + HEADER_BYTES + 1])
+def test_an_object_of_another_length_is_a_miss(server: S3Server, length: int) -> None:
+    tier = server.tier()
+    overwrite(FORM.name(KEYS[0]), bytes(length))
+    assert holds(tier, KEYS[0]) is False
+    assert tier.counts["corrupt"] == 1
+
+
+def test_another_chunks_bytes_under_this_name_are_a_miss(server: S3Server) -> None:
+    tier = server.tier()
+    assert tier.write(KEYS[1], chunk(KEYS[1]))
+    overwrite(FORM.name(KEYS[0]), bytes(stored(FORM.name(KEYS[1]))))
+    assert holds(tier, KEYS[0]) is False
+    assert holds(tier, KEYS[1])
+
+
+def test_what_is_recovered_is_what_is_there_parents_last_and_no_stranger(server: S3Server) -> None:
+    tier = server.tier()
+    for key in KEYS:
+        assert tier.write(key, chunk(key))
+    for name in ("trial-00", "x" * 80, KEYS[0].hex().upper()):
+        overwrite(f"{FORM.folder}/{name}", bytes(CHUNK_BYTES))
+    assert list(server.tier().recovered()) == KEYS[::-1]
+    assert list(server.tier(capacity=3).recovered()) == KEYS[2::-1], "our share: the rest is left to others"
+
+
+def test_a_chunk_of_a_wrong_size_is_a_bug_of_the_caller(server: S3Server) -> None:
+    for size in (0, CHUNK_BYTES + 1):
+        with pytest.raises(StateError, match=f"a chunk of {size} bytes"):
+            server.tier().write(KEYS[0], memoryview(bytes(size)))
+
+
+# ---- a host that comes and goes ------------------------------------------------------------------------------------
+
+
+LAYOUT = ChunkLayout(bytes(32), 1, 1, (4096,))
+PROMPT = LAYOUT.keys(range(20))
+
+
+def saved(store: Store) -> None:
+    with store.save(PROMPT) as lease:
+        for key, view in zip(lease.keys, lease.views(), strict=True):
+            view[:4096] = chunk(key, 4096)
+        lease.commit()
+    wait_for(lambda: store.stats()["object_stored"] == len(PROMPT), "all is in the bucket")
+
+
+def loaded(store: Store) -> set[str]:
+    """Load the prompt and compare it; where it came from."""
+    with store.load(PROMPT) as lease:
+        wait_for(lambda: lease.poll().coming == 0, "what is below has come")
+        assert list(lease.keys) == PROMPT
+        assert all(view[:4096] == chunk(key, 4096) for key, view in zip(PROMPT, lease.views(), strict=True))
+        return set(lease.sources)
+
+
+def opened(**more: str | int) -> Store:
+    store = assemble(Config(ram_bytes=1 << 20, object_url=URL, object_bytes=1 << 20, **more), LAYOUT)  # type: ignore[arg-type]
+    assert isinstance(store, Store)
+    return store
+
+
+def test_a_store_on_an_empty_host_starts_warm_from_the_bucket(server: S3Server) -> None:
+    store = opened()
+    saved(store)
+    store.close()
+    again = opened()
+    assert loaded(again) == {"object"}
+    again.close()
+
+
+def test_a_running_store_finds_what_another_host_writes(server: S3Server) -> None:
+    one, other = opened(), opened()
+    saved(one)
+    assert loaded(other) == {"object"}
+    one.close()
+    other.close()
+
+
+@pytest.mark.redis
+def test_with_a_redis_that_knows_nothing_the_bucket_is_asked_too(server: S3Server) -> None:
+    with RedisServer() as redis:
+        one, other = opened(), opened(redis_url=redis.url, redis_bytes=1 << 20)
+        saved(one)
+        assert loaded(other) == {"object"}
+        one.close()
+        other.close()
+
+
+FORM_OF_STORE = Form("cache/a", LAYOUT.fingerprint[:8])
+
+
+def are_there(server: S3Server, keys: list[ChunkKey]) -> bool:
+    return set(map(FORM_OF_STORE.name, keys)) <= set(object_names(server))
+
+
+def test_a_budget_is_kept_and_the_end_of_a_prompt_leaves_first(server: S3Server) -> None:
+    room = 4096 + HEADER_BYTES
+    store = assemble(Config(ram_bytes=1 << 20, object_url=URL, object_bytes=8 * room), LAYOUT)
+    assert isinstance(store, Store)
+    for tokens in (range(8), range(100, 104)):
+        keys = LAYOUT.keys(tokens)
+        with store.save(keys) as lease:
+            lease.commit()
+        wait_for(partial(are_there, server, keys), "all is in the bucket")
+    store.close()
+    first = LAYOUT.keys(range(8))
+    assert object_names(server) == sorted(map(FORM_OF_STORE.name, [*first[:4], *LAYOUT.keys(range(100, 104))]))
+
+
+# ---- what the start says -------------------------------------------------------------------------------------------
+
+
+def test_credentials_that_nobody_knows_are_an_error_without_a_secret() -> None:
+    with S3Server(refuses_after=2) as server, operated(server.environment):
+        with pytest.raises(TierError, match="the access key is not known there; correct AWS_ACCESS_KEY_ID") as raised:
+            server.tier()
+        assert SECRET not in str(raised.value) and "someone" not in str(raised.value)
+
+
+def test_a_bucket_that_is_not_there_is_an_error(server: S3Server) -> None:
+    with pytest.raises(TierError, match=r"s3://nowhere: there is no such bucket; make it, or correct object_url"):
+        server.tier("s3://nowhere")
+
+
+def test_no_credentials_and_no_tls_are_errors(server: S3Server) -> None:
+    with operated(server.environment | {"AWS_ALLOW_HTTP": ""}), pytest.raises(TierError, match="set AWS_ALLOW_HTTP"):
+        server.tier()
+    with operated({}), pytest.raises(TierError, match="no account: set AZURE_STORAGE_ACCOUNT_NAME"):
+        server.tier("az://container/x")
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [
+        (403, "RequestTimeTooSkewed", "this host's clock is too far from the store's; set the clock"),
+        (400, "AuthorizationHeaderMalformed", "the bucket is in another region"),
+        (301, "PermanentRedirect", "the bucket is in another region"),
+        (403, "SignatureDoesNotMatch", "the secret key does not fit; correct AWS_ACCESS_KEY_ID"),
+        (400, "ExpiredToken", "the session token is no longer valid"),
+        (403, "AccessDenied", "the credentials lack a right; allow s3:GetObject, s3:PutObject"),
+        (403, "", "the credentials are refused; correct AWS_ACCESS_KEY_ID"),
+    ],
+)
+def test_what_only_an_operator_can_mend_ends_the_start(status: int, code: str, words: str) -> None:
+    """moto checks neither clock nor region: the answers are those that S3 documents."""
+    with answering(status, f"<Error><Code>{code}</Code><X>{SECRET}</X></Error>" if code else "") as environment:
+        with operated(environment), pytest.raises(TierError, match=words) as raised:
+            ObjectTier(Bucket(URL, CHUNK_BYTES), FORM, 1 << 20, CHUNK_BYTES)
+        assert SECRET not in str(raised.value)
+
+
+def test_a_budget_of_less_than_a_chunk_is_an_error(server: S3Server) -> None:
+    with pytest.raises(TierError, match=f"give at least object_bytes={CHUNK_BYTES + HEADER_BYTES:,}"):
+        server.tier(capacity=0)
+
+
+# ---- outages -------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_is_away_at_the_start_is_misses_and_there_later(caplog: pytest.LogCaptureFixture) -> None:
+    server, clock = S3Server(), Clock()
+    with operated(server.environment), server:
+        server.kill()
+        tier = server.tier(clock=clock)
+        assert (list(tier.recovered()), holds(tier, KEYS[0]), tier.find(KEYS)) == ([], None, 0)
+        assert not tier.write(KEYS[0], chunk(KEYS[0]))
+        assert tier.open_breakers == 1 and tier.counts["breaker_trips"] == 1
+        server.start()
+        assert not tier.write(KEYS[0], chunk(KEYS[0])), "it is left alone for a while"
+        clock.now += 60
+        assert tier.write(KEYS[0], chunk(KEYS[0]))
+        assert holds(tier, KEYS[0]) and tier.open_breakers == 0
+    assert SECRET not in caplog.text and "no connection" in caplog.text
+
+
+def test_a_delete_that_could_not_be_made_is_made_good() -> None:
+    server, clock = S3Server(), Clock()
+    with operated(server.environment), server:
+        tier = server.tier(clock=clock)
+        assert all(tier.write(key, chunk(key)) for key in KEYS[:2])
+        server.pause()
+        for _ in range(3):
+            tier.counts["failed_reads"] = 0
+            with quick_answers(tier):
+                assert holds(tier, KEYS[1]) is None
+        tier.delete(KEYS[0])
+        assert tier.owed == 1
+        server.resume()
+        clock.now += 60
+        assert holds(tier, KEYS[1]), "and what a server that answers again has is there"
+        assert tier.owed == 0
+        assert object_names(server) == [FORM.name(KEYS[1])]
+
+
+def test_a_store_that_answers_with_errors_is_misses(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    with answering(503, f"<Error><Code>SlowDown</Code><X>{SECRET}</X></Error>") as environment, operated(environment):
+        tier = ObjectTier(Bucket(URL, CHUNK_BYTES), FORM, 1 << 20, CHUNK_BYTES)
+        assert holds(tier, KEYS[0]) is None
+        assert not tier.write(KEYS[0], chunk(KEYS[0]))
+        assert tier.find(KEYS) == 0
+    assert "HTTP 503 SlowDown" in caplog.text and SECRET not in caplog.text
+
+
+def test_after_close_nothing_is_held_and_nothing_is_asked(server: S3Server) -> None:
+    tier = server.tier()
+    assert tier.write(KEYS[0], chunk(KEYS[0]))
+    tier.close(KEYS)
+    assert not holds(tier, KEYS[0])
+    assert not tier.write(KEYS[1], chunk(KEYS[1]))
+    assert tier.find(KEYS) == 0
+
+
+@contextmanager
+def quick_answers(tier: ObjectTier) -> Iterator[None]:
+    """A call of its bucket gives up after half a second instead of five."""
+    before = tier._bucket._store
+    with pytest.MonkeyPatch.context() as patch:
+        quick = obstore.store.from_url(
+            "s3://bucket", client_options={"allow_http": True, "timeout": "500ms"}, retry_config={"max_retries": 0}
+        )
+        patch.setattr(tier._bucket, "_store", quick)
+        yield
+    assert tier._bucket._store is before
+
+
+@contextmanager
+def answering(status: int, body: str) -> Iterator[dict[str, str]]:
+    """A server that gives one answer to everything, and the environment that leads there."""
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            self.send_header("Content-Length", str(0 if self.command == "HEAD" else len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body.encode())
+
+        do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = answer  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        named = S3Server()
+        named.endpoint = f"http://127.0.0.1:{server.server_port}"
+        try:
+            yield named.environment
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_names_and_keys_are_two_ways_of_one_thing() -> None:
+    assert FORM.key(FORM.name(KEYS[0])) == KEYS[0]
+    assert [FORM.key(name) for name in ("", KEYS[0].hex(), f"{FORM.folder}/{'zz' * 40}")] == [None] * 3
