@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.cli.start_checks import try_everything
+from kvtier.config.keys import Config
 from kvtier.tiers.objects.bucket import Bucket
 from tests.s3_server import SECRET, S3Server, operated
 
@@ -71,3 +73,14 @@ def test_a_server_that_can_never_use_it_does_not_start(server: S3Server, tmp_pat
     done = ran(script, server.environment | given)
     assert done.returncode != 0
     assert "there is no such bucket; make it, or correct object_url" in done.stderr
+
+
+def test_a_bucket_that_is_only_away_is_trouble_and_no_error(server: S3Server) -> None:
+    away = S3Server()
+    settings = {"ram_bytes": 1 << 24, "object_url": "s3://bucket/prefix"}
+    with operated(away.environment):
+        (name, why), *others = try_everything(Config(**settings)).items()  # type: ignore[arg-type]
+    assert (name, others) == ("object", [])
+    assert "s3://bucket/prefix cannot be reached: no connection; its chunks are misses until it can" in why
+    with operated(server.environment):
+        assert try_everything(Config(**settings)) == {}  # type: ignore[arg-type]
