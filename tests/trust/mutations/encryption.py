@@ -117,8 +117,8 @@ ROOM = Room(
         ),
         Mutant(
             "assemble.py",
-            "layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name",
-            "layout.fingerprint[:_NAMESPACE_BYTES]",
+            "Form(config.redis_prefix, layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name)",
+            "Form(config.redis_prefix, layout.fingerprint[:_NAMESPACE_BYTES])",
             "servers with different keys meet in Redis and delete each other's chunks",
         ),
     ),

@@ -286,8 +286,8 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "        self.ages.use(run)\n",
-            "",
+            "            tier.order.used(run)\n        self.ages.use(run)\n",
+            "            tier.order.used(run)\n",
             "nobody knows which size has the coldest chunk",
         ),
         Mutant(

@@ -41,8 +41,8 @@ ROOM = Room(
         ),
         Mutant(
             "server/session.py",
-            "min(most, question.most))",
-            "question.most)",
+            "                min(most, question.most),\n",
+            "                question.most,\n",
             "loads pin as many slots as they name",
         ),
         Mutant(

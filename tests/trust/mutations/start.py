@@ -127,7 +127,7 @@ ROOM = Room(
         ),
         Mutant(
             "cli/start_checks.py",
-            '    return {"redis": away} if (away := try_redis(config)) else {}',
+            "    return {name: away for name, look in LOOKS.items() if (away := look(config))}",
             "    return {}",
             "Redis is never looked at",
         ),
@@ -146,7 +146,7 @@ ROOM = Room(
         ),
         Mutant(
             "cli/serve.py",
-            '            del server.trouble["redis"]',
+            "            del server.trouble[name]",
             "            return",
             "trouble that is over is told for ever",
         ),

@@ -105,7 +105,7 @@ ROOM = Room(
         ),
         Mutant(
             "config/keys.py",
-            "        shown = redis_url.masked(text)",
+            "        shown = rules.masked(text)",
             "        shown = text",
             "the error about a URL shows its password",
         ),
