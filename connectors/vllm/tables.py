@@ -16,8 +16,8 @@ Tables = Sequence[Sequence[int]]
 
 
 class BlockTables:
-    """The tables of one step's requests. From 0.32 on vLLM tells them. Before, it tells what was added, and only one
-    group of full attention is kept, whose table grows at its end."""
+    """The tables of one step's requests. From 0.32 on vLLM tells them when they are asked for. Before, it tells what was
+    added, and only one group of full attention is kept, whose table grows at its end."""
 
     def __init__(self) -> None:
         self._told: Any = None
@@ -25,8 +25,9 @@ class BlockTables:
 
     def begin(self, output: Any) -> None:
         """``output``: vLLM's plan of a step. What it tells is right until :meth:`end`."""
-        self._told = getattr(output, "kv_connector_block_state", None)
-        if self._told is not None:
+        told = getattr(output, "kv_connector_block_state", None)
+        if hasattr(told, "get_block_ids"):
+            self._told = told
             return
         for new in output.scheduled_new_reqs:
             self._grown[new.req_id] = list(new.block_ids[0])
