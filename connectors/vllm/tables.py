@@ -16,8 +16,8 @@ Tables = Sequence[Sequence[int]]
 
 
 class BlockTables:
-    """The tables of one step's requests. From 0.32 on vLLM tells them when they are asked for. Before, it tells what was
-    added, and only one group of full attention is kept, whose table grows at its end."""
+    """The tables of one step's requests. From 0.32 on vLLM tells them when they are asked for. Before, it tells what
+    was added, and only one group of full attention is kept, whose table grows at its end."""
 
     def __init__(self) -> None:
         self._told: Any = None
