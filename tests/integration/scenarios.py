@@ -352,7 +352,7 @@ def threaded_streams() -> None:
 
     make, load = PagedBlocks.__init__, StagedCopier.load
 
-    def on_threads(self: PagedBlocks, regions: Any, per_chunk: int) -> None:
+    def on_threads(self: PagedBlocks, regions: Any, per_chunk: int, **_: Any) -> None:
         make(self, regions, per_chunk, locked=lambda _: (), streams=ThreadedStreams())
 
     def noted(self: StagedCopier, jobs: Any) -> Any:
@@ -411,11 +411,11 @@ def lost_node(model: str) -> Any:
 
 
 def counts(engine: Engine) -> dict[str, int]:
-    """The connector's counts as vLLM's own metrics show them."""
+    """The connector's counts as vLLM's own metrics show them, but for what has not happened."""
     found = {}
     for metric in engine.llm.get_metrics():
         kind, _, rest = metric.name.removeprefix("vllm:kvtier_").partition("_")
-        if rest == "chunks":
+        if rest == "chunks" and metric.value:
             found[f"{kind}_{metric.labels.get('reason') or metric.labels.get('place')}"] = int(metric.value)
     return found
 
