@@ -424,8 +424,11 @@ class Engine:
                 if not step.output.has_sync_kv_loads:
                     connector.start_load_kv(context)
             connector.wait_for_save()
+            transferred = _transferred(connector, step.output.finished_req_ids)
+            if transferred.get("failed_recving") and not self.cell.fails:
+                self.violations.append(f"loads of {transferred['failed_recving']} failed, and nothing made them fail")
             step.results[number] = KVConnectorOutput(
-                **_transferred(connector, step.output.finished_req_ids),
+                **transferred,
                 invalid_block_ids=connector.get_block_ids_with_load_errors(),
                 kv_connector_stats=connector.get_kv_connector_stats(),
                 kv_connector_worker_meta=_sent(connector.build_connector_worker_meta()),
