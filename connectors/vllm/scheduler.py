@@ -340,7 +340,8 @@ class SchedulerHalf:
         for prompt in self._prompts.values():
             prompt.drop()
             prompt.leave_alone()
-        self._prompts = {name: prompt for name, prompt in self._prompts.items() if prompt.began}
+        for name in [name for name, prompt in self._prompts.items() if not prompt.began]:
+            del self._prompts[name]
 
     def expects_reports(self) -> bool:
         """vLLM's ``has_pending_push_work``: whether to take steps even with nothing to compute, so that workers can say

@@ -136,8 +136,8 @@ ROOM = Room(
         ),
         Mutant(
             "connectors/vllm/scheduler.py",
-            "        self._prompts = {name: prompt for name, prompt in self._prompts.items() if prompt.began}\n",
-            "",
+            "            del self._prompts[name]\n",
+            "            pass\n",
             "requests that waited while weights were replaced are never kept",
         ),
         # ---- what ranks say together ---

@@ -379,10 +379,14 @@ def test_of_equal_prompts_one_loads_and_the_others_wait_for_vllms_own_blocks(sha
     done(bench, one)
 
 
-def test_requests_that_wait_claim_half_of_ram_together_and_the_first_may_always() -> None:
+@pytest.mark.parametrize("replaced", [False, True])
+def test_requests_that_wait_claim_half_of_ram_together_and_the_first_may_always(replaced: bool) -> None:
+    """Also when the weights were replaced before."""
     bench, prompts = Bench(slots=10), [prompt(3, f"{number}", first=number) for number in range(4)]
+    if replaced:
+        bench.half.report(report(replacements={0: 1}))
     for one in prompts:
-        keys = LAYOUT.keys(one.all_token_ids[:-1])
+        keys = bench.half._layout.keys(one.all_token_ids[:-1])
         bench.tier.held.update({key: bytes(SLOT) for key in keys})
         bench.store._directory.found(0, keys[::-1])
     assert [bench.matched(one) for one in prompts] == [None] * 4
