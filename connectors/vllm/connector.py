@@ -228,8 +228,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._of_scheduler().finished(request)
-        return False, None
+        return self.request_finished(request, [])
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         return versions.hit_sources(self._of_scheduler().sources(request))

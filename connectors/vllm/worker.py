@@ -69,6 +69,8 @@ class _Copying(NamedTuple):
 
     job: Job
     left: deque[Placed]
+    block_tokens: float
+    """What of the job's tokens one of its blocks stands for."""
 
 
 class Loaded(Protocol):
@@ -171,7 +173,7 @@ class WorkerHalf:
         try:
             copies = self._copies(job)
             if self._copies_at_once:
-                self._copying.append(_Copying(job, deque(copies)))
+                self._copying.append(_Copying(job, deque(copies), job.tokens / len(job.blocks)))
                 return
             copy = self._moved(copies, load=True)
         except Exception:
@@ -188,12 +190,12 @@ class WorkerHalf:
         begun = now = self._clock()
         until = begun + (max(BUSY_COPY_S, BUSY_COPY_PART * self._forward_s) if computes else _IDLE_COPY_S)
         while self._copying and now < until:
-            job, left = self._copying[0]
+            job, left, block_tokens = self._copying[0]
             try:
                 while left and now < until:
                     place, piece = left.popleft()
                     self._paged[place].load([piece])
-                    self._report.loaded_tokens += job.tokens * len(piece[2]) / len(job.blocks)
+                    self._report.loaded_tokens += block_tokens * len(piece[2])
                     now = self._clock()
             except Exception:
                 logger.exception("rank %d: load of %d blocks failed", self._rank, len(job.blocks))
