@@ -227,21 +227,23 @@ class SchedulerHalf:
         pieces = self._finished(prompt, tables, finished)
         prompt.saved = max(finished, prompt.saved)
         if pieces:
-            self._save(metadata, prompt, request_id, pieces, tables)
+            self._save(metadata, request_id, pieces, tables)
 
-    def _finished(self, prompt: Prompt, tables: Tables, finished: int) -> list[Piece]:
+    def _finished(self, prompt: Prompt, tables: Tables, finished: int) -> dict[ChunkKey, Piece]:
         """Everything of ``finished`` chunks that is worth keeping, in the order in which it shall stay: what all hits
         need, then what is behind the ends that are new."""
         geometry, size, request = self._geometry, self._layout.chunk_tokens, prompt.request
-        pieces = geometry.trunk(0, finished)
+        keys = self._keys(prompt, request.num_tokens)
+        found = dict(zip(geometry.trunk_keys(keys, finished), geometry.trunk(0, finished), strict=True))
         if geometry.is_gradual:
-            return pieces
-        shared = getattr(request, "shared_prefix_boundary", 0)
+            return found
+        shared, behind = getattr(request, "shared_prefix_boundary", 0), list[Piece]()
         for chunk in range(finished, prompt.saved, -1):
             if geometry.is_kept(chunk * size, request.num_prompt_tokens, shared):
-                pieces += (piece for piece in geometry.behind(chunk * size) if piece.group.kind is not Kind.STATE)
-        there = [piece for piece in dict.fromkeys(pieces) if blocks_of(geometry, piece, tables) is not None]
-        return there + self._states(prompt, tables, finished)
+                behind += (piece for piece in geometry.behind(chunk * size) if piece.group.kind is not Kind.STATE)
+        behind += self._states(prompt, tables, finished)
+        found |= {geometry.key(piece, keys): piece for piece in behind}
+        return {key: piece for key, piece in found.items() if blocks_of(geometry, piece, tables) is not None}
 
     def _states(self, prompt: Prompt, tables: Tables, finished: int) -> list[Piece]:
         """States at the end of a finished chunk, whose blocks lie where they were told. One whose tokens are not known
@@ -261,16 +263,13 @@ class SchedulerHalf:
         prompt.states = waiting
         return found
 
-    def _save(
-        self, metadata: StepMetadata, prompt: Prompt, request_id: str, pieces: Sequence[Piece], tables: Tables
-    ) -> None:
-        keys, geometry = self._keys(prompt, prompt.request.num_tokens), self._geometry
-        named = {geometry.key(piece, keys): piece for piece in pieces}
-        lease = self.store.save(list(named))
+    def _save(self, metadata: StepMetadata, request_id: str, pieces: dict[ChunkKey, Piece], tables: Tables) -> None:
+        geometry = self._geometry
+        lease = self.store.save(list(pieces))
         if not lease.keys:
             lease.close()
             return
-        held = [(named[key], slot) for key, slot in zip(lease.keys, lease.slots, strict=True)]
+        held = [(pieces[key], slot) for key, slot in zip(lease.keys, lease.slots, strict=True)]
         moves = saving(geometry, ((piece, slot, blocks_of(geometry, piece, tables) or []) for piece, slot in held))
         job = Job(self._number(), self._address(lease.pool), moves)
         self._pending[job.number] = Pending(lease, request_id, lease.keys)
