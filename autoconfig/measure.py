@@ -100,31 +100,31 @@ def _timed_disk(disk: Disk, seconds: float) -> Disk:
 def _redis_speed(redis: Redis, seconds: float) -> Fact[float]:
     """The slower of SET and GET of 4 MiB values under one name that expires by itself."""
     from kvtier.tiers.redis.errors import FAULTS, RefusedError, WrongSizeError
-    from kvtier.tiers.redis.link import Link
+    from kvtier.tiers.redis.servers import RedisServers
 
     room = (redis.maxmemory.value or 1 << 62) - (redis.used.value or 0)
     if room < _KEEP_FREE * _BLOCK:
         return unknown("Redis is too full to try")
     name, value = f"kvtier:probe:{os.getpid()}".encode(), memoryview(bytearray(os.urandom(_BLOCK)))
-    link = Link(redis.url, connections=1, timeout_s=max(0.2, seconds))
+    servers = RedisServers(redis.url, connections=1, timeout_s=max(0.2, seconds))
 
     def put(_: int) -> int:
-        with link.wire(name) as wire:
+        with servers.wire(name) as wire:
             refusal = wire.put([(name, value)], 60_000)
         if refusal is not None:
             raise refusal
         return _BLOCK
 
     def get(_: int) -> int:
-        with link.wire(name) as wire:
+        with servers.wire(name) as wire:
             return sum(memory.nbytes for memory in wire.get([name], [value]))
 
     try:
         rates = [_rate(one, seconds / 2, 64) for one in (put, get)]
-        with link.wire(name) as wire:
+        with servers.wire(name) as wire:
             wire.ask([("UNLINK", name)])
     except (*FAULTS, RefusedError, WrongSizeError) as error:
         return unknown(f"Redis trial failed: {error}")
     finally:
-        link.close()
+        servers.close()
     return known(min(rates), "measured, one connection, 4 MiB values")

@@ -242,7 +242,7 @@ class _Usable(NamedTuple):
 def _plan_disk(facts: Facts, load: Load, draft: Draft) -> None:
     usable: list[_Usable] = []
     for disk in facts.disks:
-        reason, size, speed = _judge(disk, load)
+        reason, size, speed = _disk_verdict(disk, load)
         if reason:
             draft.leave_out(f"nvme {disk.path}", reason)
         elif (pays := break_even_row(f"nvme {disk.path}", speed, load, draft)) is not None:
@@ -275,7 +275,7 @@ def _disk_reserve(disk: Disk) -> int:
     return max((disk.total.value or disk.free.value or 0) // 10, 2 * GIB)
 
 
-def _judge(disk: Disk, load: Load) -> tuple[str, int, Fact[float]]:
+def _disk_verdict(disk: Disk, load: Load) -> tuple[str, int, Fact[float]]:
     """(why it cannot be used or "", bytes for one store, read speed)."""
     kind, name = disk.device.value, disk.filesystem.value or "unknown"
     speed = or_assumed(disk.read_speed, _ASSUMED_READ.get(kind or "", 0.2e9), kind or "an unknown device")

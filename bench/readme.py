@@ -215,10 +215,10 @@ def trust() -> str:
 
 
 def stuck() -> str:
-    """What each plight of a lower tier cost a real engine."""
+    """What each fault of a lower tier cost a real engine."""
     found = _read("stuck")
     values = {row["name"]: row for row in found["rows"]}
-    rows = [["plight", "TTFT, against no kvtier", "the question when it begins", "answers until it is used again"]]
+    rows = [["fault", "TTFT, against no kvtier", "the question when it begins", "answers until it is used again"]]
     for name in found["answers"]:
         first = values[f"{name}: first question, more than none"]
         again = values[f"{name}: answers until the tier is used again"]["value"]

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from kvtier.config.keys import Config
     from kvtier.core.chunk import ChunkKey, ChunkLayout
     from kvtier.core.errors import ConfigError, KVTierError, LayoutError, StateError, TierError
-    from kvtier.store.lease import LoadLease, Match, SaveLease
+    from kvtier.core.lookup import Progress
+    from kvtier.store.lease import LoadLease, SaveLease
     from kvtier.store.store import Store
 
 __version__ = "0.1.0"
@@ -28,7 +29,7 @@ __all__ = [
     "KVTierError",
     "LayoutError",
     "LoadLease",
-    "Match",
+    "Progress",
     "SaveLease",
     "StateError",
     "Store",
@@ -40,7 +41,8 @@ _HOMES = {
     "kvtier.core.chunk": ("ChunkKey", "ChunkLayout"),
     "kvtier.config.keys": ("Config",),
     "kvtier.core.errors": ("ConfigError", "KVTierError", "LayoutError", "StateError", "TierError"),
-    "kvtier.store.lease": ("LoadLease", "Match", "SaveLease"),
+    "kvtier.core.lookup": ("Progress",),
+    "kvtier.store.lease": ("LoadLease", "SaveLease"),
     "kvtier.store.store": ("Store",),
 }
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvtier.autoconfig.memory import require_ram
 from kvtier.autoconfig.probe.probe import probe_disk, probe_memory
 from kvtier.client.client import Client
-from kvtier.client.connect import Address, Door, client_tls, hello, read_token
+from kvtier.client.connect import Address, ServerAccess, client_tls, hello, read_token
 from kvtier.config.keys import (
     DEFAULT_OBJECT_BYTES,
     ENCRYPTION_KEY,
@@ -71,7 +71,7 @@ def assemble(config: Config, layout: ChunkLayout, replica: int = 0, shared: Lent
     Raises ConfigError or TierError, naming the key to change; what was opened before is closed again.
     """
     if config.server is not None and Address.parse(config.server).path:
-        return Client(door(config, config.server, layout), config.server_timeout_ms / 1000)
+        return Client(access(config, config.server, layout), config.server_timeout_ms / 1000)
     return _store(config, layout, replica, shared)
 
 
@@ -138,17 +138,17 @@ def _tiers(config: Config, layout: ChunkLayout, replica: int, shared: Lent | Non
         found.append(_Opened(nvme, config.nvme_threads, writes, nvme_write(config) == "evict"))
     if config.redis_url:
         from kvtier.tiers.redis.layout import Form
-        from kvtier.tiers.redis.link import Link
+        from kvtier.tiers.redis.servers import RedisServers
         from kvtier.tiers.redis.tier import RedisTier
 
-        link = Link(config.redis_url, connections=config.redis_threads)
+        servers = RedisServers(config.redis_url, connections=config.redis_threads)
         form = Form(config.redis_prefix, layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name)
-        redis = RedisTier(link, form, config.redis_bytes, rest.chunk_bytes, ttl_s=config.redis_ttl_s)
+        redis = RedisTier(servers, form, config.redis_bytes, rest.chunk_bytes, ttl_s=config.redis_ttl_s)
         found.append(_Opened(rest.sealed(redis), config.redis_threads))
     if config.server is not None:
         from kvtier.client.remote_tier import RemoteTier
 
-        found.append(_Opened(RemoteTier(door(config, config.server, layout)), _REMOTE_THREADS))
+        found.append(_Opened(RemoteTier(access(config, config.server, layout)), _REMOTE_THREADS))
     if config.object_url:
         found.append(_Opened(object_tier(config, config.object_url, layout), config.object_threads))
     return found
@@ -234,7 +234,7 @@ def secret_key(config: Config) -> bytes | None:
     return bytes.fromhex(given)
 
 
-def door(config: Config, server: str, layout: ChunkLayout) -> Door:
+def access(config: Config, server: str, layout: ChunkLayout) -> ServerAccess:
     """How to get into ``server``; raises ConfigError."""
     address = Address.parse(server)
     name, stream = f"process {os.getpid()}", not address.path
@@ -243,7 +243,7 @@ def door(config: Config, server: str, layout: ChunkLayout) -> Door:
     if config.server_key is not None:
         read_secret(config.server_key, "server_key")
     tls = client_tls(config.server_ca, config.server_cert, config.server_key) if config.server_ca and stream else None
-    return Door(address, own, token, tls, config.server_unencrypted)
+    return ServerAccess(address, own, token, tls, config.server_unencrypted)
 
 
 def ram_bytes(config: Config) -> int:

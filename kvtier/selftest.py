@@ -189,7 +189,7 @@ def save(one: Trial) -> str:
                 view[: one.slot_bytes] = content(key, one.slot_bytes)
             lease.commit()
         if one.place == "ram":
-            return "" if _within(lambda: store.match(one.keys).ready == CHUNKS) else "saved, but not found again"
+            return "" if _within(lambda: store.lookup(one.keys).ready == CHUNKS) else "saved, but not found again"
         if not _within(lambda: _stored(store, one.place) >= CHUNKS):
             return f"{_stored(store, one.place)} of {CHUNKS} chunks written within {_MOVE_S:.0f} s"
     return ""
@@ -203,7 +203,7 @@ def load(one: Trial) -> str:
             views, sources = lease.views(), lease.sources
             same = [view == content(key, one.slot_bytes) for key, view in zip(one.keys, views, strict=False)]
             del views
-        store.forget(one.keys)
+        store.invalidate(one.keys)
         if not all(same):
             return f"{same.count(False)} of {CHUNKS} chunks came back with other bytes"
         if len(same) < CHUNKS:

@@ -19,7 +19,7 @@ import time
 
 from kvtier.client.attachment import SharedPool
 from kvtier.client.client import Client
-from kvtier.client.connect import Address, Door, hello
+from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.chunk import ChunkKey
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
@@ -30,8 +30,10 @@ _SLOW_S = 0.2
 
 
 def client_at(path: str) -> Client:
-    door = Door(Address(path, "", 0), hello(LAYOUT.fingerprint, LAYOUT.chunk_bytes, stream=False, client="engine"))
-    return Client(door, _SLOW_S)
+    access = ServerAccess(
+        Address(path, "", 0), hello(LAYOUT.fingerprint, LAYOUT.chunk_bytes, stream=False, client="engine")
+    )
+    return Client(access, _SLOW_S)
 
 
 def say(letter: bytes) -> None:

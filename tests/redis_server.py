@@ -19,7 +19,7 @@ import redis
 from kvtier.bench.servers import free_port
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.tiers.redis.layout import Form
-from kvtier.tiers.redis.link import Link
+from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
 from tests.clock import Clock
 
@@ -128,9 +128,9 @@ class RedisServer:
     def tier(self, url: str = "", *, capacity: int = 64, ttl_s: float | None = None, clock: Clock | None = None,
              timeout_s: float = 5.0) -> RedisTier:  # fmt: skip
         """A tier of small chunks, three parts each. ``clock`` and a short ``timeout_s`` are for fault tests."""
-        link = Link(url or self.url, connections=4, timeout_s=timeout_s)
+        servers = RedisServers(url or self.url, connections=4, timeout_s=timeout_s)
         bytes_ = capacity * FORM.room(CHUNK_BYTES)
-        self._tiers.append(RedisTier(link, FORM, bytes_, CHUNK_BYTES, ttl_s=ttl_s, clock=clock or Clock()))
+        self._tiers.append(RedisTier(servers, FORM, bytes_, CHUNK_BYTES, ttl_s=ttl_s, clock=clock or Clock()))
         return self._tiers[-1]
 
 

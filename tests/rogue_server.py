@@ -120,9 +120,9 @@ def main(mode: str, where: str, uid: int, token: bytes | None) -> None:
         inbox: wire.Inbox[wire.Message] = wire.Inbox(wire.Question)
         while True:
             asked = hear(client, inbox)
-            if isinstance(asked, wire.Match):
+            if isinstance(asked, wire.Lookup):
                 there = len(asked.keys) // len(LAYOUT.keys([0])[0])
-                client.sendall(wire.frame(wire.Extent(asked.id, [(there, 0.0)])))
+                client.sendall(wire.frame(wire.LookupAnswer(asked.id, [(there, 0.0)])))
 
     with rogue(Path(where), script):
         os.chmod(where, 0o777)  # noqa: S103 - whoever may, shall come in

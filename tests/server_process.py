@@ -15,7 +15,7 @@ from types import TracebackType
 
 from kvtier.bench.companion import listens
 from kvtier.client.client import Client
-from kvtier.client.connect import Address, Door, hello
+from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
@@ -111,9 +111,9 @@ class ServerProcess:
         """Its log."""
         return self.log.read_text()
 
-    def door(self, layout: ChunkLayout = LAYOUT, namespace: str = "") -> Door:
+    def access(self, layout: ChunkLayout = LAYOUT, namespace: str = "") -> ServerAccess:
         own = hello(layout.fingerprint, layout.chunk_bytes, stream=False, namespace=namespace, client="test")
-        return Door(self.address, own)
+        return ServerAccess(self.address, own)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
@@ -125,9 +125,9 @@ class ServerProcess:
 
 
 @contextmanager
-def attached(door: Door, timeout_s: float = 2.0) -> Iterator[Client]:
+def attached(access: ServerAccess, timeout_s: float = 2.0) -> Iterator[Client]:
     """A client; by default with more patience than an engine has, because tests share the machine."""
-    client = Client(door, timeout_s)
+    client = Client(access, timeout_s)
     try:
         yield client
     finally:

@@ -270,20 +270,20 @@ def probe_redis(url: str) -> Redis:
     Raises ConfigError for a URL that is none, without showing it."""
     from kvtier.config.redis_url import parse
     from kvtier.tiers.redis.errors import FAULTS
-    from kvtier.tiers.redis.link import Link
+    from kvtier.tiers.redis.servers import RedisServers
     from kvtier.tiers.redis.startup import hopeless, limit_of, node_facts, wrong_kind
 
-    link = Link(url, connections=1)
+    servers = RedisServers(url, connections=1)
     local = parse(url).local
     try:
-        facts = node_facts(link)
+        facts = node_facts(servers)
     except FAULTS as error:
         return Redis(url, reachable=known(False, hopeless(error) or str(error)), local=local)
     finally:
-        link.close()
-    if (wrong := wrong_kind(link, facts)) is not None:
+        servers.close()
+    if (wrong := wrong_kind(servers, facts)) is not None:
         return Redis(url, reachable=known(False, wrong), local=local)
-    source = f"INFO of {link.label}" + (f", {len(facts)} nodes" if len(facts) > 1 else "")
+    source = f"INFO of {servers.label}" + (f", {len(facts)} nodes" if len(facts) > 1 else "")
     used = [fact.used for fact in facts if fact.used is not None]
     limit = limit_of(facts)
     policies = {fact.policy for fact in facts if fact.policy is not None}

@@ -23,13 +23,13 @@ from typing import Any
 
 from kvtier.bench.companion import run_folder
 from kvtier.bench.compare import calls, limits
+from kvtier.bench.compare.arm_result import arm_results
 from kvtier.bench.compare.beside import beside
 from kvtier.bench.compare.contenders import CONTENDERS, Contender, names, rendered
 from kvtier.bench.compare.measures import Run
 from kvtier.bench.compare.plot import write_plot
 from kvtier.bench.compare.rounds import INFLIGHT, MIXED, MODEL, Serving, first_cause, measured
 from kvtier.bench.compare.rows import write
-from kvtier.bench.compare.standing import standings
 from kvtier.bench.compare.table import print_tables
 from kvtier.bench.long_doc_qa.arms import Arm, Sizes, server_args
 from kvtier.bench.long_doc_qa.work import Workload
@@ -113,7 +113,7 @@ def compare(args: argparse.Namespace, model: Path) -> int:
     print_tables(args.arms, kept.runs, reasons, token_bytes, kept.limits)
     if kept.runs:
         about = f"{args.num_documents} documents of {args.document_length:,} tokens, {args.rounds} rounds"
-        write_plot(args.output.with_suffix(".png"), args.arms, standings(args.arms, kept.runs), about)
+        write_plot(args.output.with_suffix(".png"), args.arms, arm_results(args.arms, kept.runs), about)
     print(f"Wrote {args.output}")
     return int(any(name.startswith("kvtier") for name in reasons))
 

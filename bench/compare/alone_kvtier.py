@@ -74,7 +74,7 @@ class Kvtier:
 
     def forget(self, prompt: Prompt) -> None:
         keys, until = self._layout.keys(prompt.tokens), time.monotonic() + PATIENCE_S
-        self._cache.forget(keys)
+        self._cache.invalidate(keys)
         while isinstance(self._cache, Store) and self._cache.unfinished(keys):
             if time.monotonic() > until:
                 raise WrongError(f"what was forgotten is not deleted after {PATIENCE_S:.0f} s: {self._cache.stats()}")
@@ -83,7 +83,7 @@ class Kvtier:
     def look_up(self, tokens: Sequence[int]) -> tuple[float, float | None]:
         keys = self._layout.keys(tokens)
         begun = time.perf_counter()
-        ready, _ = self._cache.match(keys)
+        ready, _ = self._cache.lookup(keys).progress
         return ready * self._layout.chunk_tokens, time.perf_counter() - begun
 
     def end_look_up(self) -> None:

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvtier.bench.compare.arm_result import ArmResult
 from kvtier.bench.compare.contenders import Contender
-from kvtier.bench.compare.standing import Standing
 
 # Okabe and Ito's palette: distinct also to colour-blind readers.
 _OURS, _PEERS = "#009e73", "#9a9a9a"
 
 
-def write_plot(path: Path, arms: Sequence[Contender], found: Mapping[str, Standing], subtitle: str) -> None:
+def write_plot(path: Path, arms: Sequence[Contender], found: Mapping[str, ArmResult], subtitle: str) -> None:
     """Draw a PNG, 1200 pixels wide. Arms without a load cost are left out; kvtier's arm leads those held against it."""
     matplotlib: Any = importlib.import_module("matplotlib")
     matplotlib.use("Agg")
@@ -45,7 +45,7 @@ def write_plot(path: Path, arms: Sequence[Contender], found: Mapping[str, Standi
     pyplot.close(figure)
 
 
-def _in_groups(arms: Sequence[Contender], found: Mapping[str, Standing]) -> list[Standing]:
+def _in_groups(arms: Sequence[Contender], found: Mapping[str, ArmResult]) -> list[ArmResult]:
     """kvtier's arms, each followed by those that are held against it."""
     ours = [arm for arm in arms if arm.name.startswith("kvtier")]
     order = [one for arm in ours for one in (arm, *(peer for peer in arms if peer.like == arm.name))]

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bench.compare import limits
+from kvtier.bench.compare.arm_result import ArmResult, arm_results, median, ours
 from kvtier.bench.compare.contenders import Contender
 from kvtier.bench.compare.measures import Again, Run
-from kvtier.bench.compare.standing import Standing, median, ours, standings
 from kvtier.bench.long_doc_qa.arms import GPU_HIT, NONE
 from kvtier.bench.report import Row, spread, write_results
 
@@ -40,7 +40,7 @@ def write(
 ) -> None:
     """Write the results form. ``more`` has ``workload``, and with it ``kv_token_bytes``."""
     token_bytes = more["workload"].get("kv_token_bytes", 0)
-    found = standings(arms, runs)
+    found = arm_results(arms, runs)
     about = {
         arm.name: {
             "about": arm.about,
@@ -56,7 +56,7 @@ def write(
     write_results(path, NAME, made, **more, limits=limits.HOW, measures=HOW, arms=about)
 
 
-def _facts(arm: Contender, one: Standing) -> dict[str, Any]:
+def _facts(arm: Contender, one: ArmResult) -> dict[str, Any]:
     return {
         "ttft_s": [round(value, 4) for value in one.ttft],
         "cached_part": round(one.cached, 3),
@@ -98,7 +98,7 @@ def rows(
     """Every arm, in order, and the machine's limits; None for what did not run. Load costs, CPU time and the engine's
     time in the connector are held against kvtier's (``limit``), throughputs against vLLM's without any cache below its
     own, speeds against the machine's."""
-    found, bounds = standings(arms, runs, token_bytes), limits.medians(found_limits)
+    found, bounds = arm_results(arms, runs, token_bytes), limits.medians(found_limits)
     made = []
     for arm in arms:
         one = found.get(arm.name)
@@ -118,7 +118,7 @@ def rows(
     return made + limits.rows(found_limits)
 
 
-def _time_rows(one: Standing, warm: Standing | None, best: Standing | None) -> list[Row]:
+def _time_rows(one: ArmResult, warm: ArmResult | None, best: ArmResult | None) -> list[Row]:
     _, least, most = spread(one.ttft)
     bound = warm.ttft_mean if warm else None
     return [
@@ -135,7 +135,7 @@ def _time_rows(one: Standing, warm: Standing | None, best: Standing | None) -> l
     ]
 
 
-def _throughput_rows(one: Standing, bare: Standing | None) -> list[Row]:
+def _throughput_rows(one: ArmResult, bare: ArmResult | None) -> list[Row]:
     made = [Row(f"{one.arm}: prompt throughput", one.throughput, "tokens/s")]
     if one.fill is not None:
         bound = bare.fill if bare else None
@@ -146,7 +146,7 @@ def _throughput_rows(one: Standing, bare: Standing | None) -> list[Row]:
     return made
 
 
-def _resource_rows(arm: Contender, one: Standing, best: Standing | None, bounds: Mapping[str, float]) -> list[Row]:
+def _resource_rows(arm: Contender, one: ArmResult, best: ArmResult | None, bounds: Mapping[str, float]) -> list[Row]:
     made = []
     if arm.limit:
         bound = bounds.get(arm.limit)
@@ -161,7 +161,7 @@ def _resource_rows(arm: Contender, one: Standing, best: Standing | None, bounds:
     return made
 
 
-def _connector_rows(one: Standing, best: Standing | None, bounds: Mapping[str, float]) -> list[Row]:
+def _connector_rows(one: ArmResult, best: ArmResult | None, bounds: Mapping[str, float]) -> list[Row]:
     """None where the engine's calls could not be read."""
 
     def held(name: str, own: Sequence[float], other: Sequence[float] | None) -> Row:
@@ -182,7 +182,7 @@ def _connector_rows(one: Standing, best: Standing | None, bounds: Mapping[str, f
     ]
 
 
-def _again_rows(one: Standing, what: str, again: Again | None) -> list[Row]:
+def _again_rows(one: ArmResult, what: str, again: Again | None) -> list[Row]:
     """Times are held against the arm's own before it."""
     if again is None:
         return []

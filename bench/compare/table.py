@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.bench.compare import limits
+from kvtier.bench.compare.arm_result import ArmResult, arm_results, ours
 from kvtier.bench.compare.contenders import Contender
 from kvtier.bench.compare.measures import Again, Run
 from kvtier.bench.compare.rows import milliseconds, part
-from kvtier.bench.compare.standing import Standing, ours, standings
 
 _WIDTH = 220
 _READ = (
@@ -30,7 +30,7 @@ def print_tables(
     from rich.console import Console
     from rich.table import Table
 
-    found, bounds = standings(arms, runs, token_bytes), limits.medians(found_limits)
+    found, bounds = arm_results(arms, runs, token_bytes), limits.medians(found_limits)
     console = Console(width=max(_WIDTH, Console().width))
     for title, columns in (("The same long documents again: time to first token", _TIMES), ("What it takes", _TAKES)):
         table = Table(title=title, title_justify="left")
@@ -56,8 +56,8 @@ class _Seen:
     """What a row is made of. ``best``: the kvtier arm that it is held against."""
 
     arm: Contender
-    one: Standing
-    best: Standing | None
+    one: ArmResult
+    best: ArmResult | None
     bounds: Mapping[str, float]
 
 

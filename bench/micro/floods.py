@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 from kvtier.bench.report import Row
 from kvtier.client.client import Client
-from kvtier.client.connect import Address, Door, enter, hello
+from kvtier.client.connect import Address, ServerAccess, enter, hello
 from kvtier.core.chunk import ChunkLayout
 from kvtier.protocol import wire
 
@@ -33,8 +33,8 @@ _PATIENT_S = 5.0
 LAYOUT = ChunkLayout(bytes(32), 1, 1, (_SLOT,))
 
 
-def door(path: str) -> Door:
-    return Door(Address(path, "", 0), hello(LAYOUT.fingerprint, _SLOT, stream=False, client="flood"))
+def access(path: str) -> ServerAccess:
+    return ServerAccess(Address(path, "", 0), hello(LAYOUT.fingerprint, _SLOT, stream=False, client="flood"))
 
 
 # ---- the process that floods -----------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def door(path: str) -> Door:
 def _asking(path: str, frames: bytes, reads: bool = True) -> None:
     """Send these frames again and again, and read the answers; attach again when the server has had enough."""
     while True:
-        with contextlib.suppress(OSError), enter(door(path)).socket as sock:
+        with contextlib.suppress(OSError), enter(access(path)).socket as sock:
             if reads:
                 threading.Thread(target=_drained, args=(sock,), daemon=True).start()
             while True:
@@ -58,7 +58,7 @@ def _drained(sock: socket.socket) -> None:
 
 def _holding(path: str, _: int) -> None:
     """Fill as many slots as there are, and stop in the middle."""
-    client = Client(door(path), _PATIENT_S)
+    client = Client(access(path), _PATIENT_S)
     held = [client.save(LAYOUT.keys([number, *range(_LONG - 1)])) for number in range(3)]
     os.kill(os.getpid(), signal.SIGSTOP)
     del held
@@ -107,12 +107,12 @@ _NEIGHBOURS = {
 }
 KINDS: dict[str, Callable[[str, int], None]] = {
     "cpu": _burning,
-    "match": _with(wire.Match(1, _RUN)),
+    "match": _with(wire.Lookup(1, _RUN)),
     "load": _with(wire.Load(1, _RUN, 0)),
-    "save": _with(wire.Save(1, _RUN), wire.Forget(_RUN)),
+    "save": _with(wire.Save(1, _RUN), wire.Invalidate(_RUN)),
     "stats": _with(wire.Stats(1)),
     "check": _with(wire.Check(1, True)),
-    "clear": _with(wire.Clear()),
+    "clear": _with(wire.InvalidateAll()),
     "metrics": _scraping,
     "deaf": _with(wire.Stats(1), reads=False),
     "stopped": _holding,
@@ -137,12 +137,12 @@ def flood(kind: str, path: str, port: int) -> Iterator[None]:
 
 def waits(path: str, seconds: float) -> list[float]:
     """Milliseconds of each lookup, sorted."""
-    client = Client(door(path), _PATIENT_S)
+    client = Client(access(path), _PATIENT_S)
     keys = LAYOUT.keys(range(_LOOKED_UP))
     found, until = [], time.monotonic() + seconds
     while time.monotonic() < until:
         begun = time.perf_counter()
-        client.match(keys)
+        client.lookup(keys).progress
         found.append(1000 * (time.perf_counter() - begun))
         time.sleep(_PAUSE_S)
     client.close()
@@ -151,7 +151,7 @@ def waits(path: str, seconds: float) -> list[float]:
 
 def flood_rows(path: str, port: int, seconds: float) -> list[Row]:
     """A row a flood; ``path`` is a server's socket, ``port`` its admin surface's, ``seconds`` of each."""
-    client = Client(door(path), _PATIENT_S)
+    client = Client(access(path), _PATIENT_S)
     for prompt in range(SLOTS // _LOOKED_UP):
         with client.save(LAYOUT.keys([prompt, *range(_LOOKED_UP - 1)])) as lease:
             lease.commit()

@@ -18,7 +18,7 @@ from kvtier.connectors.vllm.groups import Geometry, Group, Kind
 from kvtier.connectors.vllm.prompts import Prompt
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
-from kvtier.load_policy.decide import Judge
+from kvtier.load_policy.decide import LoadPolicy
 from kvtier.load_policy.prefill import Prefill
 from kvtier.store.store import Store
 
@@ -46,14 +46,14 @@ def promising(groups: tuple[Group, ...]) -> Callable[[], float]:
     """Makes one promise for a request that is new; the seconds it took."""
     geometry, keys = Geometry(groups, CHUNK), LAYOUT.keys(TOKENS)
     run = geometry.run(keys, 0, CHUNK * CHUNKS)
-    store, judge = Store(Pool(len(run.keys), SLOT)), Judge(60.0, prefill=Prefill(1e-3))
+    store, load_policy = Store(Pool(len(run.keys), SLOT)), LoadPolicy(60.0, prefill=Prefill(1e-3))
     with store.save(run.keys) as lease:
         lease.commit()
     request = SimpleNamespace(request_id="one", num_tokens=len(TOKENS), num_prompt_tokens=len(TOKENS))
 
     def once() -> float:
         prompt = Prompt(request, None)
-        claims = Claims(store, geometry, judge, {"one": prompt})
+        claims = Claims(store, geometry, load_policy, {"one": prompt})
         begun = time.perf_counter()
         promised = claims.promise(prompt, keys, 0, busy=False)
         seconds = time.perf_counter() - begun

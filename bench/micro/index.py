@@ -51,9 +51,9 @@ def lookup_rows(rounds: int) -> list[Row]:
     fill(store, LAYOUT.keys(tokens))
     keys = LAYOUT.keys(tokens)
     cases = {
-        "keys + match, all 128 chunks held": lambda: store.match(LAYOUT.keys(tokens)),
-        "keys + match, none held": lambda: store.match(LAYOUT.keys(other)),
-        "match alone, all held": lambda: store.match(keys),
+        "keys + match, all 128 chunks held": lambda: store.lookup(LAYOUT.keys(tokens)).progress,
+        "keys + match, none held": lambda: store.lookup(LAYOUT.keys(other)).progress,
+        "match alone, all held": lambda: store.lookup(keys).progress,
     }
     rows = []
     for name, work in cases.items():
@@ -74,10 +74,10 @@ def timing_rows(store: Store, tokens: Sequence[int]) -> list[Row]:
         return min(timeit.repeat(work, number=number, repeat=200)) / number
 
     own = least(timed, 2000) - least(lambda: None, 2000)
-    whole = least(lambda: store.forecast(LAYOUT.keys(tokens)), 5)
+    whole = least(lambda: store.lookup(LAYOUT.keys(tokens)), 5)
     return [
         Row("timing of a lookup, against keys + forecast of 128 chunks", own / whole, "share", limit=0.01),
-        Row("timing of a lookup, against the forecast alone", own / least(lambda: store.forecast(keys), 50), "share"),
+        Row("timing of a lookup, against the forecast alone", own / least(lambda: store.lookup(keys), 50), "share"),
     ]
 
 

@@ -35,7 +35,7 @@ from kvtier.bench.servers import free_port
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.tiers.redis.layout import PART_BYTES, Form
-from kvtier.tiers.redis.link import Link
+from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
 
 WRITE_SHARE, READ_SHARE = 0.75, 0.80
@@ -77,7 +77,7 @@ class Bench:
 
     def __init__(self, url: str, where: Sequence[str], form: Form, chunk_bytes: int, connections: int) -> None:
         self.where, self.form, self.connections, self.chunk_bytes = where, form, connections, chunk_bytes
-        self.tier = RedisTier(Link(url, connections=connections, timeout_s=10.0), form, 1 << 40, chunk_bytes)
+        self.tier = RedisTier(RedisServers(url, connections=connections, timeout_s=10.0), form, 1 << 40, chunk_bytes)
         self.client: Any = redis.Redis.from_url(url, max_connections=connections)
         layout = ChunkLayout(bytes(32), 1, 1, (chunk_bytes,))
         self.keys = [layout.keys([thread] * _CHUNKS) for thread in range(connections)]

@@ -32,7 +32,7 @@ from kvtier.bench.micro import floods
 from kvtier.bench.report import Row, spread, write_results
 from kvtier.bench.servers import free_port
 from kvtier.client.client import Client
-from kvtier.client.connect import Address, Door, hello
+from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import KVTierError
 from kvtier.core.pool import Pool
@@ -58,8 +58,10 @@ def run_of(layout: ChunkLayout, prompt: int, chunks: int) -> list[ChunkKey]:
     return layout.keys([prompt] * 16 * chunks)
 
 
-def door_to(path: str, layout: ChunkLayout) -> Door:
-    return Door(Address(path, "", 0), hello(layout.fingerprint, layout.chunk_bytes, stream=False, client="bench"))
+def door_to(path: str, layout: ChunkLayout) -> ServerAccess:
+    return ServerAccess(
+        Address(path, "", 0), hello(layout.fingerprint, layout.chunk_bytes, stream=False, client="bench")
+    )
 
 
 @contextmanager
@@ -113,7 +115,7 @@ def match_latency(path: str, layout: ChunkLayout, calls: int) -> tuple[float, fl
     times = []
     for _ in range(calls):
         begun = time.perf_counter()
-        found = client.match(keys)
+        found = client.lookup(keys).progress
         times.append(1000 * (time.perf_counter() - begun))
         if found.ready != _MATCH_CHUNKS:
             raise BenchError(f"{found} of {_MATCH_CHUNKS} chunks")

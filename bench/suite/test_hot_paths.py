@@ -62,11 +62,11 @@ def test_name_128_chunks(benchmark: Benchmark) -> None:
 
 
 def test_match_128_held(benchmark: Benchmark, store: Store) -> None:
-    assert benchmark(store.match, LAYOUT.keys(prompt(1))).ready == CHUNKS
+    assert benchmark(store.lookup, LAYOUT.keys(prompt(1))).ready == CHUNKS
 
 
 def test_match_128_unknown(benchmark: Benchmark, store: Store) -> None:
-    assert benchmark(store.match, LAYOUT.keys(prompt(2))).ready == 0
+    assert benchmark(store.lookup, LAYOUT.keys(prompt(2))).ready == 0
 
 
 def test_load_128_and_close(benchmark: Benchmark, store: Store) -> None:
@@ -109,8 +109,8 @@ def test_question_of_128_keys_there_and_back(benchmark: Benchmark) -> None:
 
     def cross() -> int:
         inbox: wire.Inbox[wire.Question] = wire.Inbox(wire.Question)
-        (message,) = inbox.feed(wire.frame(wire.Match(1, wire.joined(keys))))
-        assert isinstance(message, wire.Match)
+        (message,) = inbox.feed(wire.frame(wire.Lookup(1, wire.joined(keys))))
+        assert isinstance(message, wire.Lookup)
         return len(wire.split(message.keys))
 
     assert benchmark(cross) == CHUNKS

@@ -8,10 +8,10 @@ from typing import Any
 
 from lmcache.v1.storage_backend.connector import ConnectorAdapter
 
-from kvtier.assemble import door
+from kvtier.assemble import access
 from kvtier.config.keys import Config, load
-from kvtier.connectors.lmcache.far import Attached, Far, Streamed
-from kvtier.connectors.lmcache.parcel import HEAD_BYTES
+from kvtier.connectors.lmcache.cache_server import Attached, CacheServer, Streamed
+from kvtier.connectors.lmcache.packing import HEAD_BYTES
 from kvtier.connectors.lmcache.remote import KVTierRemote
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError
@@ -51,9 +51,9 @@ class KVTier(ConnectorAdapter):
             for shape, dtype in zip(metadata.get_shapes(), metadata.get_dtypes(), strict=True)
         )
         layout = ChunkLayout(own, metadata.chunk_size, metadata.chunk_size, (HEAD_BYTES + chunk_bytes,))
-        far = _far(config, layout)
+        cache_server = _cache_server(config, layout)
         logger.info("chunks of %d bytes at the kvtier server %s", chunk_bytes, config.server)
-        return KVTierRemote(context, far, own)
+        return KVTierRemote(context, cache_server, own)
 
 
 def settings(extra: Mapping[str, Any], name: str) -> Config:
@@ -91,9 +91,9 @@ def _parts(metadata: Any) -> dict[str, Any]:
     }
 
 
-def _far(config: Config, layout: ChunkLayout) -> Far:
+def _cache_server(config: Config, layout: ChunkLayout) -> CacheServer:
     assert config.server is not None
-    entrance = door(config, config.server, layout)
+    entrance = access(config, config.server, layout)
     load_timeout_s = config.load_timeout_ms / 1000
     if entrance.address.path:
         return Attached(entrance, config.server_timeout_ms / 1000, load_timeout_s)

@@ -20,9 +20,9 @@ import torch
 from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
-from kvtier.connectors.lmcache import parcel
-from kvtier.connectors.lmcache.far import Far
-from kvtier.connectors.lmcache.parcel import Head
+from kvtier.connectors.lmcache import packing
+from kvtier.connectors.lmcache.cache_server import CacheServer
+from kvtier.connectors.lmcache.packing import Head
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Executor, Lane
 
@@ -52,17 +52,17 @@ class Lanes(NamedTuple):
 
 
 class KVTierRemote(RemoteConnector):
-    """LMCache's chunks of one engine in the server behind ``far``.
+    """LMCache's chunks of one engine in the server behind ``cache_server``.
 
     ``context`` is what LMCache makes connectors from; ``fingerprint`` is part of every key.
     """
 
-    def __init__(self, context: Any, far: Far, fingerprint: bytes, lanes: Lanes | None = None) -> None:
+    def __init__(self, context: Any, cache_server: CacheServer, fingerprint: bytes, lanes: Lanes | None = None) -> None:
         super().__init__(context.config, context.metadata)
         self.counts: Counter[str] = Counter()
         """In chunks since the start: ``saved``, ``loaded``, ``missed``, ``corrupt``, ``refused``."""
         self._memory = context.local_cpu_backend
-        self._far = far
+        self._cache_server = cache_server
         self._fingerprint = fingerprint
         self._lanes = lanes or Lanes.start()
 
@@ -98,7 +98,7 @@ class KVTierRemote(RemoteConnector):
 
     def _find(self, keys: Sequence[Any]) -> int:
         """On the lane."""
-        return self._safely(lambda: self._far.find(self._named(keys)), 0)
+        return self._safely(lambda: self._cache_server.find(self._named(keys)), 0)
 
     # ---- get -----------------------------------------------------------------------------------------------------
 
@@ -128,14 +128,14 @@ class KVTierRemote(RemoteConnector):
         bad: list[ChunkKey] = []
 
         def take(place: int, slot: memoryview) -> bool:
-            head = parcel.head_of(slot)
+            head = packing.head_of(slot)
             if head is not None and not _consistent(head):
                 head = None
             one = self._memory_for(head) if head is not None else None
             if head is not None and one is None:
                 self.counts["refused"] += 1
                 return False
-            if one is not None and parcel.unpack(slot, named[place], _bytes_of(one)):
+            if one is not None and packing.unpack(slot, named[place], _bytes_of(one)):
                 found.append(one)
                 return True
             if one is not None:
@@ -143,11 +143,11 @@ class KVTierRemote(RemoteConnector):
             bad.append(named[place])
             return False
 
-        self._safely(lambda: self._far.load(named, take), 0)
+        self._safely(lambda: self._cache_server.load(named, take), 0)
         if bad:
             self.counts["corrupt"] += len(bad)
             logger.warning("chunk %s came back wrong and is forgotten", bad[0].hex()[:16])
-            self._safely(lambda: self._far.forget(bad), None)
+            self._safely(lambda: self._cache_server.invalidate(bad), None)
         return found
 
     def _memory_for(self, head: Head) -> Any:
@@ -193,22 +193,22 @@ class KVTierRemote(RemoteConnector):
 
         def fill(place: int, slot: memoryview) -> bool:
             one = objects[fit[place]]
-            return parcel.pack(slot, named[place], heads[fit[place]], _bytes_of(one))
+            return packing.pack(slot, named[place], heads[fit[place]], _bytes_of(one))
 
-        self.counts["saved"] += self._safely(lambda: self._far.save(named, fill), 0)
+        self.counts["saved"] += self._safely(lambda: self._cache_server.save(named, fill), 0)
         self.counts["refused"] += len(keys) - len(fit)
 
     # ---- the rest ------------------------------------------------------------------------------------------------
 
     def remove_sync(self, key: Any) -> bool:
-        self._lanes.move.submit(lambda: self._safely(lambda: self._far.forget(self._named([key])), None))
+        self._lanes.move.submit(lambda: self._safely(lambda: self._cache_server.invalidate(self._named([key])), None))
         return True
 
     async def close(self) -> None:
         """Finish what is queued, for five seconds; LMCache waits."""
         for lane in self._lanes:
             lane.close(_CLOSE_S)
-        self._far.close()
+        self._cache_server.close()
         logger.info("closed; chunks since the start: %s", dict(self.counts))
 
     async def list(self) -> Found:
@@ -223,7 +223,7 @@ class KVTierRemote(RemoteConnector):
     def _name(self, key: Any) -> ChunkKey:
         tags = [[str(part) for part in tag] for tag in key.tags or ()]
         worker = [key.model_name, key.world_size, key.worker_id]
-        return parcel.chunk_key(self._fingerprint, *worker, key.chunk_hash_hex, str(key.dtype), tags)
+        return packing.chunk_key(self._fingerprint, *worker, key.chunk_hash_hex, str(key.dtype), tags)
 
     def _safely(self, work: Callable[[], R], otherwise: R) -> R:
         try:

@@ -16,19 +16,21 @@ from kvtier.client.leases import SharedLoad
 from kvtier.connectors.vllm.groups import Geometry, Kind, Run
 from kvtier.connectors.vllm.prompts import Prompt
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.lookup import LookupResult
 from kvtier.load_policy.choose import Choice
-from kvtier.load_policy.decide import Judge
-from kvtier.load_policy.outlook import Outlook
+from kvtier.load_policy.decide import LoadPolicy
 from kvtier.protocol.wire import Reason
 from kvtier.store.lease import LoadLease
 from kvtier.store.store import Store
 
 
 class Claims:
-    """``prompts``: all live requests by name. ``judge`` says what of a hit is taken."""
+    """``prompts``: all live requests by name. ``load_policy`` says what of a hit is taken."""
 
-    def __init__(self, store: Store | Client, geometry: Geometry, judge: Judge, prompts: Mapping[str, Prompt]) -> None:
-        self._store, self._geometry, self._judge, self._prompts = store, geometry, judge, prompts
+    def __init__(
+        self, store: Store | Client, geometry: Geometry, load_policy: LoadPolicy, prompts: Mapping[str, Prompt]
+    ) -> None:
+        self._store, self._geometry, self._load_policy, self._prompts = store, geometry, load_policy, prompts
 
     def promise(self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool) -> int | None:
         """Tokens beyond the first ``computed`` that are there for the request; None: ask again. ``keys``: of its
@@ -50,7 +52,7 @@ class Claims:
         if lease is None:
             return None
         ready, coming = lease.poll()
-        if coming and self._judge.clock() < prompt.until:
+        if coming and self._load_policy.clock() < prompt.until:
             return None
         if coming or ready < prompt.taken:
             ready = self._cut(prompt, run, ready, coming)
@@ -64,33 +66,33 @@ class Claims:
     def _claim(self, prompt: Prompt, run: Run, busy: bool) -> LoadLease | SharedLoad | None:
         """The request's lease; a new one when the old one starts elsewhere or the store has learnt of more since. None:
         there is no room for it now."""
-        lease, outlook = prompt.lease, None
+        lease, result = prompt.lease, None
         if lease is not None and prompt.run is not None and prompt.run.start == run.start:
             ready, coming = lease.poll()
             if coming:
                 return lease
-            outlook = self._store.forecast(run.wanted)
-            learned = outlook.ready > ready or outlook.known > prompt.known
-            prompt.why, prompt.known = outlook.why, outlook.known
+            result = self._store.lookup(run.wanted)
+            learned = result.ready > ready or result.known > prompt.known
+            prompt.why, prompt.known = result.why, result.known
             if not learned:
                 return lease
         prompt.drop()
-        return self._decide(prompt, run, outlook or self._store.forecast(run.wanted), busy)
+        return self._decide(prompt, run, result or self._store.lookup(run.wanted), busy)
 
-    def _decide(self, prompt: Prompt, run: Run, outlook: Outlook, busy: bool) -> LoadLease | SharedLoad | None:
+    def _decide(self, prompt: Prompt, run: Run, result: LookupResult, busy: bool) -> LoadLease | SharedLoad | None:
         """Claim the part of a run that is worth it, and no more: what is claimed starts to move."""
         rest = run.wanted
-        choice = self._judge.choose(
-            outlook, len(rest), prompt.begin, lambda count: self._end_of(prompt, run, count), busy=busy
+        choice = self._load_policy.choose(
+            result, len(rest), prompt.begin, lambda count: self._end_of(prompt, run, count), busy=busy
         )
         most = len(rest) if choice.ask else choice.chunks
         if not self._has_room(prompt, most):
             return None
-        lease = self._take(prompt, run, outlook, choice, most)
-        if choice.chunks < outlook.known:
-            self._decline(prompt, rest[choice.chunks : outlook.known], "slower")
-        elif outlook.asking and not choice.ask:
-            self._decline(prompt, rest[outlook.known :], "unasked")
+        lease = self._take(prompt, run, result, choice, most)
+        if choice.chunks < result.known:
+            self._decline(prompt, rest[choice.chunks : result.known], "slower")
+        elif result.asking and not choice.ask:
+            self._decline(prompt, rest[result.known :], "unasked")
         return lease
 
     def _cut(self, prompt: Prompt, run: Run, ready: int, coming: int) -> int:
@@ -122,7 +124,7 @@ class Claims:
             ready, coming = prompt.lease.poll()
             if ready == len(prompt.run.pieces):
                 return prompt.run.end
-            late = bool(coming) and self._judge.clock() >= prompt.until
+            late = bool(coming) and self._load_policy.clock() >= prompt.until
             if coming and not late:
                 return None
             prompt.missing.add(prompt.run.end)
@@ -134,32 +136,32 @@ class Claims:
 
     def _claim_whole(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> bool | None:
         """Claim the longest run that is worth it. False: there is none; None: there is no room for it now."""
-        for run, outlook in self._runs(prompt, keys):
+        for run, result in self._runs(prompt, keys):
             size = len(run.pieces)
             if prompt.ready_only:
-                choice = Choice(size if outlook.ready == size else 0, ask=False, within_s=0.0)
+                choice = Choice(size if result.ready == size else 0, ask=False, within_s=0.0)
             else:
-                choice = self._judge.choose(
-                    outlook,
+                choice = self._load_policy.choose(
+                    result,
                     size,
                     prompt.begin,
                     lambda count, run=run, size=size: run.end if count >= size else prompt.begin,  # type: ignore[misc]
                     busy=busy,
                 )
             if choice.chunks < size and not choice.ask:
-                if outlook.known == size and not prompt.ready_only:
+                if result.known == size and not prompt.ready_only:
                     self._decline(prompt, run.wanted[-1:], "slower")
                 continue
             if not self._has_room(prompt, size):
                 return None
             until = prompt.until if prompt.missing else 0.0
-            self._take(prompt, run, outlook, choice, size)
+            self._take(prompt, run, result, choice, size)
             if until:
                 prompt.until = min(prompt.until, until)
             return True
         return False
 
-    def _runs(self, prompt: Prompt, keys: Sequence[ChunkKey]) -> Iterator[tuple[Run, Outlook]]:
+    def _runs(self, prompt: Prompt, keys: Sequence[ChunkKey]) -> Iterator[tuple[Run, LookupResult]]:
         """Runs of which everything is known, or may be had by asking, the longest first. Nothing where nothing has
         changed since the last look."""
         geometry, computed = self._geometry, prompt.begin
@@ -167,43 +169,45 @@ class Claims:
         if most <= computed:
             return
         run = geometry.run(keys, computed, most)
-        outlook = self._store.forecast(run.wanted)
-        prompt.why = outlook.why
-        seen = outlook.ready, outlook.known, outlook.asking is not None, len(prompt.missing), prompt.ready_only
+        result = self._store.lookup(run.wanted)
+        prompt.why = result.why
+        seen = result.ready, result.known, result.asking is not None, len(prompt.missing), prompt.ready_only
         if seen == prompt.seen:
             return
-        known = self._known(prompt, keys, outlook)
+        known = self._known(prompt, keys, result)
         for end in geometry.ends(most, known, computed):
             if end in prompt.missing:
                 continue
             if end != most:
                 behind = [geometry.key(piece, keys) for piece in geometry.behind(end, computed)]
                 if behind:
-                    outlook = self._store.forecast(behind)
-                    if outlook.known < len(behind) and outlook.asking is None:
+                    result = self._store.lookup(behind)
+                    if result.known < len(behind) and result.asking is None:
                         continue
                 run = geometry.run(keys, computed, end)
-                outlook = self._store.forecast(run.wanted)
-            if outlook.known == len(run.pieces) or outlook.asking is not None:
-                yield run, outlook
+                result = self._store.lookup(run.wanted)
+            if result.known == len(run.pieces) or result.asking is not None:
+                yield run, result
         prompt.seen = seen
 
-    def _known(self, prompt: Prompt, keys: Sequence[ChunkKey], outlook: Outlook) -> int:
-        """Tokens of whose chunks the anchors have all pieces, in whole chunks. ``outlook``: of the longest run."""
+    def _known(self, prompt: Prompt, keys: Sequence[ChunkKey], result: LookupResult) -> int:
+        """Tokens of whose chunks the anchors have all pieces, in whole chunks. ``result``: of the longest run."""
         geometry, first = self._geometry, self._geometry.first(prompt.begin)
-        known = outlook.known
+        known = result.known
         if geometry.anchors[0].kind is not Kind.FULL:  # of the run only its end is needed
-            known = self._store.forecast([geometry.key(one, keys) for one in geometry.trunk(first, len(keys))]).known
+            known = self._store.lookup([geometry.key(one, keys) for one in geometry.trunk(first, len(keys))]).known
         size = geometry.chunk_tokens
         return geometry.tokens(first, known) // size * size
 
     # ---- both ----------------------------------------------------------------------------------------------------
 
-    def _take(self, prompt: Prompt, run: Run, outlook: Outlook, choice: Choice, most: int) -> LoadLease | SharedLoad:
+    def _take(
+        self, prompt: Prompt, run: Run, result: LookupResult, choice: Choice, most: int
+    ) -> LoadLease | SharedLoad:
         prompt.lease = self._store.load(run.keys, run.start, most=most, session=prompt.said.session)
         prompt.lease_begin, prompt.run = prompt.begin, run
-        prompt.known, prompt.taken, prompt.why, prompt.declined = outlook.known, choice.chunks, outlook.why, {}
-        prompt.until = self._judge.clock() + choice.within_s
+        prompt.known, prompt.taken, prompt.why, prompt.declined = result.known, choice.chunks, result.why, {}
+        prompt.until = self._load_policy.clock() + choice.within_s
         return prompt.lease
 
     def _has_room(self, prompt: Prompt, pieces: int) -> bool:

@@ -34,7 +34,7 @@ from kvtier.connectors.vllm.scheduler import Duty, SchedulerHalf
 from kvtier.connectors.vllm.stats import TierMetrics, TierStats
 from kvtier.connectors.vllm.worker import BUSY_COPY_PART, BUSY_COPY_S, GroupLayers, WorkerHalf
 from kvtier.core.errors import ConfigError, KVTierError
-from kvtier.load_policy.decide import Judge
+from kvtier.load_policy.decide import LoadPolicy
 from kvtier.load_policy.prefill import Prefill
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             chunks,
             geometry,
             parts,
-            Judge(
+            LoadPolicy(
                 self._config.load_timeout_ms / 1000,
                 always=self._config.take_hits == "always",
                 prefill=prefill,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from kvtier.client.client import Client
 from kvtier.store import figures, status
-from kvtier.store.status import RealmStatus
+from kvtier.store.status import SizeClassStatus
 from kvtier.store.store import Store
 
 SEPARATOR = "|"
@@ -59,7 +59,7 @@ def _server(counts: Mapping[str, int]) -> Iterator[tuple[str, float]]:
     return ((_name(figures.COUNTER, f"server_{what}"), counts[what]) for what in SERVER_COUNTS if counts.get(what))
 
 
-def _own(now: RealmStatus) -> Iterator[tuple[str, float]]:
+def _own(now: SizeClassStatus) -> Iterator[tuple[str, float]]:
     for of_store in figures.STORE_FIGURES:
         yield _name(of_store.kind, of_store.name), of_store.value(now)
     for of_tier in figures.TIER_FIGURES:

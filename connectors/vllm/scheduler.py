@@ -34,7 +34,7 @@ from kvtier.connectors.vllm.requests import Adapters
 from kvtier.connectors.vllm.tables import NULL_BLOCK, BlockTables, Tables, blocks_of, loading, saving
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
-from kvtier.load_policy.decide import Judge
+from kvtier.load_policy.decide import LoadPolicy
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.store import Store
 
@@ -57,7 +57,7 @@ class Duty(NamedTuple):
 
 class SchedulerHalf:
     """``store`` is the engine's own, or a server's client. ``geometry``: what pieces chunks are kept as. ``parts``:
-    where each worker rank's parts of a slot lie. ``judge`` says what of a hit is taken."""
+    where each worker rank's parts of a slot lie. ``load_policy`` says what of a hit is taken."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class SchedulerHalf:
         layout: ChunkLayout,
         geometry: Geometry,
         parts: Parts,
-        judge: Judge,
+        load_policy: LoadPolicy,
         duty: Duty,
     ) -> None:
         self.store = store
@@ -80,10 +80,10 @@ class SchedulerHalf:
         self._geometry = geometry
         self._parts = parts
         self._addresses: WeakKeyDictionary[Pool, PoolAddress] = WeakKeyDictionary()
-        self._judge = judge
+        self._load_policy = load_policy
         self._adapters = Adapters()
         self._prompts: dict[str, Prompt] = {}
-        self._claims = Claims(store, geometry, judge, self._prompts)
+        self._claims = Claims(store, geometry, load_policy, self._prompts)
         self._tables = BlockTables()
         self._pending: dict[int, Pending] = {}
         self._next_job = 0
@@ -92,7 +92,7 @@ class SchedulerHalf:
         self._replacements_seen: dict[int, int] = {}
         self._old_blocks = False
         """vLLM's own cache may hold blocks that other weights have computed."""
-        self.misses = Misses(store, judge.clock)
+        self.misses = Misses(store, load_policy.clock)
         self._afterwards = Afterwards(store, geometry)
 
     # ---- lookup --------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class SchedulerHalf:
         job = Job(self._number(), self._address(lease.pool), moves, request.request_id, tokens)
         self._pending[job.number] = Pending(lease, request.request_id, lease.keys[:count], tokens)
         self._loading.update(lease.keys[:count])
-        self._judge.load_began(tokens)
+        self._load_policy.load_began(tokens)
         self._loads.append(job)
         self._account(prompt, [source for *_, source in pieces], tokens)
         prompt.sources = by_place(geometry, {piece: source for piece, _, source in pieces}, prompt.begin, end)
@@ -184,7 +184,7 @@ class SchedulerHalf:
         metadata = StepMetadata(
             address,
             loads=self._loads,
-            number=self._judge.planned(_work(output)),
+            number=self._load_policy.planned(_work(output)),
             computes=bool(output.total_num_scheduled_tokens),
             replacements_seen=dict(self._replacements_seen),
         )
@@ -279,7 +279,7 @@ class SchedulerHalf:
 
     def report(self, report: StepReport) -> None:
         """vLLM's ``update_connector_output``: what all ranks said of this step's jobs."""
-        self._judge.ended(report.step, report.loaded_tokens, report.load_s, report.save_s)
+        self._load_policy.ended(report.step, report.loaded_tokens, report.load_s, report.save_s)
         for rank, count in report.replacements.items():
             self._replacements_seen[rank] = max(count, self._replacements_seen.get(rank, 0))
         if report.replacements:
@@ -304,7 +304,7 @@ class SchedulerHalf:
         pending_load = isinstance(pending.lease, LoadLease | SharedLoad)
         if pending_load:
             self._loading -= Counter(pending.keys)
-            self._judge.load_ended(pending.tokens)
+            self._load_policy.load_ended(pending.tokens)
         if not pending.failed:
             if isinstance(pending.lease, SaveLease | SharedSave):
                 self.misses.saved(len(pending.keys))
@@ -315,7 +315,7 @@ class SchedulerHalf:
         pending.lease.close()
         prompt = self._prompts.get(pending.request_id)
         if pending_load and not refused:
-            self.store.forget(pending.keys)
+            self.store.invalidate(pending.keys)
             logger.warning("load of %d chunks failed; they are dropped and recomputed", len(pending.keys))
         if prompt is None:
             return
@@ -345,7 +345,7 @@ class SchedulerHalf:
     def expects_reports(self) -> bool:
         """vLLM's ``has_pending_push_work``: whether to take steps even with nothing to compute, so that workers can say
         that a copy is through. Not for ever after the last job: a report may never come."""
-        return bool(self._pending) and self._judge.clock() < self._reports_until
+        return bool(self._pending) and self._load_policy.clock() < self._reports_until
 
     def finished(self, request: Any) -> None:
         """vLLM's ``request_finished``: also for aborted requests, waiting or running."""
@@ -367,7 +367,7 @@ class SchedulerHalf:
 
     def clear(self) -> None:
         """Forget every cached chunk, in every tier."""
-        self.store.clear()
+        self.store.invalidate_all()
 
     def close(self) -> bool:
         """Jobs that workers have not confirmed keep their leases: a server ends them when no process of this engine
@@ -411,7 +411,7 @@ class SchedulerHalf:
         return address
 
     def _number(self) -> int:
-        self._reports_until = self._judge.clock() + _REPORTS_S
+        self._reports_until = self._load_policy.clock() + _REPORTS_S
         self._next_job += 1
         return self._next_job
 

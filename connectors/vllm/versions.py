@@ -1,6 +1,6 @@
 """Everything that differs between the vLLM versions kvtier supports, in one place. Importing this imports no vLLM.
 
-Below the floor every road ends with the sentence of :func:`judged`. Above it a feature whose hook this vLLM lacks is
+Below the floor every road ends with the sentence of :func:`verdict`. Above it a feature whose hook this vLLM lacks is
 off, and :func:`limits` says so.
 """
 
@@ -27,7 +27,7 @@ _LIMITS = {
 """Hook of vLLM's connectors -> what holds where vLLM has no such hook."""
 
 
-def judged(version: str) -> str:
+def verdict(version: str) -> str:
     """What to say of this version of vLLM. Raises ConfigError when it is too old."""
     tested = ", ".join(TESTED)
     numbers = _numbers(version)
@@ -41,8 +41,8 @@ def judged(version: str) -> str:
 
 
 def require() -> str:
-    """:func:`judged` for the vLLM of this process. One that does not know its version passes as not tested."""
-    return judged(running())
+    """:func:`verdict` for the vLLM of this process. One that does not know its version passes as not tested."""
+    return verdict(running())
 
 
 def running() -> str:

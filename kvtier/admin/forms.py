@@ -59,27 +59,27 @@ class Lookup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Instead of salt: all that is hashed before the tokens, in hex."""
 
 
-class TierReach(msgspec.Struct, frozen=True):
+class TierLookup(msgspec.Struct, frozen=True):
     tier: str
     chunks: int
     """Leading chunks that this tier holds by itself."""
 
 
-class RealmReach(msgspec.Struct, frozen=True):
+class SizeClassLookup(msgspec.Struct, frozen=True):
     slot_bytes: int
     ready: int
     """Leading chunks that RAM serves at once."""
     coming: int
     """Chunks after these that lower tiers, together, can bring up."""
-    tiers: list[TierReach]
+    tiers: list[TierLookup]
 
 
-class Reach(msgspec.Struct, frozen=True):
+class LookupAnswer(msgspec.Struct, frozen=True):
     """How far a run can be served. What only a shared tier knows of is not counted: engines' loads ask it."""
 
     chunks: int
     """Whole chunks asked about."""
-    realms: list[RealmReach]
+    size_classes: list[SizeClassLookup]
 
 
 class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,7 +102,7 @@ class Hinted(msgspec.Struct, frozen=True):
     """Models of this tenant that were told; whether one knows the session is not."""
 
 
-class Clear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class InvalidateAll(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Either ``namespace`` (one tenant, of all models; "" is engines without one) or ``everything``."""
 
     namespace: Name | None = None
@@ -121,7 +121,7 @@ class Cleared(msgspec.Struct, frozen=True):
     owed_deletes: int
     """Deletes that Redis gets when it can be reached again; lost if the server ends before."""
     untouched: list[str]
-    """Folders of closed realms that another process has open; shared tiers that were not searched to the end."""
+    """Folders of closed size classes that another process has open; shared tiers that were not searched to the end."""
 
 
 class Namespace(msgspec.Struct, frozen=True):
@@ -156,16 +156,16 @@ chunk that was forgotten is never served again by this server, nor after its res
 A namespace of which no chunk is found and no engine came since the start is refused (404): it may be misspelt.
 
 With `namespace`: everything that engines of this tenant saved, of all models, before the server's last start too, and
-nothing of others: the tiers keep a hash of the tenant's name with every chunk. In the Redis of a realm that is open
+nothing of others: the tiers keep a hash of the tenant's name with every chunk. In the Redis of a size class that is open
 this includes what other servers wrote there; it is searched for at most ten seconds a node, and named in `untouched`
 when that was not enough. Where a tier did not say whose a chunk is (a damaged header, Redis away when it was found,
 chunks from before this was kept) it is nobody's and goes with any tenant: that costs misses. Not covered: chunks in
-Redis of realms of which no engine has come since the start, or that a kvtier with another format of names (kvtier:1:)
+Redis of size classes of which no engine has come since the start, or that a kvtier with another format of names (kvtier:1:)
 left there; the RAM and disks of other servers (call each of them), the RAM of engines on other hosts, and what engines
 save after the call. A request's cache_salt is not a tenant here.
 
 On a disk, a forgotten chunk's record is emptied; its bytes stay in the slot, unreachable, until they are overwritten.
-A power cut within the kernel's write-back time can undo the emptying. Realms of which no engine has come since the
+A power cut within the kernel's write-back time can undo the emptying. Size classes of which no engine has come since the
 start are erased on the disk, and lose their files when nothing is left in them.
 """
 
@@ -196,7 +196,7 @@ ROUTES = (
         "/v1/lookup",
         "How far a prompt can be served",
         "Needs the token even on loopback: it tells which prompts were seen. No effect on the order of leaving.",
-        {200: Reach},
+        {200: LookupAnswer},
         Lookup,
         secret=True,
     ),
@@ -209,7 +209,9 @@ ROUTES = (
         Hint,
         secret=True,
     ),
-    Route("POST", "/v1/clear", "Forget a tenant or everything", _ERASE.strip(), {200: Cleared}, Clear, secret=True),
+    Route(
+        "POST", "/v1/clear", "Forget a tenant or everything", _ERASE.strip(), {200: Cleared}, InvalidateAll, secret=True
+    ),
     Route("GET", "/openapi.json", "This document", "OpenAPI 3.1.", {200: JSON}),
 )
 _HOW_TO_PROVE = "What admin_token_file has. kvtier's own commands sign with it instead of sending it."
@@ -270,7 +272,7 @@ def _errors(route: Route) -> set[int]:
         errors |= {403}
     if route.asks is not None:
         errors |= {400, 413, 415}
-    if route.asks is Clear:
+    if route.asks is InvalidateAll:
         errors |= {404}
     return errors
 

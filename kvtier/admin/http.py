@@ -97,7 +97,7 @@ def bind(url: str, *, token: bool, tls: ssl.SSLContext | None) -> Port:
 
 @asynccontextmanager
 async def beside(server: Host, port: Port, token: bytes | None, nvme_path: str | None) -> AsyncIterator[None]:
-    """The surface, for as long as the context lasts. ``nvme_path``: the folder that has the realms' folders."""
+    """The surface, for as long as the context lasts. ``nvme_path``: the folder that has the size classes' folders."""
     places = Places(server.loop, port.tls)
     runner = web.AppRunner(
         Admin(server, port, token, nvme_path, places).app(),
@@ -256,37 +256,37 @@ class Admin:
     async def _namespaces(self, _: None) -> web.Response:
         found = [
             forms.Namespace(size, fingerprint.hex(), name)
-            for size, realm in self._server.realms.open.items()
-            for fingerprint, name in realm.owners
+            for size, size_class in self._server.size_classes.open.items()
+            for fingerprint, name in size_class.owners
         ]
         return _json(forms.Namespaces(found), 200)
 
     async def _lookup(self, asked: forms.Lookup) -> web.Response:
         keys = _keys(asked)
-        realms = []
-        for size, realm in self._server.realms.open.items():
-            ready, coming = realm.store.match(keys)
-            names = ["ram", *(tier.name for tier in realm.store.tiers)]
-            tiers = [forms.TierReach(*pair) for pair in zip(names, realm.store.reach(keys), strict=True)]
-            realms.append(forms.RealmReach(size, ready, coming, tiers))
-        return _json(forms.Reach(len(keys), realms), 200)
+        size_classes = []
+        for size, size_class in self._server.size_classes.open.items():
+            ready, coming = size_class.store.lookup(keys).progress
+            names = ["ram", *(tier.name for tier in size_class.store.tiers)]
+            tiers = [forms.TierLookup(*pair) for pair in zip(names, size_class.store.lookup_by_tier(keys), strict=True)]
+            size_classes.append(forms.SizeClassLookup(size, ready, coming, tiers))
+        return _json(forms.LookupAnswer(len(keys), size_classes), 200)
 
     async def _hint(self, asked: forms.Hint) -> web.Response:
         hint, name = Hint(asked.over, asked.keep_s), session_name(asked.salt, asked.session)
         told = 0
-        for realm in self._server.realms.open.values():
-            for (_, namespace), owner in realm.owners.items():
+        for size_class in self._server.size_classes.open.values():
+            for (_, namespace), owner in size_class.owners.items():
                 if namespace == asked.namespace:
-                    realm.store.hint((), hint, owners_session(owner, name))
+                    size_class.store.hint((), hint, owners_session(owner, name))
                     told += 1
         return _json(forms.Hinted(told), 200)
 
-    async def _clear(self, asked: forms.Clear) -> web.Response:
+    async def _clear(self, asked: forms.InvalidateAll) -> web.Response:
         if asked.everything == (asked.namespace is not None):
             raise _RefusedError(
                 400, "both or none of namespace and everything", "one of them", 'send {"namespace": "..."} for a tenant'
             )
-        cleared = await erase(self._server.realms, asked.namespace, self._nvme_path)
+        cleared = await erase(self._server.size_classes, asked.namespace, self._nvme_path)
         if asked.namespace is not None and cleared.complete and not cleared.chunks:
             self._expect_known(asked.namespace)
         whose = "everything" if asked.everything else f"namespace {asked.namespace!r}"
@@ -295,7 +295,9 @@ class Admin:
 
     def _expect_known(self, namespace: str) -> None:
         """A name of which nothing was there and nobody came may be misspelt: refuse it."""
-        known = sorted({name for realm in self._server.realms.open.values() for _, name in realm.owners})
+        known = sorted(
+            {name for size_class in self._server.size_classes.open.values() for _, name in size_class.owners}
+        )
         if namespace in known:
             return
         near = difflib.get_close_matches(namespace, known, n=1)

@@ -1,7 +1,7 @@
 """Metrics: a server's Stats -> Prometheus' text. Owns no state: every scrape reads the objects' own counts.
 
 All names begin with ``kvtier_``. ``tier`` is ``ram``, ``nvme``, ``redis`` or ``object``; ``slot_bytes`` tells the
-realms of one server apart. Counters begin at 0 with the process. prometheus_client is imported with this module, so
+size classes of one server apart. Counters begin at 0 with the process. prometheus_client is imported with this module, so
 this module is imported by whoever serves metrics, and by nobody else.
 """
 
@@ -20,7 +20,7 @@ from kvtier.admin.status import Stats
 from kvtier.core.histogram import BOUNDS
 from kvtier.store import figures
 from kvtier.store.figures import STORE_FIGURES, TIER_FIGURES, TIMINGS, TierFigure
-from kvtier.store.status import RealmStatus
+from kvtier.store.status import SizeClassStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TIER_LABELS = ("slot_bytes", "tier")
@@ -47,7 +47,7 @@ class _Scrape(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._process()
         yield from self._connections()
-        yield from self._realms()
+        yield from self._size_classes()
         for row in TIER_FIGURES:
             yield self._metric(_KINDS[row.kind], row.name, row.text, _TIER_LABELS, self._each_tier(row))
         yield from self._lanes()
@@ -76,35 +76,43 @@ class _Scrape(Collector):
         yield self._metric(_COUNTER, "connection_events", text, ("event",), events)
         yield GaugeMetricFamily("kvtier_leases", "Leases that engines have open.", now.leases)
 
-    def _realms(self) -> Iterator[Metric]:
-        realms = self._stats.realms
+    def _size_classes(self) -> Iterator[Metric]:
+        size_classes = self._stats.size_classes
         slots = [
-            ((str(realm.slot_bytes), state), count)
-            for realm in realms
-            for state, count in (("free", realm.free), ("filling", realm.filling), ("ready", realm.tiers[0].held))
+            ((str(size_class.slot_bytes), state), count)
+            for size_class in size_classes
+            for state, count in (
+                ("free", size_class.free),
+                ("filling", size_class.filling),
+                ("ready", size_class.tiers[0].held),
+            )
         ]
         text = "Slots of the RAM tier by state."
         yield self._metric(_GAUGE, "slots", text, ("slot_bytes", "state"), slots)
         for row in STORE_FIGURES:
-            yield self._realm(_KINDS[row.kind], row.name, row.text, row.value)
-        yield self._realm(_GAUGE, "namespaces", "Tenants and models so far.", lambda r: r.namespaces)
+            yield self._size_class(_KINDS[row.kind], row.name, row.text, row.value)
+        yield self._size_class(_GAUGE, "namespaces", "Tenants and models so far.", lambda r: r.namespaces)
         text = "Chunks that could be had and were computed instead."
-        yield self._reasons("declined_chunks", text, lambda realm: dict.fromkeys(figures.DECLINED, 0) | realm.declined)
+        yield self._reasons(
+            "declined_chunks", text, lambda size_class: dict.fromkeys(figures.DECLINED, 0) | size_class.declined
+        )
         text = "Chunks that loads named and could not have."
-        yield self._reasons("missed_chunks", text, lambda realm: dict.fromkeys(figures.MISSED, 0) | realm.missed)
+        yield self._reasons(
+            "missed_chunks", text, lambda size_class: dict.fromkeys(figures.MISSED, 0) | size_class.missed
+        )
         text = "1: not one chunk that was asked for has been a hit for long; kvtier stats says why."
-        yield self._realm(_GAUGE, "zero_hits", text, lambda realm: bool(realm.zero_hits))
+        yield self._size_class(_GAUGE, "zero_hits", text, lambda size_class: bool(size_class.zero_hits))
         text = "Chunks that each setting of RAM's order of leaving was tried with."
-        yield self._realm(_COUNTER, "policy_asked_chunks", text, lambda realm: realm.policy_asked)
-        hits = [((str(r.slot_bytes), name), count) for r in realms for name, count in r.policy_hits.items()]
+        yield self._size_class(_COUNTER, "policy_asked_chunks", text, lambda size_class: size_class.policy_asked)
+        hits = [((str(r.slot_bytes), name), count) for r in size_classes for name, count in r.policy_hits.items()]
         labels = ("slot_bytes", "setting")
         yield self._metric(_COUNTER, "policy_hit_chunks", "Chunks of them that it would have hit.", labels, hits)
-        rules = [((str(r.slot_bytes), name), float(name == r.policy)) for r in realms for name in r.policy_hits]
+        rules = [((str(r.slot_bytes), name), float(name == r.policy)) for r in size_classes for name in r.policy_hits]
         yield self._metric(_GAUGE, "policy_rules", "1 for the setting that rules.", labels, rules)
         points = [
-            ((str(realm.slot_bytes), tier.tier, scale), ratio)
-            for realm in realms
-            for tier in realm.tiers
+            ((str(size_class.slot_bytes), tier.tier, scale), ratio)
+            for size_class in size_classes
+            for tier in size_class.tiers
             for scale, ratio in tier.what_if.items()
         ]
         text = "Part of the chunks asked for that an LRU of so many times the size would have hit."
@@ -112,9 +120,9 @@ class _Scrape(Collector):
 
     def _lanes(self) -> Iterator[Metric]:
         lanes = [
-            ((str(realm.slot_bytes), tier.tier), tier.lane)
-            for realm in self._stats.realms
-            for tier in realm.tiers
+            ((str(size_class.slot_bytes), tier.tier), tier.lane)
+            for size_class in self._stats.size_classes
+            for tier in size_class.tiers
             if tier.lane is not None
         ]
         queued = [
@@ -130,10 +138,10 @@ class _Scrape(Collector):
     def _timing(self, what: str, text: str) -> Metric:
         labels = ["slot_bytes", *(["tier"] if what in figures.BY_TIER else [])]
         metric = HistogramMetricFamily(figures.seconds(what), text, labels=labels)
-        for realm in self._stats.realms:
-            for timing in realm.timings:
+        for size_class in self._stats.size_classes:
+            for timing in size_class.timings:
                 if timing.what == what:
-                    values = [str(realm.slot_bytes), *([timing.tier] if timing.tier else [])]
+                    values = [str(size_class.slot_bytes), *([timing.tier] if timing.tier else [])]
                     buckets = list(zip(_LE, map(float, accumulate(timing.counts)), strict=True))
                     metric.add_metric(values, buckets, sum(timing.seconds))
         return metric
@@ -141,19 +149,19 @@ class _Scrape(Collector):
     # ---- forms ---------------------------------------------------------------------------------------------------
 
     def _each_tier(self, row: TierFigure) -> Iterator[Sample]:
-        for realm in self._stats.realms:
-            for tier in realm.tiers[row.below :]:
-                yield (str(realm.slot_bytes), tier.tier), row.value(realm, tier)
+        for size_class in self._stats.size_classes:
+            for tier in size_class.tiers[row.below :]:
+                yield (str(size_class.slot_bytes), tier.tier), row.value(size_class, tier)
 
-    def _realm(self, family: Family, name: str, text: str, value: Callable[[RealmStatus], float]) -> Metric:
-        samples = [((str(realm.slot_bytes),), value(realm)) for realm in self._stats.realms]
+    def _size_class(self, family: Family, name: str, text: str, value: Callable[[SizeClassStatus], float]) -> Metric:
+        samples = [((str(size_class.slot_bytes),), value(size_class)) for size_class in self._stats.size_classes]
         return self._metric(family, name, text, ("slot_bytes",), samples)
 
-    def _reasons(self, name: str, text: str, counts: Callable[[RealmStatus], Mapping[str, int]]) -> Metric:
+    def _reasons(self, name: str, text: str, counts: Callable[[SizeClassStatus], Mapping[str, int]]) -> Metric:
         samples = [
-            ((str(realm.slot_bytes), reason), count)
-            for realm in self._stats.realms
-            for reason, count in counts(realm).items()
+            ((str(size_class.slot_bytes), reason), count)
+            for size_class in self._stats.size_classes
+            for reason, count in counts(size_class).items()
         ]
         return self._metric(_COUNTER, name, text, ("slot_bytes", "reason"), samples)
 

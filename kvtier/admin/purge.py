@@ -17,7 +17,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
 from kvtier.core.steps import Steps
 from kvtier.core.tenant import tenant
-from kvtier.server.registry import Realms
+from kvtier.server.registry import SizeClasses
 from kvtier.store.store import Store
 from kvtier.tiers.nvme.check import discard
 from kvtier.tiers.nvme.folder import INDEX_NAME
@@ -27,23 +27,23 @@ T = TypeVar("T")
 _WAITS_S = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0, 1.0, 1.0)
 
 
-async def erase(realms: Realms, namespace: str | None, nvme_path: str | None) -> Cleared:
-    """Forget the tenant ``namespace``; None: everything. On the server's loop; at most about 25 seconds a realm.
+async def erase(size_classes: SizeClasses, namespace: str | None, nvme_path: str | None) -> Cleared:
+    """Forget the tenant ``namespace``; None: everything. On the server's loop; at most about 25 seconds a size class.
     Raises KVTierError when the server is closing."""
     owner = None if namespace is None else tenant(namespace)
-    chunks, busy = await asyncio.wrap_future(realms.aside(partial(_discard_closed, nvme_path, owner)))
-    opened = realms.open
+    chunks, busy = await asyncio.wrap_future(size_classes.aside(partial(_discard_closed, nvme_path, owner)))
+    opened = size_classes.open
     untouched = [str(folder) for folder in busy if folder.name not in {f"slots-{size}" for size in opened}]
     left = owed = 0
-    for size, realm in opened.items():
+    for size, size_class in opened.items():
         seen: set[ChunkKey] = set()
-        await _forget(realm.store, owner, seen)
-        unseen, unsearched = await _forget_unseen(realm.store, owner)
-        unfinished = await _forget(realm.store, owner, seen)  # and what engines loaded before it was deleted below
+        await _forget(size_class.store, owner, seen)
+        unseen, unsearched = await _purge_unseen(size_class.store, owner)
+        unfinished = await _forget(size_class.store, owner, seen)  # and what engines loaded before it was deleted below
         chunks += len(seen) - unfinished + unseen
         left += unfinished
         untouched += [f"{name}, chunks of {size} bytes" for name in unsearched]
-        owed += sum(int(getattr(tier, "owed", 0)) for tier in realm.store.tiers)
+        owed += sum(int(getattr(tier, "owed", 0)) for tier in size_class.store.tiers)
     return Cleared(not (left or owed or untouched), chunks, left, owed, untouched)
 
 
@@ -53,7 +53,7 @@ async def _forget(store: Store, owner: int | None, seen: set[ChunkKey]) -> int:
     for wait_s in _WAITS_S:
         await asyncio.sleep(wait_s)
         keys = list(await _in_turns(store.finding(owner)))
-        await _in_turns(store.forgetting(keys, owner))
+        await _in_turns(store.invalidating(keys, owner))
         seen.update(keys)
         left = await _in_turns(store.outliving(list(seen), owner))
         if not left:
@@ -71,9 +71,9 @@ async def _in_turns(steps: Steps[T]) -> T:
             return result
 
 
-async def _forget_unseen(store: Store, owner: int | None) -> tuple[int, list[str]]:
+async def _purge_unseen(store: Store, owner: int | None) -> tuple[int, list[str]]:
     """Chunks deleted in shared tiers that nobody here knew of, and the tiers that were not searched to the end."""
-    searches = [asyncio.wrap_future(search) for search in store.forget_unseen(owner)]
+    searches = [asyncio.wrap_future(search) for search in store.purge_unseen(owner)]
     if searches:
         await asyncio.wait(searches, timeout=_SEARCH_S)
     told = [search.result() if search.done() else (0, False) for search in searches]
@@ -82,7 +82,7 @@ async def _forget_unseen(store: Store, owner: int | None) -> tuple[int, list[str
 
 
 def _discard_closed(nvme_path: str | None, owner: int | None) -> tuple[int, list[Path]]:
-    """On the lane that opens realms: chunks removed from the files of realms that are not open, and the others."""
+    """On the lane that opens size classes: chunks removed from the files of size classes that are not open, and the others."""
     chunks, busy = 0, []
     for index in sorted(Path(nvme_path).glob(f"slots-*/{INDEX_NAME}")) if nvme_path else []:
         try:

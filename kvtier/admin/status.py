@@ -16,11 +16,11 @@ from typing import Protocol
 import msgspec
 
 import kvtier
-from kvtier.server.registry import Realms
+from kvtier.server.registry import SizeClasses
 from kvtier.store import status
-from kvtier.store.status import LaneStatus, RealmStatus, TierStatus, TimingStatus
+from kvtier.store.status import LaneStatus, SizeClassStatus, TierStatus, TimingStatus
 
-__all__ = ["LaneStatus", "RealmStatus", "TierStatus", "TimingStatus"]
+__all__ = ["LaneStatus", "SizeClassStatus", "TierStatus", "TimingStatus"]
 
 
 class ConnectionStatus(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ class Stats(msgspec.Struct, frozen=True):
     """What is wrong now, in words, as in ``/healthz``."""
     memory: MemoryStatus
     connections: ConnectionStatus
-    realms: list[RealmStatus]
+    size_classes: list[SizeClassStatus]
 
 
 class Peer(Protocol):
@@ -66,7 +66,7 @@ class Peer(Protocol):
 class Served(Protocol):
     """What is read of a server."""
 
-    realms: Realms
+    size_classes: SizeClasses
     counts: Counter[str]
     ready: bool
     trouble: dict[str, str]
@@ -89,9 +89,9 @@ def read(server: Served) -> Stats:
         trouble=trouble(server),
         memory=_memory(Path("/proc/self/status")),
         connections=_connections(server),
-        realms=[
-            status.read(realm.store, len(realm.owners), realm.zero_hits.verdict)
-            for realm in server.realms.open.values()
+        size_classes=[
+            status.read(size_class.store, len(size_class.owners), size_class.zero_hits.verdict)
+            for size_class in server.size_classes.open.values()
         ],
     )
 
@@ -99,7 +99,7 @@ def read(server: Served) -> Stats:
 def trouble(server: Served) -> list[str]:
     """What is wrong now, in words: what the start found, tiers that are left alone, and tiers that have lost their
     place. It costs hits, and is no reason to take the server out of service."""
-    tiers = [tier for realm in server.realms.open.values() for tier in realm.store.tiers]
+    tiers = [tier for size_class in server.size_classes.open.values() for tier in size_class.store.tiers]
     lost = (str(getattr(tier, "trouble", "")) for tier in tiers)
     away = (
         f"{tier.name}: {count} of its nodes failed and are left alone for a while: misses"

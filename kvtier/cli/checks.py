@@ -20,13 +20,13 @@ from typing import Literal, NamedTuple
 
 import kvtier
 from kvtier import selftest
-from kvtier.assemble import door, object_bytes, ram_bytes, secret_key, try_objects
+from kvtier.assemble import access, object_bytes, ram_bytes, secret_key, try_objects
 from kvtier.autoconfig.explain import PLANNED
 from kvtier.autoconfig.facts import UNLIMITED, Disk, Facts, Model, Redis, Serving, known
 from kvtier.autoconfig.memory import in_reserved_pages, ram_room
 from kvtier.autoconfig.plan import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, make_plan
 from kvtier.autoconfig.probe import probe
-from kvtier.cli.installed import judged, look
+from kvtier.cli.installed import look, verdict
 from kvtier.cli.vllm_command import recomputing, refuse_own_offloading, transfer, understood
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, client_tls, enter, read_token
@@ -145,7 +145,7 @@ def check_engine() -> Iterator[Finding]:
     """vLLM in this Python, and whether the connector loads there as vLLM would load it."""
     env = environment()
     try:
-        text = judged(look(sys.executable, env), sys.executable)
+        text = verdict(look(sys.executable, env), sys.executable)
     except ConfigError as error:
         yield Finding("vllm", "fail", str(error), "run doctor with the Python that runs vLLM")
         return
@@ -275,7 +275,7 @@ def check_nvme(config: Config) -> Iterator[Finding]:
     if not config.nvme_path:
         return
     disk = probe.probe_disk(config.nvme_path)
-    findings = list(judge_disk(config, disk))
+    findings = list(disk_findings(config, disk))
     yield from findings
     if any(finding.state == "fail" for finding in findings) or _no_key(config):
         return
@@ -283,7 +283,7 @@ def check_nvme(config: Config) -> Iterator[Finding]:
     yield _tried("nvme", selftest.try_nvme(config), do)
 
 
-def judge_disk(config: Config, disk: Disk) -> Iterator[Finding]:
+def disk_findings(config: Config, disk: Disk) -> Iterator[Finding]:
     """Rights, room, file system and O_DIRECT. Pure but for the folder's own kind and mode."""
     if os.path.lexists(disk.path) and not os.path.isdir(disk.path):
         yield Finding("nvme", "fail", f"{disk.path} is no folder", "name a folder of its own in nvme_path")
@@ -325,15 +325,14 @@ def _others_write(folder: Path) -> bool:
 def check_redis(config: Config) -> Iterator[Finding]:
     if not config.redis_url:
         return
-    redis = probe.probe_redis(config.redis_url)
-    findings = list(judge_redis(config, redis))
+    findings = list(redis_findings(config, probe.probe_redis(config.redis_url)))
     yield from findings
     if any(finding.state == "fail" for finding in findings) or _no_key(config):
         return
     yield _tried("redis", selftest.try_redis(config), "look at Redis's memory (maxmemory), rights (ACL) and log")
 
 
-def judge_redis(config: Config, redis: Redis) -> Iterator[Finding]:
+def redis_findings(config: Config, redis: Redis) -> Iterator[Finding]:
     """Reachable, and does it forget by itself? Pure."""
     where = masked(config.redis_url)
     if not redis.reachable.value:
@@ -406,7 +405,7 @@ def _one_server(config: Config, address: str) -> Iterator[Finding]:
 def check_hits(config: Config, address: str, slot_bytes: int) -> Finding:
     """Is what a server on this host keeps ever asked for again? Since its start."""
     nobody = ChunkLayout(fingerprint({"doctor": os.getpid()}), 1, 1, (slot_bytes,))
-    with closing(Client(door(replace(config, namespace=None), address, nobody))) as client:
+    with closing(Client(access(replace(config, namespace=None), address, nobody))) as client:
         stats = client.stats()
         zero = ZeroHits(f"RAM holds {client.pool.slots:,} chunks" if client.pool else "", seconds=0.0)
     asked, hits, saved, reasons = totals(stats)
@@ -424,14 +423,14 @@ def kept_sizes(config: Config, address: str) -> Sequence[int]:
     nobody = fingerprint({"doctor": os.getpid()})
     own = replace(config, namespace=None)
     try:
-        entered = enter(door(own, address, ChunkLayout(nobody, 1, 1, (_NO_SIZE,))))
+        welcomed = enter(access(own, address, ChunkLayout(nobody, 1, 1, (_NO_SIZE,))))
     except ConfigError as error:
         if found := re.search(r"keeps chunks of ([\d, ]+) bytes", str(error)):
             return [int(size.replace(",", "")) for size in found[1].split(", ")]
         if "keeps no chunks yet" in str(error):
             return []
         raise
-    entered.socket.close()
-    for descriptor in entered.descriptors:
+    welcomed.socket.close()
+    for descriptor in welcomed.descriptors:
         os.close(descriptor)
     return []

@@ -47,19 +47,19 @@ def look(python: str, env: Mapping[str, str]) -> Installed:
         raise ConfigError(f"{python} cannot say whether it has vLLM: {error}") from error
 
 
-def judged(found: Installed, python: str) -> str:
+def verdict(found: Installed, python: str) -> str:
     """What to say of its vLLM. Raises ConfigError without one, with one too old, and without kvtier beside it."""
     if found.vllm is None:
         raise ConfigError(f"{python} has no vLLM: pip install 'kvtier[vllm]' there, or give the python that has it")
     if not found.kvtier:
         raise ConfigError(f"{python} has vLLM {found.vllm} but not kvtier: {python} -m pip install kvtier")
-    return versions.judged(found.vllm)
+    return versions.verdict(found.vllm)
 
 
 def main() -> int:
-    """Print what :func:`judged` says of this Python."""
+    """Print what :func:`verdict` says of this Python."""
     try:
-        print(judged(look(sys.executable, environment()), sys.executable))
+        print(verdict(look(sys.executable, environment()), sys.executable))
     except ConfigError as error:
         print(f"kvtier: {error}", file=sys.stderr)
         return 2

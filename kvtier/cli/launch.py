@@ -13,7 +13,7 @@ import sys
 
 from kvtier.assemble import ram_bytes
 from kvtier.autoconfig.memory import require_ram
-from kvtier.cli.installed import Installed, judged, look
+from kvtier.cli.installed import Installed, look, verdict
 from kvtier.cli.vllm_command import (
     API_SERVER,
     TRANSFER_FLAG,
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     command = understood(words, env.get("PATH"))
     found = look(command.python, env)
     command = command._replace(arguments=recomputing(command.arguments))
-    said = [judged(found, command.python), *transfer(command.arguments, replaces_lmcache(env))]
+    said = [verdict(found, command.python), *transfer(command.arguments, replaces_lmcache(env))]
     final = with_connector(command, found)
     print(f"kvtier: {'; '.join([*filter(None, said), settings(config)])}", file=sys.stderr, flush=True)
     if arguments.print:

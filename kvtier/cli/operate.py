@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvtier.admin.forms import JSON, Clear, Cleared, Problem
-from kvtier.admin.status import RealmStatus, Stats, TierStatus
+from kvtier.admin.forms import JSON, Cleared, InvalidateAll, Problem
+from kvtier.admin.status import SizeClassStatus, Stats, TierStatus
 from kvtier.client.connect import client_tls, read_token
 from kvtier.config.keys import Config, load, typed
 from kvtier.core.errors import ConfigError, TierError
@@ -146,7 +146,7 @@ class ClearCommand:
         """Exit status 1 when something is left."""
         if arguments.everything == (arguments.namespace is not None):
             raise ConfigError("say what to clear: either --namespace NAME or --everything")
-        wish = Clear(arguments.namespace, arguments.everything)
+        wish = InvalidateAll(arguments.namespace, arguments.everything)
         done = Surface.of(arguments).ask("/v1/clear", Cleared, wish)
         print(msgspec.json.encode(done).decode() if arguments.json else _cleared(done))
         return 0 if done.complete else 1
@@ -182,49 +182,53 @@ def screen(now: Stats, before: Stats | None = None) -> str:
     past = f"{there.accepted} accepted, {there.rejected} rejected, {there.dropped} dropped"
     lines = [f"kvtier {now.version}  {state}  up {_duration(now.uptime_s)}  {memory}", f"{open_}; so far {past}"]
     lines += [f"TROUBLE: {words}" for words in now.trouble]
-    for realm in now.realms:
-        last = next((one for one in before.realms if one.slot_bytes == realm.slot_bytes), None) if before else None
+    for size_class in now.size_classes:
+        last = (
+            next((one for one in before.size_classes if one.slot_bytes == size_class.slot_bytes), None)
+            if before
+            else None
+        )
         seconds = now.uptime_s - before.uptime_s if before else 0.0
-        lines += ["", *_realm(realm, last if seconds > 0 else None, seconds)]
-    if not now.realms:
+        lines += ["", *_size_class(size_class, last if seconds > 0 else None, seconds)]
+    if not now.size_classes:
         lines += ["", "no engine has come yet"]
     return "\n".join(lines)
 
 
-def _realm(realm: RealmStatus, before: RealmStatus | None, seconds: float) -> Iterator[str]:
+def _size_class(size_class: SizeClassStatus, before: SizeClassStatus | None, seconds: float) -> Iterator[str]:
     yield (
-        f"chunks of {size_text(realm.slot_bytes)}: {_hits(realm, before)}, {realm.namespaces} namespaces, "
-        f"slots {realm.free} free, {realm.filling} filling, {realm.pinned} pinned"
+        f"chunks of {size_text(size_class.slot_bytes)}: {_hits(size_class, before)}, {size_class.namespaces} namespaces, "
+        f"slots {size_class.free} free, {size_class.filling} filling, {size_class.pinned} pinned"
     )
-    yield from _misses(realm, before)
-    yield from _what_if(realm)
+    yield from _misses(size_class, before)
+    yield from _what_if(size_class)
     per = "/s" if before else ""
     heads: tuple[str, ...] = ("tier", "held", "fill", f"loads{per}", f"stores{per}", f"read{per}", f"written{per}")
     rows = []
-    for index, tier in enumerate(realm.tiers):
+    for index, tier in enumerate(size_class.tiers):
         last = before.tiers[index] if before and index < len(before.tiers) else None
         rows.append(_tier(tier, last, seconds))
     heads = (*heads, "missed", "refused", "failed", "corrupt", "queue")
     yield from table(heads, rows, numbers=range(1, len(heads)))
 
 
-def _what_if(realm: RealmStatus) -> Iterator[str]:
+def _what_if(size_class: SizeClassStatus) -> Iterator[str]:
     """What other sizes would have hit, and how the policy does beside LRU."""
-    for tier in realm.tiers:
+    for tier in size_class.tiers:
         now = tier.what_if.get("1")
         if not now and not any(tier.what_if.values()):
             continue
         gains = [
-            f"x{scale} ({size_text(float(scale) * tier.capacity * realm.slot_bytes)}) {100 * (ratio - (now or 0)):+.1f}"
+            f"x{scale} ({size_text(float(scale) * tier.capacity * size_class.slot_bytes)}) {100 * (ratio - (now or 0)):+.1f}"
             for scale, ratio in tier.what_if.items()
             if scale != "1"
         ]
         error = f", give or take {100 * tier.what_if_error:.1f}" if tier.what_if_error else ""
         yield f"other sizes of {tier.tier}, points of hits under LRU: {', '.join(gains)}{error}"
-    if realm.policy_asked and "lru" in realm.policy_hits:
-        best = max(realm.policy_hits.values())
-        gain = 100 * (best - realm.policy_hits["lru"]) / realm.policy_asked
-        yield f"policy {realm.policy} rules; the best setting is {gain:+.1f} points beside lru"
+    if size_class.policy_asked and "lru" in size_class.policy_hits:
+        best = max(size_class.policy_hits.values())
+        gain = 100 * (best - size_class.policy_hits["lru"]) / size_class.policy_asked
+        yield f"policy {size_class.policy} rules; the best setting is {gain:+.1f} points beside lru"
 
 
 def _tier(tier: TierStatus, before: TierStatus | None, seconds: float) -> list[str]:
@@ -248,28 +252,28 @@ def _tier(tier: TierStatus, before: TierStatus | None, seconds: float) -> list[s
     ]
 
 
-def _hits(realm: RealmStatus, before: RealmStatus | None) -> str:
-    asked = realm.asked - (before.asked if before else 0)
-    loads = _loads(realm) - (_loads(before) if before else 0)
+def _hits(size_class: SizeClassStatus, before: SizeClassStatus | None) -> str:
+    asked = size_class.asked - (before.asked if before else 0)
+    loads = _loads(size_class) - (_loads(before) if before else 0)
     return f"{loads / asked:.1%} of {asked:,} chunks asked for were hits" if asked else "no chunk asked for"
 
 
-def _misses(realm: RealmStatus, before: RealmStatus | None) -> Iterator[str]:
+def _misses(size_class: SizeClassStatus, before: SizeClassStatus | None) -> Iterator[str]:
     """Why chunks were computed, the most common reason first; what the audit found; why there are no hits at all."""
-    counts = Counter(realm.missed) + Counter(realm.declined)
+    counts = Counter(size_class.missed) + Counter(size_class.declined)
     if before:
         counts -= Counter(before.missed) + Counter(before.declined)
     if counts:
         whole = counts.total()
         yield "computed: " + ", ".join(f"{count / whole:.0%} {reason}" for reason, count in counts.most_common())
-    if realm.audited:
-        yield f"audit: {realm.audited:,} chunks compared, {realm.audit_mismatches:,} had other bytes"
-    if realm.zero_hits:
-        yield f"NO HITS: {realm.zero_hits}"
+    if size_class.audited:
+        yield f"audit: {size_class.audited:,} chunks compared, {size_class.audit_mismatches:,} had other bytes"
+    if size_class.zero_hits:
+        yield f"NO HITS: {size_class.zero_hits}"
 
 
-def _loads(realm: RealmStatus) -> int:
-    return sum(tier.loads for tier in realm.tiers)
+def _loads(size_class: SizeClassStatus) -> int:
+    return sum(tier.loads for tier in size_class.tiers)
 
 
 def _duration(seconds: float) -> str:

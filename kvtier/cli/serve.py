@@ -103,7 +103,7 @@ async def _look_again(config: Config, server: Server, name: str) -> None:
     while name in server.trouble:
         await asyncio.sleep(_LOOK_AGAIN_S)
         try:
-            why = await asyncio.shield(asyncio.wrap_future(server.realms.aside(partial(LOOKS[name], config))))
+            why = await asyncio.shield(asyncio.wrap_future(server.size_classes.aside(partial(LOOKS[name], config))))
         except KVTierError as error:
             why = str(error)
         if not why:
@@ -164,7 +164,7 @@ def _admin_surface(config: Config) -> Beside:
 
 
 class Stores:
-    """Opens the Store of one realm: all of RAM, and of NVMe in a folder of its own; in Redis it is one with the realms
+    """Opens the Store of one size class: all of RAM, and of NVMe in a folder of its own; in Redis it is one with the size classes
     of other servers that have the same slot size. For one thread."""
 
     def __init__(self, config: Config) -> None:
@@ -200,7 +200,7 @@ def kept_sizes(config: Config) -> list[int]:
 
 
 def discard_closed(config: Config, slot_bytes: int) -> None:
-    """Remove the NVMe folder of a realm that is closed. Best effort: one that is in use is not ours."""
+    """Remove the NVMe folder of a size class that is closed. Best effort: one that is in use is not ours."""
     if config.nvme_path:
         with suppress(TierError):
             discard(Path(config.nvme_path) / f"slots-{slot_bytes}")

@@ -12,7 +12,7 @@ from contextlib import closing
 from kvtier.assemble import ram_bytes, secret_key, try_objects
 from kvtier.autoconfig.memory import require_ram
 from kvtier.autoconfig.probe.probe import probe_disk
-from kvtier.cli.checks import judge_disk
+from kvtier.cli.checks import disk_findings
 from kvtier.config.keys import Config
 from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.errors import ConfigError, TierError
@@ -44,7 +44,7 @@ def require_whole_pages(config: Config) -> None:
 def _try_nvme(config: Config) -> None:
     if config.nvme_path is None:
         return
-    for finding in judge_disk(config, probe_disk(config.nvme_path)):
+    for finding in disk_findings(config, probe_disk(config.nvme_path)):
         if finding.state == "fail":
             raise ConfigError(f"nvme_path={config.nvme_path}: {finding.seen}; {finding.do}")
         if finding.state == "warn":
@@ -64,17 +64,17 @@ def try_redis(config: Config) -> str:
 def _greeted(config: Config, url: str) -> str:
     from kvtier.tiers.redis.errors import FAULTS
     from kvtier.tiers.redis.layout import Form
-    from kvtier.tiers.redis.link import Link
+    from kvtier.tiers.redis.servers import RedisServers
     from kvtier.tiers.redis.startup import greet, share_of
 
-    link = Link(url, connections=1)
-    with closing(link):
+    servers = RedisServers(url, connections=1)
+    with closing(servers):
         try:
-            facts = greet(link, Form(config.redis_prefix, _NAMESPACE))
+            facts = greet(servers, Form(config.redis_prefix, _NAMESPACE))
         except FAULTS as error:
-            share_of(link.label, config.redis_bytes, ())
-            return f"redis {link.label} cannot be reached: {error}; its chunks are misses until it can"
-        share_of(link.label, config.redis_bytes, facts)
+            share_of(servers.label, config.redis_bytes, ())
+            return f"redis {servers.label} cannot be reached: {error}; its chunks are misses until it can"
+        share_of(servers.label, config.redis_bytes, facts)
     return ""
 
 

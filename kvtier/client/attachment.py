@@ -1,4 +1,4 @@
-"""Link: an attached connection to a server on this host, with the pool it serves. Non-blocking, with deadlines."""
+"""Attachment: an attached connection to a server on this host, with the pool it serves. Non-blocking, with deadlines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 import weakref
 from typing import Any
 
-from kvtier.client.connect import Entered
+from kvtier.client.connect import Welcomed
 from kvtier.core.errors import TierError
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
@@ -53,18 +53,18 @@ class SharedPool(Pool):
         return f"/proc/{os.getpid()}/fd/{self._witness}"
 
 
-class Link:
+class Attachment:
     """One attachment: its socket, its pool, and the leases that refer to it. Its owner's lock guards every call."""
 
-    def __init__(self, entered: Entered) -> None:
-        self.places = entered.welcome.places
+    def __init__(self, welcomed: Welcomed) -> None:
+        self.places = welcomed.welcome.places
         self.lost = False
         self.awaited: Any = None
         """The question whose answer is overdue."""
         self.overdue_since = 0.0
         self.leases: set[int] = set()
         """Numbers of the open leases."""
-        self._socket = entered.socket
+        self._socket = welcomed.socket
         self._socket.setblocking(False)
         self._descriptor = self._socket.fileno()
         self._readable, self._both = select.poll(), select.poll()
@@ -72,9 +72,9 @@ class Link:
         self._both.register(self._descriptor, select.POLLIN | select.POLLOUT)
         self._inbox: wire.Inbox[wire.Answer | wire.Refused] = wire.Inbox(wire.Answer | wire.Refused)
         self._unsent = bytearray()
-        pool, witness = entered.descriptors
+        pool, witness = welcomed.descriptors
         try:
-            self.pool = SharedPool(entered.welcome.slots, entered.welcome.slot_bytes, pool, witness)
+            self.pool = SharedPool(welcomed.welcome.slots, welcomed.welcome.slot_bytes, pool, witness)
         except BaseException:
             self._socket.close()
             raise

@@ -19,17 +19,16 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from kvtier.client.attachment import Link, SharedPool
-from kvtier.client.connect import Door, enter
+from kvtier.client.attachment import Attachment, SharedPool
+from kvtier.client.connect import ServerAccess, enter
 from kvtier.client.leases import SharedLoad, SharedSave
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import KVTierError, StateError, TierError
 from kvtier.core.lanes import Executor, Lane
-from kvtier.load_policy.outlook import NOTHING, Asking, Outlook
+from kvtier.core.lookup import NOTHING, Asking, LookupResult
 from kvtier.protocol import wire
-from kvtier.protocol.answers import check_claim, check_extent, check_number, check_slots
+from kvtier.protocol.answers import check_claim, check_lookup, check_number, check_slots
 from kvtier.store.hints import LONGEST_KEEP_S, Hint
-from kvtier.store.lease import Match
 
 logger = logging.getLogger("kvtier.client")
 
@@ -40,23 +39,23 @@ A = TypeVar("A", bound=wire.Message)
 
 
 class Client:
-    """Attached through ``door``. Safe to call from any thread; one lock, held for a round trip.
+    """Attached through ``access``. Safe to call from any thread; one lock, held for a round trip.
 
     Raises ConfigError when the server is there and refuses; when it is not there, engines start without it.
     """
 
-    def __init__(self, door: Door, timeout_s: float = 0.1, lane: Executor | None = None) -> None:
+    def __init__(self, access: ServerAccess, timeout_s: float = 0.1, lane: Executor | None = None) -> None:
         self.counts: Counter[str] = Counter()
         """``unanswered`` calls and ``lost`` connections since the start."""
-        self._door = door
+        self._access = access
         self._timeout_s = timeout_s
         self._lane = lane or Lane("client", 1, urgent_bound=1, bound=4)
         self._lock = threading.RLock()
         self._ending = threading.Event()
         self._number = 0
-        self._link: Link | None = None
+        self._attachment: Attachment | None = None
         try:
-            self._link = Link(enter(door))
+            self._attachment = Attachment(enter(access))
         except TierError as error:
             logger.warning("%s; until it is there, the engine runs without", error)
             self._lane.submit(self._reconnect, urgent=True)
@@ -67,34 +66,29 @@ class Client:
     @property
     def pool(self) -> SharedPool | None:
         """The server's pool; another one after a reconnection, None while there is no connection."""
-        link = self._link
-        return link.pool if link is not None else None
+        attachment = self._attachment
+        return attachment.pool if attachment is not None else None
 
     # ---- the Store's verbs ---------------------------------------------------------------------------------------
 
-    def match(self, keys: Sequence[ChunkKey]) -> Match:
-        """See Store.match."""
-        outlook = self.forecast(keys)
-        return Match(outlook.ready, outlook.known - outlook.ready)
-
-    def forecast(self, keys: Sequence[ChunkKey]) -> Outlook:
-        """See Store.forecast."""
+    def lookup(self, keys: Sequence[ChunkKey]) -> LookupResult:
+        """See Store.lookup."""
         asked = keys[: wire.MAX_KEYS]
-        check = partial(check_extent, chunks=len(asked))
+        check = partial(check_lookup, chunks=len(asked))
         with self._lock:
-            answer = self._ask(wire.Extent, wire.Match, wire.joined(asked), check=check)
+            answer = self._ask(wire.LookupAnswer, wire.Lookup, wire.joined(asked), check=check)
         if answer is None:
             return NOTHING
-        return Outlook(answer.steps, Asking(*answer.asking) if answer.asking is not None else None, answer.why)
+        return LookupResult(answer.steps, Asking(*answer.asking) if answer.asking is not None else None, answer.why)
 
     def decline(self, keys: Sequence[ChunkKey], reason: wire.Reason) -> None:
         """See Store.decline."""
-        self.tell(self._link, wire.Decline(wire.joined(keys[: wire.MAX_KEYS]), reason))
+        self.tell(self._attachment, wire.Decline(wire.joined(keys[: wire.MAX_KEYS]), reason))
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
         """See Store.hint; sessions are this namespace's own."""
         asked = wire.joined(keys[: wire.MAX_KEYS])
-        self.tell(self._link, wire.Hint(asked, hint.over, min(hint.keep_s, LONGEST_KEEP_S), session[:64]))
+        self.tell(self._attachment, wire.Hint(asked, hint.over, min(hint.keep_s, LONGEST_KEEP_S), session[:64]))
 
     def save(self, keys: Sequence[ChunkKey]) -> SharedSave:
         """See Store.save."""
@@ -102,7 +96,7 @@ class Client:
         with self._lock:
             check = partial(check_slots, chunks=len(asked), pool_slots=self._pool_slots)
             answer = self._ask(wire.Slots, wire.Save, wire.joined(asked), check=check)
-            return SharedSave(self, self._link, keys, answer)
+            return SharedSave(self, self._attachment, keys, answer)
 
     def load(
         self, keys: Sequence[ChunkKey], start: int = 0, *, most: int = wire.MAX_KEYS, session: str = ""
@@ -112,7 +106,7 @@ class Client:
         with self._lock:
             check = self._claims(max(0, len(asked) - start))
             answer = self._ask(wire.Claim, wire.Load, wire.joined(asked), start, most, session[:64], check=check)
-            return SharedLoad(self, self._link, keys[start:], answer)
+            return SharedLoad(self, self._attachment, keys[start:], answer)
 
     def check(self, idle: bool = False) -> None:
         """See Store.check; of the whole server, which has ten seconds for it."""
@@ -127,20 +121,20 @@ class Client:
         """Leave the server. Leases that are open end when every process of this engine has let go of the pool."""
         self._ending.set()
         with self._lock:
-            link, self._link = self._link, None
-            if link is not None:
-                link.close()
+            attachment, self._attachment = self._attachment, None
+            if attachment is not None:
+                attachment.close()
         return self._lane.close(timeout_s)
 
-    def forget(self, keys: Iterable[ChunkKey]) -> None:
-        """See Store.forget; only what is this namespace's, or nobody's."""
+    def invalidate(self, keys: Iterable[ChunkKey]) -> None:
+        """See Store.invalidate; only what is this namespace's, or nobody's."""
         every = list(keys)
         for first in range(0, len(every), wire.MAX_KEYS):
-            self.tell(self._link, wire.Forget(wire.joined(every[first : first + wire.MAX_KEYS])))
+            self.tell(self._attachment, wire.Invalidate(wire.joined(every[first : first + wire.MAX_KEYS])))
 
-    def clear(self) -> None:
-        """See Store.clear; only what is this namespace's, or nobody's."""
-        self.tell(self._link, wire.Clear())
+    def invalidate_all(self) -> None:
+        """See Store.invalidate_all; only what is this namespace's, or nobody's."""
+        self.tell(self._attachment, wire.InvalidateAll())
 
     def wait(self, timeout_s: float) -> None:
         """See Store.wait."""
@@ -158,42 +152,42 @@ class Client:
 
     # ---- for leases ----------------------------------------------------------------------------------------------
 
-    def tell(self, link: Link | None, message: wire.Message) -> None:
+    def tell(self, attachment: Attachment | None, message: wire.Message) -> None:
         """Send what needs no answer, if that connection is still there."""
         with self._lock:
-            if link is None or link.lost:
+            if attachment is None or attachment.lost:
                 return
             try:
-                link.put(message)
+                attachment.put(message)
             except (OSError, KVTierError) as error:
-                self._lose(link, error)
+                self._lose(attachment, error)
                 return
-            if not link.settled:
-                self._nurse_soon(link)
+            if not attachment.settled:
+                self._nurse_soon(attachment)
 
-    def poll(self, link: Link, lease: int, known: int, chunks: int) -> wire.Claim | None:
+    def poll(self, attachment: Attachment, lease: int, known: int, chunks: int) -> wire.Claim | None:
         """What became ready of a load lease of ``chunks``, beyond the ``known`` ones; None when that cannot be asked
-        now, or ever again if the link is lost."""
+        now, or ever again if the attachment is lost."""
         with self._lock:
-            if link.lost or link is not self._link:
+            if attachment.lost or attachment is not self._attachment:
                 return None
             return self._ask(wire.Claim, wire.Poll, lease, known, check=self._claims(chunks - known))
 
-    def end(self, link: Link, lease: int, message: wire.Message) -> None:
-        """The last message of a lease, after which its link may go."""
+    def end(self, attachment: Attachment, lease: int, message: wire.Message) -> None:
+        """The last message of a lease, after which its attachment may go."""
         with self._lock:
-            self.tell(link, message)
-            link.release(lease)
+            self.tell(attachment, message)
+            attachment.release(lease)
 
     # ---- questions -----------------------------------------------------------------------------------------------
 
     @property
     def _pool_slots(self) -> int:
-        return self._link.pool.slots if self._link is not None else 0
+        return self._attachment.pool.slots if self._attachment is not None else 0
 
     def _claims(self, chunks: int) -> Callable[[wire.Claim], None]:
         """Under the lock: what a Claim is compared with."""
-        places = len(self._link.places) if self._link is not None else 0
+        places = len(self._attachment.places) if self._attachment is not None else 0
         return partial(check_claim, chunks=chunks, pool_slots=self._pool_slots, places=places)
 
     def _ask(
@@ -206,15 +200,15 @@ class Client:
     ) -> A | None:
         """Under the lock: the answer, or None when there is none in time. ``check`` raises WireError for an answer that
         this question cannot have."""
-        link = self._link
-        if link is None:
+        attachment = self._attachment
+        if attachment is None:
             return None
         self._number = self._number % (2**32 - 1) + 1
         try:
-            if link.awaited is None or self._caught_up(link):
+            if attachment.awaited is None or self._caught_up(attachment):
                 asked = question(self._number, *fields)
-                link.put(asked)
-                answer = self._answer(link, asked, timeout_s or self._timeout_s)
+                attachment.put(asked)
+                answer = self._answer(attachment, asked, timeout_s or self._timeout_s)
                 if isinstance(answer, kind):
                     if check is not None:
                         check(answer)
@@ -222,55 +216,55 @@ class Client:
                 if answer is not None:
                     raise wire.WireError(f"{type(answer).__name__} for a {type(question).__name__}")
         except (OSError, KVTierError) as error:
-            self._lose(link, error)
+            self._lose(attachment, error)
         self.counts["unanswered"] += 1
         return None
 
-    def _answer(self, link: Link, asked: Any, timeout_s: float) -> wire.Answer | None:
-        answer = link.take(timeout_s)
+    def _answer(self, attachment: Attachment, asked: Any, timeout_s: float) -> wire.Answer | None:
+        answer = attachment.take(timeout_s)
         if answer is None:
-            link.awaited, link.overdue_since = asked, time.monotonic()
-            self._nurse_soon(link)
+            attachment.awaited, attachment.overdue_since = asked, time.monotonic()
+            self._nurse_soon(attachment)
         else:
             check_number(answer, asked.id)
         return answer
 
-    def _caught_up(self, link: Link) -> bool:
+    def _caught_up(self, attachment: Attachment) -> bool:
         """Under the lock: the overdue answer has come. Its lease, if it is one, goes back: nobody waits for it."""
-        answer = link.take(0.0)
+        answer = attachment.take(0.0)
         if answer is not None:
-            check_number(answer, link.awaited.id)
-            if isinstance(link.awaited, wire.Save | wire.Load) and isinstance(answer, wire.Slots | wire.Claim):
-                self._give_back(link, answer.lease)
-            link.awaited = None
+            check_number(answer, attachment.awaited.id)
+            if isinstance(attachment.awaited, wire.Save | wire.Load) and isinstance(answer, wire.Slots | wire.Claim):
+                self._give_back(attachment, answer.lease)
+            attachment.awaited = None
             return True
-        if time.monotonic() - link.overdue_since > _GIVE_UP_S:
+        if time.monotonic() - attachment.overdue_since > _GIVE_UP_S:
             raise TierError(f"the server has owed an answer for {_GIVE_UP_S:.0f} s")
         return False
 
     @staticmethod
-    def _give_back(link: Link, lease: int) -> None:
+    def _give_back(attachment: Attachment, lease: int) -> None:
         """A lease that nobody waits for any more."""
         if lease:
-            link.put(wire.End(lease))
+            attachment.put(wire.End(lease))
 
     # ---- in the background ---------------------------------------------------------------------------------------
 
-    def _lose(self, link: Link, error: Exception) -> None:
+    def _lose(self, attachment: Attachment, error: Exception) -> None:
         """Under the lock."""
-        link.lose()
-        if link is self._link:
-            self._link = None
+        attachment.lose()
+        if attachment is self._attachment:
+            self._attachment = None
             self.counts["lost"] += 1
-            logger.warning("lost the server at %s: %s; misses until it is back", self._door.address, error)
+            logger.warning("lost the server at %s: %s; misses until it is back", self._access.address, error)
             self._lane.submit(self._reconnect, urgent=True)
 
     def _reconnect(self) -> None:
         """On the lane, until it works. One line in the log when it does, and one for each new kind of failure."""
         backoff, said = _BACKOFF_S, ""
-        while not self._ending.is_set() and self._link is None:
+        while not self._ending.is_set() and self._attachment is None:
             try:
-                link = Link(enter(self._door))
+                attachment = Attachment(enter(self._access))
             except (KVTierError, OSError) as error:
                 if str(error) != said:
                     said = str(error)
@@ -280,25 +274,25 @@ class Client:
                 continue
             with self._lock:
                 if self._ending.is_set():
-                    link.close()
+                    attachment.close()
                     return
-                self._link = link
-            logger.warning("attached to the server at %s", self._door.address)
+                self._attachment = attachment
+            logger.warning("attached to the server at %s", self._access.address)
 
-    def _nurse_soon(self, link: Link) -> None:
-        self._lane.submit(lambda: self._nurse(link))
+    def _nurse_soon(self, attachment: Attachment) -> None:
+        self._lane.submit(lambda: self._nurse(attachment))
 
-    def _nurse(self, link: Link) -> None:
+    def _nurse(self, attachment: Attachment) -> None:
         """On the lane: see that an overdue answer is taken and messages are sent although the engine may be idle."""
         while not self._ending.wait(_NURSE_S):
             with self._lock:
-                if link.lost or link.settled:
+                if attachment.lost or attachment.settled:
                     return
                 try:
-                    if link.awaited is None:
-                        link.flush()
+                    if attachment.awaited is None:
+                        attachment.flush()
                     else:
-                        self._caught_up(link)
+                        self._caught_up(attachment)
                 except (OSError, KVTierError) as error:
-                    self._lose(link, error)
+                    self._lose(attachment, error)
                     return

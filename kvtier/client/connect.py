@@ -63,7 +63,7 @@ class Address(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class ServerAccess:
     """Where a server is and how to be let in. ``hello`` without nonce and proof; ``tls`` for tcp:// only.
 
     ``unencrypted``: the operator gave up encryption beyond loopback. Raises ConfigError where nobody did, and where
@@ -100,7 +100,7 @@ def refuse_plain(address: Address, keys: str, *, unencrypted: bool) -> None:
         )
 
 
-class Entered(NamedTuple):
+class Welcomed(NamedTuple):
     """A connection past its greeting; the caller owns socket and descriptors (pool, witness; none for streams)."""
 
     socket: socket.socket
@@ -109,7 +109,7 @@ class Entered(NamedTuple):
 
 
 def hello(fingerprint: bytes, chunk_bytes: int, *, stream: bool, namespace: str = "", client: str = "") -> wire.Hello:
-    """Who we are, for a :class:`Door`."""
+    """Who we are, for a :class:`ServerAccess`."""
     mode: wire.Mode = "stream" if stream else "attach"
     nobody = bytes(wire.NONCE_BYTES)
     return wire.Hello(wire.VERSION, mode, fingerprint, namespace[:64], chunk_bytes, client[:64], nobody)
@@ -140,7 +140,7 @@ def read_token(path: str, key: str = "server_token_file") -> bytes:
     return token
 
 
-def enter(door: Door, welcome_s: float = _WELCOME_S) -> Entered:
+def enter(access: ServerAccess, welcome_s: float = _WELCOME_S) -> Welcomed:
     """Connect and greet. Blocks for six seconds and ``welcome_s`` at most, and less than a second as a rule.
 
     Raises TierError when the server cannot be reached, talks nonsense or has no room for our chunks now (try again
@@ -149,34 +149,34 @@ def enter(door: Door, welcome_s: float = _WELCOME_S) -> Entered:
     """
     descriptors: list[int] = []
     try:
-        sock = _connect(door)
+        sock = _connect(access)
     except OSError as error:
-        raise TierError(f"no kvtier server at {door.address}: {error}") from error
+        raise TierError(f"no kvtier server at {access.address}: {error}") from error
     try:
-        welcome = _greet(sock, door, descriptors, welcome_s)
+        welcome = _greet(sock, access, descriptors, welcome_s)
     except BaseException as error:
         sock.close()
         for descriptor in descriptors:
             os.close(descriptor)
         if isinstance(error, OSError | wire.WireError):
-            raise TierError(f"greeting with the server at {door.address} failed: {error}") from error
+            raise TierError(f"greeting with the server at {access.address} failed: {error}") from error
         raise
-    return Entered(sock, welcome, descriptors)
+    return Welcomed(sock, welcome, descriptors)
 
 
-def _connect(door: Door) -> socket.socket:
+def _connect(access: ServerAccess) -> socket.socket:
     with contextlib.ExitStack() as undo:
-        if door.address.path:
+        if access.address.path:
             sock = undo.enter_context(socket.socket(socket.AF_UNIX))
             sock.settimeout(_CONNECT_S)
-            sock.connect(door.address.path)
-            _refuse_stranger(sock, door)
+            sock.connect(access.address.path)
+            _refuse_stranger(sock, access)
         else:
-            sock = undo.enter_context(_connect_tcp(door.address))
+            sock = undo.enter_context(_connect_tcp(access.address))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if door.tls is not None:
+            if access.tls is not None:
                 sock.settimeout(_CONNECT_S)
-                sock = undo.enter_context(door.tls.wrap_socket(sock, server_hostname=door.address.host))
+                sock = undo.enter_context(access.tls.wrap_socket(sock, server_hostname=access.address.host))
         undo.pop_all()
         return sock
 
@@ -197,40 +197,40 @@ def _connect_tcp(address: Address) -> socket.socket:
     raise failure
 
 
-def _refuse_stranger(sock: socket.socket, door: Door) -> None:
+def _refuse_stranger(sock: socket.socket, access: ServerAccess) -> None:
     """Raises ConfigError when a Unix socket is somebody else's: chunks would lie in their memory, and be what they
     want. With a token it is enough that the server has it, which is proven later."""
     uid = peer_uid(sock)
-    if uid not in (os.geteuid(), 0) and door.token is None:
+    if uid not in (os.geteuid(), 0) and access.token is None:
         raise ConfigError(
-            f"the server at {door.address} runs as user {uid}, expected user {os.geteuid()} or root; it gets no KV. "
+            f"the server at {access.address} runs as user {uid}, expected user {os.geteuid()} or root; it gets no KV. "
             "Run it as the engine's user, or set server_token_file at both"
         )
 
 
-def _greet(sock: socket.socket, door: Door, descriptors: list[int], welcome_s: float) -> wire.Welcome:
+def _greet(sock: socket.socket, access: ServerAccess, descriptors: list[int], welcome_s: float) -> wire.Welcome:
     inbox: wire.Inbox[wire.Challenge | wire.Welcome | wire.Refused] = wire.Inbox(
         wire.Challenge | wire.Welcome | wire.Refused, wire.MAX_GREETING
     )
     deadline = Deadline(_CHALLENGE_S)
     challenge = _receive(sock, inbox, descriptors, deadline)
     if not isinstance(challenge, wire.Challenge):
-        raise _unwelcome(challenge, door)
+        raise _unwelcome(challenge, access)
     if challenge.version != wire.VERSION:
         raise ConfigError(
-            f"the server at {door.address} speaks version {challenge.version} of the protocol, this client "
+            f"the server at {access.address} speaks version {challenge.version} of the protocol, this client "
             f"{wire.VERSION}: install the same kvtier on both"
         )
-    hello = msgspec.structs.replace(door.hello, nonce=os.urandom(wire.NONCE_BYTES))
-    if door.token is not None:
-        hello = msgspec.structs.replace(hello, proof=wire.client_proof(door.token, challenge, hello))
+    hello = msgspec.structs.replace(access.hello, nonce=os.urandom(wire.NONCE_BYTES))
+    if access.token is not None:
+        hello = msgspec.structs.replace(hello, proof=wire.client_proof(access.token, challenge, hello))
     deadline.send(sock, wire.frame(hello))
     welcome = _receive(sock, inbox, descriptors, Deadline(welcome_s))
     if not isinstance(welcome, wire.Welcome):
-        raise _unwelcome(welcome, door)
-    if door.token is not None and not wire.proven(wire.server_proof(door.token, challenge, hello), welcome.proof):
+        raise _unwelcome(welcome, access)
+    if access.token is not None and not wire.proven(wire.server_proof(access.token, challenge, hello), welcome.proof):
         raise ConfigError(
-            f"the server at {door.address} does not know our token; it gets no KV. Give both ends the same "
+            f"the server at {access.address} does not know our token; it gets no KV. Give both ends the same "
             "server_token_file"
         )
     if len(descriptors) != (_ATTACH_DESCRIPTORS if hello.mode == "attach" else 0):
@@ -261,8 +261,8 @@ def _receive(
     return message
 
 
-def _unwelcome(message: object, door: Door) -> Exception:
+def _unwelcome(message: object, access: ServerAccess) -> Exception:
     if isinstance(message, wire.Refused):
         kind = TierError if message.later else ConfigError
-        return kind(f"the server at {door.address} refused: {message.reason}")
+        return kind(f"the server at {access.address} refused: {message.reason}")
     return wire.WireError(f"{type(message).__name__} out of turn")

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import xxhash
 
-from kvtier.client.connect import PLAIN, Door, enter
+from kvtier.client.connect import PLAIN, ServerAccess, enter
 from kvtier.client.deadline import Deadline
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import KVTierError, TierError
@@ -42,7 +42,7 @@ A = TypeVar("A", bound=wire.Message)
 
 
 class RemoteTier:
-    """Chunks of ``chunk_bytes`` bytes in the server behind ``door``. Implements :class:`~kvtier.tiers.base.Tier`.
+    """Chunks of ``chunk_bytes`` bytes in the server behind ``access``. Implements :class:`~kvtier.tiers.base.Tier`.
 
     Threads: all methods from any thread; a connection serves one call at a time. While the server cannot be reached,
     calls fail at once and it is tried again after 0.1 to 5 s.
@@ -52,27 +52,27 @@ class RemoteTier:
 
     shared = True
 
-    def __init__(self, door: Door, name: str = "remote") -> None:
+    def __init__(self, access: ServerAccess, name: str = "remote") -> None:
         self.name = name
         self.counts: Counter[str] = Counter()
         """``failed`` calls and ``corrupt`` chunks since the start."""
-        self._door = door
-        self._chunk_bytes = door.hello.chunk_bytes
+        self._access = access
+        self._chunk_bytes = access.hello.chunk_bytes
         self._idle: list[_Line] = []
         self._lock = threading.Lock()
         self._closed = False
         self._backoff_s = _BACKOFF_S
         self._down_until = 0.0
         self.capacity = _REMEMBERED_AT_LEAST
-        if door.is_plain:
-            logger.warning(PLAIN, door.address)
+        if access.is_plain:
+            logger.warning(PLAIN, access.address)
         try:
-            entered = enter(door)
+            welcomed = enter(access)
         except TierError as error:
             self._failed(error)
         else:
-            self.capacity = max(self.capacity, _REMEMBERED * entered.welcome.capacity)
-            self._idle.append(_Line(entered.socket))
+            self.capacity = max(self.capacity, _REMEMBERED * welcomed.welcome.capacity)
+            self._idle.append(_Line(welcomed.socket))
 
     def recovered(self) -> Sequence[ChunkKey]:
         """Nothing: others' chunks and ours are found by asking."""
@@ -146,7 +146,7 @@ class RemoteTier:
                 raise TierError("the server was not there a moment ago")
         for line in stale:
             line.close()
-        line = _Line(enter(self._door, _CALL_S).socket)
+        line = _Line(enter(self._access, _CALL_S).socket)
         with self._lock:
             self._backoff_s, self._down_until = _BACKOFF_S, 0.0
         return line
@@ -161,7 +161,7 @@ class RemoteTier:
                 return
             self._down_until = time.monotonic() + self._backoff_s
             self._backoff_s = min(2 * self._backoff_s, _MAX_BACKOFF_S)
-        logger.warning("server at %s: %s; misses for a while", self._door.address, error)
+        logger.warning("server at %s: %s; misses for a while", self._access.address, error)
 
 
 class _DeadLineError(Exception):

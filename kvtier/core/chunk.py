@@ -34,12 +34,12 @@ _DOMAIN = b"kvtier/chunk/1\0"
 _PIECE_DOMAIN = b"kvtier/piece/1\0"
 
 
-def parent_link(key: ChunkKey) -> bytes:
-    """The 8 bytes that :func:`own_link` gives for this chunk's parent; zeros for the first chunk of a prompt."""
+def parent_half(key: ChunkKey) -> bytes:
+    """The 8 bytes that :func:`own_half` gives for this chunk's parent; zeros for the first chunk of a prompt."""
     return key[_DIGEST_BYTES:]
 
 
-def own_link(key: ChunkKey) -> bytes:
+def own_half(key: ChunkKey) -> bytes:
     """The 8 bytes by which this chunk's children refer to it."""
     return key[:_LINK_BYTES]
 

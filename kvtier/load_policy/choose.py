@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvtier.load_policy.outlook import Outlook
+from kvtier.core.lookup import LookupResult
 
 _LEAST_ODDS = 0.02
 _SAFETY = 0.9
@@ -30,7 +30,7 @@ class Choice(NamedTuple):
     """When to take what is there and compute the rest."""
 
 
-def choose(outlook: Outlook, rest: int, saved: Callable[[int], float | None]) -> Choice:
+def choose(result: LookupResult, rest: int, saved: Callable[[int], float | None]) -> Choice:
     """The part of a run of ``rest`` chunks that is soonest served.
 
     ``saved(chunks)``: seconds of compute, less those of the copy, that so many leading chunks save; None: unknown,
@@ -41,29 +41,29 @@ def choose(outlook: Outlook, rest: int, saved: Callable[[int], float | None]) ->
     waiting in vain at most doubles the time to the first token, once (the competitive ratio 2 of ski rental, Karlin et
     al. 1988).
     """
-    ready = outlook.ready
+    ready = result.ready
     best, worth, wait = ready, saved(ready), 0.0
     if worth is None:
-        return Choice(outlook.known, outlook.asking is not None, math.inf)
+        return Choice(result.known, result.asking is not None, math.inf)
     if worth < 0:
         best, worth = 0, 0.0
     at_once = worth
     soon: float | None = wait
-    for chunks, seconds in outlook.steps[1:]:
+    for chunks, seconds in result.steps[1:]:
         gain = (saved(chunks) or 0.0) - (seconds or 0.0) / _SAFETY
         if chunks > best and gain > worth:
             best, worth, soon = chunks, gain, seconds
-    ask = best == outlook.known and _worth_asking(outlook, best, rest, saved)
-    if ask and outlook.asking is not None:
-        soon = outlook.asking.arrive_s
+    ask = best == result.known and _worth_asking(result, best, rest, saved)
+    if ask and result.asking is not None:
+        soon = result.asking.arrive_s
     most = (saved(rest if ask else best) or 0.0) - at_once
     patience = math.inf if soon is None else max(_PATIENCE * soon, _LEAST_PATIENCE * most)
     return Choice(best, ask, max(0.0, min(patience, most)))
 
 
-def _worth_asking(outlook: Outlook, chunks: int, rest: int, saved: Callable[[int], float | None]) -> bool:
+def _worth_asking(result: LookupResult, chunks: int, rest: int, saved: Callable[[int], float | None]) -> bool:
     """Is what a shared tier may have worth the answer that it has nothing?"""
-    asking = outlook.asking
+    asking = result.asking
     if asking is None:
         return False
     gain = (saved(rest) or 0.0) - (saved(chunks) or 0.0) - (asking.arrive_s or 0.0) / _SAFETY

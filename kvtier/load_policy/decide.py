@@ -1,4 +1,4 @@
-"""Judge: what of a hit the engine takes, by what loading and computing it are forecast to take. Memory only."""
+"""LoadPolicy: what of a hit the engine takes, by what loading and computing it are forecast to take. Memory only."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
+from kvtier.core.lookup import LookupResult
 from kvtier.load_policy.choose import Choice, choose
 from kvtier.load_policy.latency import Average
-from kvtier.load_policy.outlook import Outlook
 from kvtier.load_policy.prefill import Prefill, StepClock
 
 _COPY_KNOWN_S = 10.0
@@ -16,7 +16,7 @@ _COPY_KNOWN_S = 10.0
 were declined because of them are tried again."""
 
 
-class Judge:
+class LoadPolicy:
     """Learns from every step of one engine. Called by vLLM's scheduling loop, one thread.
 
     Args:
@@ -51,7 +51,7 @@ class Judge:
         """Tokens of loads that have begun and not ended."""
 
     def choose(
-        self, outlook: Outlook, rest: int, begin: int, end: Callable[[int], int], *, busy: bool = False
+        self, result: LookupResult, rest: int, begin: int, end: Callable[[int], int], *, busy: bool = False
     ) -> Choice:
         """What to take of a run of ``rest`` chunks for a request that has ``begin`` tokens. ``end(n)``: how many it
         has with ``n`` leading chunks of the run loaded. ``busy``: the engine computes for other requests."""
@@ -62,9 +62,9 @@ class Judge:
             return compute if compute is None or not tokens else compute - self._load_s(tokens, busy)
 
         if self._always:
-            choice = Choice(outlook.known, outlook.asking is not None, math.inf)
+            choice = Choice(result.known, result.asking is not None, math.inf)
         else:
-            choice = choose(outlook, rest, saved)
+            choice = choose(result, rest, saved)
         return choice._replace(within_s=min(choice.within_s, self._timeout_s))
 
     def _load_s(self, tokens: int, busy: bool) -> float:

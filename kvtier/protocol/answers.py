@@ -17,9 +17,9 @@ def check_number(answer: wire.Answer, asked: int) -> None:
         raise wire.WireError(f"an answer to question {answer.id}, expected one to {asked}")
 
 
-def check_extent(extent: wire.Extent, chunks: int) -> None:
+def check_lookup(answer: wire.LookupAnswer, chunks: int) -> None:
     """``chunks``: how many were asked for."""
-    counts = [count for count, _ in extent.steps]
+    counts = [count for count, _ in answer.steps]
     if counts != sorted(counts) or counts[-1] > chunks:
         raise wire.WireError(f"runs of {counts} chunks, expected rising numbers up to {chunks}")
 

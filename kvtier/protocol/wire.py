@@ -100,7 +100,7 @@ class Refused(Message, tag=4):  # the last message: why it ends; later: the clie
 # ---- attach: questions ---------------------------------------------------------------------------------------------
 
 
-class Match(Message, tag=10):
+class Lookup(Message, tag=10):
     id: Number
     keys: Keys
 
@@ -148,11 +148,11 @@ class End(Message, tag=18):  # release of a load lease, abandon of a save lease
     lease: Number
 
 
-class Forget(Message, tag=19):
+class Invalidate(Message, tag=19):
     keys: Keys
 
 
-class Clear(Message, tag=20):
+class InvalidateAll(Message, tag=20):
     pass
 
 
@@ -170,13 +170,15 @@ class Hint(Message, tag=22):
     session: Name = ""
 
 
-Question = Match | Save | Load | Poll | Wait | Stats | Check | Commit | End | Forget | Clear | Decline | Hint
+Question = (
+    Lookup | Save | Load | Poll | Wait | Stats | Check | Commit | End | Invalidate | InvalidateAll | Decline | Hint
+)
 
 # ---- attach: answers -----------------------------------------------------------------------------------------------
 
 
-class Extent(Message, tag=30):
-    """Answer to Match: an Outlook, see :mod:`kvtier.load_policy.outlook`."""
+class LookupAnswer(Message, tag=30):
+    """Answer to Lookup, see :mod:`kvtier.core.lookup`."""
 
     id: Number
     steps: Annotated[list[tuple[Number, Seconds]], msgspec.Meta(min_length=1, max_length=64)]
@@ -217,7 +219,7 @@ class Counted(Message, tag=34):
     values: Annotated[dict[Name, int], msgspec.Meta(max_length=1024)]
 
 
-Answer = Extent | Slots | Claim | Done | Counted
+Answer = LookupAnswer | Slots | Claim | Done | Counted
 
 # ---- stream --------------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.core.steps import Steps
 from kvtier.protocol import wire
 from kvtier.server.listeners import Listener
-from kvtier.server.registry import Realm, Realms
+from kvtier.server.registry import SizeClass, SizeClasses
 from kvtier.server.session import Session, capacity, places
 from kvtier.server.stream import Stream
 
@@ -54,7 +54,7 @@ class Host(Protocol):
     clock: Callable[[], float]
     """Seconds that only grow; by it turns are measured."""
     token: bytes | None
-    realms: Realms
+    size_classes: SizeClasses
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """Run ``call`` on the loop; from any thread."""
@@ -87,7 +87,7 @@ class Connection(asyncio.BufferedProtocol):
         self._inbox: wire.Inbox[Any] = wire.Inbox(wire.Hello, wire.MAX_GREETING)
         self._challenge = wire.Challenge(wire.VERSION, os.urandom(wire.NONCE_BYTES))
         self._transport: asyncio.Transport
-        self._realm: Realm | None = None
+        self._size_class: SizeClass | None = None
         self._session: Session | None = None
         self._stream: Stream | None = None
         self._greeted = False
@@ -309,32 +309,34 @@ class Connection(asyncio.BufferedProtocol):
                 raise wire.WireError("the client does not know the server's token (server_token_file)")
         self._host.greeted(self)
         proof = b"" if token is None else wire.server_proof(token, self._challenge, hello)
-        self._ask_for_realm(hello, proof)
+        self._ask_for_size_class(hello, proof)
 
-    def _ask_for_realm(self, hello: wire.Hello, proof: bytes) -> None:
+    def _ask_for_size_class(self, hello: wire.Hello, proof: bytes) -> None:
         slot_bytes = -(-hello.chunk_bytes // PAGE_BYTES) * PAGE_BYTES
 
-        def opened(future: Future[Realm]) -> None:
+        def opened(future: Future[SizeClass]) -> None:
             self._host.call_soon(lambda: self._opened(hello, future, proof))
 
-        self._host.realms.get(slot_bytes).add_done_callback(opened)
+        self._host.size_classes.get(slot_bytes).add_done_callback(opened)
 
-    def _opened(self, hello: wire.Hello, future: Future[Realm], proof: bytes) -> None:
+    def _opened(self, hello: wire.Hello, future: Future[SizeClass], proof: bytes) -> None:
         if self._closed:
             return
         try:
-            realm = future.result()
-            if not self._host.realms.enter(realm):
-                self._ask_for_realm(hello, proof)  # its room was given to another size just now
+            size_class = future.result()
+            if not self._host.size_classes.enter(size_class):
+                self._ask_for_size_class(hello, proof)  # its room was given to another size just now
                 return
-            self._realm = realm
-            owner = realm.owner(hello.fingerprint, hello.namespace)
-            pool = realm.store.pool
-            welcome = wire.Welcome(pool.slots, pool.slot_bytes, places(realm.store), capacity(realm.store), proof)
+            self._size_class = size_class
+            owner = size_class.owner(hello.fingerprint, hello.namespace)
+            pool = size_class.store.pool
+            welcome = wire.Welcome(
+                pool.slots, pool.slot_bytes, places(size_class.store), capacity(size_class.store), proof
+            )
             if hello.mode == "attach":
-                self._attach(Session(realm.store, owner, realm.shares, realm.pace), pool.fd, welcome)
+                self._attach(Session(size_class.store, owner, size_class.shares, size_class.pace), pool.fd, welcome)
             else:
-                self._stream = Stream(realm, owner, hello.chunk_bytes, self._write, self._flow)
+                self._stream = Stream(size_class, owner, hello.chunk_bytes, self._write, self._flow)
                 self._inbox.expect(wire.StreamQuestion)
                 self._send(welcome)
         except (KVTierError, OSError) as error:
@@ -390,8 +392,8 @@ class Connection(asyncio.BufferedProtocol):
         self._host.retired(self)
 
     def _leave(self) -> None:
-        if self._realm is not None:
-            self._host.realms.leave(self._realm)
+        if self._size_class is not None:
+            self._host.size_classes.leave(self._size_class)
 
     @property
     def lingers(self) -> bool:
@@ -408,28 +410,28 @@ class Connection(asyncio.BufferedProtocol):
     # ---- waiting for promotions ----------------------------------------------------------------------------------
 
     def _wait(self, question: wire.Wait) -> None:
-        assert self._realm is not None
+        assert self._size_class is not None
         if self._waiting is not None:
             raise wire.WireError("a second Wait before the first was answered")
         self._waiting = question.id
-        if self._realm.arrivals != self._arrivals_seen:
+        if self._size_class.arrivals != self._arrivals_seen:
             self._end_wait()
             return
-        self._realm.listen(self._end_wait)
+        self._size_class.listen(self._end_wait)
         self._waiting_until = self._host.loop.call_later(question.timeout_ms / 1000, self._end_wait)
 
     def _end_wait(self) -> None:
-        assert self._realm is not None
+        assert self._size_class is not None
         waiting = self._waiting
         self._stop_waiting()
-        self._arrivals_seen = self._realm.arrivals
+        self._arrivals_seen = self._size_class.arrivals
         if waiting is not None:
             self._send(wire.Done(waiting))
 
     def _stop_waiting(self) -> None:
         self._waiting = None
-        if self._realm is not None:
-            self._realm.ignore(self._end_wait)
+        if self._size_class is not None:
+            self._size_class.ignore(self._end_wait)
         if self._waiting_until is not None:
             self._waiting_until.cancel()
             self._waiting_until = None

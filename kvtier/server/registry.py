@@ -1,4 +1,4 @@
-"""Realm: one Store of a server with what its sessions share. Realms: several of them, by slot size, in one budget.
+"""Size class: one Store of a server with what its sessions share. Size classes: several of them, by slot size, in one budget.
 
 Engines whose slots are equally large share one Store; keys contain the engines' fingerprints, so chunks of different
 models cannot meet. An *owner* is a namespace (fingerprint and tenant name) as a number: what quotas count, and what
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from kvtier.core.chunk import ChunkKey, own_link, parent_link
+from kvtier.core.chunk import ChunkKey, own_half, parent_half
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.lanes import Lane
 from kvtier.core.steps import whole
@@ -39,7 +39,7 @@ Listener = Callable[[], None]
 R = TypeVar("R")
 
 
-class Realm:
+class SizeClass:
     """All methods but :meth:`_arrived` are called on the server's loop.
 
     ``call_soon``: how a lane thread hands a call to that loop; from any thread.
@@ -59,7 +59,7 @@ class Realm:
         self._listeners: set[Listener] = set()
         self._links: OrderedDict[bytes, ChunkKey] = OrderedDict()
         self.users = 0
-        """Connections, for :class:`Realms`; and when the last one of them left."""
+        """Connections, for :class:`SizeClasses`; and when the last one of them left."""
         self.left = clock()
         self.arrivals = 0
         """Differs from what it was when promotions have ended since."""
@@ -111,8 +111,8 @@ class Realm:
     def remember(self, keys: Sequence[ChunkKey]) -> None:
         """Know these keys as somebody's parents, for :meth:`run_to`."""
         for key in keys:
-            self._links[own_link(key)] = key
-            self._links.move_to_end(own_link(key))
+            self._links[own_half(key)] = key
+            self._links.move_to_end(own_half(key))
         while len(self._links) > _MAX_LINKS:
             self._links.popitem(last=False)
 
@@ -120,13 +120,13 @@ class Realm:
         """The run that ends with ``key``, first chunk first, as far as its ancestors were seen lately: chunks that are
         written one by one leave leaf first like all others."""
         run, seen = [key], {key}
-        while (parent := self._links.get(parent_link(run[-1]))) is not None and parent not in seen:
+        while (parent := self._links.get(parent_half(run[-1]))) is not None and parent not in seen:
             run.append(parent)
             seen.add(parent)
         return run[::-1]
 
 
-class Realms:
+class SizeClasses:
     """A Store for each slot size that engines ask for, all out of one budget, from which each takes what it needs more
     than the others; :mod:`kvtier.server.balance` has the rule, which is asked once in every :meth:`settle`.
 
@@ -142,7 +142,7 @@ class Realms:
             that size is asked for again.
         call_soon: how a lane thread hands a call to the loop.
         clock: seconds that only grow.
-        discard: removes what is left of a closed realm on disks, by slot size. On the lane.
+        discard: removes what is left of a closed size class on disks, by slot size. On the lane.
     """
 
     def __init__(
@@ -156,17 +156,17 @@ class Realms:
         self._call_soon = call_soon
         self._clock = clock
         self._discard = discard
-        self._lane = Lane("realms", 1, urgent_bound=1, bound=_OPENINGS_QUEUED)
-        self._opening: dict[int, Future[Realm]] = {}
+        self._lane = Lane("size-classes", 1, urgent_bound=1, bound=_OPENINGS_QUEUED)
+        self._opening: dict[int, Future[SizeClass]] = {}
         self._kept: int | None = None
         self._settling = False
         # What follows is the lane's.
         self._expected = 0
         """Sizes that are opened together, and have yet to be."""
-        self._sharing: dict[int, Realm] = {}
-        """The open realms."""
+        self._sharing: dict[int, SizeClass] = {}
+        """The open size classes."""
         self._places: Counter[str] = Counter()
-        """Bytes of RAM and of every tier with a budget: that the realms have together."""
+        """Bytes of RAM and of every tier with a budget: that the size classes have together."""
         self._parts: dict[str, dict[int, int]] = {}
         """Of each place the bytes that every size may take."""
         self._wanted: Counter[tuple[str, int]] = Counter()
@@ -174,11 +174,11 @@ class Realms:
         self._turn = 0
 
     @property
-    def open(self) -> dict[int, Realm]:
-        """The realms that are ready, by slot size."""
+    def open(self) -> dict[int, SizeClass]:
+        """The size classes that are ready, by slot size."""
         return {size: one.result() for size, one in self._opening.items() if one.done() and not one.exception()}
 
-    def prepare(self, slot_bytes: int | None, found: Sequence[int] = ()) -> dict[int, Future[Realm]]:
+    def prepare(self, slot_bytes: int | None, found: Sequence[int] = ()) -> dict[int, Future[SizeClass]]:
         """At the start: open the size that is configured, which is kept for good, and those ``found`` on the disk. Each
         fails as in :meth:`get`."""
         self._kept = slot_bytes
@@ -186,13 +186,13 @@ class Realms:
         self._expected = len(sizes)
         return {size: self.get(size) for size in sizes}
 
-    def get(self, slot_bytes: int) -> Future[Realm]:
-        """The realm of this slot size, now or soon; fails with KVTierError: TierError where another attempt may
+    def get(self, slot_bytes: int) -> Future[SizeClass]:
+        """The size class of this slot size, now or soon; fails with KVTierError: TierError where another attempt may
         succeed."""
         self._opening = {size: future for size, future in self._opening.items() if not _failed(future)}
         if slot_bytes in self._opening:
             return self._opening[slot_bytes]
-        future: Future[Realm] = Future()
+        future: Future[SizeClass] = Future()
         if slot_bytes > _MAX_SLOT_BYTES:
             sizes = ", ".join(f"{size:,}" for size in self._opening)
             kept = f"keeps chunks of {sizes} bytes" if sizes else "keeps no chunks yet"
@@ -213,22 +213,22 @@ class Realms:
             return future
         closed = {size: self._opening.pop(size).result() for size in closing}
         if not self._submit(future, lambda: self._open(slot_bytes, closed)):
-            self._opening.update({size: _done(realm) for size, realm in closed.items()})
+            self._opening.update({size: _done(size_class) for size, size_class in closed.items()})
             return future
         self._opening[slot_bytes] = future
         return future
 
-    def enter(self, realm: Realm) -> bool:
+    def enter(self, size_class: SizeClass) -> bool:
         """A connection uses it from now on. False: it is closed; ask again."""
-        if realm not in self.open.values():
+        if size_class not in self.open.values():
             return False
-        realm.users += 1
+        size_class.users += 1
         return True
 
-    def leave(self, realm: Realm) -> None:
+    def leave(self, size_class: SizeClass) -> None:
         """A connection uses it no more."""
-        realm.users -= 1
-        realm.left = self._clock()
+        size_class.users -= 1
+        size_class.left = self._clock()
 
     def settle(self) -> None:
         """Now and then: close what has been without engines for long beside others, and move room to where it belongs,
@@ -257,8 +257,8 @@ class Realms:
     def close(self, timeout_s: float) -> bool:
         """Close every store; queued writes have ``timeout_s`` seconds. False: something was dropped or hangs."""
         clean = self._lane.close(timeout_s)
-        for realm in self.open.values():
-            clean &= realm.store.close(timeout_s)
+        for size_class in self.open.values():
+            clean &= size_class.store.close(timeout_s)
         return clean
 
     def _submit(self, future: Future[R], work: Callable[[], R]) -> bool:
@@ -270,13 +270,13 @@ class Realms:
     def _without_engines(self, seconds: float) -> list[int]:
         """Sizes that nobody has used for so long, the longest first; never the configured one, nor the last one."""
         now, found = self._clock(), self.open
-        idle = [size for size, realm in found.items() if size != self._kept and not realm.users]
+        idle = [size for size, size_class in found.items() if size != self._kept and not size_class.users]
         gone = sorted((size for size in idle if now - found[size].left >= seconds), key=lambda size: found[size].left)
         return gone if len(gone) < len(self._opening) or seconds == 0.0 else gone[:-1]
 
     # ---- on the lane ---------------------------------------------------------------------------------------------
 
-    def _open(self, slot_bytes: int, closed: Mapping[int, Realm]) -> Realm:
+    def _open(self, slot_bytes: int, closed: Mapping[int, SizeClass]) -> SizeClass:
         together, self._expected = self._expected, max(0, self._expected - 1)
         budget, sizes = self._places["ram"], self._sharing.keys() - closed.keys() | {slot_bytes}
         too_large = len(sizes) > 1 and sum(Side(0, size, 0, 0).least(budget) for size in sizes) > budget
@@ -289,7 +289,7 @@ class Realms:
                 )
             lent = bool(self._sharing) or together > 1
             store = self._open_store(slot_bytes, True) if lent else self._open_store(slot_bytes)
-            self._sharing[slot_bytes] = realm = Realm(store, self._call_soon, self._clock)
+            self._sharing[slot_bytes] = size_class = SizeClass(store, self._call_soon, self._clock)
             for place, own in store.rooms(0).items():
                 self._places[place] = max(self._places[place], own.fixed + own.unit * own.most)
         except ConfigError as error:
@@ -299,18 +299,18 @@ class Realms:
                 self._divide()
         if len(self._sharing) > 1:
             logger.info("chunks of %s bytes share RAM and disks", ", ".join(map(str, self._sharing)))
-        return realm
+        return size_class
 
-    def _close(self, closed: Mapping[int, Realm]) -> None:
-        for size, realm in closed.items():
+    def _close(self, closed: Mapping[int, SizeClass]) -> None:
+        for size, size_class in closed.items():
             logger.info("chunks of %d bytes: no engine for long; their room goes to others", size)
             self._sharing.pop(size, None)
             for place in self._places:
                 del self._wanted[place, size]
-            realm.store.close(_CLOSE_S)
+            size_class.store.close(_CLOSE_S)
             self._discard(size)
 
-    def _balance(self, closed: Mapping[int, Realm]) -> None:
+    def _balance(self, closed: Mapping[int, SizeClass]) -> None:
         """A turn: who lacks room gets some of the others'."""
         if closed:
             self._close(closed)
@@ -330,7 +330,7 @@ class Realms:
     def _rooms(self) -> dict[int, dict[str, Room]]:
         """What every size has now, by place; the ages of chunks are counted in these looks."""
         self._turn = self._turn + 1 if len(self._sharing) > 1 else 0
-        return {size: realm.store.rooms(self._turn) for size, realm in self._sharing.items()}
+        return {size: size_class.store.rooms(self._turn) for size, size_class in self._sharing.items()}
 
     def _sides(self, place: str, rooms: Mapping[int, Mapping[str, Room]]) -> dict[int, Side]:
         sides = {}
@@ -348,7 +348,7 @@ class Realms:
         """Give each what it may take; first take, then give, so that together they never have more. What somebody holds
         is taken, and given to another, in a later turn."""
         for growing in (False, True):
-            for size, realm in self._sharing.items():
+            for size, size_class in self._sharing.items():
                 limits = {}
                 for place, own in rooms[size].items():
                     limit = min(own.most, max(0, self._parts[place][size] - own.fixed) // own.unit)
@@ -360,8 +360,8 @@ class Realms:
                     if limits[place] == own.limit and own.occupied <= own.limit:
                         del limits[place]
                 if limits:
-                    whole(realm.store.sharing(limits))
-                    rooms[size] = realm.store.rooms(self._turn)
+                    whole(size_class.store.sharing(limits))
+                    rooms[size] = size_class.store.rooms(self._turn)
 
 
 def _settle(future: Future[R], work: Callable[[], R]) -> None:
@@ -371,11 +371,11 @@ def _settle(future: Future[R], work: Callable[[], R]) -> None:
         future.set_exception(error)
 
 
-def _done(realm: Realm) -> Future[Realm]:
-    future: Future[Realm] = Future()
-    future.set_result(realm)
+def _done(size_class: SizeClass) -> Future[SizeClass]:
+    future: Future[SizeClass] = Future()
+    future.set_result(size_class)
     return future
 
 
-def _failed(future: Future[Realm]) -> bool:
+def _failed(future: Future[SizeClass]) -> bool:
     return future.done() and future.exception() is not None

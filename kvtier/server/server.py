@@ -18,7 +18,7 @@ from kvtier.core.secret_files import peer_uid
 from kvtier.server.connection import Connection
 from kvtier.server.handshake_places import Handshakes
 from kvtier.server.listeners import Listener
-from kvtier.server.registry import Realms
+from kvtier.server.registry import SizeClasses
 from kvtier.store.store import Store
 
 logger = logging.getLogger("kvtier.server")
@@ -60,7 +60,7 @@ class Server:
         self.clock = time.monotonic
         self.listeners = listeners
         self.token = token
-        self.realms = Realms(open_store, self.call_soon, discard=discard)
+        self.size_classes = SizeClasses(open_store, self.call_soon, discard=discard)
         self.counts: Counter[str] = Counter()
         """Events since the start: connections by ``accepted``, ``rejected``, ``dropped``, ``ended``."""
         self.connections: set[Connection] = set()
@@ -81,13 +81,13 @@ class Server:
     @property
     def stores(self) -> dict[int, Store]:
         """The open stores by slot size; thread-safe objects, for whoever shows or checks them."""
-        return {size: realm.store for size, realm in self.realms.open.items()}
+        return {size: size_class.store for size, size_class in self.size_classes.open.items()}
 
     async def prepare(self, slot_bytes: int | None, found: Sequence[int] = ()) -> None:
         """Open the Store of the configured slot size, which is kept for good, and touch its whole pool; and open those
         ``found`` on the disk. That is what the first engine of each size would do. Raises KVTierError when the
         configured one cannot be opened; another is tried again when an engine asks for it."""
-        opened = {size: asyncio.wrap_future(one) for size, one in self.realms.prepare(slot_bytes, found).items()}
+        opened = {size: asyncio.wrap_future(one) for size, one in self.size_classes.prepare(slot_bytes, found).items()}
         await asyncio.shield(asyncio.gather(*opened.values(), return_exceptions=True))
         for size, future in opened.items():
             error = future.exception()
@@ -117,7 +117,7 @@ class Server:
         await self._close_connections()
         for one in self.lingering:
             one.let_go()
-        return self.realms.close(timeout_s)
+        return self.size_classes.close(timeout_s)
 
     async def _close_connections(self) -> None:
         """First those without a chunk on its way, then the others."""
@@ -137,13 +137,13 @@ class Server:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            for realm in self.realms.open.values():
-                realm.look()
+            for size_class in self.size_classes.open.values():
+                size_class.look()
 
     async def _settle(self) -> None:
         while True:
             await asyncio.sleep(_SETTLE_S)
-            self.realms.settle()
+            self.size_classes.settle()
 
     # ---- connections ---------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ class Session:
         self._leases: dict[int, tuple[SaveLease | LoadLease, int]] = {}
         self._numbers = 0
         self._works: dict[type, Callable[[Any], Answered]] = {
-            wire.Match: self._match,
+            wire.Lookup: self._lookup,
             wire.Save: self._save,
             wire.Load: self._load,
             wire.Poll: self._poll,
@@ -46,8 +46,8 @@ class Session:
             wire.Check: self._check,
             wire.Commit: self._commit,
             wire.End: self._end,
-            wire.Forget: self._forget,
-            wire.Clear: self._clear,
+            wire.Invalidate: self._invalidate,
+            wire.InvalidateAll: self._invalidate_all,
             wire.Decline: self._decline,
             wire.Hint: self._hint,
         }
@@ -79,10 +79,10 @@ class Session:
 
     # ---- questions -----------------------------------------------------------------------------------------------
 
-    def _match(self, question: wire.Match) -> Answered:
+    def _lookup(self, question: wire.Lookup) -> Answered:
         keys = yield from _split(question.keys)
-        outlook = yield from self._store.forecasting(keys)
-        return wire.Extent(question.id, list(outlook.steps), outlook.asking, outlook.why)
+        result = yield from self._store.looking_up(keys)
+        return wire.LookupAnswer(question.id, list(result.steps), result.asking, result.why)
 
     def _save(self, question: wire.Save) -> Answered:
         keys = yield from _split(question.keys)
@@ -147,9 +147,9 @@ class Session:
         yield from self._drop(message.lease).closing()
         return None
 
-    def _forget(self, message: wire.Forget) -> Answered:
+    def _invalidate(self, message: wire.Invalidate) -> Answered:
         keys = yield from _split(message.keys)
-        yield from self._store.forgetting(keys, self._owner)
+        yield from self._store.invalidating(keys, self._owner)
         return None
 
     def _decline(self, message: wire.Decline) -> Answered:
@@ -162,13 +162,13 @@ class Session:
         self._store.hint(keys, Hint(message.over, message.keep_s), owners_session(self._owner, message.session))
         return None
 
-    def _clear(self, message: wire.Clear) -> Answered:
+    def _invalidate_all(self, message: wire.InvalidateAll) -> Answered:
         """The one look that cannot be cut into pieces is the first."""
         yield from self._pace.turn()
         begun = self._pace.now()
         keys = self._store.every_key()
         self._pace.looked(begun)
-        yield from self._store.forgetting(keys, self._owner)
+        yield from self._store.invalidating(keys, self._owner)
         return None
 
     # ---- leases --------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 One question at a time; the bytes of a chunk go straight between the socket and its slot. Every call is short: bytes
 are hashed piece by piece as they pass, a question is answered in pieces (:mod:`kvtier.core.steps`), and a promotion is
-waited for by listening to the realm.
+waited for by listening to the size class.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import xxhash
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.steps import Steps
 from kvtier.protocol import wire
-from kvtier.server.registry import Realm
+from kvtier.server.registry import SizeClass
 from kvtier.store.lease import LoadLease, SaveLease
 
 _MOST_FOUND = 4096
@@ -33,14 +33,14 @@ class Stream:
 
     def __init__(
         self,
-        realm: Realm,
+        size_class: SizeClass,
         owner: int,
         chunk_bytes: int,
         write: Callable[[bytes | memoryview], None],
         flow: Callable[[], None],
     ) -> None:
-        self._realm = realm
-        self._store = realm.store
+        self._size_class = size_class
+        self._store = size_class.store
         self._owner = owner
         self._chunk_bytes = chunk_bytes
         self._write = write
@@ -48,7 +48,7 @@ class Stream:
         self._id = 0
         self._key = ChunkKey(b"")
         self._lease: SaveLease | LoadLease | None = None
-        self._share = realm.shares.join()
+        self._share = size_class.shares.join()
         self._known = 0
         """Chunks of the run that is looked for, from the first on, that this server knew of when it was asked."""
         self._view: memoryview | None = None
@@ -72,11 +72,11 @@ class Stream:
         if isinstance(message, wire.Find):
             yield from self._find(wire.split(message.keys)[:_MOST_FOUND])
         elif isinstance(message, wire.Delete):
-            self._store.forget([ChunkKey(message.key)], self._owner)
+            self._store.invalidate([ChunkKey(message.key)], self._owner)
             self._write(wire.frame(wire.Done(message.id)))
         elif isinstance(message, wire.Get):
             self._begin(ChunkKey(message.key), self._store.load([ChunkKey(message.key)], 0, self._owner), 1)
-            self._realm.listen(self.look)
+            self._size_class.listen(self.look)
             self.look()
         else:
             self._put(ChunkKey(message.key))
@@ -96,12 +96,12 @@ class Stream:
 
     def _find(self, keys: list[ChunkKey]) -> Steps[None]:
         """Claims the run too, so that what lies lower is on its way up when the engine asks for it."""
-        self._realm.remember(keys)
-        outlook = yield from self._store.forecasting(keys)
-        self._known = outlook.known
+        self._size_class.remember(keys)
+        result = yield from self._store.looking_up(keys)
+        self._known = result.known
         lease = yield from self._store.loading(keys, 0, self._owner, self._share.left)
         self._begin(ChunkKey(b""), lease, len(lease.keys) if lease.asking else sum(lease.poll()))
-        self._realm.listen(self.look)
+        self._size_class.listen(self.look)
         self.look()
 
     def look(self) -> None:
@@ -114,7 +114,7 @@ class Stream:
             if not lease.asking:
                 self._answer(wire.Found(self._id, max(ready + coming, self._known)))
         elif ready:
-            self._realm.ignore(self.look)
+            self._size_class.ignore(self.look)
             self._write(wire.frame(wire.Chunk(self._id, self._chunk_bytes)))
             self._view = lease.views()[0][: self._chunk_bytes]
             self._flow()
@@ -141,8 +141,8 @@ class Stream:
     # ---- put: socket -> slot -------------------------------------------------------------------------------------
 
     def _put(self, key: ChunkKey) -> None:
-        self._realm.remember([key])
-        if sum(self._store.match([key])):
+        self._size_class.remember([key])
+        if sum(self._store.lookup([key]).progress):
             self._write(wire.frame(wire.Go(self._id, False, True)))
             return
         lease = self._store.save([key], self._owner)
@@ -150,7 +150,7 @@ class Stream:
             lease.close()
             self._write(wire.frame(wire.Go(self._id, False, False)))
             return
-        lease.run = self._realm.run_to(key)
+        lease.run = self._size_class.run_to(key)
         self._begin(key, lease, 1)
         self._view = lease.views()[0][: self._chunk_bytes]
         self._write(wire.frame(wire.Go(self._id, True, False)))
@@ -192,6 +192,6 @@ class Stream:
         self._write(wire.frame(message))
 
     def _rest(self) -> None:
-        self._realm.ignore(self.look)
+        self._size_class.ignore(self.look)
         self._share.held = 0
         self._lease = self._view = None

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.store.directory import READY, Entry
-from kvtier.store.lower_tier import Below, Core
+from kvtier.store.lower_tier import Core, LowerTier
 
 logger = logging.getLogger("kvtier")
 
@@ -25,17 +25,17 @@ class Pair(NamedTuple):
     """A slot and the tier that has its bytes too."""
 
     entry: Entry
-    below: Below
+    below: LowerTier
 
 
 class Audit:
-    """``forget`` drops chunks everywhere; it is called without the lock.
+    """``invalidate`` drops chunks everywhere; it is called without the lock.
 
     Compared are only copies of one origin: written from this slot, or read into it. A chunk that was computed twice may
     differ in its last bits, and be right both times; for that reason tiers that others write to are left out.
     """
 
-    def __init__(self, core: Core, below: Sequence[Below], forget: Callable[[Sequence[ChunkKey]], None]) -> None:
+    def __init__(self, core: Core, below: Sequence[LowerTier], forget: Callable[[Sequence[ChunkKey]], None]) -> None:
         self.one_in = 0
         """0: never; set once, before the first load."""
         self._core, self._below, self._forget = core, below, forget
@@ -57,7 +57,7 @@ class Audit:
         for pair in pairs:
             pair.below.lane.submit(partial(self._compare, pair))
 
-    def _copy(self, entry: Entry) -> Below | None:
+    def _copy(self, entry: Entry) -> LowerTier | None:
         """Under the lock: the fastest tier that holds the very bytes of this slot."""
         holders = self._core.directory.holders(entry.key) if entry.state is READY else ()
         return next(

@@ -40,7 +40,7 @@ from kvtier.core.tenant import may
 from kvtier.store.ages import Ages
 from kvtier.store.eviction import LRU, Owned, PolicyOf
 from kvtier.store.miss_reasons import Left, Past
-from kvtier.store.tier_index import Holding, quota_of
+from kvtier.store.tier_index import TierIndex, quota_of
 
 _MOST_AHEAD = 512
 """A longer walk would hold the Store's lock for more than 0.1 ms."""
@@ -123,7 +123,7 @@ class Directory:
         self.distrust = False
         """What is over is written all the same: too many were not."""
         self._order = Owned(policy(slots), share is not None)
-        self._tiers = [Holding(capacity, lower or policy, share) for capacity in capacities]
+        self._tiers = [TierIndex(capacity, lower or policy, share) for capacity in capacities]
 
     # ---- looks: no effect ----------------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class Directory:
     def _is_idle(entry: Entry) -> bool:
         return entry.state is READY and entry.pins == entry.writes
 
-    def forget(self, key: ChunkKey, owner: int | None = None) -> list[int]:
+    def invalidate(self, key: ChunkKey, owner: int | None = None) -> list[int]:
         """The chunk is bad or unwanted: ABSENT everywhere. Returns the tiers that must delete it, then :meth:`deleted`.
 
         ``owner``: only where it is this owner's or nobody's. A FILLING chunk stays: it is being made anew. A write in
@@ -380,7 +380,7 @@ class Directory:
 
     def lost(self, index: int, key: ChunkKey, how: Left = Left.EVICTED) -> None:
         """Tier ``index`` does not hold the chunk after all. Not for a tier that cannot be asked now: what it holds must
-        stay known, or no :meth:`forget` reaches it."""
+        stay known, or no :meth:`invalidate` reaches it."""
         self._tiers[index].order.discard(key)
         self._past.left(key, how)
 
@@ -416,7 +416,7 @@ class Directory:
                 yield key
 
     def unfinished(self, keys: Iterable[ChunkKey], owner: int | None = None) -> int:
-        """How many of ``keys`` outlive a :meth:`forget` for now: being filled, written or deleted."""
+        """How many of ``keys`` outlive a :meth:`invalidate` for now: being filled, written or deleted."""
         return sum(
             (key in self._entries and may(owner, self._entries[key].owner))
             or any(key in tier.leaving or key in tier.writing for tier in self._tiers)

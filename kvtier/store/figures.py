@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvtier.store.status import RealmStatus, TierStatus
+from kvtier.store.status import SizeClassStatus, TierStatus
 
 GAUGE, COUNTER = "gauge", "counter"
 PREFIX = "kvtier_"
@@ -22,7 +22,7 @@ class TierFigure(NamedTuple):
     name: str
     kind: str
     text: str
-    value: Callable[[RealmStatus, TierStatus], float]
+    value: Callable[[SizeClassStatus, TierStatus], float]
     below: bool = True
 
 
@@ -32,7 +32,7 @@ class StoreFigure(NamedTuple):
     name: str
     kind: str
     text: str
-    value: Callable[[RealmStatus], float]
+    value: Callable[[SizeClassStatus], float]
 
 
 # fmt: off

@@ -107,7 +107,7 @@ class Follower:
 
     def _follow(self, item: _Item, pause: Callable[[], object]) -> None:
         self.counts["followed_prompts"] += 1
-        self._judge(item.run)
+        self._apply(item.run)
         session = self._sessions.seen(item.run, item.session)
         if self._adaptive is not None:
             self._adaptive.follow(item.run, session, self._lock, pause)
@@ -145,7 +145,7 @@ class Follower:
         if self._said >= _MOST_SAID:
             self._said, self._wrong = self._said / 2, self._wrong / 2
 
-    def _judge(self, run: Sequence[ChunkKey]) -> None:
+    def _apply(self, run: Sequence[ChunkKey]) -> None:
         """Did a session go on that was said to be over?"""
         again = [key for key in run if key in self._ended] if self._ended else []
         for key in again:

@@ -6,21 +6,15 @@ Their state is the Store's: it changes it under its lock, through the methods th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
+from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.core.steps import Steps, whole
 from kvtier.store.directory import Entry
 from kvtier.tiers.base import Tier
-
-
-class Match(NamedTuple):
-    """How far a run can be served, in chunks: ``ready`` now; ``coming`` after those, if nothing fails on the way."""
-
-    ready: int
-    coming: int
 
 
 class Keeper(Protocol):
@@ -33,7 +27,7 @@ class Keeper(Protocol):
         """The slots are filled (``commit``), or given up; in pieces, which must be done to the end."""
         ...
 
-    def poll_load(self, lease: LoadLease) -> Match: ...
+    def poll_load(self, lease: LoadLease) -> Progress: ...
 
     def end_load(self, lease: LoadLease) -> Steps[None]:
         """Nobody reads the slots any more; in pieces, which must be done to the end."""
@@ -124,7 +118,7 @@ class LoadLease:
         """A shared tier has yet to say what it holds."""
         self.closed = False
 
-    def poll(self) -> Match:
+    def poll(self) -> Progress:
         """Where the claim stands; ``coming == 0`` means it will not grow any more."""
         return self._store.poll_load(self)
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.lookup import LookupResult
 from kvtier.core.steps import Steps
-from kvtier.load_policy.outlook import Outlook
 from kvtier.store.directory import FILLING, READY, Directory
 
 _MOST_STEPS = 32
 _AT_ONCE = 1024
-"""Chunks in one piece of :func:`look`: a few tenths of a millisecond."""
+"""Chunks in one piece of :func:`lookup_run`: a few tenths of a millisecond."""
 Wait = Callable[[int], float | None]
 """Seconds until so many more reads of one tier have ended; None: unknown."""
 
 
-def look(directory: Directory, waits: Sequence[Wait], keys: Sequence[ChunkKey]) -> Steps[Outlook]:
+def lookup_run(directory: Directory, waits: Sequence[Wait], keys: Sequence[ChunkKey]) -> Steps[LookupResult]:
     """The outlook of a run, but for asking. One step for each change of place, as between two changes the time saved
     by loading one chunk more only grows: the best place to stop is an end (:func:`choose`). In pieces, each under the
     Store's lock."""
@@ -41,7 +41,7 @@ def look(directory: Directory, waits: Sequence[Wait], keys: Sequence[ChunkKey]) 
         here = place
         if place >= 0 and (entry is None or place not in reads):
             reads[place] = reads.get(place, 0) + (entry is None)
-    return Outlook([*steps, (end, _arrival(waits, reads))])
+    return LookupResult([*steps, (end, _arrival(waits, reads))])
 
 
 def _arrival(waits: Sequence[Wait], reads: Mapping[int, int]) -> float | None:

@@ -58,7 +58,7 @@ class Core(NamedTuple):
     timings: Timings
 
 
-class Below:
+class LowerTier:
     """Tier number ``index``, its lane, how fast both are, and what it has yet to delete.
 
     Methods say whether they run under the Store's lock, take it themselves, or run on a lane thread.
@@ -210,17 +210,17 @@ class Below:
         """Under the lock: the tier shall delete this chunk, at the next :meth:`sweep`."""
         self._trash.append(key)
 
-    def forget_unseen(self, owner: int | None) -> Future[tuple[int, bool]]:
+    def purge_unseen(self, owner: int | None) -> Future[tuple[int, bool]]:
         """Delete what a shared tier has of ``owner``'s and nobody here knows of: how many chunks, and whether it was
         searched to the end. On the lane, where it takes seconds; what is being written is left to who knows of it."""
         future: Future[tuple[int, bool]] = Future()
         if not isinstance(self.tier, SharedKeeper) or not self.tier.shared:
             future.set_result((0, not self.tier.shared))
-        elif not self.lane.submit(partial(self._forget_unseen, owner, future)):
+        elif not self.lane.submit(partial(self._purge_unseen, owner, future)):
             future.set_result((0, False))
         return future
 
-    def _forget_unseen(self, owner: int | None, future: Future[tuple[int, bool]]) -> None:
+    def _purge_unseen(self, owner: int | None, future: Future[tuple[int, bool]]) -> None:
         """On a lane thread."""
         assert isinstance(self.tier, SharedKeeper)
         going, whole = list[ChunkKey](), False

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvtier.store.directory import Entry
-from kvtier.store.lower_tier import Below, Core
+from kvtier.store.lower_tier import Core, LowerTier
 
 
 class Promotions:
     """``arrived`` is told, on a lane thread without the lock, whenever one has ended. Safe from any thread."""
 
     def __init__(
-        self, core: Core, below: Sequence[Below], arrived: Callable[[], None], clock: Callable[[], float]
+        self, core: Core, below: Sequence[LowerTier], arrived: Callable[[], None], clock: Callable[[], float]
     ) -> None:
         self._core, self._below, self._arrived, self._clock = core, below, arrived, clock
         self._queued: dict[Entry, float] = {}

@@ -31,7 +31,7 @@ class LaneStatus(msgspec.Struct, frozen=True):
 
 
 class TierStatus(msgspec.Struct, frozen=True):
-    """RAM or one lower tier of one realm."""
+    """RAM or one lower tier of one size class."""
 
     tier: str
     capacity: int
@@ -86,7 +86,7 @@ class TimingStatus(msgspec.Struct, frozen=True):
     """Their sum by place."""
 
 
-class RealmStatus(msgspec.Struct, frozen=True):
+class SizeClassStatus(msgspec.Struct, frozen=True):
     """One chunk size with the Store for it."""
 
     slot_bytes: int
@@ -125,13 +125,13 @@ class RealmStatus(msgspec.Struct, frozen=True):
     """RAM first."""
 
 
-def read(store: Store, namespaces: int = 0, zero_hits: str = "") -> RealmStatus:
+def read(store: Store, namespaces: int = 0, zero_hits: str = "") -> SizeClassStatus:
     """Any thread. No walk over chunks: these are counts that are kept."""
     stats = Counter(store.stats())
     counts: Callable[[str], int] = stats.__getitem__
     lower = [_tier(*each, counts) for each in zip(store.tiers, store.capacities, store.lanes, strict=True)]
     curves, policies = store.what_if(), _by_reason(stats, "policy_hits_")
-    return RealmStatus(
+    return SizeClassStatus(
         slot_bytes=store.pool.slot_bytes,
         slots=store.slots,
         free=counts("ram_free"),

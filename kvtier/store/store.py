@@ -16,18 +16,18 @@ from functools import partial
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Executor
+from kvtier.core.lookup import LookupResult, Progress
 from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
-from kvtier.load_policy.outlook import Outlook
 from kvtier.store.adaptive import Adaptive
 from kvtier.store.audit import Audit
 from kvtier.store.directory import FILLING, GONE, READY, Directory, Entry
 from kvtier.store.eviction import LRU, PolicyOf
 from kvtier.store.follower import Follower
 from kvtier.store.hints import Hint
-from kvtier.store.lease import LoadLease, Match, SaveLease
-from kvtier.store.lookup import look
-from kvtier.store.lower_tier import Below, Core, Place
+from kvtier.store.lease import LoadLease, SaveLease
+from kvtier.store.lookup import lookup_run
+from kvtier.store.lower_tier import Core, LowerTier, Place
 from kvtier.store.promotion import Promotions
 from kvtier.store.room import Room
 from kvtier.store.timings import RAM, Timings
@@ -79,13 +79,13 @@ class Store:
         core = Core(self._lock, self._directory, pool, self.counts, self.timings)
         rooms = {"ram": pool.slots, **{tier.name: tier.capacity for tier in self.tiers}}
         self._follower = Follower(self._directory, self._lock, self._adaptive, clock, rooms)
-        self._below = [Below(core, index, place, clock) for index, place in enumerate(places)]
+        self._below = [LowerTier(core, index, place, clock) for index, place in enumerate(places)]
         self._on_save = [below for below in self._below if not below.on_evict]
         self._on_evict = [below for below in self._below if below.on_evict]
         self._looking: set[int] = set()
         """Owners for whom a :meth:`_look_ahead` is queued."""
         self._promotions = Promotions(core, self._below, self._note_arrival, clock)
-        self.audit = Audit(core, self._below, self.forget)
+        self.audit = Audit(core, self._below, self.invalidate)
         self._waits = [below.timed.wait for below in self._below]
         for below in self._below:
             keys = below.tier.recovered()
@@ -95,15 +95,6 @@ class Store:
             spare.submit(partial(self._populate, 0))
 
     # ---- the five verbs ------------------------------------------------------------------------------------------
-
-    def match(self, keys: Sequence[ChunkKey]) -> Match:
-        """How far the run ``keys`` (first chunk first) can be served. No effect; memory only.
-
-        Chunks that only a shared tier knows of are not seen here: :meth:`load` asks it.
-        """
-        with self._lock:
-            ready = self._directory.ready_run(keys)
-            return Match(ready, self._directory.held_run(keys, ready) - ready)
 
     def save(self, keys: Sequence[ChunkKey], owner: int = 0) -> SaveLease:
         """Reserve slots for the chunks of ``keys`` (the whole run so far) that are not in RAM.
@@ -256,28 +247,28 @@ class Store:
 
     # ---- the rest of the surface ---------------------------------------------------------------------------------
 
-    def forecast(self, keys: Sequence[ChunkKey]) -> Outlook:
+    def lookup(self, keys: Sequence[ChunkKey]) -> LookupResult:
         """How far :meth:`load` would get with the run, and when. No effect; memory only."""
-        return whole(self.forecasting(keys))
+        return whole(self.looking_up(keys))
 
-    def forecasting(self, keys: Sequence[ChunkKey]) -> Steps[Outlook]:
-        """:meth:`forecast` in pieces."""
-        begun, looking = self._clock(), look(self._directory, self._waits, keys)
+    def looking_up(self, keys: Sequence[ChunkKey]) -> Steps[LookupResult]:
+        """:meth:`lookup` in pieces."""
+        begun, looking = self._clock(), lookup_run(self._directory, self._waits, keys)
         while True:
             with self._lock:
                 try:
                     next(looking)
                 except StopIteration as done:
-                    outlook: Outlook = done.value
+                    result: LookupResult = done.value
                     break
             yield 0.0
         with self._lock:
-            asked = self._ask(keys[outlook.known :]) if outlook.known < len(keys) else None
-            outlook = outlook._replace(why=self._end_of(keys, outlook.ready, outlook.known)[1])
+            asked = self._ask(keys[result.known :]) if result.known < len(keys) else None
+            result = result._replace(why=self._end_of(keys, result.ready, result.known)[1])
             self.timings.lookup.add(self._clock() - begun)
         if asked is None:
-            return outlook
-        return outlook._replace(asking=self._below[asked].timed.asking(len(keys) - outlook.known))
+            return result
+        return result._replace(asking=self._below[asked].timed.asking(len(keys) - result.known))
 
     def decline(self, keys: Sequence[ChunkKey], reason: str) -> None:
         """These chunks could be had and are computed instead; why. Counted, and now and then one of them is read in the
@@ -288,24 +279,24 @@ class Store:
         if index is not None:
             self._below[index].probe(keys[0])
 
-    def forget(self, keys: Sequence[ChunkKey], owner: int | None = None) -> None:
+    def invalidate(self, keys: Sequence[ChunkKey], owner: int | None = None) -> None:
         """Drop these chunks everywhere: they are bad, or nobody may have them any more."""
-        whole(self.forgetting(keys, owner))
+        whole(self.invalidating(keys, owner))
 
-    def forgetting(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[None]:
-        """:meth:`forget` in pieces."""
+    def invalidating(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[None]:
+        """:meth:`invalidate` in pieces."""
         for part in pieces(keys):
             with self._lock:
                 for key in part:
-                    for index in self._directory.forget(key, owner):
+                    for index in self._directory.invalidate(key, owner):
                         self._below[index].discard(key)
             yield 0.0
         for below in self._below:
             below.sweep_soon()
 
-    def clear(self, owner: int | None = None) -> None:
+    def invalidate_all(self, owner: int | None = None) -> None:
         """Drop every chunk everywhere (those being filled right now excepted); of one owner: its own and nobody's."""
-        self.forget(self.every_key(), owner)
+        self.invalidate(self.every_key(), owner)
 
     def every_key(self) -> list[ChunkKey]:
         """Every chunk in RAM or in a tier, some of them twice. Holds the lock for 20 ns a chunk: see
@@ -326,9 +317,9 @@ class Store:
             yield 0.0
         return found
 
-    def forget_unseen(self, owner: int | None) -> list[Future[tuple[int, bool]]]:
-        """For every tier: see :meth:`kvtier.store.lower_tier.Below.forget_unseen`."""
-        return [below.forget_unseen(owner) for below in self._below]
+    def purge_unseen(self, owner: int | None) -> list[Future[tuple[int, bool]]]:
+        """For every tier: see :meth:`kvtier.store.lower_tier.LowerTier.purge_unseen`."""
+        return [below.purge_unseen(owner) for below in self._below]
 
     def unfinished(self, keys: Sequence[ChunkKey], owner: int | None = None) -> int:
         """How many of these chunks, forgotten before, are being filled, or not yet deleted below."""
@@ -421,7 +412,7 @@ class Store:
                 self._directory.grow(growing)
             yield 0.0
 
-    def reach(self, keys: Sequence[ChunkKey]) -> list[int]:
+    def lookup_by_tier(self, keys: Sequence[ChunkKey]) -> list[int]:
         """How many leading chunks of a run each place holds by itself: RAM, then every tier. No effect."""
         with self._lock:
             lower = [self._directory.held_first(index, keys) for index in range(len(self.tiers))]
@@ -614,7 +605,7 @@ class Store:
         for below in self._on_evict:
             below.offer(entries, ())
 
-    def poll_load(self, lease: LoadLease) -> Match:
+    def poll_load(self, lease: LoadLease) -> Progress:
         """See :meth:`LoadLease.poll`."""
         with self._lock:
             entries, ready = lease.entries, lease.ready
@@ -630,7 +621,7 @@ class Store:
             if lease.waits and not coming:
                 lease.waits = False
                 self.timings.wait.add(self._clock() - lease.begun)
-            return Match(ready, coming)
+            return Progress(ready, coming)
 
     def end_load(self, lease: LoadLease) -> Steps[None]:
         """See :class:`kvtier.store.lease.Keeper`. The run's end first, so that its beginning ends up hottest."""

@@ -1,4 +1,4 @@
-"""Holding: what one lower tier holds, is being given, and has yet to delete. Pure, as its Directory is."""
+"""TierIndex: what one lower tier holds, is being given, and has yet to delete. Pure, as its Directory is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def quota_of(room: int, share: float | None) -> int | None:
     return None if share is None else max(1, int(room * share))
 
 
-class Holding:
+class TierIndex:
     """An order of leaving and a capacity in chunks; ``share``: see :class:`kvtier.store.directory.Directory`."""
 
     __slots__ = ("_share", "capacity", "leaving", "order", "quota", "writing")

@@ -8,8 +8,8 @@ from functools import partial
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Executor, Work
+from kvtier.core.lookup import Asking
 from kvtier.load_policy.latency import Pace
-from kvtier.load_policy.outlook import Asking
 from kvtier.tiers.base import Tier, owners_in, write_for
 
 

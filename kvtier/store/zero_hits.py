@@ -37,7 +37,7 @@ def room(slots: int, lower: Mapping[str, int]) -> str:
 
 
 def totals(stats: Mapping[str, int]) -> tuple[int, int, int, dict[str, int]]:
-    """What :meth:`ZeroHits.look` wants to know, of ``Store.stats()``."""
+    """What :meth:`ZeroHits.lookup_run` wants to know, of ``Store.stats()``."""
     hits = sum(count for name, count in stats.items() if name.endswith("_loaded"))
     kinds = ("missed_", "declined_")
     reasons = {name.split("_", 1)[1]: count for name, count in stats.items() if name.startswith(kinds)}

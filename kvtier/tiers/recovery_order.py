@@ -1,7 +1,7 @@
 """The order in which a restarted tier's chunks may leave, rebuilt from keys and stamps. Pure.
 
 A tier that outlives its process knows when each chunk was last written or used, but only roughly, and not which
-chunk is whose leaf. The keys alone carry the second part (:func:`kvtier.core.chunk.parent_link`): a parent must never
+chunk is whose leaf. The keys alone carry the second part (:func:`kvtier.core.chunk.parent_half`): a parent must never
 leave before its child, because a run is served from the first chunk on without a gap and a child without its parent
 serves nobody.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvtier.core.chunk import ChunkKey, own_link, parent_link
+from kvtier.core.chunk import ChunkKey, own_half, parent_half
 
 
 def coldest_first(stamped: Iterable[tuple[ChunkKey, Any]]) -> list[ChunkKey]:
@@ -24,7 +24,7 @@ def coldest_first(stamped: Iterable[tuple[ChunkKey, Any]]) -> list[ChunkKey]:
     Time O(n log n) for the sort and O(n) for the links; a forged cycle of links ends instead of looping.
     """
     hottest_first = [key for key, _ in sorted(stamped, key=lambda pair: pair[1], reverse=True)]
-    by_link = {own_link(key): key for key in hottest_first}
+    by_link = {own_half(key): key for key in hottest_first}
     placed: set[ChunkKey] = set()
     order: list[ChunkKey] = []
     for key in hottest_first:
@@ -33,7 +33,7 @@ def coldest_first(stamped: Iterable[tuple[ChunkKey, Any]]) -> list[ChunkKey]:
         while ancestor is not None and ancestor not in placed:
             placed.add(ancestor)
             line.append(ancestor)
-            ancestor = by_link.get(parent_link(ancestor))
+            ancestor = by_link.get(parent_half(ancestor))
         order.extend(reversed(line))
     order.reverse()
     return order

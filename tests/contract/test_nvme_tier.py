@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.chunk import PAGE_BYTES, ChunkKey, ChunkLayout, own_link, parent_link
+from kvtier.core.chunk import PAGE_BYTES, ChunkKey, ChunkLayout, own_half, parent_half
 from kvtier.core.errors import StateError, TierError
 from kvtier.core.pool import Pool
 from kvtier.testing import check_tier
@@ -224,17 +224,17 @@ def test_leaf_first_is_a_permutation_with_no_parent_colder_than_its_child(
 ) -> None:
     keys: list[ChunkKey] = []
     for index, parent in enumerate(parents):
-        link = own_link(keys[parent % index]) if parent is not None and index else bytes(8)
+        link = own_half(keys[parent % index]) if parent is not None and index else bytes(8)
         keys.append(ChunkKey(bytes([1]) + index.to_bytes(31, "big")[::-1] + link))
     order.shuffle(keys)
     found = leaf_first(keys)
     assert sorted(found) == sorted(keys)
-    place = {own_link(key): at for at, key in enumerate(found)}
-    assert all(place.get(parent_link(key), at) >= at for at, key in enumerate(found))
-    by_link = {own_link(key): key for key in keys}
+    place = {own_half(key): at for at, key in enumerate(found)}
+    assert all(place.get(parent_half(key), at) >= at for at, key in enumerate(found))
+    by_link = {own_half(key): key for key in keys}
     line = keys[-1:]
-    while line and parent_link(line[-1]) in by_link:
-        line.append(by_link[parent_link(line[-1])])
+    while line and parent_half(line[-1]) in by_link:
+        line.append(by_link[parent_half(line[-1])])
     assert found[len(found) - len(line) :] == line, "the newest chunk's own line is the hottest"
 
 

@@ -23,7 +23,7 @@ from kvtier.tiers.nvme.check import check
 from kvtier.tiers.nvme.folder import SLOTS_NAME
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.redis.layout import Form
-from kvtier.tiers.redis.link import Link
+from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
 from kvtier.tiers.sealed import SealedTier, key_name, sealed_bytes
 from tests.nvme_place import LAYOUT, SLOT, flip, room
@@ -42,7 +42,7 @@ def on_disk(path: Path, size: int = SLOT, key: bytes = KEY) -> SealedTier:
 
 def in_redis(server: RedisServer, size: int = SLOT, key: bytes = KEY) -> SealedTier:
     form = Form("kvtier", NAMESPACE + key_name(key), PART_BYTES)
-    return SealedTier(RedisTier(Link(server.url), form, 1 << 24, sealed_bytes(size)), key, size)
+    return SealedTier(RedisTier(RedisServers(server.url), form, 1 << 24, sealed_bytes(size)), key, size)
 
 
 def read(tier: SealedTier, key: ChunkKey) -> bool | None:
@@ -334,7 +334,7 @@ def test_a_server_keeps_nothing_readable_and_finds_it_again_with_the_same_key_on
         place: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": 1 << 20}
         place |= {"redis_url": redis.url, "redis_bytes": 1 << 20}
         server = ServerProcess(folder, **place, **way(folder))
-        with server, redis.admin() as behind, attached(server.door()) as client:
+        with server, redis.admin() as behind, attached(server.access()) as client:
             save(client, keys)
             wait_for(lambda: client.stats().get("redis_held") == client.stats().get("nvme_held") == 3, "spilled")
             below = [bytes(behind.get(name) or b"") for name in behind.scan_iter()]
@@ -344,11 +344,11 @@ def test_a_server_keeps_nothing_readable_and_finds_it_again_with_the_same_key_on
                            for key in keys for at in (0, SLOT // 2) for one in below)  # fmt: skip
             assert server.stop() == 0
             assert KEY.hex() not in server.said()
-        with server, attached(server.door()) as client:
+        with server, attached(server.access()) as client:
             assert load(client, keys) == ["nvme"] * 3
             assert server.stop() == 0
         other = ServerProcess(folder, **place, encryption_key=OTHER_KEY.hex())
-        with other, attached(other.door()) as client:
+        with other, attached(other.access()) as client:
             assert load(client, keys) == []
             assert save(client, keys) == 3
             assert "was the encryption key changed?" in other.said()

@@ -95,7 +95,7 @@ class Peer:
         return await peer._greet(hello(bytes(32), SLOT, stream=False, client=client))
 
     @classmethod
-    async def far(cls, server: Server) -> Peer:
+    async def cache_server(cls, server: Server) -> Peer:
         peer = cls(*await asyncio.open_connection("127.0.0.1", server.listeners[1].address.port))
         return await peer._greet(hello(bytes(32), SLOT, stream=True))
 
@@ -120,9 +120,9 @@ def between(watch: Watch, question: str) -> int:
 FLOODS: dict[str, list[wire.Message]] = {
     "stats": [wire.Stats(1)] * 3000,
     "check": [wire.Check(1, False)] * 3000,
-    "clear": [wire.Clear()] * 3000,
-    "end": [wire.Forget(wire.joined(LAYOUT.keys([1])))] * 500,
-    "match": [wire.Match(1, LONG)] * 20,
+    "clear": [wire.InvalidateAll()] * 3000,
+    "end": [wire.Invalidate(wire.joined(LAYOUT.keys([1])))] * 500,
+    "match": [wire.Lookup(1, LONG)] * 20,
     "save": [wire.Save(1, LONG)] * 20,
     "load": [wire.Load(1, LONG, 0)] * 20,
 }
@@ -150,7 +150,7 @@ def test_one_message_is_worked_on_in_turns_with_those_of_others(monkeypatch: pyt
         large.say(wire.Check(1, False), wire.Save(2, LONG), wire.Check(3, False))
         begun = watch.now
         for number in range(3):
-            small.say(wire.Match(number, LONG[:40]))
+            small.say(wire.Lookup(number, LONG[:40]))
             await small.answer()
         turns = (watch.now - begun) / 0.001
         assert turns <= 12
@@ -164,17 +164,19 @@ def test_one_message_is_worked_on_in_turns_with_those_of_others(monkeypatch: pyt
 
 def test_a_flood_over_tcp_has_its_turns_too(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(server: Server, watch: Watch) -> None:
-        far, honest = await Peer.far(server), await Peer.attached(server)
-        far.say(*[wire.Delete(number, LONG[:40]) for number in range(1000)])
-        honest.say(wire.Match(1, LONG[:40]))
+        cache_server, honest = await Peer.cache_server(server), await Peer.attached(server)
+        cache_server.say(*[wire.Delete(number, LONG[:40]) for number in range(1000)])
+        honest.say(wire.Lookup(1, LONG[:40]))
         watch.served.clear()
         await honest.answer()
-        assert between(watch, "Match") <= 2 * _PIECES_A_TURN
+        assert between(watch, "Progress") <= 2 * _PIECES_A_TURN
 
     run(monkeypatch, scenario)
 
 
-@pytest.mark.parametrize("question", [wire.Save(1, LONG), wire.Load(1, LONG, 0), wire.Clear(), wire.Check(1, True)])
+@pytest.mark.parametrize(
+    "question", [wire.Save(1, LONG), wire.Load(1, LONG, 0), wire.InvalidateAll(), wire.Check(1, True)]
+)
 def test_who_leaves_in_the_middle_of_a_long_question_leaves_nothing_behind(
     question: wire.Message, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,26 +187,26 @@ def test_who_leaves_in_the_middle_of_a_long_question_leaves_nothing_behind(
         await until(lambda: bool(watch.served))
         leaver.writer.transport.abort()
         await until(lambda: not (server.connections or server.lingering))
-        (realm,) = server.realms.open.values()
-        realm.store.check(idle=True)
-        assert realm.users == 0
-        assert realm.shares.join().left == 3072, "three quarters of 4,096: nobody holds anything"
+        (size_class,) = server.size_classes.open.values()
+        size_class.store.check(idle=True)
+        assert size_class.users == 0
+        assert size_class.shares.join().left == 3072, "three quarters of 4,096: nobody holds anything"
 
     run(monkeypatch, scenario)
 
 
 def test_who_leaves_in_the_middle_of_a_find_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(server: Server, watch: Watch) -> None:
-        (realm,) = [(await Peer.attached(server), server.realms.open[SLOT])[1]]
-        with realm.store.save(LAYOUT.keys(range(2000))) as lease:
+        (size_class,) = [(await Peer.attached(server), server.size_classes.open[SLOT])[1]]
+        with size_class.store.save(LAYOUT.keys(range(2000))) as lease:
             lease.commit()
-        leaver = await Peer.far(server)
+        leaver = await Peer.cache_server(server)
         watch.served.clear()
         leaver.say(wire.Find(1, LONG))
         await until(lambda: bool(watch.served))
         leaver.writer.transport.abort()
         await until(lambda: len(server.connections) == 1)
-        realm.store.check(idle=True)
+        size_class.store.check(idle=True)
 
     run(monkeypatch, scenario)
 

@@ -13,13 +13,13 @@ from msgspec.structs import replace
 
 from kvtier.bench.servers import free_port
 from kvtier.client.client import Client
-from kvtier.client.connect import Address, Door, enter, hello
+from kvtier.client.connect import Address, ServerAccess, enter, hello
+from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.server import connection
 from kvtier.server.listeners import listen_tcp, listen_unix
 from kvtier.server.server import Server
-from kvtier.store.lease import Match
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from tests.server_process import (
@@ -54,7 +54,7 @@ def server(port: int) -> Iterator[ServerProcess]:
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[Client]:
     """One that behaves; at the end it has been served all the time and nothing is left of the others."""
-    with attached(server.door()) as client:
+    with attached(server.access()) as client:
         save(client, run(7, 5))
         yield client
         assert load(client, run(7, 5)) == ["ram"] * 5
@@ -62,17 +62,17 @@ def client(server: ServerProcess) -> Iterator[Client]:
         assert client.counts["lost"] == 0
 
 
-def enter_raw(door: Door) -> socket.socket:
+def enter_raw(access: ServerAccess) -> socket.socket:
     """A socket past its greeting, to say on it what we want; it keeps no pool and no witness."""
-    entered = enter(door)
-    for descriptor in entered.descriptors:
+    welcomed = enter(access)
+    for descriptor in welcomed.descriptors:
         os.close(descriptor)
-    entered.socket.settimeout(DEADLINE_S)
-    return entered.socket
+    welcomed.socket.settimeout(DEADLINE_S)
+    return welcomed.socket
 
 
-def far(port: int) -> Door:
-    return Door(Address("", "127.0.0.1", port), hello(LAYOUT.fingerprint, SLOT, stream=True))
+def cache_server(port: int) -> ServerAccess:
+    return ServerAccess(Address("", "127.0.0.1", port), hello(LAYOUT.fingerprint, SLOT, stream=True))
 
 
 def last_words(sock: socket.socket) -> str:
@@ -110,9 +110,9 @@ def test_what_is_not_a_greeting(server: ServerProcess, client: Client, said: str
 
 
 NOT_A_QUESTION = {
-    "an answer": wire.frame(wire.Extent(1, [(0, 0.0)])),
+    "an answer": wire.frame(wire.LookupAnswer(1, [(0, 0.0)])),
     "a lease of nobody": wire.frame(wire.Commit(77)),
-    "half a key": wire.frame(wire.Match(1, bytes(41))),
+    "half a key": wire.frame(wire.Lookup(1, bytes(41))),
     "a long frame": (wire.MAX_FRAME + 1).to_bytes(4, "little"),
     "a tier's question": wire.frame(wire.Get(1, KEY)),
     "two waits": wire.frame(wire.Wait(1, 5000)) + wire.frame(wire.Wait(2, 5000)),
@@ -123,13 +123,13 @@ NOT_A_QUESTION = {
 def test_what_is_not_a_question_ends_the_session_and_its_leases(
     server: ServerProcess, client: Client, said: str
 ) -> None:
-    with enter_raw(server.door()) as sock:
+    with enter_raw(server.access()) as sock:
         sock.sendall(
             wire.frame(wire.Save(1, wire.joined(run(3, 4)))) + wire.frame(wire.Load(2, wire.joined(run(7, 5)), 0))
         )
         sock.sendall(NOT_A_QUESTION[said])
         assert last_words(sock) != ""
-    assert client.match(run(3, 4)) == Match(0, 0)
+    assert client.lookup(run(3, 4)).progress == Progress(0, 0)
 
 
 OUT_OF_TURN = {
@@ -142,23 +142,23 @@ OUT_OF_TURN = {
 
 @pytest.mark.parametrize("said", OUT_OF_TURN)
 def test_a_stream_that_speaks_out_of_turn(client: Client, port: int, said: str) -> None:
-    with enter_raw(far(port)) as sock:
+    with enter_raw(cache_server(port)) as sock:
         sock.sendall(OUT_OF_TURN[said])
         assert last_words(sock) != ""
 
 
 def test_a_stream_that_leaves_in_the_middle_of_a_chunk(client: Client, port: int) -> None:
-    with enter_raw(far(port)) as sock:
+    with enter_raw(cache_server(port)) as sock:
         sock.sendall(wire.frame(wire.Put(1, KEY)))
         assert sock.recv(100) == wire.frame(wire.Go(1, True, False))
         sock.sendall(content(KEY, SLOT)[: SLOT // 2])
         wait_for(lambda: client.stats()["ram_filling"] == 1, "begun")
     wait_for(lambda: client.stats()["ram_filling"] == 0, "given back")
-    assert client.match([KEY]) == Match(0, 0)
+    assert client.lookup([KEY]).progress == Progress(0, 0)
 
 
 def test_one_that_does_not_read_is_dropped_and_hinders_nobody(server: ServerProcess, client: Client) -> None:
-    with enter_raw(server.door()) as sock:
+    with enter_raw(server.access()) as sock:
         sock.setblocking(False)
         flood = wire.frame(wire.Stats(1)) * 1000
         sent = 0
@@ -166,7 +166,7 @@ def test_one_that_does_not_read_is_dropped_and_hinders_nobody(server: ServerProc
             try:
                 sent += sock.send(flood[sent % len(wire.frame(wire.Stats(1))) :])
             except BlockingIOError:
-                assert client.match(run(7, 5)) == Match(5, 0)
+                assert client.lookup(run(7, 5)).progress == Progress(5, 0)
             except OSError:
                 break
         else:
@@ -179,7 +179,7 @@ def test_a_thousand_bad_sessions_leave_a_few_lines_in_the_log_and_nothing_in_mem
 ) -> None:
     before = memory_kib(server.pid)
     for _ in range(1000):
-        with enter_raw(server.door()) as sock:
+        with enter_raw(server.access()) as sock:
             sock.sendall(b"\xff" * 64)
             assert last_words(sock) != ""
     assert 1 <= server.said().count("dropped") <= 100
@@ -202,7 +202,7 @@ def test_connections_are_bounded_and_those_there_are_served(server: ServerProces
             sock.settimeout(DEADLINE_S)
         assert sockets[0].recv(100) != b""
         assert sockets[-1].recv(100) == b"", "closed at once"
-        assert client.match(run(7, 5)) == Match(5, 0)
+        assert client.lookup(run(7, 5)).progress == Progress(5, 0)
     finally:
         for sock in sockets:
             sock.close()

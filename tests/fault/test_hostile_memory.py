@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.client.client import Client
-from kvtier.client.connect import Address, Door, hello
+from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.errors import ConfigError
-from kvtier.store.lease import Match
+from kvtier.core.lookup import Progress
 from tests.rogue_server import NOBODY, rogue_process
 from tests.server_process import (
     LAYOUT,
@@ -34,8 +34,8 @@ TOKEN = b"a secret of more than 16 bytes"
 AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 
 
-def door_at(path: Path, token: bytes | None = None) -> Door:
-    return Door(Address(str(path), "", 0), hello(LAYOUT.fingerprint, SLOT, stream=False), token)
+def door_at(path: Path, token: bytes | None = None) -> ServerAccess:
+    return ServerAccess(Address(str(path), "", 0), hello(LAYOUT.fingerprint, SLOT, stream=False), token)
 
 
 SHRINK = """
@@ -54,7 +54,7 @@ def test_an_attached_engine_that_shrinks_the_pool_kills_nobody() -> None:
     """The server touches every slot after it, by spilling, and so does another engine."""
     with short_folder() as folder:
         server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=1 << 20)
-        with server, attached(server.door()) as honest:
+        with server, attached(server.access()) as honest:
             save(honest, run(1, 5))
             hostile = [sys.executable, "-c", SHRINK, str(server.socket)]
             said = subprocess.run(hostile, check=True, timeout=60, capture_output=True, text=True).stdout
@@ -79,12 +79,12 @@ def test_memory_that_a_server_could_shrink_is_refused_at_the_start() -> None:
 def test_an_engine_that_meets_such_a_server_later_goes_on_without_and_comes_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with serving() as server, attached(server.door()) as client:
+    with serving() as server, attached(server.access()) as client:
         save(client, run(1, 3))
         server.kill()
         server.socket.unlink()
         with rogue_process("unsealed", server.socket):
-            assert client.match(run(1, 3)) == Match(0, 0)
+            assert client.lookup(run(1, 3)).progress == Progress(0, 0)
             wait_for(lambda: "not sealed against shrinking" in caplog.text, "refused")
             assert client.pool is None
             assert save(client, run(1, 3)) == 0
@@ -97,8 +97,8 @@ def test_an_engine_that_meets_such_a_server_later_goes_on_without_and_comes_back
 
 def test_slots_under_an_open_view_are_nobody_elses_though_the_client_is_closed() -> None:
     """A thread of the engine may be in the middle of a copy when another closes the client."""
-    with serving() as server, attached(server.door()) as other:
-        closing = Client(server.door(), 2.0)
+    with serving() as server, attached(server.access()) as other:
+        closing = Client(server.access(), 2.0)
         lease = closing.save(run(1, 4))
         views = lease.views()
         closing.close()
@@ -107,7 +107,7 @@ def test_slots_under_an_open_view_are_nobody_elses_though_the_client_is_closed()
             save(other, keys)
         for view in views:
             view[:] = b"\xee" * SLOT
-        held = [keys for keys in others if other.match(keys).ready == 5]
+        held = [keys for keys in others if other.lookup(keys).ready == 5]
         assert held
         for keys in held:
             assert load(other, keys) == ["ram"] * 5
@@ -135,13 +135,13 @@ def test_a_server_of_another_user_gets_no_kv() -> None:
 
 @AS_ROOT
 def test_another_user_who_takes_the_place_of_a_dead_server_gets_no_kv(caplog: pytest.LogCaptureFixture) -> None:
-    with serving() as server, attached(server.door()) as client:
+    with serving() as server, attached(server.access()) as client:
         server.kill()
         server.socket.unlink()
         server.socket.parent.chmod(0o777)
         server.socket.parent.parent.chmod(0o755)
         with rogue_process("sealed", server.socket, NOBODY):
-            assert client.match(run(1, 3)) == Match(0, 0)
+            assert client.lookup(run(1, 3)).progress == Progress(0, 0)
             wait_for(lambda: f"runs as user {NOBODY}" in caplog.text, "refused")
             assert client.pool is None
         server.socket.unlink()
@@ -155,23 +155,23 @@ def test_a_token_vouches_for_a_server_of_another_user() -> None:
     """A service with a user of its own, and engines of root's: the secret says that it is the right one."""
     with short_folder() as folder:
         folder.chmod(0o1777)
-        door = door_at(folder / "sock", TOKEN)
-        with rogue_process("sealed", folder / "sock", NOBODY, TOKEN), attached(door) as client:
-            assert client.match(run(1, 3)).ready == 3
+        access = door_at(folder / "sock", TOKEN)
+        with rogue_process("sealed", folder / "sock", NOBODY, TOKEN), attached(access) as client:
+            assert client.lookup(run(1, 3)).ready == 3
         (folder / "sock").unlink(missing_ok=True)
         with (
             rogue_process("sealed", folder / "sock", NOBODY, b"another secret of enough bytes"),
             pytest.raises(ConfigError, match="does not know our token"),
         ):
-            Client(door, 2.0)
+            Client(access, 2.0)
 
 
 def test_a_server_of_our_own_user_must_have_our_token_too(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_bytes(TOKEN)
     file.chmod(0o600)
-    with serving(server_token_file=file) as server, attached(replace(server.door(), token=TOKEN)) as client:
+    with serving(server_token_file=file) as server, attached(replace(server.access(), token=TOKEN)) as client:
         save(client, run(1, 3))
         assert load(client, run(1, 3)) == ["ram"] * 3
     with serving() as server, pytest.raises(ConfigError, match="does not know our token"):
-        Client(replace(server.door(), token=TOKEN), 2.0)
+        Client(replace(server.access(), token=TOKEN), 2.0)

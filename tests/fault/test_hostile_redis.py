@@ -18,13 +18,13 @@ from kvtier.assemble import assemble
 from kvtier.autoconfig.facts import Facts
 from kvtier.autoconfig.measure import measure
 from kvtier.autoconfig.probe import probe
-from kvtier.cli.checks import check_redis
+from kvtier.cli import checks
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import NOBODY
 from kvtier.tiers.redis.layout import CHECKSUM_BYTES
-from kvtier.tiers.redis.link import Link
+from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
 from tests.clock import Clock
 from tests.redis_server import CHUNK_BYTES, FORM, KEYS, PART_BYTES, chunk
@@ -32,7 +32,7 @@ from tests.scripted_redis import Answer, scripted
 
 SHORT_S = 0.2
 GENEROUS_S = 20 * SHORT_S
-"""Several times what :class:`Link` promises of a call that must first connect and ask where the nodes are."""
+"""Several times what :class:`RedisServers` promises of a call that must first connect and ask where the nodes are."""
 MEMORY = 24 << 20
 """Less than any of these servers wants us to take. A page of SCAN may be 16 MiB."""
 
@@ -91,8 +91,8 @@ def bounded() -> Iterator[None]:
 
 def opened(port: int, kind: str = "") -> RedisTier:
     service = "/service" if kind == "+sentinel" else ""
-    link = Link(f"redis{kind}://:s3cret@127.0.0.1:{port}{service}", timeout_s=SHORT_S)
-    return RedisTier(link, FORM, 1 << 20, CHUNK_BYTES, clock=Clock())
+    servers = RedisServers(f"redis{kind}://:s3cret@127.0.0.1:{port}{service}", timeout_s=SHORT_S)
+    return RedisTier(servers, FORM, 1 << 20, CHUNK_BYTES, clock=Clock())
 
 
 def started(port: int, kind: str = "") -> tuple[RedisTier | None, str]:
@@ -176,7 +176,7 @@ def test_an_engine_starts_over_garbage(garbage: str) -> None:
         with closing(assemble(config, layout)) as store:
             with store.save(layout.keys(range(2))) as lease:
                 lease.commit()
-            assert store.match(layout.keys(range(2))).ready == 2
+            assert store.lookup(layout.keys(range(2))).ready == 2
 
 
 def test_a_server_can_neither_forge_a_line_of_the_log_nor_show_the_password(caplog: pytest.LogCaptureFixture) -> None:
@@ -197,7 +197,7 @@ def test_doctor_and_plan_look_at_it_in_bounded_time(answer: str) -> None:
         seen = probe.probe_redis(url)
         assert "s3cret" not in str(seen.reachable)
         if not seen.reachable.value:
-            (finding,) = check_redis(Config(redis_url=url, redis_bytes=1 << 24))
+            (finding,) = checks.check_redis(Config(redis_url=url, redis_bytes=1 << 24))
             assert finding.state == "fail" and "s3cret" not in finding.seen
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvtier.bench.servers import free_port
-from kvtier.client.connect import Address, Door, hello
+from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
@@ -60,9 +60,9 @@ class Tenant(NamedTuple):
     def keys(self, tokens: list[int]) -> list[ChunkKey]:
         return self.layout.keys(tokens, extra(self.salt))
 
-    def door(self, address: Address) -> Door:
+    def access(self, address: Address) -> ServerAccess:
         stream = not address.path
-        return Door(address, hello(self.layout.fingerprint, SLOT, stream=stream, namespace=self.namespace))
+        return ServerAccess(address, hello(self.layout.fingerprint, SLOT, stream=stream, namespace=self.namespace))
 
 
 SALT, ACME, EVIL = "s3cret", of_namespace("acme"), of_namespace("evil")
@@ -80,14 +80,14 @@ class Place(NamedTuple):
     """A server whose only lower tier is ``tier``."""
 
     server: ServerProcess
-    far: Address
+    cache_server: Address
     tier: str
     folder: Path
 
     def settle(self) -> None:
         """Wait until all saves are below; then leave them only there (nothing to do for RAM)."""
         if self.tier != "ram":
-            with attached(VICTIM.door(self.server.address)) as client:
+            with attached(VICTIM.access(self.server.address)) as client:
                 wait_for(lambda: held(client.stats(), self.tier) >= client.stats()["saved"], "spilled")
             assert self.server.stop() == 0
             self.server.start()
@@ -117,14 +117,14 @@ def stack() -> Iterator[ExitStack]:
 def gets(place: Place, tenant: Tenant) -> list[str]:
     """What a tenant's engine on the server's host is served of the prompt, after it asked from another host too."""
     keys = tenant.keys(TOKENS)
-    far = RemoteTier(tenant.door(place.far))
-    found = far.find(keys)
+    cache_server = RemoteTier(tenant.access(place.cache_server))
+    found = cache_server.find(keys)
     into = memoryview(bytearray(SLOT))
     for key in keys[: found or None]:
-        assert bool(far.read(key, into)) == bool(found)
-    far.close()
-    with attached(tenant.door(place.server.address)) as client:
-        matched = sum(client.match(keys))
+        assert bool(cache_server.read(key, into)) == bool(found)
+    cache_server.close()
+    with attached(tenant.access(place.server.address)) as client:
+        matched = sum(client.lookup(keys).progress)
         loaded = load(client, keys)
     assert len(loaded) == found and matched in {0, found}
     return loaded
@@ -133,7 +133,7 @@ def gets(place: Place, tenant: Tenant) -> list[str]:
 @pytest.mark.parametrize("tier", TIERS)
 def test_who_knows_the_prompt_but_not_the_salt_or_namespace_gets_nothing(stack: ExitStack, tier: str) -> None:
     place = placed(stack, tier)
-    with attached(VICTIM.door(place.server.address)) as client:
+    with attached(VICTIM.access(place.server.address)) as client:
         assert save(client, VICTIM.keys(TOKENS)) == len(TOKENS)
     place.settle()
     nothing: dict[str, list[str]] = {who: [] for who in HOSTILE}
@@ -146,24 +146,24 @@ def test_who_knows_the_prompt_but_not_the_salt_or_namespace_gets_nothing(stack: 
 def test_who_has_even_the_keys_can_take_nothing_away(stack: ExitStack, tier: str) -> None:
     """By every call that makes a server forget: near and far, and by writing other bytes under the same key."""
     place, keys = placed(stack, tier), VICTIM.keys(TOKENS)
-    with attached(VICTIM.door(place.server.address)) as client:
+    with attached(VICTIM.access(place.server.address)) as client:
         save(client, keys)
         if tier != "ram":
             wait_for(lambda: held(client.stats(), tier) == len(keys), "spilled")
         for tenant in (HOSTILE["without its namespace"], HOSTILE["in a namespace of its own"]):
-            far = RemoteTier(tenant.door(place.far))
-            assert far.write(keys[0], memoryview(bytes(SLOT))), "it is held: that is all it learns"
+            cache_server = RemoteTier(tenant.access(place.cache_server))
+            assert cache_server.write(keys[0], memoryview(bytes(SLOT))), "it is held: that is all it learns"
             for key in keys:
-                far.delete(key)
-            far.close()
-            with attached(tenant.door(place.server.address)) as hostile:
-                hostile.forget(keys)
-                hostile.clear()
+                cache_server.delete(key)
+            cache_server.close()
+            with attached(tenant.access(place.server.address)) as hostile:
+                hostile.invalidate(keys)
+                hostile.invalidate_all()
                 assert save(hostile, keys) == 0
-                assert sum(hostile.match(tenant.keys(TOKENS))) == 0, "its calls have arrived"
+                assert sum(hostile.lookup(tenant.keys(TOKENS)).progress) == 0, "its calls have arrived"
         assert load(client, keys) == ["ram"] * len(keys)
     place.settle()
-    with attached(VICTIM.door(place.server.address)) as client:
+    with attached(VICTIM.access(place.server.address)) as client:
         assert load(client, keys) == [tier] * len(keys), "byte by byte its own"
 
 
@@ -171,7 +171,7 @@ def test_who_has_even_the_keys_can_take_nothing_away(stack: ExitStack, tier: str
 def test_who_floods_pushes_nobody_else_out_of_a_tier(stack: ExitStack, tier: str) -> None:
     place, quiet = placed(stack, tier, slots=12, namespace_percent=50), VICTIM.keys(TOKENS)
     loud = HOSTILE["in a namespace of its own"]
-    with attached(VICTIM.door(place.server.address)) as client, attached(loud.door(place.server.address)) as flood:
+    with attached(VICTIM.access(place.server.address)) as client, attached(loud.access(place.server.address)) as flood:
         save(client, quiet)
         wait_for(lambda: held(client.stats(), tier) == len(quiet), "spilled")
         for prompt in range(100, 120):
@@ -179,7 +179,7 @@ def test_who_floods_pushes_nobody_else_out_of_a_tier(stack: ExitStack, tier: str
         wait_for(lambda: client.stats()[f"{tier}_stored"] >= len(quiet) + 6, "flooded")
         assert place.server.stop() == 0
     place.server.start()
-    with attached(loud.door(place.server.address)) as flood, attached(VICTIM.door(place.server.address)) as client:
+    with attached(loud.access(place.server.address)) as flood, attached(VICTIM.access(place.server.address)) as client:
         assert load(client, quiet) == [tier] * len(quiet)
         assert sum(len(load(flood, loud.keys([prompt, 1, 2, 3]))) for prompt in range(100, 120)) <= 6, "half of 12"
 
@@ -193,7 +193,7 @@ def test_one_tenant_is_erased_from_ram_nvme_and_redis_at_once(stack: ExitStack, 
     other = HOSTILE["in a namespace of its own"]
     theirs, others = VICTIM.keys(TOKENS), other.keys(TOKENS)
     tiers = ("ram", "nvme", "redis")
-    with attached(VICTIM.door(server.address)) as client, attached(other.door(server.address)) as neighbour:
+    with attached(VICTIM.access(server.address)) as client, attached(other.access(server.address)) as neighbour:
         save(client, theirs)
         save(neighbour, others)
         for tier in tiers[1:]:
@@ -201,13 +201,13 @@ def test_one_tenant_is_erased_from_ram_nvme_and_redis_at_once(stack: ExitStack, 
         done = server.clear(namespace="acme")
         assert (done["complete"], done["chunks"]) == (True, len(theirs))
         for keys, left in ((theirs, 0), (others, len(others))):
-            (realm,) = server.lookup(keys=[key.hex() for key in keys])["realms"]
-            assert realm["tiers"] == [{"tier": tier, "chunks": left} for tier in tiers]
+            (size_class,) = server.lookup(keys=[key.hex() for key in keys])["size_classes"]
+            assert size_class["tiers"] == [{"tier": tier, "chunks": left} for tier in tiers]
     assert names_in(redis, theirs + others) == [False] * len(theirs) + [True] * len(others)
     assert server.stop() == 0
     assert check(folder / "nvme" / f"slots-{SLOT}").good == len(others)
     server.start()
-    with attached(VICTIM.door(server.address)) as client, attached(other.door(server.address)) as neighbour:
+    with attached(VICTIM.access(server.address)) as client, attached(other.access(server.address)) as neighbour:
         assert load(client, theirs) == []
         assert load(neighbour, others) == ["nvme"] * len(others)
 
@@ -222,14 +222,14 @@ def test_after_a_restart_one_tenant_is_erased_and_the_other_is_served(
     server = stack.enter_context(AdminServer(folder, **settings))
     other = HOSTILE["in a namespace of its own"]
     theirs, others = VICTIM.keys(TOKENS), other.keys(TOKENS)
-    with attached(VICTIM.door(server.address)) as client, attached(other.door(server.address)) as neighbour:
+    with attached(VICTIM.access(server.address)) as client, attached(other.access(server.address)) as neighbour:
         save(client, theirs)
         save(neighbour, others)
         for tier in ("nvme", "redis"):
             wait_for(lambda tier=tier: held(client.stats(), tier) == 12, f"in {tier}")  # type: ignore[misc]
     getattr(server, end)()
     server.start()
-    with attached(other.door(server.address)) as neighbour:
+    with attached(other.access(server.address)) as neighbour:
         done = server.clear(namespace="acme")
         assert (done["complete"], done["chunks"]) == (True, len(theirs))
         assert names_in(redis, theirs + others) == [False] * len(theirs) + [True] * len(others)
@@ -239,7 +239,7 @@ def test_after_a_restart_one_tenant_is_erased_and_the_other_is_served(
         if lost == "nvme":
             shutil.rmtree(folder / "nvme")
         server.start()
-        with attached(VICTIM.door(server.address)) as client, attached(other.door(server.address)) as neighbour:
+        with attached(VICTIM.access(server.address)) as client, attached(other.access(server.address)) as neighbour:
             assert load(client, theirs) == []
             assert load(neighbour, others) == ["redis" if lost == "nvme" else "nvme"] * len(others)
 
@@ -253,9 +253,9 @@ def test_a_tenant_is_erased_in_a_redis_where_another_server_wrote(stack: ExitSta
     other = HOSTILE["in a namespace of its own"]
     theirs, others = VICTIM.keys(TOKENS), other.keys(TOKENS)
     with (
-        attached(other.door(eraser.address)) as here,
-        attached(VICTIM.door(writer.address)) as client,
-        attached(other.door(writer.address)) as neighbour,
+        attached(other.access(eraser.address)) as here,
+        attached(VICTIM.access(writer.address)) as client,
+        attached(other.access(writer.address)) as neighbour,
     ):
         save(client, theirs)
         save(neighbour, others)
@@ -302,7 +302,7 @@ def lines(call: Callable[[], object]) -> list[tuple[str, int]]:
 
 
 QUESTIONS: dict[str, Callable[[bytes], wire.Question]] = {
-    "match": lambda keys: wire.Match(1, keys),
+    "match": lambda keys: wire.Lookup(1, keys),
     "load": lambda keys: wire.Load(1, keys, 0),
     "save": lambda keys: wire.Save(1, keys),
 }
@@ -325,9 +325,9 @@ def test_asking_for_anothers_prompt_takes_the_same_steps_as_asking_for_one_that_
 
     def ask(keys: list[ChunkKey]) -> Callable[[], object]:
         if question == "forecast":
-            return lambda: store.forecast(keys)
+            return lambda: store.lookup(keys)
         if question == "reach":
-            return lambda: store.reach(keys)
+            return lambda: store.lookup_by_tier(keys)
         made = QUESTIONS[question](wire.joined(keys))
         return lambda: hostile.answer(made)
 

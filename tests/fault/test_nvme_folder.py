@@ -336,7 +336,7 @@ def test_a_servers_health_names_a_lost_folder_and_the_server_goes_on() -> None:
                 told: list[str] = json.load(answer)["trouble"]
                 return told
 
-        with server, attached(server.door()) as client:
+        with server, attached(server.access()) as client:
             save(client, run(1, 2))
             wait_for(lambda: client.stats().get("nvme_held") == 2, "spilled")
             assert trouble() == []

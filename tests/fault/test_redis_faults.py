@@ -15,7 +15,7 @@ from kvtier.bench.servers import free_port
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import NOBODY
 from kvtier.tiers.redis.layout import CHECKSUM_BYTES, Form
-from kvtier.tiers.redis.link import Link
+from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
 from tests.clock import Clock
 from tests.redis_server import (
@@ -262,7 +262,7 @@ def test_a_server_that_fills_up_in_the_middle_of_a_chunk_keeps_no_part_and_is_se
     chunk_bytes = 16 << 20
     with mortal.admin() as admin:
         fill(admin, 4 << 20)
-        tier = RedisTier(Link(mortal.url), Form("kvtier", NAMESPACE), 1 << 30, chunk_bytes)
+        tier = RedisTier(RedisServers(mortal.url), Form("kvtier", NAMESPACE), 1 << 30, chunk_bytes)
         admin.config_resetstat()
         assert not tier.write(KEYS[0], chunk(KEYS[0], chunk_bytes))
         tier.close()
@@ -385,9 +385,9 @@ def endless_line(client: socket.socket) -> None:
 @pytest.mark.parametrize("answer", [dripping, babbling, endless_line])
 def test_a_server_that_answers_nonsense_is_a_miss_in_bounded_time(answer: Callable[[socket.socket], None]) -> None:
     with impostor(answer) as url:
-        link = Link(url, timeout_s=SHORT_S)
+        servers = RedisServers(url, timeout_s=SHORT_S)
         into = memoryview(bytearray(CHUNK_BYTES))
-        tier = RedisTier(link, FORM, 1 << 20, CHUNK_BYTES, clock=Clock())
+        tier = RedisTier(servers, FORM, 1 << 20, CHUNK_BYTES, clock=Clock())
         assert not tier.read(KEYS[0], into)
         assert tier.counts["failed_reads"] + tier.counts["corrupt"] == 1
         tier.close()
@@ -458,7 +458,9 @@ def test_a_cluster_url_to_a_server_that_is_none_is_said_at_the_start(server: Red
 
 
 def test_a_cluster_that_is_not_there_is_no_error() -> None:
-    tier = RedisTier(Link(f"redis+cluster://127.0.0.1:{free_port()}"), FORM, 1 << 20, CHUNK_BYTES, clock=Clock())
+    tier = RedisTier(
+        RedisServers(f"redis+cluster://127.0.0.1:{free_port()}"), FORM, 1 << 20, CHUNK_BYTES, clock=Clock()
+    )
     assert not write(tier, 0)
     assert tier.recovered() == []
     tier.close()

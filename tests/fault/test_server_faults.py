@@ -17,7 +17,7 @@ import pytest
 
 from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkKey
-from kvtier.store.lease import Match
+from kvtier.core.lookup import Progress
 from tests.engine_process import LONGEST, PROMPTS
 from tests.server_process import (
     DEADLINE_S,
@@ -121,7 +121,7 @@ def test_engines_killed_at_random_points_leave_nothing_behind(nvme: bool) -> Non
     draw = random.Random(1)
     with short_folder() as folder:
         more: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": TIGHT} if nvme else {}
-        with ServerProcess(folder, **more) as server, attached(server.door()) as client:
+        with ServerProcess(folder, **more) as server, attached(server.access()) as client:
             with churning(server, 1) as (witness,):
                 for round_ in range(12):
                     victims = [EngineProcess("churn", server, 100 + 2 * round_ + which) for which in range(2)]
@@ -137,7 +137,7 @@ def test_engines_killed_at_random_points_leave_nothing_behind(nvme: bool) -> Non
 
 
 def test_a_worker_that_outlives_its_scheduler_keeps_its_slots_until_it_ends() -> None:
-    with serving() as server, attached(server.door()) as client:
+    with serving() as server, attached(server.access()) as client:
         engine = EngineProcess("hold", server)
         worker = engine.worker()
         try:
@@ -150,13 +150,13 @@ def test_a_worker_that_outlives_its_scheduler_keeps_its_slots_until_it_ends() ->
         finally:
             os.kill(worker, signal.SIGKILL)
         at_rest(client)
-        assert client.match(run(1000, 4)) == Match(0, 0), "a half-filled chunk is never served"
+        assert client.lookup(run(1000, 4)).progress == Progress(0, 0), "a half-filled chunk is never served"
         assert client.stats()["ram_filling"] == 0
 
 
 def test_an_engine_that_loses_its_connection_keeps_its_slots_until_it_lets_go() -> None:
     """The server lives, and so may a copy that is under way: nobody else may have these slots."""
-    with serving() as server, attached(server.door()) as engine, attached(server.door()) as other:
+    with serving() as server, attached(server.access()) as engine, attached(server.access()) as other:
         save(engine, run(1, 4))
         reading, writing = engine.load(run(1, 4)), engine.save(run(2, 4))
         served = [bytes(view) for view in reading.views()]
@@ -167,7 +167,7 @@ def test_an_engine_that_loses_its_connection_keeps_its_slots_until_it_lets_go() 
         assert [bytes(view) for view in reading.views()] == served
         assert other.stats()["ram_filling"] == 4
         writing.commit()
-        assert other.match(run(2, 4)) == Match(0, 0)
+        assert other.lookup(run(2, 4)).progress == Progress(0, 0)
         assert other.stats()["ram_filling"] == 4
         reading.close()
         at_rest(other)
@@ -178,10 +178,10 @@ def test_an_engine_that_loses_its_connection_keeps_its_slots_until_it_lets_go() 
 
 def cut(client: Client) -> None:
     """Break a client's connection, and wait until it has another."""
-    link = client._link
+    link = client._attachment
     assert link is not None
     link._socket.shutdown(socket.SHUT_RDWR)
-    assert client.match(run(1, 1)) == Match(0, 0)
+    assert client.lookup(run(1, 1)).progress == Progress(0, 0)
     wait_for(lambda: client.pool is not None, "attached again")
     assert client.pool is not link.pool
 
@@ -197,11 +197,11 @@ def test_engines_go_on_through_crashes_of_the_server_and_hit_again() -> None:
                 for engine in engines:
                     engine.hear_until(b"m")
                 server.start()
-                with attached(server.door()) as client:
-                    assert any(client.match(keys).coming for keys in every_prompt()), "warm"
+                with attached(server.access()) as client:
+                    assert any(client.lookup(keys).coming for keys in every_prompt()), "warm"
                 for engine in engines:
                     engine.hear_until(b"h")
-        with server, attached(server.door()) as client:
+        with server, attached(server.access()) as client:
             every_byte_is_right(client)
             at_rest(client)
 
@@ -210,7 +210,7 @@ def test_a_rolling_restart_under_load_loses_nothing_that_was_written() -> None:
     with short_folder() as folder:
         server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
         with server:
-            with attached(server.door()) as client:
+            with attached(server.access()) as client:
                 save(client, run(50, 6))
             with churning(server, 1, 2) as engines:
                 for _ in range(4):
@@ -218,6 +218,6 @@ def test_a_rolling_restart_under_load_loses_nothing_that_was_written() -> None:
                     server.start()
                     for engine in engines:
                         engine.hear_until(b"h")
-            with attached(server.door()) as client:
+            with attached(server.access()) as client:
                 assert load(client, run(50, 6))
                 at_rest(client)

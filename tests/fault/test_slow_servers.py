@@ -13,7 +13,7 @@ import pytest
 import xxhash
 
 from kvtier.client import connect, remote_tier
-from kvtier.client.connect import Address, Door, enter, hello
+from kvtier.client.connect import Address, ServerAccess, enter, hello
 from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.errors import TierError
 from kvtier.core.lanes import Lane
@@ -35,8 +35,8 @@ def dribble(client: socket.socket, data: bytes, pause_s: float) -> None:
         time.sleep(pause_s)
 
 
-def door(address: Address, stream: bool = True) -> Door:
-    return Door(address, hello(LAYOUT.fingerprint, SLOT, stream=stream))
+def access(address: Address, stream: bool = True) -> ServerAccess:
+    return ServerAccess(address, hello(LAYOUT.fingerprint, SLOT, stream=stream))
 
 
 # ---- greetings -------------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def test_a_challenge_that_comes_byte_by_byte(near: bool, monkeypatch: pytest.Mon
         rogue(folder / "sock" if near else None, script) as address,
         pytest.raises(TierError, match=r"timed out|not done within"),
     ):
-        enter(door(address))
+        enter(access(address))
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["unix", "tcp"])
@@ -74,7 +74,7 @@ def test_a_welcome_that_comes_byte_by_byte(near: bool) -> None:
         rogue(folder / "sock" if near else None, script) as address,
         pytest.raises(TierError, match=r"timed out|not done within"),
     ):
-        enter(door(address), BOUND_S)
+        enter(access(address), BOUND_S)
 
 
 def test_a_greeting_that_is_too_long() -> None:
@@ -83,7 +83,7 @@ def test_a_greeting_that_is_too_long() -> None:
         hear(client, wire.Inbox(wire.Hello))
 
     with rogue(None, script) as address, pytest.raises(TierError, match="a frame of 1025 bytes, expected at most 1024"):
-        enter(door(address))
+        enter(access(address))
 
 
 def test_a_server_that_passes_descriptors_without_end() -> None:
@@ -100,7 +100,7 @@ def test_a_server_that_passes_descriptors_without_end() -> None:
     with short_folder() as folder, rogue(folder / "sock", script) as address:
         before = descriptors()
         with pytest.raises(TierError, match="the server passed 4 descriptors"):
-            enter(door(address, stream=False))
+            enter(access(address, stream=False))
         assert len(passed) < len(challenge)
         wait_for(lambda: descriptors() == before, "closed, and the thread's socket too")
 
@@ -119,7 +119,7 @@ def test_a_tls_handshake_that_is_not_answered(monkeypatch: pytest.MonkeyPatch) -
         hear(client, wire.Inbox(wire.Hello))
 
     with rogue(None, script) as address:
-        tls = Door(address, door(address).hello, None, context)
+        tls = ServerAccess(address, access(address).hello, None, context)
         with pytest.raises(TierError, match="timed out"):
             enter(tls)
 
@@ -136,7 +136,7 @@ def test_a_host_with_many_addresses_that_do_not_answer(monkeypatch: pytest.Monke
         many = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place)] * 50
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: many)
         with pytest.raises(TierError, match=r"not done within 0\.3 s"):
-            enter(door(Address("", "localhost", place[1])))
+            enter(access(Address("", "localhost", place[1])))
         for one in waiting:
             one.close()
 
@@ -147,7 +147,7 @@ def test_a_host_whose_first_address_refuses_is_reached_by_its_second(monkeypatch
         places = [closed.getsockname(), (address.host, address.port)]
         found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in places]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-        enter(door(Address("", "localhost", 1))).socket.close()
+        enter(access(Address("", "localhost", 1))).socket.close()
 
 
 # ---- a tier's calls --------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_a_call_of_a_far_server_that_dribbles(call: str, monkeypatch: pytest.Mon
             reply(client, hear(client, inbox))
 
     with rogue(None, script) as address:
-        tier = RemoteTier(door(address))
+        tier = RemoteTier(access(address))
         quick_to(tier, monkeypatch)
         assert ask(tier) == nothing
         assert tier.counts["failed"] == 1
@@ -241,7 +241,7 @@ def test_a_chunk_that_is_not_taken_is_given_up(monkeypatch: pytest.MonkeyPatch) 
             ended.set()
 
     with rogue(None, script) as address:
-        tier = RemoteTier(Door(address, hello(LAYOUT.fingerprint, size, stream=True)))
+        tier = RemoteTier(ServerAccess(address, hello(LAYOUT.fingerprint, size, stream=True)))
         quick_to(tier, monkeypatch)
         assert tier.write(KEY, memoryview(bytes(size))) is False
         assert tier.counts["failed"] == 1
@@ -258,7 +258,7 @@ def test_a_server_that_answers_another_question_is_not_believed() -> None:
         client.recv(1)
 
     with rogue(None, script) as address:
-        tier = RemoteTier(door(address))
+        tier = RemoteTier(access(address))
         assert (tier.find([KEY]), tier.counts["failed"]) == (0, 1)
         tier.close()
 
@@ -270,7 +270,7 @@ def test_an_answer_that_is_too_long_is_not_read(caplog: pytest.LogCaptureFixture
         client.sendall((1 << 20).to_bytes(4, "little") + bytes(1 << 20))
 
     with rogue(None, script) as address:
-        tier = RemoteTier(door(address))
+        tier = RemoteTier(access(address))
         assert (tier.find([KEY]), tier.counts["failed"]) == (0, 1)
         assert "a frame of 1048576 bytes, expected at most 4096" in caplog.text
         tier.close()
@@ -292,7 +292,7 @@ def test_one_byte_a_second_gives_lane_and_slot_back_in_seconds() -> None:
 
     with rogue(None, script) as address:
         lane = Lane("remote", 1, urgent_bound=8, bound=8)
-        store = Store(Pool(2, SLOT), [(RemoteTier(door(address)), lane)])
+        store = Store(Pool(2, SLOT), [(RemoteTier(access(address)), lane)])
         with store.load([KEY]) as lease:
             wait_for(lambda: store.stats()["ram_filling"] == 1, "a slot waits for it")
             wait_for(lambda: lease.poll().coming == 0, "given up", 30.0)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvtier.bench.servers import free_port
-from kvtier.client.connect import Address, Door, client_tls, enter, hello
+from kvtier.client.connect import Address, ServerAccess, client_tls, enter, hello
 from kvtier.protocol import wire
 from kvtier.server.handshake_places import PLACES, PLACES_OF_ONE
 from tests.certificates import make_certificates
@@ -73,13 +73,13 @@ def flood(port: int, host: str, count: int, again: bool) -> Iterator[None]:
     ("host", "again"), [("127.0.0.2", True), ("127.0.0.1", False)], ids=["another host, for ever", "the same host"]
 )
 def test_a_flood_of_silent_sockets_keeps_no_engine_out(port: int, token_file: Path, host: str, again: bool) -> None:
-    with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file) as server, attached(server.door()) as near:
+    with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file) as server, attached(server.access()) as near:
         save(near, run(1, 3))
-        door = Door(Address("", "127.0.0.1", port), hello(LAYOUT.fingerprint, SLOT, stream=True), TOKEN)
+        access = ServerAccess(Address("", "127.0.0.1", port), hello(LAYOUT.fingerprint, SLOT, stream=True), TOKEN)
         with flood(port, host, 600, again):
             for _ in range(20):
-                enter(door).socket.close()
-        assert near.match(run(1, 3)).ready == 3
+                enter(access).socket.close()
+        assert near.lookup(run(1, 3)).ready == 3
         at_rest(near)
         assert "too many clients have not said who they are; the oldest was closed" in server.said()
 
@@ -88,10 +88,10 @@ def test_a_flood_of_silent_sockets_before_tls(port: int, token_file: Path, tmp_p
     folder = make_certificates(tmp_path)
     keys: dict[str, Any] = {"server_cert": folder / "ours-host.pem", "server_key": folder / "ours-host.key"}
     tls = client_tls(str(folder / "ours.pem"))
-    door = Door(Address("", "localhost", port), hello(LAYOUT.fingerprint, SLOT, stream=True), TOKEN, tls)
+    access = ServerAccess(Address("", "localhost", port), hello(LAYOUT.fingerprint, SLOT, stream=True), TOKEN, tls)
     with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file, **keys), flood(port, "127.0.0.2", 600, True):
         for _ in range(10):
-            enter(door).socket.close()
+            enter(access).socket.close()
 
 
 @pytest.mark.parametrize(
@@ -111,9 +111,9 @@ def test_the_places_are_bounded_and_the_oldest_leaves(port: int, token_file: Pat
 
 
 def test_those_who_were_let_in_take_no_place_of_the_others(port: int, token_file: Path) -> None:
-    door = Door(Address("", "127.0.0.1", port), hello(LAYOUT.fingerprint, SLOT, stream=True), TOKEN)
+    access = ServerAccess(Address("", "127.0.0.1", port), hello(LAYOUT.fingerprint, SLOT, stream=True), TOKEN)
     with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file):
-        inside = [enter(door).socket for _ in range(2 * PLACES_OF_ONE)]
+        inside = [enter(access).socket for _ in range(2 * PLACES_OF_ONE)]
         for one in inside:
             one.settimeout(DEADLINE_S)
             one.sendall(wire.frame(wire.Find(1, b"")))

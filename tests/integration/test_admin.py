@@ -21,7 +21,7 @@ from jsonschema import Draft202012Validator
 from kvtier.bench.servers import free_port
 from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkLayout
-from kvtier.store.lease import Match
+from kvtier.core.lookup import Progress
 from tests.admin_server import NVME, TOKEN, AdminServer, Body, administered, spilled
 from tests.redis_server import RedisServer, make_certificate
 from tests.server_process import (
@@ -48,7 +48,7 @@ def server() -> Iterator[AdminServer]:
 
 
 def test_every_answer_is_what_the_document_says(server: AdminServer) -> None:
-    with attached(server.door(namespace="tenant")) as client:
+    with attached(server.access(namespace="tenant")) as client:
         save(client, run(1, 3))
     document = server.ask("GET", "/openapi.json").body
     assert document["openapi"] == "3.1.0"
@@ -116,22 +116,22 @@ def test_schemas_refuse_what_is_not_promised(server: AdminServer) -> None:
     form = {"$ref": "#/components/schemas/Stats", "components": document["components"]}
     right = server.ask("GET", "/v1/stats").body
     Draft202012Validator(form).validate(right)
-    wrong = (right | {"uptime_s": "long"}, {k: v for k, v in right.items() if k != "realms"})
+    wrong = (right | {"uptime_s": "long"}, {k: v for k, v in right.items() if k != "size_classes"})
     assert not any(Draft202012Validator(form).is_valid(one) for one in wrong)
 
 
 def test_metrics_and_stats_follow_engines(server: AdminServer) -> None:
-    assert server.ask("GET", "/v1/stats").body["realms"] == []
-    with attached(server.door()) as client:
+    assert server.ask("GET", "/v1/stats").body["size_classes"] == []
+    with attached(server.access()) as client:
         save(client, run(1, 5))
         assert load(client, run(1, 8)) == ["ram"] * 5
         spilled(server, 5)
         with client.save(run(2, 3)):
             stats = server.ask("GET", "/v1/stats").body
             assert stats["connections"]["open"] == stats["connections"]["leases"] == 1
-            (realm,) = stats["realms"]
-            assert (realm["slots"], realm["filling"], realm["asked"]) == (32, 3, 8)
-            assert [(tier["tier"], tier["loads"], tier["stores"]) for tier in realm["tiers"]] == [
+            (size_class,) = stats["size_classes"]
+            assert (size_class["slots"], size_class["filling"], size_class["asked"]) == (32, 3, 8)
+            assert [(tier["tier"], tier["loads"], tier["stores"]) for tier in size_class["tiers"]] == [
                 ("ram", 5, 5),
                 ("nvme", 0, 5),
             ]
@@ -142,26 +142,26 @@ def test_metrics_and_stats_follow_engines(server: AdminServer) -> None:
 
 
 def test_lookup_says_how_far_each_place_reaches(server: AdminServer) -> None:
-    with attached(server.door(namespace="tenant")) as client:
+    with attached(server.access(namespace="tenant")) as client:
         save(client, run(1, 6))
         spilled(server, 6)
-        client.forget(run(1, 6)[4:])
+        client.invalidate(run(1, 6)[4:])
         keys = [key.hex() for key in run(1, 8)]
-        (realm,) = server.lookup(keys=keys)["realms"]
-        assert (realm["ready"], realm["coming"]) == (4, 0)
-        assert realm["tiers"] == [{"tier": "ram", "chunks": 4}, {"tier": "nvme", "chunks": 4}]
+        (size_class,) = server.lookup(keys=keys)["size_classes"]
+        assert (size_class["ready"], size_class["coming"]) == (4, 0)
+        assert size_class["tiers"] == [{"tier": "ram", "chunks": 4}, {"tier": "nvme", "chunks": 4}]
         for prompt in (2, 3, 4):  # no engine gets all slots at once
             save(client, run(prompt, 12))
-        assert client.match(run(1, 8)) == Match(0, 4)
-        (realm,) = server.lookup(keys=keys)["realms"]
-        assert (realm["ready"], realm["coming"]) == (0, 4)
-        assert realm["tiers"] == [{"tier": "ram", "chunks": 0}, {"tier": "nvme", "chunks": 4}]
+        assert client.lookup(run(1, 8)).progress == Progress(0, 4)
+        (size_class,) = server.lookup(keys=keys)["size_classes"]
+        assert (size_class["ready"], size_class["coming"]) == (0, 4)
+        assert size_class["tiers"] == [{"tier": "ram", "chunks": 0}, {"tier": "nvme", "chunks": 4}]
         (here,) = server.ask("GET", "/v1/namespaces").body["namespaces"]
         assert here == {"slot_bytes": SLOT, "fingerprint": LAYOUT.fingerprint.hex(), "namespace": "tenant"}
         told = server.lookup(fingerprint=here["fingerprint"], tokens=[1, *range(7)], chunk_tokens=1)
-        assert (told["chunks"], told["realms"][0]["coming"]) == (8, 4)
+        assert (told["chunks"], told["size_classes"][0]["coming"]) == (8, 4)
         salted = server.lookup(fingerprint=here["fingerprint"], tokens=[1, *range(7)], chunk_tokens=1, salt="x")
-        assert salted["realms"][0]["coming"] == 0
+        assert salted["size_classes"][0]["coming"] == 0
 
 
 # ---- what it forgets -------------------------------------------------------------------------------------------------
@@ -169,44 +169,44 @@ def test_lookup_says_how_far_each_place_reaches(server: AdminServer) -> None:
 
 def test_a_tenant_is_erased_and_the_others_are_not(server: AdminServer) -> None:
     theirs, others = run(1, 4), run(1, 4, OTHER)
-    with attached(server.door(namespace="acme")) as client, attached(server.door(OTHER, "else")) as other:
+    with attached(server.access(namespace="acme")) as client, attached(server.access(OTHER, "else")) as other:
         save(client, theirs)
         save(other, others)
         spilled(server, 8)
         done = server.clear(namespace="acme")
         assert done == {"complete": True, "chunks": 4, "left": 0, "owed_deletes": 0, "untouched": []}
-        assert (client.match(theirs), other.match(others)) == (Match(0, 0), Match(4, 0))
+        assert (client.lookup(theirs).progress, other.lookup(others).progress) == (Progress(0, 0), Progress(4, 0))
         spilled(server, 4)
         assert server.stop() == 0
         server.start()
-        wait_for(lambda: other.match(others) == Match(0, 4), "warm")
+        wait_for(lambda: other.lookup(others).progress == Progress(0, 4), "warm")
         wait_for(lambda: client.pool is not None, "attached again")
-        assert client.match(theirs) == Match(0, 0), "nor after a restart"
+        assert client.lookup(theirs).progress == Progress(0, 0), "nor after a restart"
 
 
 @pytest.mark.parametrize("end", ["kill", "stop"])
 def test_after_a_restart_just_the_tenant_is_erased_and_no_engine_of_it_need_come(server: AdminServer, end: str) -> None:
     theirs, others = run(1, 4), run(1, 4, OTHER)
-    with attached(server.door(namespace="acme")) as client, attached(server.door(OTHER, "else")) as other:
+    with attached(server.access(namespace="acme")) as client, attached(server.access(OTHER, "else")) as other:
         save(client, theirs)
         save(other, others)
         spilled(server, 8)
     getattr(server, end)()
     server.start()
-    with attached(server.door(OTHER, "else")) as other:
+    with attached(server.access(OTHER, "else")) as other:
         done = server.clear(namespace="acme")
         assert done == {"complete": True, "chunks": 4, "left": 0, "owed_deletes": 0, "untouched": []}
         assert load(other, others) == ["nvme"] * 4
     getattr(server, end)()
     server.start()
-    with attached(server.door(namespace="acme")) as client, attached(server.door(OTHER, "else")) as other:
-        assert client.match(theirs) == Match(0, 0)
-        assert other.match(others) == Match(0, 4)
+    with attached(server.access(namespace="acme")) as client, attached(server.access(OTHER, "else")) as other:
+        assert client.lookup(theirs).progress == Progress(0, 0)
+        assert other.lookup(others).progress == Progress(0, 4)
 
 
 def test_what_no_engine_has_asked_for_since_the_start_is_erased_on_disk(server: AdminServer) -> None:
     theirs, others = run(1, 4), run(1, 3, OTHER)
-    with attached(server.door(namespace="acme")) as client, attached(server.door(OTHER, "else")) as other:
+    with attached(server.access(namespace="acme")) as client, attached(server.access(OTHER, "else")) as other:
         save(client, theirs)
         save(other, others)
         spilled(server, 7)
@@ -217,45 +217,48 @@ def test_what_no_engine_has_asked_for_since_the_start_is_erased_on_disk(server: 
     }  # fmt: skip
     for namespace in ("unknown", "acme"):
         assert server.ask("POST", "/v1/clear", {"namespace": namespace}).status == 404, "nothing of it, nobody came"
-    with attached(server.door(namespace="acme")) as client, attached(server.door(OTHER, "else")) as other:
-        assert client.match(theirs) == Match(0, 0)
+    with attached(server.access(namespace="acme")) as client, attached(server.access(OTHER, "else")) as other:
+        assert client.lookup(theirs).progress == Progress(0, 0)
         assert load(other, others) == ["nvme"] * 3
     server.stop()
     server.start()
     assert server.clear(namespace="else")["chunks"] == 3
-    with attached(server.door(OTHER, "else")) as other:
-        assert other.match(others) == Match(0, 0)
+    with attached(server.access(OTHER, "else")) as other:
+        assert other.lookup(others).progress == Progress(0, 0)
 
 
 def test_a_save_in_progress_is_waited_for(server: AdminServer) -> None:
-    with attached(server.door(namespace="acme")) as client:
+    with attached(server.access(namespace="acme")) as client:
         save(client, run(1, 2))
         done: list[Any] = []
         with client.save(run(2, 3)) as lease:
             clearing = threading.Thread(target=lambda: done.append(server.clear(namespace="acme")))
             clearing.start()
-            wait_for(lambda: client.match(run(1, 2)) == Match(0, 0), "clear is at work")
+            wait_for(lambda: client.lookup(run(1, 2)).progress == Progress(0, 0), "clear is at work")
             lease.commit()
         clearing.join(DEADLINE_S)
         assert (done[0]["complete"], done[0]["chunks"]) == (True, 5)
-        assert client.match(run(2, 3)) == Match(0, 0)
+        assert client.lookup(run(2, 3)).progress == Progress(0, 0)
 
 
 def test_everything_is_cleared_and_only_with_a_token() -> None:
-    with administered(admin_token_file=None) as server, attached(server.door()) as client:
+    with administered(admin_token_file=None) as server, attached(server.access()) as client:
         save(client, run(1, 2))
         for path, body in (("/v1/clear", {"everything": True}), ("/v1/lookup", {"keys": []})):
             refused = server.ask("POST", path, body)
             assert refused.status == 403
             assert "admin_token_file" in refused.body["expected"]
-        assert client.match(run(1, 2)) == Match(2, 0)
-    with administered() as server, attached(server.door()) as client, attached(server.door(OTHER, "t")) as other:
+        assert client.lookup(run(1, 2)).progress == Progress(2, 0)
+    with administered() as server, attached(server.access()) as client, attached(server.access(OTHER, "t")) as other:
         save(client, run(1, 2))
         save(other, run(1, 2, OTHER))
         assert server.ask("POST", "/v1/clear", {"everything": True}, token=None).status == 401
-        assert client.match(run(1, 2)) == Match(2, 0)
+        assert client.lookup(run(1, 2)).progress == Progress(2, 0)
         assert server.clear(everything=True)["chunks"] == 4
-        assert (client.match(run(1, 2)), other.match(run(1, 2, OTHER))) == (Match(0, 0), Match(0, 0))
+        assert (client.lookup(run(1, 2)).progress, other.lookup(run(1, 2, OTHER)).progress) == (
+            Progress(0, 0),
+            Progress(0, 0),
+        )
 
 
 @pytest.mark.redis
@@ -264,7 +267,7 @@ def test_redis_erased_then_away() -> None:
         RedisServer() as redis,
         administered(nvme_path=None, nvme_bytes=None, redis_url=redis.url, redis_bytes=NVME) as server,
     ):
-        with attached(server.door(namespace="acme")) as client, redis.admin() as behind:
+        with attached(server.access(namespace="acme")) as client, redis.admin() as behind:
             save(client, run(1, 4))
             wait_for(lambda: server.metric("kvtier_held_chunks", tier="redis") == 4, "in Redis")
             assert behind.dbsize() > 0
@@ -273,7 +276,7 @@ def test_redis_erased_then_away() -> None:
             save(client, run(2, 4))
             wait_for(lambda: server.metric("kvtier_held_chunks", tier="redis") == 4, "in Redis")
         redis.kill()
-        with attached(server.door(namespace="acme")) as client:
+        with attached(server.access(namespace="acme")) as client:
             wait_for(lambda: knocks(client) and server.metric("kvtier_open_breakers", tier="redis") == 1, "given up")
             health = server.ask("GET", "/healthz/ready", token=None)
             assert (health.status, health.body["ready"]) == (200, True), "a tier that is away is misses"
@@ -299,7 +302,7 @@ def knocks(client: Client) -> bool:
 def test_a_page_whose_name_was_rebound_gets_nothing(server: AdminServer, host: str) -> None:
     refused = server.ask("GET", "/v1/stats", Host=host, Origin="http://evil.example")
     assert refused.status in {400, 421}
-    assert "realms" not in refused.text
+    assert "size_classes" not in refused.text
     assert not any(name.startswith("access-control") for name in refused.headers)
 
 
@@ -328,7 +331,7 @@ def test_many_connections_are_bounded_and_engines_go_on(server: AdminServer) -> 
 
         wait_for(lambda: ended() >= 16, "all but 64 are closed", 10.0)
         assert ended() <= 17, "and no more"
-        with attached(server.door()) as client:
+        with attached(server.access()) as client:
             assert save(client, run(1, 2)) == 2
     finally:
         for one in crowd:
@@ -389,7 +392,7 @@ def test_a_port_that_is_taken_costs_the_surface_and_only_when_nobody_asked_for_i
             holder.listen()
         except OSError:
             pass  # somebody else has it, which is as good
-        with AdminServer(folder, admin="", admin_token_file=None) as server, attached(server.door()) as client:
+        with AdminServer(folder, admin="", admin_token_file=None) as server, attached(server.access()) as client:
             assert save(client, run(1, 2)) == 2
             assert "no admin surface: admin=http://127.0.0.1:9588: cannot listen there" in server.said()
             assert server.stop() == 0
@@ -407,17 +410,17 @@ def test_a_token_others_can_read_is_refused() -> None:
 
 
 def test_stats_and_clear_from_a_terminal(server: AdminServer) -> None:
-    with attached(server.door(namespace="acme")) as client:
+    with attached(server.access(namespace="acme")) as client:
         save(client, run(1, 4))
         spilled(server, 4)
         shown = server.cli("stats", "--admin", server.url)
         assert shown.returncode == 0, shown
         assert re.search(r"^nvme +4 ", shown.stdout, re.MULTILINE)
-        assert json.loads(server.cli("stats", "--json").stdout)["realms"][0]["slots"] == 32
+        assert json.loads(server.cli("stats", "--json").stdout)["size_classes"][0]["slots"] == 32
         assert server.cli("clear").returncode == 2, "it has to be told what"
         done = server.cli("clear", "--namespace", "acme", "--admin", server.url, "--token-file", server.token)
         assert (done.returncode, done.stdout) == (0, "4 chunks forgotten\n")
-        assert client.match(run(1, 4)) == Match(0, 0)
+        assert client.lookup(run(1, 4)).progress == Progress(0, 0)
         guess = server.token.with_name("guess")
         guess.write_text("x" * 32)
         guess.chmod(0o600)

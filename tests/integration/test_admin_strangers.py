@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from kvtier.core.lookup import Progress
 from kvtier.protocol import admin_proof
-from kvtier.store.lease import Match
 from tests.admin_server import TOKEN, AdminServer, Answer, administered
 from tests.server_process import DEADLINE_S, attached, run, save, wait_for
 
@@ -70,13 +70,13 @@ def test_who_asks_nothing_is_sent_away(server: AdminServer) -> None:
 
 
 def test_who_is_being_served_keeps_its_place(server: AdminServer) -> None:
-    with attached(server.door(namespace="acme")) as client:
+    with attached(server.access(namespace="acme")) as client:
         save(client, run(1, 2))
         done: list[Any] = []
         with client.save(run(2, 3)) as lease:
             clearing = threading.Thread(target=lambda: done.append(server.clear(namespace="acme")))
             clearing.start()
-            wait_for(lambda: client.match(run(1, 2)) == Match(0, 0), "clear is at work")
+            wait_for(lambda: client.lookup(run(1, 2)).progress == Progress(0, 0), "clear is at work")
             with crowd(server, 80):
                 assert server.ask("GET", LIVE, token=None).status == 200
                 lease.commit()
@@ -85,7 +85,7 @@ def test_who_is_being_served_keeps_its_place(server: AdminServer) -> None:
 
 
 def test_a_probe_finds_a_place_beside_more_work_than_is_done_at_once(server: AdminServer) -> None:
-    with attached(server.door(namespace="acme")) as client:
+    with attached(server.access(namespace="acme")) as client:
         save(client, run(1, 2))
         told: list[int] = []
         with client.save(run(2, 3)) as lease:
@@ -140,14 +140,14 @@ _WRONG = (
 def test_no_token_and_no_malformed_one_is_taken(
     server: AdminServer, method: str, path: str, body: dict[str, Any] | None
 ) -> None:
-    with attached(server.door()) as client:
+    with attached(server.access()) as client:
         save(client, run(1, 2))
         for wrong in _WRONG:
             given = {} if wrong is None else {"Authorization": wrong}
             answer = server.ask(method, path, body, token=None, **given)
             assert (answer.status, answer.headers.get("www-authenticate")) == (401, "Bearer"), wrong
             assert admin_proof.ANSWER_HEADER.lower() not in answer.headers
-        assert client.match(run(1, 2)) == Match(2, 0), "nothing was cleared"
+        assert client.lookup(run(1, 2)).progress == Progress(2, 0), "nothing was cleared"
         assert server.ask(method, path, body, token=None, Authorization=f"BEARER {TOKEN}").status == 200
 
 
@@ -248,7 +248,7 @@ def test_an_impostor_gets_no_token_and_is_not_believed(server: AdminServer) -> N
 
 
 def test_a_relay_can_neither_change_an_answer_nor_use_a_request_again(server: AdminServer) -> None:
-    with attached(server.door()) as client, Impostor(behind=server) as relay:
+    with attached(server.access()) as client, Impostor(behind=server) as relay:
         save(client, run(1, 2))
         words = ("clear", "--everything", "--token-file", server.token, "--admin")
         told = server.cli(*words, relay.url)
@@ -257,7 +257,7 @@ def test_a_relay_can_neither_change_an_answer_nor_use_a_request_again(server: Ad
         ((path, headers, body),) = relay.heard
         again = server.ask("POST", path, body, token=None, Authorization=headers["Authorization"])
         assert again.status == 401
-        assert client.match(run(1, 2)) == Match(2, 0)
+        assert client.lookup(run(1, 2)).progress == Progress(2, 0)
         assert not relay.heard_the_token()
         with Impostor(behind=server, swap=(b'"chunks":2', b'"chunks":0')) as liar:
             assert server.cli(*words, liar.url).returncode == 2
@@ -275,7 +275,7 @@ def test_the_right_server_is_believed_and_a_tokenless_one_only_without_a_token(s
 
 
 def test_a_misspelt_namespace_is_told_which_there_are(server: AdminServer) -> None:
-    with attached(server.door(namespace="acme")) as client, attached(server.door(namespace="else")):
+    with attached(server.access(namespace="acme")) as client, attached(server.access(namespace="else")):
         save(client, run(1, 2))
         told = server.cli("clear", "--namespace", "acne", "--token-file", server.token)
         assert (told.returncode, told.stdout) == (2, "")
@@ -283,6 +283,6 @@ def test_a_misspelt_namespace_is_told_which_there_are(server: AdminServer) -> No
         answer = server.ask("POST", "/v1/clear", {"namespace": "nosuch"})
         assert answer.status == 404
         assert "'acme', 'else'" in json.loads(answer.text)["expected"]
-        assert client.match(run(1, 2)) == Match(2, 0)
+        assert client.lookup(run(1, 2)).progress == Progress(2, 0)
         done = server.cli("clear", "--namespace", "else", "--token-file", server.token)
         assert (done.returncode, done.stdout) == (0, "0 chunks forgotten\n"), "it is known, and has nothing"

@@ -20,7 +20,7 @@ from kvtier.bench.model import PRESETS
 from kvtier.bench.servers import free_port
 from kvtier.cli import doctor
 from kvtier.cli import main as cli
-from kvtier.cli.checks import Finding, check_command, check_host, judge_disk, planned
+from kvtier.cli.checks import Finding, check_command, check_host, disk_findings, planned
 from kvtier.cli.vllm_command import API_SERVER
 from kvtier.config.keys import Config, load
 from kvtier.core import region
@@ -262,14 +262,14 @@ def test_a_path_without_direct_io_is_to_mind(tmp_path: Path) -> None:
         disk = probe.probe_disk(str(point))
     assert disk.o_direct.value is False
     roomy = replace(disk, free=known(1 << 40, "test"), own=known(0, "test"))
-    found = list(judge_disk(Config(nvme_path=str(point)), roomy))
+    found = list(disk_findings(Config(nvme_path=str(point)), roomy))
     assert [finding.state for finding in found] == ["ok", "warn", "warn"]
     assert "no O_DIRECT" in found[2].seen and "ext4" in found[2].do
 
 
 def test_a_folder_that_is_not_ours_fails(tmp_path: Path) -> None:
     refused = replace(probe.probe_disk(str(tmp_path)), writable=known(False, f"no right to write in {tmp_path}"))
-    (found,) = judge_disk(Config(nvme_path=str(tmp_path)), refused)
+    (found,) = disk_findings(Config(nvme_path=str(tmp_path)), refused)
     assert (found.state, found.seen) == ("fail", f"no right to write in {tmp_path}")
     tmp_path.chmod(0o777)
     assert [f.seen for f in tiers(nvme_path=str(tmp_path), nvme_bytes="64MiB") if "every user" in f.seen]
@@ -305,7 +305,10 @@ def test_a_tier_that_writes_late_or_little_is_tried_all_the_same(tmp_path: Path)
 
 
 def test_a_start_with_self_test_tries_every_place(tmp_path: Path) -> None:
-    with serving(self_test=True, nvme_path=tmp_path / "t", nvme_bytes=MIB) as server, attached(server.door()) as engine:
+    with (
+        serving(self_test=True, nvme_path=tmp_path / "t", nvme_bytes=MIB) as server,
+        attached(server.access()) as engine,
+    ):
         said = server.log.read_text()
         for place in ("ram", "nvme"):
             assert f"self-test of {place}: saved by one process, loaded and compared by another" in said
@@ -366,7 +369,7 @@ def test_a_server_is_not_disturbed_before_an_engine_is_there_and_tried_afterward
         found = tiers(server=str(server.address))
         assert one(found, "server").state == "ok"
         assert one(found, "self-test server").state == "warn"
-        with attached(server.door()) as engine:
+        with attached(server.access()) as engine:
             found = tiers(server=str(server.address))
             assert one(found, "self-test server").state == "ok", found
             assert "chunks of 8 KiB" in one(found, "self-test server").seen
@@ -374,7 +377,7 @@ def test_a_server_is_not_disturbed_before_an_engine_is_there_and_tried_afterward
 
 
 def test_a_server_whose_chunks_are_never_hit_says_why() -> None:
-    with serving() as server, attached(server.door()) as engine:
+    with serving() as server, attached(server.access()) as engine:
         assert "no chunk was asked for yet" in one(tiers(server=str(server.address)), "hits").seen
         engines.save(engine, engines.run(1, 2))
         for number in range(2, 102):
@@ -393,7 +396,7 @@ def test_a_server_on_another_host_with_and_without_its_token(tmp_path: Path) -> 
         file.write_text(f"{file.name} of thirty-two characters or so")
         file.chmod(0o600)
     address = f"tcp://127.0.0.1:{free_port()}"
-    with serving(address, server_token_file=token) as server, attached(server.door()), attached(server.door(OTHER)):
+    with serving(address, server_token_file=token) as server, attached(server.access()), attached(server.access(OTHER)):
         found = tiers(server=address, server_token_file=str(token))
         assert [one(found, check).state for check in ("token", "server", "self-test server")] == ["ok"] * 3, found
         found = tiers(server=address, server_token_file=str(wrong))

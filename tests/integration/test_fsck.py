@@ -163,7 +163,7 @@ def test_the_command(tmp_path: Path) -> None:
 def test_after_kill_9_under_load_nothing_is_corrupt() -> None:
     with short_folder() as folder:
         server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=1 << 20)
-        with server, attached(server.door()) as client:
+        with server, attached(server.access()) as client:
             for prompt in range(60):
                 save(client, run(prompt, 5))
             refused = cli("--nvme", folder / "nvme")

@@ -37,7 +37,7 @@ def test_a_save_and_a_load_through_vllms_own_scheduler(version: str, tmp_path: P
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["vllm"].startswith(version) or HERE[version] is None
-    assert "not tested" not in versions.judged(said["vllm"])
+    assert "not tested" not in versions.verdict(said["vllm"])
     assert said["differences"] == []
     assert said["cached"] == [0, 128, 0]
     assert said["checked"] > 128, "no KV was compared"

@@ -159,7 +159,10 @@ HIT = 512
 @pytest.mark.vllm
 def test_real_vllm_with_real_lmcache_hits_what_another_engine_stored(tmp_path: Path) -> None:
     model = make_model(tmp_path / "tiny", "tiny")
-    with serving(ram_bytes="16MiB") as server, attached(server.door(ChunkLayout(bytes(32), 1, 1, (VLLM_CHUNK,)))) as us:
+    with (
+        serving(ram_bytes="16MiB") as server,
+        attached(server.access(ChunkLayout(bytes(32), 1, 1, (VLLM_CHUNK,)))) as us,
+    ):
         with vllm(server, tmp_path / "one", model) as first:
             wait_for(lambda: us.stats()["ram_ready"] >= 3 * HIT // CHUNK, "stored")
         with vllm(server, tmp_path / "two", model) as second:
@@ -212,8 +215,8 @@ def test_a_second_engine_hits_what_the_first_stored_and_every_byte_is_right(engi
 def test_engines_on_other_hosts_share_by_tcp(engines: Engines) -> None:
     port = free_port()
     with serving(f"tcp://127.0.0.1:{port}", flags=("--insecure",), ram_bytes="8MiB") as server:
-        far = {"server": f"tcp://127.0.0.1:{port}", "load_timeout_ms": 20_000}
-        one, two = engines(**far), engines(**near(server))
+        cache_server = {"server": f"tcp://127.0.0.1:{port}", "load_timeout_ms": 20_000}
+        one, two = engines(**cache_server), engines(**near(server))
         one.stored(1)
         two.stored(2)
         assert two.load(1) == (LENGTH, LENGTH, True)
@@ -251,7 +254,7 @@ def test_a_wrong_byte_is_a_miss_and_is_forgotten(engines: Engines) -> None:
     with serving(ram_bytes="8MiB") as server:
         one = engines(**near(server))
         one.stored(1)
-        with attached(server.door(ChunkLayout(bytes(32), 1, 1, (CHUNK_BYTES,)))) as client:
+        with attached(server.access(ChunkLayout(bytes(32), 1, 1, (CHUNK_BYTES,)))) as client:
             flip_a_byte(client)
         found, retrieved, equal = one.load(1)
         assert (found, equal) == (LENGTH, True) and retrieved < LENGTH and not retrieved % CHUNK

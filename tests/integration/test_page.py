@@ -29,10 +29,10 @@ def server() -> Iterator[AdminServer]:
 
 
 def use(server: AdminServer, first: int, prompts: int = 4) -> None:
-    with attached(server.door(namespace="acme")) as client:
+    with attached(server.access(namespace="acme")) as client:
         for prompt in range(first, first + prompts):
             save(client, run(prompt, 3))
-            client.forecast(run(prompt, 3))
+            client.lookup(run(prompt, 3))
             load(client, run(prompt, 3))
         load(client, run(first + 1000, 2))
 
@@ -90,7 +90,7 @@ def test_a_corrupt_chunk_is_in_the_list_of_faults(server: AdminServer, tmp_path:
     with opened(server.url, tmp_path) as tab:
         ready(tab)
         tab.wait("last !== null")
-        with attached(server.door(namespace="acme")) as client:
+        with attached(server.access(namespace="acme")) as client:
             for prompt in range(4):
                 load(client, run(prompt, 3))
         tab.wait(f"{text('faults')}.includes('nvme: chunks were corrupt')")
@@ -119,7 +119,7 @@ def test_light_and_dark_can_both_be_read(server: AdminServer, tmp_path: Path) ->
     """Text against its background: at least 4.5 to 1 everywhere (WCAG's AA)."""
     use(server, 0)
     contrast = """(() => {
-      const light = (c) => { const [r, g, b] = c.match(/[0-9.]+/g).map(Number).map((v) => v / 255)
+      const light = (c) => { const [r, g, b] = c.lookup(/[0-9.]+/g).progress.map(Number).map((v) => v / 255)
         .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
         return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
       const under = (e) => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;

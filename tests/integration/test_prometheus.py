@@ -67,10 +67,10 @@ def scraping(port: int, folder: Path) -> Iterator[Prometheus]:
 
 
 def use(server: AdminServer, times: int) -> None:
-    with attached(server.door()) as client:
+    with attached(server.access()) as client:
         for prompt in range(times):
             save(client, run(prompt, 3))
-            client.forecast(run(prompt, 3))
+            client.lookup(run(prompt, 3))
             load(client, run(prompt, 3))
 
 

@@ -88,11 +88,11 @@ def test_a_server_shares_a_cluster_and_a_node_that_dies_takes_its_own_chunks_onl
     others = set(range(CHUNKS)) - theirs
     assert theirs and others
     with served(url) as server:
-        with attached(server.door()) as client:
+        with attached(server.access()) as client:
             saved(client)
         server.kill()
         server.start()
-        with attached(server.door()) as client:
+        with attached(server.access()) as client:
             assert had(client) == list(range(CHUNKS)), "found by a server that starts, with one seed dead"
             nodes[2].pause()
             assert others <= set(had(client)), "the others go on"
@@ -108,7 +108,7 @@ def test_a_server_shares_a_cluster_and_a_node_that_dies_takes_its_own_chunks_onl
 
 
 def in_ram(client: Client) -> set[int]:
-    return {index for index, keys in enumerate(RUNS) if client.match(keys).ready}
+    return {index for index, keys in enumerate(RUNS) if client.lookup(keys).ready}
 
 
 def dbsize(server: RedisServer) -> int:
@@ -120,7 +120,7 @@ def test_slots_that_move_while_they_are_read_lose_nothing() -> None:
     with ExitStack() as stack:
         servers = stack.enter_context(redis_cluster(cluster_require_full_coverage="no", maxmemory="64mb"))
         server = stack.enter_context(served(cluster_url(servers)))
-        client = stack.enter_context(attached(server.door()))
+        client = stack.enter_context(attached(server.access()))
         saved(client)
         before = on_node(servers[0])
         ids = [node_id(one) for one in servers]
@@ -153,7 +153,7 @@ def test_one_full_node_pauses_writes_to_itself_only(nodes: list[RedisServer]) ->
             admin.flushall()
     clock = Clock()
     tier = nodes[0].tier(cluster_url(nodes), clock=clock)
-    theirs = {key for key in KEYS if tier._link.node_of(FORM.header_name(key)) == f"127.0.0.1:{nodes[1].port}"}
+    theirs = {key for key in KEYS if tier._servers.node_of(FORM.header_name(key)) == f"127.0.0.1:{nodes[1].port}"}
     assert 0 < len(theirs) < len(KEYS)
     with nodes[1].admin() as admin:
         limit = admin.config_get("maxmemory")["maxmemory"]
@@ -178,7 +178,7 @@ def test_a_full_node_leaves_the_rest_of_a_server_s_redis_at_work(nodes: list[Red
         limit = admin.config_get("maxmemory")["maxmemory"]
         admin.config_set("maxmemory", 1)
         try:
-            with served(cluster_url(nodes), ram_bytes=2 * CHUNKS * SLOT) as server, attached(server.door()) as client:
+            with served(cluster_url(nodes), ram_bytes=2 * CHUNKS * SLOT) as server, attached(server.access()) as client:
                 for keys in RUNS:
                     save(client, keys)
                 wait_for(lambda: held(client) == len(others), "the others' chunks are in Redis")
@@ -200,7 +200,7 @@ def watched_pair() -> Iterator[tuple[RedisServer, RedisServer, str]]:
 
 
 def test_a_failover_by_sentinel_is_followed() -> None:
-    with watched_pair() as (primary, replica, url), served(url) as server, attached(server.door()) as client:
+    with watched_pair() as (primary, replica, url), served(url) as server, attached(server.access()) as client:
         saved(client)
         wait_for(lambda: dbsize(replica) == dbsize(primary), "replicated")
         wait_for(lambda: knows_replica(url), "Sentinel knows the replica")
@@ -275,7 +275,7 @@ def test_one_node_of_a_cluster_is_refused_in_words_everywhere(nodes: list[RedisS
         server = ServerProcess(folder, redis_url=url, redis_bytes="16MiB")
         said = ""
         try:
-            with server, attached(server.door()):
+            with server, attached(server.access()):
                 said = "it let us in"
         except (AssertionError, ConfigError) as error:
             said = f"{error} {server.log.read_text()}"

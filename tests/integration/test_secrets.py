@@ -112,7 +112,7 @@ def test_a_whole_run_with_every_secret_tells_none(place: Path) -> None:
         tells(place, env)
         assert "***" in said(("config",), env)
         server = ServerProcess(place, **{name.removeprefix("KVTIER_").lower(): value for name, value in env.items()})
-        with server, attached(replace(server.door(), token=TOKEN.encode())) as client:
+        with server, attached(replace(server.access(), token=TOKEN.encode())) as client:
             save(client, run(1, 2))
             wait_for(lambda: client.stats().get("redis_held") == 2, "spilled, with the password")
             assert server.stop() == 0
@@ -213,7 +213,7 @@ def test_no_four_bytes_of_the_key_are_in_what_is_written_named_or_logged(place: 
         where: dict[str, Any] = {"nvme_path": place / "nvme", "nvme_bytes": 1 << 20, "log_level": "DEBUG"}
         where |= {"redis_url": redis.url, "redis_bytes": 1 << 20, "encryption_key": KEY.hex()}
         server = ServerProcess(place, **where)
-        with server, redis.admin() as behind, attached(server.door()) as client:
+        with server, redis.admin() as behind, attached(server.access()) as client:
             save(client, run(1, 4))
             wait_for(lambda: client.stats().get("redis_held") == client.stats().get("nvme_held") == 4, "spilled")
             names = [bytes(name) for name in behind.scan_iter()]

@@ -140,10 +140,10 @@ def test_with_a_size_everything_is_there_before_the_first_engine() -> None:
     with administered(slot_bytes=SLOT) as server:
         wait_for(lambda: server.ask("GET", "/healthz/ready").status == 200, "ready")
         stats = server.ask("GET", "/v1/stats").body
-        (realm,) = stats["realms"]
-        assert (realm["slot_bytes"], [tier["tier"] for tier in realm["tiers"]]) == (SLOT, ["ram", "nvme"])
+        (size_class,) = stats["size_classes"]
+        assert (size_class["slot_bytes"], [tier["tier"] for tier in size_class["tiers"]]) == (SLOT, ["ram", "nvme"])
         assert stats["memory"]["pools"] >= 32 * SLOT, "touched"
-        with attached(server.door()) as client:
+        with attached(server.access()) as client:
             assert save(client, run(1, 2)) == 2
             assert load(client, run(1, 2)) == ["ram"] * 2
 
@@ -180,11 +180,11 @@ def test_a_redis_that_is_away_is_trouble_until_it_is_back(slot_bytes: int | None
             assert server.metric("kvtier_ready") == 1
             assert server.metric("kvtier_trouble") >= 1
             assert "TROUBLE: redis" in server.cli("stats").stdout
-            with attached(server.door()) as client:
+            with attached(server.access()) as client:
                 assert save(client, run(1, 2)) == 2
                 assert load(client, run(1, 2)) == ["ram"] * 2
             redis.start()
-            with attached(server.door()) as client:  # a tier that was given up is tried again when it is asked for
+            with attached(server.access()) as client:  # a tier that was given up is tried again when it is asked for
 
                 def well() -> bool:
                     load(client, run(99, 1))
@@ -236,7 +236,7 @@ def test_systemd_is_told_ready_alive_and_stopping(kind: str) -> None:
                 assert first["READY"] == "1"
                 assert "the pool and the tiers are ready" in server.said(), "not before"
                 assert f"serving at unix://{server.socket}" in server.said()
-                with attached(server.door()) as client:
+                with attached(server.access()) as client:
                     save(client, run(1, 1))
                     beat = {"WATCHDOG": "1", "STATUS": "1 connections"}
                     for _ in range(3):  # the first one comes at once
@@ -255,7 +255,7 @@ def test_systemd_is_told_what_is_wrong_and_a_manager_that_is_gone_stops_nobody()
                 assert first["READY"] == "1" and "redis cannot be reached" in first["STATUS"]
                 assert server.stop() == 0
                 assert told(sock)["STOPPING"] == "1"
-        with server, attached(server.door()) as client:
+        with server, attached(server.access()) as client:
             assert save(client, run(1, 1)) == 1
             wait_for(lambda: "cannot be told READY=1" in server.said(), "the log says it")
             assert server.stop() == 0

@@ -16,8 +16,8 @@ import pytest
 from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import StateError
+from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
-from kvtier.store.lease import Match
 from kvtier.testing.check_tier import content
 from tests.server_process import (
     LAYOUT,
@@ -45,7 +45,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[Client]:
-    with attached(server.door()) as client:
+    with attached(server.access()) as client:
         yield client
 
 
@@ -54,11 +54,11 @@ def client(server: ServerProcess) -> Iterator[Client]:
 
 def test_what_one_engine_saved_another_loads(server: ServerProcess, client: Client) -> None:
     assert save(client, run(1, 5)) == 5
-    with attached(server.door()) as other:
-        assert other.match(run(1, 8)) == Match(5, 0)
+    with attached(server.access()) as other:
+        assert other.lookup(run(1, 8)).progress == Progress(5, 0)
         assert load(other, run(1, 8)) == ["ram"] * 5
         assert save(other, run(1, 8)) == 3
-    assert client.match(run(1, 8)) == Match(8, 0)
+    assert client.lookup(run(1, 8)).progress == Progress(8, 0)
     assert client.stats()["saved"] == 8
     at_rest(client)
 
@@ -67,7 +67,7 @@ def test_a_load_from_the_middle_of_a_run(client: Client) -> None:
     keys = run(1, 5)
     save(client, keys)
     with client.load(keys, 3) as lease:
-        assert lease.poll() == Match(2, 0)
+        assert lease.poll() == Progress(2, 0)
         assert list(lease.keys) == keys[3:]
         assert lease.views() == [content(key, SLOT) for key in keys[3:]]
     assert lease.slots == []
@@ -77,7 +77,7 @@ def test_a_save_that_is_closed_is_never_served(client: Client) -> None:
     with client.save(run(1, 3)) as lease:
         assert len(lease.slots) == 3
         assert client.stats()["ram_filling"] == 3
-    assert client.match(run(1, 3)) == Match(0, 0)
+    assert client.lookup(run(1, 3)).progress == Progress(0, 0)
     with pytest.raises(StateError, match="has ended"):
         lease.commit()
     at_rest(client)
@@ -97,10 +97,10 @@ def test_a_lease_pins_and_its_end_frees(client: Client) -> None:
 def test_forget_and_clear(client: Client) -> None:
     save(client, run(1, 3))
     save(client, run(2, 3))
-    client.forget(run(1, 3)[1:])
-    assert (client.match(run(1, 3)), client.match(run(2, 3))) == (Match(1, 0), Match(3, 0))
-    client.clear()
-    assert client.match(run(2, 3)) == Match(0, 0)
+    client.invalidate(run(1, 3)[1:])
+    assert (client.lookup(run(1, 3)).progress, client.lookup(run(2, 3)).progress) == (Progress(1, 0), Progress(3, 0))
+    client.invalidate_all()
+    assert client.lookup(run(2, 3)).progress == Progress(0, 0)
     assert client.stats()["ram_free"] == 32
 
 
@@ -120,12 +120,12 @@ def test_a_worker_maps_the_pool_by_its_path(client: Client) -> None:
 def test_chunks_come_back_from_nvme_after_a_restart_and_say_so() -> None:
     with short_folder() as folder:
         server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
-        with server, attached(server.door()) as client:
+        with server, attached(server.access()) as client:
             save(client, run(1, 6))
             assert server.stop() == 0
             server.start()
-            wait_for(lambda: client.pool is not None or client.match(run(1, 6)).ready > 0, "attached again")
-            wait_for(lambda: client.match(run(1, 6)) == Match(0, 6), "warm")
+            wait_for(lambda: client.pool is not None or client.lookup(run(1, 6)).ready > 0, "attached again")
+            wait_for(lambda: client.lookup(run(1, 6)).progress == Progress(0, 6), "warm")
             with client.load(run(1, 6)) as lease:
                 while lease.poll().coming:
                     client.wait(0.05)
@@ -138,12 +138,12 @@ def test_chunks_come_back_from_nvme_after_a_restart_and_say_so() -> None:
 def test_wait_returns_early_when_a_promotion_ends() -> None:
     with short_folder() as folder:
         server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
-        with server, attached(server.door()) as client:
+        with server, attached(server.access()) as client:
             save(client, run(1, 1))
             server.stop()
             server.start()
-            wait_for(lambda: client.match(run(1, 1)).coming == 1, "warm")
-            patient = Client(server.door(), timeout_s=100.0)
+            wait_for(lambda: client.lookup(run(1, 1)).coming == 1, "warm")
+            patient = Client(server.access(), timeout_s=100.0)
             with patient.load(run(1, 1)) as lease:
                 begun = time.monotonic()
                 while lease.poll().coming:
@@ -158,13 +158,13 @@ def test_wait_returns_early_when_a_promotion_ends() -> None:
 def test_namespaces_do_not_touch_each_other(server: ServerProcess, client: Client) -> None:
     theirs = run(1, 3)
     save(client, theirs)
-    for door in (server.door(OTHER), server.door(LAYOUT, "tenant")):
-        with attached(door) as other:
-            other.forget(theirs)
-            other.clear()
+    for access in (server.access(OTHER), server.access(LAYOUT, "tenant")):
+        with attached(access) as other:
+            other.invalidate(theirs)
+            other.invalidate_all()
             save(other, run(2, 2, OTHER))
-            assert other.match(run(2, 2, OTHER)) == Match(2, 0)
-    assert client.match(theirs) == Match(3, 0)
+            assert other.lookup(run(2, 2, OTHER)).progress == Progress(2, 0)
+    assert client.lookup(theirs).progress == Progress(3, 0)
     assert run(1, 3, OTHER) != run(1, 3, LAYOUT)
 
 
@@ -172,24 +172,24 @@ def test_clear_covers_what_was_saved_before_a_restart() -> None:
     with short_folder() as folder:
         server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
         with server:
-            with attached(server.door()) as client:
+            with attached(server.access()) as client:
                 save(client, run(1, 3))
             server.stop()
             server.start()
-            with attached(server.door()) as client:
-                assert client.match(run(1, 3)) == Match(0, 3)
-                client.clear()
-                assert client.match(run(1, 3)) == Match(0, 0)
+            with attached(server.access()) as client:
+                assert client.lookup(run(1, 3)).progress == Progress(0, 3)
+                client.invalidate_all()
+                assert client.lookup(run(1, 3)).progress == Progress(0, 0)
 
 
 def test_a_namespace_that_floods_the_server_only_pushes_out_its_own() -> None:
-    with serving(namespace_percent=50) as server, attached(server.door()) as quiet:
+    with serving(namespace_percent=50) as server, attached(server.access()) as quiet:
         save(quiet, run(1, 10))
-        with attached(server.door(OTHER)) as loud:
+        with attached(server.access(OTHER)) as loud:
             for prompt in range(20):
                 save(loud, run(prompt, 5, OTHER))
                 loud.check()
-            held = sum(loud.match(run(prompt, 5, OTHER)).ready for prompt in range(20))
+            held = sum(loud.lookup(run(prompt, 5, OTHER)).ready for prompt in range(20))
             assert held == 16, "half of 32 slots"
         assert load(quiet, run(1, 10)) == ["ram"] * 10
         at_rest(quiet)
@@ -203,9 +203,9 @@ def test_another_chunk_size_is_served_beside_the_first_out_of_the_same_bytes() -
     """Whoever comes first decides nothing: half of RAM and of the disk, which nobody uses, go to the second size."""
     with short_folder() as folder:
         disk = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
-        with disk as server, attached(server.door(of_size(4096))) as first:
+        with disk as server, attached(server.access(of_size(4096))) as first:
             save(first, run(1, 12, of_size(4096)))
-            with attached(server.door()) as engine:
+            with attached(server.access()) as engine:
                 assert engine.pool is not None and first.pool is not None
                 assert (first.pool.slots, engine.pool.slots) == (64, 32), "as many as it can ever get"
                 assert engine.stats()["ram_free"] == 16
@@ -229,23 +229,23 @@ def test_the_configured_size_is_there_before_anybody_asks_and_a_restart_is_warm_
         server = ServerProcess(folder, slot_bytes=SLOT, nvme_path=folder / "nvme", nvme_bytes=NVME)
         with server:
             wait_for((folder / "nvme" / f"slots-{SLOT}").is_dir, "opened")
-            with attached(server.door(of_size(4096))) as stranger, attached(server.door()) as engine:
+            with attached(server.access(of_size(4096))) as stranger, attached(server.access()) as engine:
                 save(stranger, run(1, 5, of_size(4096)))
                 save(engine, run(1, 5))
             server.stop()
             server.start()
-            with attached(server.door(of_size(4096))) as stranger, attached(server.door()) as engine:
-                assert sum(stranger.match(run(1, 5, of_size(4096)))) == 5
-                assert sum(engine.match(run(1, 5))) == 5
+            with attached(server.access(of_size(4096))) as stranger, attached(server.access()) as engine:
+                assert sum(stranger.lookup(run(1, 5, of_size(4096))).progress) == 5
+                assert sum(engine.lookup(run(1, 5)).progress) == 5
             assert "of 4096 bytes from before" not in server.said()
 
 
 def test_an_engine_that_cannot_be_served_goes_on_without_a_cache(server: ServerProcess) -> None:
     """Its chunk is larger than all of the server's RAM; it is told why, in the log."""
-    with attached(server.door(of_size(64 * SLOT))) as client:
-        assert (client.pool, client.match(run(1, 2))) == (None, Match(0, 0))
+    with attached(server.access(of_size(64 * SLOT))) as client:
+        assert (client.pool, client.lookup(run(1, 2)).progress) == (None, Progress(0, 0))
         assert save(client, run(1, 2)) == 0
-    with attached(server.door()) as other:
+    with attached(server.access()) as other:
         assert save(other, run(1, 2)) == 2
 
 
@@ -263,7 +263,7 @@ def test_another_user_may_not_attach(server: ServerProcess, client: Client) -> N
     refused = subprocess.run([sys.executable, "-c", knock], capture_output=True, text=True, check=False)
     assert refused.stdout == "b''\n" or "ConnectionReset" in refused.stderr, "the credentials"
     assert "user 65534 may not attach" in server.said()
-    assert client.match(run(1, 1)) == Match(0, 0)
+    assert client.lookup(run(1, 1)).progress == Progress(0, 0)
 
 
 # ---- socket files ----------------------------------------------------------------------------------------------------
@@ -281,9 +281,9 @@ def test_a_stale_socket_is_replaced_and_a_live_one_is_not() -> None:
             server.kill()
             assert server.socket.exists()
             server.start()
-            with attached(server.door()) as client:
+            with attached(server.access()) as client:
                 assert "another kvtier server has it" in ServerProcess(folder).refusal()
-                assert client.match(run(1, 1)) == Match(0, 0)
+                assert client.lookup(run(1, 1)).progress == Progress(0, 0)
             assert server.stop() == 0
             assert not server.socket.exists()
 
@@ -318,7 +318,7 @@ def test_a_folder_that_others_may_enter_only_will_do(mode: int) -> None:
         server = ServerProcess(folder)
         server.socket.parent.mkdir()
         server.socket.parent.chmod(mode)
-        with server, attached(server.door()) as client:
+        with server, attached(server.access()) as client:
             assert client.pool is not None
 
 
@@ -328,8 +328,8 @@ def test_a_folder_that_others_may_enter_only_will_do(mode: int) -> None:
 def test_an_engine_starts_without_its_server_and_gets_it_later() -> None:
     with short_folder() as folder:
         server = ServerProcess(folder)
-        with attached(server.door()) as client:
-            assert (client.pool, client.match(run(1, 2))) == (None, Match(0, 0))
+        with attached(server.access()) as client:
+            assert (client.pool, client.lookup(run(1, 2)).progress) == (None, Progress(0, 0))
             assert save(client, run(1, 2)) == 0
             assert load(client, run(1, 2)) == []
             with server:
@@ -341,18 +341,18 @@ def test_an_engine_starts_without_its_server_and_gets_it_later() -> None:
 def test_a_server_that_hangs_costs_one_deadline_and_then_nothing(server: ServerProcess, client: Client) -> None:
     """Nothing is lost by it either: the leases of late answers go back, and the connection stays."""
     save(client, run(1, 4))
-    hasty = Client(server.door(), timeout_s=0.05)
+    hasty = Client(server.access(), timeout_s=0.05)
     held = hasty.load(run(1, 4))
     with server.paused():
         begun = time.monotonic()
-        assert hasty.load(run(1, 4)).poll() == Match(0, 0)
+        assert hasty.load(run(1, 4)).poll() == Progress(0, 0)
         for _ in range(1000):
-            assert hasty.match(run(1, 4)) == Match(0, 0)
+            assert hasty.lookup(run(1, 4)).progress == Progress(0, 0)
             assert hasty.save(run(2, 4)).keys == []
         assert time.monotonic() - begun < 1.0, "2001 calls and one deadline of 0.05 s"
         assert held.views() == [content(key, SLOT) for key in run(1, 4)]
         held.close()
-    wait_for(lambda: hasty.match(run(1, 4)) == Match(4, 0), "answers again")
+    wait_for(lambda: hasty.lookup(run(1, 4)).progress == Progress(4, 0), "answers again")
     assert hasty.counts["lost"] == 0
     at_rest(client)
     hasty.close()
@@ -360,7 +360,7 @@ def test_a_server_that_hangs_costs_one_deadline_and_then_nothing(server: ServerP
 
 def test_a_late_answer_goes_back_although_the_engine_is_idle(server: ServerProcess, client: Client) -> None:
     save(client, run(1, 4))
-    hasty = Client(server.door(), timeout_s=0.05)
+    hasty = Client(server.access(), timeout_s=0.05)
     with server.paused():
         assert hasty.load(run(1, 4)).slots == []
     at_rest(client)
@@ -370,18 +370,18 @@ def test_a_late_answer_goes_back_although_the_engine_is_idle(server: ServerProce
 def test_a_late_answer_to_a_lease_that_was_closed_meanwhile() -> None:
     with short_folder() as folder:
         server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
-        with server, attached(server.door()) as client:
+        with server, attached(server.access()) as client:
             save(client, run(1, 20))
             server.stop()
             server.start()
-            wait_for(lambda: client.match(run(1, 20)).coming == 20, "warm")
-            hasty = Client(server.door(), timeout_s=0.05)
+            wait_for(lambda: client.lookup(run(1, 20)).coming == 20, "warm")
+            hasty = Client(server.access(), timeout_s=0.05)
             lease = hasty.load(run(1, 20))
             with server.paused():
                 if lease.poll().coming == 0:
                     pytest.skip("everything came before the answer did")
                 lease.close()
-            wait_for(lambda: sum(hasty.match(run(1, 20))) == 20, "answers again")
+            wait_for(lambda: sum(hasty.lookup(run(1, 20)).progress) == 20, "answers again")
             assert hasty.counts["lost"] == 0
             assert "dropped" not in server.said()
             at_rest(client)
@@ -392,8 +392,8 @@ def test_a_load_that_was_ready_stays_readable_without_the_server(server: ServerP
     save(client, run(1, 3))
     lease, filling = client.load(run(1, 3)), client.save(run(2, 3))
     server.kill()
-    assert client.match(run(1, 3)) == Match(0, 0)
-    assert (client.pool, lease.poll()) == (None, Match(3, 0))
+    assert client.lookup(run(1, 3)).progress == Progress(0, 0)
+    assert (client.pool, lease.poll()) == (None, Progress(3, 0))
     assert lease.views() == [content(key, SLOT) for key in run(1, 3)]
     assert len(filling.views()) == 3
     filling.commit()
@@ -406,12 +406,12 @@ def test_a_new_server_means_a_new_pool(server: ServerProcess, client: Client) ->
     lease = client.save(run(1, 3))
     server.kill()
     server.start()
-    assert client.match(run(1, 3)) == Match(0, 0)
+    assert client.lookup(run(1, 3)).progress == Progress(0, 0)
     wait_for(lambda: client.pool is not None, "attached again")
     assert client.pool is not before
     assert Pool.attach(before.path, before.slots, before.slot_bytes).slots == 32, "its lease still needs it"
     lease.commit()
-    assert client.match(run(1, 3)) == Match(0, 0), "that was another server's"
+    assert client.lookup(run(1, 3)).progress == Progress(0, 0), "that was another server's"
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(before.fd)
     save(client, run(1, 3))

@@ -13,7 +13,7 @@ def test_what_an_engine_says_is_over_leaves_first() -> None:
     with (
         short_folder() as folder,
         serving(nvme_path=folder / "nvme", nvme_bytes=1 << 20) as server,
-        attached(server.door()) as client,
+        attached(server.access()) as client,
     ):
         for prompt in (1, 2):
             load(client, run(prompt, 10))
@@ -22,12 +22,12 @@ def test_what_an_engine_says_is_over_leaves_first() -> None:
         client.hint(run(2, 10), Hint(over=True))
         wait_for(lambda: client.stats().get("hints_followed", 0) == 1, "followed")
         assert save(client, run(3, 16)) == 16
-        assert client.match(run(1, 10)).ready == 10, "it is the older one, and stays"
-        assert client.match(run(2, 10)).ready < 10
+        assert client.lookup(run(1, 10)).ready == 10, "it is the older one, and stays"
+        assert client.lookup(run(2, 10)).ready < 10
 
 
 def test_a_session_is_closed_over_http_for_its_tenant_and_salt_alone() -> None:
-    with administered() as server, attached(server.door(namespace="tenant")) as client:
+    with administered() as server, attached(server.access(namespace="tenant")) as client:
         ended, other = run(1, 10), run(2, 10)
         for keys, name in ((other, session_name(None, "mine")), (ended, session_name("salt", "mine"))):
             client.load(keys, session=name).close()
@@ -38,5 +38,5 @@ def test_a_session_is_closed_over_http_for_its_tenant_and_salt_alone() -> None:
         assert server.ask("POST", "/v1/hint", asked | {"namespace": "tenant"}).body == {"told": 1}
         wait_for(lambda: client.stats().get("hints_followed", 0) == 1, "followed")
         assert save(client, run(3, 16)) == 16
-        assert client.match(other).ready == 10, "it is the older one, and stays"
-        assert client.match(ended).ready < 10
+        assert client.lookup(other).ready == 10, "it is the older one, and stays"
+        assert client.lookup(ended).ready < 10

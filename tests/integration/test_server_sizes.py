@@ -70,8 +70,8 @@ def test_a_load_that_goes_from_one_size_to_another_and_back_has_nine_tenths_of_t
     with (
         short_folder() as folder,
         ServerProcess(folder, ram_bytes=RAM, nvme_path=folder / "nvme", nvme_bytes=NVME) as server,
-        attached(server.door(of_size(SMALL))) as small,
-        attached(server.door(of_size(LARGE))) as large,
+        attached(server.access(of_size(SMALL))) as small,
+        attached(server.access(of_size(LARGE))) as large,
     ):
         watched, seconds = Watched(server, folder / "nvme"), []
         for client, size in ((small, SMALL), (large, LARGE), (small, SMALL)):
@@ -90,7 +90,7 @@ def test_a_load_that_goes_from_one_size_to_another_and_back_has_nine_tenths_of_t
         held = small.stats()["nvme_held"]
         server.stop()
         server.start()
-        with attached(server.door(of_size(SMALL))) as again:
+        with attached(server.access(of_size(SMALL))) as again:
             assert again.stats()["nvme_held"] == held, "what was borrowed is warm"
             watched.look()
         assert watched.most_disk <= NVME + EXTENTS
@@ -105,8 +105,8 @@ def test_two_sizes_share_the_bytes_of_redis_too() -> None:
         short_folder() as folder,
         RedisServer() as redis,
         ServerProcess(folder, ram_bytes=RAM, redis_url=redis.url, redis_bytes=budget) as server,
-        attached(server.door(of_size(SMALL))) as small,
-        attached(server.door(of_size(LARGE))) as large,
+        attached(server.access(of_size(SMALL))) as small,
+        attached(server.access(of_size(LARGE))) as large,
     ):
         for client, size in ((small, SMALL), (large, LARGE)):
             until, held = time.monotonic() + SHIFT_S, 0

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvtier.bench.servers import free_port
-from kvtier.client.connect import Address, Door, hello
+from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError, TierError
@@ -45,15 +45,17 @@ TOKEN = b"a secret of more than 16 bytes"
 INSECURE = ("--insecure",)
 
 
-def far(port: int, layout: ChunkLayout = LAYOUT, token: bytes | None = None, tls: ssl.SSLContext | None = None) -> Door:
+def cache_server(
+    port: int, layout: ChunkLayout = LAYOUT, token: bytes | None = None, tls: ssl.SSLContext | None = None
+) -> ServerAccess:
     own = hello(layout.fingerprint, layout.chunk_bytes, stream=True, client="far")
-    return Door(Address("", "localhost" if tls else "127.0.0.1", port), own, token, tls)
+    return ServerAccess(Address("", "localhost" if tls else "127.0.0.1", port), own, token, tls)
 
 
 @contextmanager
-def engine(door: Door, slots: int = 8) -> Iterator[Store]:
+def engine(access: ServerAccess, slots: int = 8) -> Iterator[Store]:
     """An engine's own Store over a server far away."""
-    tier = RemoteTier(door)
+    tier = RemoteTier(access)
     store = Store(Pool(slots, SLOT), [(tier, Lane("remote", 2, urgent_bound=64, bound=64))])
     try:
         yield store
@@ -82,20 +84,20 @@ def test_a_server_keeps_the_promises_of_a_tier(port: int, chunk_bytes: int) -> N
         def make() -> RemoteTier:
             """A tier that holds nothing: the server forgets what the test before left."""
             layout = ChunkLayout(LAYOUT.fingerprint, 1, 1, (chunk_bytes,))
-            with attached(server.door(layout)) as client:
-                client.clear()
+            with attached(server.access(layout)) as client:
+                client.invalidate_all()
                 wait_for(lambda: client.stats()["ram_ready"] == 0, "empty")
-            return RemoteTier(far(port, layout))
+            return RemoteTier(cache_server(port, layout))
 
         check_tier(make, chunk_bytes=chunk_bytes)
 
 
 def test_engines_near_and_far_share_what_they_saved(server: ServerProcess, port: int) -> None:
-    with attached(server.door()) as near, engine(far(port)) as one, engine(far(port)) as two:
+    with attached(server.access()) as near, engine(cache_server(port)) as one, engine(cache_server(port)) as two:
         save(near, run(1, 4))
         assert load(one, run(1, 4)) == ["remote"] * 4
         save(two, run(2, 5))
-        wait_for(lambda: near.match(run(2, 5)).ready == 5, "spilled to the server")
+        wait_for(lambda: near.lookup(run(2, 5)).ready == 5, "spilled to the server")
         assert load(near, run(2, 5)) == ["ram"] * 5
         assert load(one, run(2, 5)) == ["remote"] * 5
         at_rest(near)
@@ -107,32 +109,32 @@ def test_what_the_server_has_on_nvme_only_is_found_and_read(port: int) -> None:
             folder, f"tcp://127.0.0.1:{port}", flags=INSECURE, nvme_path=folder / "nvme", nvme_bytes=1 << 20
         )
         stack.enter_context(server)
-        with attached(server.door()) as near:
+        with attached(server.access()) as near:
             save(near, run(1, 5))
         assert server.stop() == 0
         server.start()
-        with engine(far(port)) as store:
+        with engine(cache_server(port)) as store:
             assert load(store, run(1, 5)) == ["remote"] * 5
 
 
 def test_a_run_written_chunk_by_chunk_leaves_leaf_first(server: ServerProcess, port: int) -> None:
     """32 slots in the server; what is pushed out of a long run is its end."""
-    tier = RemoteTier(far(port))
+    tier = RemoteTier(cache_server(port))
     old, new = run(1, 30), run(2, 12)
     for key in old:
         assert tier.write(key, content(key, SLOT))
     for key in new:
         assert tier.write(key, content(key, SLOT))
-    with attached(server.door()) as near:
-        assert (near.match(old).ready, near.match(new).ready) == (20, 12)
+    with attached(server.access()) as near:
+        assert (near.lookup(old).ready, near.lookup(new).ready) == (20, 12)
     tier.close()
 
 
 def test_a_chunk_that_is_held_is_not_sent_again(server: ServerProcess, port: int) -> None:
-    tier = RemoteTier(far(port))
+    tier = RemoteTier(cache_server(port))
     key = run(1, 1)[0]
     assert tier.write(key, content(key, SLOT))
-    with attached(server.door()) as near:
+    with attached(server.access()) as near:
         before = near.stats()["saved"]
         assert tier.write(key, memoryview(bytes(SLOT)))
         assert near.stats()["saved"] == before
@@ -141,7 +143,7 @@ def test_a_chunk_that_is_held_is_not_sent_again(server: ServerProcess, port: int
 
 
 def test_a_server_that_comes_back_is_used_again(server: ServerProcess, port: int) -> None:
-    tier = RemoteTier(far(port))
+    tier = RemoteTier(cache_server(port))
     key = run(1, 1)[0]
     into = memoryview(bytearray(SLOT))
     assert tier.write(key, content(key, SLOT))
@@ -154,7 +156,7 @@ def test_a_server_that_comes_back_is_used_again(server: ServerProcess, port: int
 
 
 def test_a_restart_between_two_calls_costs_no_call(server: ServerProcess, port: int) -> None:
-    tier = RemoteTier(far(port))
+    tier = RemoteTier(cache_server(port))
     key = run(1, 1)[0]
     assert tier.find([key]) == 0
     assert server.stop() == 0
@@ -164,7 +166,7 @@ def test_a_restart_between_two_calls_costs_no_call(server: ServerProcess, port: 
 
 
 def test_an_engine_starts_without_a_far_server(port: int) -> None:
-    with engine(far(port)) as store:
+    with engine(cache_server(port)) as store:
         save(store, run(1, 2))
         assert load(store, run(1, 2)) == ["ram"] * 2
 
@@ -172,10 +174,10 @@ def test_an_engine_starts_without_a_far_server(port: int) -> None:
 def test_a_bit_flipped_on_the_way_is_a_miss_at_either_end(server: ServerProcess, port: int) -> None:
     with flipping(port) as bad:
         key = run(1, 1)[0]
-        tier = RemoteTier(far(bad))
+        tier = RemoteTier(cache_server(bad))
         assert not tier.write(key, content(key, SLOT))
-        with attached(server.door()) as near:
-            assert near.match([key]) == (0, 0)
+        with attached(server.access()) as near:
+            assert near.lookup([key]).progress == (0, 0)
             save(near, [key])
             assert tier.read(key, memoryview(bytearray(SLOT))) is None, "the server has the right bytes"
             assert tier.counts["corrupt"] == 1
@@ -226,7 +228,7 @@ def test_tcp_without_token_or_key_is_refused(port: int, host: str) -> None:
 def test_attach_is_not_for_other_hosts(server: ServerProcess, port: int) -> None:
     own = hello(LAYOUT.fingerprint, SLOT, stream=False)
     with pytest.raises(ConfigError, match="another host cannot map the pool"):
-        RemoteTier(Door(Address("", "127.0.0.1", port), own))
+        RemoteTier(ServerAccess(Address("", "127.0.0.1", port), own))
 
 
 @pytest.fixture
@@ -241,21 +243,21 @@ def test_a_token_must_be_known_to_both(port: int, token_file: Path) -> None:
     with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file) as server:
         for wrong in (None, b"another secret of enough bytes"):
             with pytest.raises(ConfigError, match="does not know the server's token"):
-                RemoteTier(far(port, token=wrong))
-        with engine(far(port, token=TOKEN)) as store, attached(server.door()) as near:
+                RemoteTier(cache_server(port, token=wrong))
+        with engine(cache_server(port, token=TOKEN)) as store, attached(server.access()) as near:
             save(near, run(1, 2))
             assert load(store, run(1, 2)) == ["remote"] * 2
 
 
 def test_a_server_that_does_not_know_our_token_gets_no_kv(server: ServerProcess, port: int) -> None:
     with pytest.raises(ConfigError, match="does not know our token"):
-        RemoteTier(far(port, token=TOKEN))
+        RemoteTier(cache_server(port, token=TOKEN))
 
 
 def test_a_proof_is_of_one_connection_only(port: int, token_file: Path) -> None:
     """What an eavesdropper recorded lets nobody in."""
     with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file):
-        own = replace(far(port).hello, nonce=os.urandom(32))
+        own = replace(cache_server(port).hello, nonce=os.urandom(32))
         heard = wire.Challenge(wire.VERSION, bytes(32))
         replayed = replace(own, proof=wire.client_proof(TOKEN, heard, own))
         with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as sock:
@@ -279,7 +281,7 @@ def test_what_an_impostor_recorded_of_a_server_convinces_no_engine(port: int, to
         return data
 
     with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file), relay(port, record) as tapped:
-        RemoteTier(far(tapped, token=TOKEN)).close()
+        RemoteTier(cache_server(tapped, token=TOKEN)).close()
     inbox: wire.Inbox[wire.Challenge | wire.Welcome] = wire.Inbox(wire.Challenge | wire.Welcome)
     said = list(inbox.feed(bytes(recorded)))
     assert [type(each) for each in said] == [wire.Challenge, wire.Welcome]
@@ -290,7 +292,7 @@ def test_what_an_impostor_recorded_of_a_server_convinces_no_engine(port: int, to
         client.sendall(wire.frame(said[1]))
 
     with rogue(None, replay) as address, pytest.raises(ConfigError, match="does not know our token"):
-        RemoteTier(far(address.port, token=TOKEN))
+        RemoteTier(cache_server(address.port, token=TOKEN))
 
 
 @pytest.mark.parametrize(("mode", "content_", "what"), [(0o644, TOKEN, "chmod 600"), (0o600, b"short", "16 or more")])
@@ -303,7 +305,7 @@ def test_a_token_must_be_long_and_private(port: int, tmp_path: Path, mode: int, 
 
 
 def test_a_far_namespace_is_its_own(server: ServerProcess, port: int) -> None:
-    one, other = RemoteTier(far(port)), RemoteTier(far(port, OTHER))
+    one, other = RemoteTier(cache_server(port)), RemoteTier(cache_server(port, OTHER))
     key = run(1, 1)[0]
     assert one.write(key, content(key, SLOT))
     other.delete(key)
@@ -316,4 +318,4 @@ def test_nobody_there_is_an_error_that_says_where(port: int) -> None:
     from kvtier.client.connect import enter
 
     with pytest.raises(TierError, match=f"no kvtier server at tcp://127.0.0.1:{port}"):
-        enter(far(port))
+        enter(cache_server(port))

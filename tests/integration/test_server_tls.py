@@ -14,7 +14,7 @@ import pytest
 from kvtier.assemble import assemble
 from kvtier.bench.servers import free_port
 from kvtier.client.client import Client
-from kvtier.client.connect import Address, Door, client_tls, hello
+from kvtier.client.connect import Address, ServerAccess, client_tls, hello
 from kvtier.client.remote_tier import RemoteTier
 from kvtier.config.keys import Config
 from kvtier.config.keys import load as load_config
@@ -23,7 +23,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from tests.certificates import make_certificates
-from tests.integration.test_server_tcp import TOKEN, engine, far, relay
+from tests.integration.test_server_tcp import TOKEN, cache_server, engine, relay
 from tests.rogue_server import greet, rogue
 from tests.server_process import (
     LAYOUT,
@@ -76,10 +76,10 @@ def context(certificates: Path, trusted: str, shown: str | None) -> ssl.SSLConte
 
 
 def test_chunks_over_tls(tls_server: ServerProcess, port: int, certificates: Path) -> None:
-    door = far(port, tls=context(certificates, "ours", "ours"))
-    with engine(door) as one, engine(door) as two, attached(tls_server.door()) as near:
+    access = cache_server(port, tls=context(certificates, "ours", "ours"))
+    with engine(access) as one, engine(access) as two, attached(tls_server.access()) as near:
         save(one, run(1, 6))
-        wait_for(lambda: near.match(run(1, 6)).ready == 6, "spilled")
+        wait_for(lambda: near.lookup(run(1, 6)).ready == 6, "spilled")
         assert load(two, run(1, 6)) == ["remote"] * 6
 
 
@@ -103,18 +103,18 @@ def test_one_line_of_configuration_makes_the_client_that_the_address_needs(
 def test_a_wrong_certificate_of_either_side_is_refused(
     tls_server: ServerProcess, port: int, certificates: Path, trusted: str, shown: str | None
 ) -> None:
-    tier = RemoteTier(far(port, tls=context(certificates, trusted, shown)))
+    tier = RemoteTier(cache_server(port, tls=context(certificates, trusted, shown)))
     key = run(1, 1)[0]
     assert not tier.write(key, content(key, SLOT))
     assert tier.counts["failed"] > 0
-    with attached(tls_server.door()) as near:
-        assert near.match([key]) == (0, 0)
+    with attached(tls_server.access()) as near:
+        assert near.lookup([key]).progress == (0, 0)
         at_rest(near)
     tier.close()
 
 
 def test_a_client_without_tls_gets_nothing_from_a_server_with_it(tls_server: ServerProcess, port: int) -> None:
-    tier = RemoteTier(far(port))
+    tier = RemoteTier(cache_server(port))
     assert tier.find([ChunkKey(bytes(40))]) == 0
     assert tier.counts["failed"] > 0
     tier.close()
@@ -135,7 +135,7 @@ def test_a_certificate_for_another_host_is_refused(port: int, certificates: Path
         server_key=certificates / "ours-other.key",
         server_token_file=token_file,
     ):
-        tier = RemoteTier(far(port, token=TOKEN, tls=context(certificates, "ours", None)))
+        tier = RemoteTier(cache_server(port, token=TOKEN, tls=context(certificates, "ours", None)))
         assert tier.counts["failed"] == 1
         assert tier.find([ChunkKey(bytes(40))]) == 0
         tier.close()
@@ -153,7 +153,7 @@ def test_an_engine_speaks_no_older_tls(certificates: Path) -> None:
     old.maximum_version = ssl.TLSVersion.TLSv1_2
     old.load_cert_chain(certificates / "ours-host.pem", certificates / "ours-host.key")
     with rogue(None, lambda client: greet(old.wrap_socket(client, server_side=True))) as address:
-        tier = RemoteTier(far(address.port, tls=context(certificates, "ours", None)))
+        tier = RemoteTier(cache_server(address.port, tls=context(certificates, "ours", None)))
         assert tier.counts["failed"] == 1
         tier.close()
 
@@ -168,7 +168,7 @@ def test_who_sees_the_network_reads_nothing_of_a_chunk(
         return data
 
     with relay(port, record) as tapped:
-        tier = RemoteTier(far(tapped, tls=context(certificates, "ours", "ours")))
+        tier = RemoteTier(cache_server(tapped, tls=context(certificates, "ours", "ours")))
         key = run(1, 1)[0]
         assert tier.write(key, content(key, SLOT))
         assert tier.read(key, memoryview(bytearray(SLOT)))
@@ -198,7 +198,7 @@ def test_an_engine_with_a_token_alone_does_not_connect_beyond_loopback(host: str
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "[::1]", "localhost"])
 def test_on_loopback_a_token_alone_will_do(host: str) -> None:
-    Door(Address.parse(f"tcp://{host}:7"), hello(LAYOUT.fingerprint, SLOT, stream=True), TOKEN)
+    ServerAccess(Address.parse(f"tcp://{host}:7"), hello(LAYOUT.fingerprint, SLOT, stream=True), TOKEN)
 
 
 def test_an_engine_without_a_token_sends_nothing_in_plain(token_file: Path) -> None:
@@ -212,7 +212,7 @@ def test_both_go_without_encryption_when_told_so_and_say_it_once(
 ) -> None:
     keys: dict[str, Any] = {"server_token_file": str(token_file), "server_unencrypted": True}
     warning = f"tcp://{EVERYWHERE}:{port} is not encrypted (server_unencrypted): who sees the network between can read"
-    with serving(f"tcp://{EVERYWHERE}:{port}", **keys) as server, attached(server.door()) as near:
+    with serving(f"tcp://{EVERYWHERE}:{port}", **keys) as server, attached(server.access()) as near:
         store = assemble(Config(server=f"tcp://{EVERYWHERE}:{port}", ram_bytes=8 * SLOT, **keys), LAYOUT)
         save(near, run(1, 4))
         assert load(store, run(1, 4)) == ["remote"] * 4

@@ -173,7 +173,7 @@ def test_paths_typed_at_a_shell_may_be_relative(tmp_path: Path) -> None:
 
 
 def test_a_servers_log_counts_in_bytes_what_it_does_not_know_in_tokens() -> None:
-    with serving() as server, attached(server.door()):
+    with serving() as server, attached(server.access()):
         log = server.log.read_text(encoding="utf-8")
     assert "chunks of 8 KiB; RAM 32 chunks (256 KiB)" in log and "tokens" not in log
 

@@ -114,13 +114,13 @@ def hits(answers: list[dict[str, Any]]) -> list[int]:
 
 @contextmanager
 def beside(server: ServerProcess) -> Iterator[Client]:
-    """A client of the engines' realm."""
+    """A client of the engines' size class."""
     with pytest.raises(ConfigError, match="keeps chunks of") as refusal:
-        Client(server.door(ChunkLayout(bytes(32), 1, 1, (2 << 30,))))  # which no server keeps
+        Client(server.access(ChunkLayout(bytes(32), 1, 1, (2 << 30,))))  # which no server keeps
     size = re.search(r"keeps chunks of ([\d,]+) bytes", str(refusal.value))
     assert size is not None
     layout = ChunkLayout(bytes(32), 1, 1, (int(size[1].replace(",", "")),))
-    with attached(server.door(layout)) as client:
+    with attached(server.access(layout)) as client:
         yield client
 
 

@@ -98,7 +98,7 @@ def test_lmis_image_has_a_vllm_that_kvtier_runs_with() -> None:
     (image,) = re.findall(r"ARG LMI_IMAGE=\S*/(\S+)", TEXT[DEPLOY / "lmi/Dockerfile"])
     rows = [line for line in TEXT[DEPLOY / "lmi/README.md"].splitlines() if image in line]
     assert len(rows) == 1 and rows[0].endswith("| 0.23 and newer | runs |")
-    assert versions.judged("0.23.1.dev4+gcd87ce883") == "vLLM 0.23.1.dev4+gcd87ce883"
+    assert versions.verdict("0.23.1.dev4+gcd87ce883") == "vLLM 0.23.1.dev4+gcd87ce883"
 
 
 def test_server_and_engine_meet_at_one_socket_and_share_no_namespace() -> None:
@@ -331,7 +331,7 @@ def test_an_engine_in_other_namespaces_maps_the_servers_memory() -> None:
     apart = ["unshare", "--mount", "--pid", "--ipc", "--net", "--fork", "--mount-proc"]
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no namespaces can be made here")
-    with serving() as server, attached(server.door()):
+    with serving() as server, attached(server.access()):
         env = {key: value for key, value in os.environ.items() if not key.startswith("KVTIER_")}
         run = server.socket.parent
         mount = f"mount --bind {run} {run} && mount -o remount,ro,bind {run} && ! touch {run}/x 2>/dev/null"

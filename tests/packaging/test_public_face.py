@@ -19,7 +19,7 @@ PUBLIC = {
     "KVTierError",
     "LayoutError",
     "LoadLease",
-    "Match",
+    "Progress",
     "SaveLease",
     "StateError",
     "Store",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.chunk import ChunkKey, ChunkLayout, own_link, parent_link
+from kvtier.core.chunk import ChunkKey, ChunkLayout, own_half, parent_half
 from kvtier.tiers.recovery_order import coldest_first
 
 LAYOUT = ChunkLayout(bytes(32), 1, 1, (1,))
@@ -23,8 +23,8 @@ def test_no_parent_leaves_before_its_child_and_stamps_decide_the_rest(
     )
     order = coldest_first(stamps.items())
     assert sorted(order) == sorted(held)
-    place = {own_link(key): index for index, key in enumerate(order)}
-    assert all(place[own_link(key)] < place.get(parent_link(key), len(order)) for key in order)
+    place = {own_half(key): index for index, key in enumerate(order)}
+    assert all(place[own_half(key)] < place.get(parent_half(key), len(order)) for key in order)
     lifted = {key: max(stamps[below] for below in held if key in line(below, held)) for key in held}
     assert [lifted[key] for key in order] == sorted(lifted.values()), "a chunk is as hot as the hottest below it"
 
@@ -32,7 +32,7 @@ def test_no_parent_leaves_before_its_child_and_stamps_decide_the_rest(
 def line(key: ChunkKey, held: list[ChunkKey]) -> list[ChunkKey]:
     """The key and its ancestors, as far as there is no gap."""
     found = [key]
-    while parents := [other for other in held if own_link(other) == parent_link(found[-1])]:
+    while parents := [other for other in held if own_half(other) == parent_half(found[-1])]:
         found += parents
     return found
 

@@ -129,14 +129,14 @@ class StoreMachine(RuleBasedStateMachine):
     def save_whole(self, prompt: list[int]) -> None:
         """The common case in one step, so that walks get deep."""
         keys = keys_of(prompt)
-        before = self.store.match(keys).ready
+        before = self.store.lookup(keys).ready
         with self.store.save(keys) as lease:
             for key, slot, view in zip(lease.keys, lease.slots, lease.views(), strict=True):
                 assert slot not in self.filling, "a slot has two writers"
                 view[:] = content(key)
             lease.commit()
             self.saved.update(lease.keys)
-        assert self.store.match(keys).ready >= before, "a run pushed out its own chunks"
+        assert self.store.lookup(keys).ready >= before, "a run pushed out its own chunks"
 
     @rule(prompts=st.lists(PROMPTS, max_size=3))
     def plan_meanwhile(self, prompts: list[list[int]]) -> None:
@@ -148,7 +148,7 @@ class StoreMachine(RuleBasedStateMachine):
         if self.meanwhile:
             prompt = self.meanwhile.pop()
             self.save_whole(prompt)
-            self.store.forget(keys_of(prompt)[:1] if len(prompt) == 1 else [])
+            self.store.invalidate(keys_of(prompt)[:1] if len(prompt) == 1 else [])
             self.store.check()
 
     @rule(target=loads, prompt=PROMPTS, start=st.integers(0, 1), most=st.none() | st.integers(0, 3))
@@ -175,17 +175,17 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(prompt=PROMPTS)
     def forget(self, prompt: list[int]) -> None:
         keys = keys_of(prompt)
-        self.store.forget(keys[-1:])
+        self.store.invalidate(keys[-1:])
 
     @rule(prompt=PROMPTS)
     def match(self, prompt: list[int]) -> None:
         keys = keys_of(prompt)
-        ready, coming = self.store.match(keys)
+        ready, coming = self.store.lookup(keys).progress
         assert ready + coming <= len(keys)
         assert set(keys[:ready]) <= self.saved
-        outlook = self.store.forecast(keys)
-        assert (outlook.ready, outlook.known) == (ready, ready + coming)
-        assert all(seconds is None or seconds >= 0 for _, seconds in outlook.steps)
+        result = self.store.lookup(keys)
+        assert (result.ready, result.known) == (ready, ready + coming)
+        assert all(seconds is None or seconds >= 0 for _, seconds in result.steps)
 
     @rule(prompt=PROMPTS)
     def decline(self, prompt: list[int]) -> None:

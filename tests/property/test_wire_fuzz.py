@@ -12,7 +12,7 @@ from kvtier.core.pool import Pool
 from kvtier.core.steps import whole
 from kvtier.protocol import wire
 from kvtier.protocol.wire import Inbox, WireError, frame
-from kvtier.server.registry import Realm
+from kvtier.server.registry import SizeClass
 from kvtier.server.session import Session
 from kvtier.server.stream import Stream
 from kvtier.store.store import Store
@@ -33,7 +33,7 @@ FIELDS = {
     "keep_s": st.floats(0, 86_400),
     "session": st.text(max_size=64),
 }
-UNANSWERED = wire.Commit | wire.End | wire.Forget | wire.Clear | wire.Decline | wire.Hint
+UNANSWERED = wire.Commit | wire.End | wire.Invalidate | wire.InvalidateAll | wire.Decline | wire.Hint
 FIELDS |= {"checksum": st.binary(min_size=16, max_size=16)}
 
 
@@ -109,7 +109,7 @@ def test_a_stream_may_ask_anything(asked: list[Any], data: st.DataObject) -> Non
     lane = ManualLane(urgent_bound=4, bound=4)
     store = Store(Pool(3, SLOT), [(DictTier(4), lane)])
     sent = bytearray()
-    stream = Stream(Realm(store, lambda call: call()), 1, SLOT, sent.extend, lambda: None)
+    stream = Stream(SizeClass(store, lambda call: call()), 1, SLOT, sent.extend, lambda: None)
     for question in asked:
         try:
             whole(stream.begin(question))

@@ -79,7 +79,7 @@ def corpus(draw: random.Random, union: Any, size: int) -> list[bytes]:
 
 def calm(draw: random.Random) -> list[bytes]:
     """Questions that a session survives, so that the others meet one in the middle of its work."""
-    kinds = [wire.Match, wire.Save, wire.Load, wire.Load, wire.Stats, wire.Check, wire.Forget, wire.Clear]
+    kinds = [wire.Lookup, wire.Save, wire.Load, wire.Load, wire.Stats, wire.Check, wire.Invalidate, wire.InvalidateAll]
     kinds += [wire.Decline, wire.Hint]
     return [wire.frame(message(draw, draw.choice(kinds), odd=False)) for _ in range(2000)]
 
@@ -136,10 +136,10 @@ class Attack:
     async def connect(self) -> None:
         draw, loop = self._draw, asyncio.get_running_loop()
         stream = draw.random() < 0.3
-        far = stream and draw.random() < 0.5
-        with socket.socket(socket.AF_INET if far else socket.AF_UNIX) as sock:
+        cache_server = stream and draw.random() < 0.5
+        with socket.socket(socket.AF_INET if cache_server else socket.AF_UNIX) as sock:
             sock.setblocking(False)
-            await loop.sock_connect(sock, (self._tcp.host, self._tcp.port) if far else self._unix.path)
+            await loop.sock_connect(sock, (self._tcp.host, self._tcp.port) if cache_server else self._unix.path)
             if draw.random() < 0.2:
                 sent = draw.choice(self._greetings) + draw.randbytes(draw.randrange(9))
             else:
@@ -176,10 +176,10 @@ class Attack:
 async def behave(address: Address) -> None:
     """A client that behaves: its chunks are served, byte for byte."""
     from kvtier.client.client import Client
-    from kvtier.client.connect import Door
+    from kvtier.client.connect import ServerAccess
 
     def talk() -> None:
-        client = Client(Door(address, hello(bytes([7]) * 32, SLOT, stream=False, client="good")), 5.0)
+        client = Client(ServerAccess(address, hello(bytes([7]) * 32, SLOT, stream=False, client="good")), 5.0)
         with client.save(GOOD) as lease:
             for key, view in zip(lease.keys, lease.views(), strict=True):
                 view[:] = content(key, SLOT)

@@ -121,7 +121,7 @@ def stuck(extent: Extent) -> Finding:
     """A real engine whose Redis is paused, slow, dead or flapping."""
     told = asked("tests.trust.stuck")
     return Finding(
-        "stuck, real engine", told["questions"], "questions", 1, told["plights"], told["missed"], detail=told
+        "stuck, real engine", told["questions"], "questions", 1, told["faults"], told["missed"], detail=told
     )
 
 

@@ -123,9 +123,9 @@ class Client:
     def look(self, store: Store) -> None:
         keys = self.sim.run_of_keys()
         with self.call("match", len(keys)):
-            ready, coming = store.match(keys)
+            ready, coming = store.lookup(keys).progress
         with self.call("forecast", len(keys)):
-            store.forecast(keys)
+            store.lookup(keys)
         if self.world.rng.random() < 0.7:
             with self.call("decline", len(keys)):
                 store.decline(keys, "slower")
@@ -144,10 +144,10 @@ class Client:
         keys = self.sim.run_of_keys()
         if self.world.rng.random() < 0.2:
             with self.call("clear", 64):
-                store.clear(self.sim.owner(self.number) or None)
+                store.invalidate_all(self.sim.owner(self.number) or None)
         else:
             with self.call("forget", len(keys)):
-                store.forget(keys[-1:], self.sim.owner(self.number) or None)
+                store.invalidate(keys[-1:], self.sim.owner(self.number) or None)
         self.sim.events["erased"] += 1
 
     def close(self, lease: LoadLease) -> None:

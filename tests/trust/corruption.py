@@ -251,7 +251,7 @@ REDIS_CHUNK, REDIS_PART, REDIS_CHUNKS = 300, 128, 64
 def redis(payload_bits: int, seed: int = 0) -> Tally:
     """All of it, on a redis-server of its own."""
     from kvtier.tiers.redis.layout import HEADER_BYTES, Form
-    from kvtier.tiers.redis.link import Link
+    from kvtier.tiers.redis.servers import RedisServers
     from kvtier.tiers.redis.tier import RedisTier
     from tests.redis_server import NAMESPACE, RedisServer
 
@@ -260,8 +260,8 @@ def redis(payload_bits: int, seed: int = 0) -> Tally:
     keys = ChunkLayout(bytes(32), 1, 1, (REDIS_CHUNK,)).keys(range(REDIS_CHUNKS))
     reader = Reader(tally, keys, REDIS_CHUNK)
     with RedisServer() as server, server.admin() as admin:
-        link = Link(f"unix://{server.path}")
-        tier = RedisTier(link, form, REDIS_CHUNKS * form.room(REDIS_CHUNK), REDIS_CHUNK)
+        servers = RedisServers(f"unix://{server.path}")
+        tier = RedisTier(servers, form, REDIS_CHUNKS * form.room(REDIS_CHUNK), REDIS_CHUNK)
         for key in keys:
             tier.write(key, content(key, REDIS_CHUNK))
         damage = RedisDamage(reader, form, tier, admin)
@@ -274,7 +274,7 @@ def redis(payload_bits: int, seed: int = 0) -> Tally:
                 {index: (part + 1, bit) for index, (part, bit) in zip(chosen, bits, strict=True)}, f"turn {turn}"
             )
         damage.values()
-        foreign_names(tally, admin, link, form, keys)
+        foreign_names(tally, admin, servers, form, keys)
         tally.expect(tier.counts["failed_reads"] == 0 and not tier.open_breakers, "damage counts as a server's fault")
         tier.close()
     return tally
@@ -322,14 +322,14 @@ class RedisDamage:
         self.hurt([5], "parts swapped", "corrupt")
 
 
-def foreign_names(tally: Tally, admin: Any, link: Any, form: Any, keys: Sequence[ChunkKey]) -> None:
+def foreign_names(tally: Tally, admin: Any, servers: Any, form: Any, keys: Sequence[ChunkKey]) -> None:
     """Another version's and another model's chunks under names of their own: not seen, not touched."""
     from kvtier.tiers.redis.layout import Form
     from kvtier.tiers.redis.tier import RedisTier
     from tests.redis_server import NAMESPACE
 
     other_form = Form("kvtier", NAMESPACE[::-1], REDIS_PART)
-    other = RedisTier(link, other_form, 1 << 20, REDIS_CHUNK)
+    other = RedisTier(servers, other_form, 1 << 20, REDIS_CHUNK)
     reader = Reader(tally, keys, REDIS_CHUNK)
     for key in keys:
         for name in form.names(key, REDIS_CHUNK):

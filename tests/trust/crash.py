@@ -131,7 +131,7 @@ class Served:
         self.engines[which].kill()
         self.toll.kills["engine of a server"] += 1
         self.engines[which] = self._engine()
-        with attached(self.server.door()) as client:
+        with attached(self.server.access()) as client:
             client.check()
 
     def kill_engines(self) -> None:
@@ -139,7 +139,7 @@ class Served:
         for engine in self.engines:
             engine.kill()
             self.toll.kills["engine of a server"] += 1
-        with attached(self.server.door()) as client:
+        with attached(self.server.access()) as client:
             at_rest(client)
             counts = client.stats()
             assert (counts["ram_filling"], counts["ram_pinned"]) == (0, 0), str(counts)
@@ -155,7 +155,7 @@ class Served:
         self.kill_engines()
         for engine in self.engines:
             engine.kill()
-        with attached(self.server.door()) as client:
+        with attached(self.server.access()) as client:
             at_rest(client)
         assert self.server.stop() == 0, self.server.said()
         tier = f"nvme/slots-{SLOT}"
@@ -212,7 +212,7 @@ class Alone:
             assert store.stats()["nvme_held"] == len(held)
             for prompt in range(PROMPTS):
                 keys = run(prompt, LONGEST)
-                claimed = sum(store.match(keys))
+                claimed = sum(store.lookup(keys).progress)
                 served = len(load(store, keys))
                 assert served >= claimed, f"{served} served of {claimed} claimed"
             counts = store.stats()

@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.tiers.base import Tier, owners_in, write_for
-from kvtier.tiers.redis.errors import LinkError, RefusedError, WrongSizeError
+from kvtier.tiers.redis.errors import RedisError, RefusedError, WrongSizeError
 from tests.trust.scheduler import Process, ViolationError, World
 
 
@@ -220,7 +220,7 @@ class SimRedis:
 
 
 class SimLink:
-    """:class:`kvtier.tiers.redis.link.Link`, as far as RedisTier sees it."""
+    """:class:`kvtier.tiers.redis.servers.RedisServers`, as far as RedisTier sees it."""
 
     label = "simulated"
     kind = "server"
@@ -262,7 +262,7 @@ class SimWire:
             self.server.away_until = world.now + world.rng.choice((0.2, 2.0, 60.0))
         if world.now < self.server.away_until or world.fault("redis connection lost"):
             world.current.failed |= command[0] == "SET"
-            raise LinkError("simulated")
+            raise RedisError("simulated")
         if world.fault("redis answers too late"):
             if world.rng.random() < 0.5:
 

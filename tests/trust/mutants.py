@@ -81,7 +81,7 @@ def suites_of(room: Room, *, full: bool) -> dict[str, tuple[str, ...]]:
     return {name: words for name, words in room.suites.items() if full or name not in room.slow}
 
 
-def judge(mutant: Mutant, place: Path, suites: dict[str, tuple[str, ...]]) -> Verdict:
+def try_mutant(mutant: Mutant, place: Path, suites: dict[str, tuple[str, ...]]) -> Verdict:
     """Applies a mutant to the copy, runs the suites until one fails, and takes the mutant back."""
     file = place / "kvtier" / mutant.file
     sound, begun = file.read_text(encoding="utf-8"), time.monotonic()
@@ -104,7 +104,7 @@ def _room_verdicts(name: str, only: str, every: int, *, full: bool) -> Iterator[
             if why := failure(words, place):
                 raise SystemExit(f"{name}: {suite} fails without any mutant:\n{why}")
         for mutant in chosen:
-            verdict = judge(mutant, place, suites)
+            verdict = try_mutant(mutant, place, suites)
             fate = f"noticed by {verdict.killer}" if verdict.killer else "SURVIVED"
             sys.stdout.write(f"{fate:24} {verdict.seconds:6.1f} s  {mutant.file}: {mutant.breaks}\n")
             sys.stdout.flush()

@@ -140,7 +140,7 @@ def journal(folder: Path, draw: random.Random) -> list[Step]:
                 keys = LAYOUT.keys([draw.randrange(PROMPTS), *range(draw.randrange(LONGEST))])
                 draw.choice((save, save, load))(store, keys)
                 if draw.random() < 0.1:
-                    store.forget(keys[-1:])
+                    store.invalidate(keys[-1:])
             # Closed, or dead: then the next one finds the records as they are, and descriptors go with their objects.
             assert lane.close(5.0) if draw.random() < _DEATHS else store.close()
             del store, place

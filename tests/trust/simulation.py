@@ -378,11 +378,11 @@ class Simulation:
     def erase_and_fill(self) -> None:
         """After a clear nothing is held; then every tier takes as much as it ever could."""
         store, world = self.running(), self.world
-        store.clear()
+        store.invalidate_all()
         world.sleep(120.0)
         world.settle()
         self.idle(store)
-        if any(store.match(keys) != (0, 0) for keys in RUNS) or any(
+        if any(store.lookup(keys).progress != (0, 0) for keys in RUNS) or any(
             count for name, count in store.stats().items() if name.endswith("_held")
         ):
             raise ViolationError("chunks are left after a clear")

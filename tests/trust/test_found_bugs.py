@@ -11,15 +11,15 @@ import pytest
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
+from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
-from kvtier.store.lease import Match
 from kvtier.store.lower_tier import Place
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.tiers.nvme.tier import NvmeTier
 from tests.nvme_place import room
 from tests.trust.clients import LAYOUT, SLOT, right
-from tests.trust.plights import nothing_more_to_open
+from tests.trust.tier_faults import nothing_more_to_open
 
 OWN, OTHER = LAYOUT.keys([1, 1]), LAYOUT.keys([2, 2])
 
@@ -42,7 +42,7 @@ def test_a_full_share_makes_room_for_what_another_server_wrote() -> None:
     store, tier, lane = full_shared_tier()
     with store.load(OTHER) as lease:
         lane.run()
-        assert lease.poll() == Match(2, 0)
+        assert lease.poll() == Progress(2, 0)
         assert [bytes(view) for view in lease.views()] == [right(key) for key in OTHER]
     assert tier.held.keys() >= set(OTHER)
     store.check()
@@ -84,7 +84,7 @@ def test_a_probe_that_misses_does_not_disown_what_was_written_meanwhile() -> Non
         lane.run()
 
     def forget_and_save() -> None:
-        store.forget(OWN)
+        store.invalidate(OWN)
         lane.run()
         save()
 
@@ -107,8 +107,8 @@ def test_a_clear_reaches_what_a_tier_could_not_read() -> None:
     tier.during, tier.answer = lane.run, None
     with store.load(OWN[:1]) as load:
         lane.run()
-        assert load.poll() == Match(0, 0)
-    store.clear()
+        assert load.poll() == Progress(0, 0)
+    store.invalidate_all()
     lane.run()
     assert not tier.held
 
@@ -118,7 +118,7 @@ def test_loads_given_up_behind_a_tier_that_hangs_leave_its_room_to_others() -> N
     tier, lane = DictTier(8, held={key: right(key) for key in OWN}), ManualLane()
     store = Store(Pool(2, SLOT), [(tier, lane)])
     with store.load(OWN) as load:
-        assert load.poll() == Match(0, 2)
+        assert load.poll() == Progress(0, 2)
     with store.save(OTHER) as save:
         assert len(save.slots) == 2
     lane.run()
@@ -136,10 +136,10 @@ def test_what_is_forgotten_while_a_lane_is_full_of_other_work_is_deleted(work: s
         with store.save(OTHER) as lease:
             lease.commit()
     assert len(lane) == 1, work
-    store.forget(OWN)
+    store.invalidate(OWN)
     lane.run()
     assert not tier.held.keys() & set(OWN)
-    assert sum(store.match(OWN)) == 0
+    assert sum(store.lookup(OWN).progress) == 0
     store.check(idle=True)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trust.mutants import MUTANTS, ROOMS, copy_package, judge, occurrences
+from tests.trust.mutants import MUTANTS, ROOMS, copy_package, occurrences, try_mutant
 from tests.trust.mutations.room import Mutant
 
 
@@ -25,4 +25,4 @@ def test_the_simulation_kills_one(tmp_path: Path) -> None:
     """Else every green run of it may mean nothing."""
     copy_package(tmp_path)
     mutant = next(mutant for mutant in MUTANTS if mutant.breaks == "a load serves chunks that have not arrived")
-    assert judge(mutant, tmp_path, {"simulation": ROOMS["decisions"].suites["simulation"]}).killer == "simulation"
+    assert try_mutant(mutant, tmp_path, {"simulation": ROOMS["decisions"].suites["simulation"]}).killer == "simulation"

@@ -22,7 +22,7 @@ from kvtier.core.pool import Pool
 from kvtier.store.store import Store
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.redis.layout import Form
-from kvtier.tiers.redis.link import Link
+from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
 from tests.clock import Clock
 from tests.mounts import mounted
@@ -30,7 +30,7 @@ from tests.nvme_place import room
 from tests.redis_server import NAMESPACE, RedisServer
 from tests.server_process import DEADLINE_S, SLOT, at_rest, attached, load, run, save, short_folder, wait_for
 from tests.trust.crash import TIGHT, descriptors, is_idle, settings
-from tests.trust.plights import REDIS_PLIGHTS, Passage, Plight, hanging_disk, nothing_more_to_open
+from tests.trust.tier_faults import REDIS_FAULTS, Fault, Passage, hanging_disk, nothing_more_to_open
 from tests.trust.victims import Engine, ForkedServer
 
 TIMEOUT_S = 0.3
@@ -47,12 +47,11 @@ def use(store: Store) -> None:
 
     def verbs() -> None:
         for turn in range(ROUNDS):
-            store.match(COLD)
-            store.forecast(COLD)
+            store.lookup(COLD)
             store.load(COLD).close()
             store.decline(COLD, "slower")
             save(store, run(100 + turn % 3, 1))
-            store.forget(run(100 + turn % 3, 1))
+            store.invalidate(run(100 + turn % 3, 1))
             with store.load(HOT) as lease:
                 served.append(lease.poll().ready)
 
@@ -65,8 +64,8 @@ def push_out(store: Store) -> None:
     """Leave ``COLD`` to the lower tier, and ``HOT`` in RAM."""
     for keys in (COLD, *(run(prompt, 2) for prompt in range(200, 200 + SLOTS // 2)), HOT):
         save(store, keys)
-        wait_for(lambda keys=keys: store.reach(keys)[1] == len(keys), "it is written")  # type: ignore[misc]
-    assert store.reach(COLD) == [0, len(COLD)]
+        wait_for(lambda keys=keys: store.lookup_by_tier(keys)[1] == len(keys), "it is written")  # type: ignore[misc]
+    assert store.lookup_by_tier(COLD) == [0, len(COLD)]
 
 
 def asked(store: Store) -> bool:
@@ -76,16 +75,16 @@ def asked(store: Store) -> bool:
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("plight", REDIS_PLIGHTS.values(), ids=REDIS_PLIGHTS)
-def test_no_call_waits_for_a_stuck_redis_and_it_is_used_again(plight: Plight) -> None:
+@pytest.mark.parametrize("fault", REDIS_FAULTS.values(), ids=REDIS_FAULTS)
+def test_no_call_waits_for_a_stuck_redis_and_it_is_used_again(fault: Fault) -> None:
     clock = Clock()
     with RedisServer() as redis:
         passage = Passage(redis.port)
-        link = Link(f"redis://127.0.0.1:{passage.port}", connections=2, timeout_s=TIMEOUT_S)
-        tier = RedisTier(link, Form("kvtier", NAMESPACE), 1 << 20, SLOT, clock=clock)
+        servers = RedisServers(f"redis://127.0.0.1:{passage.port}", connections=2, timeout_s=TIMEOUT_S)
+        tier = RedisTier(servers, Form("kvtier", NAMESPACE), 1 << 20, SLOT, clock=clock)
         store = Store(Pool(SLOTS, SLOT), [(tier, Lane("redis", 2, urgent_bound=16, bound=16))])
         push_out(store)
-        with plight(redis, passage):
+        with fault(redis, passage):
             use(store)
             wait_for(lambda: asked(store) and tier.counts["breaker_trips"] > 0, "the breaker opens")
 
@@ -135,7 +134,7 @@ def test_engines_go_on_while_their_servers_disk_is_frozen(freezable: Path) -> No
         server = stack.enter_context(ForkedServer(folder, nvme_path=freezable / "nvme", nvme_bytes=TIGHT))
         engine = Engine(server.socket, 1)
         engine.hear_until(b"h")
-        with frozen(freezable), attached(server.door()) as client:
+        with frozen(freezable), attached(server.access()) as client:
             for _ in range(20):
                 engine.hear_until(b"c")
             for prompt in range(500, 530):
@@ -144,7 +143,7 @@ def test_engines_go_on_while_their_servers_disk_is_frozen(freezable: Path) -> No
                     assert lease.ready == 2, "RAM goes on"
         engine.hear_until(b"h")
         engine.kill()
-        with attached(server.door()) as client:
+        with attached(server.access()) as client:
             at_rest(client)
             assert client.stats()["nvme_held"] > 0
         assert server.stop() == 0
@@ -166,7 +165,7 @@ def test_a_server_out_of_descriptors_serves_those_it_has_and_then_the_others() -
     with ExitStack() as stack:
         folder = stack.enter_context(short_folder())
         server = stack.enter_context(ForkedServer(folder, nvme_path=folder / "nvme", nvme_bytes=TIGHT))
-        with attached(server.door()) as client:
+        with attached(server.access()) as client:
             save(client, run(1, 3))
             with nothing_more_to_open(server.pid):
                 late = Engine(server.socket, 1)

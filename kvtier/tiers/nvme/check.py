@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def tier_folders(place: Path) -> list[Path]:
-    """``place``, if it is a tier's folder, and those directly in it: a server's realms, an engine's replicas.
+    """``place``, if it is a tier's folder, and those directly in it: a server's size classes, an engine's replicas.
 
     Raises ConfigError when there is none.
     """

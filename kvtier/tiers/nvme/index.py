@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from kvtier.core.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey, own_link, parent_link
+from kvtier.core.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey, own_half, parent_half
 from kvtier.core.tenant import NOBODY, OWNER_BYTES
 
 FORMAT_VERSION = 1
@@ -94,7 +94,7 @@ def payload_checksum(key: ChunkKey, payload: memoryview) -> bytes:
     XXH3-128 (https://github.com/Cyan4973/xxHash) finds damage, not forgery: who can write the files can write a
     matching checksum, hence mode 0600.
     """
-    return xxh3_128_digest(payload, seed=int.from_bytes(own_link(key), "little"))
+    return xxh3_128_digest(payload, seed=int.from_bytes(own_half(key), "little"))
 
 
 def pack_record(slot: int, slot_bytes: int, key: ChunkKey, checksum: bytes, seq: int, owner: int = NOBODY) -> bytes:
@@ -148,7 +148,7 @@ def leaf_first(oldest_first: Sequence[ChunkKey]) -> list[ChunkKey]:
     Records are as old as their writes, and a prompt's first chunk is written first; but a run is only as useful as
     its first chunk, so a parent is made as recent as the most recent chunk below it.
     """
-    by_link = {own_link(key): key for key in oldest_first}
+    by_link = {own_half(key): key for key in oldest_first}
     placed: set[ChunkKey] = set()
     hottest_first: list[ChunkKey] = []
     for newest in reversed(oldest_first):
@@ -157,7 +157,7 @@ def leaf_first(oldest_first: Sequence[ChunkKey]) -> list[ChunkKey]:
         while key is not None and key not in placed:
             placed.add(key)
             line.append(key)
-            key = by_link.get(parent_link(key))
+            key = by_link.get(parent_half(key))
         hottest_first.extend(reversed(line))
     hottest_first.reverse()
     return hottest_first

@@ -12,11 +12,11 @@ from contextlib import contextmanager, suppress
 
 from kvtier.config.redis_url import Address, Login, RedisUrl, Tls
 from kvtier.core.errors import ConfigError
-from kvtier.tiers.redis.errors import LinkError, RefusedError, login_error
+from kvtier.tiers.redis.errors import RedisError, RefusedError, login_error
 from kvtier.tiers.redis.wire import Wire
 
 
-class Dialer:
+class ConnectionFactory:
     """How to reach and to enter any server of one URL. Threads: any.
 
     Raises ConfigError for certificate files that cannot be read."""
@@ -29,7 +29,7 @@ class Dialer:
             word for one in (url.login, url.sentinel_login) for word in (one.password,) if word is not None
         )
 
-    def dial(self, address: Address | None, within_s: float | None = None) -> socket.socket:
+    def connect(self, address: Address | None, within_s: float | None = None) -> socket.socket:
         """A socket that is logged in. None: the Unix socket. Takes ``timeout_s``, or ``within_s``, at most, and the
         time that the system takes to look up a name. Raises FAULTS."""
         allowed = self.timeout_s if within_s is None else within_s
@@ -67,7 +67,7 @@ class Dialer:
             if isinstance(reply, RefusedError) and step[0] == "AUTH":
                 raise login_error(reply)
             if reply != b"OK":
-                raise LinkError(f"database {self._database} is refused: {reply}")
+                raise RedisError(f"database {self._database} is refused: {reply}")
 
 
 def _tcp(address: Address, within_s: float) -> socket.socket:
@@ -101,8 +101,8 @@ def _only(ca: str, like: ssl.SSLContext) -> ssl.SSLContext:
 class Pool:
     """At most ``connections`` connections to one server. Threads: any; ``_lock`` is never held during I/O."""
 
-    def __init__(self, dialer: Dialer, address: Address | None, connections: int) -> None:
-        self._dialer, self._address = dialer, address
+    def __init__(self, factory: ConnectionFactory, address: Address | None, connections: int) -> None:
+        self._factory, self._address = factory, address
         self._places = threading.BoundedSemaphore(connections)
         self._lock = threading.Lock()
         self._idle: list[socket.socket] = []
@@ -111,13 +111,13 @@ class Pool:
     @contextmanager
     def wire(self) -> Iterator[Wire]:
         """A wire for one call. Raises FAULTS; a connection that failed is closed, not lent again."""
-        timeout_s = self._dialer.timeout_s
+        timeout_s = self._factory.timeout_s
         if not self._places.acquire(timeout=timeout_s):
             raise TimeoutError("every connection is in use")
         try:
-            connection = self._kept() or self._dialer.dial(self._address)
+            connection = self._kept() or self._factory.connect(self._address)
             try:
-                yield Wire(connection, timeout_s, self._dialer.secrets)
+                yield Wire(connection, timeout_s, self._factory.secrets)
             except BaseException:
                 connection.close()
                 raise

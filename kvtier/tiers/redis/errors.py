@@ -5,19 +5,19 @@ from __future__ import annotations
 from kvtier.config.redis_url import Address
 
 
-class LinkError(Exception):
+class RedisError(Exception):
     """The server, the network or the login failed; the connection is closed."""
 
 
-class SetupError(LinkError):
+class SetupError(RedisError):
     """What only the operator can mend; the text says how."""
 
 
-class ProtocolError(LinkError):
+class ProtocolError(RedisError):
     """Bytes that are no reply to what was asked."""
 
 
-class MovingError(LinkError):
+class MovingError(RedisError):
     """The node is well, and these names are moving to another one just now. They are somewhere, so this is no miss."""
 
 
@@ -35,8 +35,8 @@ class WrongSizeError(Exception):
     """A value does not have the size that was asked for; the connection is closed."""
 
 
-FAULTS = (LinkError, OSError)
-"""What a call over a link raises when the server, the network or the login fails."""
+FAULTS = (RedisError, OSError)
+"""What a call over a servers raises when the server, the network or the login fails."""
 
 
 class RefusedError(Exception):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtier.tiers.breaker import Breaker
-from kvtier.tiers.redis.link import Link
+from kvtier.tiers.redis.servers import RedisServers
 
 FAULTS_TO_OPEN = 3
 _WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
@@ -23,16 +23,16 @@ class Node:
 
 
 class Health:
-    """The nodes of a link, by where a name lies. Threads: any; ``_lock`` is never held during I/O."""
+    """The nodes of a servers, by where a name lies. Threads: any; ``_lock`` is never held during I/O."""
 
-    def __init__(self, link: Link, clock: Callable[[], float]) -> None:
-        self._link, self._clock = link, clock
+    def __init__(self, servers: RedisServers, clock: Callable[[], float]) -> None:
+        self._servers, self._clock = servers, clock
         self._lock = threading.Lock()
         self._nodes: dict[str, Node] = {}
 
     def of(self, name: bytes) -> Node:
         """The node of ``name``. Nodes that left the cluster are forgotten when a new one is met."""
-        place = self._link.node_of(name)
+        place = self._servers.node_of(name)
         with self._lock:
             if place not in self._nodes:
                 self._nodes = dict(self._present())
@@ -51,5 +51,5 @@ class Health:
         return sum(node.full.open for _, node in self._present())
 
     def _present(self) -> list[tuple[str, Node]]:
-        known = set(self._link.nodes())
+        known = set(self._servers.nodes())
         return [(name, node) for name, node in list(self._nodes.items()) if name in known]

@@ -147,7 +147,7 @@ class Finding:
     text: str
 
 
-def judge(policies: Sequence[str], maxmemory: int, bytes_: int, ttl: bool) -> Finding:
+def check_settings(policies: Sequence[str], maxmemory: int, bytes_: int, ttl: bool) -> Finding:
     """What ``maxmemory-policy`` (of every node), ``maxmemory`` (together; 0: no limit) and our budget mean together.
 
     The cost of Redis's own eviction was measured on real traces: it knows keys, not runs, so it takes heads of runs

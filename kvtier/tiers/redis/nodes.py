@@ -14,8 +14,8 @@ from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
 from kvtier.config.redis_url import Address, RedisUrl, address_text
-from kvtier.tiers.redis.connections import Dialer
-from kvtier.tiers.redis.errors import FAULTS, LinkError, ProtocolError, RefusedError, SetupError
+from kvtier.tiers.redis.connections import ConnectionFactory
+from kvtier.tiers.redis.errors import FAULTS, ProtocolError, RedisError, RefusedError, SetupError
 from kvtier.tiers.redis.wire import Bounds, Reply, Wire
 
 SLOTS = 16384
@@ -82,9 +82,9 @@ class _Asked:
     ``_lock`` is held while they are asked, and waited for no longer than one answer may take. All servers together
     get that time. One that fails is asked last from then on, so that a seed that is down costs one call."""
 
-    def __init__(self, seeds: Sequence[Address], dialer: Dialer, clock: Callable[[], float]) -> None:
+    def __init__(self, seeds: Sequence[Address], factory: ConnectionFactory, clock: Callable[[], float]) -> None:
         self._candidates = list(seeds)
-        self._dialer, self._clock = dialer, clock
+        self._factory, self._clock = factory, clock
         self._lock = threading.Lock()
         self._stale, self._again_at = True, clock()
 
@@ -96,7 +96,7 @@ class _Asked:
         question."""
         if not self._stale or (known and self._clock() < self._again_at):
             return
-        if not self._lock.acquire(timeout=0 if known else self._dialer.timeout_s):
+        if not self._lock.acquire(timeout=0 if known else self._factory.timeout_s):
             if known:
                 return
             raise TimeoutError("another call asks where the nodes are")
@@ -112,8 +112,8 @@ class _Asked:
             self._lock.release()
 
     def _ask(self, learn: Callable[[Wire, Address], None]) -> None:
-        until = time.monotonic() + self._dialer.timeout_s
-        last: Exception = LinkError("there is no node to ask")
+        until = time.monotonic() + self._factory.timeout_s
+        last: Exception = RedisError("there is no node to ask")
         for rest in range(len(self._candidates), 0, -1):
             left = until - time.monotonic()
             if left <= 0:
@@ -130,15 +130,15 @@ class _Asked:
     @contextmanager
     def _wire(self, address: Address, within_s: float) -> Iterator[Wire]:
         until = time.monotonic() + within_s
-        with closing(self._dialer.dial(address, within_s)) as connection:
-            yield Wire(connection, max(0.001, until - time.monotonic()), self._dialer.secrets)
+        with closing(self._factory.connect(address, within_s)) as connection:
+            yield Wire(connection, max(0.001, until - time.monotonic()), self._factory.secrets)
 
 
 class ClusterNodes(_Asked):
     """The primaries of a Redis Cluster, and the slots that each has."""
 
-    def __init__(self, url: RedisUrl, dialer: Dialer, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(url.seeds, dialer, clock)
+    def __init__(self, url: RedisUrl, factory: ConnectionFactory, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(url.seeds, factory, clock)
         self._seeds = url.seeds
         self._map: list[Address | None] = []
         self._primaries: tuple[Address, ...] = ()
@@ -154,7 +154,7 @@ class ClusterNodes(_Asked):
         self._renew(self._draw, known=bool(self._map))
         if (found := self._map[slot_of(name)]) is None:
             self._stale = True
-            raise LinkError("no node of the cluster has this slot now")
+            raise RedisError("no node of the cluster has this slot now")
         return found
 
     def guess(self, name: bytes) -> Address | None:
@@ -180,8 +180,8 @@ class SentinelNodes(_Asked):
     """The primary of one service, as Sentinel names it. Its failover is seen when the old primary fails, or refuses
     writes because it is a replica now."""
 
-    def __init__(self, url: RedisUrl, dialer: Dialer, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(url.seeds, dialer, clock)
+    def __init__(self, url: RedisUrl, factory: ConnectionFactory, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(url.seeds, factory, clock)
         self._service = url.service
         self._primary: Address | None = None
 
@@ -211,12 +211,12 @@ class SentinelNodes(_Asked):
         self._primary = _address(reply, asked[0])
 
 
-def _refused_map(refusal: RefusedError) -> LinkError:
+def _refused_map(refusal: RefusedError) -> RedisError:
     if "cluster support disabled" in str(refusal):
         return SetupError("this server is no Redis Cluster; write redis:// or rediss:// in redis_url")
     if refusal.code == "NOPERM":
         return SetupError(f"the user lacks a right ({refusal}); allow +cluster|slots")
-    return LinkError(str(refusal))
+    return RedisError(str(refusal))
 
 
 def slot_of(name: bytes) -> int:

@@ -16,8 +16,8 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import may
 from kvtier.tiers.redis.errors import FAULTS, RefusedError, SetupError
-from kvtier.tiers.redis.layout import Form, judge
-from kvtier.tiers.redis.link import Link
+from kvtier.tiers.redis.layout import Form, check_settings
+from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.wire import INFO, Reply, Wire
 
 _LOG = logging.getLogger(__name__)
@@ -44,14 +44,14 @@ class Facts:
     cluster: bool = False
 
 
-def node_facts(link: Link) -> list[Facts]:
+def node_facts(servers: RedisServers) -> list[Facts]:
     """Facts of every node that takes writes. INFO and not CONFIG GET: it tells the same settings, and hosted Redis
     often forbids CONFIG. Raises FAULTS."""
-    with closing(link.wires()) as wires:
+    with closing(servers.wires()) as wires:
         return [facts_of(wire.ask([("INFO",)], INFO)[0]) for wire in wires]
 
 
-def greet(link: Link, form: Form) -> list[Facts]:
+def greet(servers: RedisServers, form: Form) -> list[Facts]:
     """Facts of every node, after trying there what the tier will do.
 
     Raises FAULTS when the server cannot be reached now, TierError for what only the operator can mend.
@@ -59,21 +59,21 @@ def greet(link: Link, form: Form) -> list[Facts]:
     probe = form.probe
     trials = [("SET", probe, b"1", "PX", _PROBE_MS), ("GET", probe), ("EXISTS", probe), ("UNLINK", probe)]
     try:
-        facts = node_facts(link)
-        if (wrong := wrong_kind(link, facts)) is not None:
-            raise TierError(f"Redis tier {link.label}: {wrong}")
-        with link.wire(probe) as wire:
+        facts = node_facts(servers)
+        if (wrong := wrong_kind(servers, facts)) is not None:
+            raise TierError(f"Redis tier {servers.label}: {wrong}")
+        with servers.wire(probe) as wire:
             replies = wire.ask(trials)
     except FAULTS as error:
         if (reason := hopeless(error)) is not None:
-            raise TierError(f"Redis tier {link.label}: {reason}") from error
+            raise TierError(f"Redis tier {servers.label}: {reason}") from error
         raise
     denied = [reply for reply in replies if isinstance(reply, RefusedError) and reply.code == "NOPERM"]
     if denied:
         names = probe.decode().removesuffix("probe") + "*"
-        more = " +cluster|slots" if link.kind == "cluster" else ""
+        more = " +cluster|slots" if servers.kind == "cluster" else ""
         raise TierError(
-            f"Redis tier {link.label}: the user lacks a right ({denied[0]}); allow {_RIGHTS}{more} on keys {names}"
+            f"Redis tier {servers.label}: the user lacks a right ({denied[0]}); allow {_RIGHTS}{more} on keys {names}"
         )
     return facts
 
@@ -89,7 +89,7 @@ def room_for(label: str, room: int, bytes_: int | None, facts: Sequence[Facts], 
     if bytes_ < room:
         raise TierError(f"Redis tier {label}: {bytes_:,} bytes hold no chunk; give at least {room:,}")
     if policies:
-        finding = judge(policies, limit, bytes_, ttl)
+        finding = check_settings(policies, limit, bytes_, ttl)
         _LOG.log(logging.INFO if finding.good else logging.WARNING,
                  "Redis tier %s: room for %d chunks (%.2f GiB); maxmemory-policy %s, maxmemory %s: %s",
                  label, bytes_ // room, bytes_ / 2**30, "/".join(policies),
@@ -136,9 +136,9 @@ def _size(text: str) -> int | None:
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
-def wrong_kind(link: Link, facts: Sequence[Facts]) -> str | None:
+def wrong_kind(servers: RedisServers, facts: Sequence[Facts]) -> str | None:
     """What the operator must change when the URL says something else than the server."""
-    if link.kind != "cluster" and any(fact.cluster for fact in facts):
+    if servers.kind != "cluster" and any(fact.cluster for fact in facts):
         return "this is a node of a Redis Cluster; write redis+cluster:// in redis_url"
     return None
 

@@ -3,7 +3,7 @@
 What is believed: a chunk counts as held when its header is there, and the header is written last, after every part was
 acknowledged. A reader takes header and parts, and compares XXH3-128 over key and payload; a part that Redis evicted
 or a writer never finished is a miss, a wrong byte is a miss and a count. See :mod:`kvtier.tiers.redis.layout` for the
-names and bytes, :mod:`kvtier.tiers.redis.link` for the connections, :mod:`kvtier.tiers.redis.wire` for the protocol.
+names and bytes, :mod:`kvtier.tiers.redis.servers` for the connections, :mod:`kvtier.tiers.redis.wire` for the protocol.
 
 Order and room are the Directory's, as for every tier: it deletes leaf first within ``capacity``. Redis's own eviction
 should be off (``maxmemory-policy noeviction``); what was found at the start is logged.
@@ -35,7 +35,7 @@ from kvtier.tiers.redis.chunk import get_chunk, put_chunk
 from kvtier.tiers.redis.errors import FAULTS, MovedError, MovingError, RefusedError
 from kvtier.tiers.redis.health import FAULTS_TO_OPEN, Health
 from kvtier.tiers.redis.layout import Form
-from kvtier.tiers.redis.link import Link
+from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.startup import Facts, greet, room_for, scan, search
 from kvtier.tiers.redis.wire import Reply, Wire
 
@@ -56,7 +56,7 @@ class RedisTier:
     """A :class:`~kvtier.tiers.base.Tier` on Redis.
 
     Args:
-        link: where Redis is; closed with the tier.
+        servers: where Redis is; closed with the tier.
         form: names and part size.
         bytes_: our share of its memory; None: nine tenths of its ``maxmemory``.
         chunk_bytes: the largest chunk, at most 1 GiB.
@@ -67,7 +67,7 @@ class RedisTier:
     Raises TierError for what does not heal by waiting: a refused login, a missing permission, a certificate that is
     not trusted, a cluster where none was said or none where one was, no room for a chunk.
 
-    Threads: any number of lane threads, each for at most what :class:`Link` promises; no thread of its own. ``_lock``
+    Threads: any number of lane threads, each for at most what :class:`RedisServers` promises; no thread of its own. ``_lock``
     guards counts and owed deletes and is never held during I/O. ``counts`` holds plain integers since the start.
     """
 
@@ -76,7 +76,7 @@ class RedisTier:
 
     def __init__(
         self,
-        link: Link,
+        servers: RedisServers,
         form: Form,
         bytes_: int | None,
         chunk_bytes: int,
@@ -88,10 +88,10 @@ class RedisTier:
             raise StateError(f"chunk_bytes={chunk_bytes}: expected 1 to {_MAX_CHUNK_BYTES}")
         self.chunk_bytes = chunk_bytes
         self.counts = dict.fromkeys(_COUNTS, 0)
-        self._link, self._form, self._clock = link, form, clock
+        self._servers, self._form, self._clock = servers, form, clock
         self._ttl_ms = None if ttl_s is None else max(1, int(ttl_s * 1000))
         self._lock = threading.Lock()
-        self._health = Health(link, clock)
+        self._health = Health(servers, clock)
         self._owed: dict[ChunkKey, None] = {}
         self._settling: set[ChunkKey] = set()
         self._logged: set[str] = set()
@@ -99,9 +99,9 @@ class RedisTier:
         self.chunk_room, self.fixed_room = form.room(chunk_bytes), 0
         try:
             facts = self._greet()
-            self.capacity = room_for(link.label, self.chunk_room, bytes_, facts, ttl=ttl_s is not None)
+            self.capacity = room_for(servers.label, self.chunk_room, bytes_, facts, ttl=ttl_s is not None)
         except TierError:
-            link.close()
+            servers.close()
             raise
 
     @property
@@ -125,23 +125,23 @@ class RedisTier:
 
     def machine(self, key: ChunkKey) -> str:
         """See :class:`~kvtier.tiers.base.Spread`."""
-        return self._link.node_of(self._form.header_name(key))
+        return self._servers.node_of(self._form.header_name(key))
 
     def recovered(self) -> Sequence[ChunkKey]:
         """See :meth:`Tier.recovered`. At most ``capacity`` keys, the most recently used: the rest may be another
         server's, and is found by asking. Bounded in time and number; on a fault, what was found so far."""
         stamps: dict[ChunkKey, int] = {}
         try:
-            with closing(self._link.wires()) as wires:
+            with closing(self._servers.wires()) as wires:
                 for wire in wires:
-                    scan(wire, self._form, self.chunk_bytes, stamps, self._clock, self._link.label)
+                    scan(wire, self._form, self.chunk_bytes, stamps, self._clock, self._servers.label)
         except FAULTS as error:
             self._failed(self._health.of(b"").away, "failed_finds", error)
         order = coldest_first(stamps.items())
         if stamps:
             more = max(0, len(order) - self.capacity)
             _LOG.info("Redis tier %s: %d chunks found, %d more than our share are left to other servers",
-                      self._link.label, len(order), more)  # fmt: skip
+                      self._servers.label, len(order), more)  # fmt: skip
         return order[-self.capacity :]
 
     def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
@@ -154,7 +154,7 @@ class RedisTier:
         """See :class:`~kvtier.tiers.base.SharedKeeper`. At most ten seconds a node."""
         found, whole = list[ChunkKey](), True
         try:
-            with closing(self._link.wires()) as wires:
+            with closing(self._servers.wires()) as wires:
                 for wire in wires:
                     whole &= search(wire, self._form, owner, found, self._clock)
         except FAULTS as error:
@@ -216,7 +216,7 @@ class RedisTier:
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
         """Give back the connections. The order is kept by Redis itself, as the time of last use of every key."""
         self._closed = True
-        self._link.close()
+        self._servers.close()
 
     # ---- many chunks -------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class RedisTier:
     def _by_node(self, names: Sequence[bytes]) -> list[list[int]]:
         groups: dict[str, list[int]] = {}
         for index, name in enumerate(names):
-            groups.setdefault(self._link.node_of(name), []).append(index)
+            groups.setdefault(self._servers.node_of(name), []).append(index)
         return list(groups.values())
 
     # ---- faults --------------------------------------------------------------------------------------------------
@@ -265,13 +265,13 @@ class RedisTier:
             self._failed(breaker, count, error)
             return None
         if breaker.ok():
-            _LOG.info("Redis tier %s: answers again", self._link.label)
+            _LOG.info("Redis tier %s: answers again", self._servers.label)
         if settle and self._owed:
             self._settle()
         return result
 
     def _once(self, name: bytes, action: Callable[[Wire], T]) -> T:
-        with self._link.wire(name) as wire:
+        with self._servers.wire(name) as wire:
             return action(wire)
 
     def _ask(self, count: str, commands: list[tuple[Any, ...]], *, settle: bool = True) -> list[Reply] | None:
@@ -284,7 +284,7 @@ class RedisTier:
         if breaker.fault():
             self._count("breaker_trips")
             _LOG.warning("Redis tier %s: %d faults in a row; every call misses for %.1f s, then one tries again (%s)",
-                         self._link.label, FAULTS_TO_OPEN, breaker.wait_s, error)  # fmt: skip
+                         self._servers.label, FAULTS_TO_OPEN, breaker.wait_s, error)  # fmt: skip
 
     def _refused(self, refusal: RefusedError, full: Breaker) -> None:
         """The node answered, and does not take writes now (full, read-only, a disk of its own that fails)."""
@@ -292,7 +292,7 @@ class RedisTier:
         self._log_first("refused write", refusal)
         full.fault()
         if refusal.code == "READONLY":  # a primary that became a replica
-            self._link.suspect()
+            self._servers.suspect()
 
     def _unlink(self, keys: Sequence[ChunkKey], count: str) -> None:
         """Header and parts in one command a chunk, so that nobody sees one without the other; owed if it fails."""
@@ -332,14 +332,14 @@ class RedisTier:
         if kind not in self._logged:
             self._logged.add(kind)
             _LOG.warning("Redis tier %s: first fault of kind %s: %s (only counted from now on)",
-                         self._link.label, kind, what)  # fmt: skip
+                         self._servers.label, kind, what)  # fmt: skip
 
     # ---- start ---------------------------------------------------------------------------------------------------
 
     def _greet(self) -> list[Facts]:
         """What the servers say of themselves; [] when they cannot be reached now."""
         try:
-            return greet(self._link, self._form)
+            return greet(self._servers, self._form)
         except FAULTS as error:
             self._failed(self._health.of(self._form.probe).away, "failed_finds", error)
             return []

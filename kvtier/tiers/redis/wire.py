@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.tiers.redis.errors import (
-    LinkError,
     MovedError,
     MovingError,
     ProtocolError,
+    RedisError,
     RefusedError,
     WrongSizeError,
     login_error,
@@ -144,7 +144,7 @@ class Wire:
             self.renew()
             (answer,) = self.ask([("SCAN", cursor, "MATCH", pattern, "COUNT", count)], SCANNED)
             if isinstance(answer, RefusedError):
-                raise LinkError(str(answer))
+                raise RedisError(str(answer))
             match answer:
                 case [bytes(cursor), [*names]] if _NUMBER.fullmatch(cursor) and all(map(_is_name, names)):
                     yield names
@@ -197,7 +197,7 @@ class Wire:
             case "ASK" | "TRYAGAIN":
                 raise MovingError("these names move to another node of the cluster now")
             case "CLUSTERDOWN" | "MASTERDOWN" | "LOADING":
-                raise LinkError(str(reply))
+                raise RedisError(str(reply))
         return reply
 
     def _send(self, pieces: Sequence[bytes | memoryview]) -> None:
@@ -247,7 +247,7 @@ class Wire:
         if line == b"$-1\r\n":
             return False
         if line.startswith(b"-"):
-            raise LinkError(str(self._judged(self.refusal(line[1:-2]))))
+            raise RedisError(str(self._judged(self.refusal(line[1:-2]))))
         raise WrongSizeError("not a value of the size expected")
 
     def _error_line(self, have: int) -> bytes:

@@ -26,19 +26,19 @@ ROOM = Room(
         ),
         Mutant(
             "client/client.py",
-            "            check_number(answer, link.awaited.id)",
+            "            check_number(answer, attachment.awaited.id)",
             "            pass",
             "any answer is taken for the one that is owed",
         ),
         Mutant(
             "client/client.py",
-            "            if link.awaited is None or self._caught_up(link):",
+            "            if attachment.awaited is None or self._caught_up(attachment):",
             "            if True:",
             "a late answer ends the attachment",
         ),
         Mutant(
             "client/client.py",
-            "                self._give_back(link, answer.lease)",
+            "                self._give_back(attachment, answer.lease)",
             "                pass",
             "slots of an answer that came late are never given back",
         ),
@@ -50,7 +50,7 @@ ROOM = Room(
         ),
         Mutant(
             "client/client.py",
-            "            link.awaited, link.overdue_since = asked, time.monotonic()",
+            "            attachment.awaited, attachment.overdue_since = asked, time.monotonic()",
             "            pass",
             "an answer that is late is taken for the next question's",
         ),

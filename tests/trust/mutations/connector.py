@@ -44,7 +44,7 @@ ROOM = Room(
         ),
         Mutant(
             _SCHEDULER,
-            "            self.store.forget(pending.keys)\n",
+            "            self.store.invalidate(pending.keys)\n",
             "",
             "a chunk that cannot be loaded is offered for ever",
         ),
@@ -186,8 +186,8 @@ ROOM = Room(
         ),
         Mutant(
             "connectors/vllm/claims.py",
-            "        if coming and self._judge.clock() < prompt.until:\n            return None\n",
-            "        if coming and self._judge.clock() < prompt.until:\n"
+            "        if coming and self._load_policy.clock() < prompt.until:\n            return None\n",
+            "        if coming and self._load_policy.clock() < prompt.until:\n"
             "            ready, coming = ready + coming, 0\n",
             "chunks are promised that have not come",
         ),

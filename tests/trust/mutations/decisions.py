@@ -352,7 +352,7 @@ ROOM = Room(
         ),
         Mutant(
             "tiers/nvme/index.py",
-            'seed=int.from_bytes(own_link(key), "little")',
+            'seed=int.from_bytes(own_half(key), "little")',
             "seed=0",
             "a payload is believed under another key",
         ),

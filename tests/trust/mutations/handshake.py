@@ -69,26 +69,26 @@ ROOM = Room(
         ),
         Mutant(
             "client/connect.py",
-            "    if door.token is not None and not wire.proven(",
-            "    if door.token is not None and not door.address.path and not wire.proven(",
+            "    if access.token is not None and not wire.proven(",
+            "    if access.token is not None and not access.address.path and not wire.proven(",
             "whoever has the path of the socket gets the KV of an engine with a token",
         ),
         Mutant(
             "client/connect.py",
-            "    if door.token is not None and not wire.proven(",
-            "    if welcome.proof and door.token is not None and not wire.proven(",
+            "    if access.token is not None and not wire.proven(",
+            "    if welcome.proof and access.token is not None and not wire.proven(",
             "a server that proves nothing gets the KV of an engine with a token",
         ),
         # ---- users and folders ---
         Mutant(
             "client/connect.py",
-            "    if uid not in (os.geteuid(), 0) and door.token is None:",
+            "    if uid not in (os.geteuid(), 0) and access.token is None:",
             "    if False:",
             "another user who was there first gets all KV and decides all hits",
         ),
         Mutant(
             "client/connect.py",
-            "    if uid not in (os.geteuid(), 0) and door.token is None:",
+            "    if uid not in (os.geteuid(), 0) and access.token is None:",
             "    if uid not in (os.geteuid(), 0):",
             "root's engines cannot use a service that has a user of its own",
         ),

@@ -12,13 +12,13 @@ ROOM = Room(
     (
         Mutant(
             "admin/purge.py",
-            "        unfinished = await _forget(realm.store, owner, seen)  # and",
+            "        unfinished = await _forget(size_class.store, owner, seen)  # and",
             "        unfinished = 0 * len(seen)  # and",
             "what engines load during an erase survives it",
         ),
         Mutant(
             "admin/purge.py",
-            ("        unseen, unsearched = await _forget_unseen(realm.store, owner)\n"),
+            ("        unseen, unsearched = await _purge_unseen(size_class.store, owner)\n"),
             ("        unseen, unsearched = 0, list[str]()\n"),
             "what only a shared tier knows of is not erased",
         ),

@@ -171,7 +171,7 @@ ROOM = Room(
             "a primary that became a replica is written to for ever",
         ),
         Mutant(
-            "tiers/redis/link.py",
+            "tiers/redis/servers.py",
             "        except FAULTS:\n            self._nodes.suspect()\n            raise",
             "        except FAULTS:\n            raise",
             "a failover by Sentinel is never seen",
@@ -184,15 +184,15 @@ ROOM = Room(
         ),
         Mutant(
             "tiers/redis/startup.py",
-            '    if link.kind != "cluster" and any(fact.cluster for fact in facts):',
+            '    if servers.kind != "cluster" and any(fact.cluster for fact in facts):',
             "    if False:",
             "one node of a cluster is taken for a server, and two thirds of all chunks fail",
         ),
         # ---- one node for itself ----
         Mutant(
             "tiers/redis/health.py",
-            "        place = self._link.node_of(name)\n",
-            "        place = self._link.label\n",
+            "        place = self._servers.node_of(name)\n",
+            "        place = self._servers.label\n",
             "one node that is full or away stops all of them",
         ),
         Mutant(

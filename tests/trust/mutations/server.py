@@ -63,7 +63,7 @@ ROOM = Room(
         ),
         Mutant(
             "server/connection.py",
-            ("            self._host.realms.leave(self._realm)\n"),
+            ("            self._host.size_classes.leave(self._size_class)\n"),
             ("            pass\n"),
             "a size that had an engine once never gives its room back",
         ),

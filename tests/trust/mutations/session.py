@@ -83,14 +83,16 @@ ROOM = Room(
         ),
         Mutant(
             "server/session.py",
-            ("        yield from self._store.forgetting(keys, self._owner)\n        return None\n\n    def _decline"),
-            ("        yield from self._store.forgetting(keys)\n        return None\n\n    def _decline"),
+            ("        yield from self._store.invalidating(keys, self._owner)\n        return None\n\n    def _decline"),
+            ("        yield from self._store.invalidating(keys)\n        return None\n\n    def _decline"),
             "a tenant forgets another tenant's chunks",
         ),
         Mutant(
             "server/session.py",
-            ("        yield from self._store.forgetting(keys, self._owner)\n        return None\n\n    # ---- leases"),
-            ("        yield from self._store.forgetting(keys)\n        return None\n\n    # ---- leases"),
+            (
+                "        yield from self._store.invalidating(keys, self._owner)\n        return None\n\n    # ---- leases"
+            ),
+            ("        yield from self._store.invalidating(keys)\n        return None\n\n    # ---- leases"),
             "a tenant clears everybody's chunks",
         ),
         Mutant(

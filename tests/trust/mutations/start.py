@@ -115,13 +115,13 @@ ROOM = Room(
         ),
         Mutant(
             "cli/start_checks.py",
-            "            share_of(link.label, config.redis_bytes, ())\n",
+            "            share_of(servers.label, config.redis_bytes, ())\n",
             "",
             "a server that can make no store is ready",
         ),
         Mutant(
             "cli/start_checks.py",
-            "        share_of(link.label, config.redis_bytes, facts)\n",
+            "        share_of(servers.label, config.redis_bytes, facts)\n",
             "",
             "a server without a size for Redis is ready",
         ),

@@ -67,7 +67,7 @@ ROOM = Room(
         ),
         Mutant(
             "client/remote_tier.py",
-            "            logger.warning(PLAIN, door.address)",
+            "            logger.warning(PLAIN, access.address)",
             "            pass",
             "nobody is told that an engine's bytes can be read",
         ),
@@ -94,8 +94,8 @@ ROOM = Room(
         ),
         Mutant(
             "assemble.py",
-            "    return Door(address, own, token, tls, config.server_unencrypted)",
-            "    return Door(address, own, token, tls)",
+            "    return ServerAccess(address, own, token, tls, config.server_unencrypted)",
+            "    return ServerAccess(address, own, token, tls)",
             "the key has no effect on an engine",
         ),
     ),

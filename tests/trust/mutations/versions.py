@@ -61,7 +61,7 @@ ROOM = Room(
         ),
         Mutant(
             "cli/installed.py",
-            "    return versions.judged(found.vllm)",
+            "    return versions.verdict(found.vllm)",
             '    return f"vLLM {found.vllm}"',
             "launch starts an engine that is too old",
         ),

@@ -13,7 +13,7 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import may, owner_of
-from kvtier.server.registry import Realm, Realms
+from kvtier.server.registry import SizeClass, SizeClasses
 from kvtier.store.store import Store
 from kvtier.testing import DictTier
 
@@ -48,11 +48,11 @@ def tier() -> SharedDict:
 
 
 @pytest.fixture
-def realm(tier: SharedDict) -> Iterator[tuple[Realms, Realm]]:
+def size_class(tier: SharedDict) -> Iterator[tuple[SizeClasses, SizeClass]]:
     lane = Lane("dict", 2, urgent_bound=64, bound=64)
-    realms = Realms(lambda size: Store(Pool(16, size), [(tier, lane)]), lambda call: call())
-    yield realms, realms.get(SLOT).result(10.0)
-    assert realms.close(10.0)
+    size_classes = SizeClasses(lambda size: Store(Pool(16, size), [(tier, lane)]), lambda call: call())
+    yield size_classes, size_classes.get(SLOT).result(10.0)
+    assert size_classes.close(10.0)
 
 
 def save(store: Store, owner: int, *tokens: int) -> list[ChunkKey]:
@@ -62,8 +62,8 @@ def save(store: Store, owner: int, *tokens: int) -> list[ChunkKey]:
     return keys
 
 
-def erased(realms: Realms, namespace: str | None) -> Cleared:
-    return asyncio.run(erase(realms, namespace, None))
+def erased(size_classes: SizeClasses, namespace: str | None) -> Cleared:
+    return asyncio.run(erase(size_classes, namespace, None))
 
 
 def spilled(store: Store, count: int) -> None:
@@ -71,13 +71,15 @@ def spilled(store: Store, count: int) -> None:
         store.wait(0.01)
 
 
-def test_clearing_everything_reaches_ram_and_the_tiers_below(realm: tuple[Realms, Realm], tier: SharedDict) -> None:
-    realms, one = realm
+def test_clearing_everything_reaches_ram_and_the_tiers_below(
+    size_class: tuple[SizeClasses, SizeClass], tier: SharedDict
+) -> None:
+    size_classes, one = size_class
     save(one.store, OURS, 1, 2)
     save(one.store, THEIRS, 3)
     spilled(one.store, 3)
     assert len(tier.held) == 3
-    told = erased(realms, None)
+    told = erased(size_classes, None)
     assert (told.complete, told.chunks) == (True, 3)
     assert (tier.held, one.store.keys()) == ({}, set())
 
@@ -86,25 +88,25 @@ def test_clear_of_a_store_reaches_what_only_a_lower_tier_holds() -> None:
     tier, lane = DictTier(64), Lane("dict", 1, urgent_bound=64, bound=64)
     tier.held.update(dict.fromkeys(LAYOUT.keys([1, 2, 3]), bytes(SLOT)))
     store = Store(Pool(2, SLOT), [(tier, lane)])
-    store.clear()
+    store.invalidate_all()
     assert store.close(10.0)
     assert tier.held == {}
 
 
-def test_of_a_tenant_only_what_is_its_own(realm: tuple[Realms, Realm]) -> None:
-    realms, one = realm
+def test_of_a_tenant_only_what_is_its_own(size_class: tuple[SizeClasses, SizeClass]) -> None:
+    size_classes, one = size_class
     save(one.store, OURS, 1, 2)
     theirs = save(one.store, THEIRS, 3)
     spilled(one.store, 3)
-    assert erased(realms, "ours").chunks == 2
+    assert erased(size_classes, "ours").chunks == 2
     assert one.store.keys() == set(theirs)
 
 
 def test_what_an_engine_brings_back_into_ram_during_an_erase_goes_too(
-    realm: tuple[Realms, Realm], tier: SharedDict
+    size_class: tuple[SizeClasses, SizeClass], tier: SharedDict
 ) -> None:
     """The first pass has been over RAM when an engine loads a chunk from the tier; only then it is deleted there."""
-    realms, one = realm
+    size_classes, one = size_class
     (key,) = LAYOUT.keys([7])
     tier.write(key, memoryview(bytes(SLOT)), OURS)
     came: list[int] = []
@@ -116,15 +118,17 @@ def test_what_an_engine_brings_back_into_ram_during_an_erase_goes_too(
             came.append(lease.poll().ready)
 
     tier.before = load
-    told = erased(realms, None)
+    told = erased(size_classes, None)
     assert came == [1], "it was in RAM"
     assert (told.complete, tier.held, one.store.keys()) == (True, {}, set())
 
 
-def test_what_others_wrote_into_a_shared_tier_goes_too(realm: tuple[Realms, Realm], tier: SharedDict) -> None:
-    realms, one = realm
+def test_what_others_wrote_into_a_shared_tier_goes_too(
+    size_class: tuple[SizeClasses, SizeClass], tier: SharedDict
+) -> None:
+    size_classes, one = size_class
     (key,) = LAYOUT.keys([9])
     tier.write(key, memoryview(bytes(SLOT)), OURS)
     assert one.store.keys() == set(), "nobody here knows of it"
-    told = erased(realms, "ours")
+    told = erased(size_classes, "ours")
     assert (told.complete, told.chunks, tier.held) == (True, 1, {})

@@ -22,7 +22,7 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.server import server
-from kvtier.server.registry import Realm, Realms
+from kvtier.server.registry import SizeClass, SizeClasses
 from kvtier.store.adaptive import Adaptive
 from kvtier.store.store import Store
 from kvtier.store.zero_hits import ZeroHits
@@ -42,12 +42,12 @@ class Peer:
 
 
 class Served:
-    """A server without its sockets: one realm over RAM and a real disk."""
+    """A server without its sockets: one size class over RAM and a real disk."""
 
     loop: asyncio.AbstractEventLoop
 
     def __init__(self, folder: Path) -> None:
-        self.realms = Realms(lambda size: self._store(folder, size), lambda call: call())
+        self.size_classes = SizeClasses(lambda size: self._store(folder, size), lambda call: call())
         self.counts = Counter(accepted=3, dropped=1)
         self.ready = True
         self.trouble: dict[str, str] = {}
@@ -60,15 +60,15 @@ class Served:
         lane = Lane("nvme", 1, urgent_bound=8, bound=8)
         return Store(Pool(2, size), [(NvmeTier(folder / "nvme", 1 << 16, size), lane)])
 
-    def realm(self) -> Realm:
-        return self.realms.get(SLOT).result(10.0)
+    def size_class(self) -> SizeClass:
+        return self.size_classes.get(SLOT).result(10.0)
 
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
     served = Served(tmp_path)
     yield served
-    served.realms.close(10.0)
+    served.size_classes.close(10.0)
 
 
 def keys(*tokens: int) -> list[ChunkKey]:
@@ -96,7 +96,7 @@ def settled(store: Store, name: str, count: int) -> None:
 
 
 def samples(stats: status.Stats) -> dict[tuple[str, ...], float]:
-    """Name and label values -> value, without the realm's label."""
+    """Name and label values -> value, without the size class's label."""
     text = prometheus.exposition(stats).decode()
     return {
         (sample.name, *(value for name, value in sorted(sample.labels.items()) if name != "slot_bytes")): sample.value
@@ -107,9 +107,9 @@ def samples(stats: status.Stats) -> dict[tuple[str, ...], float]:
 
 def used(served: Served) -> Store:
     """Two chunks in RAM and four on disk; one load from RAM, two from the disk, one miss, one refusal."""
-    realm = served.realm()
-    realm.owner(bytes(32), "tenant")
-    store = realm.store
+    size_class = served.size_class()
+    size_class.owner(bytes(32), "tenant")
+    store = size_class.store
     save(store, keys(1, 2))
     assert load(store, keys(1)) == 1
     settled(store, "nvme_stored", 2)
@@ -124,9 +124,9 @@ def test_the_document_says_what_happened(served: Served) -> None:
     used(served)
     stats = status.read(served)
     assert stats.connections == status.ConnectionStatus(1, 1, 3, 3, 0, 1, 0)
-    (realm,) = stats.realms
-    assert (realm.slot_bytes, realm.slots, realm.asked, realm.namespaces) == (SLOT, 2, 4, 1)
-    ram, nvme = realm.tiers
+    (size_class,) = stats.size_classes
+    assert (size_class.slot_bytes, size_class.slots, size_class.asked, size_class.namespaces) == (SLOT, 2, 4, 1)
+    ram, nvme = size_class.tiers
     assert (ram.held, ram.loads, ram.stores, ram.lane) == (2, 1, 4, None)
     assert (nvme.held, nvme.loads, nvme.stores, nvme.misses) == (4, 2, 4, 0)
     assert (nvme.bytes_read, nvme.bytes_written) == (2 * SLOT, 4 * SLOT)
@@ -138,10 +138,10 @@ def test_the_document_says_what_happened(served: Served) -> None:
 def test_what_was_not_there_is_counted_by_reason(served: Served) -> None:
     store = used(served)
     store.decline(keys(1), "slower")
-    store.forget(keys(3, 4))
+    store.invalidate(keys(3, 4))
     assert load(store, keys(3, 4)) == 0
-    (realm,) = status.read(served).realms
-    assert (realm.missed, realm.declined) == ({"cold": 1, "forgotten": 2}, {"slower": 1})
+    (size_class,) = status.read(served).size_classes
+    assert (size_class.missed, size_class.declined) == ({"cold": 1, "forgotten": 2}, {"slower": 1})
     shown = samples(status.read(served))
     assert shown["kvtier_missed_chunks_total", "cold"] == 1
     assert shown["kvtier_missed_chunks_total", "forgotten"] == 2
@@ -167,16 +167,16 @@ def test_what_other_sizes_and_policies_would_hit_is_shown(tmp_path: Path) -> Non
     served, spare = Served(tmp_path), ManualLane(bound=1)
     store = Store(Pool(8, SLOT), policy=Adaptive(), spare=spare)
     spare.run()
-    served.realms = Realms(lambda size: store, lambda call: call())
-    served.realm()
+    served.size_classes = SizeClasses(lambda size: store, lambda call: call())
+    served.size_class()
     assert "points of hits" not in operate.screen(status.read(served)), "nothing was asked for yet"
     for _ in range(3):
         for token in range(12):
             store.load(keys(token)).close()
             spare.run()
-    (realm,) = status.read(served).realms
-    assert realm.tiers[0].what_if == {"0.25": 0, "0.5": 0, "1": 0, "2": 0.666667, "4": 0.666667, "8": 0.666667}
-    assert (realm.policy, realm.policy_asked, realm.policy_hits["lru"]) == ("lru", 36, 0)
+    (size_class,) = status.read(served).size_classes
+    assert size_class.tiers[0].what_if == {"0.25": 0, "0.5": 0, "1": 0, "2": 0.666667, "4": 0.666667, "8": 0.666667}
+    assert (size_class.policy, size_class.policy_asked, size_class.policy_hits["lru"]) == ("lru", 36, 0)
     shown = samples(status.read(served))
     assert shown["kvtier_whatif_hit_ratio", "2", "ram"] == 0.666667
     assert shown["kvtier_policy_asked_chunks_total",] == 36
@@ -188,26 +188,26 @@ def test_what_other_sizes_and_policies_would_hit_is_shown(tmp_path: Path) -> Non
         in screen
     )
     assert "policy lru rules; the best setting is" in screen
-    served.realms.close(10.0)
+    served.size_classes.close(10.0)
 
 
 def test_a_server_that_never_hits_says_why_everywhere(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    realm, clock = served.realm(), Clock()
-    realm.zero_hits = ZeroHits.of(realm.store, clock)
-    save(realm.store, keys(1, 2))
+    size_class, clock = served.size_class(), Clock()
+    size_class.zero_hits = ZeroHits.of(size_class.store, clock)
+    save(size_class.store, keys(1, 2))
     for number in range(2000):
-        assert load(realm.store, keys(7, number)) == 0
-    realm.look()
+        assert load(size_class.store, keys(7, number)) == 0
+    size_class.look()
     assert samples(status.read(served))["kvtier_zero_hits",] == 0, "too soon"
     clock.now = 600.0
-    realm.look()
-    realm.look()
+    size_class.look()
+    size_class.look()
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("0 of 4,000 chunks asked for were hits in 10 min: 100% cold: never seen before")
     assert samples(status.read(served))["kvtier_zero_hits",] == 1
     assert f"NO HITS: {said}" in operate.screen(status.read(served))
-    assert load(realm.store, keys(1)) == 1
-    realm.look()
+    assert load(size_class.store, keys(1)) == 1
+    size_class.look()
     assert samples(status.read(served))["kvtier_zero_hits",] == 0
 
 
@@ -252,7 +252,7 @@ def names_in(text: str) -> set[str]:
 
 def known(served: Served) -> set[str]:
     used(served)
-    store = served.realm().store
+    store = served.size_class().store
     store.decline(keys(1), "slow")
     return {name for name, *_ in samples(status.read(served))}
 
@@ -327,8 +327,8 @@ def test_a_server_looks_for_hits_by_itself(monkeypatch: pytest.MonkeyPatch) -> N
     async def looked() -> None:
         one, seen = server.Server(lambda size: Store(Pool(2, size)), []), asyncio.Event()
         await one.start()
-        realm = await asyncio.wrap_future(one.realms.get(SLOT))
-        monkeypatch.setattr(realm, "look", seen.set)
+        size_class = await asyncio.wrap_future(one.size_classes.get(SLOT))
+        monkeypatch.setattr(size_class, "look", seen.set)
         await asyncio.wait_for(seen.wait(), 10.0)
         assert await one.stop()
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.bench.compare.arm_result import arm_results
 from kvtier.bench.compare.contenders import CONTENDERS, Contender, names, rendered
 from kvtier.bench.compare.measures import Run
 from kvtier.bench.compare.rows import rows, write
-from kvtier.bench.compare.standing import standings
 from kvtier.bench.long_doc_qa.arms import ARMS, Sizes
 from kvtier.bench.long_doc_qa.client import Outcome
 from kvtier.bench.long_doc_qa.work import Workload
@@ -44,7 +44,7 @@ RUNS = [
 
 
 def test_load_cost_is_what_a_hit_costs_more_than_a_warm_one_in_the_same_process() -> None:
-    found = standings(ALL, RUNS)
+    found = arm_results(ALL, RUNS)
     assert found["vllm-prefix-cache"].load_cost is None
     assert found["lmcache-ram"].load_cost == pytest.approx(0.5)
     assert found["kvtier-ram"].load_cost == pytest.approx(0.225), "the median of .2 .2 .3 .25"
@@ -54,7 +54,7 @@ def test_load_cost_is_what_a_hit_costs_more_than_a_warm_one_in_the_same_process(
 
 
 def test_wrong_answers_and_misses_show() -> None:
-    found = standings(ALL, RUNS)
+    found = arm_results(ALL, RUNS)
     assert (found["lmcache-ram"].differing, found["kvtier-ram"].differing, found["none"].differing) == (2, 0, None)
     assert (found["none"].cached, found["kvtier-ram"].cached) == (0.0, 0.5)
 

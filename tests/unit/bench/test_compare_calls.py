@@ -17,11 +17,11 @@ import pytest
 
 from kvtier.bench.compare import __main__ as main
 from kvtier.bench.compare import calls
+from kvtier.bench.compare.arm_result import arm_results
 from kvtier.bench.compare.calls import Spent, Step, read, timed
 from kvtier.bench.compare.contenders import CONTENDERS, names
 from kvtier.bench.compare.measures import Effort, Pair, Run, calls_of_filling, calls_of_load, cpu_gib, efforts
 from kvtier.bench.compare.rows import rows, write
-from kvtier.bench.compare.standing import standings
 from kvtier.bench.compare.table import print_tables
 from kvtier.bench.long_doc_qa.arms import Sizes
 from kvtier.bench.long_doc_qa.client import Outcome
@@ -358,4 +358,4 @@ def test_the_tables_show_it(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     for cell in (" 3.0 x", "2.00 ms, 2.00 ms", "1500.00 ms", "5000.00 ms (25.0%)", "memcpy 12.0 GB/s"):
         assert cell in printed
-    assert standings(ARMS, RUNS, 1)["none"].engine_load is None
+    assert arm_results(ARMS, RUNS, 1)["none"].engine_load is None

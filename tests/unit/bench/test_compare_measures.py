@@ -18,10 +18,10 @@ import pytest
 
 from kvtier.bench import readme
 from kvtier.bench.compare import limits, memory
+from kvtier.bench.compare.arm_result import arm_results
 from kvtier.bench.compare.contenders import CONTENDERS
 from kvtier.bench.compare.measures import Again, Memory, Run, load_speed
 from kvtier.bench.compare.rows import rows, write
-from kvtier.bench.compare.standing import standings
 from kvtier.bench.long_doc_qa.client import Outcome
 from kvtier.bench.long_doc_qa.work import Workload
 
@@ -184,13 +184,13 @@ def test_a_second_engine_tells_what_it_found() -> None:
 
 
 def test_answers_of_every_round_are_compared() -> None:
-    assert standings(ALL, RUNS)["kvtier-nvme"].differing == 1  # lmcache-disk, cold, computed the same question anew
+    assert arm_results(ALL, RUNS)["kvtier-nvme"].differing == 1  # lmcache-disk, cold, computed the same question anew
     mixed = [outcome(0, 0.2, 0.2, question=1, cached=80, token=9)]
     after = Again(8.0, [outcome(0, 0.4, 0.4, cached=80, token=9)])
-    found = standings(ALL, [*RUNS, Run("kvtier-ram", [outcome(0, 0.2, 0.2)], mixed=mixed, restart=after)])
+    found = arm_results(ALL, [*RUNS, Run("kvtier-ram", [outcome(0, 0.2, 0.2)], mixed=mixed, restart=after)])
     assert found["kvtier-ram"].differing == 2
     beside = Again(8.0, [outcome(0, 0.4, 0.4, cached=80, token=9), outcome(1, 0.4, 0.4, cached=80)])
-    found = standings(ALL, [*RUNS, Run("kvtier-ram", [outcome(0, 0.2, 0.2)], second=beside)])
+    found = arm_results(ALL, [*RUNS, Run("kvtier-ram", [outcome(0, 0.2, 0.2)], second=beside)])
     assert found["kvtier-ram"].differing == 1
 
 
@@ -277,12 +277,12 @@ def test_readmes_tables_tell_what_was_measured(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_redis_servers_word_is_taken_when_it_is_whole(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as door:
-        door.bind(str(tmp_path / "s"))
-        door.listen()
+    with socket.socket(socket.AF_UNIX) as access:
+        access.bind(str(tmp_path / "s"))
+        access.listen()
 
         def serve() -> None:
-            link, _ = door.accept()
+            link, _ = access.accept()
             with link:
                 assert link.recv(64) == b"INFO memory\r\n"
                 for piece in (b"$40\r\n# Memory\r\nused_mem", b"ory:12", b"34\r\nused_memory_human:1K\r\n"):

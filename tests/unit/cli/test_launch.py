@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.cli import launch, vllm_command
-from kvtier.cli.installed import Installed, judged
+from kvtier.cli.installed import Installed, verdict
 from kvtier.core.errors import ConfigError
 
 SERVER = vllm_command.API_SERVER
@@ -188,12 +188,12 @@ def test_another_connector_is_refused_and_ours_is_left_alone() -> None:
 
 
 def test_versions() -> None:
-    assert judged(Installed("vllm", "0.32.4", True), "python") == "vLLM 0.32.4"
-    assert "not tested" in judged(Installed("vllm", "0.41.0+cu130", True), "python")
+    assert verdict(Installed("vllm", "0.32.4", True), "python") == "vLLM 0.32.4"
+    assert "not tested" in verdict(Installed("vllm", "0.41.0+cu130", True), "python")
     for found, said in (
         (Installed(None, None, True), "has no vLLM"),
         (Installed("vllm", "0.32.0", False), "but not kvtier: python -m pip install kvtier"),
         (Installed("vllm", "0.22.1", True), "vLLM 0.22.1 is too old: kvtier needs 0.23 or newer"),
     ):
         with pytest.raises(ConfigError, match=said):
-            judged(found, "python")
+            verdict(found, "python")

@@ -15,14 +15,14 @@ from kvtier.autoconfig.explain import as_json, value_text
 from kvtier.autoconfig.facts import GIB, Facts, Redis, known
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe.probe import probe_redis
-from kvtier.cli.checks import check_redis
+from kvtier.cli import checks
 from kvtier.cli.main import main
 from kvtier.config.keys import Config, describe, load, masked
 from kvtier.config.redis_url import MOST_SEEDS, Login, Tls, parse
 from kvtier.config.redis_url import masked as masked_url
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.tiers.redis.layout import Form
-from kvtier.tiers.redis.link import Link
+from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
 
 ONE = (("h", 6379),)
@@ -143,7 +143,7 @@ def test_what_is_refused_says_what_to_write(text: str) -> None:
     assert str(raised.value).startswith("redis_url='") and "KVTIER_REDIS_URL" in str(raised.value)
     assert str(raised.value).endswith("correct it or remove it")
     with pytest.raises(ConfigError, match="redis_url: "):
-        Link(text)
+        RedisServers(text)
 
 
 @pytest.mark.parametrize("given_", [6379, ["redis://h"], True])
@@ -169,10 +169,10 @@ def test_whether_it_takes_this_host_s_memory(text: str, local: bool) -> None:
 
 def test_a_certificate_file_that_is_not_there_is_said_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="certificate files cannot be used: No such file"):
-        Link(f"rediss://h?ssl_ca_certs={tmp_path}/ca.pem")
+        RedisServers(f"rediss://h?ssl_ca_certs={tmp_path}/ca.pem")
     (tmp_path / "ca.pem").write_text("no certificate")
     with pytest.raises(ConfigError, match="certificate files cannot be used"):
-        Link(f"rediss://h?ssl_ca_certs={tmp_path}/ca.pem")
+        RedisServers(f"rediss://h?ssl_ca_certs={tmp_path}/ca.pem")
 
 
 # ---- secrets ---------------------------------------------------------------------------------------------------------
@@ -220,16 +220,16 @@ def look_at_it(url: str) -> list[str]:
     """As doctor and plan do."""
     if not hasattr(parse(url), "label"):
         return []
-    said = [finding.seen + finding.do for finding in check_redis(Config(redis_url=url))]
+    said = [finding.seen + finding.do for finding in checks.check_redis(Config(redis_url=url))]
     seen = probe_redis(url)
     plan = make_plan(Facts(redis=Redis(url, known(True, seen.reachable.source), known(8 * GIB, "x"), known(0, "x"))))
     return [*said, str(seen.reachable), as_json(plan), *map(str, plan.left_out)]
 
 
 def open_tier(url: str) -> list[str]:
-    link = Link(url, timeout_s=0.2)
-    RedisTier(link, Form("kvtier", b"x"), 1 << 20, 4096).close()
-    return [link.label]
+    servers = RedisServers(url, timeout_s=0.2)
+    RedisTier(servers, Form("kvtier", b"x"), 1 << 20, 4096).close()
+    return [servers.label]
 
 
 @pytest.mark.parametrize("url", ["redis://u:Sup3r/S3CRET@h", "redis://u:S3CRET@127.0.0.1:1"])

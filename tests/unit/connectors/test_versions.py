@@ -75,7 +75,7 @@ ROADS = {
 @pytest.mark.parametrize("road", ROADS)
 def test_below_the_floor_every_road_ends_with_the_same_sentence(road: str, old: Path) -> None:
     with pytest.raises(ConfigError, match=TOO_OLD) as refusal:
-        versions.judged(OLD)
+        versions.verdict(OLD)
     (old / "python3").symlink_to(sys.executable)  # launch knows a command by its program's name
     done = run([word.replace("{old}", str(old)) for word in ROADS[road]], old, KVTIER_REPLACE_LMCACHE="1")
     assert done.returncode != 0
@@ -107,13 +107,13 @@ def test_the_self_check_passes_what_kvtier_runs_with(old: Path) -> None:
     ],
 )
 def test_what_is_not_too_old_passes(version: str, said: str) -> None:
-    assert versions.judged(version) == said
+    assert versions.verdict(version) == said
 
 
 @pytest.mark.parametrize("version", ["0.22.9", "0.9.2", "0.0.1"])
 def test_what_is_too_old_does_not(version: str) -> None:
     with pytest.raises(ConfigError, match=f"vLLM {version} is too old"):
-        versions.judged(version)
+        versions.verdict(version)
 
 
 @pytest.mark.parametrize(

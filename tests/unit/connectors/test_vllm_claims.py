@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
-from kvtier.load_policy.decide import Judge
+from kvtier.load_policy.decide import LoadPolicy
 from kvtier.load_policy.prefill import Prefill
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
@@ -40,7 +40,7 @@ class Bench:
         )
         self.keys = LAYOUT.keys(TOKENS)
         self.store = self.made()
-        self.judge = Judge(60.0, always=always, prefill=Prefill(1e-3), clock=self.clock)
+        self.load_policy = LoadPolicy(60.0, always=always, prefill=Prefill(1e-3), clock=self.clock)
         self.request = SimpleNamespace(request_id="one", num_tokens=len(TOKENS), num_prompt_tokens=len(TOKENS))
 
     def made(self) -> Store:
@@ -62,7 +62,7 @@ class Bench:
     def asks(self, computed: int = 0) -> Any:
         """The first answer to a new request."""
         self.prompt = prompts.Prompt(self.request, None)
-        self.claims = claims.Claims(self.store, self.geometry, self.judge, {"one": self.prompt})
+        self.claims = claims.Claims(self.store, self.geometry, self.load_policy, {"one": self.prompt})
         return self.again(computed)
 
     def again(self, computed: int = 0) -> Any:
@@ -95,7 +95,7 @@ def test_the_longest_end_that_has_all_is_promised() -> None:
 def test_a_missing_window_makes_the_hit_shorter_before_it_is_promised(lost: tuple[int, ...], promised: int) -> None:
     bench = Bench()
     bench.save(CHUNKS, 2048, 4096, LAST)
-    bench.store.forget([key for end in lost for key in bench.behind(end)[:1]])
+    bench.store.invalidate([key for end in lost for key in bench.behind(end)[:1]])
     assert bench.asks() == promised
     bench.ends()
 
@@ -103,7 +103,7 @@ def test_a_missing_window_makes_the_hit_shorter_before_it_is_promised(lost: tupl
 def test_full_attention_that_is_missing_in_the_middle_makes_it_shorter_too() -> None:
     bench = Bench()
     bench.save(CHUNKS, 2048, 4096, LAST)
-    bench.store.forget([bench.geometry.key(piece, bench.keys) for piece in bench.geometry.trunk(5, 6)])
+    bench.store.invalidate([bench.geometry.key(piece, bench.keys) for piece in bench.geometry.trunk(5, 6)])
     assert bench.asks() == 2048
     bench.ends()
 

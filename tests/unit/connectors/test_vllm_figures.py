@@ -105,7 +105,7 @@ def use(store: Store, first: int) -> None:
         while store.stats()["nvme_stored"] < store.stats()["saved"]:
             store.wait(0.01)
     for run in (keys(first, first + 1), keys(first + 2), keys(99)):
-        store.forecast(run)
+        store.lookup(run)
         with store.load(run) as lease:
             while lease.poll().coming:
                 store.wait(1.0)
@@ -152,7 +152,7 @@ def test_nothing_is_told_again_before_a_second_is_over_or_when_nothing_has_chang
     clock = Clock()
     figures = Figures(store, clock)
     assert figures.new() and figures.new() == {}
-    store.forecast(keys(1))
+    store.lookup(keys(1))
     clock.now += 1.1
     assert stats().TierStats(data=figures.new()).reduce() == {"ram_held": 0, "nvme_held": 0}
     clock.now += 0.9

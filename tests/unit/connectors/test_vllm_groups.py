@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from kvtier.core.chunk import ChunkLayout, own_link, parent_link
+from kvtier.core.chunk import ChunkLayout, own_half, parent_half
 from kvtier.core.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -145,14 +145,14 @@ def test_pieces_have_keys_of_their_own_and_link_to_those_before_them() -> None:
     found = {geometry.key(piece, named): piece for piece in pieces}
     assert len(found) == len(set(pieces))
     assert set(named) <= set(found), "who knows only chunks finds the first anchor's last piece"
-    by_link = {own_link(key): piece for key, piece in found.items()}
+    by_link = {own_half(key): piece for key, piece in found.items()}
     for key, piece in found.items():
-        before = by_link.get(parent_link(key))
+        before = by_link.get(parent_half(key))
         if before is not None:
             a_chunk = 1 if piece.group.kind is groups.Kind.STATE else geometry.pieces_per_chunk
             assert before == piece._replace(number=piece.number - a_chunk)
         else:
-            assert parent_link(key) == bytes(8) or piece.group not in geometry.anchors
+            assert parent_half(key) == bytes(8) or piece.group not in geometry.anchors
 
 
 def test_a_hit_may_end_where_something_is_kept_and_the_longest_end_is_tried_first() -> None:

@@ -33,7 +33,7 @@ class Told:
         store.touched.result(20.0)  # nothing is followed before the pool's pages are there
 
         def spy(keys: Sequence[ChunkKey], given: Hint, session: str = "") -> None:
-            assert store.match(keys).ready == len(keys), "a chunk that is saved later would not be over"
+            assert store.lookup(keys).ready == len(keys), "a chunk that is saved later would not be over"
             self.seen.append(([*keys], given, session))
             hint(keys, given, session)
 

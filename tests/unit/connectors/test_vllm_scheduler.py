@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 from prometheus_client import Counter as Counted
 
 from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.lookup import NOTHING, LookupResult
 from kvtier.core.pool import Pool
-from kvtier.load_policy.outlook import NOTHING, Outlook
 from kvtier.load_policy.prefill import Prefill
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
@@ -66,18 +66,20 @@ class Bench:
     def __init__(self, *, always: bool = False, known: bool = True, slots: int = 8, **duty: bool) -> None:
         from kvtier.connectors.vllm.groups import Geometry, Group, Kind
         from kvtier.connectors.vllm.scheduler import Duty, SchedulerHalf
-        from kvtier.load_policy.decide import Judge
+        from kvtier.load_policy.decide import LoadPolicy
 
         self.clock = Clock(100.0)
         self.tier, self.lane = SlowTier(self.clock), ManualLane()
         self.store = Store(Pool(slots, SLOT), [(self.tier, self.lane)], clock=self.clock)
-        self.judge = Judge(60.0, always=always, prefill=Prefill(PER_TOKEN if known else None), clock=self.clock)
+        self.load_policy = LoadPolicy(
+            60.0, always=always, prefill=Prefill(PER_TOKEN if known else None), clock=self.clock
+        )
         self.half = SchedulerHalf(
             self.store,
             LAYOUT,
             Geometry((Group(0, Kind.FULL, BLOCK),), CHUNK),
             (((0, True),),),
-            self.judge,
+            self.load_policy,
             Duty(**duty),
         )
 
@@ -262,9 +264,9 @@ def test_an_engine_of_unknown_speed_takes_a_hit_and_learns_from_its_steps() -> N
     assert bench.matched(request) is None
     done(bench, request)
     for _ in range(3):
-        number = bench.judge.planned([(1000, 0)])
+        number = bench.load_policy.planned([(1000, 0)])
         bench.clock.now += 1000 * PER_TOKEN
-        bench.judge.ended(number, 0, 0.0, 0.0)
+        bench.load_policy.ended(number, 0, 0.0, 0.0)
     bench.tier.seconds = 0.0
     assert bench.matched(prompt(6, "two")) == 0
     bench.store.check(idle=False)
@@ -403,17 +405,17 @@ def test_requests_that_wait_claim_half_of_ram_together_and_the_first_may_always(
 def test_what_a_load_costs_in_a_busy_engine_counts() -> None:
     """64 tokens take a second to compute. A load of 96 tokens copies for 0.3 s: at once where nobody computes, in
     slices of 5 ms where each slice comes with a step of others."""
-    from kvtier.load_policy.decide import Judge
+    from kvtier.load_policy.decide import LoadPolicy
 
     def chosen(busy: bool, slice_s: tuple[float, float] | None) -> int:
         clock = Clock(100.0)
-        judge = Judge(60.0, prefill=Prefill(1 / 64), slice_s=slice_s, clock=clock)
+        load_policy = LoadPolicy(60.0, prefill=Prefill(1 / 64), slice_s=slice_s, clock=clock)
         for _ in range(3):
-            number = judge.planned([(1, 500)])
+            number = load_policy.planned([(1, 500)])
             clock.now += 0.34  # a step of 40 ms, made longer by the copy
-            judge.ended(number, 96, 0.3, 0.0)
-        outlook = Outlook([(3, 0.0)])
-        return judge.choose(outlook, 3, 0, lambda chunks: chunks * CHUNK, busy=busy).chunks
+            load_policy.ended(number, 96, 0.3, 0.0)
+        result = LookupResult([(3, 0.0)])
+        return load_policy.choose(result, 3, 0, lambda chunks: chunks * CHUNK, busy=busy).chunks
 
     assert chosen(busy=False, slice_s=(0.005, 0.05)) == 3
     assert chosen(busy=True, slice_s=None) == 3
@@ -467,7 +469,7 @@ def test_each_reason_of_a_miss_is_told_and_the_whole_run_counts_under_it() -> No
     assert bench.served(prompt(3, "again")) == {"loaded_ram": 3}
     assert bench.served(prompt(3, "tenant", salt="tenant")) == {"missed_salt": 3}
     assert bench.served(prompt(4, "longer", salt="tenant")) == {"loaded_ram": 3, "missed_cold": 1}
-    bench.store.forget(LAYOUT.keys(prompt(3).all_token_ids[:-1]))
+    bench.store.invalidate(LAYOUT.keys(prompt(3).all_token_ids[:-1]))
     assert bench.served(prompt(3, "cleared")) == {"missed_forgotten": 3}
 
 

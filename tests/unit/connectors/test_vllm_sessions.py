@@ -74,7 +74,7 @@ class TestReplacedWeights:
         core.add(core.request("two", FIRST.copy()))
         assert core.step(replaced=True).kv_connector_metadata.loads
         core.run("two")
-        assert half.store.match(keys).ready == len(keys)
+        assert half.store.lookup(keys).ready == len(keys)
 
     def test_a_request_that_was_running_is_not_kept(self, core: Core) -> None:
         core.add(core.request("one", FIRST.copy(), max_tokens=2 * CHUNK))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.chunk import KEY_BYTES, ChunkLayout, fingerprint, own_link, parent_link
+from kvtier.core.chunk import KEY_BYTES, ChunkLayout, fingerprint, own_half, parent_half
 from kvtier.core.errors import ConfigError, LayoutError
 
 LAYOUT = ChunkLayout(fingerprint({"model": "a"}), 4, 2, (100, 30))
@@ -126,8 +126,8 @@ def test_an_image_in_a_later_chunk_leaves_earlier_ones_apart_from_plain_text_onl
 
 def test_keys_link_a_run() -> None:
     keys = LAYOUT.keys(list(range(16)))
-    assert not any(parent_link(keys[0]))
-    assert [parent_link(key) for key in keys[1:]] == [own_link(key) for key in keys[:-1]]
+    assert not any(parent_half(keys[0]))
+    assert [parent_half(key) for key in keys[1:]] == [own_half(key) for key in keys[:-1]]
 
 
 @pytest.mark.parametrize("tokens", [[-1] * 4, [2**32] * 4, ["a"] * 4, [1.5] * 4])

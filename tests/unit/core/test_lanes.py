@@ -16,17 +16,17 @@ class Gate:
     """A work that holds the lane's thread until it is opened."""
 
     def __init__(self) -> None:
-        self.entered, self.opened = threading.Event(), threading.Event()
+        self.welcomed, self.opened = threading.Event(), threading.Event()
 
     def __call__(self) -> None:
-        self.entered.set()
+        self.welcomed.set()
         assert self.opened.wait(SOON)
 
 
 def held_lane(threads: int = 1, bound: int = 2) -> tuple[Lane, Gate]:
     lane, gate = Lane("test", threads, urgent_bound=bound, bound=bound), Gate()
     assert lane.submit(gate)
-    assert gate.entered.wait(SOON)
+    assert gate.welcomed.wait(SOON)
     return lane, gate
 
 
@@ -68,7 +68,7 @@ def test_threads_run_side_by_side() -> None:
     lane, first = held_lane(threads=2)
     second = Gate()
     lane.submit(second)
-    assert second.entered.wait(SOON)
+    assert second.welcomed.wait(SOON)
     first.opened.set()
     second.opened.set()
     assert lane.close(SOON)

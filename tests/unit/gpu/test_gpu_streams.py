@@ -379,10 +379,10 @@ def test_cuda_streams_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, event = create_autospec(torch.cuda.Stream, instance=True), create_autospec(torch.cuda.Event, instance=True)
     stream.record_event.side_effect = lambda given: given
     made = create_autospec(torch.cuda.Event, return_value=event)
-    entered = list[Any]()
+    welcomed = list[Any]()
 
     def enter(one: Any) -> nullcontext[None]:
-        entered.append(one)
+        welcomed.append(one)
         return nullcontext()
 
     monkeypatch.setattr(torch.cuda, "Event", made)
@@ -394,8 +394,8 @@ def test_cuda_streams_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert streams.side() is streams.current() is stream
     assert streams.record(stream, timing=True) is event
     made.assert_called_once_with(enable_timing=True)
-    streams.do(stream, lambda: entered.append("work"))
-    assert entered == [stream, "work"]
+    streams.do(stream, lambda: welcomed.append("work"))
+    assert welcomed == [stream, "work"]
     assert all(hasattr(event, name) for name in ("query", "synchronize", "elapsed_time"))
 
 

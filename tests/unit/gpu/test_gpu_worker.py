@@ -461,13 +461,13 @@ def prompt() -> Any:
 def test_an_idle_engine_takes_steps_until_its_chunks_are_ready_and_not_for_ever(rank: Rank, through: bool) -> None:
     from kvtier.connectors.vllm.groups import Geometry, Group, Kind
     from kvtier.connectors.vllm.scheduler import Duty, SchedulerHalf
-    from kvtier.load_policy.decide import Judge
+    from kvtier.load_policy.decide import LoadPolicy
 
     clock, layout = Clock(100.0), ChunkLayout(fingerprint({"model": "t"}), CHUNK_TOKENS, BLOCK_TOKENS, (SLOT,))
     store = Store(rank.pool, [], clock=clock)
-    judge = Judge(60.0, prefill=Prefill(1 / 64), clock=clock)
+    load_policy = LoadPolicy(60.0, prefill=Prefill(1 / 64), clock=clock)
     geometry = Geometry((Group(0, Kind.FULL, BLOCK_TOKENS),), CHUNK_TOKENS)
-    scheduler = SchedulerHalf(store, layout, geometry, (((0, True),),), judge, Duty())
+    scheduler = SchedulerHalf(store, layout, geometry, (((0, True),),), load_policy, Duty())
     request, keys = prompt(), layout.keys([*range(CHUNK_TOKENS)])
     assert scheduler.matched(request, 0) == (0, False)
     assert not scheduler.expects_reports()
@@ -475,14 +475,14 @@ def test_an_idle_engine_takes_steps_until_its_chunks_are_ready_and_not_for_ever(
     scheduler.report(rank.planned(scheduler.step(output(request, [4, 5, 6])), rank.fill(4, 6)))
     scheduler.finished(request)
     assert scheduler.expects_reports()
-    assert store.match(keys).ready == 0
+    assert store.lookup(keys).ready == 0
     if through:
         rank.streams.run()
         scheduler.report(rank.planned(scheduler.step(output())))
-        assert store.match(keys).ready == 1
+        assert store.lookup(keys).ready == 1
         store.check(idle=True)
     else:
         clock.now += 60
         scheduler.report(rank.planned(scheduler.step(output())))
-        assert store.match(keys).ready == 0
+        assert store.lookup(keys).ready == 0
     assert not scheduler.expects_reports()

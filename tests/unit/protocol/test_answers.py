@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from kvtier.client.client import Client
-from kvtier.client.connect import Address, Door, hello
+from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.errors import StateError
+from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
-from kvtier.store.lease import Match
 from tests.rogue_server import SLOTS, greet, hear, rogue
 from tests.server_process import LAYOUT, SLOT, run, short_folder, wait_for
 
@@ -38,20 +38,20 @@ def client_of(reply: Reply, timeout_s: float = 5.0) -> Iterator[Client]:
             client.sendall(said if isinstance(said, bytes) else b"".join(map(wire.frame, said)))
 
     with short_folder() as folder, rogue(folder / "sock", script) as address:
-        client = Client(door(address), timeout_s)
+        client = Client(access(address), timeout_s)
         try:
             yield client
         finally:
             client.close()
 
 
-def door(address: Address) -> Door:
-    return Door(address, hello(LAYOUT.fingerprint, SLOT, stream=False))
+def access(address: Address) -> ServerAccess:
+    return ServerAccess(address, hello(LAYOUT.fingerprint, SLOT, stream=False))
 
 
 KEYS = run(1, 4)
 GOOD: dict[type[wire.Message], Callable[[Any], wire.Message]] = {
-    wire.Match: lambda asked: wire.Extent(asked.id, [(2, 0.0), (4, 0.5)]),
+    wire.Lookup: lambda asked: wire.LookupAnswer(asked.id, [(2, 0.0), (4, 0.5)]),
     wire.Save: lambda asked: wire.Slots(asked.id, 1, [0, 3], [7, 0]),
     wire.Load: lambda asked: wire.Claim(asked.id, 1, 2, [7, 0], b"\0\0"),
     wire.Poll: lambda asked: wire.Claim(asked.id, 1, 0, [3, 4], b"\0\0"),
@@ -66,21 +66,21 @@ def honest(asked: wire.Message) -> list[wire.Message]:
 
 def test_what_an_honest_server_says_is_taken() -> None:
     with client_of(honest) as client:
-        assert client.match(KEYS) == Match(2, 2)
+        assert client.lookup(KEYS).progress == Progress(2, 2)
         save = client.save(KEYS)
         assert (save.keys, save.slots) == ([KEYS[0], KEYS[3]], [7, 0])
         load = client.load(KEYS)
-        assert load.poll() == Match(4, 0)
+        assert load.poll() == Progress(4, 0)
         assert load.slots == [7, 0, 3, 4] and load.sources == ["ram"] * 4
         assert client.counts["lost"] == 0
 
 
 BAD: dict[str, tuple[type[wire.Message], Callable[[Any], wire.Message]]] = {
-    "more than was asked for": (wire.Match, lambda asked: wire.Extent(asked.id, [(5, 0.0)])),
-    "a run that shrinks": (wire.Match, lambda asked: wire.Extent(asked.id, [(4, 0.0), (2, 0.5)])),
-    "another question's": (wire.Match, lambda asked: wire.Extent(asked.id + 1, [(4, 0.0)])),
-    "the last question's": (wire.Match, lambda asked: wire.Extent(asked.id - 1, [(4, 0.0)])),
-    "another kind": (wire.Match, lambda asked: wire.Done(asked.id)),
+    "more than was asked for": (wire.Lookup, lambda asked: wire.LookupAnswer(asked.id, [(5, 0.0)])),
+    "a run that shrinks": (wire.Lookup, lambda asked: wire.LookupAnswer(asked.id, [(4, 0.0), (2, 0.5)])),
+    "another question's": (wire.Lookup, lambda asked: wire.LookupAnswer(asked.id + 1, [(4, 0.0)])),
+    "the last question's": (wire.Lookup, lambda asked: wire.LookupAnswer(asked.id - 1, [(4, 0.0)])),
+    "another kind": (wire.Lookup, lambda asked: wire.Done(asked.id)),
     "a slot beyond the pool": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [0], [SLOTS])),
     "a chunk beyond the run": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [4], [0])),
     "fewer slots than chunks": (wire.Save, lambda asked: wire.Slots(asked.id, 1, [0, 1], [0])),
@@ -99,51 +99,53 @@ BAD: dict[str, tuple[type[wire.Message], Callable[[Any], wire.Message]]] = {
 def test_an_answer_that_cannot_be_is_a_miss_and_ends_the_attachment(lie: str) -> None:
     kind, answer = BAD[lie]
     with client_of(lambda asked: [answer(asked)] if isinstance(asked, kind) else honest(asked)) as client:
-        if kind is wire.Match:
-            assert client.match(KEYS) == Match(0, 0)
+        if kind is wire.Lookup:
+            assert client.lookup(KEYS).progress == Progress(0, 0)
         elif kind is wire.Save:
             assert client.save(KEYS).slots == []
         else:
             load = client.load(KEYS)
-            assert load.poll() == (Match(0, 0) if kind is wire.Load else Match(2, 0))
+            assert load.poll() == (Progress(0, 0) if kind is wire.Load else Progress(2, 0))
         assert client.counts["lost"] == 1
 
 
 def test_an_answer_that_comes_late_is_not_taken_for_the_next_question() -> None:
     """The first question is answered when the second comes, with everything there; the second with nothing."""
-    asked: list[wire.Match] = []
+    asked: list[wire.Lookup] = []
 
     def late(message: wire.Message) -> list[wire.Message]:
-        if isinstance(message, wire.Match):
+        if isinstance(message, wire.Lookup):
             asked.append(message)
-        if isinstance(message, wire.Clear):
-            return [wire.Extent(asked[0].id, [(4, 0.0)])]
-        return [wire.Extent(message.id, [(1, 0.0)])] if isinstance(message, wire.Match) and len(asked) > 1 else []
+        if isinstance(message, wire.InvalidateAll):
+            return [wire.LookupAnswer(asked[0].id, [(4, 0.0)])]
+        return (
+            [wire.LookupAnswer(message.id, [(1, 0.0)])] if isinstance(message, wire.Lookup) and len(asked) > 1 else []
+        )
 
     with client_of(late, 0.2) as client:
-        assert client.match(KEYS) == Match(0, 0), "no answer in time"
-        assert client.match(run(2, 4)) == Match(0, 0) and len(asked) == 1, "not asked while one is owed"
-        client.clear()
-        wait_for(lambda: client.match(run(3, 4)) == Match(1, 0), "the answer to this question")
+        assert client.lookup(KEYS).progress == Progress(0, 0), "no answer in time"
+        assert client.lookup(run(2, 4)).progress == Progress(0, 0) and len(asked) == 1, "not asked while one is owed"
+        client.invalidate_all()
+        wait_for(lambda: client.lookup(run(3, 4)).progress == Progress(1, 0), "the answer to this question")
         assert client.counts["lost"] == 0
 
 
 def test_another_answer_than_the_one_that_is_owed_ends_the_attachment() -> None:
     def other(asked: wire.Message) -> list[wire.Message]:
-        return [wire.Extent(77, [(4, 0.0)])] if isinstance(asked, wire.Clear) else []
+        return [wire.LookupAnswer(77, [(4, 0.0)])] if isinstance(asked, wire.InvalidateAll) else []
 
     with client_of(other, 0.1) as client:
-        assert client.match(KEYS) == Match(0, 0), "no answer in time"
-        client.clear()
+        assert client.lookup(KEYS).progress == Progress(0, 0), "no answer in time"
+        client.invalidate_all()
         wait_for(lambda: client.counts["lost"] == 1, "given up")
 
 
 def test_a_flood_of_other_answers_does_not_hold_the_engine() -> None:
     def flood(asked: wire.Message) -> bytes:
-        return wire.frame(wire.Extent(99, [(1, 0.0)])) * 10_000 if isinstance(asked, wire.Match) else b""
+        return wire.frame(wire.LookupAnswer(99, [(1, 0.0)])) * 10_000 if isinstance(asked, wire.Lookup) else b""
 
     with client_of(flood) as client:
-        assert client.match(KEYS) == Match(0, 0)
+        assert client.lookup(KEYS).progress == Progress(0, 0)
         assert client.counts["lost"] == 1
 
 
@@ -151,8 +153,8 @@ def test_an_answer_that_does_not_end_is_read_for_as_long_as_any() -> None:
     """Whatever has come: when the time is over the link is read once more, and not until all is read."""
     begun = (1 << 20).to_bytes(4, "little") + bytes(150_000)
     with client_of(lambda asked: begun) as client:
-        client.clear()
-        link = client._link
+        client.invalidate_all()
+        link = client._attachment
         assert link is not None
         wait_for(lambda: unread(link._socket) == len(begun), "sent")
         assert link.take(0.0) is None

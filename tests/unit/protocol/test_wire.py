@@ -20,7 +20,7 @@ MESSAGES = [
     wire.Hello(1, "attach", bytes(32), "tenant", 4096, "engine", bytes(32), b"proof"),
     wire.Welcome(8, 4096, ["ram", "nvme"], 100, b"proof"),
     wire.Refused("why"),
-    wire.Match(1, KEY),
+    wire.Lookup(1, KEY),
     wire.Save(2, KEY * 2),
     wire.Load(3, KEY * 3, 1),
     wire.Poll(4, 5, 6),
@@ -29,9 +29,9 @@ MESSAGES = [
     wire.Check(7, True),
     wire.Commit(8),
     wire.End(9),
-    wire.Forget(KEY),
-    wire.Clear(),
-    wire.Extent(1, [(2, 0.0), (5, 0.25), (7, None)], (None, 1.5, 0.5), "evicted"),
+    wire.Invalidate(KEY),
+    wire.InvalidateAll(),
+    wire.LookupAnswer(1, [(2, 0.0), (5, 0.25), (7, None)], (None, 1.5, 0.5), "evicted"),
     wire.Decline(KEY, "slower"),
     wire.Hint(KEY, True, 1.5, "session"),
     wire.Slots(1, 2, [0, 1], [7, 9]),
@@ -68,7 +68,7 @@ def test_many_messages_in_one_read() -> None:
 
 def test_a_message_larger_than_the_first_room_and_a_small_one_after_it() -> None:
     inbox: Inbox[wire.Message] = Inbox(ANY)
-    sent = [wire.Match(1, KEY * wire.MAX_KEYS), wire.Match(2, KEY)]
+    sent = [wire.Lookup(1, KEY * wire.MAX_KEYS), wire.Lookup(2, KEY)]
     assert list(inbox.feed(b"".join(map(frame, sent)))) == sent
     assert len(inbox.room()) == 64 * 1024, "the large room is given back"
 
@@ -82,12 +82,12 @@ def test_a_long_frame_is_refused_before_anything_is_allocated() -> None:
     tracemalloc.stop()
     assert peak < 64 * 1024
     with pytest.raises(WireError, match="expected at most 1024"):
-        list(Inbox[wire.Message](wire.Hello, wire.MAX_GREETING).feed(frame(wire.Match(1, KEY * 100))))
+        list(Inbox[wire.Message](wire.Hello, wire.MAX_GREETING).feed(frame(wire.Lookup(1, KEY * 100))))
 
 
 def test_what_is_read_and_not_taken_is_bounded() -> None:
     inbox: Inbox[wire.Message] = Inbox(wire.Question, 1024)
-    flood = frame(wire.Match(1, KEY))
+    flood = frame(wire.Lookup(1, KEY))
     with pytest.raises(WireError, match="faster than it is answered"):
         for _ in range(100):
             room = inbox.room()

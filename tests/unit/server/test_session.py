@@ -15,7 +15,7 @@ from kvtier.core.tenant import owner_of, tenant
 from kvtier.protocol import wire
 from kvtier.protocol.wire import WireError
 from kvtier.server import session as session_module
-from kvtier.server.registry import Realm
+from kvtier.server.registry import SizeClass
 from kvtier.server.session import Session
 from kvtier.server.shares import Pace, Shares
 from kvtier.store.store import Store
@@ -82,7 +82,7 @@ def test_a_lease_is_of_one_session(store: Store, session: Session) -> None:
         wire.Poll(1, 1, 0),
         wire.Poll(1, 2, 3),
         wire.Save(1, blob(1) * 2),
-        wire.Match(1, bytes(41)),
+        wire.Lookup(1, bytes(41)),
     ],
 )
 def test_what_no_correct_client_asks(store: Store, session: Session, question: wire.Question) -> None:
@@ -159,7 +159,7 @@ def test_an_engine_that_stops_while_it_fills_all_it_can_leaves_the_others_room()
     assert isinstance(slots, wire.Slots) and len(slots.slots) == 54
     for token in range(100, 200):
         save(honest, token)
-        assert engines.store.match(LAYOUT.keys([token])).ready == 1
+        assert engines.store.lookup(LAYOUT.keys([token])).ready == 1
     engines.store.check()
     assert engines.store.stats()["ram_filling"] == 54
     assert engines.store.stats()["save_refused"] == 10
@@ -190,12 +190,12 @@ def test_a_session_that_is_ended_holds_nothing() -> None:
 
 LONG = LAYOUT.keys(range(3000))
 MESSAGES: dict[str, wire.Question] = {
-    "match": wire.Match(1, wire.joined(LONG)),
+    "match": wire.Lookup(1, wire.joined(LONG)),
     "save": wire.Save(1, wire.joined(LONG)),
     "load": wire.Load(1, wire.joined(LONG), 0),
-    "forget": wire.Forget(wire.joined(LONG)),
+    "forget": wire.Invalidate(wire.joined(LONG)),
     "hint": wire.Hint(wire.joined(LONG), True, 0.0),
-    "clear": wire.Clear(),
+    "clear": wire.InvalidateAll(),
     "check": wire.Check(1, False),
     "end": wire.End(1),
     "commit": wire.Commit(1),
@@ -285,7 +285,7 @@ def test_one_that_clears_all_the_time_waits_for_its_turn_and_others_do_not() -> 
     store.every_key = look  # type: ignore[method-assign]
     flood, other = Session(store, 1, None, pace), Session(store, 2, None, pace)
     for _ in range(3):
-        for pause in flood.begin(wire.Clear()):
+        for pause in flood.begin(wire.InvalidateAll()):
             clock.now += pause
             save(other, 1)
     assert [round(later - earlier, 6) for earlier, later in pairwise(looks)] == [2.0, 2.0], "1 % of the time"
@@ -328,12 +328,12 @@ def test_owners_drop_only_what_is_theirs_or_nobodys() -> None:
     save(one, 1)
     save(two, 2)
     lane.run()
-    one.answer(wire.Forget(blob(2)))
-    assert store.match(LAYOUT.keys([2])).ready == 1
-    one.answer(wire.Clear())
+    one.answer(wire.Invalidate(blob(2)))
+    assert store.lookup(LAYOUT.keys([2])).ready == 1
+    one.answer(wire.InvalidateAll())
     lane.run()
     assert set(tier.held) == set(LAYOUT.keys([2]))
-    assert [sum(store.match(LAYOUT.keys([token]))) for token in (1, 2, 9)] == [0, 1, 0]
+    assert [sum(store.lookup(LAYOUT.keys([token])).progress) for token in (1, 2, 9)] == [0, 1, 0]
 
 
 def test_a_quota_holds_in_ram_and_in_every_tier() -> None:
@@ -346,8 +346,8 @@ def test_a_quota_holds_in_ram_and_in_every_tier() -> None:
         save(loud, token)
         lane.run()
         store.check()
-    assert store.match(LAYOUT.keys([1, 2, 3])).ready == 3
-    assert sum(store.match(LAYOUT.keys([token])).ready for token in range(10, 20)) == 4
+    assert store.lookup(LAYOUT.keys([1, 2, 3])).ready == 3
+    assert sum(store.lookup(LAYOUT.keys([token])).ready for token in range(10, 20)) == 4
     assert sum(key in tier.held for token in range(10, 20) for key in LAYOUT.keys([token])) == 3
     assert all(key in tier.held for key in LAYOUT.keys([1, 2, 3]))
     store.check(idle=True)
@@ -374,23 +374,23 @@ def test_quotas_and_promotions_know_whose_the_recovered_chunks_are(tmp_path: Pat
         lane.run()
         assert load.poll().ready == 6
     assert store.keys(loud) == set(keys[:6]), "in RAM, too, they are whose they were, not who asked for them's"
-    store.forget(keys, quiet)
-    assert store.match(keys).ready == 6
-    store.forget(keys, tenant("loud"))
+    store.invalidate(keys, quiet)
+    assert store.lookup(keys).ready == 6
+    store.invalidate(keys, tenant("loud"))
     lane.run()
-    assert (sum(store.match(keys)), tier.owners(keys).count(loud)) == (0, 0)
+    assert (sum(store.lookup(keys).progress), tier.owners(keys).count(loud)) == (0, 0)
     store.close()
 
 
 def test_a_run_that_comes_chunk_by_chunk_is_put_together_again() -> None:
-    realm = Realm(Store(Pool(1, SLOT)), lambda call: None)
+    size_class = SizeClass(Store(Pool(1, SLOT)), lambda call: None)
     keys = LAYOUT.keys([1, 2, 3, 4])
-    realm.remember([keys[2], keys[0], keys[1]])
-    assert realm.run_to(keys[3]) == keys
-    assert realm.run_to(keys[1]) == keys[:2]
+    size_class.remember([keys[2], keys[0], keys[1]])
+    assert size_class.run_to(keys[3]) == keys
+    assert size_class.run_to(keys[1]) == keys[:2]
     circle = [ChunkKey(bytes([n]) * 32 + bytes([1 - n]) * 8) for n in (0, 1)]
-    realm.remember(circle)
-    assert set(realm.run_to(circle[0])) == set(circle), "a forged circle of links ends"
+    size_class.remember(circle)
+    assert set(size_class.run_to(circle[0])) == set(circle), "a forged circle of links ends"
 
 
 # ---- hints -----------------------------------------------------------------------------------------------------------

@@ -69,9 +69,9 @@ def test_a_directory_says_when_its_coldest_chunk_was_used() -> None:
     directory.ages.begin(9)
     directory.used(KEYS[:1])
     assert (directory.coldest(), directory.coldest(0)) == (2, 2)
-    directory.forget(KEYS[1])
-    directory.forget(KEYS[2])
-    directory.forget(KEYS[0])
+    directory.invalidate(KEYS[1])
+    directory.invalidate(KEYS[2])
+    directory.invalidate(KEYS[0])
     assert (directory.coldest(), directory.coldest(0)) == (None, None)
 
 

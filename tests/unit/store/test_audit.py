@@ -9,8 +9,8 @@ import pytest
 from kvtier.assemble import assemble
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
-from kvtier.store.lease import Match
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.testing.check_tier import content
@@ -41,7 +41,7 @@ class Bench:
     def load(self, run: list[ChunkKey]) -> None:
         with self.store.load(run) as lease:
             self.lane.run()
-            assert lease.poll() == Match(len(run), 0)
+            assert lease.poll() == Progress(len(run), 0)
         self.lane.run()
         self.store.check(idle=True)
 
@@ -69,7 +69,7 @@ def test_a_slot_that_changed_is_found_named_once_and_dropped_everywhere(
     bench.flip(keys(1, 2), at)
     bench.load(keys(1, 2))
     assert bench.counts == (2, 1)
-    assert bench.store.match(keys(1, 2)) == Match(1, 0)
+    assert bench.store.lookup(keys(1, 2)).progress == Progress(1, 0)
     assert set(bench.tier.held) == set(keys(1)), "the copy below may be the wrong one as well"
     bench.save(keys(1, 2))
     bench.flip(keys(1, 2), at)
@@ -121,7 +121,7 @@ def test_a_chunk_that_left_before_its_turn_and_a_full_lane_cost_nothing() -> Non
     bench.save(keys(1))
     with bench.store.load(keys(1)) as lease:
         lease.poll()
-    bench.store.forget(keys(1))
+    bench.store.invalidate(keys(1))
     bench.lane.run()
     assert bench.counts == (0, 0)
     bench.store.check(idle=True)
@@ -143,4 +143,4 @@ def test_a_chunk_that_cannot_be_read_below_is_no_mismatch() -> None:
     bench.tier.held.clear()
     bench.load(keys(1))
     assert bench.counts == (0, 0)
-    assert bench.store.match(keys(1)) == Match(1, 0)
+    assert bench.store.lookup(keys(1)).progress == Progress(1, 0)

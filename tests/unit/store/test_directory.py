@@ -78,7 +78,7 @@ def test_a_forgotten_chunk_keeps_its_slot_while_it_is_read() -> None:
     directory = Directory(1)
     (entry,) = ready(directory, A)
     directory.pin(entry)
-    directory.forget(A)
+    directory.invalidate(A)
     assert directory.get(A) is None
     assert directory.reserve(B, ()) is None, "the slot is still being read"
     directory.unpin(entry)
@@ -129,7 +129,7 @@ def test_a_chunk_forgotten_while_written_is_not_kept_below() -> None:
     directory = Directory(1, [1])
     (entry,) = ready(directory, A)
     directory.spill_begun(entry, 0)
-    directory.forget(A)
+    directory.invalidate(A)
     assert directory.spill_ended(entry, 0, stored=True) is False
     assert list(directory.holders(A)) == []
     directory.deleted(0, [A])
@@ -140,7 +140,7 @@ def test_forget_names_every_tier_that_must_delete() -> None:
     directory = Directory(1, [1, 1])
     directory.found(0, [A])
     directory.found(1, [A])
-    assert directory.forget(A) == [0, 1]
+    assert directory.invalidate(A) == [0, 1]
     assert directory.held_run([A]) == 0
 
 
@@ -197,7 +197,7 @@ def test_broken_promises_are_loud(step: str) -> None:
         elif step == "fill ready":
             directory.filled(entry)
         else:
-            directory.forget(A)
+            directory.invalidate(A)
             directory.pin(entry)
 
 

@@ -138,7 +138,7 @@ def test_what_left_for_room_is_remembered_and_what_was_forgotten_is_not() -> Non
     directory = Directory(2, policy=lambda room: policy)
     for key in (A, B):
         fill(directory, key)
-    directory.forget(B)
+    directory.invalidate(B)
     fill(directory, B)
     fill(directory, C)
     assert A in policy.left and B not in policy.left

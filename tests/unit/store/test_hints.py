@@ -54,7 +54,7 @@ class Cache:
 
     @property
     def in_ram(self) -> set[ChunkKey]:
-        return {key for key in self.store.every_key() if self.store.match([key]).ready}
+        return {key for key in self.store.every_key() if self.store.lookup([key]).ready}
 
 
 @pytest.mark.parametrize("policy", [LRU, Segments])
@@ -291,7 +291,7 @@ def test_a_mark_never_outlives_a_later_use(
         elif step == "keep":
             cache.store.hint(run, Hint(keep_s=random.Random(now).choice([1, 100])))
         elif step == "forget":
-            cache.store.forget(run[-1:])
+            cache.store.invalidate(run[-1:])
         elif step == "time":
             cache.clock.now += 50
         elif step == "turn":

@@ -62,15 +62,15 @@ class Away(DictTier):
 
 def test_cold_evicted_forgotten_and_saving() -> None:
     bench = Bench(slots=2)
-    assert bench.store.forecast(keys(1, 2)).why == "cold"
+    assert bench.store.lookup(keys(1, 2)).why == "cold"
     assert bench.missed(keys(1, 2)) == {"cold": 2}
     bench.save(keys(1, 2))
-    assert bench.store.forecast(keys(1, 2)).why == ""
+    assert bench.store.lookup(keys(1, 2)).why == ""
     assert bench.missed(keys(1, 2, 3)) == {"cold": 1}
     bench.save(keys(8, 9))
-    assert bench.store.forecast(keys(1, 2)).why == "evicted"
+    assert bench.store.lookup(keys(1, 2)).why == "evicted"
     assert bench.missed(keys(1, 2)) == {"evicted": 2}
-    bench.store.clear()
+    bench.store.invalidate_all()
     assert bench.missed(keys(8, 9)) == {"forgotten": 2}
     with bench.store.save(keys(5)):
         assert bench.missed(keys(5, 6)) == {"saving": 2}
@@ -93,7 +93,7 @@ def test_what_the_disk_gives_back_wrong_is_corrupt(tmp_path: Path) -> None:
     slots = tmp_path / "slots.kvtier"
     slots.write_bytes(bytes(slots.stat().st_size))
     assert bench.missed(keys(1)) == {}, "it was there when it was asked for"
-    assert bench.store.forecast(keys(1)).why == "corrupt"
+    assert bench.store.lookup(keys(1)).why == "corrupt"
     assert bench.missed(keys(1)) == {"corrupt": 1}
     bench.store.close()
 
@@ -106,7 +106,7 @@ def test_a_tier_that_does_not_answer_is_told_from_a_miss() -> None:
     tier.away = True
     for _ in range(3):
         bench.missed(keys(1))
-    assert bench.store.forecast(keys(1, 3)).why == "tier_down"
+    assert bench.store.lookup(keys(1, 3)).why == "tier_down"
     assert bench.missed(keys(1, 3)) == {"tier_down": 2}
     assert bench.missed(keys(7)) == {"cold": 1}, "nobody else writes there: we would know"
 

@@ -6,8 +6,8 @@ import pytest
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import StateError
+from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
-from kvtier.store.lease import Match
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.clock import Clock
@@ -37,8 +37,8 @@ def over(*tiers: DictTier, slots: int = 4, bound: int = 64) -> tuple[Store, list
 def test_a_run_is_matched_up_to_its_first_gap() -> None:
     store, _ = over()
     fill(store, keys(1, 2))
-    assert store.match(keys(1, 2, 3)) == Match(2, 0)
-    assert store.match(keys(9, 2)) == Match(0, 0)
+    assert store.lookup(keys(1, 2, 3)).progress == Progress(2, 0)
+    assert store.lookup(keys(9, 2)).progress == Progress(0, 0)
 
 
 def test_of_a_run_longer_than_ram_the_beginning_is_served_though_the_end_is_there() -> None:
@@ -47,7 +47,7 @@ def test_of_a_run_longer_than_ram_the_beginning_is_served_though_the_end_is_ther
     fill(store, run[2:])
     with store.load(run) as lease:
         lane.run()
-        assert lease.poll() == Match(3, 0)
+        assert lease.poll() == Progress(3, 0)
         assert [bytes(view[:40]) for view in lease.views()] == run[:3]
     store.check(idle=True)
 
@@ -61,9 +61,9 @@ def test_saving_again_reserves_nothing() -> None:
 def test_an_uncommitted_save_is_never_served() -> None:
     store, _ = over()
     lease = store.save(keys(1))
-    assert store.load(keys(1)).poll() == Match(0, 0)
+    assert store.load(keys(1)).poll() == Progress(0, 0)
     lease.close()
-    assert store.match(keys(1)) == Match(0, 0)
+    assert store.lookup(keys(1)).progress == Progress(0, 0)
     store.check(idle=True)
 
 
@@ -72,7 +72,7 @@ def test_a_lease_ends_once() -> None:
     lease = store.save(keys(1))
     lease.commit()
     lease.close()
-    assert store.match(keys(1)).ready == 1
+    assert store.lookup(keys(1)).ready == 1
     with pytest.raises(StateError):
         lease.commit()
 
@@ -80,7 +80,7 @@ def test_a_lease_ends_once() -> None:
 def test_a_prompt_longer_than_the_pool_keeps_its_beginning() -> None:
     store, _ = over(slots=2)
     assert fill(store, keys(1, 2, 3)) == 2
-    assert store.match(keys(1, 2, 3)) == Match(2, 0)
+    assert store.lookup(keys(1, 2, 3)).progress == Progress(2, 0)
     assert store.stats()["save_refused"] == 1
 
 
@@ -90,11 +90,11 @@ def test_spilled_chunks_outlive_eviction_and_come_back_whole() -> None:
     fill(store, first)
     lane.run()
     fill(store, second)
-    assert store.match(first) == Match(0, 2)
+    assert store.lookup(first).progress == Progress(0, 2)
     with store.load(first) as lease:
-        assert lease.poll() == Match(0, 2)
+        assert lease.poll() == Progress(0, 2)
         lane.run()
-        assert lease.poll() == Match(2, 0)
+        assert lease.poll() == Progress(2, 0)
         assert [bytes(view[:40]) for view in lease.views()] == first
         assert lease.sources == ["dict", "dict"]
     assert store.load(first).sources == []
@@ -112,10 +112,10 @@ def test_a_failed_promotion_makes_the_match_shorter() -> None:
     fill(store, keys(7, 8, 9))
     del tier.held[run[1]]
     with store.load(run) as lease:
-        assert lease.poll() == Match(0, 3)
+        assert lease.poll() == Progress(0, 3)
         lane.run()
-        assert lease.poll() == Match(1, 0)
-    assert store.match(run) == Match(1, 0), "what cannot be read is not offered again"
+        assert lease.poll() == Progress(1, 0)
+    assert store.lookup(run).progress == Progress(1, 0), "what cannot be read is not offered again"
 
 
 def test_the_next_tier_is_asked_when_one_fails() -> None:
@@ -129,7 +129,7 @@ def test_the_next_tier_is_asked_when_one_fails() -> None:
     with store.load(keys(1)) as lease:
         for lane in lanes:
             lane.run()
-        assert lease.poll() == Match(1, 0)
+        assert lease.poll() == Progress(1, 0)
 
 
 class AwayTier(DictTier):
@@ -161,13 +161,13 @@ def test_what_cannot_be_read_now_is_a_miss_now_and_there_later() -> None:
     store, (lane,) = spilled(tier, run, clock)
     with store.load(run) as lease:
         lane.run()
-        assert lease.poll() == Match(0, 0)
+        assert lease.poll() == Progress(0, 0)
     assert tier.reads == 2, "each is tried once"
-    assert store.match(run) == Match(0, 2)
+    assert store.lookup(run).progress == Progress(0, 2)
     tier.away = False
     with store.load(run) as lease:
         lane.run()
-        assert [bytes(view[:40]) for view in lease.views()] == [] and lease.poll() == Match(2, 0)
+        assert [bytes(view[:40]) for view in lease.views()] == [] and lease.poll() == Progress(2, 0)
         assert [bytes(view[:40]) for view in lease.views()] == run
     store.check(idle=True)
 
@@ -183,14 +183,14 @@ def test_a_tier_that_stays_away_costs_no_slots_and_is_tried_again_by_one_read() 
     fill(store, there)
     for _ in range(3):
         with store.load(run) as lease:
-            assert lease.poll() == Match(0, 0)
-    assert store.match(there).ready == 4, "nobody left RAM for it"
+            assert lease.poll() == Progress(0, 0)
+    assert store.lookup(there).ready == 4, "nobody left RAM for it"
     tier.away = False
     clock.now += 60
     for ready in (1, 4):
         with store.load(run) as lease:
             lane.run()
-            assert lease.poll() == Match(ready, 0)
+            assert lease.poll() == Progress(ready, 0)
     assert tier.reads == 4 + 1 + 3
 
 
@@ -222,11 +222,11 @@ def test_a_machine_that_is_away_is_left_alone_and_the_tier_s_others_are_not() ->
     for single in singles[:5]:
         with store.load(single) as lease:
             lane.run()
-            assert lease.poll() == Match(0, 0)
+            assert lease.poll() == Progress(0, 0)
     assert tier.reads == 3, "the machine is left alone"
     with store.load(singles[5]) as lease:
         lane.run()
-        assert lease.poll() == Match(1, 0), "the other one is not"
+        assert lease.poll() == Progress(1, 0), "the other one is not"
 
 
 def test_a_chunk_that_no_tier_can_read_now_is_tried_once_in_each() -> None:
@@ -237,14 +237,14 @@ def test_a_chunk_that_no_tier_can_read_now_is_tried_once_in_each() -> None:
     with store.load(run) as lease:
         for lane in lanes:
             lane.run()
-        assert lease.poll() == Match(0, 0)
+        assert lease.poll() == Progress(0, 0)
     assert (fast.reads, slow.reads) == (1, 1)
     slow.away = False
     with store.load(run) as lease:
         for lane in lanes:
             lane.run()
-        assert lease.poll() == Match(1, 0)
-    store.clear()
+        assert lease.poll() == Progress(1, 0)
+    store.invalidate_all()
     for lane in lanes:
         lane.run()
     assert not fast.held and not slow.held, "a clear reaches what could not be read"
@@ -259,7 +259,7 @@ def test_a_full_lane_costs_a_shorter_match_not_a_wait() -> None:
         lane.run()
     fill(store, keys(7, 8, 9))
     with store.load(run) as lease:
-        assert lease.poll() == Match(0, 1)
+        assert lease.poll() == Progress(0, 1)
     lane.run()
     store.check(idle=True)
 
@@ -269,11 +269,11 @@ def test_chunks_that_only_a_shared_tier_knows_are_found_by_load() -> None:
     held = {key: bytes(key).ljust(SLOT, b"\0") for key in run}
     store, (lane,) = over(DictTier(8, shared=True), slots=4)
     store.tiers[0].held.update(held)  # type: ignore[attr-defined] # another server wrote them
-    assert store.match(run) == Match(0, 0)
+    assert store.lookup(run).progress == Progress(0, 0)
     with store.load(run) as lease:
         assert lease.poll().coming == 1, "not known yet"
         lane.run()
-        assert lease.poll() == Match(2, 0)
+        assert lease.poll() == Progress(2, 0)
         assert [bytes(view[:40]) for view in lease.views()] == run
 
 
@@ -281,7 +281,7 @@ def test_what_a_tier_kept_is_known_at_start() -> None:
     run = keys(1, 2)
     tier = DictTier(8, held={key: bytes(key).ljust(SLOT, b"\0") for key in run})
     store, _ = over(tier)
-    assert store.match(run) == Match(0, 2)
+    assert store.lookup(run).progress == Progress(0, 2)
 
 
 def test_a_shrunken_tier_gives_up_its_coldest() -> None:
@@ -290,7 +290,7 @@ def test_a_shrunken_tier_gives_up_its_coldest() -> None:
     store, (lane,) = over(tier)
     lane.run()
     assert set(tier.held) == set(run[:2])
-    assert store.match(run) == Match(0, 2)
+    assert store.lookup(run).progress == Progress(0, 2)
 
 
 def test_forgotten_chunks_leave_every_place() -> None:
@@ -298,13 +298,13 @@ def test_forgotten_chunks_leave_every_place() -> None:
     store, (lane,) = over(tier)
     fill(store, keys(1, 2))
     lane.run()
-    store.forget(keys(1, 2)[1:])
+    store.invalidate(keys(1, 2)[1:])
     lane.run()
-    assert store.match(keys(1, 2)) == Match(1, 0)
+    assert store.lookup(keys(1, 2)).progress == Progress(1, 0)
     assert set(tier.held) == set(keys(1))
-    store.clear()
+    store.invalidate_all()
     lane.run()
-    assert not tier.held and store.match(keys(1)) == Match(0, 0)
+    assert not tier.held and store.lookup(keys(1)).progress == Progress(0, 0)
     store.check(idle=True)
 
 

@@ -16,9 +16,9 @@ from kvtier.admin import prometheus, status
 from kvtier.assemble import assemble
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
-from kvtier.server.registry import Realm
-from kvtier.store.lease import Match
+from kvtier.server.registry import SizeClass
 from kvtier.store.lower_tier import Place
 from kvtier.store.store import Store
 from kvtier.store.write_budget import WriteBudget
@@ -82,10 +82,10 @@ def test_what_leaves_next_is_written_before_it_leaves_and_comes_back() -> None:
     assert set(tier.held) == set(first), "the colder half"
     save(store, keys(5, 6))
     lane.run()
-    assert store.match(first) == Match(0, 2)
+    assert store.lookup(first).progress == Progress(0, 2)
     with store.load(first) as lease:
         lane.run()
-        assert [lease.poll(), [bytes(view[:40]) for view in lease.views()]] == [Match(2, 0), first]
+        assert [lease.poll(), [bytes(view[:40]) for view in lease.views()]] == [Progress(2, 0), first]
     tier.writes = 0
     save(store, keys(7, 8))
     lane.run()
@@ -99,10 +99,10 @@ def test_when_saves_outrun_the_tier_the_coldest_leaves_unwritten_and_is_counted(
     store, lane = late(tier, slots=2)
     save(store, keys(1, 2))
     save(store, keys(3, 4))
-    assert store.match(keys(3, 4)) == Match(2, 0), "a save never waits and is not refused"
+    assert store.lookup(keys(3, 4)).progress == Progress(2, 0), "a save never waits and is not refused"
     assert store.stats()["dict_spill_late"] == 2
     lane.run()
-    assert store.match(keys(1, 2)) == Match(0, 0)
+    assert store.lookup(keys(1, 2)).progress == Progress(0, 0)
 
 
 def test_a_clean_close_writes_what_is_in_ram_so_that_a_restart_is_warm() -> None:
@@ -137,17 +137,17 @@ def test_an_owner_whose_quota_is_used_up_has_its_own_coldest_written_first() -> 
         lane.run()
     assert set(tier.held) == {*keys(1), *keys(2)}, "half of its quota, though half of RAM is free"
     save(store, keys(5), owner=1)
-    assert store.match(keys(1)) == Match(0, 1)
+    assert store.lookup(keys(1)).progress == Progress(0, 1)
     assert store.stats()["dict_spill_late"] == 0
 
 
 def test_a_restart_of_real_files_is_warm(tmp_path: Path) -> None:
     config = Config(ram_bytes=8 * SLOT, nvme_path=str(tmp_path), nvme_bytes=1 << 20, nvme_write="evict")
     run = keys(1, 2, 3)
-    for match in (Match(0, 0), Match(0, 3)):
+    for match in (Progress(0, 0), Progress(0, 3)):
         store = assemble(config, LAYOUT)
         assert isinstance(store, Store)
-        assert store.match(run) == match
+        assert store.lookup(run).progress == match
         save(store, run)
         assert store.close()
 
@@ -229,7 +229,7 @@ def test_what_a_tier_has_costs_no_budget_and_is_not_counted_as_refused() -> None
     save(store, keys(20))
     lane.queues[False].clear()
     refused = store.stats()["dict_write_over_budget"]
-    assert store.match(keys(1)) == Match(0, 1), "RAM has given it up"
+    assert store.lookup(keys(1)).progress == Progress(0, 1), "RAM has given it up"
     save(store, keys(1))
     lane.run()
     assert store.stats()["dict_write_over_budget"] == refused
@@ -266,7 +266,7 @@ def test_a_server_tells_what_wears_its_disk(tmp_path: Path) -> None:
     store.tiers[0].delete(keys(1)[0])
     served: Any = SimpleNamespace(
         trouble={},
-        realms=SimpleNamespace(open={SLOT: Realm(store, lambda call: call())}),
+        size_classes=SimpleNamespace(open={SLOT: SizeClass(store, lambda call: call())}),
         connections=[], lingering=[], counts=Counter(), ready=True, started=0.0,
     )  # fmt: skip
     told = prometheus.exposition(status.read(served)).decode()

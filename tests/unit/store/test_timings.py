@@ -76,9 +76,9 @@ def test_a_spill_is_the_write_of_one_chunk(bench: Bench) -> None:
 
 
 def test_a_lookup_is_counted_whether_it_finds_anything_or_not(bench: Bench) -> None:
-    bench.store.forecast(keys(1, 2))
+    bench.store.lookup(keys(1, 2))
     bench.save(keys(1, 2))
-    bench.store.forecast(keys(1, 2))
+    bench.store.lookup(keys(1, 2))
     assert sum(bench.store.timings.lookup.counts) == 2
 
 
@@ -129,5 +129,5 @@ def test_evictions_are_counted_where_they_happen() -> None:
     ram, below = read(bench.store).tiers
     assert (ram.evicted, below.evicted) == (2, 1)
     assert (ram.stores - ram.evicted, below.stores - below.evicted) == (ram.held, below.held) == (2, 3)
-    bench.store.forget(keys(3, 4))
+    bench.store.invalidate(keys(3, 4))
     assert read(bench.store).tiers[0].evicted == 2, "what is forgotten on purpose is no eviction"

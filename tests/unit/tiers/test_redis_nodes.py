@@ -15,10 +15,10 @@ from kvtier.autoconfig.probe.probe import probe_redis
 from kvtier.bench.servers import free_port
 from kvtier.config.redis_url import parse
 from kvtier.core.errors import TierError
-from kvtier.tiers.redis.connections import Dialer
-from kvtier.tiers.redis.errors import LinkError
-from kvtier.tiers.redis.link import Link
+from kvtier.tiers.redis.connections import ConnectionFactory
+from kvtier.tiers.redis.errors import RedisError
 from kvtier.tiers.redis.nodes import ClusterNodes, SentinelNodes, slot_of
+from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
 from tests.clock import Clock
 from tests.redis_server import CHUNK_BYTES, FORM, KEYS, chunk
@@ -56,8 +56,10 @@ def two(stack: ExitStack) -> tuple[dict[bytes, Answer], dict[bytes, Answer], lis
 def opened(stack: ExitStack, kind: str, *ports: int, clock: Clock | None = None) -> RedisTier:
     seeds = ",".join(f"127.0.0.1:{port}" for port in ports)
     clock = clock or Clock()
-    link = Link(f"redis+{kind}://{seeds}{'/main' if kind == 'sentinel' else ''}", timeout_s=SHORT_S, clock=clock)
-    return stack.enter_context(closing(RedisTier(link, FORM, 1 << 20, CHUNK_BYTES, clock=clock)))
+    servers = RedisServers(
+        f"redis+{kind}://{seeds}{'/main' if kind == 'sentinel' else ''}", timeout_s=SHORT_S, clock=clock
+    )
+    return stack.enter_context(closing(RedisTier(servers, FORM, 1 << 20, CHUNK_BYTES, clock=clock)))
 
 
 def test_both_halves_have_chunks() -> None:
@@ -72,13 +74,13 @@ def test_seeds_that_are_down_or_hang_are_passed_over_and_asked_last_from_then_on
     hanging = stack.enter_context(silent())
     tier = opened(stack, "cluster", free_port(), hanging, ports[0])
     tier.find(KEYS[:1])  # draws the map, where the start could not
-    assert {tier._link.node_of(FORM.header_name(key)) for key in KEYS} == {f"127.0.0.1:{port}" for port in ports}
+    assert {tier._servers.node_of(FORM.header_name(key)) for key in KEYS} == {f"127.0.0.1:{port}" for port in ports}
 
 
 def test_a_seed_that_hangs_delays_the_first_call_only() -> None:
     with silent() as hanging, scripted({b"CLUSTER": cluster_slots(7000)}) as well:
         url = parse(f"redis+cluster://127.0.0.1:{hanging},127.0.0.1:{well}")
-        nodes = ClusterNodes(url, Dialer(url, url.login, 0, SHORT_S))
+        nodes = ClusterNodes(url, ConnectionFactory(url, url.login, 0, SHORT_S))
         assert nodes.every() == (("127.0.0.1", 7000),)
         assert nodes._candidates[0] == ("127.0.0.1", well), "who answered is asked first the next time"
         assert nodes._candidates[-1] == ("127.0.0.1", hanging)
@@ -96,7 +98,7 @@ def test_what_was_known_stays_in_use_while_nobody_says_where_the_nodes_are(stack
     first[b"EXISTS"] = second[b"EXISTS"] = HELD
     assert tier.find(KEYS) == len(KEYS)
     first[b"CLUSTER"] = second[b"CLUSTER"] = b"-ERR not now\r\n"
-    tier._link.suspect()
+    tier._servers.suspect()
     assert tier.find(KEYS) == len(KEYS)
 
 
@@ -104,7 +106,7 @@ def test_one_node_of_a_cluster_is_not_taken_for_a_server(stack: ExitStack) -> No
     node = stack.enter_context(scripted({b"INFO": bulk("maxmemory:100\r\ncluster_enabled:1\r\n")}))
     url = f"redis://127.0.0.1:{node}"
     with pytest.raises(TierError, match=r"write redis\+cluster://"):
-        RedisTier(Link(url, timeout_s=SHORT_S), FORM, 1 << 20, CHUNK_BYTES)
+        RedisTier(RedisServers(url, timeout_s=SHORT_S), FORM, 1 << 20, CHUNK_BYTES)
     seen = probe_redis(url)
     assert seen.reachable.value is False and "write redis+cluster://" in seen.reachable.source
 
@@ -119,8 +121,8 @@ def test_a_slot_that_moved_is_followed_in_the_same_call(stack: ExitStack, two: A
     first[b"EXISTS"] = b"-MOVED %d 127.0.0.1:%d\r\n" % (slot_of(FORM.header_name(LOW[0])), ports[1])
     assert tier.find(LOW[:1]) == 1
     assert tier.counts["failed_finds"] == 0
-    assert tier._link.node_of(FORM.header_name(LOW[0])) == f"127.0.0.1:{ports[1]}", "and known from then on"
-    assert tier._link.node_of(FORM.header_name(LOW[1])) == f"127.0.0.1:{ports[0]}", "for this slot only"
+    assert tier._servers.node_of(FORM.header_name(LOW[0])) == f"127.0.0.1:{ports[1]}", "and known from then on"
+    assert tier._servers.node_of(FORM.header_name(LOW[1])) == f"127.0.0.1:{ports[0]}", "for this slot only"
 
 
 def test_nobody_is_followed_to_a_server_that_is_not_on_the_map(stack: ExitStack, two: Any) -> None:
@@ -141,7 +143,7 @@ def test_a_new_node_is_found_by_the_map_drawn_anew(stack: ExitStack, two: Any) -
     first[b"EXISTS"] = b"-MOVED %d 127.0.0.1:%d\r\n" % (slot_of(FORM.header_name(LOW[0])), new)
     first[b"CLUSTER"] = second[b"CLUSTER"] = cluster_slots(new, ports[1])
     assert tier.find(LOW[:1]) == 1
-    assert f"127.0.0.1:{ports[0]}" not in tier._link.nodes()
+    assert f"127.0.0.1:{ports[0]}" not in tier._servers.nodes()
 
 
 @pytest.mark.parametrize("word", ["ASK", "TRYAGAIN"])
@@ -192,7 +194,7 @@ def test_nodes_that_left_the_cluster_are_forgotten(stack: ExitStack, two: Any) -
     assert tier.open_breakers == 1
     new = stack.enter_context(scripted({b"EXISTS": HELD}))
     second[b"CLUSTER"] = first[b"CLUSTER"] = cluster_slots(new, ports[1])
-    tier._link._nodes.moved(0, None)
+    tier._servers._nodes.moved(0, None)
     assert tier.find(HIGH[:1]) == 0  # draws the map
     assert tier.find(LOW[:1]) == 1
     assert tier.open_breakers == 0
@@ -234,7 +236,7 @@ def test_a_primary_that_is_well_is_used_while_no_sentinel_answers(stack: ExitSta
     sentinel = stack.enter_context(scripted(answers))
     url = parse(f"redis+sentinel://127.0.0.1:{sentinel}/main")
     clock = Clock()
-    nodes = SentinelNodes(url, Dialer(url, url.login, 0, SHORT_S), clock)
+    nodes = SentinelNodes(url, ConnectionFactory(url, url.login, 0, SHORT_S), clock)
     assert nodes.of(b"name") == ("127.0.0.1", well)
     answers[b"SENTINEL"] = b"*-1\r\n"
     nodes.suspect()
@@ -261,8 +263,8 @@ def test_a_sentinel_that_cannot_help_is_said_at_the_start(stack: ExitStack, answ
 def test_a_sentinel_s_word_that_is_no_address_is_a_fault(stack: ExitStack, answer: bytes) -> None:
     sentinel = stack.enter_context(scripted({b"SENTINEL": answer}))
     url = parse(f"redis+sentinel://127.0.0.1:{sentinel}/main")
-    with pytest.raises(LinkError):
-        SentinelNodes(url, Dialer(url, url.login, 0, SHORT_S)).every()
+    with pytest.raises(RedisError):
+        SentinelNodes(url, ConnectionFactory(url, url.login, 0, SHORT_S)).every()
 
 
 # ---- connections ---------------------------------------------------------------------------------
@@ -276,9 +278,9 @@ def test_no_more_connections_than_were_asked_for_and_none_is_kept_that_ended(sta
         client.sendall(HELD)
 
     port = stack.enter_context(scripted({b"EXISTS": once}))
-    link = Link(f"redis://127.0.0.1:{port}", connections=1, timeout_s=SHORT_S)
-    tier = stack.enter_context(closing(RedisTier(link, FORM, 1 << 20, CHUNK_BYTES, clock=Clock())))
-    with link.wire(b"a"), pytest.raises(TimeoutError, match="every connection is in use"), link.wire(b"b"):
+    servers = RedisServers(f"redis://127.0.0.1:{port}", connections=1, timeout_s=SHORT_S)
+    tier = stack.enter_context(closing(RedisTier(servers, FORM, 1 << 20, CHUNK_BYTES, clock=Clock())))
+    with servers.wire(b"a"), pytest.raises(TimeoutError, match="every connection is in use"), servers.wire(b"b"):
         pass
     assert tier.find(KEYS[:1]) == 1
     clients[-1].shutdown(socket.SHUT_RDWR)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvtier.client.client import Client
-from kvtier.client.connect import Door
+from kvtier.client.connect import ServerAccess
 from kvtier.client.leases import SharedLoad
 from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.chunk import ChunkKey
@@ -28,7 +28,7 @@ _ASKING_S = 0.05
 """Longest a search waits for what the server itself has to ask Redis for."""
 
 
-class Far(Protocol):
+class CacheServer(Protocol):
     """No method raises for a server that is dead, slow or not there: nothing is found, saved or loaded."""
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
@@ -43,7 +43,7 @@ class Far(Protocol):
         """Hand over the run chunk by chunk, as far as it can be had in time; returns how many were taken."""
         ...
 
-    def forget(self, keys: Sequence[ChunkKey]) -> None:
+    def invalidate(self, keys: Sequence[ChunkKey]) -> None:
         """These chunks are bad."""
         ...
 
@@ -53,15 +53,15 @@ class Far(Protocol):
 class Attached:
     """On this host: the server's pool is mapped, one copy between it and LMCache's memory. Safe from any thread."""
 
-    def __init__(self, door: Door, timeout_s: float, load_timeout_s: float) -> None:
-        self._client = Client(door, timeout_s)
+    def __init__(self, access: ServerAccess, timeout_s: float, load_timeout_s: float) -> None:
+        self._client = Client(access, timeout_s)
         self._load_timeout_s = load_timeout_s
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         until = time.monotonic() + _ASKING_S
         with self._client.load(keys) as lease:
             while True:
-                known = sum(self._client.match(keys))
+                known = sum(self._client.lookup(keys).progress)
                 if sum(lease.poll()) <= known or time.monotonic() > until:
                     return known
                 self._client.wait(_LOOK_S)
@@ -91,8 +91,8 @@ class Attached:
                 break
         return done
 
-    def forget(self, keys: Sequence[ChunkKey]) -> None:
-        self._client.forget(keys)
+    def invalidate(self, keys: Sequence[ChunkKey]) -> None:
+        self._client.invalidate(keys)
 
     def close(self) -> None:
         self._client.close()
@@ -116,10 +116,10 @@ class Attached:
 class Streamed:
     """On another host: bytes come and go over TCP, through a buffer of our own. Safe from any thread."""
 
-    def __init__(self, door: Door, load_timeout_s: float) -> None:
-        self._tier = RemoteTier(door)
+    def __init__(self, access: ServerAccess, load_timeout_s: float) -> None:
+        self._tier = RemoteTier(access)
         self._load_timeout_s = load_timeout_s
-        self._chunk_bytes = door.hello.chunk_bytes
+        self._chunk_bytes = access.hello.chunk_bytes
         self._buffers: deque[memoryview] = deque()
         """Idle ones; never more than there are threads."""
 
@@ -149,7 +149,7 @@ class Streamed:
         self._buffers.append(buffer)
         return done
 
-    def forget(self, keys: Sequence[ChunkKey]) -> None:
+    def invalidate(self, keys: Sequence[ChunkKey]) -> None:
         for key in keys:
             self._tier.delete(key)
 

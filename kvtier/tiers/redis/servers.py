@@ -1,4 +1,4 @@
-"""Link: wires to the servers that one ``redis_url`` stands for."""
+"""RedisServers: wires to the servers that one ``redis_url`` stands for."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import AbstractContextManager, contextmanager
 
 from kvtier.config.redis_url import Address, Kind, RedisUrl, address_text, parse
 from kvtier.core.errors import ConfigError
-from kvtier.tiers.redis.connections import Dialer, Pool
+from kvtier.tiers.redis.connections import ConnectionFactory, Pool
 from kvtier.tiers.redis.errors import FAULTS, MovedError, MovingError
 from kvtier.tiers.redis.nodes import ClusterNodes, Nodes, OneServer, SentinelNodes
 from kvtier.tiers.redis.wire import Wire
 
 
-class Link:
+class RedisServers:
     """Where Redis is and how to reach it. Connects when first used, and again by itself after a fault.
 
     Args:
@@ -46,8 +46,8 @@ class Link:
         self.kind: Kind = given.kind
         self.label = given.label
         """Where it is, for logs: no user, no password."""
-        self._dialer = Dialer(given, given.login, given.database, timeout_s)
-        self._nodes = _nodes(given, self._dialer, timeout_s, clock)
+        self._factory = ConnectionFactory(given, given.login, given.database, timeout_s)
+        self._nodes = _nodes(given, self._factory, timeout_s, clock)
         self._lock = threading.Lock()
         self._pools: dict[Address | None, Pool] = {}
         self._closed = False
@@ -114,7 +114,7 @@ class Link:
                 return pool
             known = {*self._nodes.known(), address}
             gone = [self._pools.pop(one) for one in list(self._pools) if one not in known]
-            pool = self._pools[address] = Pool(self._dialer, address, self._connections)
+            pool = self._pools[address] = Pool(self._factory, address, self._connections)
         for one in gone:
             one.close()
         return pool
@@ -127,9 +127,9 @@ def _understood(url: str) -> RedisUrl:
         raise ConfigError(f"redis_url: {error}") from None
 
 
-def _nodes(url: RedisUrl, dialer: Dialer, timeout_s: float, clock: Callable[[], float]) -> Nodes:
+def _nodes(url: RedisUrl, factory: ConnectionFactory, timeout_s: float, clock: Callable[[], float]) -> Nodes:
     if url.kind == "cluster":
-        return ClusterNodes(url, dialer, clock)
+        return ClusterNodes(url, factory, clock)
     if url.kind == "sentinel":
-        return SentinelNodes(url, Dialer(url, url.sentinel_login, 0, timeout_s), clock)
+        return SentinelNodes(url, ConnectionFactory(url, url.sentinel_login, 0, timeout_s), clock)
     return OneServer(None if url.path else url.seeds[0])

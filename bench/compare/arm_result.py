@@ -24,7 +24,7 @@ from kvtier.bench.long_doc_qa.report import answers
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ArmResult:
     """One arm over all rounds; seconds. ``load_costs``: of each pair, what a hit costs more than one in vLLM's own
     cache; ``load_cost``: their median.
 
@@ -104,13 +104,13 @@ def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def standings(arms: Sequence[Contender], runs: Sequence[Run], token_bytes: int = 0) -> dict[str, Standing]:
+def arm_results(arms: Sequence[Contender], runs: Sequence[Run], token_bytes: int = 0) -> dict[str, ArmResult]:
     """By arm, of those that ran and had an answer. ``token_bytes`` of KV; 0: what is told by the byte is not told."""
     by_arm = {one.name: [run for run in runs if run.arm == one.name and run.ttft] for one in arms}
     by_arm = {name: found for name, found in by_arm.items() if found}
     reference = _reference(by_arm[NONE], runs) if NONE in by_arm else None
-    found = {name: _standing(name, own, reference) for name, own in by_arm.items()}
-    steps: tuple[Callable[[Standing, Sequence[Run]], Standing], ...] = (
+    found = {name: _arm_result(name, own, reference) for name, own in by_arm.items()}
+    steps: tuple[Callable[[ArmResult, Sequence[Run]], ArmResult], ...] = (
         _with_calls,
         lambda one, own: _with_speeds(one, own, token_bytes),
         lambda one, own: _with_memory(one, own, by_arm.get(NONE, ())),
@@ -120,7 +120,7 @@ def standings(arms: Sequence[Contender], runs: Sequence[Run], token_bytes: int =
     return {name: _beside_ours(one, ours(one, found, arms)) for name, one in found.items()}
 
 
-def ours(one: Standing, found: Mapping[str, Standing], arms: Sequence[Contender]) -> Standing | None:
+def ours(one: ArmResult, found: Mapping[str, ArmResult], arms: Sequence[Contender]) -> ArmResult | None:
     """The kvtier arm it is held against."""
     like = next(arm.like for arm in arms if arm.name == one.arm)
     return found.get(like) if like is not None else None
@@ -137,13 +137,13 @@ def _reference(bare: Sequence[Run], runs: Sequence[Run]) -> dict[tuple[int, int]
     return found
 
 
-def _standing(name: str, runs: Sequence[Run], reference: Mapping[tuple[int, int], object] | None) -> Standing:
+def _arm_result(name: str, runs: Sequence[Run], reference: Mapping[tuple[int, int], object] | None) -> ArmResult:
     outcomes = [one for run in runs for one in run.outcomes]
     mixed = [run.mixed for run in runs if run.mixed]
     differing = None
     if reference is not None and name != NONE:
         differing = sum(own != reference.get(pair, own) for run in runs for pair, own in _answers(run))
-    return Standing(
+    return ArmResult(
         arm=name,
         ttft=[value for run in runs for value in run.ttft],
         throughput=statistics.median(run.throughput for run in runs),
@@ -165,7 +165,7 @@ def _answers(run: Run) -> Iterator[tuple[tuple[int, int], object]]:
         yield from answers(outcomes).items()
 
 
-def _with_speeds(one: Standing, runs: Sequence[Run], token_bytes: int) -> Standing:
+def _with_speeds(one: ArmResult, runs: Sequence[Run], token_bytes: int) -> ArmResult:
     if one.arm in (NONE, GPU_HIT):
         return one
     outcomes = [outcome for run in runs for outcome in run.outcomes]
@@ -178,7 +178,7 @@ def _with_speeds(one: Standing, runs: Sequence[Run], token_bytes: int) -> Standi
     )
 
 
-def _with_calls(one: Standing, runs: Sequence[Run]) -> Standing:
+def _with_calls(one: ArmResult, runs: Sequence[Run]) -> ArmResult:
     twos = [two for run in runs for two in run.twos]
     loads = [two.load.look_up_s for two in twos if two.load is not None]
     fills = [effort.look_up_s for run in runs for effort in run.fill_efforts]
@@ -192,7 +192,7 @@ def _with_calls(one: Standing, runs: Sequence[Run]) -> Standing:
     )
 
 
-def _with_memory(one: Standing, runs: Sequence[Run], bare: Sequence[Run]) -> Standing:
+def _with_memory(one: ArmResult, runs: Sequence[Run], bare: Sequence[Run]) -> ArmResult:
     own, alone = (_median_memory(each) for each in (runs, bare))
     if own is None or alone is None or not own.budget:
         return one
@@ -207,7 +207,7 @@ def _median_memory(runs: Sequence[Run]) -> Memory | None:
     return Memory(*(round(statistics.median(part)) for part in parts))
 
 
-def _beside_ours(one: Standing, best: Standing | None) -> Standing:
+def _beside_ours(one: ArmResult, best: ArmResult | None) -> ArmResult:
     if best is None or not best.load_cost or one.load_cost is None or best.load_cost <= 0:
         return one
     return replace(one, times_ours=one.load_cost / best.load_cost)

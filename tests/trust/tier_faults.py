@@ -99,8 +99,8 @@ def flapping(redis: RedisServer, passage: Passage) -> Iterator[None]:
         thread.join()
 
 
-Plight = Callable[[RedisServer, Passage], contextlib.AbstractContextManager[None]]
-REDIS_PLIGHTS: dict[str, Plight] = {
+Fault = Callable[[RedisServer, Passage], contextlib.AbstractContextManager[None]]
+REDIS_FAULTS: dict[str, Fault] = {
     "paused": paused, "1 byte/s": dripping, "dead": dead, "flapping": flapping,
 }  # fmt: skip
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.lookup import LookupResult, Progress
 from kvtier.core.pool import Pool
-from kvtier.load_policy.outlook import Outlook
-from kvtier.store.lease import Match
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.clock import Clock
@@ -70,21 +69,21 @@ def spilled(clock: Clock, tier: DictTier, run: list[ChunkKey]) -> tuple[Store, M
 def test_a_forecast_agrees_with_match_and_the_first_step_is_what_is_there(clock: Clock) -> None:
     store, _ = over(clock)
     fill(store, keys(1, 2))
-    assert store.forecast(keys(1, 2, 3)) == Outlook([(2, 0.0)], why="cold")
-    assert store.forecast(keys(7)) == Outlook([(0, 0.0)], why="cold")
-    assert store.forecast([]) == Outlook([(0, 0.0)])
+    assert store.lookup(keys(1, 2, 3)) == LookupResult([(2, 0.0)], why="cold")
+    assert store.lookup(keys(7)) == LookupResult([(0, 0.0)], why="cold")
+    assert store.lookup([]) == LookupResult([(0, 0.0)])
 
 
 def test_reads_are_timed_and_what_is_queued_before_is_counted(clock: Clock) -> None:
     run = keys(1, 2, 3, 4)
     store, lane = spilled(clock, SlowTier(clock, 0.5), run)
-    assert store.forecast(run).steps == [(0, 0.0), (4, pytest.approx(2.0))]
+    assert store.lookup(run).steps == [(0, 0.0), (4, pytest.approx(2.0))]
     with store.load(run, most=3):
-        assert store.forecast(run).steps == [(0, 0.0), (4, pytest.approx(2.0))], "three on their way, one behind them"
+        assert store.lookup(run).steps == [(0, 0.0), (4, pytest.approx(2.0))], "three on their way, one behind them"
         lane.turn()
-        assert store.forecast(run).steps == [(1, 0.0), (4, pytest.approx(1.5))]
+        assert store.lookup(run).steps == [(1, 0.0), (4, pytest.approx(1.5))]
         lane.run()
-    assert store.forecast(run).ready == 3
+    assert store.lookup(run).ready == 3
 
 
 def test_each_tier_is_a_step_of_its_own(clock: Clock) -> None:
@@ -93,12 +92,12 @@ def test_each_tier_is_a_step_of_its_own(clock: Clock) -> None:
     for tier, held in ((fast, run[:2]), (slow, run)):
         tier.held.update({key: bytes(SLOT) for key in held})
     store, lanes = over(clock, fast, slow)
-    assert store.forecast(run).steps == [(0, 0.0), (2, None), (3, None)], "nothing was read or written yet"
+    assert store.lookup(run).steps == [(0, 0.0), (2, None), (3, None)], "nothing was read or written yet"
     with store.load(run):
         for lane in lanes:
             lane.run()
     fill(store, keys(7, 8, 9, 10))
-    assert store.forecast(run).steps == [(0, 0.0), (2, pytest.approx(0.2)), (3, pytest.approx(2.0))]
+    assert store.lookup(run).steps == [(0, 0.0), (2, pytest.approx(0.2)), (3, pytest.approx(2.0))]
 
 
 def test_a_claim_of_a_part_moves_nothing_of_the_rest(clock: Clock) -> None:
@@ -107,11 +106,11 @@ def test_a_claim_of_a_part_moves_nothing_of_the_rest(clock: Clock) -> None:
     store, lane = spilled(clock, tier, run)
     with store.load(run, most=2) as lease:
         lane.run()
-        assert lease.poll() == Match(2, 0)
+        assert lease.poll() == Progress(2, 0)
     assert tier.reads == run[:2]
     assert store.stats()["load_asked"] == 4, "the whole prompt was asked for"
     with store.load(run, most=0) as lease:
-        assert lease.poll() == Match(0, 0)
+        assert lease.poll() == Progress(0, 0)
     store.check(idle=True)
 
 
@@ -119,7 +118,7 @@ def test_a_declined_hit_leaves_no_pin_and_no_slot(clock: Clock) -> None:
     run = keys(1, 2, 3)
     store, lane = spilled(clock, SlowTier(clock, 9.0), run)
     for _ in range(3):
-        store.forecast(run)
+        store.lookup(run)
         store.load(run, most=0)
         store.decline(run, "slower")
         lane.run()
@@ -137,10 +136,10 @@ def test_reads_that_nobody_waits_for_any_more_are_not_made(clock: Clock) -> None
     lease.close()
     lane.run()
     assert tier.reads == run[:1]
-    assert again.poll() == Match(1, 0)
+    assert again.poll() == Progress(1, 0)
     again.close()
     store.check(idle=True)
-    assert store.match(run) == Match(1, 2), "they can be had as before"
+    assert store.lookup(run).progress == Progress(1, 2), "they can be had as before"
 
 
 def test_a_tier_that_is_declined_is_tried_now_and_then_and_believed_when_it_is_fast_again(clock: Clock) -> None:
@@ -157,7 +156,7 @@ def test_a_tier_that_is_declined_is_tried_now_and_then_and_believed_when_it_is_f
         store.decline(run[1:], "slower")
         lane.run()
     assert len(tier.reads) == 5
-    assert (store.forecast(run).steps[-1][1] or 99) < 0.1
+    assert (store.lookup(run).steps[-1][1] or 99) < 0.1
     store.check(idle=True)
 
 
@@ -166,13 +165,13 @@ def test_a_shared_tier_that_is_not_asked_is_tried_too(clock: Clock) -> None:
     tier = SlowTier(clock, 0.25, shared=True)
     store, (lane,) = over(clock, tier)
     tier.held.update({key: bytes(SLOT) for key in run})  # another server wrote them
-    asking = store.forecast(run).asking
+    asking = store.lookup(run).asking
     assert asking is not None and asking.answer_s is None and asking.odds == 1.0
     store.decline(run, "unasked")
     lane.run()
-    assert store.match(run) == Match(0, 1)
+    assert store.lookup(run).progress == Progress(0, 1)
     assert tier.reads == run[:1]
-    asking = store.forecast(run).asking
+    asking = store.lookup(run).asking
     assert asking is not None
     assert [asking.answer_s, asking.arrive_s] == pytest.approx([0.25, 0.5])
     store.check(idle=True)

@@ -1,4 +1,4 @@
-"""Realms: several chunk sizes out of one budget, and what is kept of those who came."""
+"""Size classes: several chunk sizes out of one budget, and what is kept of those who came."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.core.steps import whole
 from kvtier.core.tenant import owner_of
-from kvtier.server import registry as realm_module
-from kvtier.server.registry import Realm, Realms
+from kvtier.server import registry as registry_module
+from kvtier.server.registry import SizeClass, SizeClasses
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.tier import NvmeTier
@@ -30,7 +30,7 @@ IDLE_S = 600.0
 
 
 class Bench:
-    """Realms over a budget of 64 pages of RAM and, with ``nvme``, a folder of 64 pages."""
+    """Size classes over a budget of 64 pages of RAM and, with ``nvme``, a folder of 64 pages."""
 
     def __init__(self, nvme: Path | None = None) -> None:
         self.clock = Clock()
@@ -38,7 +38,7 @@ class Bench:
         self.budget = BUDGET
         self.discarded: list[int] = []
         self.opened: list[tuple[int, bool]] = []
-        self.realms = Realms(self._store, lambda call: call(), self.clock, self.discarded.append)
+        self.size_classes = SizeClasses(self._store, lambda call: call(), self.clock, self.discarded.append)
 
     def _store(self, slot_bytes: int, lent: bool = False) -> Store:
         self.opened.append((slot_bytes, lent))
@@ -54,26 +54,26 @@ class Bench:
             store.lend()
         return store
 
-    def get(self, slot_bytes: int, users: int = 0) -> Realm:
-        realm = self.realms.get(slot_bytes).result(10.0)
+    def get(self, slot_bytes: int, users: int = 0) -> SizeClass:
+        size_class = self.size_classes.get(slot_bytes).result(10.0)
         for _ in range(users):
-            assert self.realms.enter(realm)
-        return realm
+            assert self.size_classes.enter(size_class)
+        return size_class
 
     def settle(self) -> None:
-        self.realms.settle()
-        self.realms.aside(lambda: None).result(10.0)
+        self.size_classes.settle()
+        self.size_classes.aside(lambda: None).result(10.0)
 
     @property
     def bytes_in_use(self) -> int:
-        return sum(realm.store.occupied * size for size, realm in self.realms.open.items())
+        return sum(size_class.store.occupied * size for size, size_class in self.size_classes.open.items())
 
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     bench = Bench()
     yield bench
-    assert bench.realms.close(10.0)
+    assert bench.size_classes.close(10.0)
 
 
 def layout(slot_bytes: int) -> ChunkLayout:
@@ -89,14 +89,14 @@ def test_the_first_size_has_all_and_the_second_gets_what_it_does_not_use(bench: 
     assert bench.opened == [(4096, False), (8192, True)]
     assert (first.store.slots, second.store.slots, bench.bytes_in_use) == (40, 12, BUDGET)
     assert load(first.store, keys) == ["ram"] * 40
-    for realm in (first, second):
-        realm.store.check(idle=True)
+    for size_class in (first, second):
+        size_class.store.check(idle=True)
 
 
 def test_two_sizes_that_hold_nothing_have_a_half_each_and_one_that_is_full_gives_the_least(bench: Bench) -> None:
     first, second = bench.get(4096, users=1), bench.get(8192, users=1)
     assert (first.store.slots, second.store.slots) == (32, 16)
-    bench.realms.leave(second)
+    bench.size_classes.leave(second)
     bench.clock.now += IDLE_S
     bench.settle()
     keys = layout(4096).keys(range(64))
@@ -114,7 +114,7 @@ def test_memory_of_slots_that_were_given_up_goes_back_to_the_host() -> None:
     bench.get(8192, users=1)  # which gets a half
     given = [slot for slot in range(64) if first.store.pool.view(slot) == bytes(4096)]
     assert len(given) == 32, "it reads as zeros"
-    assert bench.realms.close(10.0)
+    assert bench.size_classes.close(10.0)
 
 
 def test_what_somebody_holds_is_taken_when_he_lets_go(bench: Bench) -> None:
@@ -135,58 +135,58 @@ def test_what_somebody_holds_is_taken_when_he_lets_go(bench: Bench) -> None:
 def test_a_size_without_engines_gives_its_room_back_after_a_while(bench: Bench) -> None:
     first, second = bench.get(4096, users=1), bench.get(8192, users=1)
     bench.clock.now += 10 * IDLE_S
-    bench.realms.leave(second)
+    bench.size_classes.leave(second)
     bench.clock.now += IDLE_S - 1
     bench.settle()
-    assert second in bench.realms.open.values()
+    assert second in bench.size_classes.open.values()
     bench.clock.now += 1
     bench.settle()
-    assert (list(bench.realms.open), bench.discarded) == ([4096], [8192])
+    assert (list(bench.size_classes.open), bench.discarded) == ([4096], [8192])
     assert (first.store.slots, first.store.occupied) == (64, 64)
-    assert not bench.realms.enter(second), "ask again"
+    assert not bench.size_classes.enter(second), "ask again"
     assert len(save_all(first)) == 64
 
 
-def save_all(realm: Realm) -> list[object]:
+def save_all(size_class: SizeClass) -> list[object]:
     keys = layout(4096).keys(range(64))
-    save(realm.store, keys)
-    return load(realm.store, keys)  # type: ignore[return-value]
+    save(size_class.store, keys)
+    return load(size_class.store, keys)  # type: ignore[return-value]
 
 
 def test_the_last_size_and_the_configured_one_stay(bench: Bench) -> None:
-    for future in bench.realms.prepare(16384).values():
+    for future in bench.size_classes.prepare(16384).values():
         future.result(10.0)
     bench.clock.now += 2 * IDLE_S
     bench.settle()
-    assert list(bench.realms.open) == [16384]
+    assert list(bench.size_classes.open) == [16384]
     bench.get(4096)
     bench.clock.now += 2 * IDLE_S
     bench.settle()
-    assert list(bench.realms.open) == [16384], "the stranger went"
+    assert list(bench.size_classes.open) == [16384], "the stranger went"
     bench.clock.now += 2 * IDLE_S
     bench.get(8192)
-    assert set(bench.realms.open) == {16384, 8192}
+    assert set(bench.size_classes.open) == {16384, 8192}
 
 
 def test_sizes_from_before_are_opened_together_with_their_parts(bench: Bench) -> None:
-    for future in bench.realms.prepare(None, [4096, 8192]).values():
+    for future in bench.size_classes.prepare(None, [4096, 8192]).values():
         future.result(10.0)
     assert bench.opened == [(4096, True), (8192, True)]
-    assert [realm.store.slots for realm in bench.realms.open.values()] == [32, 16]
+    assert [size_class.store.slots for size_class in bench.size_classes.open.values()] == [32, 16]
 
 
 def test_there_are_eight_sizes_and_one_more_takes_the_room_of_one_without_engines(bench: Bench) -> None:
     bench.budget = 2 * BUDGET
-    realms = [bench.get(4096 * number, users=1) for number in range(1, 9)]
+    size_classes = [bench.get(4096 * number, users=1) for number in range(1, 9)]
     assert bench.bytes_in_use <= bench.budget
-    assert all(realm.store.slots >= 1 for realm in realms)
+    assert all(size_class.store.slots >= 1 for size_class in size_classes)
     with pytest.raises(TierError, match="all with engines"):
-        bench.realms.get(4096 * 9).result(10.0)
-    bench.realms.leave(realms[2])
+        bench.size_classes.get(4096 * 9).result(10.0)
+    bench.size_classes.leave(size_classes[2])
     bench.clock.now += 1
-    bench.realms.leave(realms[5])
+    bench.size_classes.leave(size_classes[5])
     bench.get(4096 * 9)
-    assert 4096 * 3 not in bench.realms.open and 4096 * 6 in bench.realms.open, "who left first"
+    assert 4096 * 3 not in bench.size_classes.open and 4096 * 6 in bench.size_classes.open, "who left first"
     assert bench.discarded == [4096 * 3]
 
 
@@ -194,8 +194,8 @@ def test_a_size_that_cannot_be_had_costs_nobody_anything(bench: Bench) -> None:
     first = bench.get(4096, users=1)
     save_all(first)
     with pytest.raises(TierError, match="hold no chunk of"):
-        bench.realms.get(BUDGET).result(10.0)
-    assert list(bench.realms.open) == [4096]
+        bench.size_classes.get(BUDGET).result(10.0)
+    assert list(bench.size_classes.open) == [4096]
     assert load(first.store, layout(4096).keys(range(64))) == ["ram"] * 64, "not one chunk left for it"
 
 
@@ -216,12 +216,12 @@ def test_a_disk_is_shared_as_ram_is(tmp_path: Path) -> None:
     assert second.store.capacities[0] * 8192 >= 0.9 * 64 * 4096
     assert first.store.stats()["nvme_held"] == first.store.capacities[0] <= 3
     assert load(first.store, keys)[:1] == ["ram"], "its beginning is the hottest"
-    bench.realms.leave(second)
+    bench.size_classes.leave(second)
     bench.clock.now += IDLE_S
     bench.settle()
     assert first.store.capacities == [64]
     assert blocks(tmp_path / "4096") >= 64 * 4096, "reserved again"
-    assert bench.realms.close(10.0)
+    assert bench.size_classes.close(10.0)
 
 
 def test_pages_that_are_just_being_made_present_go_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,11 +262,11 @@ SUPERBLOCKS = 2 * 4096
 """Of the other size's index: its records are counted."""
 
 
-def save_all_of(realm: Realm, keys: Sequence[ChunkKey]) -> None:
+def save_all_of(size_class: SizeClass, keys: Sequence[ChunkKey]) -> None:
     """As far as there is room, chunk by chunk, and on the disk too."""
     for number in range(len(keys)):
-        save(realm.store, keys[number : number + 1])
-    lane = realm.store.lanes[0]
+        save(size_class.store, keys[number : number + 1])
+    lane = size_class.store.lanes[0]
     assert isinstance(lane, Lane)
     wait_for(lambda: not lane._running and not any(lane.queued), "written")
 
@@ -285,9 +285,9 @@ def test_a_load_that_goes_from_one_size_to_another_and_back_takes_the_room_along
             assert bench.bytes_in_use <= BUDGET
         held = sizes[busy].store.stats()["ram_ready"] * busy
         assert held >= 0.9 * BUDGET, f"{held / BUDGET:.0%} after shift {turn}"
-        for realm in sizes.values():
-            assert realm.store.slots >= 1
-            realm.store.check(idle=True)
+        for size_class in sizes.values():
+            assert size_class.store.slots >= 1
+            size_class.store.check(idle=True)
 
 
 def test_what_is_hot_stays_when_another_size_has_a_flood_of_new_chunks(bench: Bench) -> None:
@@ -300,8 +300,8 @@ def test_what_is_hot_stays_when_another_size_has_a_flood_of_new_chunks(bench: Be
         save(second.store, layout(8192).keys([number, *range(3)]))
         bench.settle()
     assert second.store.stats()["ram_ready"] >= 16, "what was free"
-    for realm in (first, second):
-        realm.store.check(idle=True)
+    for size_class in (first, second):
+        size_class.store.check(idle=True)
 
 
 def test_two_sizes_under_equal_pressure_leave_each_other_alone(bench: Bench) -> None:
@@ -359,13 +359,13 @@ def test_what_one_size_borrowed_on_a_disk_is_warm_after_a_restart(tmp_path: Path
         bench.settle()
     held = second.store.stats()["nvme_held"]
     assert held * 8192 >= 0.85 * 64 * 4096
-    assert bench.realms.close(10.0)
+    assert bench.size_classes.close(10.0)
     again = Bench(tmp_path)
-    for future in again.realms.prepare(None, [4096, 8192]).values():
+    for future in again.size_classes.prepare(None, [4096, 8192]).values():
         future.result(10.0)
-    assert again.realms.open[8192].store.stats()["nvme_held"] == held
+    assert again.size_classes.open[8192].store.stats()["nvme_held"] == held
     assert blocks(tmp_path) <= room(64, 4096) + SUPERBLOCKS
-    assert again.realms.close(10.0)
+    assert again.size_classes.close(10.0)
 
 
 def test_a_disk_that_is_full_leaves_a_size_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +386,7 @@ def test_a_disk_that_is_full_leaves_a_size_with_what_it_has(tmp_path: Path, monk
         save_all_of(second, layout(8192).keys(range(30)))
         bench.settle()
     assert second.store.capacities[0] > 20, "there is room again"
-    assert bench.realms.close(10.0)
+    assert bench.size_classes.close(10.0)
 
 
 def full_for_payloads(allocate: Callable[[int, int, int], None]) -> Callable[[int, int, int], None]:
@@ -409,19 +409,19 @@ def full_for_payloads(allocate: Callable[[int, int, int], None]) -> Callable[[in
 
 
 @pytest.fixture
-def one() -> Realm:
-    return Realm(Store(Pool(1, 4096)), lambda call: None, Clock())
+def one() -> SizeClass:
+    return SizeClass(Store(Pool(1, 4096)), lambda call: None, Clock())
 
 
-def test_names_are_bounded_and_nobody_is_locked_out(one: Realm) -> None:
+def test_names_are_bounded_and_nobody_is_locked_out(one: SizeClass) -> None:
     """Those that came longest ago are forgotten; their chunks are theirs still, because the number is in the name."""
     first = one.owner(bytes(32), "first")
     one.owner(bytes(32), "honest")
-    for number in range(realm_module._MAX_OWNERS + 100):
+    for number in range(registry_module._MAX_OWNERS + 100):
         one.owner(bytes(32), f"tenant {number}")
-        if number == realm_module._MAX_OWNERS - 100:
+        if number == registry_module._MAX_OWNERS - 100:
             one.owner(bytes(32), "honest")
-    assert len(one.owners) == realm_module._MAX_OWNERS
+    assert len(one.owners) == registry_module._MAX_OWNERS
     assert (bytes(32), "first") not in one.owners and (bytes(32), "honest") in one.owners
     assert one.owner(bytes(32), "first") == first == owner_of(bytes(32), "first")
 

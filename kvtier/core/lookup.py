@@ -1,9 +1,16 @@
-"""How far a run can be served, and when: what a Store, or a server's client, says of one. Data only."""
+"""Lookup: how much of a prompt's prefix can be had, and when. What a Store or a Client answers. Data only."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
+
+
+class Progress(NamedTuple):
+    """How much of a run is there, in chunks: ``ready`` now; ``coming`` after those, if nothing fails on the way."""
+
+    ready: int
+    coming: int
 
 
 class Asking(NamedTuple):
@@ -17,7 +24,7 @@ class Asking(NamedTuple):
     """How likely it has it."""
 
 
-class Outlook(NamedTuple):
+class LookupResult(NamedTuple):
     """How far a run can be served, and when."""
 
     steps: Sequence[tuple[int, float | None]]
@@ -36,5 +43,14 @@ class Outlook(NamedTuple):
     def known(self) -> int:
         return self.steps[-1][0]
 
+    @property
+    def coming(self) -> int:
+        """Chunks after the ready ones that a lower tier has, or that are on their way."""
+        return self.known - self.ready
 
-NOTHING = Outlook([(0, 0.0)])
+    @property
+    def progress(self) -> Progress:
+        return Progress(self.ready, self.coming)
+
+
+NOTHING = LookupResult([(0, 0.0)])

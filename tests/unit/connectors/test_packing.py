@@ -7,34 +7,34 @@ import os
 import msgspec
 import pytest
 
-from kvtier.connectors.lmcache import parcel
-from kvtier.connectors.lmcache.parcel import HEAD_BYTES, Head
-from kvtier.core.chunk import KEY_BYTES, parent_link
+from kvtier.connectors.lmcache import packing
+from kvtier.connectors.lmcache.packing import HEAD_BYTES, Head
+from kvtier.core.chunk import KEY_BYTES, parent_half
 
 DATA = bytes(range(256)) * 3
 HEAD = Head(len(DATA), [[2, 3, 4, 16]], ["torch.bfloat16"], "KV_2LTD")
-KEY = parcel.chunk_key(bytes(32), "model", 1, 0, "ab", "torch.bfloat16", [])
-OTHER = parcel.chunk_key(bytes(32), "model", 1, 1, "ab", "torch.bfloat16", [])
+KEY = packing.chunk_key(bytes(32), "model", 1, 0, "ab", "torch.bfloat16", [])
+OTHER = packing.chunk_key(bytes(32), "model", 1, 1, "ab", "torch.bfloat16", [])
 
 
 @pytest.fixture
 def slot() -> memoryview:
     """Larger than the chunk, and not empty: others' bytes were there before."""
     view = memoryview(bytearray(os.urandom(HEAD_BYTES + len(DATA) + 100)))
-    assert parcel.pack(view, KEY, HEAD, memoryview(DATA))
+    assert packing.pack(view, KEY, HEAD, memoryview(DATA))
     return view
 
 
 def read(slot: memoryview, key: object = KEY) -> bytes | None:
-    head = parcel.head_of(slot)
+    head = packing.head_of(slot)
     if head is None:
         return None
     into = memoryview(bytearray(head.size))
-    return bytes(into) if parcel.unpack(slot, key, into) else None  # type: ignore[arg-type]
+    return bytes(into) if packing.unpack(slot, key, into) else None  # type: ignore[arg-type]
 
 
 def test_a_shorter_chunk_comes_back_with_its_own_shape(slot: memoryview) -> None:
-    assert parcel.head_of(slot) == HEAD
+    assert packing.head_of(slot) == HEAD
     assert read(slot) == DATA
 
 
@@ -58,12 +58,12 @@ def test_a_slot_that_never_was_a_parcel_is_a_miss() -> None:
 
 
 def test_a_head_may_not_claim_more_than_the_slot_has(slot: memoryview) -> None:
-    assert parcel.head_of(slot[: HEAD_BYTES + len(DATA) - 1]) is None
+    assert packing.head_of(slot[: HEAD_BYTES + len(DATA) - 1]) is None
 
 
 def test_a_head_that_does_not_fit_its_page_is_not_saved() -> None:
     huge = Head(1, [[1] * 8] * 64, ["x" * 100] * 64, "KV_2LTD")
-    assert not parcel.pack(memoryview(bytearray(8192)), KEY, huge, memoryview(b"1"))
+    assert not packing.pack(memoryview(bytearray(8192)), KEY, huge, memoryview(b"1"))
 
 
 def test_keys_tell_apart_whatever_lmcache_tells_apart() -> None:
@@ -77,6 +77,6 @@ def test_keys_tell_apart_whatever_lmcache_tells_apart() -> None:
         ("m", 1, 0, "ab", "torch.half", [["a", "x@b%y"]]),
         ("m@1", 0, "ab", "torch.half", []),
     ]
-    keys = {parcel.chunk_key(own, *name) for name in names for own in (bytes(32), b"1" * 32)}
+    keys = {packing.chunk_key(own, *name) for name in names for own in (bytes(32), b"1" * 32)}
     assert len(keys) == 2 * len(names)
-    assert {len(key) for key in keys} == {KEY_BYTES} and {parent_link(key) for key in keys} == {bytes(8)}
+    assert {len(key) for key in keys} == {KEY_BYTES} and {parent_half(key) for key in keys} == {bytes(8)}

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.core.lookup import Asking, LookupResult
 from kvtier.load_policy.choose import Choice, choose
 from kvtier.load_policy.latency import Average, Pace
-from kvtier.load_policy.outlook import Asking, Outlook
 from kvtier.load_policy.prefill import Prefill, StepClock
 
 SECONDS = st.floats(0, 1e4)
@@ -255,24 +255,24 @@ def per_chunk(seconds: float) -> Callable[[int], float | None]:
 
 
 def test_what_is_slower_than_computing_is_left_and_what_is_there_taken() -> None:
-    outlook = Outlook([(2, 0.0), (10, 5.0)])
-    assert choose(outlook, 10, per_chunk(0.1)) == Choice(2, False, 0.0)
-    assert choose(outlook, 10, per_chunk(1.0))[:2] == (10, False)
+    result = LookupResult([(2, 0.0), (10, 5.0)])
+    assert choose(result, 10, per_chunk(0.1)) == Choice(2, False, 0.0)
+    assert choose(result, 10, per_chunk(1.0))[:2] == (10, False)
 
 
 def test_the_cut_falls_between_a_fast_and_a_slow_tier() -> None:
-    outlook = Outlook([(0, 0.0), (8, 0.1), (16, 30.0)])
-    assert choose(outlook, 16, per_chunk(0.1))[:2] == (8, False)
+    result = LookupResult([(0, 0.0), (8, 0.1), (16, 30.0)])
+    assert choose(result, 16, per_chunk(0.1))[:2] == (8, False)
 
 
 def test_at_the_break_even_point_nothing_is_waited_for() -> None:
-    assert choose(Outlook([(0, 0.0), (10, 0.95)]), 10, per_chunk(0.1)).chunks == 0
-    assert choose(Outlook([(0, 0.0), (10, 0.85)]), 10, per_chunk(0.1)).chunks == 10
+    assert choose(LookupResult([(0, 0.0), (10, 0.95)]), 10, per_chunk(0.1)).chunks == 0
+    assert choose(LookupResult([(0, 0.0), (10, 0.85)]), 10, per_chunk(0.1)).chunks == 10
 
 
 def test_the_deadline_is_a_multiple_of_the_forecast_and_never_more_than_computing() -> None:
     def within(wait: float | None) -> float:
-        return choose(Outlook([(4, 0.0), (10, wait)]), 10, per_chunk(0.1)).within_s
+        return choose(LookupResult([(4, 0.0), (10, wait)]), 10, per_chunk(0.1)).within_s
 
     assert within(0.1) == pytest.approx(0.3)
     assert within(0.5) == pytest.approx(0.6), "six chunks cost 0.6 s to compute"
@@ -281,12 +281,12 @@ def test_the_deadline_is_a_multiple_of_the_forecast_and_never_more_than_computin
 
 
 def test_an_unknown_engine_takes_all_there_is() -> None:
-    outlook = Outlook([(1, 0.0), (10, 99.0)], Asking(1.0, 2.0, 0.5))
-    assert choose(outlook, 20, lambda chunks: None) == Choice(10, True, math.inf)
+    result = LookupResult([(1, 0.0), (10, 99.0)], Asking(1.0, 2.0, 0.5))
+    assert choose(result, 20, lambda chunks: None) == Choice(10, True, math.inf)
 
 
 def test_a_copy_that_is_slower_than_computing_is_not_made() -> None:
-    assert choose(Outlook([(4, 0.0), (8, 0.1)]), 8, per_chunk(-0.1)) == Choice(0, False, 0.0)
+    assert choose(LookupResult([(4, 0.0), (8, 0.1)]), 8, per_chunk(-0.1)) == Choice(0, False, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -297,8 +297,8 @@ def test_a_copy_that_is_slower_than_computing_is_not_made() -> None:
 def test_a_shared_tier_is_asked_when_the_answer_is_worth_it(
     answer_s: float | None, arrive_s: float | None, odds: float, asked: bool
 ) -> None:
-    outlook = Outlook([(0, 0.0)], Asking(answer_s, arrive_s, odds))
-    assert choose(outlook, 10, per_chunk(0.1)).ask is asked
+    result = LookupResult([(0, 0.0)], Asking(answer_s, arrive_s, odds))
+    assert choose(result, 10, per_chunk(0.1)).ask is asked
 
 
 WAITS = st.one_of(st.none(), st.floats(0, 100))
@@ -311,6 +311,6 @@ def test_a_choice_is_possible_and_waits_no_longer_than_computing_takes(
     counts = sorted(count for count, _ in more)
     steps = [(counts[0] if counts else 0, 0.0), *zip(counts, (wait for _, wait in more), strict=True)]
     asking = None if odds is None else Asking(0.5, 1.0, odds)
-    choice = choose(Outlook(steps, asking), 60, per_chunk(each))
+    choice = choose(LookupResult(steps, asking), 60, per_chunk(each))
     assert 0 <= choice.chunks <= steps[-1][0]
     assert 0 <= choice.within_s <= 60 * each
