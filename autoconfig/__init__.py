@@ -1,1 +1,2 @@
-"""Auto-config: look (:mod:`.probe`), time (:mod:`.measure`), decide (:mod:`.plan`), show why (:mod:`.explain`)."""
+"""Auto-config: look (:mod:`.probe`), time (:mod:`.measure`), decide (:mod:`.plan`), show why
+(:mod:`.explain`)."""

@@ -1,16 +1,20 @@
-"""When does a tier pay? Pure arithmetic over bandwidth, prefill speed and KV bytes. Two questions, two answers:
+"""When does a tier pay? Pure arithmetic over bandwidth, prefill speed and KV bytes. Two questions,
+two answers:
 
-*One hit*: loading ``n`` tokens of KV takes ``latency + n * bytes / bandwidth``; computing them takes
-``n * a + n * n * b`` (``a``: the weights' share, ``b``: causal attention's). :func:`break_even` is the ``n`` from
-which loading wins.
+*One hit*: loading ``n`` tokens of KV takes ``latency + n * bytes / bandwidth``; computing them
+  takes
+``n * a + n * n * b`` (``a``: the weights' share, ``b``: causal attention's). :func:`break_even` is
+the ``n`` from which loading wins.
 
-*A whole service*: a tier below is only ever asked for what the tier above could not keep. Documents that come round
-in turn under LRU hit nothing as soon as they are larger than the cache, so offloading begins to matter at
-:func:`offload_from`: the working set that fills the engine's own KV memory (then RAM), and disk at the one that
-fills RAM. This is the model behind LMI's published table for the p4de.24xlarge (8 A100 of 80 GB, 1152 GiB): with its
-test layouts (TP 1, 1, 4) it gives 2.5M, 399K and 474K tokens for RAM, published as the next lower step of
-250K * 2^k: 2M, 250K, 250K (its text says 2.5M and "around 500K"); and 33.9M, 6.6M and 2.8M for disk, published as
-25M, 6M and 2.5M. Its 7-10B row fits a model with 144 KiB a token (Qwen3-8B), not Qwen2.5-7B with 56 (1.0M, 16.9M).
+*A whole service*: a tier below is only ever asked for what the tier above could not keep. Documents
+  that come round
+in turn under LRU hit nothing as soon as they are larger than the cache, so offloading begins to
+matter at :func:`offload_from`: the working set that fills the engine's own KV memory (then RAM),
+and disk at the one that fills RAM. This is the model behind LMI's published table for the
+p4de.24xlarge (8 A100 of 80 GB, 1152 GiB): with its test layouts (TP 1, 1, 4) it gives 2.5M, 399K
+and 474K tokens for RAM, published as the next lower step of 250K * 2^k: 2M, 250K, 250K (its text
+says 2.5M and "around 500K"); and 33.9M, 6.6M and 2.8M for disk, published as 25M, 6M and 2.5M. Its
+7-10B row fits a model with 144 KiB a token (Qwen3-8B), not Qwen2.5-7B with 56 (1.0M, 16.9M).
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ _USABLE_PEAK = 0.5
 
 @dataclass(frozen=True, slots=True)
 class GpuKind:
-    """Spec-sheet numbers: dense 16-bit matrix operations a second, host link (pinned, typical), memory."""
+    """Spec-sheet numbers: dense 16-bit matrix operations a second, host link (pinned, typical),
+    memory."""
 
     flops: float
     link: float
@@ -64,11 +69,13 @@ GPU_KINDS = {
 }
 """Of one family the smallest first: that is what a product name without a size is taken for."""
 CPU_CORE_FLOPS = 0.4e12
-"""Peak of one server core with 16-bit matrix instructions; half of it was measured on an EPYC with AVX-512 BF16."""
+"""Peak of one server core with 16-bit matrix instructions; half of it was measured on an EPYC with
+AVX-512 BF16."""
 
 
 def gpu_kind(name: str) -> GpuKind | None:
-    """The table's row for a product name such as "NVIDIA A100-SXM4-80GB"; None when it is not in the table."""
+    """The table's row for a product name such as "NVIDIA A100-SXM4-80GB"; None when it is not in
+    the table."""
     words = set(name.upper().replace("-", " ").split())
     named = [kind for kind in GPU_KINDS if words.issuperset(kind.split("-"))]
     family = [kind for kind in GPU_KINDS if kind.split("-")[0] in words]
@@ -105,7 +112,8 @@ class Route:
 
 
 def break_even(route: Route, bytes_per_token: int, prefill: Prefill, longest: int) -> int | None:
-    """Fewest tokens from which a hit beats computing them; None when not even ``longest`` tokens do."""
+    """Fewest tokens from which a hit beats computing them; None when not even ``longest`` tokens
+    do."""
     gain = prefill.per_token - bytes_per_token / route.bytes_per_second
     root = math.sqrt(gain * gain + 4 * prefill.per_square * route.latency)
     if gain > 0:  # the stable form of the quadratic's positive root
@@ -118,7 +126,8 @@ def break_even(route: Route, bytes_per_token: int, prefill: Prefill, longest: in
 
 
 def gpu_kv_bytes(gpus: int, bytes_each: int, weight_bytes: int) -> int:
-    """What ``gpus`` GPUs that share one copy of the weights leave for the engine's own KV cache; 0 when nothing."""
+    """What ``gpus`` GPUs that share one copy of the weights leave for the engine's own KV cache; 0
+    when nothing."""
     usable = int(gpus * (bytes_each * GPU_UTILIZATION - GPU_OVERHEAD_BYTES))
     return max(0, usable - weight_bytes)
 

@@ -1,4 +1,5 @@
-"""``kvtier plan``: look at this machine, or ask what if it were another, and print what would be set and why."""
+"""``kvtier plan``: look at this machine, or ask what if it were another, and print what would be
+set and why."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def size(text: str) -> int:
     try:
         return parse_size(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; expected for example 210GiB, 2TB or 1048576") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size; expected for example 210GiB, 2TB or 1048576"
+        ) from None
 
 
 def speed(text: str) -> int:
@@ -33,27 +36,55 @@ def speed(text: str) -> int:
     try:
         return parse_size(text.removesuffix("/s"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no speed; expected for example 2GB/s or 900MB/s") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no speed; expected for example 2GB/s or 900MB/s"
+        ) from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``kvtier plan``. Unset options mean: look."""
     add = parser.add_argument
-    about = "model folder, its config.json, or a hub name that is in this host's hub cache (no network is used)"
+    about = (
+        "model folder, its config.json, or a hub name that is in this host's hub cache (no "
+        "network is used)"
+    )
     add("--model", metavar="DIR_OR_NAME", help=about)
     add("--kv-dtype", default="auto", help="KV cache dtype, as given to the engine (default: auto)")
-    add("--path", action="append", default=[], help="candidate directory for the disk tier; may be repeated")
+    add(
+        "--path",
+        action="append",
+        default=[],
+        help="candidate directory for the disk tier; may be repeated",
+    )
     add("--redis", metavar="URL", help="Redis for the shared tier")
     for short, text in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
-        add(f"--{short}", type=int, default=1, help=f"{text} parallel size on this host (default: 1)")
+        add(
+            f"--{short}",
+            type=int,
+            default=1,
+            help=f"{text} parallel size on this host (default: 1)",
+        )
     add("--engines", type=int, default=1, help="engines like this one on this host (default: 1)")
     add("--max-model-len", type=int, help="longest context the engine serves")
     add("--block-tokens", type=int, help="the engine's block size in tokens")
     add("--ram", type=size, help="what if this much RAM were available")
-    add("--disk", type=size, help="what if the disk had this much free space (an NVMe when no --path is given)")
-    add("--disk-speed", type=speed, metavar="SPEED", help="what if the disk were read at so much, for example 2GB/s")
+    add(
+        "--disk",
+        type=size,
+        help="what if the disk had this much free space (an NVMe when no --path is given)",
+    )
+    add(
+        "--disk-speed",
+        type=speed,
+        metavar="SPEED",
+        help="what if the disk were read at so much, for example 2GB/s",
+    )
     kinds = f"'none' for CPU only, or {', '.join(GPU_KINDS)}"
-    add("--gpu", metavar="KIND[:N]", help=f"what if there were N such GPUs, for example H100:8; {kinds}")
+    add(
+        "--gpu",
+        metavar="KIND[:N]",
+        help=f"what if there were N such GPUs, for example H100:8; {kinds}",
+    )
     add("--no-measure", action="store_true", help="do not time memory, disks and Redis (up to 5 s)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--yaml", action="store_true", help="print the configuration file")
@@ -61,7 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan. 0; or 1 when kvtier would stay off. Raises ConfigError for a wrong model or option."""
+    """Print the plan. 0; or 1 when kvtier would stay off. Raises ConfigError for a wrong model or
+    option."""
     facts = look(args)
     plan = make_plan(facts if args.no_measure else measure(facts))
     print(as_yaml(plan) if args.yaml else as_json(plan) if args.json else _for_people(plan))
@@ -115,7 +147,9 @@ def _disks(paths: list[str], free: int | None, read_speed: int | None) -> tuple[
         space, none = known(free, _WHAT_IF), known(0, _WHAT_IF)
         disks = tuple(replace(disk, free=space, total=space, own=none) for disk in disks)
     if read_speed is not None:
-        disks = tuple(replace(disk, read_speed=known(float(read_speed), "--disk-speed")) for disk in disks)
+        disks = tuple(
+            replace(disk, read_speed=known(float(read_speed), "--disk-speed")) for disk in disks
+        )
     return disks
 
 
@@ -134,11 +168,20 @@ def _gpus(given: str | None) -> Gpus:
     name, _, count = given.partition(":")
     if name == "none":
         return Gpus(count=known(0, _WHAT_IF))
-    sizes = [kind for kind in GPU_KINDS if kind.startswith(f"{name.upper()}-") and kind.endswith("GB")]
+    sizes = [
+        kind for kind in GPU_KINDS if kind.startswith(f"{name.upper()}-") and kind.endswith("GB")
+    ]
     kind = gpu_kind(name)
     if sizes:
         raise ConfigError(f"--gpu {given}: there are {' and '.join(sizes)}; say which")
     if kind is None or not (count or "1").isdigit() or int(count or 1) < 1:
-        raise ConfigError(f"--gpu {given}: expected KIND:COUNT with 'none' or a kind of {', '.join(GPU_KINDS)}")
+        raise ConfigError(
+            f"--gpu {given}: expected KIND:COUNT with 'none' or a kind of {', '.join(GPU_KINDS)}"
+        )
     uncharged = known(False, "NVIDIA's driver does not charge RLIMIT_MEMLOCK")
-    return Gpus(known(int(count or 1), _WHAT_IF), known(name, _WHAT_IF), known(kind.memory, _WHAT_IF), uncharged)
+    return Gpus(
+        known(int(count or 1), _WHAT_IF),
+        known(name, _WHAT_IF),
+        known(kind.memory, _WHAT_IF),
+        uncharged,
+    )

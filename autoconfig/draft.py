@@ -26,7 +26,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``settings`` are config keys; ``derived`` is what led there; ``left_out`` is (tier, reason)."""
+    """``settings`` are config keys; ``derived`` is what led there; ``left_out`` is (tier,
+    reason)."""
 
     settings: tuple[Row, ...]
     derived: tuple[Row, ...]
@@ -34,7 +35,8 @@ class Plan:
     left_out: tuple[tuple[str, str], ...]
 
     def values(self) -> dict[str, Value]:
-        """What to hand to kvtier's config. Without ``ram_bytes`` kvtier must stay off: see ``left_out``."""
+        """What to hand to kvtier's config. Without ``ram_bytes`` kvtier must stay off: see
+        ``left_out``."""
         return {row.key: row.value for row in self.settings}
 
 
@@ -64,7 +66,8 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What has to be kept and moved: one store's bytes a token, and what computing costs instead."""
+    """What has to be kept and moved: one store's bytes a token, and what computing costs
+    instead."""
 
     kv_bytes: int
     long_tokens: int
@@ -83,18 +86,27 @@ class Load:
 
 
 def break_even_row(tier: str, speed: Fact[float], load: Load, draft: Draft) -> Row | None:
-    """The length from which the tier beats computing, to be shown; leaves the tier out when there is none."""
+    """The length from which the tier beats computing, to be shown; leaves the tier out when there
+    is none."""
     name, _, place = tier.partition(" ")
     bandwidth = max(1.0, min(speed.value or 0.0, load.link))
     tokens = break_even(Route(bandwidth, _LATENCY[name]), load.kv_bytes, load.prefill, load.longest)
     source = f"{rate_text(bandwidth)} ({speed.source})"
     if tokens is None:
         taken = f"{load.kv_bytes / bandwidth * 1e6:.3g} us a token to load"
-        reason = f"too slow to pay: {taken}, {load.prefill.per_token * 1e6:.3g} us to compute, at {source}"
+        reason = (
+            f"too slow to pay: {taken}, {load.prefill.per_token * 1e6:.3g} us to compute, at "
+            f"{source}"
+        )
         draft.leave_out(tier, f"{reason}; no hit of up to {load.longest:,} tokens wins")
         return None
     where = f" from {place}" if place else ""
-    return Row(f"{name}_break_even_tokens", tokens, source, f"shorter hits are faster computed than loaded{where}")
+    return Row(
+        f"{name}_break_even_tokens",
+        tokens,
+        source,
+        f"shorter hits are faster computed than loaded{where}",
+    )
 
 
 def or_assumed(speed: Fact[float], assumed: float, what: str) -> Fact[float]:

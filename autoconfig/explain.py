@@ -14,7 +14,8 @@ from kvtier.core.terminal import rate_text, size_text
 
 
 def value_text(key: str, value: Value) -> str:
-    """``225485783040`` of ``ram_bytes`` -> ``210 GiB``; counts with thousands' commas; a URL without its password."""
+    """``225485783040`` of ``ram_bytes`` -> ``210 GiB``; counts with thousands' commas; a URL
+    without its password."""
     if isinstance(value, str):
         return str(masked(value))
     if key.endswith("bytes_per_second"):
@@ -25,9 +26,11 @@ def value_text(key: str, value: Value) -> str:
 
 
 def table(plan: Plan, used: Config | None = None, columns: int | None = None) -> str:
-    """Columns key, value, source, reason: what was found, then what is set, then what is left out and why.
+    """Columns key, value, source, reason: what was found, then what is set, then what is left out
+    and why.
 
-    ``used``: what is really used, where an operator set keys of his own; None: the plan is. ``columns``: as in
+    ``used``: what is really used, where an operator set keys of his own; None: the plan is.
+      ``columns``: as in
     :func:`kvtier.core.terminal.table`.
     """
     settings = plan.settings if used is None else list(_used(plan, used))
@@ -35,7 +38,11 @@ def table(plan: Plan, used: Config | None = None, columns: int | None = None) ->
     parts += ["", "What is set, for one engine replica, all its ranks together"]
     parts += _rows(settings, columns) if settings else ["nothing: kvtier stays off"]
     if plan.left_out:
-        parts += ["", "Left out", *terminal.table(("tier", "reason"), plan.left_out, columns=columns)]
+        parts += [
+            "",
+            "Left out",
+            *terminal.table(("tier", "reason"), plan.left_out, columns=columns),
+        ]
     if plan.warnings:
         parts += ["", "Mind", *plan.warnings]
     return "\n".join(parts)
@@ -53,16 +60,23 @@ def _used(plan: Plan, used: Config) -> Iterator[Row]:
     for key in (*_TIER_KEYS, *(key for key in planned if key not in _TIER_KEYS)):
         row, value, source = planned.get(key), getattr(used, key), used.sources.get(key, "default")
         if source not in ("default", PLANNED) and value is not None:
-            would = f"the plan would be {value_text(key, row.value)}" if row else "the plan has none"
+            would = (
+                f"the plan would be {value_text(key, row.value)}" if row else "the plan has none"
+            )
             yield Row(key, value, source, f"yours; {would}")
         elif row is not None:
             yield row
 
 
 def configuration_text(config: Config) -> str:
-    """The keys that differ from their defaults, in a line, each with its source. Passwords are masked."""
+    """The keys that differ from their defaults, in a line, each with its source. Passwords are
+    masked."""
     rows = [row for row in describe(config) if row.key in config.sources]
-    said = [f"{row.key}={_shown(row.key, row.value)} ({row.source})" for row in rows if row.value is not None]
+    said = [
+        f"{row.key}={_shown(row.key, row.value)} ({row.source})"
+        for row in rows
+        if row.value is not None
+    ]
     return f"{', '.join(said) or 'nothing set'}; all else by default"
 
 
@@ -81,18 +95,30 @@ def _rows(rows: Iterable[Row], columns: int | None) -> list[str]:
 def next_step(plan: Plan) -> str:
     """What somebody who read the plan does with it."""
     if not plan.settings:
-        return "free some RAM or take a smaller model, and plan again ('--ram 64GiB' shows what more RAM would give)"
+        return (
+            "free some RAM or take a smaller model, and plan again ('--ram 64GiB' shows what "
+            "more RAM would give)"
+        )
     if not any(row.key == "model" for row in plan.derived):
-        return "plan again with --model, because sizes and break-even lengths follow from the model's KV"
+        return (
+            "plan again with --model, because sizes and break-even lengths follow from the "
+            "model's KV"
+        )
     return (
-        "KVTIER_AUTO=true has an engine do the same at its start; or 'kvtier plan ... --yaml > /etc/kvtier.yaml' "
+        "KVTIER_AUTO=true has an engine do the same at its start; or 'kvtier plan ... --yaml > "
+        "/etc/kvtier.yaml' "
         "writes it down, and KVTIER_CONFIG_FILE=/etc/kvtier.yaml uses it"
     )
 
 
 def as_yaml(plan: Plan) -> str:
     """The configuration file that would give the same by hand, reasons as comments."""
-    lines = ["# Written by 'kvtier plan --yaml' for this machine, model and layout; plan again when one changes."]
+    lines = [
+        (
+            "# Written by 'kvtier plan --yaml' for this machine, model and layout; plan again when "
+            "one changes."
+        )
+    ]
     for row in plan.settings:
         lines.append(f"# {value_text(row.key, row.value)}: {row.reason} [{row.source}]")
         lines.append(f"{row.key}: {json.dumps(row.value)}")

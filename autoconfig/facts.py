@@ -1,8 +1,8 @@
-"""What a machine, a path, a Redis, a model and an engine *are*. Data only: :mod:`kvtier.autoconfig.probe.probe` fills
-it.
+"""What a machine, a path, a Redis, a model and an engine *are*. Data only:
+:mod:`kvtier.autoconfig.probe.probe` fills it.
 
-Every field is a :class:`Fact`: a value with where it was read, or no value with why it is unknown. Sizes are bytes,
-speeds bytes a second. Nothing here decides anything.
+Every field is a :class:`Fact`: a value with where it was read, or no value with why it is unknown.
+Sizes are bytes, speeds bytes a second. Nothing here decides anything.
 """
 
 from __future__ import annotations
@@ -43,20 +43,23 @@ class Memory:
     available: Fact[int] = _UNSEEN
     """What the kernel could give without swapping (MemAvailable)."""
     cgroup_headroom: Fact[int] = _UNSEEN
-    """Tightest limit less use (reclaimable file cache not counted) on the way up the cgroups; UNLIMITED without one."""
+    """Tightest limit less use (reclaimable file cache not counted) on the way up the cgroups;
+    UNLIMITED without one."""
     cgroup_limit: Fact[int] = _UNSEEN
-    """Tightest limit on the way up the cgroups beyond which the kernel kills; UNLIMITED without one."""
+    """Tightest limit on the way up the cgroups beyond which the kernel kills; UNLIMITED without
+    one."""
     shm: Fact[int] = _UNSEEN
     reserved: Fact[int] = _UNSEEN
-    """Huge pages of 2 MiB that the host's owner set apart (vm.nr_hugepages) and nobody has or was promised. Not in
-    ``available``."""
+    """Huge pages of 2 MiB that the host's owner set apart (vm.nr_hugepages) and nobody has or was
+    promised. Not in ``available``."""
     makes_huge: Fact[bool] = _UNSEEN
     """Does the kernel make huge pages of ordinary shared memory when it is asked to?"""
     memlock: Fact[int] = _UNSEEN
     numa_nodes: Fact[int] = _UNSEEN
     cpus: Fact[int] = _UNSEEN
     pools: Fact[int] = _UNSEEN
-    """What other engines' kvtier pools hold here already: no longer available, but part of what is to be shared."""
+    """What other engines' kvtier pools hold here already: no longer available, but part of what is
+    to be shared."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
-"""Bounded timing of what a plan rests on: memory copy, O_DIRECT on each path, Redis. At most :data:`SECONDS` in all.
+"""Bounded timing of what a plan rests on: memory copy, O_DIRECT on each path, Redis. At most
+:data:`SECONDS` in all.
 
-One thread each, so a disk with many queues may do better than what is written down: the plan errs to the slow side.
+One thread each, so a disk with many queues may do better than what is written down: the plan errs
+    to the slow side.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _KEEP_FREE = 8
 
 
 def measure(facts: Facts, seconds: float = SECONDS) -> Facts:
-    """``facts`` with speeds filled in where something could be timed; a failure is an unknown with its reason.
+    """``facts`` with speeds filled in where something could be timed; a failure is an unknown with
+    its reason.
 
     Every trial stops at its share of ``seconds``; one operation under way (4 MiB) may run past it.
     """
@@ -40,7 +43,8 @@ def measure(facts: Facts, seconds: float = SECONDS) -> Facts:
 
 
 def _rate(step: Callable[[int], int], seconds: float, most: int) -> float:
-    """Bytes a second of ``step(i)``, called for at most ``most`` steps or ``seconds``, and at least once."""
+    """Bytes a second of ``step(i)``, called for at most ``most`` steps or ``seconds``, and at least
+    once."""
     done, begun, last = 0, time.perf_counter(), 0.0
     for index in range(most):
         done += step(index)
@@ -67,7 +71,11 @@ def _can_time(disk: Disk) -> bool:
     kind = disk.filesystem.value or ""
     if disk.read_speed.value is not None:  # given: what if it were so fast?
         return False
-    return bool(disk.o_direct.value) and kind not in RAM_FILESYSTEMS and (disk.free.value or 0) >= _KEEP_FREE * _BLOCK
+    return (
+        bool(disk.o_direct.value)
+        and kind not in RAM_FILESYSTEMS
+        and (disk.free.value or 0) >= _KEEP_FREE * _BLOCK
+    )
 
 
 def _timed_disk(disk: Disk, seconds: float) -> Disk:
@@ -88,7 +96,9 @@ def _timed_disk(disk: Disk, seconds: float) -> Disk:
 
             write_rate = _rate(write, seconds / 2, blocks)
             whole = max(1, written // _BLOCK)
-            read_rate = _rate(lambda i: os.preadv(fd, [buffer], i * 7 % whole * _BLOCK), seconds / 2, 4 * blocks)
+            read_rate = _rate(
+                lambda i: os.preadv(fd, [buffer], i * 7 % whole * _BLOCK), seconds / 2, 4 * blocks
+            )
     except OSError as error:
         failed: Fact[float] = unknown(f"O_DIRECT trial failed: {error}")
         return replace(disk, read_speed=failed, write_speed=failed)

@@ -1,6 +1,8 @@
-"""May this process take so much RAM? Asked before a byte of it is taken, because the kernel refuses by killing.
+"""May this process take so much RAM? Asked before a byte of it is taken, because the kernel refuses
+by killing.
 
-More than a limit ever allows is an error. More than is free now is a warning: others may give back what they hold.
+More than a limit ever allows is an error. More than is free now is a warning: others may give back
+    what they hold.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def ram_room(root: Path = ROOT) -> Room:
 
 
 def in_reserved_pages(ram_bytes: int, root: Path = ROOT) -> bool:
-    """Whether free reserved huge pages hold it all: an engine's own pool takes those, which nobody else can have."""
+    """Whether free reserved huge pages hold it all: an engine's own pool takes those, which nobody
+    else can have."""
     return ram_bytes <= (probe_memory(root).reserved.value or 0)
 
 
@@ -60,11 +63,14 @@ def require_ram(
     lent: bool = False,
     root: Path = ROOT,
 ) -> None:
-    """Raise ConfigError when this process can never hold ``ram_bytes``; log a warning when it cannot now.
+    """Raise ConfigError when this process can never hold ``ram_bytes``; log a warning when it
+    cannot now.
 
-    What reserved huge pages hold is not asked about. ``lent``: a server's RAM, which never lies in them.
+    What reserved huge pages hold is not asked about. ``lent``: a server's RAM, which never lies in
+    them.
 
-    ``slot_bytes``: the size of a slot, for the index; None: not known yet. ``source``: whose word ``ram_bytes`` is.
+    ``slot_bytes``: the size of a slot, for the index; None: not known yet. ``source``: whose word
+      ``ram_bytes`` is.
     ``root``: where /proc and /sys are.
     """
     if not lent and in_reserved_pages(ram_bytes, root):
@@ -76,12 +82,14 @@ def require_ram(
         most = max(0, _value(limit) - own - (needed - ram_bytes))
         raise ConfigError(
             f"{given} is more RAM than this process can ever have: {size_text(_value(limit))} "
-            f"({limit.source}), of which it needs {size_text(own + needed - ram_bytes)} itself. The kernel would kill "
+            f"({limit.source}), of which it needs {size_text(own + needed - ram_bytes)} itself. "
+            "The kernel would kill "
             f"it. Lower ram_bytes below {size_text(most)}, or raise the limit"
         )
     if free is not None and not room.now(needed):
         logger.warning(
-            "%s is more than the %s that are free now (%s): the kernel may kill this process when the RAM tier fills. "
+            "%s is more than the %s that are free now (%s): the kernel may kill this process when "
+            "the RAM tier fills. "
             "Lower ram_bytes, or make room",
             given,
             size_text(_value(free)),
@@ -99,7 +107,8 @@ def _value(fact: Fact[int]) -> int:
 
 
 def _own_bytes(root: Path) -> int:
-    """Memory of this process that nothing but its end gives back; 0 where the kernel does not say."""
+    """Memory of this process that nothing but its end gives back; 0 where the kernel does not
+    say."""
     try:
         lines = (root / "proc/self/status").read_text().splitlines()
     except OSError:

@@ -1,8 +1,9 @@
-"""KV bytes per token, parameters and weights from a Hugging Face ``config.json``. Pure: the mapping comes in parsed.
+"""KV bytes per token, parameters and weights from a Hugging Face ``config.json``. Pure: the mapping
+comes in parsed.
 
-One token's KV: ``2 * kv_heads * head_dim * item`` bytes a layer (keys and values); with multi-head latent attention
-(MLA) one shared ``kv_lora_rank + qk_rope_head_dim`` row instead. Linear-attention and state-space layers keep a state
-per request, not per token: they count nothing here.
+One token's KV: ``2 * kv_heads * head_dim * item`` bytes a layer (keys and values); with multi-head
+latent attention (MLA) one shared ``kv_lora_rank + qk_rope_head_dim`` row instead. Linear-attention
+and state-space layers keep a state per request, not per token: they count nothing here.
 """
 
 from __future__ import annotations
@@ -17,25 +18,39 @@ from kvtier.core.errors import ConfigError
 Config = Mapping[str, Any]
 
 _ITEM_BYTES = {
-    "float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2,
-    "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "float8_e4m3fn": 1, "int8": 1,
-}  # fmt: skip
+    "float32": 4,
+    "float": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "half": 2,
+    "fp8": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "float8_e4m3fn": 1,
+    "int8": 1,
+}
 
 _DEFAULTS: dict[str, Config] = {
     # Values that a family's published config.json leaves to its class.
     "gemma2": {"sliding_window_pattern": 2, "tie_word_embeddings": True},
     "gemma3_text": {
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_size": 2304,
-        "sliding_window_pattern": 6, "vocab_size": 262208, "max_position_embeddings": 131072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_size": 2304,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
         "tie_word_embeddings": True,
     },
     "cohere2": {"sliding_window_pattern": 4},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Geometry of one token's KV, one copy. ``layers`` = those that keep KV; ``global_layers`` see all of it."""
+    """Geometry of one token's KV, one copy. ``layers`` = those that keep KV; ``global_layers`` see
+    all of it."""
 
     layers: int
     global_layers: int
@@ -53,11 +68,14 @@ class KVShape:
 
 
 def text_config(config: Config) -> Config:
-    """The language model's part of a (possibly multimodal) config, dtype inherited, family defaults filled in."""
+    """The language model's part of a (possibly multimodal) config, dtype inherited, family defaults
+    filled in."""
     inner: Config = config
     for name in ("text_config", "llm_config", "language_config"):
         if isinstance(config.get(name), Mapping):
-            inherited = {k: config[k] for k in ("torch_dtype", "dtype", "quantization_config") if k in config}
+            inherited = {
+                k: config[k] for k in ("torch_dtype", "dtype", "quantization_config") if k in config
+            }
             inner = {**inherited, **config[name]}
             break
     defaults = _DEFAULTS.get(str(inner.get("model_type")), {})
@@ -69,7 +87,10 @@ def _need(config: Config, *names: str) -> int:
         if isinstance(config.get(name), int):
             return int(config[name])
     kind = config.get("model_type", "unknown type")
-    raise ConfigError(f"config.json of {kind} has none of {', '.join(names)}; give the language model's own config")
+    raise ConfigError(
+        f"config.json of {kind} has none of {', '.join(names)}; give the language model's "
+        "own config"
+    )
 
 
 def _heads(config: Config) -> tuple[int, int]:
@@ -89,7 +110,10 @@ def _layer_kinds(config: Config) -> list[str]:
             offset = int(config.get("attn_layer_offset", 0))
             kinds = ["full_attention" if i % period == offset else "state" for i in range(count)]
         elif windowed and pattern:
-            kinds = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(count)]
+            kinds = [
+                "full_attention" if (i + 1) % pattern == 0 else "sliding_attention"
+                for i in range(count)
+            ]
         else:
             kinds = ["sliding_attention" if windowed else "full_attention"] * count
     return list(kinds)[: count - shared]
@@ -98,11 +122,19 @@ def _layer_kinds(config: Config) -> list[str]:
 def _kv_item_bytes(config: Config, kv_dtype: str) -> int:
     quantized = config.get("quantization_config") or {}
     scheme = quantized.get("kv_cache_scheme") or {}
-    if kv_dtype == "auto" and (scheme.get("num_bits") == 8 or quantized.get("kv_cache_quant_algo") == "FP8"):
+    if kv_dtype == "auto" and (
+        scheme.get("num_bits") == 8 or quantized.get("kv_cache_quant_algo") == "FP8"
+    ):
         return 1
-    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16") if kv_dtype == "auto" else kv_dtype
+    name = (
+        str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        if kv_dtype == "auto"
+        else kv_dtype
+    )
     if name.removeprefix("torch.") not in _ITEM_BYTES:
-        raise ConfigError(f"KV dtype {name!r} is not known; expected auto or one of {', '.join(_ITEM_BYTES)}")
+        raise ConfigError(
+            f"KV dtype {name!r} is not known; expected auto or one of {', '.join(_ITEM_BYTES)}"
+        )
     return _ITEM_BYTES[name.removeprefix("torch.")]
 
 
@@ -125,27 +157,42 @@ def kv_shape(config: Config, kv_dtype: str = "auto") -> KVShape:
 
 
 def parameters(config: Config) -> tuple[int, int]:
-    """(all, active for one token), by the usual decoder's formula; norms and biases are left out (below 0.1 %).
+    """(all, active for one token), by the usual decoder's formula; norms and biases are left out
+    (below 0.1 %).
 
     Raises ConfigError for models whose layers are not of one kind.
     """
     config = text_config(config)
     if not all("attention" in kind and "linear" not in kind for kind in _layer_kinds(config)):
-        raise ConfigError("the parameters of a model with state or linear-attention layers are not counted")
-    layers, hidden = _need(config, "num_hidden_layers", "n_layer", "num_layers"), _need(config, "hidden_size", "n_embd")
+        raise ConfigError(
+            "the parameters of a model with state or linear-attention layers are not counted"
+        )
+    layers, hidden = (
+        _need(config, "num_hidden_layers", "n_layer", "num_layers"),
+        _need(config, "hidden_size", "n_embd"),
+    )
     heads, head_dim = _heads(config)
     attention = 2 * hidden * heads * head_dim
     if config.get("kv_lora_rank"):
         rank, rope = int(config["kv_lora_rank"]), _need(config, "qk_rope_head_dim")
         nope, value = _need(config, "qk_nope_head_dim"), _need(config, "v_head_dim")
         query, query_in = int(config.get("q_lora_rank") or 0), heads * (nope + rope)
-        attention = (hidden * query + query * query_in if query else hidden * query_in) + hidden * (rank + rope)
+        attention = (hidden * query + query * query_in if query else hidden * query_in) + hidden * (
+            rank + rope
+        )
         attention += rank * heads * (nope + value) + heads * value * hidden
     else:
         attention += 2 * hidden * kv_shape(config, "bfloat16").kv_heads * head_dim
     wide = int(config.get("intermediate_size") or config.get("n_inner") or 4 * hidden)
-    experts = int(config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0)
-    embedding = _need(config, "vocab_size") * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    experts = int(
+        config.get("num_local_experts")
+        or config.get("num_experts")
+        or config.get("n_routed_experts")
+        or 0
+    )
+    embedding = (
+        _need(config, "vocab_size") * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    )
     dense = layers if not experts else int(config.get("first_k_dense_replace") or 0)
     base = embedding + layers * attention + dense * 3 * hidden * wide
     expert = 3 * hidden * int(config.get("moe_intermediate_size") or wide) * (layers - dense)
@@ -157,28 +204,41 @@ def parameters(config: Config) -> tuple[int, int]:
 def _weight_item_bytes(config: Config) -> float:
     quantized = config.get("quantization_config") or {}
     groups = quantized.get("config_groups") or {}
-    bits = [(group.get("weights") or {}).get("num_bits") for group in groups.values()] + [quantized.get("bits")]
+    bits = [(group.get("weights") or {}).get("num_bits") for group in groups.values()] + [
+        quantized.get("bits")
+    ]
     for width in bits:
         if width:
             return float(width) / 8
     if quantized.get("quant_method") == "fp8":
         return 1.0
-    return float(_ITEM_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), 2))
+    return float(
+        _ITEM_BYTES.get(
+            str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), 2
+        )
+    )
 
 
-def describe(config: Config, name: str, kv_dtype: str = "auto", weight_bytes: Fact[int] | None = None) -> Model:
-    """Everything :mod:`.plan` wants to know about a model. ``weight_bytes`` when somebody looked at the files."""
+def describe(
+    config: Config, name: str, kv_dtype: str = "auto", weight_bytes: Fact[int] | None = None
+) -> Model:
+    """Everything :mod:`.plan` wants to know about a model. ``weight_bytes`` when somebody looked at
+    the files."""
     shape, text = kv_shape(config, kv_dtype), text_config(config)
     source = f"config.json, KV dtype {kv_dtype}"
     heads, head_dim = _heads(text)
     active: Fact[int] = unknown("the parameters cannot be counted from this config.json")
-    weights = weight_bytes or unknown("only a config.json was given, and its parameters cannot be counted")
+    weights = weight_bytes or unknown(
+        "only a config.json was given, and its parameters cannot be counted"
+    )
     try:
         total, used = parameters(text)
         active = known(used, "counted from config.json")
         if weights.value is None:
             size = int(total * _weight_item_bytes(text))
-            weights = known(size, f"estimated: {total / 1e9:.1f} billion parameters counted from config.json")
+            weights = known(
+                size, f"estimated: {total / 1e9:.1f} billion parameters counted from config.json"
+            )
     except ConfigError:
         pass
     longest = text.get("max_position_embeddings") or text.get("n_positions")
@@ -190,5 +250,7 @@ def describe(config: Config, name: str, kv_dtype: str = "auto", weight_bytes: Fa
         weight_bytes=weights,
         active_parameters=active,
         attention_flops=known(2 * shape.global_layers * heads * head_dim, source),
-        max_tokens=known(int(longest), "config.json") if longest else unknown("config.json names no longest context"),
+        max_tokens=known(int(longest), "config.json")
+        if longest
+        else unknown("config.json names no longest context"),
     )

@@ -1,9 +1,12 @@
-"""Facts -> Plan: the values of kvtier's config keys, each with its source and reason. Pure: looks at nothing.
+"""Facts -> Plan: the values of kvtier's config keys, each with its source and reason. Pure: looks
+at nothing.
 
-Rules: no size exceeds what is free for it (RAM within the cgroup, the disk, Redis; locked memory where the driver
-charges it); a tier that cannot hold one long context, or whose hit never beats computing, is left out *with the
-reason*; what is unknown is assumed aloud, and on the safe side. Sizes are for one store: all tensor and pipeline
-ranks of one engine replica together. Replicas and engines on the same host get equal shares.
+Rules: no size exceeds what is free for it (RAM within the cgroup, the disk, Redis; locked memory
+    where the driver
+charges it); a tier that cannot hold one long context, or whose hit never beats computing, is left
+out *with the reason*; what is unknown is assumed aloud, and on the safe side. Sizes are for one
+store: all tensor and pipeline ranks of one engine replica together. Replicas and engines on the
+same host get equal shares.
 """
 
 from __future__ import annotations
@@ -20,14 +23,39 @@ from kvtier.autoconfig.breakeven import (
 )
 from kvtier.autoconfig.chunks import TYPICAL_KV_BYTES, chunk_tokens, stored_kv_bytes
 from kvtier.autoconfig.draft import Draft, Load, Plan, Row, break_even_row, or_assumed
-from kvtier.autoconfig.facts import GIB, MIB, UNLIMITED, Disk, Fact, Facts, Memory, Redis, known, unknown
+from kvtier.autoconfig.facts import (
+    GIB,
+    MIB,
+    UNLIMITED,
+    Disk,
+    Fact,
+    Facts,
+    Memory,
+    Redis,
+    known,
+    unknown,
+)
 from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import rate_text, size_text
 
 LONG_CONTEXT = 32_768
 RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 NETWORK_FILESYSTEMS = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p", "virtiofs", "glusterfs", "gpfs", "wekafs", "beegfs", "afs"}
+    {
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "ceph",
+        "lustre",
+        "9p",
+        "virtiofs",
+        "glusterfs",
+        "gpfs",
+        "wekafs",
+        "beegfs",
+        "afs",
+    }
 )
 _ASSUMED_READ = {"nvme": 2.0e9, "ssd": 0.4e9, "virtual": 0.2e9, "ebs": 0.125e9, "rotational": 0.1e9}
 _THREADS = {"nvme": 4, "ssd": 2, "virtual": 2, "ebs": 2, "rotational": 1}
@@ -48,8 +76,13 @@ def make_plan(facts: Facts) -> Plan:
         _show_worth(facts, load, ram_bytes, draft)
     else:
         for tier in ("nvme", "redis"):
-            draft.leave_out(tier, "without a RAM tier nothing can be loaded: every chunk passes through a RAM slot")
-    return Plan(tuple(draft.settings), tuple(draft.derived), tuple(draft.warnings), tuple(draft.left_out))
+            draft.leave_out(
+                tier,
+                "without a RAM tier nothing can be loaded: every chunk passes through a RAM slot",
+            )
+    return Plan(
+        tuple(draft.settings), tuple(draft.derived), tuple(draft.warnings), tuple(draft.left_out)
+    )
 
 
 def _load(facts: Facts, draft: Draft) -> Load:
@@ -65,7 +98,10 @@ def _load(facts: Facts, draft: Draft) -> Load:
     stored = stored_kv_bytes(single, heads, tensor)
     source, why = model.kv_bytes_per_token.source, _KV_BYTES
     if model.kv_bytes_per_token.value is None:
-        source, why = "assumed", f"unknown ({source}); 128 KiB is usual for 8-billion-parameter models"
+        source, why = (
+            "assumed",
+            f"unknown ({source}); 128 KiB is usual for 8-billion-parameter models",
+        )
     if stored != single:
         why += f"; {heads} KV head(s) on {tensor} tensor ranks are stored {stored / single:g} times"
     draft.show("kv_bytes_per_token", stored, source, why)
@@ -74,9 +110,19 @@ def _load(facts: Facts, draft: Draft) -> Load:
         text = "layers that see the whole context alone; the rest is sliding windows"
         draft.show("kv_bytes_per_token_global", whole, model.kv_bytes_global.source, text)
     if engine.expert_parallel.value:
-        draft.show("expert_parallel", "on", engine.expert_parallel.source, "experts split weights, never KV: no effect")
+        draft.show(
+            "expert_parallel",
+            "on",
+            engine.expert_parallel.source,
+            "experts split weights, never KV: no effect",
+        )
     if stores > 1:
-        draft.show("stores_on_host", stores, "engine", "replicas x engines; RAM, disk and Redis are divided equally")
+        draft.show(
+            "stores_on_host",
+            stores,
+            "engine",
+            "replicas x engines; RAM, disk and Redis are divided equally",
+        )
     longest = max(1, engine.max_model_len.value or model.max_tokens.value or LONG_CONTEXT)
     return Load(
         kv_bytes=stored,
@@ -97,17 +143,30 @@ def _prefill(facts: Facts, ranks: int, draft: Draft) -> Prefill:
     model, gpus = facts.model, facts.gpus
     halves = model.weight_bytes.value
     guess = max(1, halves // 2) if halves else 8_000_000_000
-    size = max(1, draft.take("active_parameters", model.active_parameters, guess, "2 bytes each, or 8 billion"))
+    size = max(
+        1,
+        draft.take(
+            "active_parameters", model.active_parameters, guess, "2 bytes each, or 8 billion"
+        ),
+    )
     if gpus.count.value == 0:
         peak = CPU_CORE_FLOPS * max(1, facts.memory.cpus.value or 1)
         source = f"estimated for {facts.memory.cpus.value or 1} CPU cores"
     else:
         kind = gpu_kind(gpus.kind.value or "")
-        peak, source = (kind or GPU_KINDS["H100"]).flops * ranks, f"estimated for {ranks} x {gpus.kind.value}"
+        peak, source = (
+            (kind or GPU_KINDS["H100"]).flops * ranks,
+            f"estimated for {ranks} x {gpus.kind.value}",
+        )
         if kind is None:
             source += ", taken as H100: with a faster GPU a tier pays later"
     prefill = Prefill.estimate(size, model.attention_flops.value or 0, peak)
-    draft.show("prefill_tokens_per_second", round(1 / prefill.per_token), source, "before attention; not measured yet")
+    draft.show(
+        "prefill_tokens_per_second",
+        round(1 / prefill.per_token),
+        source,
+        "before attention; not measured yet",
+    )
     return prefill
 
 
@@ -115,15 +174,24 @@ def _link(facts: Facts, ranks: int, draft: Draft) -> float:
     """Bytes a second between RAM and the engine's KV memory, all ranks together."""
     if facts.gpus.count.value == 0:
         return max(
-            1.0, draft.take("copy_bytes_per_second", facts.copy_speed, 5e9, "5 GB/s is slow for one thread's copy")
+            1.0,
+            draft.take(
+                "copy_bytes_per_second",
+                facts.copy_speed,
+                5e9,
+                "5 GB/s is slow for one thread's copy",
+            ),
         )
     kind = gpu_kind(facts.gpus.kind.value or "")
     return (kind.link if kind else 10e9) * ranks
 
 
 def _available(facts: Facts, draft: Draft) -> Fact[int]:
-    """RAM that is free for us: the tighter of the machine and the cgroup, less what a Redis here may still grow."""
-    seen = [f for f in (facts.memory.available, facts.memory.cgroup_headroom) if f.value is not None]
+    """RAM that is free for us: the tighter of the machine and the cgroup, less what a Redis here
+    may still grow."""
+    seen = [
+        f for f in (facts.memory.available, facts.memory.cgroup_headroom) if f.value is not None
+    ]
     if not seen:
         total = facts.memory.total
         if total.value is None:
@@ -131,25 +199,36 @@ def _available(facts: Facts, draft: Draft) -> Fact[int]:
         return known(total.value // 2, f"assumed: half of {total.source}, as use is unknown")
     free = min(seen, key=lambda fact: fact.value or 0)
     if facts.memory.cgroup_headroom.value is None:
-        draft.warnings.append(f"cgroup limit unknown ({facts.memory.cgroup_headroom.source}); assumed none")
+        draft.warnings.append(
+            f"cgroup limit unknown ({facts.memory.cgroup_headroom.source}); assumed none"
+        )
     redis = facts.redis
     if redis and redis.local and redis.maxmemory.value:
         growth = max(0, redis.maxmemory.value - (redis.used.value or 0))
-        return known((free.value or 0) - growth, f"{free.source}, less {size_text(growth)} the Redis here may take")
+        return known(
+            (free.value or 0) - growth,
+            f"{free.source}, less {size_text(growth)} the Redis here may take",
+        )
     return free
 
 
 def _reserve(facts: Facts, available: int, load: Load, draft: Draft) -> int:
-    """RAM left to others, as LMI does it, but of what is available inside the cgroup and for every engine."""
+    """RAM left to others, as LMI does it, but of what is available inside the cgroup and for every
+    engine."""
     weights, cpu = facts.model.weight_bytes, facts.gpus.count.value == 0
     fifth = available // 5
     if weights.value is None:
         reserve, why = available // 2, f"half of it: weight bytes are unknown ({weights.source})"
     else:
-        copies = 1 if cpu and facts.engine.started.value else 2  # then the first is no longer in what is available
+        copies = (
+            1 if cpu and facts.engine.started.value else 2
+        )  # then the first is no longer in what is available
         reserve = max(copies * weights.value * load.stores, fifth)
         times = f" x {load.stores} engines" if load.stores > 1 else ""
-        why = f"the greater of {copies} x weights of {size_text(weights.value)}{times} (loading) and a fifth"
+        why = (
+            f"the greater of {copies} x weights of {size_text(weights.value)}{times} (loading) "
+            "and a fifth"
+        )
     if cpu and facts.engine.kv_cache_tokens.value:
         own = facts.engine.kv_cache_tokens.value * load.kv_bytes
         reserve += own * load.stores
@@ -162,56 +241,110 @@ def _plan_ram(facts: Facts, load: Load, draft: Draft) -> int:
     """The RAM tier's bytes for one store; 0 when it is left out."""
     free = _available(facts, draft)
     if free.value is None:
-        draft.leave_out("ram", f"available RAM is unknown ({free.source}): give --ram, or ram_bytes by hand")
+        draft.leave_out(
+            "ram", f"available RAM is unknown ({free.source}): give --ram, or ram_bytes by hand"
+        )
         return 0
-    draft.show("ram_available_bytes", free.value, free.source, "machine and cgroups, whichever is tighter")
+    draft.show(
+        "ram_available_bytes", free.value, free.source, "machine and cgroups, whichever is tighter"
+    )
     pools = (facts.memory.pools.value or 0) if load.stores > 1 else 0
     if pools:
-        draft.show("ram_held_bytes", pools, facts.memory.pools.source, "engines here have it: it is shared too")
+        draft.show(
+            "ram_held_bytes",
+            pools,
+            facts.memory.pools.source,
+            "engines here have it: it is shared too",
+        )
     reserve = _reserve(facts, max(0, free.value + pools), load, draft)
-    share = max(0, min((free.value + pools - reserve) // load.stores, free.value - reserve // load.stores))
+    share = max(
+        0, min((free.value + pools - reserve) // load.stores, free.value - reserve // load.stores)
+    )
     share, note = _locked(facts, share, draft)
     share -= share % MIB
     if short := load.too_small(share):
-        draft.leave_out("ram", f"{short} ({size_text(free.value)} available, {size_text(reserve)} reserved{note})")
+        draft.leave_out(
+            "ram",
+            f"{short} ({size_text(free.value)} available, {size_text(reserve)} reserved{note})",
+        )
         return 0
-    speed = known(load.link, "copy to the engine" if facts.gpus.count.value == 0 else "host link, assumed by GPU kind")
+    speed = known(
+        load.link,
+        "copy to the engine" if facts.gpus.count.value == 0 else "host link, assumed by GPU kind",
+    )
     pays = break_even_row("ram", speed, load, draft)
     if pays is None:
         return 0
     draft.derived.append(pays)
-    held = f"holds {share // load.kv_bytes:,} tokens; {size_text(share // load.ranks)} for each of {load.ranks} rank(s)"
+    held = (
+        f"holds {share // load.kv_bytes:,} tokens; {size_text(share // load.ranks)} for each of "
+        f"{load.ranks} rank(s)"
+    )
     draft.set("ram_bytes", share, free.source, held + note)
-    shm = size_text(facts.memory.shm.value) if facts.memory.shm.value is not None else "unknown"
-    draft.show("shm_bytes", shm, facts.memory.shm.source, "not needed: the pool is a memfd, outside /dev/shm")
-    _show_huge_pages(facts.memory, share, load.stores, draft)
-    nodes = facts.memory.numa_nodes.value or 1
-    if nodes > 1:
-        draft.show("numa_nodes", nodes, facts.memory.numa_nodes.source, "the pool spreads as its pages are touched")
+    _show_memory(facts.memory, share, load.stores, draft)
     return share
+
+
+def _show_memory(memory: Memory, share: int, stores: int, draft: Draft) -> None:
+    """What an operator wants to see of a host's memory beside the RAM tier's ``share`` bytes."""
+    shm = size_text(memory.shm.value) if memory.shm.value is not None else "unknown"
+    draft.show(
+        "shm_bytes",
+        shm,
+        memory.shm.source,
+        "not needed: the pool is a memfd, outside /dev/shm",
+    )
+    _show_huge_pages(memory, share, stores, draft)
+    nodes = memory.numa_nodes.value or 1
+    if nodes > 1:
+        draft.show(
+            "numa_nodes",
+            nodes,
+            memory.numa_nodes.source,
+            "the pool spreads as its pages are touched",
+        )
 
 
 def _show_huge_pages(memory: Memory, share: int, stores: int, draft: Draft) -> None:
     free = size_text(memory.reserved.value or 0)
     if (memory.reserved.value or 0) >= share * stores:
-        draft.show("huge_pages", "reserved", memory.reserved.source, f"{free} free: an engine's own pool lies in them")
+        draft.show(
+            "huge_pages",
+            "reserved",
+            memory.reserved.source,
+            f"{free} free: an engine's own pool lies in them",
+        )
     elif memory.makes_huge.value:
-        draft.show("huge_pages", "made", memory.makes_huge.source, "the kernel makes them of ordinary memory")
+        draft.show(
+            "huge_pages",
+            "made",
+            memory.makes_huge.source,
+            "the kernel makes them of ordinary memory",
+        )
     else:
         pages = -(-share // HUGE_BYTES) * stores
-        note = f"a disk needs a second copy; spared by Linux 6.1, or by sysctl vm.nr_hugepages={pages} before a start"
+        note = (
+            "a disk needs a second copy; spared by Linux 6.1, or by sysctl "
+            f"vm.nr_hugepages={pages} before a start"
+        )
         draft.show("huge_pages", "none", memory.makes_huge.source, note)
 
 
 def _locked(facts: Facts, share: int, draft: Draft) -> tuple[int, str]:
-    """Cut ``share`` to RLIMIT_MEMLOCK where pinning it for a GPU is, or may be, charged to that limit."""
+    """Cut ``share`` to RLIMIT_MEMLOCK where pinning it for a GPU is, or may be, charged to that
+    limit."""
     gpus, limit = facts.gpus, facts.memory.memlock
     if gpus.count.value == 0 or limit.value is None or limit.value >= UNLIMITED:
         return share, ""
     if gpus.pin_charged.value is False:
-        draft.show("memlock_bytes", limit.value, limit.source, f"no limit here: {gpus.pin_charged.source}")
+        draft.show(
+            "memlock_bytes", limit.value, limit.source, f"no limit here: {gpus.pin_charged.source}"
+        )
         return share, ""
-    note = f"; cut to RLIMIT_MEMLOCK {size_text(limit.value)}, which pinning for the GPU may be charged to: raise it "
+    note = (
+        f"; cut to RLIMIT_MEMLOCK {size_text(limit.value)}, which pinning for the GPU may be "
+        "charged to: raise it "
+    )
     note += "(docker run --ulimit memlock=-1, systemd LimitMEMLOCK=infinity)"
     return (share, "") if limit.value >= share else (limit.value, note)
 
@@ -226,7 +359,9 @@ def _plan_chunk(facts: Facts, load: Load, draft: Draft) -> None:
     elif size > 64 * MIB:
         why += "; a smaller one would be less than 64 tokens or a block"
     why = f"{size_text(size)} a chunk: {why}"
-    draft.set("chunk_tokens", tokens, f"block of {block} tokens ({facts.engine.block_tokens.source})", why)
+    draft.set(
+        "chunk_tokens", tokens, f"block of {block} tokens ({facts.engine.block_tokens.source})", why
+    )
 
 
 class _Usable(NamedTuple):
@@ -254,33 +389,51 @@ def _plan_disk(facts: Facts, load: Load, draft: Draft) -> None:
     rate, size, disk, source, pays = max(usable, key=lambda each: each[:2])
     for other in usable:
         if other.disk is not disk:
-            reason = f"one path is used: {disk.path} is faster or larger than this ({size_text(other.size)})"
+            reason = (
+                f"one path is used: {disk.path} is faster or larger than this "
+                f"({size_text(other.size)})"
+            )
             draft.leave_out(f"nvme {other.disk.path}", reason)
     draft.derived.append(pays)
     if disk.filesystem.value == "overlay":
-        draft.warnings.append(f"{disk.path} is a container's overlay: its disk is not visible; mount a volume instead")
+        draft.warnings.append(
+            f"{disk.path} is a container's overlay: its disk is not visible; mount a volume instead"
+        )
     device = disk.device.value or "unknown device"
     draft.set("nvme_path", disk.path, disk.device.source, f"{device}, {rate_text(rate)} ({source})")
     reserve = size_text(_disk_reserve(disk))
-    held = f"holds {size // load.kv_bytes:,} tokens; {reserve} kept free; {size_text(size // load.ranks)} a rank"
+    held = (
+        f"holds {size // load.kv_bytes:,} tokens; {reserve} kept free; "
+        f"{size_text(size // load.ranks)} a rank"
+    )
     draft.set("nvme_bytes", size, disk.free.source, held)
     threads = max(1, min(_THREADS.get(device, 2), 2 * (facts.memory.cpus.value or 4)))
-    draft.set("nvme_threads", threads, disk.device.source, f"enough for {device}; at most 2 for each CPU")
+    draft.set(
+        "nvme_threads", threads, disk.device.source, f"enough for {device}; at most 2 for each CPU"
+    )
     if (facts.engine.engines.value or 1) > 1:
-        draft.warnings.append(f"{facts.engine.engines.value} engines share {disk.path}: give each a folder below it")
+        draft.warnings.append(
+            f"{facts.engine.engines.value} engines share {disk.path}: give each a folder below it"
+        )
 
 
 def _disk_reserve(disk: Disk) -> int:
-    """A tenth of the filesystem, at least 2 GiB: file systems and flash slow down when full, and others log there."""
+    """A tenth of the filesystem, at least 2 GiB: file systems and flash slow down when full, and
+    others log there."""
     return max((disk.total.value or disk.free.value or 0) // 10, 2 * GIB)
 
 
 def _disk_verdict(disk: Disk, load: Load) -> tuple[str, int, Fact[float]]:
     """(why it cannot be used or "", bytes for one store, read speed)."""
     kind, name = disk.device.value, disk.filesystem.value or "unknown"
-    speed = or_assumed(disk.read_speed, _ASSUMED_READ.get(kind or "", 0.2e9), kind or "an unknown device")
+    speed = or_assumed(
+        disk.read_speed, _ASSUMED_READ.get(kind or "", 0.2e9), kind or "an unknown device"
+    )
     own = disk.own.value or 0
-    size, kept = max(0, (disk.free.value or 0) + own - _disk_reserve(disk)) // load.stores, own // load.stores
+    size, kept = (
+        max(0, (disk.free.value or 0) + own - _disk_reserve(disk)) // load.stores,
+        own // load.stores,
+    )
     size = kept if kept <= size < kept * 5 // 4 else size - size % MIB  # a resize costs a warm tier
     network = name in NETWORK_FILESYSTEMS or name.startswith("fuse")
     reason = ""
@@ -291,11 +444,16 @@ def _disk_verdict(disk: Disk, load: Load) -> tuple[str, int, Fact[float]]:
     elif network and disk.read_speed.value is None:
         reason = f"{name} is a network file system: used only when its speed is measured"
     elif disk.o_direct.value is False:
-        reason = f"no O_DIRECT ({disk.o_direct.source}): the page cache would take RAM a second time"
+        reason = (
+            f"no O_DIRECT ({disk.o_direct.source}): the page cache would take RAM a second time"
+        )
     elif disk.free.value is None:
         reason = f"free space is unknown ({disk.free.source})"
     elif short := load.too_small(size):
-        reason = f"{short} ({size_text(disk.free.value)} free, {size_text(_disk_reserve(disk))} of it kept free)"
+        reason = (
+            f"{short} ({size_text(disk.free.value)} free, {size_text(_disk_reserve(disk))} of "
+            "it kept free)"
+        )
     return reason, size, speed
 
 
@@ -308,25 +466,39 @@ def _plan_redis(redis: Redis | None, load: Load, draft: Draft) -> None:
         text = "it has no maxmemory"
         if redis.maxmemory.value is None:
             text = f"its maxmemory is unknown ({redis.maxmemory.source})"
-        return draft.leave_out("redis", f"{text}, so no size is safe: set maxmemory, or redis_bytes by hand")
-    used = draft.take("redis_used_bytes", redis.used, redis.maxmemory.value // 2, "assumed half full")
+        return draft.leave_out(
+            "redis", f"{text}, so no size is safe: set maxmemory, or redis_bytes by hand"
+        )
+    used = draft.take(
+        "redis_used_bytes", redis.used, redis.maxmemory.value // 2, "assumed half full"
+    )
     size = int(max(0, redis.maxmemory.value - used) * _REDIS_SHARE) // load.stores
     size -= size % MIB
     if short := load.too_small(size):
-        return draft.leave_out("redis", f"{short} ({size_text(used)} of {size_text(redis.maxmemory.value)} used)")
+        return draft.leave_out(
+            "redis", f"{short} ({size_text(used)} of {size_text(redis.maxmemory.value)} used)"
+        )
     pays = break_even_row("redis", or_assumed(redis.speed, 0.8e9, "Redis"), load, draft)
     if pays is None:
         return None
     draft.derived.append(pays)
     if "random" in (redis.policy.value or ""):
-        draft.warnings.append(f"Redis policy {redis.policy.value} forgets at random: set noeviction, kvtier evicts")
+        draft.warnings.append(
+            f"Redis policy {redis.policy.value} forgets at random: set noeviction, kvtier evicts"
+        )
     draft.set("redis_url", redis.url, "given", redis.reachable.source)
-    draft.set("redis_bytes", size, redis.maxmemory.source, f"0.9 of what is left; {size // load.kv_bytes:,} tokens")
+    draft.set(
+        "redis_bytes",
+        size,
+        redis.maxmemory.source,
+        f"0.9 of what is left; {size // load.kv_bytes:,} tokens",
+    )
     return None
 
 
 def _show_worth(facts: Facts, load: Load, ram_bytes: int, draft: Draft) -> None:
-    """From which working set on the tiers have anything to do (:mod:`.breakeven`, second question)."""
+    """From which working set on the tiers have anything to do (:mod:`.breakeven`, second
+    question)."""
     own = facts.engine.kv_cache_tokens
     weights, memory = facts.model.weight_bytes.value, facts.gpus.bytes_each.value
     if own.value is None and weights and memory and facts.gpus.count.value:
@@ -334,8 +506,17 @@ def _show_worth(facts: Facts, load: Load, ram_bytes: int, draft: Draft) -> None:
         own = known(tokens, f"{load.ranks} x {size_text(memory)} less weights")
     if own.value is None:
         return
-    draft.show("ram_useful_from_tokens", own.value, own.source, "working sets below it fit the engine's own KV cache")
+    draft.show(
+        "ram_useful_from_tokens",
+        own.value,
+        own.source,
+        "working sets below it fit the engine's own KV cache",
+    )
     below = offload_from(ram_bytes, load.kv_bytes)
-    draft.show("nvme_useful_from_tokens", below, "ram_bytes", "working sets below it fit the RAM tier")
+    draft.show(
+        "nvme_useful_from_tokens", below, "ram_bytes", "working sets below it fit the RAM tier"
+    )
     if below < own.value:
-        draft.warnings.append("the RAM tier is smaller than the engine's own KV cache: expect few hits from it alone")
+        draft.warnings.append(
+            "the RAM tier is smaller than the engine's own KV cache: expect few hits from it alone"
+        )

@@ -10,12 +10,18 @@ if TYPE_CHECKING:
 
 
 def plan_for_engine(
-    vllm_config: Any, paths: Sequence[str] = (), redis_url: str | None = None, *, engines: int = 1, timed: bool = True
+    vllm_config: Any,
+    paths: Sequence[str] = (),
+    redis_url: str | None = None,
+    *,
+    engines: int = 1,
+    timed: bool = True,
 ) -> Plan:
-    """Look, time (<= 5 s unless ``timed`` is false) and plan for a vLLM engine that is starting on this host.
+    """Look, time (<= 5 s unless ``timed`` is false) and plan for a vLLM engine that is starting on
+    this host.
 
-    ``paths`` are candidate directories for the disk tier (default: the usual mounts). Raises ConfigError when the
-    model keeps no KV by token.
+    ``paths`` are candidate directories for the disk tier (default: the usual mounts). Raises
+    ConfigError when the model keeps no KV by token.
     """
     from kvtier.autoconfig.facts import Facts
     from kvtier.autoconfig.measure import measure
@@ -24,17 +30,23 @@ def plan_for_engine(
 
     engine, model = probe.probe_engine(vllm_config, engines)
     redis = probe.probe_redis(redis_url) if redis_url else None
-    facts = Facts(probe.probe_memory(), probe.probe_gpus(), probe.probe_disks(paths), redis, model, engine)
+    facts = Facts(
+        probe.probe_memory(), probe.probe_gpus(), probe.probe_disks(paths), redis, model, engine
+    )
     return make_plan(measure(facts) if timed else facts)
 
 
 def chunk_tokens_for_engine(vllm_config: Any, block: int) -> int:
-    """The plan's ``chunk_tokens``. From the engine's configuration alone, so that its scheduler and all its workers,
-    which must agree before anything is planned, come to the same. ``block``: tokens of one of its blocks."""
+    """The plan's ``chunk_tokens``. From the engine's configuration alone, so that its scheduler and
+    all its workers, which must agree before anything is planned, come to the same. ``block``:
+    tokens of one of its blocks."""
     from kvtier.autoconfig.chunks import TYPICAL_KV_BYTES, chunk_tokens, stored_kv_bytes
     from kvtier.autoconfig.probe import probe
 
     engine, model = probe.probe_engine(vllm_config)
-    tensor, single = engine.tensor_parallel.value or 1, model.kv_bytes_per_token.value or TYPICAL_KV_BYTES
+    tensor, single = (
+        engine.tensor_parallel.value or 1,
+        model.kv_bytes_per_token.value or TYPICAL_KV_BYTES,
+    )
     stored = stored_kv_bytes(single, model.kv_heads.value or tensor, tensor)
     return chunk_tokens(stored, block, engine.max_model_len.value or model.max_tokens.value or 1)

@@ -1,4 +1,5 @@
-"""A process beside an arm's servers that outlives them: ``kvtier serve``, ``redis-server``, a peer's own server."""
+"""A process beside an arm's servers that outlives them: ``kvtier serve``, ``redis-server``, a
+peer's own server."""
 
 from __future__ import annotations
 
@@ -29,17 +30,27 @@ def run_folder() -> Iterator[Path]:
 
 @contextmanager
 def companion(
-    command: Sequence[str], env: Mapping[str, str], ready: Callable[[], bool], log: Path, start_s: float = 20.0
+    command: Sequence[str],
+    env: Mapping[str, str],
+    ready: Callable[[], bool],
+    log: Path,
+    start_s: float = 20.0,
 ) -> Iterator[int]:
-    """Run ``command`` until the end of the block, which begins when ``ready()`` holds; its process id.
+    """Run ``command`` until the end of the block, which begins when ``ready()`` holds; its process
+    id.
 
-    Raises ConfigError when the program is not installed, ServerError with the log's end when it is not ready in time.
+    Raises ConfigError when the program is not installed, ServerError with the log's end when it is
+    not ready in time.
     """
     if shutil.which(command[0]) is None:
-        raise ConfigError(f"{command[0]} is not installed (Debian, Ubuntu: apt-get install {command[0]})")
+        raise ConfigError(
+            f"{command[0]} is not installed (Debian, Ubuntu: apt-get install {command[0]})"
+        )
     settings = [f"{name}={value}" for name, value in env.items()]
     with log.open("wb") as out:
-        process = subprocess.Popen(["env", *settings, *command], stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            ["env", *settings, *command], stdout=out, stderr=subprocess.STDOUT
+        )
     try:
         _wait_ready(process, ready, log, start_s)
         yield process.pid
@@ -51,12 +62,16 @@ def companion(
         process.wait()
 
 
-def _wait_ready(process: subprocess.Popen[bytes], ready: Callable[[], bool], log: Path, start_s: float) -> None:
+def _wait_ready(
+    process: subprocess.Popen[bytes], ready: Callable[[], bool], log: Path, start_s: float
+) -> None:
     until = time.monotonic() + start_s
     while not ready():
         if process.poll() is not None or time.monotonic() > until:
             said = log.read_text(encoding="utf-8", errors="replace")[-2000:]
-            raise ServerError(f"{process.args!r} was not ready within {start_s:.0f} s. Its log:\n{said}")
+            raise ServerError(
+                f"{process.args!r} was not ready within {start_s:.0f} s. Its log:\n{said}"
+            )
         time.sleep(_POLL_S)
 
 

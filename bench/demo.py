@@ -1,8 +1,10 @@
-"""``make demo``: what kvtier gains on real vLLM on this machine, from nothing, in about ten minutes on two idle cores.
+"""``make demo``: what kvtier gains on real vLLM on this machine, from nothing, in about ten minutes
+on two idle cores.
 
-Makes a small model in ``build/demo/kvtier-demo`` (once) and runs Long Doc QA over the arms of one host. Computing a
-document of this model takes seconds, and its KV cache is as large against that as a real model's. It computes in
-float32, so that every arm must give exactly the same tokens, which is checked.
+Makes a small model in ``build/demo/kvtier-demo`` (once) and runs Long Doc QA over the arms of one
+host. Computing a document of this model takes seconds, and its KV cache is as large against that as
+a real model's. It computes in float32, so that every arm must give exactly the same tokens, which
+is checked.
 """
 
 from __future__ import annotations
@@ -19,14 +21,35 @@ from kvtier.core.errors import KVTierError
 
 _MODEL = "kvtier-demo"
 _SHAPE = (
-    *("--num-documents", "4", "--document-length", "4096", "--question-length", "128", "--output-len", "16"),
-    *("--repeat-count", "2", "--max-inflight-requests", "1", "--dtype", "float32", "--require-same-tokens"),
+    *(
+        "--num-documents",
+        "4",
+        "--document-length",
+        "4096",
+        "--question-length",
+        "128",
+        "--output-len",
+        "16",
+    ),
+    *(
+        "--repeat-count",
+        "2",
+        "--max-inflight-requests",
+        "1",
+        "--dtype",
+        "float32",
+        "--require-same-tokens",
+    ),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="kvtier.bench.demo", description="Show what kvtier gains on this machine.")
-    parser.add_argument("--output-dir", type=Path, default=Path("build/demo"), help="(default: build/demo)")
+    parser = argparse.ArgumentParser(
+        prog="kvtier.bench.demo", description="Show what kvtier gains on this machine."
+    )
+    parser.add_argument(
+        "--output-dir", type=Path, default=Path("build/demo"), help="(default: build/demo)"
+    )
     given, more = parser.parse_known_args(argv)
     begun = time.monotonic()
     try:
@@ -35,12 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KVTierError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
-    print(f"Took {time.monotonic() - begun:.0f} s. Logs of the servers: {given.output_dir / 'servers'}")
+    print(
+        f"Took {time.monotonic() - begun:.0f} s. Logs of the servers: "
+        f"{given.output_dir / 'servers'}"
+    )
     return status
 
 
 def _arguments(model: Path, folder: Path, more: Sequence[str]) -> argparse.Namespace:
-    """The demo's Long Doc QA; ``more`` are flags of Long Doc QA that come after, and so before, the demo's own."""
+    """The demo's Long Doc QA; ``more`` are flags of Long Doc QA that come after, and so before, the
+    demo's own."""
     parser = argparse.ArgumentParser(prog="kvtier.bench.demo")
     long_doc_qa.add_arguments(parser)
     return parser.parse_args(["--model", str(model), "--output-dir", str(folder), *_SHAPE, *more])

@@ -1,7 +1,8 @@
-"""Writes the parts of README.md that are never typed: the tables of results and of configuration keys.
+"""Writes the parts of README.md that are never typed: the tables of results and of configuration
+keys.
 
-``python -m kvtier.bench.readme`` rewrites what stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``; a test
-fails when README and the result files or the code say different things.
+``python -m kvtier.bench.readme`` rewrites what stands between ``<!-- begin NAME -->`` and ``<!--
+end NAME -->``; a test fails when README and the result files or the code say different things.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ SHOWN = (
     ("throttled", "slow tier: TTFT, auto", "vLLM without kvtier"),
     ("import_time", "import kvtier, more than bare", ""),
 )
-"""(result file, beginning of the row's name, what its ratio is against) of README's second table."""
+"""(result file, beginning of the row's name, what its ratio is against) of README's second
+table."""
 _GOOD_DIGITS = 3
 
 
@@ -69,7 +71,10 @@ def long_doc_qa() -> str:
     base = arms["none"]["ttft_mean_s"]
     rows = [["arm", "TTFT mean", "p99", "against none", "hit tokens", "tokens as without"]]
     for name, arm in arms.items():
-        hits = " + ".join(f"{count:,} {place}" for place, count in arm["hit_tokens"].items() if count) or "none"
+        hits = (
+            " + ".join(f"{count:,} {place}" for place, count in arm["hit_tokens"].items() if count)
+            or "none"
+        )
         same = {True: "yes", False: "no", None: "-"}[arm["same_tokens_as_none"]]
         first, last = number(arm["ttft_mean_s"], "s"), number(arm["ttft_p99_s"], "s")
         rows.append([f"`{name}`", first, last, f"{base / arm['ttft_mean_s']:.1f} x", hits, same])
@@ -85,9 +90,15 @@ def compare() -> str:
         rows = [["arm", *columns]]
         for name, arm in found["arms"].items():
             if not arm["cannot_run"]:
-                rows.append([f"`{name}`", *(_compared(values, arm, name, row) for row in columns.values())])
+                rows.append(
+                    [f"`{name}`", *(_compared(values, arm, name, row) for row in columns.values())]
+                )
         tables.append(table(rows))
-    out = [f"`{name}` cannot run: {arm['cannot_run']}." for name, arm in found["arms"].items() if arm["cannot_run"]]
+    out = [
+        f"`{name}` cannot run: {arm['cannot_run']}."
+        for name, arm in found["arms"].items()
+        if arm["cannot_run"]
+    ]
     return "\n\n".join([*tables, *out, _origin(found) + _limits(found["rows"])])
 
 
@@ -102,9 +113,18 @@ def multi_turn() -> str:
             values[f"{name}: ttft of turns >= 2"],
             values[f"{name}: prompt tokens of turns >= 2 not computed"],
         )
-        dead, cells = arm["killed"], [f"`{name}`", number(later["value"], "s"), f"{later['ratio']:.2f} x"]
-        cells += [f"{share['value']:.0%}", number(dead["moved_ttft_mean_s"], "s"), f"{dead['moved_cached_share']:.0%}"]
-        rows.append([*cells, "-" if arm["differing_turns"] is None else str(arm["differing_turns"])])
+        dead, cells = (
+            arm["killed"],
+            [f"`{name}`", number(later["value"], "s"), f"{later['ratio']:.2f} x"],
+        )
+        cells += [
+            f"{share['value']:.0%}",
+            number(dead["moved_ttft_mean_s"], "s"),
+            f"{dead['moved_cached_share']:.0%}",
+        ]
+        rows.append(
+            [*cells, "-" if arm["differing_turns"] is None else str(arm["differing_turns"])]
+        )
     return table(rows) + "\n\n" + _origin(found)
 
 
@@ -131,7 +151,8 @@ _BESIDES = {
 
 
 def _compared(values: Mapping[str, Any], arm: Mapping[str, Any], name: str, what: str) -> str:
-    """A cell. An engine that finds nothing of what another has cached is cold, however long its answer takes."""
+    """A cell. An engine that finds nothing of what another has cached is cold, however long its
+    answer takes."""
     if what in arm:
         return "-" if arm[what] is None else str(arm[what])
     row = values.get(f"{name}: {what.removesuffix(', ratio')}")
@@ -148,7 +169,9 @@ def _compared(values: Mapping[str, Any], arm: Mapping[str, Any], name: str, what
         return f"{row['value'] * 1000:.0f} ms"
     digits = {"s": "", "ms": ".2f", "%": ".1f"}.get(row["unit"], ",.0f")
     unit = "" if row["unit"] == "tokens/s" else row["unit"]
-    return f"{row['value']:{digits}} {unit}".strip() if digits else number(row["value"], row["unit"])
+    return (
+        f"{row['value']:{digits}} {unit}".strip() if digits else number(row["value"], row["unit"])
+    )
 
 
 def compare_alone() -> str:
@@ -158,8 +181,17 @@ def compare_alone() -> str:
     rows = [["arm", *_ALONE]]
     for name, arm in found["arms"].items():
         if not arm["cannot_run"]:
-            rows.append([f"`{name}`", *(_part_of_limit(values.get(f"{name}: {what}")) for what in _ALONE.values())])
-    out = [f"`{name}` cannot run: {arm['cannot_run']}." for name, arm in found["arms"].items() if arm["cannot_run"]]
+            rows.append(
+                [
+                    f"`{name}`",
+                    *(_part_of_limit(values.get(f"{name}: {what}")) for what in _ALONE.values()),
+                ]
+            )
+    out = [
+        f"`{name}` cannot run: {arm['cannot_run']}."
+        for name, arm in found["arms"].items()
+        if arm["cannot_run"]
+    ]
     return "\n\n".join([table(rows), *out, _origin(found) + _limits(found["rows"])])
 
 
@@ -186,7 +218,11 @@ def _part_of_limit(row: Mapping[str, Any] | None) -> str:
 
 def _limits(rows: Sequence[Mapping[str, Any]]) -> str:
     """What the machine could do in the same run; empty where that was not measured."""
-    told = [(row["name"].removeprefix("limit: "), row) for row in rows if row["name"].startswith("limit: ")]
+    told = [
+        (row["name"].removeprefix("limit: "), row)
+        for row in rows
+        if row["name"].startswith("limit: ")
+    ]
     parts = ", ".join(f"{name} {number(row['value'], row['unit'])}" for name, row in told)
     return f"\nLimits in the same run: {parts}." if parts else ""
 
@@ -210,7 +246,15 @@ def trust() -> str:
     rows = [["suite", "cases", "seeds", "faults injected", "violations"]]
     for one in found["suites"]:
         cases = f"{one['cases']:,} {one['unit']}"
-        rows.append([one["suite"], cases, f"{one['seeds']:,}", f"{one['faults']:,}", str(len(one["violations"]))])
+        rows.append(
+            [
+                one["suite"],
+                cases,
+                f"{one['seeds']:,}",
+                f"{one['faults']:,}",
+                str(len(one["violations"])),
+            ]
+        )
     return table(rows) + "\n\n" + _origin(found)
 
 
@@ -218,7 +262,14 @@ def stuck() -> str:
     """What each fault of a lower tier cost a real engine."""
     found = _read("stuck")
     values = {row["name"]: row for row in found["rows"]}
-    rows = [["fault", "TTFT, against no kvtier", "the question when it begins", "answers until it is used again"]]
+    rows = [
+        [
+            "fault",
+            "TTFT, against no kvtier",
+            "the question when it begins",
+            "answers until it is used again",
+        ]
+    ]
     for name in found["answers"]:
         first = values[f"{name}: first question, more than none"]
         again = values[f"{name}: answers until the tier is used again"]["value"]
@@ -232,7 +283,14 @@ def keys() -> str:
     rows = [["key", "default", "unit", "what for"]]
     for key, about in KEYS.items():
         default = getattr(Config(), key)
-        rows.append([f"`{key}`", "none" if default is None else f"`{default}`", about["unit"], about["reason"]])
+        rows.append(
+            [
+                f"`{key}`",
+                "none" if default is None else f"`{default}`",
+                about["unit"],
+                about["reason"],
+            ]
+        )
     return table(rows)
 
 

@@ -5,8 +5,9 @@
     {"benchmark", "command", "version", "machine": {...},
      "rows": [{"name", "value", "unit", "limit", "ratio", "min", "max"}]}
 
-A benchmark may add keys of its own beside these. Facts name hardware and versions, never a host or a path: results
-are committed. Only the standard library is imported, so that a benchmark measures itself and not this file.
+A benchmark may add keys of its own beside these. Facts name hardware and versions, never a host or
+a path: results are committed. Only the standard library is imported, so that a benchmark measures
+itself and not this file.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ _PROBE_SECONDS = 10
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One number. ``limit`` is what it is held against: the hardware or peer measured in the same run (``ratio`` is
-    then value / limit), or a bound that was asked for. ``min`` and ``max`` are the spread behind a median."""
+    """One number. ``limit`` is what it is held against: the hardware or peer measured in the same
+    run (``ratio`` is then value / limit), or a bound that was asked for. ``min`` and ``max`` are
+    the spread behind a median."""
 
     name: str
     value: float | None
@@ -74,7 +76,8 @@ def write_results(
 
 
 def own_command() -> str:
-    """This process's command in the form another machine can run: ``python -m module``, no absolute path."""
+    """This process's command in the form another machine can run: ``python -m module``, no absolute
+    path."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None:
         head = ["python", "-m", spec.name.removesuffix(".__main__")]
@@ -86,8 +89,11 @@ def own_command() -> str:
 
 
 def _portable(argument: str) -> str:
-    """The argument with an absolute path made relative to the cwd, or cut to its last name where it lies elsewhere."""
-    flag, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    """The argument with an absolute path made relative to the cwd, or cut to its last name where it
+    lies elsewhere."""
+    flag, equals, value = (
+        argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    )
     if os.path.isabs(value):
         path = Path(value)
         value = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
@@ -140,7 +146,8 @@ def _os_name() -> str:
 
 
 def _filesystem() -> str:
-    """Type of the file system the current directory lies on (the mount with the longest matching prefix)."""
+    """Type of the file system the current directory lies on (the mount with the longest matching
+    prefix)."""
     cwd, best, kind = Path.cwd(), -1, "unknown"
     try:
         mounts = Path("/proc/self/mounts").read_text(encoding="utf-8")
@@ -154,13 +161,16 @@ def _filesystem() -> str:
 
 
 def _gpu() -> str | None:
-    """Name, memory and driver of the first GPU as nvidia-smi tells them; None without nvidia-smi."""
+    """Name, memory and driver of the first GPU as nvidia-smi tells them; None without
+    nvidia-smi."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
     query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=True)
+        told = subprocess.run(
+            query, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     lines = told.stdout.strip().splitlines()

@@ -1,9 +1,11 @@
-"""Whether vLLM alone gives a prompt the same answer whatever else is in its batch: Long Doc QA's questions, no kvtier.
+"""Whether vLLM alone gives a prompt the same answer whatever else is in its batch: Long Doc QA's
+questions, no kvtier.
 
-``python -m kvtier.bench.rounding --model build/bench-lmi/kvtier-lmi`` asks the questions of ``--preset lmi`` of one
-engine in each of :data:`WAYS`, and compares the answers. Where two ways differ it gives the margin: by how much one
-token was likelier than the next where the answers part. A comparison of answers with and without kvtier cannot tell
-a difference of this kind from a wrong answer.
+``python -m kvtier.bench.rounding --model build/bench-lmi/kvtier-lmi`` asks the questions of
+``--preset lmi`` of one engine in each of :data:`WAYS`, and compares the answers. Where two ways
+differ it gives the margin: by how much one token was likelier than the next where the answers part.
+A comparison of answers with and without kvtier cannot tell a difference of this kind from a wrong
+answer.
 """
 
 from __future__ import annotations
@@ -31,12 +33,19 @@ class Way(NamedTuple):
     in_flight: bool
 
     def __str__(self) -> str:
-        return f"{'hits' if self.hits else 'computed'}, {'several in flight' if self.in_flight else 'one by one'}"
+        return (
+            f"{'hits' if self.hits else 'computed'}, "
+            f"{'several in flight' if self.in_flight else 'one by one'}"
+        )
 
 
-WAYS = Way(hits=False, in_flight=True), Way(hits=True, in_flight=True), Way(hits=True, in_flight=False)
-"""The first fills the engine's own prefix cache for the others. Long Doc QA asks as the first does where it has no
-cache, and as the second does where it has one."""
+WAYS = (
+    Way(hits=False, in_flight=True),
+    Way(hits=True, in_flight=True),
+    Way(hits=True, in_flight=False),
+)
+"""The first fills the engine's own prefix cache for the others. Long Doc QA asks as the first does
+where it has no cache, and as the second does where it has one."""
 
 
 class Answer(NamedTuple):
@@ -46,7 +55,8 @@ class Answer(NamedTuple):
 
 
 class Parting(NamedTuple):
-    """Where two answers to the ``question``-th prompt first differ, and the margin there in each."""
+    """Where two answers to the ``question``-th prompt first differ, and the margin there in
+    each."""
 
     question: int
     token: int
@@ -57,18 +67,30 @@ def ask(llm: Any, prompts: Sequence[Any], way: Way, tokens: int) -> list[Answer]
     from vllm import SamplingParams
 
     settings = SamplingParams(
-        temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=2, skip_reading_prefix_cache=not way.hits
+        temperature=0,
+        max_tokens=tokens,
+        ignore_eos=True,
+        logprobs=2,
+        skip_reading_prefix_cache=not way.hits,
     )
     batches = [prompts] if way.in_flight else [[prompt] for prompt in prompts]
-    outputs = [output for batch in batches for output in llm.generate(batch, settings, use_tqdm=False)]
+    outputs = [
+        output for batch in batches for output in llm.generate(batch, settings, use_tqdm=False)
+    ]
     for output in outputs:
         if bool(output.num_cached_tokens) != way.hits:
-            raise SystemExit(f"{way}: {output.num_cached_tokens} tokens of a prompt came from the prefix cache")
-    return [Answer(list(output.outputs[0].token_ids), _margins(output.outputs[0])) for output in outputs]
+            raise SystemExit(
+                f"{way}: {output.num_cached_tokens} tokens of a prompt came from the prefix cache"
+            )
+    return [
+        Answer(list(output.outputs[0].token_ids), _margins(output.outputs[0])) for output in outputs
+    ]
 
 
 def _margins(output: Any) -> list[float]:
-    likely = [sorted((one.logprob for one in step.values()), reverse=True) for step in output.logprobs]
+    likely = [
+        sorted((one.logprob for one in step.values()), reverse=True) for step in output.logprobs
+    ]
     return [first - second for first, second, *_ in likely]
 
 
@@ -88,7 +110,9 @@ def compared(answers: dict[Way, list[Answer]]) -> tuple[list[Row], list[dict[str
     for one, other in itertools.combinations(answers, 2):
         found = differing(answers[one], answers[other])
         between = f"{one} | {other}"
-        rows.append(Row(f"{between}: answers that differ", len(found), "answers", limit=len(answers[one])))
+        rows.append(
+            Row(f"{between}: answers that differ", len(found), "answers", limit=len(answers[one]))
+        )
         if found:
             widest = max(max(parting.margins) for parting in found)
             rows.append(Row(f"{between}: widest margin where they part", widest, "log"))
@@ -97,12 +121,21 @@ def compared(answers: dict[Way, list[Answer]]) -> tuple[list[Row], list[dict[str
     rows.append(Row(f"{WAYS[0]}: narrowest margin of all tokens", min(margins), "log"))
     for bound in (1e-3, 1e-4, 1e-5):
         within = sum(margin < bound for margin in margins)
-        rows.append(Row(f"{WAYS[0]}: tokens with a margin below {bound:g}", within, "tokens", limit=len(margins)))
+        rows.append(
+            Row(
+                f"{WAYS[0]}: tokens with a margin below {bound:g}",
+                within,
+                "tokens",
+                limit=len(margins),
+            )
+        )
     return rows, partings
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     shape: dict[str, Any] = {**DEFAULTS, **PRESETS["lmi"]}
     parser.add_argument("--model", required=True)
     for name in ("num_documents", "document_length", "output_len"):
@@ -125,13 +158,30 @@ def main() -> None:
 
 def engine(model: str, shape: dict[str, Any]) -> tuple[Any, Workload]:
     """vLLM alone, with room for all documents, and the work."""
-    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "6", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "6",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
+    }
     from vllm import LLM
 
-    names = ("num_documents", "document_length", "question_length", "output_len", "repeat_count", "repeat_mode")
+    names = (
+        "num_documents",
+        "document_length",
+        "question_length",
+        "output_len",
+        "repeat_count",
+        "repeat_mode",
+    )
     batch = {"max_num_seqs": shape["max_inflight_requests"], "max_num_batched_tokens": _STEP_TOKENS}
     llm = LLM(model, dtype="float32", enforce_eager=True, block_size=_BLOCK, **batch)
-    words = sorted(set(llm.get_tokenizer().encode(generated_text(_SAMPLE_WORDS, seed=0), add_special_tokens=False)))
+    words = sorted(
+        set(
+            llm.get_tokenizer().encode(
+                generated_text(_SAMPLE_WORDS, seed=0), add_special_tokens=False
+            )
+        )
+    )
     return llm, Workload(words, **{name: shape[name] for name in names}, seed=shape["shuffle_seed"])
 
 

@@ -1,4 +1,5 @@
-"""Starts, restarts and always stops vLLM's OpenAI server, as a process group of its own, on a free loopback port."""
+"""Starts, restarts and always stops vLLM's OpenAI server, as a process group of its own, on a free
+loopback port."""
 
 from __future__ import annotations
 
@@ -81,12 +82,16 @@ class VllmServer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop()
 
     def start(self) -> None:
-        """Start and wait until healthy. Another port is tried when somebody else took ours in between."""
+        """Start and wait until healthy. Another port is tried when somebody else took ours in
+        between."""
         if self._process is not None:
             raise ServerError("the server is running already; stop it first")
         for attempt in range(1, _PORT_ATTEMPTS + 1):
@@ -98,7 +103,9 @@ class VllmServer:
                 return
             except ServerError:
                 self.stop()
-                if attempt == _PORT_ATTEMPTS or "address already in use" not in self._log_since(begun_at):
+                if attempt == _PORT_ATTEMPTS or "address already in use" not in self._log_since(
+                    begun_at
+                ):
                     raise
             except BaseException:
                 self.stop()
@@ -127,7 +134,8 @@ class VllmServer:
             _kill_group(process)
 
     def log_tail(self) -> str:
-        """The last lines of the server's log, and before them its first errors: the cause is often far above."""
+        """The last lines of the server's log, and before them its first errors: the cause is often
+        far above."""
         text = self._log_since(0)
         causes = list(dict.fromkeys(_ERROR.findall(text)))[:_CAUSES]
         end = text.splitlines()[-_LOG_LINES:]
@@ -174,7 +182,11 @@ def free_port() -> int:
 
 def _new_group(command: Sequence[str], out: IO[bytes]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
 
 

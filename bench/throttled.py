@@ -1,20 +1,23 @@
-"""Never slower: vLLM's time to first token when hits come from a tier that is slower than computing.
+"""Never slower: vLLM's time to first token when hits come from a tier that is slower than
+computing.
 
     python -m kvtier.bench.throttled [--rounds 3] [--slow 3.0]
 
-Three engines are asked for the same documents in turn, interleaved, so that what disturbs the machine disturbs all of
-them: ``none`` (vLLM without a connector), ``always`` (kvtier, ``take_hits: always``) and ``auto`` (kvtier as it comes).
-RAM keeps one document, Redis all of them, each engine under its own names; a proxy between the engines and Redis can
-be slowed while they run. Three phases:
+Three engines are asked for the same documents in turn, interleaved, so that what disturbs the
+machine disturbs all of them: ``none`` (vLLM without a connector), ``always`` (kvtier, ``take_hits:
+always``) and ``auto`` (kvtier as it comes). RAM keeps one document, Redis all of them, each engine
+under its own names; a proxy between the engines and Redis can be slowed while they run. Three
+phases:
 
-- fast (after one cold round): the proxy lets everything through; ``auto`` must lose nothing against ``always``;
-- slow: the proxy lets a document's KV through in ``--slow`` times what computing it takes; ``auto`` must stay within
-  3 % of ``none``, its first answers, from which it learns, included;
+- fast (after one cold round): the proxy lets everything through; ``auto`` must lose nothing against
+  ``always``;
+- slow: the proxy lets a document's KV through in ``--slow`` times what computing it takes; ``auto``
+  must stay within 3 % of ``none``, its first answers, from which it learns, included;
 - fast again: how many answers until ``auto`` is served from Redis again.
 
-Two processes of the very same engine differ by up to a tenth in speed, for as long as they live. So before each phase
-the engines are also asked with kvtier kept out of it (``kvtier.cache: false``), and what is told as a ratio to
-another engine is divided by the ratio that they have then.
+Two processes of the very same engine differ by up to a tenth in speed, for as long as they live. So
+before each phase the engines are also asked with kvtier kept out of it (``kvtier.cache: false``),
+and what is told as a ratio to another engine is divided by the ratio that they have then.
 """
 
 from __future__ import annotations
@@ -48,8 +51,8 @@ _FAST_ROUNDS = 3
 _APART = 6
 """Documents for which kvtier is kept out of it, an engine and phase."""
 _REST_S = 1.2
-"""Before each question: a worker of vLLM spins on its core for a second after its last step, which would slow the one
-that is asked next."""
+"""Before each question: a worker of vLLM spins on its core for a second after its last step, which
+would slow the one that is asked next."""
 _CHUNK_TOKENS = 128
 _PIECE = 64 << 10
 _MARK = "@ "
@@ -62,20 +65,33 @@ class Answer(NamedTuple):
     """Tokens that were not computed."""
 
 
-# ---- an engine, in a process of its own ------------------------------------------------------------------------------
+# ---- an engine, in a process of its own ----------------------------------------------------------
 
 
 def serve_documents(model: str, tokens: int, with_kvtier: bool) -> None:
-    """Answer ``document`` numbers from stdin with TTFT and cached tokens, until stdin ends; then tell all counts. A
-    negative one is asked with kvtier kept out of it."""
+    """Answer ``document`` numbers from stdin with TTFT and cached tokens, until stdin ends; then
+    tell all counts. A negative one is asked with kvtier kept out of it."""
     from vllm import LLM, SamplingParams
 
     more: dict[str, Any] = {"kv_transfer_config": TRANSFER} if with_kvtier else {}
-    blocks = -(-tokens // 128) + 4  # one document and a little: vLLM's own cache never has the next one
-    llm = LLM(model, dtype="float32", enforce_eager=True, block_size=128, max_model_len=tokens + 128,
-              num_gpu_blocks_override=blocks, disable_log_stats=False, **more)  # fmt: skip
+    blocks = (
+        -(-tokens // 128) + 4
+    )  # one document and a little: vLLM's own cache never has the next one
+    llm = LLM(
+        model,
+        dtype="float32",
+        enforce_eager=True,
+        block_size=128,
+        max_model_len=tokens + 128,
+        num_gpu_blocks_override=blocks,
+        disable_log_stats=False,
+        **more,
+    )
     apart = {"kv_transfer_params": {"kvtier.cache": False}}
-    settings = [SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, extra_args=more) for more in (None, apart)]
+    settings = [
+        SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, extra_args=more)
+        for more in (None, apart)
+    ]
     vocabulary = llm.get_tokenizer().vocab_size
     tell("ready")
     for line in sys.stdin:
@@ -88,7 +104,9 @@ def serve_documents(model: str, tokens: int, with_kvtier: bool) -> None:
     for metric in llm.get_metrics():
         if metric.name.startswith("vllm:kvtier_"):
             label = metric.labels.get("reason") or metric.labels.get("place")
-            counts[f"{metric.name.removeprefix('vllm:kvtier_')} {label}"] = int(getattr(metric, "value", 0))
+            counts[f"{metric.name.removeprefix('vllm:kvtier_')} {label}"] = int(
+                getattr(metric, "value", 0)
+            )
     tell(counts)
 
 
@@ -99,7 +117,9 @@ def tell(what: object) -> None:
 class Arm:
     """The other end of :func:`serve_documents`."""
 
-    def __init__(self, arm: str, model: Path, tokens: int, tier: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, arm: str, model: Path, tokens: int, tier: Mapping[str, str], log: Path
+    ) -> None:
         """``tier``: the environment that says where its lower tier is."""
         self._log = log
         chunk = _CHUNK_TOKENS * kv_token_bytes(read_config(model), 4)
@@ -117,9 +137,14 @@ class Arm:
         command = [sys.executable, "-m", "kvtier.bench.throttled", "--engine", call]
         with log.open("w") as errors:
             self._process: subprocess.Popen[str] = subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+                command,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
                 process_group=0,
-            )  # fmt: skip
+            )
 
     @property
     def pid(self) -> int:
@@ -170,12 +195,12 @@ def redis_tier(arm: str, port: int) -> dict[str, str]:
     }
 
 
-# ---- a slow network --------------------------------------------------------------------------------------------------
+# ---- a slow network ------------------------------------------------------------------------------
 
 
 class Throttle:
-    """A TCP proxy on a loopback port whose answers share one bandwidth, on a thread of its own. ``rate``: bytes a
-    second, None for all there is; may change at any time."""
+    """A TCP proxy on a loopback port whose answers share one bandwidth, on a thread of its own.
+    ``rate``: bytes a second, None for all there is; may change at any time."""
 
     def __init__(self, to_port: int) -> None:
         self.rate: float | None = None
@@ -204,10 +229,16 @@ class Throttle:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         from_redis, to_redis = await asyncio.open_connection("127.0.0.1", self._to_port)
-        with contextlib.suppress(asyncio.CancelledError):  # over: asyncio would print a task that was cut off
-            await asyncio.gather(self._pipe(reader, to_redis, False), self._pipe(from_redis, writer, True))
+        with contextlib.suppress(
+            asyncio.CancelledError
+        ):  # over: asyncio would print a task that was cut off
+            await asyncio.gather(
+                self._pipe(reader, to_redis, False), self._pipe(from_redis, writer, True)
+            )
 
-    async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slowed: bool) -> None:
+    async def _pipe(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slowed: bool
+    ) -> None:
         try:
             while piece := await reader.read(_PIECE):
                 if slowed and self.rate is not None:
@@ -221,7 +252,7 @@ class Throttle:
             writer.close()
 
 
-# ---- the experiment --------------------------------------------------------------------------------------------------
+# ---- the experiment ------------------------------------------------------------------------------
 
 
 Engines = Mapping[str, Arm]
@@ -248,7 +279,10 @@ class Phase(NamedTuple):
 
     def luck(self, arm: str, against: str) -> float:
         """How much slower the one process is than the other by itself."""
-        middle = {one: statistics.median(answer.seconds for answer in self.apart[one]) for one in (arm, against)}
+        middle = {
+            one: statistics.median(answer.seconds for answer in self.apart[one])
+            for one in (arm, against)
+        }
         return middle[arm] / middle[against]
 
 
@@ -263,7 +297,9 @@ def started(arguments: argparse.Namespace) -> Iterator[Setup]:
         stack.callback(throttle.close)
         engines = {}
         for arm in _ARMS:
-            engines[arm] = Arm(arm, model, arguments.tokens, redis_tier(arm, throttle.port), folder / f"{arm}.log")
+            engines[arm] = Arm(
+                arm, model, arguments.tokens, redis_tier(arm, throttle.port), folder / f"{arm}.log"
+            )
             stack.callback(engines[arm].stop)
         for engine in engines.values():
             engine.wait()
@@ -271,8 +307,8 @@ def started(arguments: argparse.Namespace) -> Iterator[Setup]:
 
 
 def ask_all(engines: Engines, documents: int, rounds: int, arms: Sequence[str] = _ARMS) -> Phase:
-    """Every document in turn, by every arm in an order that is drawn anew: what one arm leaves running in the
-    background must not always meet the same other."""
+    """Every document in turn, by every arm in an order that is drawn anew: what one arm leaves
+    running in the background must not always meet the same other."""
     before = asked_apart(engines, arms)
     return Phase(asked(engines, [*range(documents)] * rounds, arms), before)
 
@@ -282,7 +318,9 @@ def asked_apart(engines: Engines, arms: Sequence[str]) -> Answers:
     return asked(engines, [-1 - document for document in range(_APART)], arms, ", kvtier kept out")
 
 
-def asked(engines: Engines, documents: Sequence[int], arms: Sequence[str], how: str = "") -> Answers:
+def asked(
+    engines: Engines, documents: Sequence[int], arms: Sequence[str], how: str = ""
+) -> Answers:
     """Answers by arm, in the order of ``documents``."""
     answers: Answers = {arm: [] for arm in arms}
     draw = random.Random(len(documents))
@@ -292,8 +330,11 @@ def asked(engines: Engines, documents: Sequence[int], arms: Sequence[str], how: 
     for arm, given in answers.items():
         seconds = [answer.seconds for answer in given]
         cached = statistics.mean(answer.cached for answer in given)
-        print(f"  {arm:7} {statistics.median(seconds):.3f} s (mean {statistics.mean(seconds):.3f}), "
-              f"{cached:.0f} tokens cached{how}", flush=True)  # fmt: skip
+        print(
+            f"  {arm:7} {statistics.median(seconds):.3f} s (mean {statistics.mean(seconds):.3f}), "
+            f"{cached:.0f} tokens cached{how}",
+            flush=True,
+        )
     return answers
 
 
@@ -306,13 +347,27 @@ def until_hit(engines: Engines, documents: int, most: int) -> int:
 
 
 def rows_of(phase: str, heard: Phase, against: str, limit: float | None) -> list[Row]:
-    """One row an arm; the ratio is to the arm ``against``, median of the pairs for the same document."""
+    """One row an arm; the ratio is to the arm ``against``, median of the pairs for the same
+    document."""
     rows = []
     for arm, given in heard.answers.items():
         middle, low, high = spread([answer.seconds for answer in given])
-        pairs = [one.seconds / other.seconds for one, other in zip(given, heard.answers[against], strict=True)]
+        pairs = [
+            one.seconds / other.seconds
+            for one, other in zip(given, heard.answers[against], strict=True)
+        ]
         bound, luck = limit if arm == "auto" else None, heard.luck(arm, against)
-        rows.append(Row(f"{phase}: TTFT, {arm}", middle, "s", bound, statistics.median(pairs) / luck, low, high))
+        rows.append(
+            Row(
+                f"{phase}: TTFT, {arm}",
+                middle,
+                "s",
+                bound,
+                statistics.median(pairs) / luck,
+                low,
+                high,
+            )
+        )
         if arm != against:
             rows.append(Row(f"{phase}: TTFT without kvtier in it, {arm} / {against}", luck, ""))
     return rows
@@ -344,8 +399,15 @@ def run(arguments: argparse.Namespace) -> int:
         Row("slow tier: sum of all TTFT, auto / none", sum_ratio(slow, "auto", "none"), "", GOAL),
         Row("fast again: answers until auto is served by the tier", recovered, "answers"),
     ]
-    write_results(arguments.output, "throttled", rows, counts=counts, rate_bytes_per_second=rate,
-                  tokens=arguments.tokens, model=arguments.preset)  # fmt: skip
+    write_results(
+        arguments.output,
+        "throttled",
+        rows,
+        counts=counts,
+        rate_bytes_per_second=rate,
+        tokens=arguments.tokens,
+        model=arguments.preset,
+    )
     for row in rows:
         ratio = "" if row.ratio is None else f"  ratio {row.ratio:.3f}"
         print(f"{row.name:55} {row.value:7.3f} {row.unit}{ratio}")
@@ -354,11 +416,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="times every document is asked in the slow phase")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="times every document is asked in the slow phase"
+    )
     parser.add_argument("--documents", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=2048 + 64, help="a document")
-    parser.add_argument("--slow", type=float, default=3.0, help="how many times slower the tier is than computing")
+    parser.add_argument(
+        "--slow", type=float, default=3.0, help="how many times slower the tier is than computing"
+    )
     parser.add_argument("--preset", default="demo", help="model, see kvtier.bench.model")
     parser.add_argument("--models", default="build/models")
     parser.add_argument("--output", default="bench/results/throttled.json")

@@ -1,8 +1,10 @@
-"""What saving costs when nothing is reused: vLLM's throughput on prompts that never repeat, with and without kvtier.
+"""What saving costs when nothing is reused: vLLM's throughput on prompts that never repeat, with
+and without kvtier.
 
-``python -m kvtier.bench.throughput --rounds 3`` starts one engine after the other, alternating, in processes of their
-own; every engine computes the same number of prompts it has never seen. kvtier runs with RAM and NVMe on. The ratio of
-the medians is the number that matters: 1.00 means that saving is free.
+``python -m kvtier.bench.throughput --rounds 3`` starts one engine after the other, alternating, in
+processes of their own; every engine computes the same number of prompts it has never seen. kvtier
+runs with RAM and NVMe on. The ratio of the medians is the number that matters: 1.00 means that
+saving is free.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _GOAL = 0.97
 
 
 def measure(model: str, prompts: int, tokens: int, kvtier: bool) -> float:
-    """In a process of its own: tokens computed a second (prompt and answer), after one prompt of warm-up."""
+    """In a process of its own: tokens computed a second (prompt and answer), after one prompt of
+    warm-up."""
     from vllm import LLM, SamplingParams
 
     blocks = 4 * -(-(tokens + 64) // 128)
@@ -42,7 +45,10 @@ def measure(model: str, prompts: int, tokens: int, kvtier: bool) -> float:
     )
     draw = random.Random(os.getpid())
     vocabulary = llm.get_tokenizer().vocab_size
-    asked = [{"prompt_token_ids": [draw.randrange(10, vocabulary) for _ in range(tokens)]} for _ in range(prompts + 1)]
+    asked = [
+        {"prompt_token_ids": [draw.randrange(10, vocabulary) for _ in range(tokens)]}
+        for _ in range(prompts + 1)
+    ]
     settings = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     llm.generate(asked[:1], settings, use_tqdm=False)
     start = time.perf_counter()
@@ -60,10 +66,22 @@ def start(arguments: argparse.Namespace, model: Path, kvtier: bool) -> float:
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
         }
         if kvtier:
-            environment |= {"KVTIER_RAM_BYTES": "1GiB", "KVTIER_NVME_PATH": folder, "KVTIER_NVME_BYTES": "4GiB"}
+            environment |= {
+                "KVTIER_RAM_BYTES": "1GiB",
+                "KVTIER_NVME_PATH": folder,
+                "KVTIER_NVME_BYTES": "4GiB",
+            }
         out = Path(folder) / "rate.json"
         call = json.dumps([str(model), arguments.prompts, arguments.tokens, kvtier])
-        command = [sys.executable, "-m", "kvtier.bench.throughput", "--one", call, "--output", str(out)]
+        command = [
+            sys.executable,
+            "-m",
+            "kvtier.bench.throughput",
+            "--one",
+            call,
+            "--output",
+            str(out),
+        ]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"the engine failed:\n{(done.stdout + done.stderr)[-3000:]}")
@@ -71,7 +89,9 @@ def start(arguments: argparse.Namespace, model: Path, kvtier: bool) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3, help="engines of each kind")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2048, help="a prompt")
@@ -89,10 +109,18 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for kvtier in (False, True):
             rates[kvtier].append(start(arguments, model, kvtier))
-            print(f"{'kvtier' if kvtier else 'none':8} {rates[kvtier][-1]:10.1f} tokens/s", flush=True)
+            print(
+                f"{'kvtier' if kvtier else 'none':8} {rates[kvtier][-1]:10.1f} tokens/s", flush=True
+            )
     (plain, *plain_spread), (ours, *our_spread) = spread(rates[False]), spread(rates[True])
     rows = [
-        Row("vLLM without kvtier, prompts never repeat", plain, "tokens/s", min=plain_spread[0], max=plain_spread[1]),
+        Row(
+            "vLLM without kvtier, prompts never repeat",
+            plain,
+            "tokens/s",
+            min=plain_spread[0],
+            max=plain_spread[1],
+        ),
         Row(
             "vLLM with kvtier RAM + NVMe, prompts never repeat (ratio to without)",
             ours,

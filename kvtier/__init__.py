@@ -2,8 +2,8 @@
 
 A cache may forget, may never lie, and may not make its host wait.
 
-The names below are the public face. They are imported when first asked for, so that ``import kvtier`` costs next to
-nothing in a process that only wants one of them.
+The names below are the public face. They are imported when first asked for, so that ``import
+kvtier`` costs next to nothing in a process that only wants one of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Config + layout -> Store with its pool, tiers and lanes, or a server's Client. The only file that names tiers."""
+"""Config + layout -> Store with its pool, tiers and lanes, or a server's Client. The only file that
+names tiers."""
 
 from __future__ import annotations
 
@@ -53,9 +54,9 @@ _UNKNOWN_MEMORY = 4 << 30
 
 
 class Lent(NamedTuple):
-    """For a Store of a server, which shares its budgets with others: see :meth:`kvtier.store.store.Store.sharing`.
-    Other engines map its pool, and parts of it go back to the host while it is in use: it does not lie in reserved huge
-    pages."""
+    """For a Store of a server, which shares its budgets with others: see
+    :meth:`kvtier.store.store.Store.sharing`. Other engines map its pool, and parts of it go back to
+    the host while it is in use: it does not lie in reserved huge pages."""
 
     lent: bool
     """The others have all of RAM and tiers at the start."""
@@ -63,12 +64,15 @@ class Lent(NamedTuple):
     """What all of them may write to NVMe."""
 
 
-def assemble(config: Config, layout: ChunkLayout, replica: int = 0, shared: Lent | None = None) -> Store | Client:
-    """Make everything one engine needs. ``replica`` (data parallel index) keeps replicas' files apart. ``shared``: it
-    is one Store of a server's.
+def assemble(
+    config: Config, layout: ChunkLayout, replica: int = 0, shared: Lent | None = None
+) -> Store | Client:
+    """Make everything one engine needs. ``replica`` (data parallel index) keeps replicas' files
+    apart. ``shared``: it is one Store of a server's.
 
-    A Client where ``config.server`` is on this host: one cache for all replicas, which has the tiers.
-    Raises ConfigError or TierError, naming the key to change; what was opened before is closed again.
+    A Client where ``config.server`` is on this host: one cache for all replicas, which has the
+    tiers. Raises ConfigError or TierError, naming the key to change; what was opened before is
+    closed again.
     """
     if config.server is not None and Address.parse(config.server).path:
         return Client(access(config, config.server, layout), config.server_timeout_ms / 1000)
@@ -76,10 +80,16 @@ def assemble(config: Config, layout: ChunkLayout, replica: int = 0, shared: Lent
 
 
 def places(config: Config) -> list[str]:
-    """Where an engine of this configuration keeps chunks itself, fastest first; nowhere when a server does."""
+    """Where an engine of this configuration keeps chunks itself, fastest first; nowhere when a
+    server does."""
     if config.server is not None and Address.parse(config.server).path:
         return []
-    lower = {"nvme": config.nvme_path, "redis": config.redis_url, "remote": config.server, "object": config.object_url}
+    lower = {
+        "nvme": config.nvme_path,
+        "redis": config.redis_url,
+        "remote": config.server,
+        "object": config.object_url,
+    }
     return [RAM, *(name for name, given in lower.items() if given)]
 
 
@@ -87,7 +97,8 @@ def _store(config: Config, layout: ChunkLayout, replica: int, shared: Lent | Non
     slots = ram_bytes(config) // layout.slot_bytes
     if slots < 1:
         raise ConfigError(
-            f"ram_bytes={ram_bytes(config):,} is less than one chunk of {layout.slot_bytes:,} bytes "
+            f"ram_bytes={ram_bytes(config):,} is less than one chunk of "
+            f"{layout.slot_bytes:,} bytes "
             f"({layout.chunk_tokens} tokens); give at least that, or lower chunk_tokens"
         )
     lent = shared is not None and shared.lent
@@ -123,7 +134,9 @@ class _Opened(NamedTuple):
     on_evict: bool = False
 
 
-def _tiers(config: Config, layout: ChunkLayout, replica: int, shared: Lent | None, pool: Pool) -> list[_Opened]:
+def _tiers(
+    config: Config, layout: ChunkLayout, replica: int, shared: Lent | None, pool: Pool
+) -> list[_Opened]:
     """Concrete lower tiers, fastest first."""
     found: list[_Opened] = []
     rest = _at_rest(config, layout)
@@ -143,7 +156,9 @@ def _tiers(config: Config, layout: ChunkLayout, replica: int, shared: Lent | Non
 
         servers = RedisServers(config.redis_url, connections=config.redis_threads)
         form = Form(config.redis_prefix, layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name)
-        redis = RedisTier(servers, form, config.redis_bytes, rest.chunk_bytes, ttl_s=config.redis_ttl_s)
+        redis = RedisTier(
+            servers, form, config.redis_bytes, rest.chunk_bytes, ttl_s=config.redis_ttl_s
+        )
         found.append(_Opened(rest.sealed(redis), config.redis_threads))
     if config.server is not None:
         from kvtier.client.remote_tier import RemoteTier
@@ -175,7 +190,8 @@ def object_store() -> type[Bucket]:
 
 
 def try_objects(config: Config) -> str:
-    """Why the bucket cannot be used for now; empty when it can. Raises ConfigError for what waiting does not mend."""
+    """Why the bucket cannot be used for now; empty when it can. Raises ConfigError for what waiting
+    does not mend."""
     if config.object_url is None:
         return ""
     bucket_of = object_store()
@@ -188,7 +204,10 @@ def try_objects(config: Config) -> str:
     except TierError as error:
         raise ConfigError(str(error)) from error
     except FAULTS as error:
-        return f"object store {bucket.label} cannot be reached: {words(error)}; its chunks are misses until it can"
+        return (
+            f"object store {bucket.label} cannot be reached: {words(error)}; its chunks are "
+            "misses until it can"
+        )
     return ""
 
 
@@ -211,20 +230,25 @@ def _at_rest(config: Config, layout: ChunkLayout) -> _AtRest:
 
 
 def secret_key(config: Config) -> bytes | None:
-    """The key of encryption at rest; None: nothing is encrypted. Raises ConfigError for a key that is none, for two
-    keys, and where the library is missing."""
+    """The key of encryption at rest; None: nothing is encrypted. Raises ConfigError for a key that
+    is none, for two keys, and where the library is missing."""
     given, source = encryption_key(), ENCRYPTION_KEY
     if config.encryption_key_file is not None:
         if given is not None:
-            raise ConfigError(f"two encryption keys, of encryption_key_file and {ENCRYPTION_KEY}: remove one")
+            raise ConfigError(
+                f"two encryption keys, of encryption_key_file and {ENCRYPTION_KEY}: remove one"
+            )
         source = f"encryption_key_file={config.encryption_key_file}"
-        given = read_secret(config.encryption_key_file, "encryption_key_file").decode(errors="replace")
+        given = read_secret(config.encryption_key_file, "encryption_key_file").decode(
+            errors="replace"
+        )
     if given is None:
         return None
     given = given.strip()
     if not re.fullmatch("[0-9a-fA-F]{64}", given):
         raise ConfigError(
-            f"{source} has {len(given)} characters that are no key, expected 64 hexadecimal digits, such as from: "
+            f"{source} has {len(given)} characters that are no key, expected 64 hexadecimal "
+            "digits, such as from: "
             "openssl rand -hex 32"
         )
     try:
@@ -238,11 +262,21 @@ def access(config: Config, server: str, layout: ChunkLayout) -> ServerAccess:
     """How to get into ``server``; raises ConfigError."""
     address = Address.parse(server)
     name, stream = f"process {os.getpid()}", not address.path
-    own = hello(layout.fingerprint, layout.slot_bytes, stream=stream, namespace=config.namespace or "", client=name)
+    own = hello(
+        layout.fingerprint,
+        layout.slot_bytes,
+        stream=stream,
+        namespace=config.namespace or "",
+        client=name,
+    )
     token = read_token(config.server_token_file) if config.server_token_file else None
     if config.server_key is not None:
         read_secret(config.server_key, "server_key")
-    tls = client_tls(config.server_ca, config.server_cert, config.server_key) if config.server_ca and stream else None
+    tls = (
+        client_tls(config.server_ca, config.server_cert, config.server_key)
+        if config.server_ca and stream
+        else None
+    )
     return ServerAccess(address, own, token, tls, config.server_unencrypted)
 
 
@@ -252,11 +286,14 @@ def ram_bytes(config: Config) -> int:
         return config.ram_bytes
     memory = probe_memory()
     looks = (memory.available.value, memory.cgroup_headroom.value)
-    return default_ram_bytes(min((value for value in looks if value is not None), default=_UNKNOWN_MEMORY))
+    return default_ram_bytes(
+        min((value for value in looks if value is not None), default=_UNKNOWN_MEMORY)
+    )
 
 
 def nvme_bytes(config: Config, path: Path | None = None) -> int:
-    """Bytes of the NVMe tier: the key, else its default for what is free now at ``path`` (None: ``nvme_path``)."""
+    """Bytes of the NVMe tier: the key, else its default for what is free now at ``path`` (None:
+    ``nvme_path``)."""
     if config.nvme_bytes is not None:
         return config.nvme_bytes
     disk = probe_disk(str(path or config.nvme_path))
@@ -268,20 +305,25 @@ def object_bytes(config: Config) -> int:
     return config.object_bytes or DEFAULT_OBJECT_BYTES
 
 
-def write_budget(config: Config, lock: AbstractContextManager[object] | None = None) -> WriteBudget | None:
+def write_budget(
+    config: Config, lock: AbstractContextManager[object] | None = None
+) -> WriteBudget | None:
     """What may be written to NVMe; None: all. With a ``lock`` it may be several Stores'."""
     return WriteBudget(config.nvme_write_limit, 0, lock) if config.nvme_write_limit else None
 
 
 def nvme_write(config: Config) -> str:
-    """When chunks are written to NVMe: ``save`` or ``evict``. The key, else what a write limit makes best."""
+    """When chunks are written to NVMe: ``save`` or ``evict``. The key, else what a write limit
+    makes best."""
     return config.nvme_write or ("evict" if config.nvme_write_limit else "save")
 
 
 def _announce(store: Store, layout: ChunkLayout) -> None:
     held = store.stats()
     room = zip(store.tiers, store.capacities, strict=True)
-    lower = ", ".join(f"{tier.name} {chunks} chunks ({held[f'{tier.name}_held']} warm)" for tier, chunks in room)
+    lower = ", ".join(
+        f"{tier.name} {chunks} chunks ({held[f'{tier.name}_held']} warm)" for tier, chunks in room
+    )
     size = size_text(layout.chunk_bytes)
     logger.info(
         "chunks of %s; RAM %d chunks (%s); %s",

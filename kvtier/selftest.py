@@ -1,9 +1,10 @@
-"""Save in one process, load and compare in another: what ``kvtier doctor`` does with every configured tier, and a start
-with the key ``self_test``.
+"""Save in one process, load and compare in another: what ``kvtier doctor`` does with every
+configured tier, and a start with the key ``self_test``.
 
-``python -m kvtier.selftest SIDE`` reads a :class:`Trial` from its standard input and prints what went wrong; nothing
-when all is well. Its chunks have keys of their own and are forgotten afterwards; a disk tier gets a folder of its own
-below the configured one, so that no engine's files are touched.
+``python -m kvtier.selftest SIDE`` reads a :class:`Trial` from its standard input and prints what
+went wrong; nothing when all is well. Its chunks have keys of their own and are forgotten
+afterwards; a disk tier gets a folder of its own below the configured one, so that no engine's files
+are touched.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ _POLL_S = 0.005
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """``settings``: a Config's keys. ``place``: the tier's name, or the path of a pool to map. ``name`` makes the keys
-    this trial's own."""
+    """``settings``: a Config's keys. ``place``: the tier's name, or the path of a pool to map.
+    ``name`` makes the keys this trial's own."""
 
     name: str
     place: str
@@ -73,7 +74,7 @@ def trial(place: str, config: Config, slot_bytes: int = SLOT_BYTES) -> Trial:
     return Trial(name, place, slot_bytes, {key: getattr(config, key) for key in KEYS})
 
 
-# ---- the doctor's side: what went wrong in words, "" when nothing did ----------------------------------------------
+# ---- the doctor's side: what went wrong in words, "" when nothing did ----------------------------
 
 
 def try_ram() -> str:
@@ -106,7 +107,12 @@ def try_nvme(config: Config) -> str:
 
 
 def try_redis(config: Config) -> str:
-    own = replace(_alone(config), redis_url=config.redis_url, redis_bytes=_REDIS_BYTES, redis_ttl_s=_REDIS_TTL_S)
+    own = replace(
+        _alone(config),
+        redis_url=config.redis_url,
+        redis_bytes=_REDIS_BYTES,
+        redis_ttl_s=_REDIS_TTL_S,
+    )
     return there_and_back(trial("redis", own))
 
 
@@ -116,21 +122,27 @@ def try_objects(config: Config) -> str:
     try:
         return there_and_back(one)
     finally:
-        with suppress(KVTierError), closing(object_tier(own, own.object_url or "", one.layout)) as tier:
+        with (
+            suppress(KVTierError),
+            closing(object_tier(own, own.object_url or "", one.layout)) as tier,
+        ):
             for key in one.keys:
                 tier.delete(key)
 
 
 def try_server(config: Config, address: str, slot_bytes: int) -> str:
     """Two clients of a server that keeps slots of this size."""
-    own = replace(_alone(config), server=address, server_timeout_ms=2000, ram_bytes=2 * CHUNKS * slot_bytes)
+    own = replace(
+        _alone(config), server=address, server_timeout_ms=2000, ram_bytes=2 * CHUNKS * slot_bytes
+    )
     place = "ram" if address.startswith("unix:") else "remote"
     return there_and_back(trial(place, own, slot_bytes))
 
 
 def at_start(config: Config, slot_bytes: int | None = None) -> None:
-    """What the key ``self_test`` asks for: try every place for chunks that is configured, in some seconds; the server
-    of an engine with chunks of ``slot_bytes``. Raises TierError for the first that fails."""
+    """What the key ``self_test`` asks for: try every place for chunks that is configured, in some
+    seconds; the server of an engine with chunks of ``slot_bytes``. Raises TierError for the first
+    that fails."""
     attached = config.server is not None and bool(Address.parse(config.server).path)
     trials: dict[str, Callable[[], str]] = {} if attached else {"ram": try_ram}
     if config.nvme_path is not None and not attached:
@@ -143,7 +155,10 @@ def at_start(config: Config, slot_bytes: int | None = None) -> None:
         trials["server"] = partial(try_server, config, config.server, slot_bytes)
     for place, one in trials.items():
         if wrong := one():
-            raise TierError(f"self-test of {place}: {wrong}; 'kvtier doctor' says more, self_test=false starts without")
+            raise TierError(
+                f"self-test of {place}: {wrong}; 'kvtier doctor' says more, self_test=false "
+                "starts without"
+            )
         logger.info("self-test of %s: saved by one process, loaded and compared by another", place)
 
 
@@ -156,7 +171,11 @@ def run(side: str, one: Trial) -> str:
     command = [sys.executable, "-m", "kvtier.selftest", side]
     try:
         done = subprocess.run(
-            command, input=msgspec.json.encode(one), capture_output=True, timeout=_SIDE_S, check=False
+            command,
+            input=msgspec.json.encode(one),
+            capture_output=True,
+            timeout=_SIDE_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return f"{side}: no end within {_SIDE_S:.0f} s"
@@ -169,14 +188,19 @@ def run(side: str, one: Trial) -> str:
 
 def _alone(config: Config) -> Config:
     """RAM for the trial, and no lower tier."""
-    off: dict[str, Any] = {"nvme_path": None, "nvme_bytes": None, "redis_url": None, "redis_bytes": None}
+    off: dict[str, Any] = {
+        "nvme_path": None,
+        "nvme_bytes": None,
+        "redis_url": None,
+        "redis_bytes": None,
+    }
     off |= {"nvme_write": None, "nvme_write_limit": None}
     off |= {"object_url": None, "object_bytes": None}
     off |= {"redis_ttl_s": None, "server": None, "auto": False, "namespace_percent": None}
     return replace(config, **off, ram_bytes=_RAM_BYTES, sources={})
 
 
-# ---- the two processes ---------------------------------------------------------------------------------------------
+# ---- the two processes ---------------------------------------------------------------------------
 
 
 def save(one: Trial) -> str:
@@ -189,7 +213,11 @@ def save(one: Trial) -> str:
                 view[: one.slot_bytes] = content(key, one.slot_bytes)
             lease.commit()
         if one.place == "ram":
-            return "" if _within(lambda: store.lookup(one.keys).ready == CHUNKS) else "saved, but not found again"
+            return (
+                ""
+                if _within(lambda: store.lookup(one.keys).ready == CHUNKS)
+                else "saved, but not found again"
+            )
         if not _within(lambda: _stored(store, one.place) >= CHUNKS):
             return f"{_stored(store, one.place)} of {CHUNKS} chunks written within {_MOVE_S:.0f} s"
     return ""
@@ -201,7 +229,10 @@ def load(one: Trial) -> str:
         with store.load(one.keys) as lease:
             _within(lambda: lease.poll().coming == 0)
             views, sources = lease.views(), lease.sources
-            same = [view == content(key, one.slot_bytes) for key, view in zip(one.keys, views, strict=False)]
+            same = [
+                view == content(key, one.slot_bytes)
+                for key, view in zip(one.keys, views, strict=False)
+            ]
             del views
         store.invalidate(one.keys)
         if not all(same):

@@ -1,4 +1,5 @@
-"""A real kvtier server with its admin surface, for tests: asked by HTTP and by kvtier's own commands."""
+"""A real kvtier server with its admin surface, for tests: asked by HTTP and by kvtier's own
+commands."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Answer(NamedTuple):
 
 
 class AdminServer(ServerProcess):
-    """A server with its surface at a port of its own and a token, unless told otherwise (None: not set)."""
+    """A server with its surface at a port of its own and a token, unless told otherwise (None: not
+    set)."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
         self.port = free_port()
@@ -39,8 +41,15 @@ class AdminServer(ServerProcess):
         self.token = folder / "token"
         self.token.write_text(TOKEN)
         self.token.chmod(0o600)
-        given = {"admin": self.url, "admin_token_file": self.token, "nvme_path": folder / "nvme", "nvme_bytes": NVME}
-        kept: dict[str, Any] = {name: value for name, value in (given | settings).items() if value is not None}
+        given = {
+            "admin": self.url,
+            "admin_token_file": self.token,
+            "nvme_path": folder / "nvme",
+            "nvme_bytes": NVME,
+        }
+        kept: dict[str, Any] = {
+            name: value for name, value in (given | settings).items() if value is not None
+        }
         super().__init__(folder, **kept)
 
     def __enter__(self) -> AdminServer:
@@ -48,7 +57,13 @@ class AdminServer(ServerProcess):
         return self
 
     def ask(
-        self, method: str, path: str, body: Body | bytes | None = None, *, token: str | None = TOKEN, **headers: str
+        self,
+        method: str,
+        path: str,
+        body: Body | bytes | None = None,
+        *,
+        token: str | None = TOKEN,
+        **headers: str,
     ) -> Answer:
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         if token is not None:
@@ -59,7 +74,11 @@ class AdminServer(ServerProcess):
         with closing(line):
             line.request(method, path, json.dumps(body) if isinstance(body, dict) else body, sent)
             answer = line.getresponse()
-            return Answer(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read().decode())
+            return Answer(
+                answer.status,
+                {k.lower(): v for k, v in answer.getheaders()},
+                answer.read().decode(),
+            )
 
     def clear(self, **body: object) -> Any:
         answer = self.ask("POST", "/v1/clear", body)
@@ -76,11 +95,15 @@ class AdminServer(ServerProcess):
         text = self.ask("GET", "/metrics").text
         lines = [line for line in text.splitlines() if re.match(rf"{name}[ {{]", line)]
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(one in line for one in wanted))
+        return sum(
+            float(line.rsplit(" ", 1)[1]) for line in lines if all(one in line for one in wanted)
+        )
 
     def cli(self, *words: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "kvtier", *map(str, words)]
-        return subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            command, env=self._env, capture_output=True, text=True, timeout=60, check=False
+        )
 
 
 @contextmanager
@@ -90,4 +113,7 @@ def administered(**settings: object) -> Iterator[AdminServer]:
 
 
 def spilled(server: AdminServer, chunks: int) -> None:
-    wait_for(lambda: server.metric("kvtier_held_chunks", tier="nvme") == chunks, f"{chunks} chunks on disk")
+    wait_for(
+        lambda: server.metric("kvtier_held_chunks", tier="nvme") == chunks,
+        f"{chunks} chunks on disk",
+    )

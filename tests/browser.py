@@ -38,7 +38,9 @@ class Tab:
 
     async def _call(self, method: str, parameters: dict[str, Any]) -> Any:
         self._number += 1
-        await self._line.send_str(json.dumps({"id": self._number, "method": method, "params": parameters}))
+        await self._line.send_str(
+            json.dumps({"id": self._number, "method": method, "params": parameters})
+        )
         async with asyncio.timeout(_DEADLINE_S):
             while True:
                 told = json.loads(await self._line.receive_str())
@@ -50,7 +52,9 @@ class Tab:
 
     def value(self, expression: str) -> Any:
         """What a JavaScript expression is in the page."""
-        told = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        told = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in told, told
         return told["result"].get("value")
 
@@ -58,20 +62,33 @@ class Tab:
         """Return when it is true."""
         until = time.monotonic() + _DEADLINE_S
         while not self.value(expression):
-            assert time.monotonic() < until, (expression, self.said, self.value("document.body.innerText"))
+            assert time.monotonic() < until, (
+                expression,
+                self.said,
+                self.value("document.body.innerText"),
+            )
             time.sleep(_POLL_S)
 
     def press(self, key: str, code: int) -> None:
         for kind in ("keyDown", "keyUp"):
             text = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
+            self.call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=code,
+                **text,
+            )
 
     def type(self, text: str) -> None:
         self.call("Input.insertText", text=text)
 
     def scheme(self, name: str) -> None:
         """``light`` or ``dark``, as the user's system says."""
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
+        self.call(
+            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}]
+        )
 
     def picture(self, path: Path) -> None:
         told = self.call("Page.captureScreenshot", captureBeyondViewport=True)
@@ -81,7 +98,9 @@ class Tab:
         """What a screen reader finds: (role, name)."""
         nodes = self.call("Accessibility.getFullAXTree")["nodes"]
         return [
-            (node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node.get("ignored")
+            (node["role"]["value"], node.get("name", {}).get("value", ""))
+            for node in nodes
+            if not node.get("ignored")
         ]
 
 
@@ -90,12 +109,28 @@ def opened(url: str, folder: Path) -> Iterator[Tab]:
     """The page at ``url`` in a browser of its own."""
     program = chromium()
     assert program is not None
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-port=0"]
-    flags += ["--window-size=1200,1400", f"--user-data-dir={folder}", "--no-first-run", "about:blank"]
-    with (folder / "log").open("wb") as log, subprocess.Popen([program, *flags], stdout=log, stderr=log) as process:
+    flags = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--remote-debugging-port=0",
+    ]
+    flags += [
+        "--window-size=1200,1400",
+        f"--user-data-dir={folder}",
+        "--no-first-run",
+        "about:blank",
+    ]
+    with (
+        (folder / "log").open("wb") as log,
+        subprocess.Popen([program, *flags], stdout=log, stderr=log) as process,
+    ):
         try:
             port = _port(folder / "DevToolsActivePort", process)
-            request = urllib.request.Request(f"http://127.0.0.1:{port}/json/new?{url}", method="PUT")
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{port}/json/new?{url}", method="PUT"
+            )
             with urllib.request.urlopen(request, timeout=20) as reply:  # noqa: S310
                 place = json.load(reply)["webSocketDebuggerUrl"]
             with asyncio.Runner() as runner:
@@ -120,6 +155,8 @@ async def _connected(place: str) -> tuple[ClientSession, ClientWebSocketResponse
 def _port(file: Path, process: subprocess.Popen[bytes]) -> str:
     until = time.monotonic() + _START_S
     while not (file.exists() and file.read_text().strip()):
-        assert process.poll() is None and time.monotonic() < until, (file.parent / "log").read_text()
+        assert process.poll() is None and time.monotonic() < until, (
+            file.parent / "log"
+        ).read_text()
         time.sleep(_POLL_S)
     return file.read_text().splitlines()[0]

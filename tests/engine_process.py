@@ -1,11 +1,12 @@
 """A stand-in for an engine, to be killed: ``python -m tests.engine_process MODE SOCKET SEED``.
 
-``churn`` saves and loads random prompts for ever, as an engine's scheduler and worker would, and compares every byte
-it is served; SIGTERM ends it well, a wrong byte with status 3. It tells what it does, a letter each: ``h`` load of at
-least one chunk, ``m`` load of none, ``s`` in the middle of a save, ``c`` commit.
+``churn`` saves and loads random prompts for ever, as an engine's scheduler and worker would, and
+compares every byte it is served; SIGTERM ends it well, a wrong byte with status 3. It tells what it
+does, a letter each: ``h`` load of at least one chunk, ``m`` load of none, ``s`` in the middle of a
+save, ``c`` commit.
 
-``hold`` begins a save, starts a worker process of its own, which writes rubbish into the reserved slots for ever, and
-does not come to an end. It prints the worker's process id once that writes.
+``hold`` begins a save, starts a worker process of its own, which writes rubbish into the reserved
+slots for ever, and does not come to an end. It prints the worker's process id once that writes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _SLOW_S = 0.2
 
 def client_at(path: str) -> Client:
     access = ServerAccess(
-        Address(path, "", 0), hello(LAYOUT.fingerprint, LAYOUT.chunk_bytes, stream=False, client="engine")
+        Address(path, "", 0),
+        hello(LAYOUT.fingerprint, LAYOUT.chunk_bytes, stream=False, client="engine"),
     )
     return Client(access, _SLOW_S)
 
@@ -81,7 +83,9 @@ def hold(client: Client) -> None:
     pool = client.pool
     assert pool is not None
     words = [pool.path, pool.witness_path, str(pool.slots), *map(str, lease.slots)]
-    subprocess.Popen([sys.executable, "-m", "tests.engine_process", "worker", *words], start_new_session=True)
+    subprocess.Popen(
+        [sys.executable, "-m", "tests.engine_process", "worker", *words], start_new_session=True
+    )
     signal.pause()
 
 

@@ -1,5 +1,5 @@
-"""The Python that runs the engines of tests: this one, or the one that ``TEST_ENGINE_PYTHON`` names, which has another
-vLLM (``make test-lmi``)."""
+"""The Python that runs the engines of tests: this one, or the one that ``TEST_ENGINE_PYTHON``
+names, which has another vLLM (``make test-lmi``)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ import pytest
 
 BROKEN = {
     ("0.23.0", "mla"): "dies at its start of NotImplementedError: MLA is not supported on CPU.",
-    ("0.23.0", "speculative"): "dies at its start of TypeError: _sample_recovered_tokens_kernel_impl() got an "
+    (
+        "0.23.0",
+        "speculative",
+    ): "dies at its start of TypeError: _sample_recovered_tokens_kernel_impl() got an "
     "unexpected keyword argument 'USE_FP64_GUMBEL'",
-    ("0.23.0", "every count"): "its class LLM drops the statistics of a step that gave no token (its server does not)",
+    (
+        "0.23.0",
+        "every count",
+    ): "its class LLM drops the statistics of a step that gave no token (its server does not)",
 }
 """What an engine of that version cannot do on CPUs, without kvtier too."""
 
@@ -39,7 +45,8 @@ def engine_vllm() -> str:
 
 
 def skip_if_broken(feature: str) -> None:
-    """Skips the test where the vLLM of engines cannot do it, whether kvtier is there or not (:data:`BROKEN`)."""
+    """Skips the test where the vLLM of engines cannot do it, whether kvtier is there or not
+    (:data:`BROKEN`)."""
     version = engine_vllm().partition("+")[0]
     if symptom := BROKEN.get((version, feature)):
         pytest.skip(f"vLLM {version} on a CPU, without kvtier too: {symptom}")

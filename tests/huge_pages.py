@@ -34,7 +34,8 @@ def free_pages() -> int:
 
 @contextmanager
 def reserved_pages(count: int) -> Iterator[None]:
-    """The machine has exactly so many free, for one test run at a time; skips the test where they cannot be had."""
+    """The machine has exactly so many free, for one test run at a time; skips the test where they
+    cannot be had."""
     with (Path(tempfile.gettempdir()) / "kvtier-test-huge-pages").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with _reserved(count):
@@ -72,9 +73,16 @@ def address(view: memoryview) -> int:
 
 
 def huge_kilobytes(view: memoryview) -> int:
-    """How much of the mapping that ``view`` begins is mapped as huge pages, as the kernel tells it."""
-    for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE):
+    """How much of the mapping that ``view`` begins is mapped as huge pages, as the kernel tells
+    it."""
+    for mapping in re.split(
+        r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE
+    ):
         if mapping.startswith(f"{address(view):x}-"):
-            kinds = re.findall(r"^(?:ShmemPmdMapped|Shared_Hugetlb|Private_Hugetlb): +(\d+) kB", mapping, re.MULTILINE)
+            kinds = re.findall(
+                r"^(?:ShmemPmdMapped|Shared_Hugetlb|Private_Hugetlb): +(\d+) kB",
+                mapping,
+                re.MULTILINE,
+            )
             return sum(map(int, kinds))
     raise AssertionError("no mapping begins there")

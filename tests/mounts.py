@@ -12,9 +12,12 @@ import pytest
 
 @contextmanager
 def mounted(point: Path, *arguments: str) -> Iterator[Path]:
-    """``mount ARGUMENTS POINT`` until the end of the block; skips the test where that is not allowed."""
+    """``mount ARGUMENTS POINT`` until the end of the block; skips the test where that is not
+    allowed."""
     point.mkdir()
-    done = subprocess.run(["mount", *arguments, str(point)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["mount", *arguments, str(point)], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         pytest.skip(f"cannot mount here: {done.stderr.strip()}")
     try:

@@ -1,4 +1,5 @@
-"""What the NVMe tier's tests share: small slots, keys, and a read that fails the test when the tier lies."""
+"""What the NVMe tier's tests share: small slots, keys, and a read that fails the test when the tier
+lies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A real redis-server for tests: started on a free port and a Unix socket, paused, filled, killed and started again."""
+"""A real redis-server for tests: started on a free port and a Unix socket, paused, filled, killed
+and started again."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ def holds(tier: RedisTier, key: ChunkKey) -> bool | None:
 
 
 class RedisServer:
-    """One redis-server without persistence. ``tls``: on its TCP port, with ``certificate``. ``settings``: more of its
-    configuration, as ``maxmemory="10mb"``."""
+    """One redis-server without persistence. ``tls``: on its TCP port, with ``certificate``.
+    ``settings``: more of its configuration, as ``maxmemory="10mb"``."""
 
     def __init__(self, *, tls: bool = False, **settings: str | int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvtier-redis-")
@@ -55,13 +56,22 @@ class RedisServer:
         self.port = next(port for port in iter(free_port, None) if port <= _LAST_PORT)
         self.path = self.folder / "redis.sock"
         self.settings: dict[str, str | int] = {
-            "port": self.port, "unixsocket": str(self.path), "dir": str(self.folder), "save": "", "appendonly": "no",
-            "bind": "127.0.0.1", "enable-debug-command": "yes",
+            "port": self.port,
+            "unixsocket": str(self.path),
+            "dir": str(self.folder),
+            "save": "",
+            "appendonly": "no",
+            "bind": "127.0.0.1",
+            "enable-debug-command": "yes",
             **{name.replace("_", "-"): value for name, value in settings.items()},
-        }  # fmt: skip
+        }
         if tls:
             self.certificate, key = make_certificate(self.folder, "server")
-            files = {"tls-cert-file": self.certificate, "tls-ca-cert-file": self.certificate, "tls-key-file": key}
+            files = {
+                "tls-cert-file": self.certificate,
+                "tls-ca-cert-file": self.certificate,
+                "tls-key-file": key,
+            }
             self.settings |= {"port": 0, "tls-port": self.port, "tls-auth-clients": "no"}
             self.settings |= {name: str(file) for name, file in files.items()}
         self._process: subprocess.Popen[str] | None = None
@@ -80,7 +90,12 @@ class RedisServer:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         for tier in self._tiers:
             tier.close()
         self.kill()
@@ -88,8 +103,12 @@ class RedisServer:
 
     def start(self) -> None:
         """Start it, empty, and wait until it serves."""
-        words = [word for name, value in self.settings.items() for word in (f"--{name}", str(value))]
-        self._process = subprocess.Popen(["redis-server", *words], stdout=subprocess.PIPE, text=True)
+        words = [
+            word for name, value in self.settings.items() for word in (f"--{name}", str(value))
+        ]
+        self._process = subprocess.Popen(
+            ["redis-server", *words], stdout=subprocess.PIPE, text=True
+        )
         assert self._process.stdout is not None
         told = []
         for line in self._process.stdout:
@@ -125,40 +144,78 @@ class RedisServer:
         with redis.Redis(unix_socket_path=str(self.path)) as client:
             yield client
 
-    def tier(self, url: str = "", *, capacity: int = 64, ttl_s: float | None = None, clock: Clock | None = None,
-             timeout_s: float = 5.0) -> RedisTier:  # fmt: skip
-        """A tier of small chunks, three parts each. ``clock`` and a short ``timeout_s`` are for fault tests."""
+    def tier(
+        self,
+        url: str = "",
+        *,
+        capacity: int = 64,
+        ttl_s: float | None = None,
+        clock: Clock | None = None,
+        timeout_s: float = 5.0,
+    ) -> RedisTier:
+        """A tier of small chunks, three parts each. ``clock`` and a short ``timeout_s`` are for
+        fault tests."""
         servers = RedisServers(url or self.url, connections=4, timeout_s=timeout_s)
         bytes_ = capacity * FORM.room(CHUNK_BYTES)
-        self._tiers.append(RedisTier(servers, FORM, bytes_, CHUNK_BYTES, ttl_s=ttl_s, clock=clock or Clock()))
+        self._tiers.append(
+            RedisTier(servers, FORM, bytes_, CHUNK_BYTES, ttl_s=ttl_s, clock=clock or Clock())
+        )
         return self._tiers[-1]
 
 
 def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
-    """A self-signed certificate for 127.0.0.1, which is its own authority: ``(certificate, key)``."""
+    """A self-signed certificate for 127.0.0.1, which is its own authority: ``(certificate,
+    key)``."""
     certificate, key = folder / f"{name}.crt", folder / f"{name}.key"
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-keyout", key, "-out", certificate, "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "2",
+            "-keyout",
+            key,
+            "-out",
+            certificate,
+            "-subj",
+            f"/CN={name}",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+        ],
+        check=True,
+        capture_output=True,
+    )
     return certificate, key
 
 
 @contextmanager
 def redis_cluster(nodes: int = 3, **settings: str) -> Iterator[list[RedisServer]]:
-    """A Redis Cluster of primaries that share the slots. ``settings``: more of every node's configuration."""
+    """A Redis Cluster of primaries that share the slots. ``settings``: more of every node's
+    configuration."""
     with ExitStack() as stack:
         servers = []
         for _ in range(nodes):
-            # The cluster's own bus needs a second port; the default, port + 10000, may be taken or too high.
+            # The cluster's own bus needs a second port; the default, port + 10000, may be taken or
+            # too high.
             server = RedisServer(
-                tls=False, cluster_enabled="yes", cluster_port=free_port(), cluster_node_timeout=2000, **settings
+                tls=False,
+                cluster_enabled="yes",
+                cluster_port=free_port(),
+                cluster_node_timeout=2000,
+                **settings,
             )
             servers.append(stack.enter_context(server))
         addresses = [f"127.0.0.1:{server.port}" for server in servers]
         subprocess.run(
-            ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"], check=True, capture_output=True
+            ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"],
+            check=True,
+            capture_output=True,
         )
         for server in servers:
             with server.admin() as admin:
@@ -174,16 +231,20 @@ def cluster_url(servers: Sequence[RedisServer]) -> str:
 
 @contextmanager
 def redis_sentinel(primary: RedisServer, service: str) -> Iterator[int]:
-    """The port of a Sentinel that watches ``primary`` and its replicas, and alone decides on a failover."""
+    """The port of a Sentinel that watches ``primary`` and its replicas, and alone decides on a
+    failover."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="kvtier-sentinel-") as folder:
         file = Path(folder) / "sentinel.conf"
         file.write_text(
             f"port {port}\nbind 127.0.0.1\ndir {folder}\n"
             f"sentinel monitor {service} 127.0.0.1 {primary.port} 1\n"
-            f"sentinel down-after-milliseconds {service} 500\nsentinel failover-timeout {service} 2000\n"
+            f"sentinel down-after-milliseconds {service} 500\nsentinel failover-timeout "
+            f"{service} 2000\n"
         )
-        with subprocess.Popen(["redis-server", str(file), "--sentinel"], stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            ["redis-server", str(file), "--sentinel"], stdout=subprocess.PIPE, text=True
+        ) as process:
             assert process.stdout is not None
             try:
                 next(line for line in process.stdout if "+monitor" in line)

@@ -1,8 +1,9 @@
-"""Servers that are not what they should be: in a thread with a script, or as a process of another user.
+"""Servers that are not what they should be: in a thread with a script, or as a process of another
+user.
 
-``python -m tests.rogue_server MODE SOCKET UID [TOKEN]`` becomes user ``UID``, listens, says ``ready`` and greets
-whoever comes: MODE ``sealed`` as a server does, ``unsealed`` with memory that anybody can shorten. With TOKEN it proves
-that it has that token.
+``python -m tests.rogue_server MODE SOCKET UID [TOKEN]`` becomes user ``UID``, listens, says
+``ready`` and greets whoever comes: MODE ``sealed`` as a server does, ``unsealed`` with memory that
+anybody can shorten. With TOKEN it proves that it has that token.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ Script = Callable[[socket.socket], None]
 
 @contextmanager
 def rogue(where: Path | None, script: Script) -> Iterator[Address]:
-    """Runs ``script`` with each client of a Unix socket, or of a port of loopback, until the end of the context."""
-    listener = socket.create_server(("127.0.0.1", 0)) if where is None else socket.socket(socket.AF_UNIX)
+    """Runs ``script`` with each client of a Unix socket, or of a port of loopback, until the end of
+    the context."""
+    listener = (
+        socket.create_server(("127.0.0.1", 0)) if where is None else socket.socket(socket.AF_UNIX)
+    )
     clients: list[socket.socket] = []
     if where is not None:
         listener.bind(str(where))
@@ -49,7 +53,11 @@ def rogue(where: Path | None, script: Script) -> Iterator[Address]:
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     try:
-        yield Address(str(where), "", 0) if where is not None else Address("", *listener.getsockname())
+        yield (
+            Address(str(where), "", 0)
+            if where is not None
+            else Address("", *listener.getsockname())
+        )
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()
@@ -70,9 +78,14 @@ def hear(client: socket.socket, inbox: wire.Inbox[wire.Message]) -> wire.Message
 
 
 def greet(
-    client: socket.socket, pool: Pool | None = None, *, fd: int | None = None, token: bytes | None = None
+    client: socket.socket,
+    pool: Pool | None = None,
+    *,
+    fd: int | None = None,
+    token: bytes | None = None,
 ) -> None:
-    """Lets a client in, as a server does. ``pool``: what it may map, ``fd`` instead of its descriptor."""
+    """Lets a client in, as a server does. ``pool``: what it may map, ``fd`` instead of its
+    descriptor."""
     challenge = wire.Challenge(wire.VERSION, os.urandom(32))
     client.sendall(wire.frame(challenge))
     hello = hear(client, wire.Inbox(wire.Hello, wire.MAX_GREETING))
@@ -96,7 +109,9 @@ def unsealed() -> int:
 
 
 @contextmanager
-def rogue_process(mode: str, where: Path, uid: int = 0, token: bytes | None = None) -> Iterator[None]:
+def rogue_process(
+    mode: str, where: Path, uid: int = 0, token: bytes | None = None
+) -> Iterator[None]:
     """One in a process of its own, of user ``uid``."""
     words = [mode, str(where), str(uid), *([token.decode()] if token is not None else [])]
     command = [sys.executable, "-m", "tests.rogue_server", *words]

@@ -1,4 +1,5 @@
-"""A real S3 server (moto) for tests, as a process: started on a free port, stopped, killed and started again, empty."""
+"""A real S3 server (moto) for tests, as a process: started on a free port, stopped, killed and
+started again, empty."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def chunk(key: ChunkKey, size: int = CHUNK_BYTES) -> memoryview:
 
 
 def holds(tier: ObjectTier, key: ChunkKey) -> bool | None:
-    """Read a chunk; it must be the right one if there is one. None: the store cannot be asked now."""
+    """Read a chunk; it must be the right one if there is one. None: the store cannot be asked
+    now."""
     into = memoryview(bytearray(CHUNK_BYTES))
     held = tier.read(key, into)
     assert not held or into == chunk(key)
@@ -45,13 +47,15 @@ def holds(tier: ObjectTier, key: ChunkKey) -> bool | None:
 
 
 class S3Server:
-    """One moto server with an empty bucket called ``bucket``. ``refuses_after``: requests from which on it lets nobody
-    in whose access key it does not know."""
+    """One moto server with an empty bucket called ``bucket``. ``refuses_after``: requests from
+    which on it lets nobody in whose access key it does not know."""
 
     def __init__(self, refuses_after: int | None = None) -> None:
         self.port = free_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
-        self._env = {} if refuses_after is None else {"INITIAL_NO_AUTH_ACTION_COUNT": str(refuses_after)}
+        self._env = (
+            {} if refuses_after is None else {"INITIAL_NO_AUTH_ACTION_COUNT": str(refuses_after)}
+        )
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -69,7 +73,12 @@ class S3Server:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.kill()
 
     def start(self) -> None:
@@ -85,9 +94,15 @@ class S3Server:
             "-p",
             str(self.port),
         ]
-        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | self._env
+        env = {
+            name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+        } | self._env
         self._process = subprocess.Popen(
-            command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=places[0].parent
+            command,
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=places[0].parent,
         )
         wait_for(self._is_up, "the S3 server answers", 60)
         self._ask("PUT", "/bucket")

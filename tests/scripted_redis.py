@@ -72,7 +72,11 @@ def scripted(answers: dict[bytes, Answer]) -> Iterator[int]:
 def words(asked: bytes) -> list[bytes]:
     """The commands' names, in their order."""
     lines = asked.split(b"\r\n")
-    return [lines[at + 2] for at, line in enumerate(lines[:-2]) if line[:1] == b"*" and line[1:].isdigit()]
+    return [
+        lines[at + 2]
+        for at, line in enumerate(lines[:-2])
+        if line[:1] == b"*" and line[1:].isdigit()
+    ]
 
 
 def bulk(text: bytes | str) -> bytes:
@@ -81,12 +85,18 @@ def bulk(text: bytes | str) -> bytes:
 
 
 def cluster_slots(*ports: int) -> bytes:
-    """The reply to CLUSTER SLOTS of nodes on this host that share the slots evenly, in this order."""
+    """The reply to CLUSTER SLOTS of nodes on this host that share the slots evenly, in this
+    order."""
     size = 16384 // len(ports)
     lines = b""
     for index, port in enumerate(ports):
         last = 16383 if index + 1 == len(ports) else (index + 1) * size - 1
-        lines += b"*3\r\n:%d\r\n:%d\r\n*2\r\n%s:%d\r\n" % (index * size, last, bulk("127.0.0.1"), port)
+        lines += b"*3\r\n:%d\r\n:%d\r\n*2\r\n%s:%d\r\n" % (
+            index * size,
+            last,
+            bulk("127.0.0.1"),
+            port,
+        )
     return b"*%d\r\n" % len(ports) + lines
 
 

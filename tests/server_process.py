@@ -1,4 +1,5 @@
-"""A real kvtier server for tests, and what an engine does with it: started, paused, killed and started again."""
+"""A real kvtier server for tests, and what an engine does with it: started, paused, killed and
+started again."""
 
 from __future__ import annotations
 
@@ -35,12 +36,15 @@ def wait_for(condition: Callable[[], bool], what: str, deadline_s: float = DEADL
 
 
 class ServerProcess:
-    """``kvtier serve`` with ``settings`` (configuration keys) at a Unix socket in ``folder`` and where ``listen`` says.
+    """``kvtier serve`` with ``settings`` (configuration keys) at a Unix socket in ``folder`` and
+    where ``listen`` says.
 
     Use as a context manager. The socket's folder does not exist before the first start.
     """
 
-    def __init__(self, folder: Path, *listen: str, flags: Sequence[str] = (), **settings: object) -> None:
+    def __init__(
+        self, folder: Path, *listen: str, flags: Sequence[str] = (), **settings: object
+    ) -> None:
         self.socket = folder / "run" / "kvtier.sock"
         self.address = Address(str(self.socket), "", 0)
         self.log = folder / "server.log"
@@ -48,7 +52,9 @@ class ServerProcess:
         self._command = [sys.executable, "-m", "kvtier", "serve", *flags]
         self._command += [word for address in addresses for word in ("--listen", address)]
         given = {"ram_bytes": 32 * SLOT, "admin": "off"} | settings
-        self._env = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+        self._env = {
+            name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")
+        }
         self._env |= {f"KVTIER_{name.upper()}": str(value) for name, value in given.items()}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -57,7 +63,10 @@ class ServerProcess:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._process is not None:
             self.kill()
@@ -78,7 +87,12 @@ class ServerProcess:
     def refusal(self) -> str:
         """Start one that cannot; what it says."""
         done = subprocess.run(
-            self._command, env=self._env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+            self._command,
+            env=self._env,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
         )
         assert done.returncode == 2, done
         return done.stderr
@@ -112,7 +126,9 @@ class ServerProcess:
         return self.log.read_text()
 
     def access(self, layout: ChunkLayout = LAYOUT, namespace: str = "") -> ServerAccess:
-        own = hello(layout.fingerprint, layout.chunk_bytes, stream=False, namespace=namespace, client="test")
+        own = hello(
+            layout.fingerprint, layout.chunk_bytes, stream=False, namespace=namespace, client="test"
+        )
         return ServerAccess(self.address, own)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
@@ -126,7 +142,8 @@ class ServerProcess:
 
 @contextmanager
 def attached(access: ServerAccess, timeout_s: float = 2.0) -> Iterator[Client]:
-    """A client; by default with more patience than an engine has, because tests share the machine."""
+    """A client; by default with more patience than an engine has, because tests share the
+    machine."""
     client = Client(access, timeout_s)
     try:
         yield client

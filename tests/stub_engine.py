@@ -1,4 +1,5 @@
-"""An HTTP server that answers as a vLLM engine does, as far as routers and clients can tell; it computes nothing."""
+"""An HTTP server that answers as a vLLM engine does, as far as routers and clients can tell; it
+computes nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class _Quiet(ThreadingHTTPServer):
 
 @dataclass
 class StubEngine:
-    """``port`` is the one it has for its life. ``asked``: bodies of completions, with the request's headers."""
+    """``port`` is the one it has for its life. ``asked``: bodies of completions, with the request's
+    headers."""
 
     port: int = 0
     asked: list[tuple[dict[str, Any], dict[str, str]]] = field(default_factory=list)
@@ -52,11 +54,19 @@ class StubEngine:
                     engine.dies, self.close_connection = False, True
                     return
                 with engine._lock:
-                    engine.asked.append((body, {name.lower(): value for name, value in self.headers.items()}))
+                    engine.asked.append(
+                        (body, {name.lower(): value for name, value in self.headers.items()})
+                    )
                 tokens = [len(engine.asked)] * body["max_tokens"]
                 events = [
                     {"choices": [{"token_ids": tokens, "text": "ba" * len(tokens)}]},
-                    {"usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(tokens)}, "choices": []},
+                    {
+                        "usage": {
+                            "prompt_tokens": len(body["prompt"]),
+                            "completion_tokens": len(tokens),
+                        },
+                        "choices": [],
+                    },
                 ]
                 lines = [f"data: {json.dumps(event)}\n\n" for event in events]
                 self._send("".join([*lines, "data: [DONE]\n\n"]).encode(), "text/event-stream")
@@ -73,7 +83,9 @@ class StubEngine:
 
         self._server = _Quiet(("127.0.0.1", self.port), Answers)
         self.port = self._server.server_port
-        Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
     def stop(self) -> None:
         """Its port is closed, and so are the connections that routers keep."""

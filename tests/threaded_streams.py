@@ -1,7 +1,9 @@
-"""A device made of threads, for real engines on a CPU: side streams run by themselves, late, at odds with each other.
+"""A device made of threads, for real engines on a CPU: side streams run by themselves, late, at
+odds with each other.
 
-The engine's own stream is the thread that computes: what it queues it does at once, so a wait of its stream is a wait
-of its own. Copies that are right here were ordered by nothing but streams and events.
+The engine's own stream is the thread that computes: what it queues it does at once, so a wait of
+its stream is a wait of its own. Copies that are right here were ordered by nothing but streams and
+events.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class _Limit(NamedTuple):
 
 
 def memory_limits(root: Path) -> tuple[Fact[int], Fact[int]]:
-    """From this process's cgroup up to the mount's top, in either version of cgroups: the tightest ``limit - use``, and
-    the tightest limit that kills."""
+    """From this process's cgroup up to the mount's top, in either version of cgroups: the tightest
+    ``limit - use``, and the tightest limit that kills."""
     membership = text_of(root / "proc/self/cgroup")
     if not membership:
         unread: Fact[int] = unknown("/proc/self/cgroup cannot be read")
@@ -37,7 +37,9 @@ def memory_limits(root: Path) -> tuple[Fact[int], Fact[int]]:
         kind = "cgroup" if controllers else "cgroup2"
         for mount in mounts(root):
             if mount.kind == kind and (kind == "cgroup2" or "memory" in mount.options.split(",")):
-                limits += _limits(root / mount.point.lstrip("/"), _below(path, mount.top), kind == "cgroup2")
+                limits += _limits(
+                    root / mount.point.lstrip("/"), _below(path, mount.top), kind == "cgroup2"
+                )
     none = known(UNLIMITED, "no cgroup memory limit")
     rooms = [known(one.room, f"{one.where} less use") for one in limits]
     killing = [known(one.limit, one.where) for one in limits if one.kills]
@@ -49,7 +51,8 @@ def _value(fact: Fact[int]) -> int:
 
 
 def _below(path: str, top: str) -> str:
-    """A cgroup's path below what is mounted: in a container the mount often starts at the container's own group."""
+    """A cgroup's path below what is mounted: in a container the mount often starts at the
+    container's own group."""
     inside = path.removeprefix(top) if top != "/" else path
     return "" if ".." in inside.split("/") else inside.strip("/")
 
@@ -57,7 +60,11 @@ def _below(path: str, top: str) -> str:
 def _limits(mount: Path, inside: str, version2: bool) -> Iterable[_Limit]:
     group = mount / inside if (mount / inside).is_dir() else mount
     names = ("memory.max", "memory.high") if version2 else ("memory.limit_in_bytes",)
-    usage, cache = ("memory.current", "inactive_file") if version2 else ("memory.usage_in_bytes", "total_inactive_file")
+    usage, cache = (
+        ("memory.current", "inactive_file")
+        if version2
+        else ("memory.usage_in_bytes", "total_inactive_file")
+    )
     for level in (group, *group.parents):
         stat = text_of(level / "memory.stat")
         reclaimable = re.search(rf"^{cache} (\d+)$", stat, re.MULTILINE)
@@ -65,7 +72,9 @@ def _limits(mount: Path, inside: str, version2: bool) -> Iterable[_Limit]:
         for name in names:
             limit = text_of(level / name)
             if inherited := re.search(r"^hierarchical_memory_limit (\d+)$", stat, re.MULTILINE):
-                limit = min(limit, inherited[1], key=int)  # of groups above the mount, which only version 1 tells
+                limit = min(
+                    limit, inherited[1], key=int
+                )  # of groups above the mount, which only version 1 tells
             if limit.isdigit() and int(limit) < 1 << 60:
                 where = f"/{level.relative_to(mount)}" if level != mount else "/"
                 room = max(0, int(limit) - used)

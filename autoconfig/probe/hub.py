@@ -1,4 +1,5 @@
-"""A model's name on the Hugging Face hub -> its folder in this host's hub cache. Asks no network and needs no library.
+"""A model's name on the Hugging Face hub -> its folder in this host's hub cache. Asks no network
+and needs no library.
 
 The cache's form (huggingface_hub's own): ``models--ORG--NAME/refs/REVISION`` holds a commit, and
 ``models--ORG--NAME/snapshots/COMMIT`` the files of that commit, as links.
@@ -26,8 +27,9 @@ def cache_folder(env: Mapping[str, str]) -> Path:
 
 
 def snapshot(name: str, env: Mapping[str, str], revision: str | None = None) -> Path | None:
-    """The cached folder of ``name`` at ``revision`` (default: main; where that was never asked for, the newest of those
-    that were). None when it has no ``config.json`` there, or ``name`` is no hub name."""
+    """The cached folder of ``name`` at ``revision`` (default: main; where that was never asked for,
+    the newest of those that were). None when it has no ``config.json`` there, or ``name`` is no hub
+    name."""
     if not _NAME.fullmatch(name):
         return None
     place = _place(name, env)
@@ -49,12 +51,15 @@ def model_folder(name: str, env: Mapping[str, str]) -> Path:
         return found
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"--model {name}: no such file or folder; expected a local model folder, its config.json, or a name on the "
+            f"--model {name}: no such file or folder; expected a local model folder, its "
+            "config.json, or a name on the "
             "hub such as Qwen/Qwen2.5-7B-Instruct"
         )
     raise ConfigError(
-        f"--model {name}: there is no such folder here, and nothing of that name in the hub cache (looked for "
-        f"{_place(name, env)}/snapshots/*/config.json; the network is never asked): run 'hf download {name} "
+        f"--model {name}: there is no such folder here, and nothing of that name in the hub cache "
+        "(looked for "
+        f"{_place(name, env)}/snapshots/*/config.json; the network is never asked): run 'hf "
+        f"download {name} "
         "config.json', or give a local model folder or its config.json"
     )
 

@@ -1,7 +1,8 @@
-"""The only file that looks. Each look can fail; a failure is an unknown :class:`Fact` with the reason, never an error.
+"""The only file that looks. Each look can fail; a failure is an unknown :class:`Fact` with the
+reason, never an error.
 
-``root`` is where ``/proc`` and ``/sys`` are read below, so that tests can show a made-up machine. Paths themselves
-(``statvfs``, the O_DIRECT trial) are always real.
+``root`` is where ``/proc`` and ``/sys`` are read below, so that tests can show a made-up machine.
+Paths themselves (``statvfs``, the O_DIRECT trial) are always real.
 """
 
 from __future__ import annotations
@@ -20,7 +21,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvtier.autoconfig.breakeven import gpu_kind
-from kvtier.autoconfig.facts import UNLIMITED, Disk, Fact, Gpus, Memory, Model, Redis, Serving, known, unknown
+from kvtier.autoconfig.facts import (
+    UNLIMITED,
+    Disk,
+    Fact,
+    Gpus,
+    Memory,
+    Model,
+    Redis,
+    Serving,
+    known,
+    unknown,
+)
 from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.probe import hub
 from kvtier.autoconfig.probe.cgroup import memory_limits
@@ -35,10 +47,18 @@ T = TypeVar("T")
 
 ROOT = Path("/")
 CANDIDATES = (
-    "/var/lib/kvtier", "/opt/dlami/nvme", "/mnt/disks/ssd0", "/mnt/nvme", "/mnt/nvme0", "/local_disk0", "/scratch",
-    "/mnt", "/data",
-)  # fmt: skip
-"""Where images and clouds mount local disks; only real mounts of theirs are judged, as those below always are."""
+    "/var/lib/kvtier",
+    "/opt/dlami/nvme",
+    "/mnt/disks/ssd0",
+    "/mnt/nvme",
+    "/mnt/nvme0",
+    "/local_disk0",
+    "/scratch",
+    "/mnt",
+    "/data",
+)
+"""Where images and clouds mount local disks; only real mounts of theirs are judged, as those below
+always are."""
 _ALWAYS = ("/var/tmp", "/tmp")
 _PAGE = 4096
 
@@ -50,7 +70,7 @@ def _try(look: Callable[[], T], what: str) -> Fact[T]:
         return unknown(f"{what}: {error}")
 
 
-# -- memory ------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def probe_memory(root: Path = ROOT) -> Memory:
@@ -62,7 +82,9 @@ def probe_memory(root: Path = ROOT) -> Memory:
         cgroup_headroom=headroom,
         cgroup_limit=limit,
         shm=_try(lambda: os.statvfs(shm).f_blocks * os.statvfs(shm).f_frsize, "size of /dev/shm"),
-        reserved=_try(lambda: _reserved(root), "free pages in /sys/kernel/mm/hugepages/hugepages-2048kB"),
+        reserved=_try(
+            lambda: _reserved(root), "free pages in /sys/kernel/mm/hugepages/hugepages-2048kB"
+        ),
         makes_huge=_try(_makes_huge, "one tried (MADV_COLLAPSE)"),
         memlock=_try(_memlock, "RLIMIT_MEMLOCK"),
         numa_nodes=_try(lambda: _numa_nodes(root), "/sys/devices/system/node"),
@@ -83,7 +105,9 @@ def _memlock() -> int:
 
 def _reserved(root: Path) -> int:
     pages = root / "sys/kernel/mm/hugepages/hugepages-2048kB"
-    free, promised = (int((pages / name).read_text()) for name in ("free_hugepages", "resv_hugepages"))
+    free, promised = (
+        int((pages / name).read_text()) for name in ("free_hugepages", "resv_hugepages")
+    )
     return max(0, free - promised) * HUGE_BYTES
 
 
@@ -95,7 +119,9 @@ def _makes_huge() -> bool:
 
 def _numa_nodes(root: Path) -> int:
     nodes = list((root / "sys/devices/system/node").glob("node[0-9]*"))
-    with_memory = [node for node in nodes if not re.search(r"MemTotal:\s+0 kB", text_of(node / "meminfo"))]
+    with_memory = [
+        node for node in nodes if not re.search(r"MemTotal:\s+0 kB", text_of(node / "meminfo"))
+    ]
     if not with_memory:
         raise ValueError("no node has memory")
     return len(with_memory)
@@ -112,16 +138,20 @@ def _pool_bytes(root: Path) -> int:
     return sum(found.values())
 
 
-# -- GPUs --------------------------------------------------------------------------------------------------------
+# -- GPUs ------------------------------------------------------------------------------------------
 
 
 def probe_gpus(root: Path = ROOT) -> Gpus:
-    """NVIDIA's tool when it is there, else what the driver shows in /proc; AMD is recognised, not measured."""
+    """NVIDIA's tool when it is there, else what the driver shows in /proc; AMD is recognised, not
+    measured."""
     names, sizes = _nvidia_smi() if root == ROOT else ([], [])
     source = "nvidia-smi"
     if not names:
         source = "/proc/driver/nvidia"
-        models = [text_of(path) for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))]
+        models = [
+            text_of(path)
+            for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
+        ]
         names = [match[1].strip() for text in models if (match := re.search(r"Model:(.*)", text))]
     if names:
         kind = gpu_kind(names[0])
@@ -146,22 +176,33 @@ def _nvidia_smi() -> tuple[list[str], list[int]]:
     return [], []
 
 
-# -- disks -------------------------------------------------------------------------------------------------------
+# -- disks -----------------------------------------------------------------------------------------
 
 
 def _mount_of(path: str, root: Path) -> Mount | None:
-    holding = [m for m in mounts(root) if path == m.point or path.startswith(m.point.rstrip("/") + "/")]
-    return max(enumerate(holding), key=lambda pair: (len(pair[1].point), pair[0]))[1] if holding else None
+    holding = [
+        m for m in mounts(root) if path == m.point or path.startswith(m.point.rstrip("/") + "/")
+    ]
+    return (
+        max(enumerate(holding), key=lambda pair: (len(pair[1].point), pair[0]))[1]
+        if holding
+        else None
+    )
 
 
 def probe_disk(path: str, root: Path = ROOT) -> Disk:
-    """Look at the directory ``path``, or, where it does not exist yet, at the nearest one above it."""
+    """Look at the directory ``path``, or, where it does not exist yet, at the nearest one above
+    it."""
     place = Path(path).resolve()
     while not place.is_dir():
         place = place.parent
     stat = _try(lambda: os.statvfs(place), f"statvfs {place}")
     mount = _mount_of(str(place), root)
-    source = f"mountinfo: {mount.source} on {mount.point}" if mount else "no line of mountinfo holds this path"
+    source = (
+        f"mountinfo: {mount.source} on {mount.point}"
+        if mount
+        else "no line of mountinfo holds this path"
+    )
     writable, direct = _try_direct(place)
     return Disk(
         path=str(Path(path).absolute()),
@@ -205,7 +246,12 @@ def open_direct(place: Path) -> Any:
     flags = os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
     try:
         fd = os.open(place, flags | os.O_TMPFILE, 0o600)
-    except (IsADirectoryError, FileNotFoundError, NotImplementedError, OSError):  # a file system without O_TMPFILE
+    except (
+        IsADirectoryError,
+        FileNotFoundError,
+        NotImplementedError,
+        OSError,
+    ):  # a file system without O_TMPFILE
         name = place / f"kvtier-probe-{os.getpid()}"
         fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
         name.unlink()
@@ -219,13 +265,19 @@ def _device(mount: Mount, root: Path) -> Fact[str]:
     if mount.kind == "overlay":
         return unknown("overlay: the disk below it is not visible from in here")
     link = root / "sys/dev/block" / mount.device
-    if not link.exists() and mount.source.startswith("/dev/"):  # btrfs and others show a made-up device number
+    if not link.exists() and mount.source.startswith(
+        "/dev/"
+    ):  # btrfs and others show a made-up device number
         link = root / "sys/class/block" / Path(mount.source).name
     if not link.exists():
         return unknown(f"{mount.kind} {mount.source} is not a block device here")
     kinds = sorted(_device_kinds(link.resolve()), key=_SLOWEST.index)
     source = f"/sys/dev/block/{mount.device}"
-    return known(kinds[0], source) if kinds else unknown(f"{source}: neither NVMe nor rotational nor not")
+    return (
+        known(kinds[0], source)
+        if kinds
+        else unknown(f"{source}: neither NVMe nor rotational nor not")
+    )
 
 
 _SLOWEST = ["rotational", "ebs", "virtual", "ssd", "nvme"]
@@ -241,8 +293,14 @@ def _device_kinds(device: Path) -> set[str]:
     model, name = text_of(device / "device/model"), device.name
     if "Elastic Block Store" in model:
         return {"ebs"}
-    if name.startswith(("vd", "xvd", "loop")) or model in ("PersistentDisk", "nvme_card-pd", "Virtual Disk"):
-        return {"virtual"}  # a hypervisor's disk; what it says of itself, "rotational" included, means nothing
+    if name.startswith(("vd", "xvd", "loop")) or model in (
+        "PersistentDisk",
+        "nvme_card-pd",
+        "Virtual Disk",
+    ):
+        return {
+            "virtual"
+        }  # a hypervisor's disk; what it says of itself, "rotational" included, means nothing
     if name.startswith("nvme"):
         return {"nvme"}
     rotational = text_of(device / "queue/rotational")
@@ -250,24 +308,29 @@ def _device_kinds(device: Path) -> set[str]:
 
 
 def probe_disks(paths: Sequence[str] = (), root: Path = ROOT) -> tuple[Disk, ...]:
-    """The given paths, else a folder of ours in each of :data:`CANDIDATES` and the temporary ones, one a device."""
+    """The given paths, else a folder of ours in each of :data:`CANDIDATES` and the temporary ones,
+    one a device."""
     if paths:
         return tuple(probe_disk(path, root) for path in paths)
     seen: set[int] = set()
     found = []
     for path in (*filter(os.path.ismount, CANDIDATES), *filter(os.path.isdir, _ALWAYS)):
-        if os.access(path, os.W_OK) and os.stat(path).st_dev not in seen and may_take(Path(path, "kvtier")):
+        if (
+            os.access(path, os.W_OK)
+            and os.stat(path).st_dev not in seen
+            and may_take(Path(path, "kvtier"))
+        ):
             seen.add(os.stat(path).st_dev)
             found.append(probe_disk(f"{path}/kvtier", root))
     return tuple(found)
 
 
-# -- Redis, model, engine ----------------------------------------------------------------------------------------
+# -- Redis, model, engine --------------------------------------------------------------------------
 
 
 def probe_redis(url: str) -> Redis:
-    """One INFO of every node, at most a second to connect and one to answer. Memory is that of all primaries together.
-    Raises ConfigError for a URL that is none, without showing it."""
+    """One INFO of every node, at most a second to connect and one to answer. Memory is that of all
+    primaries together. Raises ConfigError for a URL that is none, without showing it."""
     from kvtier.config.redis_url import parse
     from kvtier.tiers.redis.errors import FAULTS
     from kvtier.tiers.redis.servers import RedisServers
@@ -299,8 +362,8 @@ def probe_redis(url: str) -> Redis:
 
 
 def probe_model(place: str, kv_dtype: str = "auto") -> Model:
-    """A model folder, its ``config.json``, or a name that lies in the hub's cache here. Raises ConfigError when it is
-    none of them, or lacks what is needed."""
+    """A model folder, its ``config.json``, or a name that lies in the hub's cache here. Raises
+    ConfigError when it is none of them, or lacks what is needed."""
     path, source = Path(place), "given"
     if not path.exists():
         path = hub.model_folder(place, environment())
@@ -309,7 +372,9 @@ def probe_model(place: str, kv_dtype: str = "auto") -> Model:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {place}: {error}; expected a local model folder or config.json") from None
+        raise ConfigError(
+            f"--model {place}: {error}; expected a local model folder or config.json"
+        ) from None
     if not isinstance(config, dict):
         raise ConfigError(f"{file} holds a {type(config).__name__}, expected a model's config.json")
     weights = probe_weights(path) if path.is_dir() else unknown("only a config.json was given")
@@ -329,7 +394,11 @@ def probe_weights(folder: Path) -> Fact[int]:
 
 def probe_engine(vllm_config: Any, engines: int = 1) -> tuple[Serving, Model]:
     """The engine's own configuration object -> facts, by attribute: nothing of vLLM is imported."""
-    parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
+    parallel, cache, model = (
+        vllm_config.parallel_config,
+        vllm_config.cache_config,
+        vllm_config.model_config,
+    )
     source = "the engine's configuration"
 
     def read(holder: Any, name: str) -> Fact[Any]:
@@ -345,11 +414,17 @@ def probe_engine(vllm_config: Any, engines: int = 1) -> tuple[Serving, Model]:
         engines=known(engines, "given"),
         block_tokens=read(cache, "block_size"),
         max_model_len=read(model, "max_model_len"),
-        kv_cache_tokens=known(blocks * cache.block_size, source) if blocks else unknown("the engine has no blocks yet"),
+        kv_cache_tokens=known(blocks * cache.block_size, source)
+        if blocks
+        else unknown("the engine has no blocks yet"),
         started=known(bool(blocks), source),
     )
     name, kv_dtype = str(model.model), str(getattr(cache, "cache_dtype", "auto"))
     config = {**model.hf_config.to_dict(), "dtype": str(model.dtype)}
-    folder = Path(name) if Path(name).is_dir() else hub.snapshot(name, environment(), getattr(model, "revision", None))
+    folder = (
+        Path(name)
+        if Path(name).is_dir()
+        else hub.snapshot(name, environment(), getattr(model, "revision", None))
+    )
     weights = probe_weights(folder) if folder else unknown("the weights are not in a local folder")
     return engine, describe(config, name, kv_dtype, weights)

@@ -1,10 +1,12 @@
-"""``python -m kvtier.bench.compare``: Long Doc QA over every arm of :mod:`kvtier.bench.compare.contenders`, in turns.
+"""``python -m kvtier.bench.compare``: Long Doc QA over every arm of
+:mod:`kvtier.bench.compare.contenders`, in turns.
 
-Same machine, model, prompts and memory budget; every round runs every arm once, so that what the machine does besides
-falls on all, and measures the machine's limits before them. The last round goes on with every arm: documents asked
-again between new ones, a second engine beside the first, and the engine's restart. Every arm's connector is timed by
-:mod:`kvtier.bench.compare.calls`. An arm that cannot run is a row that says why. Results: the one form of
-bench/report.py, and two tables.
+Same machine, model, prompts and memory budget; every round runs every arm once, so that what the
+machine does besides falls on all, and measures the machine's limits before them. The last round
+goes on with every arm: documents asked again between new ones, a second engine beside the first,
+and the engine's restart. Every arm's connector is timed by :mod:`kvtier.bench.compare.calls`. An
+arm that cannot run is a row that says why. Results: the one form of bench/report.py, and two
+tables.
 """
 
 from __future__ import annotations
@@ -54,9 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="kvtier.bench.compare", description="Peers and kvtier, side by side.")
+    parser = argparse.ArgumentParser(
+        prog="kvtier.bench.compare", description="Peers and kvtier, side by side."
+    )
     add = parser.add_argument
-    add("--arms", type=_arms, default=list(CONTENDERS.values()), help=f"of {','.join(CONTENDERS)} (default: all)")
+    add(
+        "--arms",
+        type=_arms,
+        default=list(CONTENDERS.values()),
+        help=f"of {','.join(CONTENDERS)} (default: all)",
+    )
     add("--rounds", type=int, default=3, help="times every arm is run, in turns (default: 3)")
     add(
         "--num-documents",
@@ -69,8 +78,16 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--output-len", type=int, default=8)
     add("--output", type=Path, default=Path("build/compare/compare.json"))
     add("--output-dir", type=Path, default=Path("build/compare"), help="for the model and logs")
-    add("--resume", action="store_true", help="go on with the runs of an earlier call with the same sizes")
-    add("--lock", type=Path, help="a file to lock while an arm runs, for machines that others use too")
+    add(
+        "--resume",
+        action="store_true",
+        help="go on with the runs of an earlier call with the same sizes",
+    )
+    add(
+        "--lock",
+        type=Path,
+        help="a file to lock while an arm runs, for machines that others use too",
+    )
     parser.set_defaults(repeat_count=1, repeat_mode="tile", hit_miss_ratio=(1, 0), shuffle_seed=0)
     return parser.parse_args(argv)
 
@@ -84,12 +101,15 @@ def _documents(text: str) -> int:
 def _arms(text: str) -> list[Contender]:
     unknown = [name for name in text.split(",") if name not in CONTENDERS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"unknown arm {', '.join(unknown)}; known: {', '.join(CONTENDERS)}")
+        raise argparse.ArgumentTypeError(
+            f"unknown arm {', '.join(unknown)}; known: {', '.join(CONTENDERS)}"
+        )
     return [CONTENDERS[name] for name in text.split(",")]
 
 
 def compare(args: argparse.Namespace, model: Path) -> int:
-    """Run all arms, in turns; results are written after each, so that what ran is kept. 1 when one of ours failed."""
+    """Run all arms, in turns; results are written after each, so that what ran is kept. 1 when one
+    of ours failed."""
     kept = _Kept(args)
     reasons = {one.name: one.obstacle for one in args.arms if one.obstacle}
     token_bytes = _token_bytes(model)
@@ -112,8 +132,13 @@ def compare(args: argparse.Namespace, model: Path) -> int:
     write(args.output, args.arms, kept.runs, reasons, kept.limits, workload=shape)
     print_tables(args.arms, kept.runs, reasons, token_bytes, kept.limits)
     if kept.runs:
-        about = f"{args.num_documents} documents of {args.document_length:,} tokens, {args.rounds} rounds"
-        write_plot(args.output.with_suffix(".png"), args.arms, arm_results(args.arms, kept.runs), about)
+        about = (
+            f"{args.num_documents} documents of {args.document_length:,} tokens, "
+            f"{args.rounds} rounds"
+        )
+        write_plot(
+            args.output.with_suffix(".png"), args.arms, arm_results(args.arms, kept.runs), about
+        )
     print(f"Wrote {args.output}")
     return int(any(name.startswith("kvtier") for name in reasons))
 
@@ -131,11 +156,17 @@ def _limits(args: argparse.Namespace, chunk_bytes: int) -> dict[str, float]:
 def _shape(args: argparse.Namespace) -> dict[str, Any]:
     told = ("num_documents", "document_length", "question_length", "output_len", "rounds")
     shape = {name: getattr(args, name) for name in told}
-    return shape | {"model": MODEL, "dtype": _DTYPE, "block_tokens": _BLOCK_TOKENS, "chunk_tokens": _CHUNK_TOKENS}
+    return shape | {
+        "model": MODEL,
+        "dtype": _DTYPE,
+        "block_tokens": _BLOCK_TOKENS,
+        "chunk_tokens": _CHUNK_TOKENS,
+    }
 
 
 class _Kept:
-    """What ran so far, here and on disk: an interrupted comparison goes on from there (``--resume``)."""
+    """What ran so far, here and on disk: an interrupted comparison goes on from there
+    (``--resume``)."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._runs, self._limits = args.output_dir / "runs.jsonl", args.output_dir / "limits.jsonl"
@@ -168,35 +199,63 @@ def _run(args: argparse.Namespace, one: Contender, model: Path, last: bool) -> R
     place = (args.output_dir / one.name).resolve()
     shutil.rmtree(place, ignore_errors=True)
     (place / "nvme").mkdir(parents=True)
-    everything = replace(Workload.of(args, [0]), hit_miss=MIXED)  # room for the mixed round's new documents, for all
+    everything = replace(
+        Workload.of(args, [0]), hit_miss=MIXED
+    )  # room for the mixed round's new documents, for all
     sizes = Sizes(everything, INFLIGHT, _BLOCK_TOKENS, _CHUNK_TOKENS, _token_bytes(model))
     with run_folder() as run, ExitStack() as ends:
         ends.callback(shutil.rmtree, place / "nvme", ignore_errors=True)
         values = names(sizes, place, run, (free_port(), free_port(), free_port()))
         if one.yaml is not None:
-            (place / "lmcache.yaml").write_text(json.dumps(rendered(one.yaml, values)))  # JSON is YAML
-        aside = ends.enter_context(beside(one, values, run, place / "beside.log")) if one.beside else None
+            (place / "lmcache.yaml").write_text(
+                json.dumps(rendered(one.yaml, values))
+            )  # JSON is YAML
+        aside = (
+            ends.enter_context(beside(one, values, run, place / "beside.log"))
+            if one.beside
+            else None
+        )
         server, second = (_server(one, model, sizes, values, name) for name in ("server", "second"))
         ends.enter_context(server)
         budget = sum(int(values[name]) for name in one.ram)
-        return measured(args, Serving(one, server, second, aside, run, budget, _calls(place, "server")), last)
+        return measured(
+            args, Serving(one, server, second, aside, run, budget, _calls(place, "server")), last
+        )
 
 
-def _server(one: Contender, model: Path, sizes: Sizes, values: Mapping[str, str], name: str) -> VllmServer:
+def _server(
+    one: Contender, model: Path, sizes: Sizes, values: Mapping[str, str], name: str
+) -> VllmServer:
     """Not started. ``name``: of its log, and of the file of its calls."""
     arm = Arm(one.name, one.about, keeps_all_on_gpu=one.keeps_all_on_gpu)
-    command = ["--served-model-name", MODEL, "--dtype", _DTYPE, "--block-size", str(_BLOCK_TOKENS), "--enforce-eager"]
-    command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", *server_args(arm, sizes)]
+    command = [
+        "--served-model-name",
+        MODEL,
+        "--dtype",
+        _DTYPE,
+        "--block-size",
+        str(_BLOCK_TOKENS),
+        "--enforce-eager",
+    ]
+    command += [
+        "--enable-prefix-caching",
+        "--enable-prompt-tokens-details",
+        *server_args(arm, sizes),
+    ]
     env = {name: template.format_map(values) for name, template in one.env.items()}
     place = Path(values["place"])
     if one.connector is not None:
-        connector = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"} | rendered(one.connector, values)
+        connector = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"} | rendered(
+            one.connector, values
+        )
         env[calls.CONNECTOR] = connector.get("kv_connector_module_path", "")
         env[calls.CALLS] = str(_calls(place, name))
         connector["kv_connector_module_path"] = calls.MODULE
         command += ["--kv-transfer-config", json.dumps(connector, separators=(",", ":"))]
     env["VLLM_CPU_KVCACHE_SPACE"] = str(sizes.gpu_gib(arm))
-    env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"  # with a connector vLLM reserves other cores than without
+    env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = (
+        "1"  # with a connector vLLM reserves other cores than without
+    )
     return VllmServer(str(model), command, env, place / f"{name}.log", _START_S, one.interpreter)
 
 

@@ -1,9 +1,10 @@
 """The tiers alone, without an engine: ``python -m kvtier.bench.compare.alone``.
 
-Every arm of :mod:`kvtier.bench.compare.alone_arms` in a process of its own, all on the same kind of CPU tensors; every
-round measures the machine's limits, then every arm once, beginning with another one each time. A row is the median of
-the rounds with lowest and highest; its ``ratio`` the median of value / limit of the same round. An arm that cannot run
-is a row that says why. Results: the one form of bench/report.py, and a table.
+Every arm of :mod:`kvtier.bench.compare.alone_arms` in a process of its own, all on the same kind of
+CPU tensors; every round measures the machine's limits, then every arm once, beginning with another
+one each time. A row is the median of the rounds with lowest and highest; its ``ratio`` the median
+of value / limit of the same round. An arm that cannot run is a row that says why. Results: the one
+form of bench/report.py, and a table.
 """
 
 from __future__ import annotations
@@ -50,21 +51,30 @@ UNITS = {
     MATCH_MISS: "ms",
 }
 HOW = {
-    SAVE: "an engine's blocks, in random order, into the cache: until the last of the calls has returned; one call for "
+    SAVE: "an engine's blocks, in random order, into the cache: until the last of the calls has "
+    "returned; one call for "
     "each step of 2,048 tokens",
-    WRITE: "from the first of these calls until every chunk lies in the tier below RAM: kvtier says all are stored; "
-    "LMCache has no put task left, in Redis both names of every chunk are there (acknowledged, all in its memory)",
-    DURABLE: "the same, and then fdatasync of every file of the tier. By themselves both write with O_DIRECT and never "
+    WRITE: "from the first of these calls until every chunk lies in the tier below RAM: kvtier "
+    "says all are stored; "
+    "LMCache has no put task left, in Redis both names of every chunk are there (acknowledged, all "
+    "in its memory)",
+    DURABLE: "the same, and then fdatasync of every file of the tier. By themselves both write "
+    "with O_DIRECT and never "
     "sync: that outlives their process, and not, for certain, a power cut",
-    LOAD: "from where they are kept into blocks; below RAM a prompt of which no chunk is in RAM any more; checked "
-    "(kvtier: every chunk's source; LMCache: nothing is kept in RAM); kvtier's chunks are copied as they arrive",
-    SAVE_CPU: "CPU seconds for each GiB saved and, below RAM, written: of the process with its threads, and of the "
+    LOAD: "from where they are kept into blocks; below RAM a prompt of which no chunk is in RAM "
+    "any more; checked "
+    "(kvtier: every chunk's source; LMCache: nothing is kept in RAM); kvtier's chunks are copied "
+    "as they arrive",
+    SAVE_CPU: "CPU seconds for each GiB saved and, below RAM, written: of the process with its "
+    "threads, and of the "
     "Redis or kvtier server beside it; not what the kernel does for a disk outside of them",
     LOAD_CPU: "the same for each GiB loaded",
-    HIT: "from 32,768 tokens, a list, to how many of them are held: all; median of many. LMCache's pins what it finds, "
+    HIT: "from 32,768 tokens, a list, to how many of them are held: all; median of many. LMCache's "
+    "pins what it finds, "
     "as its vLLM connector asks it to",
     MISS: "the same for a prompt nobody has seen",
-    MATCH_HIT: "the match of 128 keys alone, which an engine asks again while a request waits; keys are hashed once a "
+    MATCH_HIT: "the match of 128 keys alone, which an engine asks again while a request waits; "
+    "keys are hashed once a "
     "prompt. The limit is what kvtier sets itself",
     MATCH_MISS: "the same for a prompt nobody has seen",
 }
@@ -81,12 +91,16 @@ class Found:
     def of(self, arm: str) -> list[tuple[dict[str, float], dict[str, float]]]:
         """``(measured, limits)`` of every round."""
         pairs = zip(self.rounds, self.bounds, strict=True)
-        return [(one[arm], bounds) for one, bounds in pairs if arm in one and arm not in self.reasons]
+        return [
+            (one[arm], bounds) for one, bounds in pairs if arm in one and arm not in self.reasons
+        ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops what was started, as Ctrl-C does
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # stops what was started, as Ctrl-C does
     folder, sizes = args.output_dir, Sizes(chunks=args.chunks)
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -96,34 +110,66 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = measured(args.arms, sizes, args.rounds, folder / "alone", bounds)
     made = rows(args.arms, found)
     about = {
-        arm.name: {"about": arm.about, "note": arm.note, "cannot_run": found.reasons.get(arm.name)} for arm in args.arms
+        arm.name: {"about": arm.about, "note": arm.note, "cannot_run": found.reasons.get(arm.name)}
+        for arm in args.arms
     }
-    workload = asdict(sizes) | {"rounds": args.rounds, "dtype": "bfloat16", "chunk_bytes": sizes.chunk_bytes}
-    write_results(args.output, NAME, made, workload=workload, how=HOW, limits=limits.HOW, arms=about)
+    workload = asdict(sizes) | {
+        "rounds": args.rounds,
+        "dtype": "bfloat16",
+        "chunk_bytes": sizes.chunk_bytes,
+    }
+    write_results(
+        args.output, NAME, made, workload=workload, how=HOW, limits=limits.HOW, arms=about
+    )
     print_table(args.arms, made, found)
     print(f"Wrote {args.output}")
-    return int(any(name in found.reasons for name, arm in ARMS.items() if name.startswith("kvtier") and not arm.cannot))
+    return int(
+        any(
+            name in found.reasons
+            for name, arm in ARMS.items()
+            if name.startswith("kvtier") and not arm.cannot
+        )
+    )
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="kvtier.bench.compare.alone", description="Tiers without an engine.")
-    parser.add_argument("--arms", type=_arms, default=list(ARMS.values()), help=f"of {','.join(ARMS)} (default: all)")
-    parser.add_argument("--rounds", type=int, default=5, help="times every arm is run, in turns (default: 5)")
-    parser.add_argument("--chunks", type=int, default=64, help="chunks of 7 MiB that a round moves (default: 64)")
+    parser = argparse.ArgumentParser(
+        prog="kvtier.bench.compare.alone", description="Tiers without an engine."
+    )
+    parser.add_argument(
+        "--arms",
+        type=_arms,
+        default=list(ARMS.values()),
+        help=f"of {','.join(ARMS)} (default: all)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="times every arm is run, in turns (default: 5)"
+    )
+    parser.add_argument(
+        "--chunks", type=int, default=64, help="chunks of 7 MiB that a round moves (default: 64)"
+    )
     parser.add_argument("--output", type=Path, default=Path("build/compare/alone.json"))
-    parser.add_argument("--output-dir", type=Path, default=Path("build/compare"), help="on the disk to measure")
+    parser.add_argument(
+        "--output-dir", type=Path, default=Path("build/compare"), help="on the disk to measure"
+    )
     return parser.parse_args(argv)
 
 
 def _arms(text: str) -> list[Arm]:
     unknown = [name for name in text.split(",") if name not in ARMS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"unknown arm {', '.join(unknown)}; known: {', '.join(ARMS)}")
+        raise argparse.ArgumentTypeError(
+            f"unknown arm {', '.join(unknown)}; known: {', '.join(ARMS)}"
+        )
     return [ARMS[name] for name in text.split(",")]
 
 
 def measured(
-    arms: Iterable[Arm], sizes: Sizes, rounds: int, folder: Path, bounds: Callable[[], dict[str, float]]
+    arms: Iterable[Arm],
+    sizes: Sizes,
+    rounds: int,
+    folder: Path,
+    bounds: Callable[[], dict[str, float]],
 ) -> Found:
     """All arms, in turns. ``folder`` is emptied, and removed in the end."""
     found = Found()
@@ -140,13 +186,20 @@ def measured(
             except (KVTierError, OSError) as error:
                 _failed(found, arm.name, error)
                 continue
-            _asked(found, arm.name, processes[arm.name])  # one warms up at a time: it needs the most memory then
+            _asked(
+                found, arm.name, processes[arm.name]
+            )  # one warms up at a time: it needs the most memory then
         for number in range(rounds):
             _round(found, number, processes, bounds)
     return found
 
 
-def _round(found: Found, number: int, processes: Mapping[str, Asked], bounds: Callable[[], dict[str, float]]) -> None:
+def _round(
+    found: Found,
+    number: int,
+    processes: Mapping[str, Asked],
+    bounds: Callable[[], dict[str, float]],
+) -> None:
     print(f"round {number + 1}", file=sys.stderr, flush=True)
     found.bounds.append(bounds())
     found.rounds.append({})
@@ -184,7 +237,9 @@ def rows(arms: Iterable[Arm], found: Found) -> list[Row]:
     return made + limits.rows(found.bounds)
 
 
-def _row(arm: Arm, metric: str, seen: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> Row:
+def _row(
+    arm: Arm, metric: str, seen: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]
+) -> Row:
     middle, least, most = spread([one[metric] for one, _ in seen])
     limit, pairs = arm.limits.get(metric), list[tuple[float, float]]()
     if limit is not None:
@@ -199,7 +254,10 @@ def print_table(arms: Iterable[Arm], made: Sequence[Row], found: Found) -> None:
     from rich.table import Table
 
     by_name = {row.name: row for row in made}
-    table = Table(title="Tiers alone, without an engine (in brackets: of the machine's limit)", title_justify="left")
+    table = Table(
+        title="Tiers alone, without an engine (in brackets: of the machine's limit)",
+        title_justify="left",
+    )
     table.add_column("arm", no_wrap=True)
     for metric, unit in UNITS.items():
         table.add_column(f"{metric}\n{unit}", justify="right")
@@ -209,7 +267,9 @@ def print_table(arms: Iterable[Arm], made: Sequence[Row], found: Found) -> None:
         table.add_row(arm.name, *cells, found.reasons.get(arm.name) or arm.note)
     console = Console(width=max(220, Console().width))
     console.print(table)
-    console.print(", ".join(f"{row.name} {row.value:.1f} {row.unit}" for row in limits.rows(found.bounds)))
+    console.print(
+        ", ".join(f"{row.name} {row.value:.1f} {row.unit}" for row in limits.rows(found.bounds))
+    )
 
 
 def _cell(row: Row | None) -> str:

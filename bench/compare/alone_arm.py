@@ -1,8 +1,10 @@
-"""One arm of :mod:`kvtier.bench.compare.alone` in a process of its own: what it is asked to do, timed.
+"""One arm of :mod:`kvtier.bench.compare.alone` in a process of its own: what it is asked to do,
+timed.
 
-The same for every cache, so that none is measured in another way. The process is given its :class:`Setting` as its only
-argument, measures once to warm up (and compares every byte that it loads), and then once for every line it reads; each
-time it prints one line of JSON, metric -> value. Imported in peers' environments too.
+The same for every cache, so that none is measured in another way. The process is given its
+:class:`Setting` as its only argument, measures once to warm up (and compares every byte that it
+loads), and then once for every line it reads; each time it prints one line of JSON, metric ->
+value. Imported in peers' environments too.
 """
 
 from __future__ import annotations
@@ -26,10 +28,16 @@ from kvtier.bench.compare.memory import cpu_seconds
 GIB = 1 << 30
 SAVE, WRITE, DURABLE, LOAD = "save", "write", "durable write", "load"
 SAVE_CPU, LOAD_CPU = "CPU a GiB saved", "CPU a GiB loaded"
-HIT, MISS, MATCH_HIT, MATCH_MISS = "look-up, hit", "look-up, miss", "match alone, hit", "match alone, miss"
+HIT, MISS, MATCH_HIT, MATCH_MISS = (
+    "look-up, hit",
+    "look-up, miss",
+    "match alone, hit",
+    "match alone, miss",
+)
 _VOCABULARY = 150_000
 _WARM_UPS = 3
-"""After these every place has the memory it needs: pages that are touched for the first time cost seconds a GiB."""
+"""After these every place has the memory it needs: pages that are touched for the first time cost
+seconds a GiB."""
 _POLL_S = 0.0005
 PATIENCE_S = 60.0
 
@@ -40,8 +48,9 @@ class WrongError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The engine's KV: bf16, as vLLM's CPU backend lays it out. ``chunks`` of a prompt that is saved and loaded,
-    ``looked_up`` of one that is looked up, so often; ``step_tokens``: the engine saves after each step of so many."""
+    """The engine's KV: bf16, as vLLM's CPU backend lays it out. ``chunks`` of a prompt that is
+    saved and loaded, ``looked_up`` of one that is looked up, so often; ``step_tokens``: the engine
+    saves after each step of so many."""
 
     layers: int = 28
     heads: int = 2
@@ -72,8 +81,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """``place`` is the arm's own word for where it keeps chunks, ``at`` that place's folder or address. ``beside``:
-    process whose CPU time is the arm's too."""
+    """``place`` is the arm's own word for where it keeps chunks, ``at`` that place's folder or
+    address. ``beside``: process whose CPU time is the arm's too."""
 
     place: str
     at: str = ""
@@ -99,14 +108,16 @@ class Prompt:
 
 
 class Cache(Protocol):
-    """What is measured. Every method raises :class:`WrongError` when less comes of it than was asked for."""
+    """What is measured. Every method raises :class:`WrongError` when less comes of it than was
+    asked for."""
 
     keeps_below: bool
     """Chunks lie in a tier below RAM, and loads come from there."""
     looks_up: bool
 
     def save(self, prompt: Prompt, start: int, end: int) -> None:
-        """Tokens ``start`` to ``end`` of it, which a step of the engine has computed; the others were saved before."""
+        """Tokens ``start`` to ``end`` of it, which a step of the engine has computed; the others
+        were saved before."""
         ...
 
     def settled(self) -> bool:
@@ -114,7 +125,8 @@ class Cache(Protocol):
         ...
 
     def announce(self, prompt: Prompt) -> None:
-        """It will be loaded: what an engine asks before, where that saves the load something; not measured."""
+        """It will be loaded: what an engine asks before, where that saves the load something; not
+        measured."""
         ...
 
     def load(self, prompt: Prompt) -> None:
@@ -148,12 +160,16 @@ def engine_kv(sizes: Sizes) -> torch.Tensor:
 
 
 class Turns:
-    """Measures one cache, each time with a new prompt. ``folder``: whose files are what was written; None: no files.
+    """Measures one cache, each time with a new prompt. ``folder``: whose files are what was
+    written; None: no files.
 
-    Where chunks are kept below RAM, the prompt of the time before is loaded: the new one has taken its place in RAM.
+    Where chunks are kept below RAM, the prompt of the time before is loaded: the new one has taken
+        its place in RAM.
     """
 
-    def __init__(self, cache: Cache, kv: torch.Tensor, setting: Setting, folder: Path | None = None) -> None:
+    def __init__(
+        self, cache: Cache, kv: torch.Tensor, setting: Setting, folder: Path | None = None
+    ) -> None:
         self._cache, self._kv, self._sizes, self._folder = cache, kv, setting.sizes, folder
         self._cpu = cpu_clock(setting.beside)
         self._draw = random.Random(1)
@@ -166,7 +182,11 @@ class Turns:
         """As :meth:`measured`, and what comes back is what was saved. Raises WrongError."""
         if self._cache.looks_up:
             where = self._blocks * -(-self._sizes.looked_up // self._sizes.chunks)
-            self._save(self._prompt(self._known, where[: self._sizes.looked_up * self._sizes.blocks_per_chunk]))
+            self._save(
+                self._prompt(
+                    self._known, where[: self._sizes.looked_up * self._sizes.blocks_per_chunk]
+                )
+            )
         if self._cache.keeps_below:
             self._before = self._new_prompt()
             self._save(self._before)
@@ -192,7 +212,7 @@ class Turns:
         self._before = prompt
         return found | (self._look_ups() if self._cache.looks_up else {})
 
-    # ---- bytes ---------------------------------------------------------------------------------------------------
+    # ---- bytes -----------------------------------------------------------------------------------
 
     def _timed_save(self, prompt: Prompt) -> dict[str, float]:
         begun, used = time.perf_counter(), self._cpu()
@@ -209,7 +229,9 @@ class Turns:
         """Seconds that the calls took; returns when all of it lies where it is kept."""
         begun = time.perf_counter()
         for start in range(0, len(prompt.tokens), self._sizes.step_tokens):
-            self._cache.save(prompt, start, min(start + self._sizes.step_tokens, len(prompt.tokens)))
+            self._cache.save(
+                prompt, start, min(start + self._sizes.step_tokens, len(prompt.tokens))
+            )
         took = time.perf_counter() - begun
         while not self._cache.settled():
             if time.perf_counter() > begun + PATIENCE_S:
@@ -227,7 +249,7 @@ class Turns:
     def _speeds(self, seconds: dict[str, float]) -> dict[str, float]:
         return {metric: self._sizes.prompt_bytes / took / 1e9 for metric, took in seconds.items()}
 
-    # ---- look-ups ------------------------------------------------------------------------------------------------
+    # ---- look-ups --------------------------------------------------------------------------------
 
     def _look_ups(self) -> dict[str, float]:
         found = dict[str, float]()
@@ -251,7 +273,7 @@ class Turns:
             raise WrongError(f"a look-up found {there:,} tokens, expected {held:,}")
         return took, alone
 
-    # ---- prompts -------------------------------------------------------------------------------------------------
+    # ---- prompts ---------------------------------------------------------------------------------
 
     def _new_prompt(self) -> Prompt:
         """Nobody has seen its tokens. Its blocks lie about, as after some hours of an engine."""
@@ -259,10 +281,14 @@ class Turns:
 
     def _prompt(self, tokens: Sequence[int], blocks: Sequence[int]) -> Prompt:
         step = self._sizes.block_tokens
-        return Prompt(tokens, blocks, (torch.tensor(blocks).view(-1, 1) * step + torch.arange(step)).flatten())
+        return Prompt(
+            tokens, blocks, (torch.tensor(blocks).view(-1, 1) * step + torch.arange(step)).flatten()
+        )
 
     def _tokens(self, chunks: int) -> list[int]:
-        return [self._draw.randrange(1, _VOCABULARY) for _ in range(chunks * self._sizes.chunk_tokens)]
+        return [
+            self._draw.randrange(1, _VOCABULARY) for _ in range(chunks * self._sizes.chunk_tokens)
+        ]
 
 
 def _flush(folder: Path) -> None:
@@ -299,7 +325,8 @@ def serve(opened: Opened) -> None:
 
 @contextmanager
 def _answers() -> Iterator[Callable[[Any], None]]:
-    """How to answer: by the output that this process was given, which nobody else writes to from here on."""
+    """How to answer: by the output that this process was given, which nobody else writes to from
+    here on."""
     with os.fdopen(os.dup(1), "w", buffering=1) as out:
         os.dup2(2, 1)
         yield lambda said: print(json.dumps(said), file=out)

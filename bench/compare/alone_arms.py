@@ -1,4 +1,5 @@
-"""Who is measured alone, without an engine, and how each one's process is started, asked and ended."""
+"""Who is measured alone, without an engine, and how each one's process is started, asked and
+ended."""
 
 from __future__ import annotations
 
@@ -13,7 +14,16 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.bench.compare import alone_kvtier as ours
-from kvtier.bench.compare.alone_arm import DURABLE, LOAD, MATCH_HIT, MATCH_MISS, SAVE, WRITE, Setting, Sizes
+from kvtier.bench.compare.alone_arm import (
+    DURABLE,
+    LOAD,
+    MATCH_HIT,
+    MATCH_MISS,
+    SAVE,
+    WRITE,
+    Setting,
+    Sizes,
+)
 from kvtier.bench.compare.contenders import CONTENDERS, Contender
 from kvtier.bench.compare.limits import DISK_READ, DISK_WRITE, MEMCPY, REDIS_TCP, REDIS_UNIX
 from kvtier.bench.micro.server import server
@@ -25,9 +35,12 @@ _RAM = {SAVE: MEMCPY, LOAD: MEMCPY}
 _DISK = {SAVE: MEMCPY, WRITE: DISK_WRITE, DURABLE: DISK_WRITE, LOAD: DISK_READ}
 _UNIX = {SAVE: MEMCPY, WRITE: REDIS_UNIX.replace("GET", "SET"), LOAD: REDIS_UNIX}
 _TCP = {SAVE: MEMCPY, WRITE: REDIS_TCP.replace("GET", "SET"), LOAD: REDIS_TCP}
-_KEEP_MEMORY = dict.fromkeys(("MALLOC_CONF", "JE_MALLOC_CONF"), "dirty_decay_ms:-1,muzzy_decay_ms:-1")
-"""For Redis, under either name its allocator may have: what is deleted between rounds is used again, as it is in a full
-Redis; pages that went back to the system cost a virtual machine seconds a GiB."""
+_KEEP_MEMORY = dict.fromkeys(
+    ("MALLOC_CONF", "JE_MALLOC_CONF"), "dirty_decay_ms:-1,muzzy_decay_ms:-1"
+)
+"""For Redis, under either name its allocator may have: what is deleted between rounds is used
+again, as it is in a full Redis; pages that went back to the system cost a virtual machine seconds a
+GiB."""
 _ANSWER_S, _END_S = 180.0, 10.0
 _REASON_CHARACTERS = 400
 
@@ -37,7 +50,8 @@ class ArmError(KVTierError):
 
 
 Place = Callable[[Path, Sizes], AbstractContextManager[tuple[str, int | None]]]
-"""Opens where an arm keeps chunks, for a block: its folder or address, and the process whose CPU time is the arm's."""
+"""Opens where an arm keeps chunks, for a block: its folder or address, and the process whose CPU
+time is the arm's."""
 
 
 @contextmanager
@@ -68,7 +82,8 @@ def _server(folder: Path, sizes: Sizes) -> Iterator[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """``like``: whose environment it runs in, and why it cannot. ``limits``: metric -> what the machine can do at best;
+    """``like``: whose environment it runs in, and why it cannot. ``limits``: metric -> what the
+    machine can do at best;
     ``asked``: metric -> milliseconds that kvtier sets itself."""
 
     name: str
@@ -92,26 +107,87 @@ _LIKE, _LIKE_LMCACHE = CONTENDERS["kvtier-ram"], CONTENDERS["lmcache-ram"]
 ARMS = {
     one.name: one
     for one in (
-        Arm("kvtier-ram", "kvtier embedded, RAM", _LIKE, _KVTIER, ours.RAM, limits=_RAM,
-            asked={MATCH_HIT: 0.15, MATCH_MISS: 0.15}),
+        Arm(
+            "kvtier-ram",
+            "kvtier embedded, RAM",
+            _LIKE,
+            _KVTIER,
+            ours.RAM,
+            limits=_RAM,
+            asked={MATCH_HIT: 0.15, MATCH_MISS: 0.15},
+        ),
         Arm("kvtier-nvme", "kvtier embedded, NVMe", _LIKE, _KVTIER, ours.NVME, _folder, _DISK),
-        Arm("kvtier-redis", "kvtier embedded, Redis, Unix socket", _LIKE, _KVTIER, ours.REDIS,
-            partial(_redis, tcp=False), _UNIX),
-        Arm("kvtier-redis-tcp", "kvtier embedded, Redis, TCP", _LIKE, _KVTIER, ours.REDIS,
-            partial(_redis, tcp=True), _TCP),
-        Arm("kvtier-server", "a kvtier server's RAM, by its Unix socket", _LIKE, _KVTIER, ours.SERVER, _server, _RAM,
-            {MATCH_HIT: 0.3, MATCH_MISS: 0.3}),
-        Arm("lmcache-ram", "LMCache in one process, RAM", _LIKE_LMCACHE, _LMCACHE, "ram", limits=_RAM,
-            note=_OUR_COPIES),
-        Arm("lmcache-disk", "LMCache in one process, disk with direct I/O", _LIKE_LMCACHE, _LMCACHE, "disk", _folder,
-            _DISK, note=_OUR_COPIES),
-        Arm("lmcache-redis", "LMCache in one process, Redis by redis-py, TCP", _LIKE_LMCACHE, _LMCACHE, "redis",
-            partial(_redis, tcp=True), _TCP, note=_OUR_COPIES),
-        Arm("lmcache-redis-native", "LMCache in one process, Redis by its native client", _LIKE_LMCACHE,
-            cannot=CONTENDERS["lmcache-redis-native"].cannot),
-        Arm("vllm-offloading", "vLLM's OffloadingConnector", _LIKE, cannot="it has no surface without vLLM's engine"),
+        Arm(
+            "kvtier-redis",
+            "kvtier embedded, Redis, Unix socket",
+            _LIKE,
+            _KVTIER,
+            ours.REDIS,
+            partial(_redis, tcp=False),
+            _UNIX,
+        ),
+        Arm(
+            "kvtier-redis-tcp",
+            "kvtier embedded, Redis, TCP",
+            _LIKE,
+            _KVTIER,
+            ours.REDIS,
+            partial(_redis, tcp=True),
+            _TCP,
+        ),
+        Arm(
+            "kvtier-server",
+            ("a kvtier server's RAM, by its Unix socket"),
+            _LIKE,
+            _KVTIER,
+            ours.SERVER,
+            _server,
+            _RAM,
+            {MATCH_HIT: 0.3, MATCH_MISS: 0.3},
+        ),
+        Arm(
+            "lmcache-ram",
+            "LMCache in one process, RAM",
+            _LIKE_LMCACHE,
+            _LMCACHE,
+            "ram",
+            limits=_RAM,
+            note=_OUR_COPIES,
+        ),
+        Arm(
+            "lmcache-disk",
+            ("LMCache in one process, disk with direct I/O"),
+            _LIKE_LMCACHE,
+            _LMCACHE,
+            "disk",
+            _folder,
+            _DISK,
+            note=_OUR_COPIES,
+        ),
+        Arm(
+            "lmcache-redis",
+            ("LMCache in one process, Redis by redis-py, TCP"),
+            _LIKE_LMCACHE,
+            _LMCACHE,
+            "redis",
+            partial(_redis, tcp=True),
+            _TCP,
+            note=_OUR_COPIES,
+        ),
+        Arm(
+            "lmcache-redis-native",
+            ("LMCache in one process, Redis by its native client"),
+            _LIKE_LMCACHE,
+            cannot=CONTENDERS["lmcache-redis-native"].cannot,
+        ),
+        Arm(
+            "vllm-offloading",
+            "vLLM's OffloadingConnector",
+            _LIKE,
+            cannot=("it has no surface without vLLM's engine"),
+        ),
     )
-}  # fmt: skip
+}
 
 
 class Asked:
@@ -137,13 +213,18 @@ class Asked:
             return dict(json.loads(said))
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
-        ended = [line for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        ended = [
+            line
+            for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+            if line.strip()
+        ]
         raise ArmError((ended or ["it ended without a word"])[-1][:_REASON_CHARACTERS])
 
 
 @contextmanager
 def running(arm: Arm, sizes: Sizes, folder: Path) -> Iterator[Asked]:
-    """The arm's process and what stands beside it, for the block. Its first answer comes unasked: the warm-up.
+    """The arm's process and what stands beside it, for the block. Its first answer comes unasked:
+    the warm-up.
 
     ``folder``: new, of its own, on the disk that is measured. Raises KVTierError, OSError.
     """
@@ -152,8 +233,17 @@ def running(arm: Arm, sizes: Sizes, folder: Path) -> Iterator[Asked]:
     with ExitStack() as ends:
         at, beside = ends.enter_context(arm.open(folder, sizes))
         log = ends.enter_context((folder / "log").open("wb"))
-        command = ["env", *env, arm.like.interpreter, "-m", arm.module, Setting(arm.place, at, beside, sizes).told()]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+        command = [
+            "env",
+            *env,
+            arm.like.interpreter,
+            "-m",
+            arm.module,
+            Setting(arm.place, at, beside, sizes).told(),
+        ]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        )
         ends.callback(_end, process)
         yield Asked(process, folder / "log")
 

@@ -1,5 +1,5 @@
-"""kvtier's arms of :mod:`kvtier.bench.compare.alone`: what ``assemble`` makes of a configuration, used as the vLLM
-connector uses it, all in one process.
+"""kvtier's arms of :mod:`kvtier.bench.compare.alone`: what ``assemble`` makes of a configuration,
+used as the vLLM connector uses it, all in one process.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ _SPARE_BYTES = 8 << 20
 
 
 class Kvtier:
-    """A :class:`~kvtier.bench.compare.alone_arm.Cache`. ``tier``: name of the one below RAM; None: there is none."""
+    """A :class:`~kvtier.bench.compare.alone_arm.Cache`. ``tier``: name of the one below RAM; None:
+    there is none."""
 
-    def __init__(self, cache: Store | Client, layout: ChunkLayout, paged: PagedBlocks, tier: str | None) -> None:
+    def __init__(
+        self, cache: Store | Client, layout: ChunkLayout, paged: PagedBlocks, tier: str | None
+    ) -> None:
         self._cache, self._layout, self._paged, self._tier = cache, layout, paged, tier
         self.keeps_below = tier is not None
         self.looks_up = tier is None
@@ -50,7 +53,9 @@ class Kvtier:
         self._saved += len(keys) - first
 
     def settled(self) -> bool:
-        return self._tier is None or self._cache.stats().get(f"{self._tier}_stored", 0) == self._saved
+        return (
+            self._tier is None or self._cache.stats().get(f"{self._tier}_stored", 0) == self._saved
+        )
 
     def announce(self, prompt: Prompt) -> None:
         """A load asks by itself."""
@@ -77,7 +82,10 @@ class Kvtier:
         self._cache.invalidate(keys)
         while isinstance(self._cache, Store) and self._cache.unfinished(keys):
             if time.monotonic() > until:
-                raise WrongError(f"what was forgotten is not deleted after {PATIENCE_S:.0f} s: {self._cache.stats()}")
+                raise WrongError(
+                    f"what was forgotten is not deleted after {PATIENCE_S:.0f} s: "
+                    f"{self._cache.stats()}"
+                )
             time.sleep(0.001)
 
     def look_up(self, tokens: Sequence[int]) -> tuple[float, float | None]:
@@ -100,18 +108,22 @@ class Kvtier:
 
 @contextmanager
 def opened(setting: Setting, kv: torch.Tensor) -> Iterator[tuple[Kvtier, Path | None]]:
-    """The cache, with the product's defaults but for sizes: where chunks are kept below RAM, that has room for one
-    prompt only, and what is below for two."""
+    """The cache, with the product's defaults but for sizes: where chunks are kept below RAM, that
+    has room for one prompt only, and what is below for two."""
     sizes = setting.sizes
     paged = PagedBlocks(
-        regions_of({f"layer.{number}": layer for number, layer in enumerate(kv)}, sizes.blocks), sizes.blocks_per_chunk
+        regions_of({f"layer.{number}": layer for number, layer in enumerate(kv)}, sizes.blocks),
+        sizes.blocks_per_chunk,
     )
     named = fingerprint({"benchmark": "alone"} | paged.describe())
     layout = ChunkLayout(named, sizes.chunk_tokens, sizes.block_tokens, (paged.block_bytes,))
     cache = assemble(Config(**_keys(setting, layout)), layout)
     try:
         tier = _TIERS.get(setting.place)
-        yield Kvtier(cache, layout, paged, tier), Path(setting.at) if setting.place == NVME else None
+        yield (
+            Kvtier(cache, layout, paged, tier),
+            Path(setting.at) if setting.place == NVME else None,
+        )
     finally:
         cache.close()
 

@@ -1,6 +1,8 @@
-"""LMCache's arms of :mod:`kvtier.bench.compare.alone`: its engine in one process, in its own environment.
+"""LMCache's arms of :mod:`kvtier.bench.compare.alone`: its engine in one process, in its own
+environment.
 
-At its best: its quickest hash (``builtin``, PYTHONHASHSEED=0), direct I/O, torch on all cores; our copier, as it has
+At its best: its quickest hash (``builtin``, PYTHONHASHSEED=0), direct I/O, torch on all cores; our
+    copier, as it has
 none for CPU tensors.
 """
 
@@ -25,7 +27,8 @@ from kvtier.bench.compare.lmcache_cpu import BlockCopies
 RAM, DISK, REDIS = "ram", "disk", "redis"
 _SPARE_CHUNKS = 8
 _DISK_GIB = 1024.0
-"""It reserves nothing; what is removed is counted as there for good (0.5.6), so that a tight bound evicts."""
+"""It reserves nothing; what is removed is counted as there for good (0.5.6), so that a tight bound
+evicts."""
 _REDIS_NAMES = ("kv_bytes", "metadata")
 """Ends of the two names that a chunk has in Redis."""
 
@@ -45,7 +48,11 @@ class LMCache:
         mask = torch.ones(end, dtype=torch.bool)
         mask[:start] = False
         self._engine.store(
-            prompt.tokens[:end], mask=mask, kvcaches=self._layers, slot_mapping=prompt.slots[:end], offset=start
+            prompt.tokens[:end],
+            mask=mask,
+            kvcaches=self._layers,
+            slot_mapping=prompt.slots[:end],
+            offset=start,
         )
         self._names += len(_REDIS_NAMES) * (end - start) // self._sizes.chunk_tokens
 
@@ -57,12 +64,18 @@ class LMCache:
 
     def announce(self, prompt: Prompt) -> None:
         """Its retrieve takes from a look-up where the chunks are."""
-        if self._engine.lookup(prompt.tokens, lookup_id=_name(prompt), pin=True) != len(prompt.tokens):
+        if self._engine.lookup(prompt.tokens, lookup_id=_name(prompt), pin=True) != len(
+            prompt.tokens
+        ):
             raise WrongError("not all that was saved is found")
 
     def load(self, prompt: Prompt) -> None:
         backends = self._engine.storage_manager.storage_backends
-        if self.keeps_below and "LocalCPUBackend" in backends and backends["LocalCPUBackend"].hot_cache:
+        if (
+            self.keeps_below
+            and "LocalCPUBackend" in backends
+            and backends["LocalCPUBackend"].hot_cache
+        ):
             raise WrongError("chunks lie in RAM that shall come from below")
         found = self._engine.retrieve(
             prompt.tokens, kvcaches=self._layers, slot_mapping=prompt.slots, req_id=_name(prompt)
@@ -75,7 +88,10 @@ class LMCache:
         if self._redis is None:
             self._engine.clear(prompt.tokens)
             return
-        keys = [key.to_string() for _, _, key in self._engine.token_database.process_tokens(prompt.tokens)]
+        keys = [
+            key.to_string()
+            for _, _, key in self._engine.token_database.process_tokens(prompt.tokens)
+        ]
         self._names -= self._redis.delete(*(key + end for key in keys for end in _REDIS_NAMES))
 
     def look_up(self, tokens: Sequence[int]) -> tuple[float, float | None]:
@@ -107,7 +123,9 @@ def opened(setting: Setting, kv: torch.Tensor) -> Iterator[tuple[LMCache, Path |
         role="worker",
     )
     copies = BlockCopies(metadata)
-    engine = LMCacheEngineBuilder.get_or_create("alone", config, metadata, copies, lambda *_: None, lambda one, *_: one)
+    engine = LMCacheEngineBuilder.get_or_create(
+        "alone", config, metadata, copies, lambda *_: None, lambda one, *_: one
+    )
     engine.post_init()
     yield LMCache(engine, kv, setting), Path(setting.at) if setting.place == DISK else None
 

@@ -1,4 +1,5 @@
-"""What the comparison's rounds amount to for each arm: medians over rounds, held against the other arms. Pure."""
+"""What the comparison's rounds amount to for each arm: medians over rounds, held against the other
+arms. Pure."""
 
 from __future__ import annotations
 
@@ -25,20 +26,29 @@ from kvtier.bench.long_doc_qa.report import answers
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
-    """One arm over all rounds; seconds. ``load_costs``: of each pair, what a hit costs more than one in vLLM's own
-    cache; ``load_cost``: their median.
+    """One arm over all rounds; seconds. ``load_costs``: of each pair, what a hit costs more than
+    one in vLLM's own cache; ``load_cost``: their median.
 
-    ``fill``: prompt tokens a second when nothing can be reused. ``cpu_gib``: CPU seconds for each GiB of hits, beyond
+    ``fill``: prompt tokens a second when nothing can be reused. ``cpu_gib``: CPU seconds for each
+      GiB of hits, beyond
     those of answers from vLLM's own cache.
-    ``look_ups``: of each loaded ask, the first question to the connector until its definite answer; ``cold_look_ups``:
-    the same when nothing is held. ``in_connector``: of each pair, by how much longer the engine was in its connector;
-    ``calls``: the same by entry point. ``filling``: of the engine for each prompt token of the fill, by entry point.
-    ``mixed``: prompt tokens a second when half of the documents are new; ``mixed_cached``: the part of them served.
-    ``memory``: bytes of RAM beyond those of the engine alone; ``beyond_budget``: and beyond what the arm was given.
-    ``load_speed``: GB/s, were loading the bytes all of the load cost; ``save_speed``: were saving them all that the
+    ``look_ups``: of each loaded ask, the first question to the connector until its definite answer;
+      ``cold_look_ups``:
+    the same when nothing is held. ``in_connector``: of each pair, by how much longer the engine was
+    in its connector;
+    ``calls``: the same by entry point. ``filling``: of the engine for each prompt token of the
+      fill, by entry point.
+    ``mixed``: prompt tokens a second when half of the documents are new; ``mixed_cached``: the part
+      of them served.
+    ``memory``: bytes of RAM beyond those of the engine alone; ``beyond_budget``: and beyond what
+      the arm was given.
+    ``load_speed``: GB/s, were loading the bytes all of the load cost; ``save_speed``: were saving
+      them all that the
     engine does in its connector while it fills. ``second``, ``restart``: the last ones.
-    ``times_ours``: this load cost as a multiple of that of the kvtier arm it is held against; above 1: ours is less.
-    ``cached``: part of the prompt tokens that was served from a cache. ``differing``: answers unlike those of ``none``.
+    ``times_ours``: this load cost as a multiple of that of the kvtier arm it is held against; above
+      1: ours is less.
+    ``cached``: part of the prompt tokens that was served from a cache. ``differing``: answers
+      unlike those of ``none``.
     """
 
     arm: str
@@ -89,7 +99,9 @@ class ArmResult:
     @property
     def fill_share(self) -> float | None:
         """The part of the fill's time that the engine was in its connector."""
-        return None if self.engine_fill is None or self.fill is None else self.engine_fill * self.fill
+        return (
+            None if self.engine_fill is None or self.fill is None else self.engine_fill * self.fill
+        )
 
     @property
     def ttft_mean(self) -> float:
@@ -104,8 +116,11 @@ def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def arm_results(arms: Sequence[Contender], runs: Sequence[Run], token_bytes: int = 0) -> dict[str, ArmResult]:
-    """By arm, of those that ran and had an answer. ``token_bytes`` of KV; 0: what is told by the byte is not told."""
+def arm_results(
+    arms: Sequence[Contender], runs: Sequence[Run], token_bytes: int = 0
+) -> dict[str, ArmResult]:
+    """By arm, of those that ran and had an answer. ``token_bytes`` of KV; 0: what is told by the
+    byte is not told."""
     by_arm = {one.name: [run for run in runs if run.arm == one.name and run.ttft] for one in arms}
     by_arm = {name: found for name, found in by_arm.items() if found}
     reference = _reference(by_arm[NONE], runs) if NONE in by_arm else None
@@ -120,15 +135,19 @@ def arm_results(arms: Sequence[Contender], runs: Sequence[Run], token_bytes: int
     return {name: _beside_ours(one, ours(one, found, arms)) for name, one in found.items()}
 
 
-def ours(one: ArmResult, found: Mapping[str, ArmResult], arms: Sequence[Contender]) -> ArmResult | None:
+def ours(
+    one: ArmResult, found: Mapping[str, ArmResult], arms: Sequence[Contender]
+) -> ArmResult | None:
     """The kvtier arm it is held against."""
     like = next(arm.like for arm in arms if arm.name == one.arm)
     return found.get(like) if like is not None else None
 
 
-def _reference(bare: Sequence[Run], runs: Sequence[Run]) -> dict[tuple[int, int], tuple[int, ...] | str]:
-    """What ``none`` answered first to each question; to those that it is not asked, what another arm answered when
-    nothing was cached."""
+def _reference(
+    bare: Sequence[Run], runs: Sequence[Run]
+) -> dict[tuple[int, int], tuple[int, ...] | str]:
+    """What ``none`` answered first to each question; to those that it is not asked, what another
+    arm answered when nothing was cached."""
     found: dict[tuple[int, int], tuple[int, ...] | str] = {}
     for run in bare:
         found = answers(run.answered) | found
@@ -137,12 +156,16 @@ def _reference(bare: Sequence[Run], runs: Sequence[Run]) -> dict[tuple[int, int]
     return found
 
 
-def _arm_result(name: str, runs: Sequence[Run], reference: Mapping[tuple[int, int], object] | None) -> ArmResult:
+def _arm_result(
+    name: str, runs: Sequence[Run], reference: Mapping[tuple[int, int], object] | None
+) -> ArmResult:
     outcomes = [one for run in runs for one in run.outcomes]
     mixed = [run.mixed for run in runs if run.mixed]
     differing = None
     if reference is not None and name != NONE:
-        differing = sum(own != reference.get(pair, own) for run in runs for pair, own in _answers(run))
+        differing = sum(
+            own != reference.get(pair, own) for run in runs for pair, own in _answers(run)
+        )
     return ArmResult(
         arm=name,
         ttft=[value for run in runs for value in run.ttft],
@@ -203,7 +226,11 @@ def _median_memory(runs: Sequence[Run]) -> Memory | None:
     seen = [run.memory for run in runs if run.memory is not None]
     if not seen:
         return None
-    parts = ([one.touched for one in seen], [one.untouched for one in seen], [one.budget for one in seen])
+    parts = (
+        [one.touched for one in seen],
+        [one.untouched for one in seen],
+        [one.budget for one in seen],
+    )
     return Memory(*(round(statistics.median(part)) for part in parts))
 
 

@@ -1,4 +1,5 @@
-"""An arm's companion: ``kvtier serve`` or ``redis-server`` on a Unix socket, or a peer's server with a health page."""
+"""An arm's companion: ``kvtier serve`` or ``redis-server`` on a Unix socket, or a peer's server
+with a health page."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ from kvtier.bench.servers import answers
 _START_S = 120.0
 
 
-def beside(one: Contender, values: Mapping[str, str], run: Path, log: Path) -> AbstractContextManager[int]:
-    """Run the arm's companion for as long as the block. Raises as :func:`kvtier.bench.companion.companion`."""
+def beside(
+    one: Contender, values: Mapping[str, str], run: Path, log: Path
+) -> AbstractContextManager[int]:
+    """Run the arm's companion for as long as the block. Raises as
+    :func:`kvtier.bench.companion.companion`."""
     command = [word.format_map(values) for word in one.beside]
     env = filled(one.beside_env, values)
     if one.health is None:

@@ -1,10 +1,11 @@
 """How long an engine is in its KV connector: any connector of vLLM's, with its entry points timed.
 
-The engine imports this as ``kv_connector_module_path``: a class asked for by name is a subclass, of the same name, of
-the real one, which is looked for in the module that :data:`CONNECTOR` names, or, where that is empty, in vLLM's
-registry. The process of the scheduler and that of the worker each append a line of JSON for every step to the file that
-:data:`CALLS` names; :func:`read` reads them. What a connector does on threads or in processes of its own is not in it:
-it is not the engine that waits.
+The engine imports this as ``kv_connector_module_path``: a class asked for by name is a subclass, of
+the same name, of the real one, which is looked for in the module that :data:`CONNECTOR` names, or,
+where that is empty, in vLLM's registry. The process of the scheduler and that of the worker each
+append a line of JSON for every step to the file that :data:`CALLS` names; :func:`read` reads them.
+What a connector does on threads or in processes of its own is not in it: it is not the engine that
+waits.
 
 Imported in every arm's environment, so nothing but the standard library is imported here.
 """
@@ -64,8 +65,10 @@ ENTRIES = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One half's. ``at``: when it ended, by ``time.perf_counter``, which all processes of a machine share: before what
-    it answered is sent. ``calls``: seconds by entry point. ``look_ups``: seconds from a request's first question to
+    """One half's. ``at``: when it ended, by ``time.perf_counter``, which all processes of a machine
+    share: before what
+    it answered is sent. ``calls``: seconds by entry point. ``look_ups``: seconds from a request's
+      first question to
     its definite answer."""
 
     at: float
@@ -76,7 +79,9 @@ class Step:
 def read(path: Path) -> list[Step] | None:
     """The steps in this file; None where there is none, or no steps in it."""
     try:
-        return [Step(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()] or None
+        return [
+            Step(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()
+        ] or None
     except (OSError, ValueError, TypeError):
         return None
 
@@ -99,13 +104,22 @@ def __getattr__(name: str) -> Any:
 
 
 def timed(real: type, base: type, spent: Spent) -> type:
-    """A subclass of ``real`` whose entry points are timed, but those that it has from ``base``, which do nothing."""
-    own = {name for name in ENTRIES if hasattr(real, name) and getattr(real, name) is not getattr(base, name, None)}
-    methods: dict[str, Any] = {name: _timed(name, getattr(real, name), spent) for name in own.union(_STEP_ENDS)}
+    """A subclass of ``real`` whose entry points are timed, but those that it has from ``base``,
+    which do nothing."""
+    own = {
+        name
+        for name in ENTRIES
+        if hasattr(real, name) and getattr(real, name) is not getattr(base, name, None)
+    }
+    methods: dict[str, Any] = {
+        name: _timed(name, getattr(real, name), spent) for name in own.union(_STEP_ENDS)
+    }
     methods[_LOOK_UP] = _looked_up(methods[_LOOK_UP], spent)
     for name in _STEP_ENDS:
         methods[name] = _ending_step(methods[name], spent)
-    return types.new_class(real.__name__, (real,), {}, lambda members: members.update(methods, __module__=MODULE))
+    return types.new_class(
+        real.__name__, (real,), {}, lambda members: members.update(methods, __module__=MODULE)
+    )
 
 
 @dataclass(slots=True)
@@ -123,7 +137,9 @@ class Spent:
         """The line is whole when a reader sees it: one write of an appending file."""
         if self.file < 0:
             self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        line = json.dumps({"at": time.perf_counter(), "calls": self.calls, "look_ups": self.look_ups})
+        line = json.dumps(
+            {"at": time.perf_counter(), "calls": self.calls, "look_ups": self.look_ups}
+        )
         os.write(self.file, line.encode() + b"\n")
         self.calls, self.look_ups = {}, []
 

@@ -1,8 +1,11 @@
-"""Who is compared: vLLM alone, vLLM's own offloading, LMCache, kvtier. Each is a vLLM server and what its row says.
+"""Who is compared: vLLM alone, vLLM's own offloading, LMCache, kvtier. Each is a vLLM server and
+what its row says.
 
-One memory budget: an arm named for RAM may hold every document in RAM; one named for a lower place may hold the
-requests in flight in RAM, and every document below. Peers have the settings that were found to be best for them on a
-CPU; where the copies between vLLM's cache and a peer's memory are not the peer's own code, ``note`` says so.
+One memory budget: an arm named for RAM may hold every document in RAM; one named for a lower place
+    may hold the
+requests in flight in RAM, and every document below. Peers have the settings that were found to be
+best for them on a CPU; where the copies between vLLM's cache and a peer's memory are not the peer's
+own code, ``note`` says so.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ from kvtier.cli.launch import TRANSFER
 LMCACHE = "lmcache-0.5.6"
 _PEERS = Path(__file__).resolve().parents[2] / ".venv-peers"
 _OUR_COPIES = "its copier for vLLM-CPU is ours, as it has none: its RAM speed is not its own"
-_LMCACHE = {"kv_connector": "LMCacheOnCPU", "kv_connector_module_path": "kvtier.bench.compare.lmcache_cpu"}
+_LMCACHE = {
+    "kv_connector": "LMCacheOnCPU",
+    "kv_connector_module_path": "kvtier.bench.compare.lmcache_cpu",
+}
 _OFFLOADING = "kvtier.bench.compare.offloading_cpu"
 _LMCACHE_ENV = {
     "PYTHONHASHSEED": "0",
@@ -33,16 +39,18 @@ _LMCACHE_ENV = {
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One arm. Strings in ``connector``, ``env``, ``yaml`` and ``beside`` are templates over :func:`names`.
+    """One arm. Strings in ``connector``, ``env``, ``yaml`` and ``beside`` are templates over
+    :func:`names`.
 
     Attributes:
         connector: vLLM's ``--kv-transfer-config`` without what all have; None: no connector.
         like: the kvtier arm whose load cost this arm's is held against.
         yaml: LMCache's file.
         peer: name of the environment it runs in; None: ours.
-        beside, beside_env, health: a process of its own, ready when it listens at ``{run}/sock``, or when ``health``
-            (a URL) answers.
-        limit: what its loads are held against, of :mod:`kvtier.bench.compare.limits`; empty: it loads nothing.
+        beside, beside_env, health: a process of its own, ready when it listens at ``{run}/sock``,
+            or when ``health`` (a URL) answers.
+        limit: what its loads are held against, of :mod:`kvtier.bench.compare.limits`; empty: it
+            loads nothing.
         ram: which of :func:`names` are its budget of RAM.
         alone: why a second engine cannot have what the first one cached, where it is so by design.
         cannot: why it is not run at all.
@@ -71,7 +79,8 @@ class Contender:
 
     @property
     def outlives(self) -> bool:
-        """Whether what it caches may outlive the engine's process: it lies on a disk or in another process."""
+        """Whether what it caches may outlive the engine's process: it lies on a disk or in another
+        process."""
         return bool(self.beside) or self.limit == DISK_READ
 
     @property
@@ -82,14 +91,22 @@ class Contender:
     @property
     def obstacle(self) -> str:
         """Why it cannot run here; empty when it can."""
-        if not self.cannot and self.peer is not None and not (_PEERS / self.peer / "ready").exists():
+        if (
+            not self.cannot
+            and self.peer is not None
+            and not (_PEERS / self.peer / "ready").exists()
+        ):
             return f"{self.peer} is not installed: make peers"
         return self.cannot
 
 
 def _ours(arm: Arm, limit: str = "", alone: str = "") -> Contender:
     connector = TRANSFER if arm.kvtier is not None else None
-    sizes = [env["KVTIER_RAM_BYTES"] for env in (arm.kvtier or {}, arm.beside_env) if "KVTIER_RAM_BYTES" in env]
+    sizes = [
+        env["KVTIER_RAM_BYTES"]
+        for env in (arm.kvtier or {}, arm.beside_env)
+        if "KVTIER_RAM_BYTES" in env
+    ]
     return Contender(
         arm.name,
         arm.about.partition(";")[0],
@@ -104,7 +121,9 @@ def _ours(arm: Arm, limit: str = "", alone: str = "") -> Contender:
     )
 
 
-def _offloading(name: str, spec: str, like: str, extra: Mapping[str, Any], about: str, **more: Any) -> Contender:
+def _offloading(
+    name: str, spec: str, like: str, extra: Mapping[str, Any], about: str, **more: Any
+) -> Contender:
     extra = {"spec_name": spec, "spec_module_path": _OFFLOADING} | dict(extra)
     connector = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
     return Contender(name, about, like, connector, note=_OUR_COPIES, **more)
@@ -118,16 +137,23 @@ def _lmcache(name: str, like: str, yaml: Mapping[str, Any], about: str, **more: 
 
 _ALL_RAM, _FEW_RAM = ("ram_all_bytes",), ("ram_few_bytes",)
 _FEW = {"local_cpu": False, "max_local_cpu_size": "{ram_few_gib}"}
-_REDIS = "redis-server --port {port} --bind 127.0.0.1 --unixsocket {run}/sock --save --maxmemory {redis_bytes}"
+_REDIS = (
+    "redis-server --port {port} --bind 127.0.0.1 --unixsocket {run}/sock --save --maxmemory "
+    "{redis_bytes}"
+)
 _LMCACHE_SERVER = (
-    "{peer_python} -m lmcache.cli.main server --host 127.0.0.1 --port {port} --http-port {http_port}"
+    "{peer_python} -m lmcache.cli.main server --host 127.0.0.1 --port {port} --http-port "
+    "{http_port}"
     " --prometheus-port {metrics_port} --l1-size-gb {ram_all_gib} --eviction-policy LRU"
     " --supported-transfer-mode auto --shm-name kvt{port}"
 )
 _LMCACHE_MP = {
     "kv_connector": "LMCacheMPConnector",
     "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
-    "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": "{port}"},
+    "kv_connector_extra_config": {
+        "lmcache.mp.host": "tcp://127.0.0.1",
+        "lmcache.mp.port": "{port}",
+    },
 }
 _PLUGIN = "remote_storage_plugin.kvtier."
 
@@ -192,7 +218,9 @@ CONTENDERS: dict[str, Contender] = {
             "LMCache in the engine, Redis by its native client",
             "kvtier-redis",
             peer=LMCACHE,
-            cannot="resp:// in the engine hung in its look-up, five runs of five: a completion is lost",
+            cannot=(
+                "resp:// in the engine hung in its look-up, five runs of five: a completion is lost"
+            ),
         ),
         Contender(
             "lmcache-server-ram",
@@ -227,7 +255,9 @@ CONTENDERS: dict[str, Contender] = {
         ),
         _ours(ARMS["kvtier-ram"], MEMCPY),
         _ours(
-            ARMS["kvtier-nvme"], DISK_READ, "an engine with kvtier in it owns its folder; they share by kvtier serve"
+            ARMS["kvtier-nvme"],
+            DISK_READ,
+            "an engine with kvtier in it owns its folder; they share by kvtier serve",
         ),
         _ours(ARMS["kvtier-server"], MEMCPY),
         _ours(ARMS["kvtier-redis"], REDIS_UNIX),
@@ -236,9 +266,13 @@ CONTENDERS: dict[str, Contender] = {
 
 
 def names(sizes: Sizes, place: Path, run: Path, ports: tuple[int, int, int]) -> dict[str, str]:
-    """What templates may name. ``place``: the arm's folder; ``run``: that of its companion's socket."""
+    """What templates may name. ``place``: the arm's folder; ``run``: that of its companion's
+    socket."""
     own = sizes.names(place / "nvme", run)
-    byte_counts = {name: int(own[name].removesuffix("MiB")) << 20 for name in ("ram_all", "ram_few", "nvme_bytes")}
+    byte_counts = {
+        name: int(own[name].removesuffix("MiB")) << 20
+        for name in ("ram_all", "ram_few", "nvme_bytes")
+    }
     return own | {
         "place": str(place),
         "peer_python": str(_PEERS / LMCACHE / "bin" / "python"),
@@ -254,7 +288,8 @@ def names(sizes: Sizes, place: Path, run: Path, ports: tuple[int, int, int]) -> 
 
 
 def rendered(template: Any, values: Mapping[str, str]) -> Any:
-    """``template`` with every string in it filled in; one that is nothing but a number becomes that number."""
+    """``template`` with every string in it filled in; one that is nothing but a number becomes that
+    number."""
     if isinstance(template, Mapping):
         return {key: rendered(value, values) for key, value in template.items()}
     if isinstance(template, list | tuple):

@@ -1,4 +1,5 @@
-"""What this machine can do at best, measured beside the arms: one memcpy, the bare disk, the bare Redis server.
+"""What this machine can do at best, measured beside the arms: one memcpy, the bare disk, the bare
+Redis server.
 
 Each takes a few seconds at most. Redis's limits are left out where its programs are not installed.
 """
@@ -22,7 +23,8 @@ MEMCPY, DISK_READ, DISK_WRITE = "memcpy", "disk read", "disk write"
 REDIS_UNIX, REDIS_TCP = "redis GET, Unix socket", "redis GET, TCP"
 HOW = {
     "memcpy": "memmove of chunks, one thread, best of three",
-    "disk": "direct I/O, chunks, two threads: the best of fio (psync; where it is installed) and of three turns of "
+    "disk": "direct I/O, chunks, two threads: the best of fio (psync; where it is installed) and "
+    "of three turns of "
     "pwritev and preadv with buffers in huge pages",
     "redis": "redis-benchmark, two connections, values of 1 MiB, best of three",
 }
@@ -50,7 +52,9 @@ def rows(found: Sequence[Mapping[str, float]]) -> list[Row]:
 
 
 def medians(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {row.name.removeprefix("limit: "): row.value for row in rows(found) if row.value is not None}
+    return {
+        row.name.removeprefix("limit: "): row.value for row in rows(found) if row.value is not None
+    }
 
 
 def memcpy(chunk_bytes: int) -> float:
@@ -86,7 +90,8 @@ def disk(folder: Path, chunk_bytes: int) -> dict[str, float]:
 
 
 def _own_disk(file: Path, chunk_bytes: int, count: int) -> dict[str, float]:
-    """From and into huge pages: in scattered small ones, fio's own, the same disk moves half as much."""
+    """From and into huge pages: in scattered small ones, fio's own, the same disk moves half as
+    much."""
     buffers = make_buffers(_BUFFERS, chunk_bytes, huge=True)
     found: dict[str, float] = {DISK_WRITE: 0.0, DISK_READ: 0.0}
     with raw_disk(file, chunk_bytes, count) as works:
@@ -98,11 +103,25 @@ def _own_disk(file: Path, chunk_bytes: int, count: int) -> dict[str, float]:
 
 def _fio(file: Path, chunk_bytes: int, count: int, name: str) -> float:
     way = name.removeprefix("disk ")
-    command = ["fio", "--name=limit", f"--filename={file}", f"--rw={way}", f"--bs={chunk_bytes}", "--direct=1"]
-    command += [f"--size={chunk_bytes * count}", "--ioengine=psync", f"--numjobs={_THREADS}", "--group_reporting"]
+    command = [
+        "fio",
+        "--name=limit",
+        f"--filename={file}",
+        f"--rw={way}",
+        f"--bs={chunk_bytes}",
+        "--direct=1",
+    ]
+    command += [
+        f"--size={chunk_bytes * count}",
+        "--ioengine=psync",
+        f"--numjobs={_THREADS}",
+        "--group_reporting",
+    ]
     command += ["--time_based", f"--runtime={_FIO_S}", "--output-format=json", "--refill_buffers"]
     with _explained("fio"):
-        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_PATIENCE_S)
+        told = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=_PATIENCE_S
+        )
     said = json.loads(told.stdout)
     return float(said["jobs"][0][way]["bw_bytes"]) / 1e9
 
@@ -118,14 +137,18 @@ def redis() -> dict[str, float]:
         for _ in range(_TURNS):
             for way, where in (("Unix socket", ["-s", path]), ("TCP", ["-p", port])):
                 for test in ("SET", "GET"):
-                    name, speed = f"redis {test}, {way}", redis_benchmark(where, test, _PART_BYTES, _PARTS, _THREADS)
+                    name, speed = (
+                        f"redis {test}, {way}",
+                        redis_benchmark(where, test, _PART_BYTES, _PARTS, _THREADS),
+                    )
                     found[name] = max(found.get(name, 0.0), speed)
     return found
 
 
 @contextmanager
 def _explained(program: str) -> Iterator[None]:
-    """Raises OSError when the program fails: an arm's number would have no limit without a reason."""
+    """Raises OSError when the program fails: an arm's number would have no limit without a
+    reason."""
     try:
         yield
     except subprocess.SubprocessError as error:

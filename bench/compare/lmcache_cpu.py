@@ -1,8 +1,9 @@
 """LMCache's in-engine connector on vLLM's CPU backend: the copier that LMCache 0.5.6 does not have.
 
-``CreateGPUConnector`` raises ``No supported cpu connector found`` there; this puts ours in its place and changes
-nothing else. Its speed is ours and torch's, not LMCache's, so it is as quick as we could make it: one gather and one
-strided copy a layer and chunk, where tokens lie in whole blocks. Imported in LMCache's own environment only.
+``CreateGPUConnector`` raises ``No supported cpu connector found`` there; this puts ours in its
+place and changes nothing else. Its speed is ours and torch's, not LMCache's, so it is as quick as
+we could make it: one gather and one strided copy a layer and chunk, where tokens lie in whole
+blocks. Imported in LMCache's own environment only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 
 
 class BlockCopies(GPUConnectorInterface):  # type: ignore[misc]  # Any to mypy
-    """LMCache's (2, layers, tokens, hidden) <-> vLLM's CPU layers (blocks, heads, block tokens, keys and values)."""
+    """LMCache's (2, layers, tokens, hidden) <-> vLLM's CPU layers (blocks, heads, block tokens,
+    keys and values)."""
 
     def __init__(self, metadata: Any) -> None:
         layers, _, _, heads, size = metadata.kv_shape
@@ -52,7 +54,9 @@ class BlockCopies(GPUConnectorInterface):  # type: ignore[misc]  # Any to mypy
         for one, start, end in zip(memory_objs, starts, ends, strict=True):
             self.from_gpu(one, start, end, **more)
 
-    def batched_to_gpu(self, memory_objs: Any = None, starts: Any = None, ends: Any = None, **more: Any) -> None:
+    def batched_to_gpu(
+        self, memory_objs: Any = None, starts: Any = None, ends: Any = None, **more: Any
+    ) -> None:
         for one, start, end in zip(memory_objs, starts, ends, strict=True):
             self.to_gpu(one, start, end, **more)
 
@@ -66,9 +70,12 @@ class LMCacheOnCPU(LMCacheConnectorV1Dynamic):  # type: ignore[misc]  # Any to m
 
 
 def _blocks(slots: Any, block: int) -> tuple[Any, int]:
-    """Block ids of tokens that fill whole blocks. Raises ValueError for others: the comparison's chunks always do."""
+    """Block ids of tokens that fill whole blocks. Raises ValueError for others: the comparison's
+    chunks always do."""
     if len(slots) % block or int(slots[0]) % block:
-        raise ValueError(f"{len(slots)} tokens from slot {int(slots[0])} are not whole blocks of {block}")
+        raise ValueError(
+            f"{len(slots)} tokens from slot {int(slots[0])} are not whole blocks of {block}"
+        )
     return slots[::block].to(torch.long) // block, block
 
 

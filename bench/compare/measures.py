@@ -17,8 +17,10 @@ from kvtier.bench.long_doc_qa.client import Outcome
 class Memory:
     """RAM of an arm's engine and companion after the query round; bytes.
 
-    ``touched``: their own pages, shared ones counted once; no page cache. ``untouched``: the pages of large mappings
-    that nobody has used yet. ``budget``: what the arm was allowed for what it caches (Redis: what it says it uses).
+    ``touched``: their own pages, shared ones counted once; no page cache. ``untouched``: the pages
+      of large mappings
+    that nobody has used yet. ``budget``: what the arm was allowed for what it caches (Redis: what
+      it says it uses).
     """
 
     touched: int
@@ -30,18 +32,21 @@ class Memory:
         return self.touched - bare.touched
 
     def beyond_budget(self, bare: Memory) -> int:
-        """And more than the budget. A pool whose pages come with use has used less of its budget by what it has not
-        touched: held against all of it, the arm would have that much room to hide in."""
+        """And more than the budget. A pool whose pages come with use has used less of its budget by
+        what it has not touched: held against all of it, the arm would have that much room to hide
+        in."""
         spared = max(0, self.untouched - bare.untouched)
         return self.beyond(bare) - max(0, self.budget - spared)
 
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Every document asked about once more, by an engine that has seen none of them: the one that was stopped and
-    started again, or a second one beside the first. The arm's companion and its folder stayed as they were.
+    """Every document asked about once more, by an engine that has seen none of them: the one that
+    was stopped and started again, or a second one beside the first. The arm's companion and its
+    folder stayed as they were.
 
-    ``ready_s``: from the start of the process until it answers. ``error``: why it could not be measured.
+    ``ready_s``: from the start of the process until it answers. ``error``: why it could not be
+      measured.
     """
 
     ready_s: float = 0.0
@@ -71,10 +76,11 @@ class Again:
 class Effort:
     """What one answer took, from the answer before it until the engine rested; seconds.
 
-    ``cpu_s``: CPU seconds of the engine's and its companion's processes. ``calls``: of the engine in its connector, by
-    entry point (:mod:`kvtier.bench.compare.calls`). ``look_up_s``: from the first question to the connector, what it
-    holds of the prompt, to a definite answer; where an arm answers when it has fetched it from a lower place, that is
-    in it. None: not measured.
+    ``cpu_s``: CPU seconds of the engine's and its companion's processes. ``calls``: of the engine
+      in its connector, by
+    entry point (:mod:`kvtier.bench.compare.calls`). ``look_up_s``: from the first question to the
+    connector, what it holds of the prompt, to a definite answer; where an arm answers when it has
+    fetched it from a lower place, that is in it. None: not measured.
     """
 
     cpu_s: float | None
@@ -88,7 +94,8 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A question whose document had to be loaded, and one whose document was in vLLM's own cache since."""
+    """A question whose document had to be loaded, and one whose document was in vLLM's own cache
+    since."""
 
     loaded: Outcome
     warm: Outcome
@@ -104,14 +111,24 @@ class Pair:
     @property
     def more_cpu_s(self) -> float | None:
         """By how many CPU seconds the first took more."""
-        if self.load is None or self.rest is None or self.load.cpu_s is None or self.rest.cpu_s is None:
+        if (
+            self.load is None
+            or self.rest is None
+            or self.load.cpu_s is None
+            or self.rest.cpu_s is None
+        ):
             return None
         return self.load.cpu_s - self.rest.cpu_s
 
     @property
     def in_connector(self) -> float | None:
         """By how much longer the engine was in its connector; seconds."""
-        if self.load is None or self.rest is None or self.load.in_connector is None or self.rest.in_connector is None:
+        if (
+            self.load is None
+            or self.rest is None
+            or self.load.in_connector is None
+            or self.rest.in_connector is None
+        ):
             return None
         return self.load.in_connector - self.rest.in_connector
 
@@ -129,11 +146,14 @@ class Estimate:
 class Run:
     """One arm in one round of the comparison; ``outcomes`` are those of its query round.
 
-    ``fill``: prompt tokens a second of the round before, in which nothing could be reused; ``fill_tokens``,
-    ``fill_efforts``: its prompt tokens, and what its answers took. ``pairs``: in turn a question whose document has to
-    be loaded, and one whose document is in vLLM's own cache since then; ``pair_efforts``: what these took. ``mixed``:
-    a round in which each document is followed by one that was never seen. ``second``: what another engine beside this
-    one found; ``restart``: what this one found after a restart. None and empty: not measured.
+    ``fill``: prompt tokens a second of the round before, in which nothing could be reused;
+      ``fill_tokens``,
+    ``fill_efforts``: its prompt tokens, and what its answers took. ``pairs``: in turn a question
+      whose document has to
+    be loaded, and one whose document is in vLLM's own cache since then; ``pair_efforts``: what
+    these took. ``mixed``: a round in which each document is followed by one that was never seen.
+    ``second``: what another engine beside this one found; ``restart``: what this one found after a
+    restart. None and empty: not measured.
     """
 
     arm: str
@@ -202,20 +222,28 @@ def throughput(outcomes: Sequence[Outcome]) -> float:
 
 def cached_part(outcomes: Sequence[Outcome]) -> float:
     """Of the prompt tokens, the part that was served from a cache."""
-    return sum(one.cached_tokens or 0 for one in outcomes) / max(1, sum(one.prompt_tokens for one in outcomes))
+    return sum(one.cached_tokens or 0 for one in outcomes) / max(
+        1, sum(one.prompt_tokens for one in outcomes)
+    )
 
 
-def load_speed(outcomes: Sequence[Outcome], load_cost: float | None, token_bytes: int) -> float | None:
-    """GB/s at which a hit's bytes came, were they all of its cost; None where it costs nothing that can be seen."""
+def load_speed(
+    outcomes: Sequence[Outcome], load_cost: float | None, token_bytes: int
+) -> float | None:
+    """GB/s at which a hit's bytes came, were they all of its cost; None where it costs nothing that
+    can be seen."""
     asked = [one for one in outcomes if one.successful]
     if not asked or not token_bytes or load_cost is None or load_cost <= 0:
         return None
     return statistics.fmean(one.cached_tokens or 0 for one in asked) * token_bytes / load_cost / 1e9
 
 
-def efforts(notes: Sequence[tuple[float, float | None]], steps: Sequence[Step] | None) -> list[Effort]:
-    """One an answer. ``notes``: ``time.perf_counter()`` and CPU seconds so far, before the first question and after
-    each answer. A step belongs to the answer before whose note it ended, one after the last note to the last;
+def efforts(
+    notes: Sequence[tuple[float, float | None]], steps: Sequence[Step] | None
+) -> list[Effort]:
+    """One an answer. ``notes``: ``time.perf_counter()`` and CPU seconds so far, before the first
+    question and after each answer. A step belongs to the answer before whose note it ended, one
+    after the last note to the last;
     ``steps``: of the same engine, None where they could not be read."""
     made = []
     for place, ((begun, cpu), (ended, cpu_then)) in enumerate(pairwise(notes), start=2):
@@ -234,32 +262,46 @@ def efforts(notes: Sequence[tuple[float, float | None]], steps: Sequence[Step] |
 
 
 def cpu_gib(pairs: Sequence[Pair], token_bytes: int) -> Estimate | None:
-    """CPU seconds for each GiB of hits, beyond those of the same answers from vLLM's own cache: what the loaded one of
-    a pair took more than the warm one, by the bytes that came. Pairs without a hit are left out. None without two."""
-    more = [(one.more_cpu_s, (one.loaded.cached_tokens or 0) * token_bytes / 2**30) for one in pairs]
+    """CPU seconds for each GiB of hits, beyond those of the same answers from vLLM's own cache:
+    what the loaded one of a pair took more than the warm one, by the bytes that came. Pairs without
+    a hit are left out. None without two."""
+    more = [
+        (one.more_cpu_s, (one.loaded.cached_tokens or 0) * token_bytes / 2**30) for one in pairs
+    ]
     each = sorted(cpu_s / gib for cpu_s, gib in more if cpu_s is not None and gib)
     if len(each) < 2:
         return None
-    rank = max(0, round(len(each) / 2 - 0.98 * math.sqrt(len(each))) - 1)  # of a median's bounds, by the binomial law
+    rank = max(
+        0, round(len(each) / 2 - 0.98 * math.sqrt(len(each))) - 1
+    )  # of a median's bounds, by the binomial law
     return Estimate(statistics.median(each), each[rank], each[-1 - rank])
 
 
 def calls_of_load(pairs: Sequence[Pair]) -> dict[str, float]:
-    """Seconds that a load took of the engine, by entry point of the connector: medians over pairs of what the loaded
-    one took more than the warm one."""
+    """Seconds that a load took of the engine, by entry point of the connector: medians over pairs
+    of what the loaded one took more than the warm one."""
     both = [(one.load.calls, one.rest.calls) for one in pairs if one.load and one.rest]
     told = [(load, rest) for load, rest in both if load is not None and rest is not None]
     names = dict.fromkeys(name for load, rest in told for name in (*load, *rest))
-    return {name: statistics.median(load.get(name, 0.0) - rest.get(name, 0.0) for load, rest in told) for name in names}
+    return {
+        name: statistics.median(load.get(name, 0.0) - rest.get(name, 0.0) for load, rest in told)
+        for name in names
+    }
 
 
 def calls_of_filling(runs: Sequence[Run]) -> dict[str, float]:
-    """Seconds of the engine for each prompt token of the fills, by entry point of the connector. Empty where they
-    could not be read."""
-    seen = [run for run in runs if run.fill_efforts and all(one.calls is not None for one in run.fill_efforts)]
+    """Seconds of the engine for each prompt token of the fills, by entry point of the connector.
+    Empty where they could not be read."""
+    seen = [
+        run
+        for run in runs
+        if run.fill_efforts and all(one.calls is not None for one in run.fill_efforts)
+    ]
     found: dict[str, float] = {}
     tokens = sum(run.fill_tokens for run in seen)
-    for name, spent in (one for run in seen for effort in run.fill_efforts for one in (effort.calls or {}).items()):
+    for name, spent in (
+        one for run in seen for effort in run.fill_efforts for one in (effort.calls or {}).items()
+    ):
         found[name] = found.get(name, 0.0) + spent / tokens
     return found
 

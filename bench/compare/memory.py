@@ -1,8 +1,8 @@
-"""What processes have of the machine: RAM, that is own and shared pages by ``/proc`` and Redis's word for its data, and
-CPU time.
+"""What processes have of the machine: RAM, that is own and shared pages by ``/proc`` and Redis's
+word for its data, and CPU time.
 
-Pages of the page cache are not counted, whoever maps them. Shared pages are divided among those who map them
-(proportional set size), so that a sum counts each once.
+Pages of the page cache are not counted, whoever maps them. Shared pages are divided among those who
+map them (proportional set size), so that a sum counts each once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ _USED = re.compile(rb"^used_memory:(\d+)\r$", re.MULTILINE)
 _SHARED = ("/memfd:", "/dev/shm/", "/dev/zero", "/SYSV")  # noqa: S108 what mappings are called, no file is opened
 _REPLY_S = 5.0
 _ALL_THREADS = 2
-"""With a process's number: Linux's clock of its CPU time (``clock_getcpuclockid``, CPUCLOCK_SCHED)."""
+"""With a process's number: Linux's clock of its CPU time (``clock_getcpuclockid``,
+CPUCLOCK_SCHED)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """A writable piece of memory that no disk holds. ``name``: of what is shared; empty for private memory."""
+    """A writable piece of memory that no disk holds. ``name``: of what is shared; empty for private
+    memory."""
 
     name: str
     size: int
@@ -56,8 +58,8 @@ def family(roots: Iterable[int]) -> set[int]:
 def in_use(processes: Iterable[int]) -> tuple[int, int]:
     """``(touched, untouched)`` bytes of these processes together; one that has ended has none.
 
-    Untouched are the pages of large writable mappings (:data:`LARGE`) that nobody has put in place yet.
-    Raises PermissionError for the processes of another user.
+    Untouched are the pages of large writable mappings (:data:`LARGE`) that nobody has put in place
+    yet. Raises PermissionError for the processes of another user.
     """
     touched, pieces = 0, list[Mapping]()
     for one in processes:
@@ -89,8 +91,8 @@ def mappings(smaps: str) -> Iterator[Mapping]:
 
 
 def untouched(pieces: Iterable[Mapping]) -> int:
-    """Bytes of large mappings that are not there yet. What several processes share is one mapping, and touched is
-    what any of them touched."""
+    """Bytes of large mappings that are not there yet. What several processes share is one mapping,
+    and touched is what any of them touched."""
     spared, shared = 0, dict[str, int]()
     for one in pieces:
         if one.size >= LARGE:
@@ -112,12 +114,15 @@ def redis_data(path: Path) -> int:
         while not (used := _USED.search(said)):
             piece = link.recv(1 << 16)
             if not piece:
-                raise ValueError(f"the Redis server at {path} does not tell used_memory: {said[:100]!r}")
+                raise ValueError(
+                    f"the Redis server at {path} does not tell used_memory: {said[:100]!r}"
+                )
             said += piece
     return int(used[1])
 
 
 def cpu_seconds(processes: Iterable[int]) -> float:
-    """CPU seconds of these processes since their starts, to the nanosecond, threads that have ended included; what
-    other processes and the kernel's own threads do is not in it. Raises OSError when one has ended."""
+    """CPU seconds of these processes since their starts, to the nanosecond, threads that have ended
+    included; what other processes and the kernel's own threads do is not in it. Raises OSError when
+    one has ended."""
     return sum(time.clock_gettime(~one << 3 | _ALL_THREADS) for one in processes)

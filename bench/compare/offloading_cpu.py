@@ -1,7 +1,9 @@
-"""vLLM's own ``OffloadingConnector`` on its CPU backend: out-of-tree specs with a worker that copies by memcpy.
+"""vLLM's own ``OffloadingConnector`` on its CPU backend: out-of-tree specs with a worker that
+copies by memcpy.
 
-In the tree the worker refuses (``CPU Offloading is currently only supported on CUDA-alike and XPU GPUs``). Look-ups,
-order and tiers stay vLLM's; the copies here are ours, a whole block of a layer at a time.
+In the tree the worker refuses (``CPU Offloading is currently only supported on CUDA-alike and XPU
+GPUs``). Look-ups, order and tiers stay vLLM's; the copies here are ours, a whole block of a layer
+at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ class BlockCopies(OffloadingWorker):  # type: ignore[misc]  # Any to mypy
         self._groups = caches.group_data_refs
         self._blocks_per_chunk = blocks_per_chunk
         self._region = region
-        self._device = [one.tensor.view(torch.int8).view(-1, one.page_size_bytes) for one in caches.tensors]
+        self._device = [
+            one.tensor.view(torch.int8).view(-1, one.page_size_bytes) for one in caches.tensors
+        ]
         sizes = [one.shape[1] * blocks_per_chunk for one in self._device]
         if region is not None:
             self._host = [region.create_next_worker_view(size) for size in sizes]
@@ -52,7 +56,9 @@ class BlockCopies(OffloadingWorker):  # type: ignore[misc]  # Any to mypy
 
     def _copy(self, job_id: int, device: Any, host: Any, *, store: bool) -> bool:
         begun, moved, first_block, first_chunk = time.monotonic(), 0, 0, 0
-        for group, (count, start) in enumerate(zip(device.group_sizes, device.block_indices, strict=True)):
+        for group, (count, start) in enumerate(
+            zip(device.group_sizes, device.block_indices, strict=True)
+        ):
             skip = start % self._blocks_per_chunk
             chunks = -(-(count + skip) // self._blocks_per_chunk) if count else 0
             blocks = device.block_ids[first_block : first_block + count]

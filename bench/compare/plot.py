@@ -1,4 +1,5 @@
-"""The comparison's picture: what a hit costs more than one in vLLM's own cache, by the place of the bytes."""
+"""The comparison's picture: what a hit costs more than one in vLLM's own cache, by the place of the
+bytes."""
 
 from __future__ import annotations
 
@@ -14,8 +15,11 @@ from kvtier.bench.compare.contenders import Contender
 _OURS, _PEERS = "#009e73", "#9a9a9a"
 
 
-def write_plot(path: Path, arms: Sequence[Contender], found: Mapping[str, ArmResult], subtitle: str) -> None:
-    """Draw a PNG, 1200 pixels wide. Arms without a load cost are left out; kvtier's arm leads those held against it."""
+def write_plot(
+    path: Path, arms: Sequence[Contender], found: Mapping[str, ArmResult], subtitle: str
+) -> None:
+    """Draw a PNG, 1200 pixels wide. Arms without a load cost are left out; kvtier's arm leads those
+    held against it."""
     matplotlib: Any = importlib.import_module("matplotlib")
     matplotlib.use("Agg")
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
@@ -31,13 +35,19 @@ def write_plot(path: Path, arms: Sequence[Contender], found: Mapping[str, ArmRes
     axis.set_yticks(range(len(shown)), [one.arm for one in shown], fontsize=10.5)
     axis.invert_yaxis()
     axis.set_xlabel(
-        "milliseconds to the first token, beyond a hit in vLLM's own cache (shorter is better)", fontsize=10
+        "milliseconds to the first token, beyond a hit in vLLM's own cache (shorter is better)",
+        fontsize=10,
     )
     axis.margins(x=0.22)
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(axis="y", length=0)
     figure.text(
-        0.012, 1 - 0.3 / inches, "What loading a long document costs", fontsize=14, fontweight="bold", va="center"
+        0.012,
+        1 - 0.3 / inches,
+        "What loading a long document costs",
+        fontsize=14,
+        fontweight="bold",
+        va="center",
     )
     figure.text(0.012, 1 - 0.6 / inches, subtitle, fontsize=9.5, color="#444444", va="center")
     figure.subplots_adjust(left=0.19, right=0.98, bottom=0.55 / inches, top=1 - 0.85 / inches)
@@ -48,5 +58,11 @@ def write_plot(path: Path, arms: Sequence[Contender], found: Mapping[str, ArmRes
 def _in_groups(arms: Sequence[Contender], found: Mapping[str, ArmResult]) -> list[ArmResult]:
     """kvtier's arms, each followed by those that are held against it."""
     ours = [arm for arm in arms if arm.name.startswith("kvtier")]
-    order = [one for arm in ours for one in (arm, *(peer for peer in arms if peer.like == arm.name))]
-    return [found[one.name] for one in order if one.name in found and found[one.name].load_cost is not None]
+    order = [
+        one for arm in ours for one in (arm, *(peer for peer in arms if peer.like == arm.name))
+    ]
+    return [
+        found[one.name]
+        for one in order
+        if one.name in found and found[one.name].load_cost is not None
+    ]

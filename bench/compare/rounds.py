@@ -1,10 +1,12 @@
-"""The rounds of one arm: fill, query, pairs; in the comparison's last round a mixed one, a second engine, a restart.
+"""The rounds of one arm: fill, query, pairs; in the comparison's last round a mixed one, a second
+engine, a restart.
 
-Requests are asked one at a time. What counts for the time to the first token is the query round alone. What a load
-costs is taken from pairs: a question about a document that has to be loaded, and at once another one, for which the
-document lies in vLLM's own cache. Both are answered by the same process: processes of the very same engine differ by
-more than a load costs, in time as in CPU time. After each of them the engine has a moment to end what it began, so that
-this is counted where it belongs. What follows the pairs costs minutes on a slow machine and is measured once.
+Requests are asked one at a time. What counts for the time to the first token is the query round
+alone. What a load costs is taken from pairs: a question about a document that has to be loaded, and
+at once another one, for which the document lies in vLLM's own cache. Both are answered by the same
+process: processes of the very same engine differ by more than a load costs, in time as in CPU time.
+After each of them the engine has a moment to end what it began, so that this is counted where it
+belongs. What follows the pairs costs minutes on a slow machine and is measured once.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ _REASON_CHARACTERS = 400
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """An arm that runs. ``second``: another engine of it, not started; ``beside``: its companion's process; ``folder``:
-    where that listens; ``budget``: RAM, bytes; ``calls``: the file of the engine's calls of its connector."""
+    """An arm that runs. ``second``: another engine of it, not started; ``beside``: its companion's
+    process; ``folder``: where that listens; ``budget``: RAM, bytes; ``calls``: the file of the
+    engine's calls of its connector."""
 
     one: Contender
     server: VllmServer
@@ -58,7 +61,8 @@ class Serving:
 
 
 def measured(args: argparse.Namespace, serving: Serving, last: bool) -> Run:
-    """Pre-warm-up, warm-up (fills the caches), query (reads them), pairs; in the comparison's ``last`` round more."""
+    """Pre-warm-up, warm-up (fills the caches), query (reads them), pairs; in the comparison's
+    ``last`` round more."""
     asker, words = client.connect(serving.server.base_url, MODEL, _REQUEST_S)
     work = Workload.of(args, words)
     _succeeded(_asked(asker, work.pre_warm_up()))
@@ -69,10 +73,18 @@ def measured(args: argparse.Namespace, serving: Serving, last: bool) -> Run:
     if serving.one.connector is not None:
         pairs, pair_efforts = _watched(asker, _paired(work), serving, 0.0, _REST_S)
         tokens = sum(one.prompt_tokens for one in filled)
-        run = replace(run, fill_tokens=tokens, fill_efforts=fill_efforts, pairs=pairs, pair_efforts=pair_efforts)
+        run = replace(
+            run,
+            fill_tokens=tokens,
+            fill_efforts=fill_efforts,
+            pairs=pairs,
+            pair_efforts=pair_efforts,
+        )
     if not last:
         return run
-    run = replace(run, mixed=_asked(asker, replace(work, hit_miss=MIXED).queries(first=_MIXED_FIRST)))
+    run = replace(
+        run, mixed=_asked(asker, replace(work, hit_miss=MIXED).queries(first=_MIXED_FIRST))
+    )
     if serving.one.shares:
         run = replace(run, second=_second(serving, work))
     return replace(run, restart=_restarted(serving, work)) if serving.one.outlives else run
@@ -86,9 +98,14 @@ def _succeeded(outcomes: list[client.Outcome]) -> list[client.Outcome]:
 
 
 def _watched(
-    asker: client.Client, asks: Sequence[Ask], serving: Serving, settle_s: float, rest_s: float = 0.0
+    asker: client.Client,
+    asks: Sequence[Ask],
+    serving: Serving,
+    settle_s: float,
+    rest_s: float = 0.0,
 ) -> tuple[list[client.Outcome], list[Effort]]:
-    """What the answers took, too. ``rest_s``: until the next is asked; ``settle_s``: after the last."""
+    """What the answers took, too. ``rest_s``: until the next is asked; ``settle_s``: after the
+    last."""
     processes = memory.family(serving.roots)
 
     def note() -> tuple[float, float | None]:
@@ -105,7 +122,8 @@ def _watched(
 
 
 def _paired(work: Workload) -> list[Ask]:
-    """A document's questions in twos; between them other documents, which push it out of vLLM's cache."""
+    """A document's questions in twos; between them other documents, which push it out of vLLM's
+    cache."""
     twice = replace(work, repeat_count=2, repeat_mode="interleave")
     return [ask for turn in range(_PAIRS) for ask in twice.queries(first=_FIRST_PAIR + 2 * turn)]
 
@@ -125,8 +143,8 @@ def _restarted(serving: Serving, work: Workload) -> Again:
 
 
 def _again(server: VllmServer, work: Workload, first: int) -> Again:
-    """A failure is the arm's, and told. The questions are new ones: a question that was asked before would be in some
-    caches and not in others."""
+    """A failure is the arm's, and told. The questions are new ones: a question that was asked
+    before would be in some caches and not in others."""
     try:
         begun = time.perf_counter()
         server.start()
@@ -146,7 +164,11 @@ def _memory(serving: Serving) -> Memory | None:
     try:
         touched, untouched = memory.in_use(memory.family(serving.roots))
         redis = serving.one.beside[:1] == ("redis-server",)
-        return Memory(touched, untouched, serving.budget + (memory.redis_data(serving.folder / SOCKET) if redis else 0))
+        return Memory(
+            touched,
+            untouched,
+            serving.budget + (memory.redis_data(serving.folder / SOCKET) if redis else 0),
+        )
     except (OSError, ValueError):
         return None
 
@@ -162,7 +184,11 @@ def _cpu_s(processes: Iterable[int]) -> float | None:
 def first_cause(error: Exception) -> str:
     """The first of the causes that a server's log tells, or the beginning of the message."""
     lines = str(error).splitlines()
-    causes = lines[lines.index("its first errors:") + 1 :][:1] if "its first errors:" in lines else lines[:1]
+    causes = (
+        lines[lines.index("its first errors:") + 1 :][:1]
+        if "its first errors:" in lines
+        else lines[:1]
+    )
     return " ".join(causes)[:_REASON_CHARACTERS]
 
 

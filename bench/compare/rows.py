@@ -1,4 +1,5 @@
-"""The comparison's rows in the one results form (bench/report.py), and what is told of every arm beside them."""
+"""The comparison's rows in the one results form (bench/report.py), and what is told of every arm
+beside them."""
 
 from __future__ import annotations
 
@@ -15,16 +16,24 @@ from kvtier.bench.report import Row, spread, write_results
 
 NAME = "compare"
 HOW = {
-    "load cost": "TTFT of a question whose document is loaded, less that of the next one, whose document is in vLLM's "
+    "load cost": "TTFT of a question whose document is loaded, less that of the next one, whose "
+    "document is in vLLM's "
     "own cache; median over pairs, min, max",
-    "CPU a GiB of hits": "CPU seconds of the engine's and its companion's processes for the loaded question of a pair "
-    "less those for the warm one, by the GiB that came; median over pairs, min and max bound it in 19 cases of 20",
-    "look-up": "a request's first question to the connector until its definite answer, loaded questions of the pairs; "
-    "some arms fetch from the lower place before they answer; cold: documents of the fill, of which nothing is held",
-    "connector": "the engine's own time in the entry points of its connector, both halves; a load: the loaded question "
+    "CPU a GiB of hits": "CPU seconds of the engine's and its companion's processes for the loaded "
+    "question of a pair "
+    "less those for the warm one, by the GiB that came; median over pairs, min and max bound it in "
+    "19 cases of 20",
+    "look-up": "a request's first question to the connector until its definite answer, loaded "
+    "questions of the pairs; "
+    "some arms fetch from the lower place before they answer; cold: documents of the fill, of "
+    "which nothing is held",
+    "connector": "the engine's own time in the entry points of its connector, both halves; a load: "
+    "the loaded question "
     "of a pair less the warm one; work of other threads and processes is not in it",
     "save": "KV bytes of the fill by the engine's time in the connector in it, look-ups and all",
-    "second engine": "started beside the first, same companion and folder: new questions, every document once",
+    "second engine": (
+        "started beside the first, same companion and folder: new questions, every document once"
+    ),
 }
 """What rows mean whose names do not say it."""
 _MIB = 1 << 20
@@ -95,15 +104,18 @@ def rows(
     token_bytes: int = 0,
     found_limits: Sequence[Mapping[str, float]] = (),
 ) -> list[Row]:
-    """Every arm, in order, and the machine's limits; None for what did not run. Load costs, CPU time and the engine's
-    time in the connector are held against kvtier's (``limit``), throughputs against vLLM's without any cache below its
-    own, speeds against the machine's."""
+    """Every arm, in order, and the machine's limits; None for what did not run. Load costs, CPU
+    time and the engine's time in the connector are held against kvtier's (``limit``), throughputs
+    against vLLM's without any cache below its own, speeds against the machine's."""
     found, bounds = arm_results(arms, runs, token_bytes), limits.medians(found_limits)
     made = []
     for arm in arms:
         one = found.get(arm.name)
         if one is None:
-            made += [Row(f"{arm.name}: ttft mean", None, "s"), Row(f"{arm.name}: load cost", None, "s")]
+            made += [
+                Row(f"{arm.name}: ttft mean", None, "s"),
+                Row(f"{arm.name}: load cost", None, "s"),
+            ]
             continue
         best = ours(one, found, arms)
         made += _time_rows(one, found.get(GPU_HIT), best)
@@ -122,7 +134,15 @@ def _time_rows(one: ArmResult, warm: ArmResult | None, best: ArmResult | None) -
     _, least, most = spread(one.ttft)
     bound = warm.ttft_mean if warm else None
     return [
-        Row(f"{one.arm}: ttft mean", one.ttft_mean, "s", bound, part(one.ttft_mean, bound), least, most),
+        Row(
+            f"{one.arm}: ttft mean",
+            one.ttft_mean,
+            "s",
+            bound,
+            part(one.ttft_mean, bound),
+            least,
+            most,
+        ),
         Row(f"{one.arm}: ttft p50", one.ttft_p50, "s", None, None, least, most),
         Row(
             f"{one.arm}: load cost",
@@ -139,18 +159,38 @@ def _throughput_rows(one: ArmResult, bare: ArmResult | None) -> list[Row]:
     made = [Row(f"{one.arm}: prompt throughput", one.throughput, "tokens/s")]
     if one.fill is not None:
         bound = bare.fill if bare else None
-        made.append(Row(f"{one.arm}: throughput, nothing reused", one.fill, "tokens/s", bound, part(one.fill, bound)))
+        made.append(
+            Row(
+                f"{one.arm}: throughput, nothing reused",
+                one.fill,
+                "tokens/s",
+                bound,
+                part(one.fill, bound),
+            )
+        )
     if one.mixed is not None:
         bound = bare.mixed if bare else None
-        made.append(Row(f"{one.arm}: throughput, half reused", one.mixed, "tokens/s", bound, part(one.mixed, bound)))
+        made.append(
+            Row(
+                f"{one.arm}: throughput, half reused",
+                one.mixed,
+                "tokens/s",
+                bound,
+                part(one.mixed, bound),
+            )
+        )
     return made
 
 
-def _resource_rows(arm: Contender, one: ArmResult, best: ArmResult | None, bounds: Mapping[str, float]) -> list[Row]:
+def _resource_rows(
+    arm: Contender, one: ArmResult, best: ArmResult | None, bounds: Mapping[str, float]
+) -> list[Row]:
     made = []
     if arm.limit:
         bound = bounds.get(arm.limit)
-        made.append(Row(f"{one.arm}: load", one.load_speed, "GB/s", bound, part(one.load_speed, bound)))
+        made.append(
+            Row(f"{one.arm}: load", one.load_speed, "GB/s", bound, part(one.load_speed, bound))
+        )
     if one.cpu_gib is not None:
         own, held = one.cpu_gib, best.cpu_gib.value if best and best.cpu_gib else None
         name = f"{one.arm}: CPU a GiB of hits"
@@ -161,7 +201,9 @@ def _resource_rows(arm: Contender, one: ArmResult, best: ArmResult | None, bound
     return made
 
 
-def _connector_rows(one: ArmResult, best: ArmResult | None, bounds: Mapping[str, float]) -> list[Row]:
+def _connector_rows(
+    one: ArmResult, best: ArmResult | None, bounds: Mapping[str, float]
+) -> list[Row]:
     """None where the engine's calls could not be read."""
 
     def held(name: str, own: Sequence[float], other: Sequence[float] | None) -> Row:

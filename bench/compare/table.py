@@ -1,4 +1,5 @@
-"""The comparison as two printed tables: what the same documents cost again, and what an arm takes for it."""
+"""The comparison as two printed tables: what the same documents cost again, and what an arm takes
+for it."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ from kvtier.bench.compare.rows import milliseconds, part
 
 _WIDTH = 220
 _READ = (
-    "CPU: beyond a hit in vLLM's own cache, its bounds, times kvtier's. Look-up: of a load, of what "
-    "nobody holds. Connector: the engine's own time in it, a load and (its part of) a fill. Second engine, restarted: "
+    "CPU: beyond a hit in vLLM's own cache, its bounds, times kvtier's. Look-up: of a load, "
+    "of what "
+    "nobody holds. Connector: the engine's own time in it, a load and (its part of) a fill. Second "
+    "engine, restarted: "
     "first TTFT, mean, part cached."
 )
 _MIB = 1 << 20
@@ -32,7 +35,10 @@ def print_tables(
 
     found, bounds = arm_results(arms, runs, token_bytes), limits.medians(found_limits)
     console = Console(width=max(_WIDTH, Console().width))
-    for title, columns in (("The same long documents again: time to first token", _TIMES), ("What it takes", _TAKES)):
+    for title, columns in (
+        ("The same long documents again: time to first token", _TIMES),
+        ("What it takes", _TAKES),
+    ):
         table = Table(title=title, title_justify="left")
         table.add_column("arm", no_wrap=True)
         for column in columns:
@@ -43,7 +49,11 @@ def print_tables(
             one = found.get(arm.name)
             seen = None if one is None else _Seen(arm, one, ours(one, found, arms), bounds)
             cells = ["-" if seen is None else cell(seen) for cell in columns.values()]
-            table.add_row(arm.name, *cells, *([reasons.get(arm.name) or arm.note] if columns is _TIMES else ()))
+            table.add_row(
+                arm.name,
+                *cells,
+                *([reasons.get(arm.name) or arm.note] if columns is _TIMES else ()),
+            )
         console.print(table)
     console.print(_READ)
     if bounds:
@@ -72,7 +82,9 @@ def _cpu(seen: _Seen) -> str:
     if own is None:
         return ""
     times = part(own.value, best.value) if best else None
-    return f"{own.value:.2f} s ({own.low:.2f} to {own.high:.2f})" + ("" if times is None else f" {times:.1f} x")
+    return f"{own.value:.2f} s ({own.low:.2f} to {own.high:.2f})" + (
+        "" if times is None else f" {times:.1f} x"
+    )
 
 
 def _filling(seen: _Seen) -> str:
@@ -106,7 +118,13 @@ _TIMES: dict[str, Callable[[_Seen], str]] = {
 _TAKES: dict[str, Callable[[_Seen], str]] = {
     "CPU s a GiB of hits": _cpu,
     "look-up, cold": lambda seen: ", ".join(
-        filter(None, (_number(milliseconds(one), ".2f", " ms") for one in (seen.one.look_up, seen.one.cold_look_up)))
+        filter(
+            None,
+            (
+                _number(milliseconds(one), ".2f", " ms")
+                for one in (seen.one.look_up, seen.one.cold_look_up)
+            ),
+        )
     ),
     "connector, a load": lambda seen: _number(milliseconds(seen.one.engine_load), ".2f", " ms"),
     "1,000 tokens filled": _filling,

@@ -1,11 +1,13 @@
-"""The GPU path on this machine's GPU, in one run: copies, how they are queued, and what they cost computing.
+"""The GPU path on this machine's GPU, in one run: copies, how they are queued, and what they cost
+computing.
 
     python -m kvtier.bench.gpu [--rounds N] [--parts copies compute prefill] [--output FILE]
 
-Needs torch, numpy and Triton, and takes some minutes. Without a CUDA device it says so and exits with 2. The KV of
-``--tokens`` (4 GiB for 32768 of the largest shape) is needed twice in host memory, to be page-locked, and twice in
-device memory. ``--parts prefill`` measures the time to the first token too, with vLLM or transformers; its 1.5B engine
-takes the memory that vLLM takes by default.
+Needs torch, numpy and Triton, and takes some minutes. Without a CUDA device it says so and exits
+with 2. The KV of ``--tokens`` (4 GiB for 32768 of the largest shape) is needed twice in host
+memory, to be page-locked, and twice in device memory. ``--parts prefill`` measures the time to the
+first token too, with vLLM or transformers; its 1.5B engine takes the memory that vLLM takes by
+default.
 """
 
 from __future__ import annotations
@@ -26,17 +28,22 @@ PARTS = ("copies", "compute", "prefill")
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="kvtier.bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="kvtier.bench.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--tokens", type=int, default=32768, help="of the prompt that is saved and loaded")
+    parser.add_argument(
+        "--tokens", type=int, default=32768, help="of the prompt that is saved and loaded"
+    )
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["copies", "compute"])
     parser.add_argument("--output", default="bench/results/gpu.json")
     given = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print(
-            "kvtier.bench.gpu: no CUDA device is here (or torch is built without CUDA): nothing measured",
+            "kvtier.bench.gpu: no CUDA device is here (or torch is built without CUDA): nothing "
+            "measured",
             file=sys.stderr,
         )
         return 2

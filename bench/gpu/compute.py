@@ -1,5 +1,5 @@
-"""How much saving slows computing: steps of matrix products, as many as a prefill of the model takes, with and without
-the saves of what each step would have computed."""
+"""How much saving slows computing: steps of matrix products, as many as a prefill of the model
+takes, with and without the saves of what each step would have computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from kvtier.bench.report import Row, spread
 from kvtier.gpu import Copy
 
 WEIGHTS = {"7B": 7.6e9, "8B": 8e9, "671B": 37e9 / 8, "70B on 4 ranks": 70e9 / 4}
-"""Numbers that one rank multiplies by for each token. Eight ranks share the 671B model, each with all of its KV."""
+"""Numbers that one rank multiplies by for each token. Eight ranks share the 671B model, each with
+all of its KV."""
 GOAL_PERCENT = 3.0
 BLOCK_TOKENS = 16
 STEPS = 4
@@ -32,8 +33,9 @@ class Steps:
         self._out = torch.empty_like(self._square)
 
     def run(self, saving: int) -> float:
-        """Seconds until the last product is there. Each step begins ``saving`` saves of a step's worth; what they still
-        copy after the last product is waited for, and not counted: an engine goes on meanwhile."""
+        """Seconds until the last product is there. Each step begins ``saving`` saves of a step's
+        worth; what they still copy after the last product is waited for, and not counted: an engine
+        goes on meanwhile."""
         copies: list[Copy] = []
         finish(self.paged.device)
         begun = time.perf_counter()
@@ -49,8 +51,11 @@ class Steps:
         return seconds
 
 
-def measure_slowdown(names: Sequence[str], rounds: int, device: torch.device, width: int = 8192) -> list[Row]:
-    """Percent by which a step of :data:`STEP_TOKENS` tokens takes longer when its KV is saved; rounds alternate."""
+def measure_slowdown(
+    names: Sequence[str], rounds: int, device: torch.device, width: int = 8192
+) -> list[Row]:
+    """Percent by which a step of :data:`STEP_TOKENS` tokens takes longer when its KV is saved;
+    rounds alternate."""
     rows: list[Row] = []
     for name in names:
         shape, began = geometry(name, BLOCK_TOKENS), time.perf_counter()
@@ -68,7 +73,10 @@ def measure_slowdown(names: Sequence[str], rounds: int, device: torch.device, wi
         paged.close()
         value, low, high = spread(slower)
         del steps
-        label = f"{shape.name}: a step of {STEP_TOKENS} tokens longer with saving, {products} products of {width}"
+        label = (
+            f"{shape.name}: a step of {STEP_TOKENS} tokens longer with saving, {products} "
+            f"products of {width}"
+        )
         rows.append(Row(label, value, "%", limit=GOAL_PERCENT, min=low, max=high))
         show(rows[-1:])
     return rows

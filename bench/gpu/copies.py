@@ -1,5 +1,5 @@
-"""Saves and loads beside the device's own limit (one plain copy between device memory and page-locked memory), and what
-it takes to queue them."""
+"""Saves and loads beside the device's own limit (one plain copy between device memory and
+page-locked memory), and what it takes to queue them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvtier.gpu.blocks import nothing
 from kvtier.testing import ManualLane
 
 SHAPES = {"7B": (28, 2048), "8B": (32, 4096), "671B": (61, 1152), "70B on 4 ranks": (80, 1024)}
-"""Layers, and bytes of one token in one layer of one rank, bf16: 4 and 8 KV heads of 128, keys and values; a latent of
-576; 2 KV heads of 128, keys and values."""
+"""Layers, and bytes of one token in one layer of one rank, bf16: 4 and 8 KV heads of 128, keys and
+values; a latent of 576; 2 KV heads of 128, keys and values."""
 BLOCK_TOKENS = (16,)
 STEP_TOKENS = 8192
 """What vLLM computes in one step of a long prefill: a call saves the chunks of so many tokens."""
@@ -34,7 +34,8 @@ def geometry(name: str, block_tokens: int) -> Geometry:
 
 
 class Paged:
-    """An engine's blocks of ``tokens`` on ``device`` in random order, and as many page-locked slots.
+    """An engine's blocks of ``tokens`` on ``device`` in random order, and as many page-locked
+    slots.
 
     Blocks are one allocation ``[layer, block, row]``, as vLLM's are.
     """
@@ -42,11 +43,14 @@ class Paged:
     def __init__(self, shape: Geometry, tokens: int, device: torch.device) -> None:
         self.shape, self.device = shape, device
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # what torch keeps of the last shape would not count as free for staging memory
+            # what torch keeps of the last shape would not count as free for staging memory
+            torch.cuda.empty_cache()
         self.chunks = max(2, -(-tokens // CHUNK_TOKENS))
         self.bytes = self.chunks * shape.chunk_bytes
         blocks = self.chunks * shape.blocks_per_chunk
-        self.kv = torch.zeros(shape.layers, blocks, shape.row_bytes, dtype=torch.uint8, device=device)
+        self.kv = torch.zeros(
+            shape.layers, blocks, shape.row_bytes, dtype=torch.uint8, device=device
+        )
         self.kv.random_(0, 256)
         order = list(range(blocks))
         random.Random(1).shuffle(order)
@@ -55,7 +59,11 @@ class Paged:
         self.pinning = locked(self.pool, device) if device.type == "cuda" else None
         step = shape.blocks_per_chunk
         self.jobs = [
-            (slot_tensor(self.pool.view(slot)[: shape.chunk_bytes]), 0, order[slot * step : (slot + 1) * step])
+            (
+                slot_tensor(self.pool.view(slot)[: shape.chunk_bytes]),
+                0,
+                order[slot * step : (slot + 1) * step],
+            )
             for slot in range(self.chunks)
         ]
         regions = regions_of({f"layer.{index}": rows for index, rows in enumerate(self.kv)}, blocks)
@@ -64,7 +72,10 @@ class Paged:
 
     def save(self) -> None:
         """All chunks, a step's worth a call."""
-        for copy in [self.copier.save(self.jobs[at : at + self.a_step]) for at in range(0, self.chunks, self.a_step)]:
+        for copy in [
+            self.copier.save(self.jobs[at : at + self.a_step])
+            for at in range(0, self.chunks, self.a_step)
+        ]:
             copy.wait()
 
     def load(self) -> None:
@@ -131,9 +142,12 @@ def limits(paged: Paged) -> tuple[Work, Work]:
     return moving(on_host, on_device), moving(on_device, on_host)
 
 
-def measure_copies(names: Sequence[str], tokens: int, rounds: int, device: torch.device) -> list[Row]:
-    """GB/s of saves and loads of every shape and block size, whose ratio and goal are to the limit of the same rounds;
-    then what a load of all chunks has the device do, and how long it keeps the host."""
+def measure_copies(
+    names: Sequence[str], tokens: int, rounds: int, device: torch.device
+) -> list[Row]:
+    """GB/s of saves and loads of every shape and block size, whose ratio and goal are to the limit
+    of the same rounds; then what a load of all chunks has the device do, and how long it keeps the
+    host."""
     rows: list[Row] = []
     for name in names:
         for block_tokens in BLOCK_TOKENS:

@@ -18,7 +18,8 @@ class DeviceWork(NamedTuple):
 
 
 def device_work(work: Callable[[], object], device: torch.device) -> DeviceWork:
-    """Kernels and copies that the device ran for ``work``, which waits for them. On a CPU there are none."""
+    """Kernels and copies that the device ran for ``work``, which waits for them. On a CPU there are
+    none."""
     if device.type != "cuda":
         work()
         return DeviceWork(0, 0)
@@ -26,7 +27,9 @@ def device_work(work: Callable[[], object], device: torch.device) -> DeviceWork:
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         work()
         torch.cuda.synchronize(device)
-    return count([event.name for event in seen.events() or () if event.device_type == DeviceType.CUDA])
+    return count(
+        [event.name for event in seen.events() or () if event.device_type == DeviceType.CUDA]
+    )
 
 
 def count(names: list[str]) -> DeviceWork:
@@ -34,5 +37,7 @@ def count(names: list[str]) -> DeviceWork:
     if not names:
         return DeviceWork(None, None)
     copies = sum(name.startswith("Memcpy") for name in names)
-    others = sum(name.startswith(("Memset", "Stream Wait", "Event", "Context Sync")) for name in names)
+    others = sum(
+        name.startswith(("Memset", "Stream Wait", "Event", "Context Sync")) for name in names
+    )
     return DeviceWork(len(names) - copies - others, copies)

@@ -1,8 +1,9 @@
-"""Time to the first token of a long prompt: computed, and with its KV loaded from page-locked slots.
+"""Time to the first token of a long prompt: computed, and with its KV loaded from page-locked
+slots.
 
-With a vLLM that runs on CUDA the real connector is measured in a real engine (a 1.5B model with weights of its own
-making, which takes as long as the published one). Else transformers computes the prompt, and :class:`PagedBlocks` loads
-as many bytes before a forward pass of the last token.
+With a vLLM that runs on CUDA the real connector is measured in a real engine (a 1.5B model with
+weights of its own making, which takes as long as the published one). Else transformers computes the
+prompt, and :class:`PagedBlocks` loads as many bytes before a forward pass of the last token.
 """
 
 from __future__ import annotations
@@ -43,19 +44,41 @@ Pair = tuple[float, float]
 """Seconds: computed, loaded."""
 
 
-def measure_prefill(tokens: int, rounds: int, device: torch.device, model: dict[str, Any] | None = None) -> list[Row]:
-    """TTFT computed and loaded; the loaded row's ratio is to the computed one. One row with a reason if neither can
-    run."""
+def measure_prefill(
+    tokens: int, rounds: int, device: torch.device, model: dict[str, Any] | None = None
+) -> list[Row]:
+    """TTFT computed and loaded; the loaded row's ratio is to the computed one. One row with a
+    reason if neither can run."""
     arm = _arm()
     if arm is None:
-        return [Row("TTFT: skipped, neither a CUDA build of vLLM nor transformers is installed", None, "s")]
+        return [
+            Row(
+                "TTFT: skipped, neither a CUDA build of vLLM nor transformers is installed",
+                None,
+                "s",
+            )
+        ]
     name, run = arm
     pairs = run(tokens, rounds, device, model or MODEL)
     computed, loaded = spread([one for one, _ in pairs]), spread([two for _, two in pairs])
     ratio = spread([two / one for one, two in pairs])[0]
     return [
-        Row(f"TTFT of {tokens} tokens computed ({name})", computed[0], "s", min=computed[1], max=computed[2]),
-        Row(f"TTFT of {tokens} tokens loaded ({name})", loaded[0], "s", computed[0], ratio, loaded[1], loaded[2]),
+        Row(
+            f"TTFT of {tokens} tokens computed ({name})",
+            computed[0],
+            "s",
+            min=computed[1],
+            max=computed[2],
+        ),
+        Row(
+            f"TTFT of {tokens} tokens loaded ({name})",
+            loaded[0],
+            "s",
+            computed[0],
+            ratio,
+            loaded[1],
+            loaded[2],
+        ),
     ]
 
 
@@ -73,14 +96,19 @@ def prompt(tokens: int, seed: int, words: int) -> list[int]:
 
 
 def with_vllm(tokens: int, rounds: int, _device: torch.device, model: dict[str, Any]) -> list[Pair]:
-    """vLLM's own prefix cache is emptied before the second time, so all but a rest of the prompt comes from slots."""
+    """vLLM's own prefix cache is emptied before the second time, so all but a rest of the prompt
+    comes from slots."""
     from vllm import LLM, SamplingParams
 
     from kvtier.cli.launch import TRANSFER
 
     width = model["hidden_size"] // model["num_attention_heads"]
     kv_bytes = 2 * 2 * model["num_key_value_heads"] * width * model["num_hidden_layers"]
-    extra = {"auto": False, "ram_bytes": 3 * (rounds + 1) * tokens * kv_bytes, "take_hits": "always"}
+    extra = {
+        "auto": False,
+        "ram_bytes": 3 * (rounds + 1) * tokens * kv_bytes,
+        "take_hits": "always",
+    }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(model), encoding="utf-8")
         llm = LLM(
@@ -107,12 +135,19 @@ def with_vllm(tokens: int, rounds: int, _device: torch.device, model: dict[str, 
         return pairs[1:]
 
 
-def with_transformers(tokens: int, rounds: int, device: torch.device, model: dict[str, Any]) -> list[Pair]:
-    """The forward pass of the last token runs over the KV that the prefill left; the load beside it is of its size."""
+def with_transformers(
+    tokens: int, rounds: int, device: torch.device, model: dict[str, Any]
+) -> list[Pair]:
+    """The forward pass of the last token runs over the KV that the prefill left; the load beside it
+    is of its size."""
     import transformers
 
     config = transformers.AutoConfig.for_model(**model)
-    engine = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device).eval()
+    engine = (
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        .to(device)
+        .eval()
+    )
     layers, heads = model["num_hidden_layers"], model["num_key_value_heads"]
     width = model["hidden_size"] // model["num_attention_heads"]
     shape = Geometry("prefill", layers, 2 * 2 * heads * width, 16)
@@ -130,7 +165,9 @@ def with_transformers(tokens: int, rounds: int, device: torch.device, model: dic
             computed = time.perf_counter() - begun
             begun = time.perf_counter()
             paged.copier.load(jobs)
-            last = engine(ids[:, -1:], past_key_values=done.past_key_values, use_cache=True, logits_to_keep=1)
+            last = engine(
+                ids[:, -1:], past_key_values=done.past_key_values, use_cache=True, logits_to_keep=1
+            )
             assert first < model["vocab_size"] > int(last.logits.argmax())
             pairs.append((computed, time.perf_counter() - begun))
     paged.close()

@@ -1,8 +1,10 @@
-"""Long Doc QA's arms: each is a vLLM server differing from ``none`` only in what its row of :data:`ARMS` says.
+"""Long Doc QA's arms: each is a vLLM server differing from ``none`` only in what its row of
+:data:`ARMS` says.
 
-All arms have vLLM's own prefix caching on. All but ``vllm-prefix-cache`` have the same small GPU cache: enough blocks
-for the requests in flight and half a document more, so that a document asked again has left it. That one keeps every
-document in it, which no tier below can beat: it is the bound the other arms are held against.
+All arms have vLLM's own prefix caching on. All but ``vllm-prefix-cache`` have the same small GPU
+cache: enough blocks for the requests in flight and half a document more, so that a document asked
+again has left it. That one keeps every document in it, which no tier below can beat: it is the
+bound the other arms are held against.
 """
 
 from __future__ import annotations
@@ -27,9 +29,12 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to serve. ``kvtier``: environment of the connector, values as templates over :meth:`Sizes.names`; None:
-    no connector. ``beside``, ``beside_env``: a cache of its own process, templates too (:mod:`kvtier.bench.companion`).
-    ``second_engine``: another vLLM server, started after the warm-up, answers the query round. ``gpu_hit_limit``: what
+    """One way to serve. ``kvtier``: environment of the connector, values as templates over
+    :meth:`Sizes.names`; None:
+    no connector. ``beside``, ``beside_env``: a cache of its own process, templates too
+      (:mod:`kvtier.bench.companion`).
+    ``second_engine``: another vLLM server, started after the warm-up, answers the query round.
+      ``gpu_hit_limit``: what
     its TTFT may be, as a multiple of ``vllm-prefix-cache``'s."""
 
     name: str
@@ -87,7 +92,8 @@ ARMS: dict[str, Arm] = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the arms' caches must hold. Tokens and bytes; ``token_bytes`` is the KV of one token in all layers."""
+    """What the arms' caches must hold. Tokens and bytes; ``token_bytes`` is the KV of one token in
+    all layers."""
 
     workload: Workload
     inflight: int
@@ -108,9 +114,16 @@ class Sizes:
         return self.request_blocks * self.block_tokens
 
     def gpu_blocks(self, arm: Arm) -> int:
-        """Blocks of the engine's cache; one more than asked for, because vLLM keeps block 0 for itself."""
+        """Blocks of the engine's cache; one more than asked for, because vLLM keeps block 0 for
+        itself."""
         if arm.keeps_all_on_gpu:
-            tail = math.ceil((self.workload.request_length - self.workload.document_length) / self.block_tokens) + 1
+            tail = (
+                math.ceil(
+                    (self.workload.request_length - self.workload.document_length)
+                    / self.block_tokens
+                )
+                + 1
+            )
             asked = len(self.workload.queries()) * tail
             return (self.documents + self.inflight + 1) * self.request_blocks + asked + 1
         return self.inflight * self.request_blocks + self.request_blocks // 2 + 1
@@ -120,7 +133,11 @@ class Sizes:
 
     def names(self, nvme_path: Path, run: Path) -> dict[str, str]:
         """What an arm's templates may name. ``run``: the folder of its companion's socket."""
-        request = math.ceil(self.workload.request_length / self.chunk_tokens) * self.chunk_tokens * self.token_bytes
+        request = (
+            math.ceil(self.workload.request_length / self.chunk_tokens)
+            * self.chunk_tokens
+            * self.token_bytes
+        )
         everything = (self.documents + self.inflight + 2) * request
         return {
             "ram_all": _mib(everything),
@@ -139,9 +156,19 @@ def installed() -> list[Arm]:
 
 
 def server_args(arm: Arm, sizes: Sizes) -> list[str]:
-    """vLLM's arguments that make this arm; what all arms share is :mod:`kvtier.bench.long_doc_qa`'s."""
-    args = ["--max-model-len", str(sizes.max_model_len), "--num-gpu-blocks-override", str(sizes.gpu_blocks(arm))]
-    return args if arm.kvtier is None else [*args, "--kv-transfer-config", json.dumps(TRANSFER, separators=(",", ":"))]
+    """vLLM's arguments that make this arm; what all arms share is
+    :mod:`kvtier.bench.long_doc_qa`'s."""
+    args = [
+        "--max-model-len",
+        str(sizes.max_model_len),
+        "--num-gpu-blocks-override",
+        str(sizes.gpu_blocks(arm)),
+    ]
+    return (
+        args
+        if arm.kvtier is None
+        else [*args, "--kv-transfer-config", json.dumps(TRANSFER, separators=(",", ":"))]
+    )
 
 
 def filled(templates: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:

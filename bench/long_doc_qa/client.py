@@ -1,4 +1,5 @@
-"""Long Doc QA's client: streams completions from an OpenAI-compatible server and reads its hit counters."""
+"""Long Doc QA's client: streams completions from an OpenAI-compatible server and reads its hit
+counters."""
 
 from __future__ import annotations
 
@@ -19,11 +20,22 @@ from kvtier.core.errors import KVTierError
 if TYPE_CHECKING:
     import aiohttp
 
-TIERS = {"device": "gpu", "host": "ram", "disk": "nvme", "p2p": "redis", "external_unspecified": "unknown"}
+TIERS = {
+    "device": "gpu",
+    "host": "ram",
+    "disk": "nvme",
+    "p2p": "redis",
+    "external_unspecified": "unknown",
+}
 """vLLM's names of where a hit came from -> ours. kvtier's Redis tier reports itself as a peer."""
 
-_BY_SOURCE = re.compile(r'^vllm:prompt_tokens_cached_by_source_total\{[^}]*source="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
-_TOTALS = {"gpu": "vllm:prefix_cache_hits_total", "unknown": "vllm:external_prefix_cache_hits_total"}
+_BY_SOURCE = re.compile(
+    r'^vllm:prompt_tokens_cached_by_source_total\{[^}]*source="(\w+)"[^}]*\} (\S+)', re.MULTILINE
+)
+_TOTALS = {
+    "gpu": "vllm:prefix_cache_hits_total",
+    "unknown": "vllm:external_prefix_cache_hits_total",
+}
 _SAMPLE_WORDS = 4000
 ENGINE_HEADER = "X-Engine"
 """Of an answer: which engine a router has sent it to (deploy/routing)."""
@@ -35,8 +47,9 @@ class RequestError(KVTierError):
 
 @dataclass(slots=True)
 class Outcome:
-    """One request as measured. Times in seconds from the start of its round. ``tokens``: ids where the server gave
-    them, else the text's pieces joined. ``cached_tokens``: None where the server does not tell."""
+    """One request as measured. Times in seconds from the start of its round. ``tokens``: ids where
+    the server gave them, else the text's pieces joined. ``cached_tokens``: None where the server
+    does not tell."""
 
     document: int
     question: int
@@ -65,8 +78,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A server and how it wants to be asked. ``vllm``: it knows vLLM's additions (token ids in and out, answers of
-    exactly the length asked for). ``version``: vLLM's, where the server says."""
+    """A server and how it wants to be asked. ``vllm``: it knows vLLM's additions (token ids in and
+    out, answers of exactly the length asked for). ``version``: vLLM's, where the server says."""
 
     base_url: str
     model: str
@@ -75,10 +88,13 @@ class Client:
     version: str | None = None
 
     def run(self, asks: Sequence[Ask], inflight: int, on_done: Callable[[], None]) -> list[Outcome]:
-        """One round: at most ``inflight`` requests at a time, begun in order. A failed request is an Outcome too."""
+        """One round: at most ``inflight`` requests at a time, begun in order. A failed request is
+        an Outcome too."""
         return asyncio.run(self._run(asks, inflight, on_done))
 
-    async def _run(self, asks: Sequence[Ask], inflight: int, on_done: Callable[[], None]) -> list[Outcome]:
+    async def _run(
+        self, asks: Sequence[Ask], inflight: int, on_done: Callable[[], None]
+    ) -> list[Outcome]:
         import aiohttp
 
         free = asyncio.Semaphore(inflight)
@@ -87,7 +103,9 @@ class Client:
 
         async def one(ask: Ask) -> Outcome:
             async with free:
-                outcome = Outcome(ask.document, ask.question, ask.is_miss, time.perf_counter() - begun)
+                outcome = Outcome(
+                    ask.document, ask.question, ask.is_miss, time.perf_counter() - begun
+                )
                 try:
                     await self.stream(session, ask, outcome, begun)
                 except (aiohttp.ClientError, TimeoutError, RequestError, ValueError) as error:
@@ -99,8 +117,11 @@ class Client:
         async with aiohttp.ClientSession(timeout=limits, read_bufsize=2**20) as session:
             return list(await asyncio.gather(*map(one, asks)))
 
-    async def stream(self, session: aiohttp.ClientSession, ask: Ask, outcome: Outcome, begun: float) -> None:
-        """One request, into ``outcome``. Raises what aiohttp raises, TimeoutError, RequestError and ValueError."""
+    async def stream(
+        self, session: aiohttp.ClientSession, ask: Ask, outcome: Outcome, begun: float
+    ) -> None:
+        """One request, into ``outcome``. Raises what aiohttp raises, TimeoutError, RequestError and
+        ValueError."""
         async with session.post(f"{self.base_url}/v1/completions", json=self._body(ask)) as reply:
             if reply.status != 200:
                 raise RequestError(f"HTTP {reply.status}: {(await reply.text())[:500]}")
@@ -140,12 +161,17 @@ def _take(event: dict[str, Any], outcome: Outcome) -> None:
     if usage:
         outcome.prompt_tokens = usage.get("prompt_tokens", 0)
         outcome.output_tokens = usage.get("completion_tokens", 0)
-        outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", outcome.cached_tokens)
+        outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get(
+            "cached_tokens", outcome.cached_tokens
+        )
 
 
-def connect(base_url: str, model: str | None, timeout_s: float) -> tuple[Client, Sequence[int | str]]:
-    """A client for the server and the words to make prompts of: token ids where the server has vLLM's ``/tokenize``
-    (so that no special token is ever among them), else made-up words. Raises RequestError when it does not answer."""
+def connect(
+    base_url: str, model: str | None, timeout_s: float
+) -> tuple[Client, Sequence[int | str]]:
+    """A client for the server and the words to make prompts of: token ids where the server has
+    vLLM's ``/tokenize`` (so that no special token is ever among them), else made-up words. Raises
+    RequestError when it does not answer."""
     base_url = base_url.rstrip("/").removesuffix("/v1")
     if model is None:
         model = str(_ask(f"{base_url}/v1/models")["data"][0]["id"])
@@ -176,8 +202,8 @@ def hit_counters(base_url: str) -> dict[str, float] | None:
 
 
 def parse_hits(metrics: str) -> dict[str, float] | None:
-    """Tier -> tokens from vLLM's Prometheus text, summed over engines. Versions before 0.32 only tell their own
-    cache from a connector's: the latter is ``unknown`` then."""
+    """Tier -> tokens from vLLM's Prometheus text, summed over engines. Versions before 0.32 only
+    tell their own cache from a connector's: the latter is ``unknown`` then."""
     hits: dict[str, float] = {}
     for source, value in _BY_SOURCE.findall(metrics):
         tier = TIERS.get(source, "unknown")
@@ -198,4 +224,6 @@ def _ask(url: str, body: dict[str, Any] | None = None) -> Any:
         with urllib.request.urlopen(request, timeout=60) as reply:
             return json.load(reply)
     except (urllib.error.URLError, OSError, ValueError) as error:
-        raise RequestError(f"{url} does not answer as an OpenAI-compatible server does: {error}") from error
+        raise RequestError(
+            f"{url} does not answer as an OpenAI-compatible server does: {error}"
+        ) from error

@@ -32,17 +32,29 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags; every length is in tokens. What parses them is to be completed by :func:`chosen`."""
+    """Declare the flags; every length is in tokens. What parses them is to be completed by
+    :func:`chosen`."""
     add = parser.add_argument
-    add("--model", help="directory or name; with --base-url the name it serves (default: its first)")
-    add("--base-url", type=url, metavar="URL", help="measure this running server instead of starting one per arm")
+    add(
+        "--model", help="directory or name; with --base-url the name it serves (default: its first)"
+    )
+    add(
+        "--base-url",
+        type=url,
+        metavar="URL",
+        help="measure this running server instead of starting one per arm",
+    )
     add(
         "--arms",
         type=_arms,
         default=installed(),
         help=f"of {','.join(ARMS)} (default: all that are installed)",
     )
-    add("--preset", choices=PRESETS, help="a shape with a name; lmi: the one that AWS publishes numbers of")
+    add(
+        "--preset",
+        choices=PRESETS,
+        help="a shape with a name; lmi: the one that AWS publishes numbers of",
+    )
     _add_shape(parser)
     add(
         "--hit-miss-ratio",
@@ -51,19 +63,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="H:M",
         help="after H queries, M on unseen documents (default: 1:0)",
     )
-    add("--settle-seconds", type=seconds, default=2.0, metavar="S", help="pause between warm-up and query (default: 2)")
-    add("--request-timeout", type=seconds, default=600.0, metavar="S", help="for one request (default: 600)")
+    add(
+        "--settle-seconds",
+        type=seconds,
+        default=2.0,
+        metavar="S",
+        help="pause between warm-up and query (default: 2)",
+    )
+    add(
+        "--request-timeout",
+        type=seconds,
+        default=600.0,
+        metavar="S",
+        help="for one request (default: 600)",
+    )
     add(
         "--output-dir",
         type=Path,
         default=Path("build/long_doc_qa"),
         help="for long_doc_qa.json, .csv, .png and logs (default: build/long_doc_qa)",
     )
-    add("--require-same-tokens", action="store_true", help="exit with 1 when an arm answers differently from none")
+    add(
+        "--require-same-tokens",
+        action="store_true",
+        help="exit with 1 when an arm answers differently from none",
+    )
+    _add_own(parser)
+
+
+def _add_own(parser: argparse.ArgumentParser) -> None:
+    """For servers that the benchmark starts itself."""
     own = parser.add_argument_group("servers started here").add_argument
     about = "float32 makes answers comparable bit by bit (default: auto, the model's own)"
     own("--dtype", choices=["auto", *DTYPE_BYTES], default="auto", help=about)
-    own("--block-size", type=positive, help="vLLM's block in tokens (default: 128 on CPU, 16 on GPU)")
+    own(
+        "--block-size",
+        type=positive,
+        help="vLLM's block in tokens (default: 128 on CPU, 16 on GPU)",
+    )
     own("--chunk-tokens", type=positive, default=256, help="kvtier's chunk (default: 256)")
     own(
         "--server-args",
@@ -85,7 +122,9 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     def add(flag: str, about: str, **more: Any) -> None:
         key = flag.removeprefix("--").replace("-", "_")
         others = [f"; {name}: {preset[key]}" for name, preset in PRESETS.items() if key in preset]
-        parser.add_argument(flag, help=f"{about} (default: {DEFAULTS[key]}{''.join(others)})", **more)
+        parser.add_argument(
+            flag, help=f"{about} (default: {DEFAULTS[key]}{''.join(others)})", **more
+        )
 
     add("--num-documents", "documents", type=positive)
     add("--document-length", "tokens of a document", type=positive)
@@ -94,7 +133,11 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     add("--repeat-count", "times each document is asked about in the query round", type=positive)
     add("--repeat-mode", "order of repeats: abcabc, aabbcc or shuffled", choices=REPEAT_MODES)
     add("--max-inflight-requests", "requests at once", type=positive)
-    add("--shuffle-seed", "of documents and order; another number gives documents never seen before", type=int)
+    add(
+        "--shuffle-seed",
+        "of documents and order; another number gives documents never seen before",
+        type=int,
+    )
 
 
 def chosen(args: argparse.Namespace) -> argparse.Namespace:
@@ -107,7 +150,9 @@ def chosen(args: argparse.Namespace) -> argparse.Namespace:
 def _arms(text: str) -> list[Arm]:
     unknown = [name for name in text.split(",") if name not in ARMS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"unknown arm {', '.join(unknown)}; known: {', '.join(ARMS)}")
+        raise argparse.ArgumentTypeError(
+            f"unknown arm {', '.join(unknown)}; known: {', '.join(ARMS)}"
+        )
     return [ARMS[name] for name in text.split(",")]
 
 
@@ -129,7 +174,9 @@ def seconds(text: str) -> float:
 
 def url(text: str) -> str:
     if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no address; expected for example http://localhost:8000")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no address; expected for example http://localhost:8000"
+        )
     return text
 
 

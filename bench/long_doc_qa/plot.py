@@ -1,6 +1,8 @@
-"""Long Doc QA's picture: time to first token, latency, and where the prompts' KV came from, per arm.
+"""Long Doc QA's picture: time to first token, latency, and where the prompts' KV came from, per
+arm.
 
-A colour means one thing: where KV comes from. The third panel shows the shares; the bars of the other two have the
+A colour means one thing: where KV comes from. The third panel shows the shares; the bars of the
+    other two have the
 colour of the greatest share.
 """
 
@@ -16,9 +18,20 @@ from kvtier.bench.long_doc_qa.arms import COLD
 from kvtier.bench.long_doc_qa.report import NAME, Summary, base_of
 
 # Okabe and Ito's palette: distinct also to colour-blind readers.
-_TIER_COLOURS = {"gpu": "#56b4e9", "ram": "#009e73", "nvme": "#e69f00", "redis": "#cc79a7", "unknown": "#0072b2"}
+_TIER_COLOURS = {
+    "gpu": "#56b4e9",
+    "ram": "#009e73",
+    "nvme": "#e69f00",
+    "redis": "#cc79a7",
+    "unknown": "#0072b2",
+}
 _COMPUTED, _NOT_TOLD = "#9a9a9a", "#d9d2c5"
-_LABELS = {"gpu": "vLLM's own cache", "unknown": "a connector's cache", _COMPUTED: "computed", _NOT_TOLD: "not told"}
+_LABELS = {
+    "gpu": "vLLM's own cache",
+    "unknown": "a connector's cache",
+    _COMPUTED: "computed",
+    _NOT_TOLD: "not told",
+}
 # Inches above and below the bars; of a further line of the subtitle.
 _HEAD, _FOOT, _LINE = 1.2, 0.95, 0.2
 _SUBTITLE_CHARACTERS = 185
@@ -34,12 +47,20 @@ def write_plot(folder: Path, summaries: Sequence[Summary], subtitle: str) -> Pat
     lines = textwrap.wrap(subtitle, _SUBTITLE_CHARACTERS)
     head = _HEAD + _LINE * (len(lines) - 1)
     inches = head + _FOOT + 0.55 * len(summaries)
-    figure, axes = pyplot.subplots(1, 3, figsize=(12, inches), sharey=True, gridspec_kw={"width_ratios": [5, 4, 4]})
-    title = "Long Doc QA: first answers and repeated ones" if _cold(summaries) else "Long Doc QA: query round"
+    figure, axes = pyplot.subplots(
+        1, 3, figsize=(12, inches), sharey=True, gridspec_kw={"width_ratios": [5, 4, 4]}
+    )
+    title = (
+        "Long Doc QA: first answers and repeated ones"
+        if _cold(summaries)
+        else "Long Doc QA: query round"
+    )
     figure.text(0.012, 1 - 0.3 / inches, title, fontsize=14, fontweight="bold", va="center")
     figure.text(0.012, 1 - 0.48 / inches, "\n".join(lines), fontsize=9.5, color="#444444", va="top")
     left = (0.25 + 0.092 * max(len(summary.arm) for summary in summaries)) / 12
-    figure.subplots_adjust(left=left, right=0.985, wspace=0.08, bottom=_FOOT / inches, top=1 - head / inches)
+    figure.subplots_adjust(
+        left=left, right=0.985, wspace=0.08, bottom=_FOOT / inches, top=1 - head / inches
+    )
     _draw_ttft(axes[0], summaries)
     _draw_latency(axes[1], summaries)
     _draw_sources(axes[2], summaries)
@@ -60,10 +81,14 @@ def _cold(summaries: Sequence[Summary]) -> bool:
 
 
 def _shares(one: Summary) -> dict[str, float]:
-    """Colour -> percent of the prompts' tokens, greatest tier first in the order of the tiers; computed last."""
+    """Colour -> percent of the prompts' tokens, greatest tier first in the order of the tiers;
+    computed last."""
     if one.hits is None:
         return {_NOT_TOLD: 100.0}
-    shares = {colour: 100 * one.hits.get(tier, 0) / max(1, one.prompt_tokens) for tier, colour in _TIER_COLOURS.items()}
+    shares = {
+        colour: 100 * one.hits.get(tier, 0) / max(1, one.prompt_tokens)
+        for tier, colour in _TIER_COLOURS.items()
+    }
     return {colour: share for colour, share in shares.items() if share} | {
         _COMPUTED: max(0.0, 100 - sum(shares.values()))
     }
@@ -80,9 +105,14 @@ def _draw_ttft(axis: Any, summaries: Sequence[Summary]) -> None:
     labels = []
     for place, one in enumerate(summaries):
         axis.barh(place, one.ttft_mean, height=0.62, color=_main(one))
-        spread = [place + 0.22 * (index / max(1, len(one.ttft) - 1) * 2 - 1) for index in range(len(one.ttft))]
+        spread = [
+            place + 0.22 * (index / max(1, len(one.ttft) - 1) * 2 - 1)
+            for index in range(len(one.ttft))
+        ]
         axis.plot(one.ttft, spread, "o", markersize=3, color="black", alpha=0.45, markeredgewidth=0)
-        times = f"  ({base.ttft_mean / one.ttft_mean:.1f}x faster)" if base and one is not base else ""
+        times = (
+            f"  ({base.ttft_mean / one.ttft_mean:.1f}x faster)" if base and one is not base else ""
+        )
         labels.append((max(one.ttft), f"{one.ttft_mean:.2f} s{times}"))
     _label(axis, labels)
     axis.set_title("Time to first token (bar: mean, dots: requests)", fontsize=10.5, loc="left")
@@ -96,7 +126,8 @@ def _draw_latency(axis: Any, summaries: Sequence[Summary]) -> None:
 
 
 def _label(axis: Any, labels: Sequence[tuple[float, str]]) -> None:
-    """Write each text behind where its bar or dots end, and make the axis long enough for all of them."""
+    """Write each text behind where its bar or dots end, and make the axis long enough for all of
+    them."""
     inches = axis.get_position().width * 12
     room = [1 - (len(text) + 2) * _CHARACTER / inches for _, text in labels]
     limit = max(end / max(0.2, left) for (end, _), left in zip(labels, room, strict=True))
@@ -123,6 +154,15 @@ def _draw_legend(figure: Any, axis: Any, summaries: Sequence[Summary]) -> None:
     names = {colour: _LABELS.get(tier, tier) for tier, colour in _TIER_COLOURS.items()}
     names |= {colour: _LABELS[colour] for colour in (_COMPUTED, _NOT_TOLD)}
     used = {colour for one in summaries for colour in _shares(one)}
-    handles = [patches.Patch(color=colour, label=name) for colour, name in names.items() if colour in used]
+    handles = [
+        patches.Patch(color=colour, label=name) for colour, name in names.items() if colour in used
+    ]
     right = axis.get_position().x1
-    figure.legend(handles=handles, loc="lower right", bbox_to_anchor=(right, 0), ncols=7, fontsize=9, frameon=False)
+    figure.legend(
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(right, 0),
+        ncols=7,
+        fontsize=9,
+        frameon=False,
+    )

@@ -1,4 +1,5 @@
-"""What Long Doc QA's query rounds amount to: a summary per arm, the table, and DIR/long_doc_qa.{json,csv,png}."""
+"""What Long Doc QA's query rounds amount to: a summary per arm, the table, and
+DIR/long_doc_qa.{json,csv,png}."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ _SHOWN_TIERS = (*TIERS, "unknown")
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """An arm's query round, or a running server's cold one. ``hits``: tokens by tier, None where the server does not
-    count them."""
+    """An arm's query round, or a running server's cold one. ``hits``: tokens by tier, None where
+    the server does not count them."""
 
     arm: str
     outcomes: Sequence[Outcome]
@@ -31,7 +32,8 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One arm in numbers: seconds, tokens, and how many answers differ from those of ``none`` (None: not compared)."""
+    """One arm in numbers: seconds, tokens, and how many answers differ from those of ``none``
+    (None: not compared)."""
 
     arm: str
     ttft: Sequence[float]
@@ -57,7 +59,11 @@ class Summary:
 
     def as_json(self) -> dict[str, Any]:
         """The arm's entry in the results form."""
-        hits = dict.fromkeys(TIERS) if self.hits is None else {tier: self.hits.get(tier, 0) for tier in TIERS}
+        hits = (
+            dict.fromkeys(TIERS)
+            if self.hits is None
+            else {tier: self.hits.get(tier, 0) for tier in TIERS}
+        )
         unknown = (self.hits or {}).get("unknown", 0)
         return {
             "ttft_mean_s": self.ttft_mean,
@@ -76,7 +82,8 @@ class Summary:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest ranks, as numpy's default. ``values`` in any order, at least one."""
+    """Linear between the two nearest ranks, as numpy's default. ``values`` in any order, at least
+    one."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     low = int(place)
@@ -87,7 +94,11 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def summarise(rounds: Sequence[Round]) -> list[Summary]:
     """A summary per arm, in order. An arm of which every request failed has none."""
     reference = next((answers(arm.outcomes) for arm in rounds if arm.arm == NONE), None)
-    return [_summary(arm, reference) for arm in rounds if any(outcome.successful for outcome in arm.outcomes)]
+    return [
+        _summary(arm, reference)
+        for arm in rounds
+        if any(outcome.successful for outcome in arm.outcomes)
+    ]
 
 
 def answers(outcomes: Sequence[Outcome]) -> dict[tuple[int, int], tuple[int, ...] | str]:
@@ -110,14 +121,18 @@ def _summary(arm: Round, reference: Mapping[tuple[int, int], object] | None) -> 
         prompt_tokens=sum(outcome.prompt_tokens for outcome in good),
         output_tokens=sum(outcome.output_tokens for outcome in good),
         failed=len(arm.outcomes) - len(good),
-        hits=None if arm.hits is None else {tier: round(tokens) for tier, tokens in arm.hits.items()},
+        hits=None
+        if arm.hits is None
+        else {tier: round(tokens) for tier, tokens in arm.hits.items()},
         differing=differing,
         first_asked=[one.ttft for one in good if one.ttft is not None and one.question == 0],
         asked_again=[one.ttft for one in good if one.ttft is not None and one.question > 0],
     )
 
 
-def write_json(folder: Path, summaries: Sequence[Summary], rounds: Sequence[Round], **more: Any) -> Path:
+def write_json(
+    folder: Path, summaries: Sequence[Summary], rounds: Sequence[Round], **more: Any
+) -> Path:
     """Write the results form; ``requests`` holds the query round's requests of every arm."""
     path = folder / f"{NAME}.json"
     requests = {arm.arm: [_request(outcome) for outcome in arm.outcomes] for arm in rounds}
@@ -132,15 +147,27 @@ def base_of(summaries: Sequence[Summary]) -> Summary | None:
 
 
 def rows_of(summaries: Sequence[Summary]) -> list[Row]:
-    """Per arm TTFT (ratio to the base's; min and max over requests), total time and throughput; and TTFT as a multiple
-    of vLLM's own GPU hit where both ran."""
+    """Per arm TTFT (ratio to the base's; min and max over requests), total time and throughput; and
+    TTFT as a multiple of vLLM's own GPU hit where both ran."""
     by_name = {summary.arm: summary for summary in summaries}
     base, none, gpu = base_of(summaries), by_name.get(NONE), by_name.get(GPU_HIT)
     rows = []
     for one in summaries:
         ratio = one.ttft_mean / base.ttft_mean if base else None
-        rows.append(Row(f"{one.arm}: ttft mean", one.ttft_mean, "s", None, ratio, min(one.ttft), max(one.ttft)))
-        rows.append(Row(f"{one.arm}: total", one.total, "s", None, one.total / none.total if none else None))
+        rows.append(
+            Row(
+                f"{one.arm}: ttft mean",
+                one.ttft_mean,
+                "s",
+                None,
+                ratio,
+                min(one.ttft),
+                max(one.ttft),
+            )
+        )
+        rows.append(
+            Row(f"{one.arm}: total", one.total, "s", None, one.total / none.total if none else None)
+        )
         rows.append(Row(f"{one.arm}: prompt throughput", one.prompt_tokens / one.total, "tokens/s"))
         limit = ARMS[one.arm].gpu_hit_limit if one.arm in ARMS else None
         if gpu is not None and limit is not None:
@@ -148,7 +175,14 @@ def rows_of(summaries: Sequence[Summary]) -> list[Row]:
             rows.append(Row(f"{one.arm}: ttft mean against {GPU_HIT}", times, "x", limit, times))
         if one.arm in ARMS and ARMS[one.arm].second_engine and one.asked_again:
             times = statistics.fmean(one.first_asked) / statistics.fmean(one.asked_again)
-            rows.append(Row(f"{one.arm}: ttft of what another engine computed, against asked again", times, "x", 1.15))
+            rows.append(
+                Row(
+                    f"{one.arm}: ttft of what another engine computed, against asked again",
+                    times,
+                    "x",
+                    1.15,
+                )
+            )
     return rows
 
 
@@ -182,7 +216,17 @@ def print_table(summaries: Sequence[Summary]) -> None:
     """The shell's table, a row an arm."""
     base = base_of(summaries)
     against = base.arm if base else NONE
-    heads = ["arm", "TTFT mean", "p50", "p99", "latency", "total", "prompt tok/s", "hit tokens", f"TTFT vs {against}"]
+    heads = [
+        "arm",
+        "TTFT mean",
+        "p50",
+        "p99",
+        "latency",
+        "total",
+        "prompt tok/s",
+        "hit tokens",
+        f"TTFT vs {against}",
+    ]
     numbers = range(1, len(heads))
     rows = [[one.arm, *_cells(one, base)] for one in summaries]
     if any(one.differing is not None for one in summaries) or any(one.failed for one in summaries):
@@ -194,7 +238,10 @@ def print_table(summaries: Sequence[Summary]) -> None:
 
 def _cells(one: Summary, base: Summary | None) -> list[str]:
     return [
-        *(f"{value:.3f} s" for value in (one.ttft_mean, percentile(one.ttft, 50), percentile(one.ttft, 99))),
+        *(
+            f"{value:.3f} s"
+            for value in (one.ttft_mean, percentile(one.ttft, 50), percentile(one.ttft, 99))
+        ),
         f"{one.latency_mean:.3f} s",
         f"{one.total:.1f} s",
         f"{one.prompt_tokens / one.total:,.0f}",
@@ -212,7 +259,11 @@ def _answers(one: Summary) -> str:
 def _hits_text(one: Summary) -> str:
     if one.hits is None:
         return "not told"
-    shares = [f"{tier} {one.hits[tier] / max(1, one.prompt_tokens):.0%}" for tier in _SHOWN_TIERS if one.hits.get(tier)]
+    shares = [
+        f"{tier} {one.hits[tier] / max(1, one.prompt_tokens):.0%}"
+        for tier in _SHOWN_TIERS
+        if one.hits.get(tier)
+    ]
     return ", ".join(shares) or "none"
 
 
@@ -221,10 +272,28 @@ def verdict(summaries: Sequence[Summary]) -> tuple[bool, str]:
     compared = [summary for summary in summaries if summary.differing is not None]
     cold = next((summary for summary in summaries if summary.arm == COLD), None)
     if cold is not None and any((cold.hits or {}).values()):
-        return True, "The cold round had hits: documents were here before. Another --shuffle-seed gives new ones."
+        return (
+            True,
+            (
+                "The cold round had hits: documents were here before. Another --shuffle-seed gives "
+                "new ones."
+            ),
+        )
     if not compared:
-        return True, "Answers were not compared: that needs servers started here, the arm none and another one."
+        return (
+            True,
+            (
+                "Answers were not compared: that needs servers started here, the arm none and "
+                "another one."
+            ),
+        )
     wrong = [f"{summary.arm} ({summary.differing})" for summary in compared if summary.differing]
     if wrong:
         return False, f"Answers DIFFER from those of none, by requests: {', '.join(wrong)}."
-    return True, f"All arms gave the same greedy tokens as none: {', '.join(summary.arm for summary in compared)}."
+    return (
+        True,
+        (
+            "All arms gave the same greedy tokens as none: "
+            f"{', '.join(summary.arm for summary in compared)}."
+        ),
+    )

@@ -1,12 +1,15 @@
-"""Long Doc QA: how long readers of long documents wait for the first token, with and without kvtier.
+"""Long Doc QA: how long readers of long documents wait for the first token, with and without
+kvtier.
 
-``kvtier bench long-doc-qa`` or ``python -m kvtier.bench.long_doc_qa``. Three rounds an arm: *pre-warm-up* (a few
-unrelated prompts), *warm-up* (every document once: the caches fill) and *query* (every document again, another
-question at its end: the caches are read; only this round counts). Against a server of yours (``--base-url``), or
-against servers started here, one per arm (:mod:`kvtier.bench.long_doc_qa.arms`). The shape follows LMCache's
-benchmark of the same name (LMCache/LMCache, benchmarks/long_doc_qa).
+``kvtier bench long-doc-qa`` or ``python -m kvtier.bench.long_doc_qa``. Three rounds an arm:
+*pre-warm-up* (a few unrelated prompts), *warm-up* (every document once: the caches fill) and
+*query* (every document again, another question at its end: the caches are read; only this round
+counts). Against a server of yours (``--base-url``), or against servers started here, one per arm
+(:mod:`kvtier.bench.long_doc_qa.arms`). The shape follows LMCache's benchmark of the same name
+(LMCache/LMCache, benchmarks/long_doc_qa).
 
-A running server has no arm without a cache to be held against: there the warm-up is measured too, as ``cold``.
+A running server has no arm without a cache to be held against: there the warm-up is measured too,
+    as ``cold``.
 """
 
 from __future__ import annotations
@@ -27,7 +30,14 @@ from kvtier.bench.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.long_doc_qa import client
 from kvtier.bench.long_doc_qa.arms import COLD, Arm, Sizes, filled, server_args
 from kvtier.bench.long_doc_qa.flags import DEFAULTS, DTYPE_BYTES, add_arguments, chosen
-from kvtier.bench.long_doc_qa.report import Round, print_table, summarise, verdict, write_csv, write_json
+from kvtier.bench.long_doc_qa.report import (
+    Round,
+    print_table,
+    summarise,
+    verdict,
+    write_csv,
+    write_json,
+)
 from kvtier.bench.long_doc_qa.work import Ask, Workload
 from kvtier.bench.model import kv_token_bytes, read_config
 from kvtier.bench.report import machine_facts
@@ -60,8 +70,11 @@ def run(args: argparse.Namespace) -> int:
     return conclude(args, rounds)
 
 
-def conclude(args: argparse.Namespace, rounds: Sequence[Round], running: client.Client | None = None) -> int:
-    """Print the table, write the files; the exit status. ``running``: the server that was not started here."""
+def conclude(
+    args: argparse.Namespace, rounds: Sequence[Round], running: client.Client | None = None
+) -> int:
+    """Print the table, write the files; the exit status. ``running``: the server that was not
+    started here."""
     from kvtier.bench.long_doc_qa.plot import write_plot
 
     failed = [outcome for arm in rounds for outcome in arm.outcomes if not outcome.successful]
@@ -69,7 +82,10 @@ def conclude(args: argparse.Namespace, rounds: Sequence[Round], running: client.
         print(f"a request failed: {outcome.error}", file=sys.stderr)
     summaries = summarise(rounds)
     shape = _shape(args, running)
-    files = [write_csv(args.output_dir, rounds), write_json(args.output_dir, summaries, rounds, workload=shape)]
+    files = [
+        write_csv(args.output_dir, rounds),
+        write_json(args.output_dir, summaries, rounds, workload=shape),
+    ]
     same, words = verdict(summaries)
     if summaries:
         print_table(summaries)
@@ -82,8 +98,11 @@ def conclude(args: argparse.Namespace, rounds: Sequence[Round], running: client.
 def _measure_running(
     args: argparse.Namespace, asker: client.Client, words: Sequence[int | str], progress: Progress
 ) -> list[Round]:
-    """The cold round and the query round: the server has no arm without a cache, so its first answers are the base."""
-    rounds = _Rounds(asker, Workload.of(args, words), args.max_inflight_requests, _OTHER_SERVER, progress)
+    """The cold round and the query round: the server has no arm without a cache, so its first
+    answers are the base."""
+    rounds = _Rounds(
+        asker, Workload.of(args, words), args.max_inflight_requests, _OTHER_SERVER, progress
+    )
     rounds.pre_warm_up()
     cold = rounds.cold()
     time.sleep(args.settle_seconds)
@@ -91,7 +110,8 @@ def _measure_running(
 
 
 def _measure_own(args: argparse.Namespace, arm: Arm, progress: Progress) -> Round:
-    """One arm from its server's start to its stop; the arm's NVMe folder and companion live as long."""
+    """One arm from its server's start to its stop; the arm's NVMe folder and companion live as
+    long."""
     place = args.output_dir / "servers" / arm.name
     shutil.rmtree(place, ignore_errors=True)
     (place / "nvme").mkdir(parents=True)
@@ -102,8 +122,12 @@ def _measure_own(args: argparse.Namespace, arm: Arm, progress: Progress) -> Roun
         if arm.beside:
             command = [word.format_map(names) for word in arm.beside]
             ready = partial(listens, run / SOCKET)
-            ends.enter_context(companion(command, filled(arm.beside_env, names), ready, place / "beside.log"))
-        first, second = (own_server(args, arm, sizes, names, place / log) for log in ("server.log", "second.log"))
+            ends.enter_context(
+                companion(command, filled(arm.beside_env, names), ready, place / "beside.log")
+            )
+        first, second = (
+            own_server(args, arm, sizes, names, place / log) for log in ("server.log", "second.log")
+        )
         _start(arm, first, progress, ends)
         return _three_rounds(args, arm, _Engines(first, second, ends), progress)
 
@@ -122,10 +146,16 @@ class _Engines(NamedTuple):
     ends: ExitStack
 
 
-def _three_rounds(args: argparse.Namespace, arm: Arm, engines: _Engines, progress: Progress) -> Round:
+def _three_rounds(
+    args: argparse.Namespace, arm: Arm, engines: _Engines, progress: Progress
+) -> Round:
     def connected(server: VllmServer) -> _Rounds:
-        asker, words = client.connect(server.base_url, served_name(args.model), args.request_timeout)
-        return _Rounds(asker, Workload.of(args, words), args.max_inflight_requests, arm.name, progress)
+        asker, words = client.connect(
+            server.base_url, served_name(args.model), args.request_timeout
+        )
+        return _Rounds(
+            asker, Workload.of(args, words), args.max_inflight_requests, arm.name, progress
+        )
 
     rounds = connected(engines.first)
     rounds.fill()
@@ -146,26 +176,40 @@ def _three_rounds(args: argparse.Namespace, arm: Arm, engines: _Engines, progres
 def _sizes(args: argparse.Namespace) -> Sizes:
     """What the arms' caches must hold for this model and workload."""
     if not args.model:
-        raise ConfigError("--model is missing: a directory or a name that vLLM can serve (or --base-url of a server)")
+        raise ConfigError(
+            "--model is missing: a directory or a name that vLLM can serve (or --base-url of "
+            "a server)"
+        )
     block, token_bytes = geometry(args)
-    return Sizes(Workload.of(args, [0]), args.max_inflight_requests, block, args.chunk_tokens, token_bytes)
+    return Sizes(
+        Workload.of(args, [0]), args.max_inflight_requests, block, args.chunk_tokens, token_bytes
+    )
 
 
 def geometry(args: argparse.Namespace) -> tuple[int, int]:
     """Tokens of vLLM's block here, and bytes of a token's KV in all layers."""
     config = read_config(args.model)
-    dtype = args.dtype if args.dtype != "auto" else str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    return args.block_size or (128 if on_cpu() else 16), kv_token_bytes(config, DTYPE_BYTES.get(dtype, 2))
+    dtype = (
+        args.dtype
+        if args.dtype != "auto"
+        else str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    )
+    return args.block_size or (128 if on_cpu() else 16), kv_token_bytes(
+        config, DTYPE_BYTES.get(dtype, 2)
+    )
 
 
-def own_server(args: argparse.Namespace, arm: Arm, sizes: Sizes, names: Mapping[str, str], log: Path) -> VllmServer:
+def own_server(
+    args: argparse.Namespace, arm: Arm, sizes: Sizes, names: Mapping[str, str], log: Path
+) -> VllmServer:
     """An arm's server, not started."""
     command = [*shared_args(args, sizes.block_tokens), *server_args(arm, sizes)]
     env = filled(arm.kvtier or {}, names)
     if on_cpu():
         command.append("--enforce-eager")
         env["VLLM_CPU_KVCACHE_SPACE"] = str(sizes.gpu_gib(arm))
-        # With a connector vLLM reserves other CPU cores than without; all arms must compute on the same ones.
+        # With a connector vLLM reserves other CPU cores than without; all arms must compute on the
+        # same ones.
         env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
     command += shlex.split(args.server_args)
     return VllmServer(args.model, command, env, log, args.server_timeout)
@@ -174,7 +218,13 @@ def own_server(args: argparse.Namespace, arm: Arm, sizes: Sizes, names: Mapping[
 def shared_args(args: argparse.Namespace, block_tokens: int) -> list[str]:
     """vLLM's arguments that every server started here has."""
     command = ["--served-model-name", served_name(args.model), "--dtype", args.dtype]
-    return [*command, "--block-size", str(block_tokens), "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    return [
+        *command,
+        "--block-size",
+        str(block_tokens),
+        "--enable-prefix-caching",
+        "--enable-prompt-tokens-details",
+    ]
 
 
 def on_cpu() -> bool:
@@ -189,7 +239,9 @@ def served_name(model: str) -> str:
 class _Rounds:
     """The rounds of one arm, each with its progress bar."""
 
-    def __init__(self, asker: client.Client, workload: Workload, inflight: int, arm: str, progress: Progress) -> None:
+    def __init__(
+        self, asker: client.Client, workload: Workload, inflight: int, arm: str, progress: Progress
+    ) -> None:
         self._asker = asker
         self._workload = workload
         self._inflight = inflight
@@ -197,7 +249,8 @@ class _Rounds:
         self._progress = progress
 
     def fill(self) -> None:
-        """Pre-warm-up and warm-up. Raises RequestError when a request fails: the query round would measure nothing."""
+        """Pre-warm-up and warm-up. Raises RequestError when a request fails: the query round would
+        measure nothing."""
         self.pre_warm_up()
         self._must_succeed(self._round("warm-up", self._workload.warm_up()))
 
@@ -205,7 +258,8 @@ class _Rounds:
         self._must_succeed(self._round("pre-warm-up", self._workload.pre_warm_up()))
 
     def cold(self) -> Round:
-        """Every document for the first time, with answers as long as the query round's, so that both compare."""
+        """Every document for the first time, with answers as long as the query round's, so that
+        both compare."""
         return self._counted(COLD, self._workload.warm_up(self._workload.output_len))
 
     def query(self) -> Round:
@@ -230,7 +284,9 @@ class _Rounds:
     def _must_succeed(self, outcomes: Sequence[client.Outcome]) -> None:
         for outcome in outcomes:
             if not outcome.successful:
-                raise client.RequestError(f"arm {self._arm}: a request before the query round failed: {outcome.error}")
+                raise client.RequestError(
+                    f"arm {self._arm}: a request before the query round failed: {outcome.error}"
+                )
 
 
 @contextmanager
@@ -246,9 +302,21 @@ def terminable() -> Iterator[None]:
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
 
-    columns: tuple[Any, ...] = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns: tuple[Any, ...] = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+    )
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
         yield progress
 
@@ -258,20 +326,38 @@ def _shape(args: argparse.Namespace, running: client.Client | None) -> dict[str,
     shape = {name: getattr(args, name) for name in DEFAULTS}
     shape["hit_miss_ratio"] = ":".join(map(str, args.hit_miss_ratio))
     if running is not None:
-        return shape | {"model": served_name(running.model), "server": "a running one; machine is its client's"}
-    return shape | {"model": served_name(args.model or ""), "dtype": args.dtype, "chunk_tokens": args.chunk_tokens}
+        return shape | {
+            "model": served_name(running.model),
+            "server": "a running one; machine is its client's",
+        }
+    return shape | {
+        "model": served_name(args.model or ""),
+        "dtype": args.dtype,
+        "chunk_tokens": args.chunk_tokens,
+    }
 
 
 def _subtitle(args: argparse.Namespace, running: client.Client | None) -> str:
     """What was asked of whom. Of a running server nothing is known here but what it says itself."""
-    asked = f"{args.num_documents} documents of {args.document_length:,} tokens, each asked {args.repeat_count} times"
+    asked = (
+        f"{args.num_documents} documents of {args.document_length:,} tokens, each asked "
+        f"{args.repeat_count} times"
+    )
     parts = [f"{asked} ({args.repeat_mode}), {args.max_inflight_requests} in flight"]
     if running is not None:
-        parts += [f"model {served_name(running.model)}", f"vLLM {running.version}" if running.version else ""]
+        parts += [
+            f"model {served_name(running.model)}",
+            f"vLLM {running.version}" if running.version else "",
+        ]
         return "; ".join([*filter(None, parts), "a server that ran already"])
     facts = machine_facts()
-    parts += [f"model {served_name(args.model)}" if args.model else "", f"vLLM {facts.get('vllm', 'elsewhere')}"]
-    return "; ".join([*filter(None, parts), str(facts.get("gpu", f"{facts['cpu']}, {facts['cores']} cores"))])
+    parts += [
+        f"model {served_name(args.model)}" if args.model else "",
+        f"vLLM {facts.get('vllm', 'elsewhere')}",
+    ]
+    return "; ".join(
+        [*filter(None, parts), str(facts.get("gpu", f"{facts['cpu']}, {facts['cores']} cores"))]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

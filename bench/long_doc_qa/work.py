@@ -1,7 +1,9 @@
-"""Long Doc QA's workload: which prompt is asked when. Pure: the same arguments give the same prompts.
+"""Long Doc QA's workload: which prompt is asked when. Pure: the same arguments give the same
+prompts.
 
-A prompt is a document followed by a question, so that the document is the prefix that several prompts share. Words
-are token ids where the server takes them, else strings (one made-up word is about one token).
+A prompt is a document followed by a question, so that the document is the prefix that several
+prompts share. Words are token ids where the server takes them, else strings (one made-up word is
+about one token).
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ _PRE_WARM_UP_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. ``document`` is the index of the document, ``question`` that of the question asked about it;
+    """One request. ``document`` is the index of the document, ``question`` that of the question
+    asked about it;
     ``is_miss``: the round before did not see this document."""
 
     document: int
@@ -46,7 +49,8 @@ class Workload:
 
     @classmethod
     def of(cls, args: argparse.Namespace, words: Sequence[int | str]) -> Workload:
-        """The workload that the command line (:func:`kvtier.bench.long_doc_qa.flags.add_arguments`) describes."""
+        """The workload that the command line (:func:`kvtier.bench.long_doc_qa.flags.add_arguments`)
+        describes."""
         return cls(
             words=words,
             num_documents=args.num_documents,
@@ -65,7 +69,8 @@ class Workload:
         return self.document_length + self.question_length + self.output_len
 
     def pre_warm_up(self) -> list[Ask]:
-        """A few short prompts that nothing else shares: first-use costs of the server are paid here."""
+        """A few short prompts that nothing else shares: first-use costs of the server are paid
+        here."""
         length = max(1, self.document_length // _PRE_WARM_UP_SHARE)
         return [
             Ask(-1 - index, 0, self._text(("pre-warm-up", index), length), min(2, self.output_len))
@@ -73,15 +78,16 @@ class Workload:
         ]
 
     def warm_up(self, output_len: int = 1) -> list[Ask]:
-        """Every document once, with a question nobody asks again; one token of answer where only the fill counts."""
+        """Every document once, with a question nobody asks again; one token of answer where only
+        the fill counts."""
         return [
             Ask(index, -1, self._prompt(index, ("warm-up", index)), output_len, is_miss=True)
             for index in range(self.num_documents)
         ]
 
     def queries(self, first: int = 0) -> list[Ask]:
-        """Every document ``repeat_count`` times, each time with another question, from question ``first`` on; between
-        them, as ``hit_miss`` says, documents that were never seen."""
+        """Every document ``repeat_count`` times, each time with another question, from question
+        ``first`` on; between them, as ``hit_miss`` says, documents that were never seen."""
         asks: list[Ask] = []
         hits, misses = self.hit_miss
         fresh = self.num_documents
@@ -93,7 +99,8 @@ class Workload:
         return asks
 
     def _order(self) -> list[tuple[int, int]]:
-        """``(document, question)`` pairs. Question r of a document is always asked after its question r - 1."""
+        """``(document, question)`` pairs. Question r of a document is always asked after its
+        question r - 1."""
         documents, times = range(self.num_documents), range(self.repeat_count)
         if self.repeat_mode == "interleave":
             return [(document, question) for document in documents for question in times]

@@ -2,14 +2,17 @@
 
     python -m kvtier.bench.micro.copy [--variants] [--out FILE]
 
-The engine's side is one backing allocation ``[layer, block, row]`` as vLLM's CPU backend makes it; the slots are a
-:class:`~kvtier.core.pool.Pool` with its pages in place. Both are at least 512 MiB, so no cache holds them. One thread.
-Reference: ``memmove`` of whole chunks between the same two memories, in the same direction. Rounds of reference, save
-and load alternate and start with another one each time; a row is the median with lowest and highest. Its ``ratio`` is
-the median of the ratios to the reference of the same round, its ``limit`` what the project asks for (that share of the
-reference's median). The clock is the thread's CPU time: on a machine with other work, being preempted is not copying.
+The engine's side is one backing allocation ``[layer, block, row]`` as vLLM's CPU backend makes it;
+the slots are a :class:`~kvtier.core.pool.Pool` with its pages in place. Both are at least 512 MiB,
+so no cache holds them. One thread. Reference: ``memmove`` of whole chunks between the same two
+memories, in the same direction. Rounds of reference, save and load alternate and start with another
+one each time; a row is the median with lowest and highest. Its ``ratio`` is the median of the
+ratios to the reference of the same round, its ``limit`` what the project asks for (that share of
+the reference's median). The clock is the thread's CPU time: on a machine with other work, being
+preempted is not copying.
 
-``--variants`` measures instead every other way that was tried (``bench/NOTES.md`` says why each was dropped).
+``--variants`` measures instead every other way that was tried (``bench/NOTES.md`` says why each was
+dropped).
 """
 
 from __future__ import annotations
@@ -58,11 +61,19 @@ class Geometry:
         return self.layers * self.token_bytes * CHUNK_TOKENS
 
 
-GQA = [Geometry(f"28 layers x 2 heads x 128, bf16; blocks of {tokens}", 28, 1024, tokens) for tokens in (128, 64, 16)]
+GQA = [
+    Geometry(f"28 layers x 2 heads x 128, bf16; blocks of {tokens}", 28, 1024, tokens)
+    for tokens in (128, 64, 16)
+]
 MORE = [
-    *(Geometry(f"MLA 27 layers x 576, bf16; blocks of {tokens}", 27, 1152, tokens) for tokens in (128, 64, 16)),
     *(
-        Geometry(f"80 layers x 8 heads x 128, bf16, 1 of 8 ranks; blocks of {tokens}", 80, 512, tokens)
+        Geometry(f"MLA 27 layers x 576, bf16; blocks of {tokens}", 27, 1152, tokens)
+        for tokens in (128, 64, 16)
+    ),
+    *(
+        Geometry(
+            f"80 layers x 8 heads x 128, bf16, 1 of 8 ranks; blocks of {tokens}", 80, 512, tokens
+        )
         for tokens in (128, 16)
     ),
     Geometry("80 layers x 8 heads x 128, bf16, 1 rank; blocks of 16", 80, 4096, 16),
@@ -107,7 +118,9 @@ class Bench:
         self.copier = PagedBlocks(regions_of(caches, blocks), step)
 
     def slot_parts(self, pool: Pool) -> list[torch.Tensor]:
-        return [slot_tensor(pool.view(slot)[: self.geometry.chunk_bytes]) for slot in range(self.chunks)]
+        return [
+            slot_tensor(pool.view(slot)[: self.geometry.chunk_bytes]) for slot in range(self.chunks)
+        ]
 
     def memcpy(self, *, to_slots: bool) -> Work:
         start, size = self.paged.data_ptr(), self.geometry.chunk_bytes
@@ -130,7 +143,9 @@ class Bench:
             self.copier.load([(part, 0, block_ids)])
 
     def save_in_one_call(self) -> None:
-        self.copier.save([(part, 0, ids) for part, ids in zip(self.parts, self.block_ids, strict=True)])
+        self.copier.save(
+            [(part, 0, ids) for part, ids in zip(self.parts, self.block_ids, strict=True)]
+        )
 
     def check(self) -> None:
         """The numbers are of copies that are right."""
@@ -166,14 +181,20 @@ def measure(
     return seen
 
 
-def against(name: str, values: Sequence[float], reference: Sequence[float], share: float | None = None) -> Row:
+def against(
+    name: str, values: Sequence[float], reference: Sequence[float], share: float | None = None
+) -> Row:
     """``values`` beside ``reference`` of the same rounds."""
     value, low, high = spread(values)
     ratio = spread([mine / theirs for mine, theirs in zip(values, reference, strict=True)])[0]
-    return Row(name, value, "GB/s", share * spread(reference)[0] if share else None, ratio, low, high)
+    return Row(
+        name, value, "GB/s", share * spread(reference)[0] if share else None, ratio, low, high
+    )
 
 
-def measure_geometry(geometry: Geometry, megabytes: int, rounds: int, *, in_order: bool = False) -> list[Row]:
+def measure_geometry(
+    geometry: Geometry, megabytes: int, rounds: int, *, in_order: bool = False
+) -> list[Row]:
     bench = Bench(geometry, megabytes, in_order=in_order)
     bench.check()
     works: dict[str, Work] = {
@@ -188,8 +209,20 @@ def measure_geometry(geometry: Geometry, megabytes: int, rounds: int, *, in_orde
     share = SHARES.get(geometry.block_tokens)
     name = geometry.name + (" in order" if in_order else "")
     rows = [
-        Row(f"{name}: memcpy to slots", spread(to_slots)[0], "GB/s", min=min(to_slots), max=max(to_slots)),
-        Row(f"{name}: memcpy from slots", spread(from_slots)[0], "GB/s", min=min(from_slots), max=max(from_slots)),
+        Row(
+            f"{name}: memcpy to slots",
+            spread(to_slots)[0],
+            "GB/s",
+            min=min(to_slots),
+            max=max(to_slots),
+        ),
+        Row(
+            f"{name}: memcpy from slots",
+            spread(from_slots)[0],
+            "GB/s",
+            min=min(from_slots),
+            max=max(from_slots),
+        ),
         against(f"{name}: save (ratio to memcpy)", save, to_slots, share),
         against(f"{name}: load (ratio to memcpy)", load, from_slots, share),
     ]
@@ -198,7 +231,8 @@ def measure_geometry(geometry: Geometry, megabytes: int, rounds: int, *, in_orde
 
 
 class Tried:
-    """Every other way that was tried, for one chunk of ``bench`` each; :meth:`works` has them over all chunks."""
+    """Every other way that was tried, for one chunk of ``bench`` each; :meth:`works` has them over
+    all chunks."""
 
     def __init__(self, bench: Bench) -> None:
         geometry = bench.geometry
@@ -222,10 +256,19 @@ class Tried:
         both = [self.slices, self.slices_a_layer, self.torch_slices, self.memmove_rows]
         saves = [self.touch_then_slices, self.take, self.index_select, self.index_select_words]
         loads = [self.index_copy, self.index_copy_words, self.index_put, self.assign_a_layer]
-        found |= {f"save: {one.__name__}": self.each(one, True) for one in [*both, *saves, self.index_select_a_layer]}
+        found |= {
+            f"save: {one.__name__}": self.each(one, True)
+            for one in [*both, *saves, self.index_select_a_layer]
+        }
         found["save: advanced"] = self.each(self.advanced, True)
-        found |= {f"load: {one.__name__}": self.each(one, False) for one in [*both, *loads, self.advanced]}
-        return {name: work for name, work in found.items() if not names or name in names or "memcpy" in name}
+        found |= {
+            f"load: {one.__name__}": self.each(one, False) for one in [*both, *loads, self.advanced]
+        }
+        return {
+            name: work
+            for name, work in found.items()
+            if not names or name in names or "memcpy" in name
+        }
 
     def each(self, one: Callable[[int, bool], None], save: bool) -> Work:
         def all_chunks() -> None:
@@ -306,14 +349,21 @@ SOME = [f"{way}: {name}" for way in ("save", "load") for name in ("kept", *TORCH
 
 
 def measure_variants(geometry: Geometry, megabytes: int, rounds: int) -> list[Row]:
-    """All ways; then some with the engine's memory in huge pages, with two threads, with layers packed in a block."""
+    """All ways; then some with the engine's memory in huge pages, with two threads, with layers
+    packed in a block."""
     rows = _variant_rows(Bench(geometry, megabytes), "", [], rounds)
-    rows += _variant_rows(Bench(geometry, megabytes, huge=True), ", engine memory in huge pages", SOME, rounds)
+    rows += _variant_rows(
+        Bench(geometry, megabytes, huge=True), ", engine memory in huge pages", SOME, rounds
+    )
     torch.set_num_threads(2)
-    rows += _variant_rows(Bench(geometry, megabytes), ", two threads, wall clock", SOME, rounds, time.perf_counter)
+    rows += _variant_rows(
+        Bench(geometry, megabytes), ", two threads, wall clock", SOME, rounds, time.perf_counter
+    )
     torch.set_num_threads(1)
     packed = ["save: kept", "load: kept", "load: slices"]
-    rows += _variant_rows(Bench(geometry, megabytes, packed=True), ", layers packed in a block", packed, rounds)
+    rows += _variant_rows(
+        Bench(geometry, megabytes, packed=True), ", layers packed in a block", packed, rounds
+    )
     return rows
 
 
@@ -322,7 +372,12 @@ def _variant_rows(
 ) -> list[Row]:
     works, rows = Tried(bench).works(*names), []
     for way in ("save", "load"):
-        seen = measure(bench, {name: work for name, work in works.items() if name.startswith(way)}, rounds, clock)
+        seen = measure(
+            bench,
+            {name: work for name, work in works.items() if name.startswith(way)},
+            rounds,
+            clock,
+        )
         rows += [
             against(f"{bench.geometry.name}{where}: {name}", values, seen[f"{way}: memcpy"])
             for name, values in seen.items()
@@ -334,7 +389,8 @@ def _variant_rows(
 
 
 def measure_first_touch(geometry: Geometry, megabytes: int, rounds: int) -> list[Row]:
-    """What page faults cost: saves into a fresh pool, with and without ``populate`` (itself not counted)."""
+    """What page faults cost: saves into a fresh pool, with and without ``populate`` (itself not
+    counted)."""
     bench = Bench(geometry, megabytes)
     seen: dict[bool, list[float]] = {False: [], True: []}
     for index in range(2 * rounds):
@@ -351,7 +407,13 @@ def measure_first_touch(geometry: Geometry, megabytes: int, rounds: int) -> list
         pool.close()
     bench.close()
     rows = [against(f"{geometry.name}: first save into a populated pool", seen[True], seen[True])]
-    rows.append(against(f"{geometry.name}: first save without populate (ratio to populated)", seen[False], seen[True]))
+    rows.append(
+        against(
+            f"{geometry.name}: first save without populate (ratio to populated)",
+            seen[False],
+            seen[True],
+        )
+    )
     show(rows)
     return rows
 
@@ -365,11 +427,17 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=576, help="bytes of slots, and as many of blocks")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--megabytes", type=int, default=576, help="bytes of slots, and as many of blocks"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--variants", action="store_true", help="measure the dropped ways instead")
-    parser.add_argument("--out", default=None, help="default: bench/results/copy.json (copy_variants.json)")
+    parser.add_argument(
+        "--out", default=None, help="default: bench/results/copy.json (copy_variants.json)"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[Row] = []

@@ -1,7 +1,8 @@
 """How long one engine waits for a lookup while another process floods the server.
 
-Each row is the 99th percentile of an honest engine's lookups (128 chunks, one every two milliseconds) beside one
-process that does nothing but ask, stall or hold, against the same beside a process that only burns a CPU.
+Each row is the 99th percentile of an honest engine's lookups (128 chunks, one every two
+milliseconds) beside one process that does nothing but ask, stall or hold, against the same beside a
+process that only burns a CPU.
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ LAYOUT = ChunkLayout(bytes(32), 1, 1, (_SLOT,))
 
 
 def access(path: str) -> ServerAccess:
-    return ServerAccess(Address(path, "", 0), hello(LAYOUT.fingerprint, _SLOT, stream=False, client="flood"))
+    return ServerAccess(
+        Address(path, "", 0), hello(LAYOUT.fingerprint, _SLOT, stream=False, client="flood")
+    )
 
 
-# ---- the process that floods -----------------------------------------------------------------------------------------
+# ---- the process that floods ---------------------------------------------------------------------
 
 
 def _asking(path: str, frames: bytes, reads: bool = True) -> None:
-    """Send these frames again and again, and read the answers; attach again when the server has had enough."""
+    """Send these frames again and again, and read the answers; attach again when the server has had
+    enough."""
     while True:
         with contextlib.suppress(OSError), enter(access(path)).socket as sock:
             if reads:
@@ -107,7 +111,7 @@ _NEIGHBOURS = {
 }
 KINDS: dict[str, Callable[[str, int], None]] = {
     "cpu": _burning,
-    "match": _with(wire.Lookup(1, _RUN)),
+    "lookup": _with(wire.Lookup(1, _RUN)),
     "load": _with(wire.Load(1, _RUN, 0)),
     "save": _with(wire.Save(1, _RUN), wire.Invalidate(_RUN)),
     "stats": _with(wire.Stats(1)),
@@ -132,7 +136,7 @@ def flood(kind: str, path: str, port: int) -> Iterator[None]:
             process.kill()
 
 
-# ---- the engine beside it --------------------------------------------------------------------------------------------
+# ---- the engine beside it ------------------------------------------------------------------------
 
 
 def waits(path: str, seconds: float) -> list[float]:
@@ -142,7 +146,7 @@ def waits(path: str, seconds: float) -> list[float]:
     found, until = [], time.monotonic() + seconds
     while time.monotonic() < until:
         begun = time.perf_counter()
-        client.lookup(keys).progress
+        client.lookup(keys)
         found.append(1000 * (time.perf_counter() - begun))
         time.sleep(_PAUSE_S)
     client.close()
@@ -150,7 +154,8 @@ def waits(path: str, seconds: float) -> list[float]:
 
 
 def flood_rows(path: str, port: int, seconds: float) -> list[Row]:
-    """A row a flood; ``path`` is a server's socket, ``port`` its admin surface's, ``seconds`` of each."""
+    """A row a flood; ``path`` is a server's socket, ``port`` its admin surface's, ``seconds`` of
+    each."""
     client = Client(access(path), _PATIENT_S)
     for prompt in range(SLOTS // _LOOKED_UP):
         with client.save(LAYOUT.keys([prompt, *range(_LOOKED_UP - 1)])) as lease:
@@ -161,7 +166,13 @@ def flood_rows(path: str, port: int, seconds: float) -> list[Row]:
             times = waits(path, seconds)
         p99 = times[int(0.99 * len(times))]
         rows.append(
-            Row(f"lookup beside {_NEIGHBOURS.get(kind, f'a flood of {kind}')}: p99", p99, "ms", limit, max=times[-1])
+            Row(
+                f"lookup beside {_NEIGHBOURS.get(kind, f'a flood of {kind}')}: p99",
+                p99,
+                "ms",
+                limit,
+                max=times[-1],
+            )
         )
         limit = limit or p99 + _GOAL_MS
     client.close()

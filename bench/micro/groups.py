@@ -1,8 +1,9 @@
 """What it costs to say how much of a prompt can be served, by the cache groups of a model.
 
-``python -m kvtier.bench.micro.groups`` measures the scheduler's half in this process: from the keys of a prompt of
-32,768 tokens (128 chunks of 256), all in RAM, to the promise to vLLM, claim included, for one group of full attention
-and for others beside it. The cases take turns, so that they meet the same machine.
+``python -m kvtier.bench.micro.groups`` measures the scheduler's half in this process: from the keys
+of a prompt of 32,768 tokens (128 chunks of 256), all in RAM, to the promise to vLLM, claim
+included, for one group of full attention and for others beside it. The cases take turns, so that
+they meet the same machine.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def _windows(reach: int, count: int) -> tuple[Group, ...]:
 
 CASES = {
     "one group of full attention": (Group(0, Kind.FULL, BLOCK),),
-    "five windows of 1,024 tokens beside it, as Gemma 3": (Group(0, Kind.FULL, BLOCK), *_windows(1024, 5)),
+    "five windows of 1,024 tokens beside it, as Gemma 3": (
+        Group(0, Kind.FULL, BLOCK),
+        *_windows(1024, 5),
+    ),
     "a window of 128 tokens beside it, as gpt-oss": (Group(0, Kind.FULL, BLOCK), *_windows(128, 1)),
     "three states beside it, as Qwen3-Next": (
         Group(0, Kind.FULL, CHUNK),
@@ -49,7 +53,9 @@ def promising(groups: tuple[Group, ...]) -> Callable[[], float]:
     store, load_policy = Store(Pool(len(run.keys), SLOT)), LoadPolicy(60.0, prefill=Prefill(1e-3))
     with store.save(run.keys) as lease:
         lease.commit()
-    request = SimpleNamespace(request_id="one", num_tokens=len(TOKENS), num_prompt_tokens=len(TOKENS))
+    request = SimpleNamespace(
+        request_id="one", num_tokens=len(TOKENS), num_prompt_tokens=len(TOKENS)
+    )
 
     def once() -> float:
         prompt = Prompt(request, None)
@@ -65,7 +71,9 @@ def promising(groups: tuple[Group, ...]) -> Callable[[], float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--output", default="bench/results/groups.json")
     arguments = parser.parse_args()
@@ -78,7 +86,9 @@ def main() -> None:
     rows = []
     for name, found in times.items():
         median, low, high = spread(found)
-        rows.append(Row(name, median, "ms", limit=alone, ratio=round(median / alone, 3), min=low, max=high))
+        rows.append(
+            Row(name, median, "ms", limit=alone, ratio=round(median / alone, 3), min=low, max=high)
+        )
     write_results(arguments.output, "groups", rows)
     for row in rows:
         print(f"{row.name:75} {row.value:8.3f} {row.unit}  {row.ratio} x")

@@ -1,8 +1,9 @@
-"""What a process pays for importing kvtier: a bare Python's start against one that imports, medians of alternated runs.
+"""What a process pays for importing kvtier: a bare Python's start against one that imports, medians
+of alternated runs.
 
-``python -m kvtier.bench.micro.import_time``. Limits: ``import kvtier`` 50 ms more than bare, a whole ``kvtier version``
-100 ms. What a name of the public face costs when it is first used is shown beside them: an engine that has imported
-torch pays next to nothing of it.
+``python -m kvtier.bench.micro.import_time``. Limits: ``import kvtier`` 50 ms more than bare, a
+whole ``kvtier version`` 100 ms. What a name of the public face costs when it is first used is shown
+beside them: an engine that has imported torch pays next to nothing of it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from kvtier.bench.report import Row, spread, write_results
 _BARE = ("-c", "pass")
 _CASES: dict[str, tuple[tuple[str, ...], float | None]] = {
     "import kvtier": (("-c", "import kvtier"), 50.0),
-    "import kvtier, keys and configuration": (("-c", "from kvtier import ChunkLayout, Config"), None),
+    "import kvtier, keys and configuration": (
+        ("-c", "from kvtier import ChunkLayout, Config"),
+        None,
+    ),
     "import kvtier, store": (("-c", "from kvtier import Store"), None),
 }
 
@@ -30,16 +34,23 @@ def _milliseconds(arguments: tuple[str, ...]) -> float:
 
 
 def _measure(runs: int) -> list[Row]:
-    """Each round runs every case once, so that a slow second of the machine touches all of them alike."""
+    """Each round runs every case once, so that a slow second of the machine touches all of them
+    alike."""
     version = ("-m", "kvtier", "version")
-    starts: dict[tuple[str, ...], list[float]] = {_BARE: [], version: [], **{case: [] for case, _ in _CASES.values()}}
+    starts: dict[tuple[str, ...], list[float]] = {
+        _BARE: [],
+        version: [],
+        **{case: [] for case, _ in _CASES.values()},
+    }
     for _ in range(runs + 1):  # the first round writes .pyc files and fills the page cache
         for case, times in starts.items():
             times.append(_milliseconds(case))
     bare = statistics.median(starts[_BARE][1:])
     rows = [_row("bare python", starts[_BARE][1:], None)]
     for name, (case, limit) in _CASES.items():
-        rows.append(_row(name + ", more than bare", [value - bare for value in starts[case][1:]], limit))
+        rows.append(
+            _row(name + ", more than bare", [value - bare for value in starts[case][1:]], limit)
+        )
     return [*rows, _row("kvtier version, whole process", starts[version][1:], 100.0)]
 
 
@@ -55,7 +66,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rows = _measure(args.runs)
     for row in rows:
-        print(f"{row.name:52} {row.value:6.1f} {row.unit}  ({row.min:.1f} - {row.max:.1f})  limit {row.limit or '-'}")
+        print(
+            f"{row.name:52} {row.value:6.1f} {row.unit}  ({row.min:.1f} - {row.max:.1f})  limit "
+            f"{row.limit or '-'}"
+        )
     write_results(args.out, "import_time", rows)
     return 0
 

@@ -1,8 +1,9 @@
 """The index alone: naming and looking up the chunks of a long prompt, and the memory a chunk takes.
 
-``python -m kvtier.bench.micro.index`` measures, in this process, for a prompt of 32,768 tokens (128 chunks of 256):
-keys + match when all chunks are held and when none is, what timing a lookup adds, and bytes of Python memory for each
-chunk held in RAM or only on NVMe. Tokens are a plain list of ints, as an engine has them.
+``python -m kvtier.bench.micro.index`` measures, in this process, for a prompt of 32,768 tokens (128
+chunks of 256): keys + match when all chunks are held and when none is, what timing a lookup adds,
+and bytes of Python memory for each chunk held in RAM or only on NVMe. Tokens are a plain list of
+ints, as an engine has them.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def lookup_rows(rounds: int) -> list[Row]:
 
 
 def timing_rows(store: Store, tokens: Sequence[int]) -> list[Row]:
-    """What it costs that a lookup is timed: two looks at the clock and one count. The least of many, of all three."""
+    """What it costs that a lookup is timed: two looks at the clock and one count. The least of
+    many, of all three."""
     histogram, clock, keys = Histogram(), time.monotonic, LAYOUT.keys(tokens)
 
     def timed() -> None:
@@ -76,13 +78,23 @@ def timing_rows(store: Store, tokens: Sequence[int]) -> list[Row]:
     own = least(timed, 2000) - least(lambda: None, 2000)
     whole = least(lambda: store.lookup(LAYOUT.keys(tokens)), 5)
     return [
-        Row("timing of a lookup, against keys + forecast of 128 chunks", own / whole, "share", limit=0.01),
-        Row("timing of a lookup, against the forecast alone", own / least(lambda: store.lookup(keys), 50), "share"),
+        Row(
+            "timing of a lookup, against keys + forecast of 128 chunks",
+            own / whole,
+            "share",
+            limit=0.01,
+        ),
+        Row(
+            "timing of a lookup, against the forecast alone",
+            own / least(lambda: store.lookup(keys), 50),
+            "share",
+        ),
     ]
 
 
 def memory_rows(chunks: int) -> list[Row]:
-    """Memory of the index after ``chunks`` chunks were saved; slots are empty pages and not counted."""
+    """Memory of the index after ``chunks`` chunks were saved; slots are empty pages and not
+    counted."""
     draw = random.Random(2)
     runs = [LAYOUT.keys(prompt(draw)) for _ in range(chunks * CHUNK // TOKENS)]
     tracemalloc.start()
@@ -123,7 +135,9 @@ class _Nothing(DictTier):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--chunks", type=int, default=50_048)
     parser.add_argument("--output", default="bench/results/index.json")

@@ -4,17 +4,19 @@
 
 What is measured:
 
-- write and read bandwidth through the tier (checksums included) beside the raw limit: plain O_DIRECT ``pwritev`` and
-  ``preadv`` of the same sizes, from and into huge pages, with as many threads, on a preallocated file of the
-  same file system. Chunks lie in a pool as the kernel gives it by default; in one of reserved huge pages, where the
-  host has some (``sysctl vm.nr_hugepages=128``; else those rows are empty); and in small pages, as before Linux 6.1,
-  with a copy between slot and disk. The order within a round is turned by one each time. Medians with lowest and
-  highest; a ratio is the median of the rounds' ratios.
-- CPU seconds of this process for a GiB, of the same rounds. They vary less than bandwidth on a busy machine; how busy
-  it was the results file tells (``load_average``, of five minutes).
-- recovery: seconds from the constructor to the last recovered key, after ``kill -9`` and after ``close``, with the
-  table out of the page cache.
-- memory of the index, bytes a chunk, with the keys themselves (which the Directory holds too) apart.
+- write and read bandwidth through the tier (checksums included) beside the raw limit: plain
+  O_DIRECT ``pwritev`` and ``preadv`` of the same sizes, from and into huge pages, with as many
+  threads, on a preallocated file of the same file system. Chunks lie in a pool as the kernel gives
+  it by default; in one of reserved huge pages, where the host has some (``sysctl
+  vm.nr_hugepages=128``; else those rows are empty); and in small pages, as before Linux 6.1, with a
+  copy between slot and disk. The order within a round is turned by one each time. Medians with
+  lowest and highest; a ratio is the median of the rounds' ratios.
+- CPU seconds of this process for a GiB, of the same rounds. They vary less than bandwidth on a busy
+  machine; how busy it was the results file tells (``load_average``, of five minutes).
+- recovery: seconds from the constructor to the last recovered key, after ``kill -9`` and after
+  ``close``, with the table out of the page cache.
+- memory of the index, bytes a chunk, with the keys themselves (which the Directory holds too)
+  apart.
 
 Needs room for two files of ``chunks * chunk_mib`` and one of 400 MB; removes them.
 """
@@ -45,8 +47,13 @@ from kvtier.tiers.nvme.tier import NvmeTier
 
 _BUFFERS = 16
 _COPIED = "small pages"
-_SHARES = {"default": (0.60, 0.85, 0.7), "reserved huge pages": (0.80, 0.90, 0.5), _COPIED: (None, None, None)}
-"""Where chunks lie, and what is asked for: shares of the raw disk's write and read, and of the CPU time with a copy."""
+_SHARES = {
+    "default": (0.60, 0.85, 0.7),
+    "reserved huge pages": (0.80, 0.90, 0.5),
+    _COPIED: (None, None, None),
+}
+"""Where chunks lie, and what is asked for: shares of the raw disk's write and read, and of the CPU
+time with a copy."""
 _RECOVERY_SECONDS, _INDEX_BYTES = 2.0, 150
 _TINY = 4096
 _RUN = 128
@@ -63,8 +70,9 @@ def make_keys(chunks: int) -> list[ChunkKey]:
 
 
 def make_buffers(count: int, size: int, *, huge: bool = False) -> list[memoryview]:
-    """Page-aligned buffers of incompressible bytes; together larger than the CPU's caches. In shared memory, as a
-    pool's slots are, whose pages are small and lie anywhere; ``huge``: in huge pages, the best a disk can be given."""
+    """Page-aligned buffers of incompressible bytes; together larger than the CPU's caches. In
+    shared memory, as a pool's slots are, whose pages are small and lie anywhere; ``huge``: in huge
+    pages, the best a disk can be given."""
     if huge:
         step = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         region = mmap.mmap(-1, count * step, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -77,7 +85,9 @@ def make_buffers(count: int, size: int, *, huge: bool = False) -> list[memoryvie
     return buffers
 
 
-def gigabytes_per_second(work: Work, chunks: int, buffers: Sequence[memoryview], threads: int) -> float:
+def gigabytes_per_second(
+    work: Work, chunks: int, buffers: Sequence[memoryview], threads: int
+) -> float:
     """Run ``work(chunk, buffer)`` for every chunk, each thread with buffers of its own."""
     todo = iter(range(chunks))
 
@@ -95,7 +105,8 @@ def gigabytes_per_second(work: Work, chunks: int, buffers: Sequence[memoryview],
 
 @contextmanager
 def raw_disk(file: Path, chunk_bytes: int, chunks: int) -> Iterator[tuple[Work, Work]]:
-    """Plain O_DIRECT writing and reading of a preallocated file, which stays. Raises OSError, also for a part."""
+    """Plain O_DIRECT writing and reading of a preallocated file, which stays. Raises OSError, also
+    for a part."""
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
 
     def write(chunk: int, buffer: memoryview) -> None:
@@ -131,7 +142,9 @@ class Way(NamedTuple):
     before: Callable[[], object] = bool
 
 
-def kinds_of_memory(chunk_bytes: int, ends: ExitStack) -> dict[str, tuple[Pool | None, list[memoryview]]]:
+def kinds_of_memory(
+    chunk_bytes: int, ends: ExitStack
+) -> dict[str, tuple[Pool | None, list[memoryview]]]:
     """Buffers of incompressible bytes in every kind of memory that this machine has."""
     found: dict[str, tuple[Pool | None, list[memoryview]]] = {}
     for kind, reserved in (("default", False), ("reserved huge pages", True)):
@@ -185,7 +198,8 @@ def bandwidth(folder: Path, chunk_bytes: int, chunks: int, rounds: int, threads:
 
 
 def _timed(ways: dict[str, Way], chunks: int, rounds: int, threads: int) -> dict[str, list[Turn]]:
-    """Every way, once a round; the first round gives the preallocated blocks their first content, and is left out."""
+    """Every way, once a round; the first round gives the preallocated blocks their first content,
+    and is left out."""
     seen: dict[str, list[Turn]] = {name: [] for name in ways}
     names = list(ways)
     for round_ in range(rounds + 1):
@@ -219,8 +233,15 @@ def _rows(name: str, seen: dict[str, list[Turn]], at: int) -> Iterator[Row]:
         speeds = [turn.speed for turn in seen[kind]]
         value, worst, best = spread(speeds)
         ratio = statistics.median(speed / of for speed, of in zip(speeds, raw, strict=True))
-        yield Row(f"{label} (ratio to raw)", value, "GB/s", share and share * limit, ratio, worst, best)
-        yield _cpu_row(label, [turn.cpu for turn in seen[kind]], [turn.cpu for turn in seen[_COPIED]], shares[2])
+        yield Row(
+            f"{label} (ratio to raw)", value, "GB/s", share and share * limit, ratio, worst, best
+        )
+        yield _cpu_row(
+            label,
+            [turn.cpu for turn in seen[kind]],
+            [turn.cpu for turn in seen[_COPIED]],
+            shares[2],
+        )
 
 
 def _cpu_row(label: str, cpu: Sequence[float], copied: Sequence[float], share: float | None) -> Row:
@@ -233,9 +254,18 @@ def _cpu_row(label: str, cpu: Sequence[float], copied: Sequence[float], share: f
 
 
 def recovery(folder: Path, chunks: int) -> list[Row]:
-    """Rows of recovery time and index memory, for a tier filled and killed by a process of its own."""
+    """Rows of recovery time and index memory, for a tier filled and killed by a process of its
+    own."""
     where = folder / "recovery"
-    fill = [sys.executable, "-m", "kvtier.bench.micro.nvme", "--fill", str(where), "--keys", str(chunks)]
+    fill = [
+        sys.executable,
+        "-m",
+        "kvtier.bench.micro.nvme",
+        "--fill",
+        str(where),
+        "--keys",
+        str(chunks),
+    ]
     _expect(subprocess.run(fill, check=False).returncode == -signal.SIGKILL)
     rows = []
     for how in ("kill -9", "close"):
@@ -256,7 +286,9 @@ def recovery(folder: Path, chunks: int) -> list[Row]:
     tracemalloc.stop()
     names = sum(map(sys.getsizeof, found)) + sys.getsizeof(found)
     tier.close()
-    rows.append(Row("index memory beside the keys", (held - names) / chunks, "bytes/chunk", _INDEX_BYTES))
+    rows.append(
+        Row("index memory beside the keys", (held - names) / chunks, "bytes/chunk", _INDEX_BYTES)
+    )
     return rows
 
 
@@ -271,7 +303,9 @@ def fill_and_die(where: Path, chunks: int) -> None:
 
 def _expect(done: bool) -> None:
     if not done:
-        raise RuntimeError("a chunk was not written, read or found in full: the numbers would mean nothing")
+        raise RuntimeError(
+            "a chunk was not written, read or found in full: the numbers would mean nothing"
+        )
 
 
 def _tiny_tier(where: Path, chunks: int) -> NvmeTier:
@@ -279,8 +313,15 @@ def _tiny_tier(where: Path, chunks: int) -> NvmeTier:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--path", type=Path, default=Path("build/bench-nvme"), help="a folder on the disk to measure")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--path",
+        type=Path,
+        default=Path("build/bench-nvme"),
+        help="a folder on the disk to measure",
+    )
     parser.add_argument("--chunk-mib", type=float, default=7)
     parser.add_argument("--chunks", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
@@ -296,7 +337,9 @@ def main() -> None:
     try:
         for threads in given.threads:
             folder = given.path / str(threads)
-            rows += bandwidth(folder, int(given.chunk_mib * 2**20), given.chunks, given.rounds, threads)
+            rows += bandwidth(
+                folder, int(given.chunk_mib * 2**20), given.chunks, given.rounds, threads
+            )
         rows += recovery(given.path, given.keys)
     finally:
         shutil.rmtree(given.path)

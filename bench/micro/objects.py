@@ -1,13 +1,15 @@
 """How near the object tier comes to a plain ``obstore`` get and put of the same bytes.
 
-    python -m kvtier.bench.micro.objects [--connections 2] [--rounds 9] [--chunk-bytes N] [--out FILE]
+    python -m kvtier.bench.micro.objects [--connections 2] [--rounds 9] [--chunk-bytes N] [--out
+    FILE]
 
-Starts an S3 server of its own (moto, ``make peers``) on loopback. Rounds of four runs alternate: whole chunks by
-``obstore.put`` and ``obstore.get`` alone, and by the tier's write and read, which compare a checksum and fill a slot
-besides. A row is the median with lowest and highest; its ``ratio`` is the median over the rounds of value / obstore's
-value in the same round, its ``limit`` what the project asks for. The server is written in Python, so the values are its
-own, and only the ratios say something of the tier. Last: how long ``find`` takes for a run of 128 chunks, of which half
-are held, and its requests.
+Starts an S3 server of its own (moto, ``make peers``) on loopback. Rounds of four runs alternate:
+whole chunks by ``obstore.put`` and ``obstore.get`` alone, and by the tier's write and read, which
+compare a checksum and fill a slot besides. A row is the median with lowest and highest; its
+``ratio`` is the median over the rounds of value / obstore's value in the same round, its ``limit``
+what the project asks for. The server is written in Python, so the values are its own, and only the
+ratios say something of the tier. Last: how long ``find`` takes for a run of 128 chunks, of which
+half are held, and its requests.
 """
 
 from __future__ import annotations
@@ -50,16 +52,30 @@ Lane = Callable[[ChunkKey, memoryview], None]
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """A server with an empty bucket called ``bench``: its address, which is in the environment too."""
+    """A server with an empty bucket called ``bench``: its address, which is in the environment
+    too."""
     places = sorted(_PEERS.glob("moto-*/bin/python"))
     if not places:
         raise ConfigError("moto is not installed (make peers)")
     endpoint = f"http://127.0.0.1:{(port := free_port())}"
-    command = [str(places[0]), "-c", "from moto.server import main; main()", "-H", "127.0.0.1", "-p", str(port)]
+    command = [
+        str(places[0]),
+        "-c",
+        "from moto.server import main; main()",
+        "-H",
+        "127.0.0.1",
+        "-p",
+        str(port),
+    ]
     given = {"AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1"}
     os.environ.update(given | {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench"})
-    with run_folder() as run, companion(command, {}, lambda: answers(f"{endpoint}/moto-api/"), run / "log", 60):
-        urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bench", method="PUT"), timeout=10).close()
+    with (
+        run_folder() as run,
+        companion(command, {}, lambda: answers(f"{endpoint}/moto-api/"), run / "log", 60),
+    ):
+        urllib.request.urlopen(
+            urllib.request.Request(f"{endpoint}/bench", method="PUT"), timeout=10
+        ).close()
         yield endpoint
 
 
@@ -76,7 +92,10 @@ class Bench:
 
     def __init__(self, chunk_bytes: int, connections: int) -> None:
         self.chunk_bytes, self.connections = chunk_bytes, connections
-        self.bucket, self.form = CountedBucket("s3://bench/tier", chunk_bytes), Form("tier", b"bench")
+        self.bucket, self.form = (
+            CountedBucket("s3://bench/tier", chunk_bytes),
+            Form("tier", b"bench"),
+        )
         self.tier = ObjectTier(self.bucket, self.form, 1 << 40, chunk_bytes)
         self.store = S3Store("bench", client_options={"allow_http": True})
         layout = ChunkLayout(bytes(32), 1, 1, (chunk_bytes,))
@@ -129,7 +148,12 @@ class Bench:
 
 
 def measure(bench: Bench, rounds: int) -> list[Row]:
-    lanes: dict[str, Lane] = {"put": bench.put, "write": bench.write, "get": bench.get, "read": bench.read}
+    lanes: dict[str, Lane] = {
+        "put": bench.put,
+        "write": bench.write,
+        "get": bench.get,
+        "read": bench.read,
+    }
     values: dict[str, list[float]] = {name: [] for name in lanes}
     for turn in range(rounds + 1):
         for name, lane in lanes.items():
@@ -138,9 +162,16 @@ def measure(bench: Bench, rounds: int) -> list[Row]:
                 values[name].append(value)
     rows = [_row(f"S3 on loopback: obstore {name}", values[name]) for name in ("put", "get")]
     for name, plain, share in (("write", "put", None), ("read", "get", READ_SHARE)):
-        ratio = statistics.median(value / limit for value, limit in zip(values[name], values[plain], strict=True))
+        ratio = statistics.median(
+            value / limit for value, limit in zip(values[name], values[plain], strict=True)
+        )
         rows.append(
-            _row(f"S3 on loopback: {name}", values[name], share and share * statistics.median(values[plain]), ratio)
+            _row(
+                f"S3 on loopback: {name}",
+                values[name],
+                share and share * statistics.median(values[plain]),
+                ratio,
+            )
         )
     keys = ChunkLayout(bytes(32), 1, 1, (1,)).keys([7] * _FOUND)
     for key in keys[: _FOUND // 2]:
@@ -149,10 +180,15 @@ def measure(bench: Bench, rounds: int) -> list[Row]:
     looks = [bench.find_ms(keys) for _ in range(20)]
     middle, low, high = spread(looks)
     rows.append(Row(f"find {_FOUND} chunks", middle, "ms", None, None, low, high))
-    return [*rows, Row(f"find {_FOUND} chunks: requests", bench.bucket.asked / len(looks), "requests", 8)]
+    return [
+        *rows,
+        Row(f"find {_FOUND} chunks: requests", bench.bucket.asked / len(looks), "requests", 8),
+    ]
 
 
-def _row(name: str, values: list[float], limit: float | None = None, ratio: float | None = None) -> Row:
+def _row(
+    name: str, values: list[float], limit: float | None = None, ratio: float | None = None
+) -> Row:
     middle, low, high = spread(values)
     return Row(name, middle, "GB/s", limit, ratio, low, high)
 
@@ -172,8 +208,14 @@ def main(argv: list[str] | None = None) -> int:
         share = "" if row.ratio is None else f"{row.ratio:4.0%} of obstore alone"
         asked = "" if row.limit is None else f", asked for {row.limit:.2f}"
         print(f"{row.name:34} {row.value:6.2f} {row.unit:8} {share}{asked}")
-    write_results(Path(args.out), "objects", rows, obstore=version("obstore"),
-                  chunk_bytes=args.chunk_bytes, connections=args.connections)  # fmt: skip
+    write_results(
+        Path(args.out),
+        "objects",
+        rows,
+        obstore=version("obstore"),
+        chunk_bytes=args.chunk_bytes,
+        connections=args.connections,
+    )
     return 0
 
 

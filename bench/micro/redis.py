@@ -1,14 +1,16 @@
-"""How near the Redis tier comes to what ``redis-benchmark`` reaches with the same parts and connections.
+"""How near the Redis tier comes to what ``redis-benchmark`` reaches with the same parts and
+connections.
 
     python -m kvtier.bench.micro.redis [--connections 2] [--rounds 9] [--part-bytes N] [--out FILE]
 
-Starts a redis-server of its own without persistence. Over TCP loopback and over a Unix socket, rounds of five runs
-alternate: ``redis-benchmark`` SET and GET, the tier's write and read of whole chunks from as many threads, and the same
-parts through redis-py alone ("library": pipelined SET, pipelined GET and a copy into the slot; no checksum, which the
-tier's rows include). All of them go round a key space of the same size, so that none lives in a cache that the others
-do not have. A row is the median with lowest and highest; its ``ratio`` is the median over the rounds of value /
-redis-benchmark's value in the same round, its ``limit`` what the project asks for, as a share of redis-benchmark's
-median. Last: how long ``find`` takes for a run of 128 chunks.
+Starts a redis-server of its own without persistence. Over TCP loopback and over a Unix socket,
+rounds of five runs alternate: ``redis-benchmark`` SET and GET, the tier's write and read of whole
+chunks from as many threads, and the same parts through redis-py alone ("library": pipelined SET,
+pipelined GET and a copy into the slot; no checksum, which the tier's rows include). All of them go
+round a key space of the same size, so that none lives in a cache that the others do not have. A row
+is the median with lowest and highest; its ``ratio`` is the median over the rounds of value /
+redis-benchmark's value in the same round, its ``limit`` what the project asks for, as a share of
+redis-benchmark's median. Last: how long ``find`` takes for a run of 128 chunks.
 """
 
 from __future__ import annotations
@@ -61,9 +63,11 @@ def redis_server(env: Mapping[str, str] | None = None) -> Iterator[tuple[str, st
             yield port, str(path), pid
 
 
-def redis_benchmark(where: Sequence[str], test: str, value_bytes: int, names: int, connections: int) -> float:
-    """GB/s of its ``test`` (GET or SET) with values of this size, over so many names. Raises SubprocessError when it
-    fails or takes more than half a minute."""
+def redis_benchmark(
+    where: Sequence[str], test: str, value_bytes: int, names: int, connections: int
+) -> float:
+    """GB/s of its ``test`` (GET or SET) with values of this size, over so many names. Raises
+    SubprocessError when it fails or takes more than half a minute."""
     command = ["redis-benchmark", *where, "-t", test.lower(), "-d", value_bytes, "-c", connections]
     command += ["-n", _RUN_BYTES // value_bytes, "-r", names, "--csv"]
     words = [str(word) for word in command]
@@ -73,11 +77,21 @@ def redis_benchmark(where: Sequence[str], test: str, value_bytes: int, names: in
 
 
 class Bench:
-    """One transport: a tier, redis-py's client, and what redis-benchmark is told to measure the same."""
+    """One transport: a tier, redis-py's client, and what redis-benchmark is told to measure the
+    same."""
 
-    def __init__(self, url: str, where: Sequence[str], form: Form, chunk_bytes: int, connections: int) -> None:
-        self.where, self.form, self.connections, self.chunk_bytes = where, form, connections, chunk_bytes
-        self.tier = RedisTier(RedisServers(url, connections=connections, timeout_s=10.0), form, 1 << 40, chunk_bytes)
+    def __init__(
+        self, url: str, where: Sequence[str], form: Form, chunk_bytes: int, connections: int
+    ) -> None:
+        self.where, self.form, self.connections, self.chunk_bytes = (
+            where,
+            form,
+            connections,
+            chunk_bytes,
+        )
+        self.tier = RedisTier(
+            RedisServers(url, connections=connections, timeout_s=10.0), form, 1 << 40, chunk_bytes
+        )
         self.client: Any = redis.Redis.from_url(url, max_connections=connections)
         layout = ChunkLayout(bytes(32), 1, 1, (chunk_bytes,))
         self.keys = [layout.keys([thread] * _CHUNKS) for thread in range(connections)]
@@ -115,7 +129,9 @@ class Bench:
 
     def library_write(self, thread: int, key: ChunkKey, slot: memoryview) -> None:
         with self.client.pipeline(transaction=False) as pipe:
-            for name, part in zip(self.form.part_names(key, slot.nbytes), self.form.split(slot), strict=True):
+            for name, part in zip(
+                self.form.part_names(key, slot.nbytes), self.form.split(slot), strict=True
+            ):
                 pipe.set(name, part)
             pipe.execute()
 
@@ -158,16 +174,28 @@ def measure(name: str, bench: Bench, rounds: int) -> list[Row]:
         seen |= {key: bench.run(lane) for key, (_, lane, _) in lanes.items()}
         for key, value in seen.items() if turn else ():  # the first round allocates Redis's memory
             values[key].append(value)
-    rows = [_row(f"{name}: redis-benchmark {test.upper()}", values[test]) for test in ("set", "get")]
+    rows = [
+        _row(f"{name}: redis-benchmark {test.upper()}", values[test]) for test in ("set", "get")
+    ]
     for key, (test, _, share) in lanes.items():
-        ratio = statistics.median(value / limit for value, limit in zip(values[key], values[test], strict=True))
+        ratio = statistics.median(
+            value / limit for value, limit in zip(values[key], values[test], strict=True)
+        )
         limit = share * statistics.median(values[test]) if share else None
         rows.append(_row(f"{name}: {key}", values[key], limit=limit, ratio=ratio))
-    return [*rows, _row(f"{name}: find {_FOUND} chunks", [bench.find_ms() for _ in range(21)][1:], unit="ms")]
+    return [
+        *rows,
+        _row(f"{name}: find {_FOUND} chunks", [bench.find_ms() for _ in range(21)][1:], unit="ms"),
+    ]
 
 
 def _row(
-    name: str, values: list[float], *, unit: str = "GB/s", limit: float | None = None, ratio: float | None = None
+    name: str,
+    values: list[float],
+    *,
+    unit: str = "GB/s",
+    limit: float | None = None,
+    ratio: float | None = None,
 ) -> Row:
     middle, low, high = spread(values)
     return Row(name, middle, unit, limit, ratio, low, high)
@@ -175,7 +203,9 @@ def _row(
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure the Redis tier against redis-benchmark.")
-    parser.add_argument("--connections", type=int, default=2, help="threads, and connections (default: 2)")
+    parser.add_argument(
+        "--connections", type=int, default=2, help="threads, and connections (default: 2)"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="runs of each kind (default: 9)")
     parser.add_argument("--chunk-bytes", type=int, default=7 << 20, help="default: 7 MiB")
     parser.add_argument("--part-bytes", type=int, default=PART_BYTES, help=f"default: {PART_BYTES}")
@@ -194,12 +224,23 @@ def main(argv: list[str] | None = None) -> int:
     for row in rows:
         share = "" if row.ratio is None else f"{row.ratio:4.0%} of redis-benchmark"
         asked = "" if row.limit is None else f", asked for {row.limit:.2f}"
-        print(f"{row.name:34} {row.value:6.2f} {row.unit:4} ({row.min:.2f} - {row.max:.2f})  {share}{asked}")
-    version = subprocess.run(["redis-server", "--version"], capture_output=True, text=True, check=True).stdout.split()[
-        2
-    ]
-    write_results(Path(args.out), "redis", rows, redis=version.removeprefix("v="), redis_py=redis.__version__,
-                  part_bytes=args.part_bytes, chunk_bytes=args.chunk_bytes, connections=args.connections)  # fmt: skip
+        print(
+            f"{row.name:34} {row.value:6.2f} {row.unit:4} ({row.min:.2f} - {row.max:.2f})  "
+            f"{share}{asked}"
+        )
+    version = subprocess.run(
+        ["redis-server", "--version"], capture_output=True, text=True, check=True
+    ).stdout.split()[2]
+    write_results(
+        Path(args.out),
+        "redis",
+        rows,
+        redis=version.removeprefix("v="),
+        redis_py=redis.__version__,
+        part_bytes=args.part_bytes,
+        chunk_bytes=args.chunk_bytes,
+        connections=args.connections,
+    )
     return 0
 
 

@@ -2,12 +2,14 @@
 
     python -m kvtier.bench.micro.sealed --path /fast/disk/folder
 
-- seal and open: :class:`SealedTier` over a tier that keeps nothing and gives back what it got, so that only the cipher
-  is measured, beside a plain copy (``memoryview`` assignment) of the same buffers by the same threads;
-- NVMe: write and read through :class:`NvmeTier`, plain, sealed, and through a copy in scratch memory as the sealed one
-  makes, same sizes and threads, in turns, and which goes first takes turns too. The ratio is to plain; the copy is the
-  control: on a virtual disk, whose host copies once more, a chunk that leaves from memory still in the CPU's cache is
-  written faster than one that comes from far, and so sealed can seem to cost less than nothing.
+- seal and open: :class:`SealedTier` over a tier that keeps nothing and gives back what it got, so
+  that only the cipher is measured, beside a plain copy (``memoryview`` assignment) of the same
+  buffers by the same threads;
+- NVMe: write and read through :class:`NvmeTier`, plain, sealed, and through a copy in scratch
+  memory as the sealed one makes, same sizes and threads, in turns, and which goes first takes turns
+  too. The ratio is to plain; the copy is the control: on a virtual disk, whose host copies once
+  more, a chunk that leaves from memory still in the CPU's cache is written faster than one that
+  comes from far, and so sealed can seem to cost less than nothing.
 
 Medians with lowest and highest.
 
@@ -36,7 +38,8 @@ _MIB = 1 << 20
 
 
 class EchoTier(DictTier):
-    """Nothing is kept: a write is dropped, and a read finds in the sealed tier's scratch what was written last."""
+    """Nothing is kept: a write is dropped, and a read finds in the sealed tier's scratch what was
+    written last."""
 
     def write(self, key: ChunkKey, data: memoryview) -> bool:
         return True
@@ -106,10 +109,13 @@ def disk(folder: Path, chunk_bytes: int, chunks: int, rounds: int, threads: int)
     keys, buffers = make_keys(chunks), make_buffers(16, chunk_bytes)
     stored = sealed_bytes(chunk_bytes)
     plain, copied = (
-        NvmeTier(folder / name, chunks * (chunk_bytes + 4096) + _MIB, chunk_bytes) for name in ("plain", "copied")
+        NvmeTier(folder / name, chunks * (chunk_bytes + 4096) + _MIB, chunk_bytes)
+        for name in ("plain", "copied")
     )
     sealed = SealedTier(
-        NvmeTier(folder / "sealed", chunks * (stored + 4096) + _MIB, stored), os.urandom(KEY_BYTES), chunk_bytes
+        NvmeTier(folder / "sealed", chunks * (stored + 4096) + _MIB, stored),
+        os.urandom(KEY_BYTES),
+        chunk_bytes,
     )
 
     def writing(tier: Tier) -> Work:
@@ -130,18 +136,41 @@ def disk(folder: Path, chunk_bytes: int, chunks: int, rounds: int, threads: int)
     rows = []
     for verb, (without, control, with_) in (("write", writes), ("read", reads)):
         limit = spread(seen[without])
-        rows.append(Row(f"NvmeTier {verb}, {_threads(threads)}", limit[0], "GB/s", min=limit[1], max=limit[2]))
         rows.append(
-            _row(f"NvmeTier {verb} through a copy, {_threads(threads)} (ratio to plain)", seen[control], limit[0])
+            Row(
+                f"NvmeTier {verb}, {_threads(threads)}",
+                limit[0],
+                "GB/s",
+                min=limit[1],
+                max=limit[2],
+            )
         )
-        rows.append(_row(f"sealed NvmeTier {verb}, {_threads(threads)} (ratio to plain)", seen[with_], limit[0]))
+        rows.append(
+            _row(
+                f"NvmeTier {verb} through a copy, {_threads(threads)} (ratio to plain)",
+                seen[control],
+                limit[0],
+            )
+        )
+        rows.append(
+            _row(
+                f"sealed NvmeTier {verb}, {_threads(threads)} (ratio to plain)",
+                seen[with_],
+                limit[0],
+            )
+        )
     return rows
 
 
 def _in_turns(
-    groups: Sequence[Sequence[Work]], chunks: int, buffers: Sequence[memoryview], rounds: int, threads: int
+    groups: Sequence[Sequence[Work]],
+    chunks: int,
+    buffers: Sequence[memoryview],
+    rounds: int,
+    threads: int,
 ) -> dict[Work, list[float]]:
-    """GB/s of every round of every work; the first round, which makes pages and blocks present, is left out."""
+    """GB/s of every round of every work; the first round, which makes pages and blocks present, is
+    left out."""
     seen: dict[Work, list[float]] = {work: [] for group in groups for work in group}
     for round_ in range(rounds + 1):
         for group in groups:
@@ -168,8 +197,15 @@ def _expect(done: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--path", type=Path, default=Path("build/bench-sealed"), help="a folder on the disk to measure")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--path",
+        type=Path,
+        default=Path("build/bench-sealed"),
+        help="a folder on the disk to measure",
+    )
     parser.add_argument("--chunk-mib", type=float, default=7)
     parser.add_argument("--chunks", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
@@ -186,7 +222,9 @@ def main() -> None:
         shutil.rmtree(given.path, ignore_errors=True)
     write_results(given.out, "sealed", rows)
     for row in rows:
-        print(f"{row.name:60} {row.value:8.3f} {row.unit}{f'  {row.ratio:.1%}' if row.ratio else ''}")
+        print(
+            f"{row.name:60} {row.value:8.3f} {row.unit}{f'  {row.ratio:.1%}' if row.ratio else ''}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
-"""What a server on the same host costs an engine: answers' latency, bytes against an own Store, fairness, memory.
+"""What a server on the same host costs an engine: answers' latency, bytes against an own Store,
+fairness, memory.
 
     python -m kvtier.bench.micro.server
 
-- ``match`` of 128 chunks through the Unix socket: alone, and while another engine saves at full speed.
-- save and load of runs of chunks through the server beside the same through an embedded Store; rounds alternate, and
-  so does which goes first. Medians with lowest and highest.
-- 1, 2 and 4 engines at once, each a process that saves and loads for a while: all together, and slowest to fastest.
-- how long a lookup takes beside a process that floods the server: see :mod:`kvtier.bench.micro.floods`.
+- ``match`` of 128 chunks through the Unix socket: alone, and while another engine saves at full
+  speed.
+- save and load of runs of chunks through the server beside the same through an embedded Store;
+  rounds alternate, and so does which goes first. Medians with lowest and highest.
+- 1, 2 and 4 engines at once, each a process that saves and loads for a while: all together, and
+  slowest to fastest.
+- how long a lookup takes beside a process that floods the server: see
+  :mod:`kvtier.bench.micro.floods`.
 - the server's own memory (RssAnon, so without the pool) after churning through many tiny chunks.
 
 Needs twice ``pool_mib`` of memory. Servers and engines are processes of their own.
@@ -60,13 +64,15 @@ def run_of(layout: ChunkLayout, prompt: int, chunks: int) -> list[ChunkKey]:
 
 def door_to(path: str, layout: ChunkLayout) -> ServerAccess:
     return ServerAccess(
-        Address(path, "", 0), hello(layout.fingerprint, layout.chunk_bytes, stream=False, client="bench")
+        Address(path, "", 0),
+        hello(layout.fingerprint, layout.chunk_bytes, stream=False, client="bench"),
     )
 
 
 @contextmanager
 def server(ram_bytes: int, more: Mapping[str, str] | None = None) -> Iterator[tuple[str, int]]:
-    """``kvtier serve``, over RAM only but for what ``more`` variables say; its socket and process id."""
+    """``kvtier serve``, over RAM only but for what ``more`` variables say; its socket and process
+    id."""
     settings = {"KVTIER_RAM_BYTES": str(ram_bytes), "KVTIER_LOG_LEVEL": "WARNING", **(more or {})}
     with run_folder() as folder:
         path = folder / "run" / SOCKET
@@ -76,11 +82,14 @@ def server(ram_bytes: int, more: Mapping[str, str] | None = None) -> Iterator[tu
 
 
 class Attached:
-    """Saves and loads runs of chunks, copying each between a slot and a buffer that stands for the engine's KV."""
+    """Saves and loads runs of chunks, copying each between a slot and a buffer that stands for the
+    engine's KV."""
 
     def __init__(self, cache: Store | Client, layout: ChunkLayout, chunks: int) -> None:
         self._cache, self._layout, self._chunks = cache, layout, chunks
-        self._kv = memoryview(bytearray(os.urandom(1 << 20) * (layout.chunk_bytes // (1 << 20) + 1)))
+        self._kv = memoryview(
+            bytearray(os.urandom(1 << 20) * (layout.chunk_bytes // (1 << 20) + 1))
+        )
         self._kv = self._kv[: layout.chunk_bytes]
 
     def save(self, prompt: int) -> int:
@@ -102,7 +111,7 @@ class Attached:
         return len(views) * len(self._kv)
 
 
-# ---- latency ---------------------------------------------------------------------------------------------------------
+# ---- latency -------------------------------------------------------------------------------------
 
 
 def match_latency(path: str, layout: ChunkLayout, calls: int) -> tuple[float, float, float]:
@@ -132,12 +141,14 @@ def latency_rows(layout: ChunkLayout, pool_bytes: int, chunks: int, calls: int) 
         with engines(path, layout, chunks, 1, save_only=True):
             busy = match_latency(path, layout, calls)
     for name, (median, p99, worst) in (("alone", quiet), ("while another engine saves", busy)):
-        rows.append(Row(f"match of 128 chunks, {name}: median", median, "ms", _MATCH_MEDIAN_MS, max=worst))
+        rows.append(
+            Row(f"match of 128 chunks, {name}: median", median, "ms", _MATCH_MEDIAN_MS, max=worst)
+        )
         rows.append(Row(f"match of 128 chunks, {name}: p99", p99, "ms", _MATCH_P99_MS, max=worst))
     return rows
 
 
-# ---- bytes -----------------------------------------------------------------------------------------------------------
+# ---- bytes ---------------------------------------------------------------------------------------
 
 
 def speed(work: Callable[[int], int], prompts: Sequence[int]) -> float:
@@ -148,7 +159,8 @@ def speed(work: Callable[[int], int], prompts: Sequence[int]) -> float:
 
 
 def bytes_rows(layout: ChunkLayout, pool_bytes: int, chunks: int, rounds: int) -> list[Row]:
-    """Save and load, embedded beside served. Each round saves new prompts over the last round's, then loads them."""
+    """Save and load, embedded beside served. Each round saves new prompts over the last round's,
+    then loads them."""
     prompts = max(1, pool_bytes // layout.slot_bytes // chunks)
     store = Store(Pool(pool_bytes // layout.slot_bytes, layout.slot_bytes))
     seen: dict[tuple[str, str], list[float]] = {}
@@ -156,7 +168,10 @@ def bytes_rows(layout: ChunkLayout, pool_bytes: int, chunks: int, rounds: int) -
         client = Client(door_to(path, layout), _PATIENT_S)
         undo.callback(client.close)
         undo.callback(store.close)
-        both = {"embedded": Attached(store, layout, chunks), "served": Attached(client, layout, chunks)}
+        both = {
+            "embedded": Attached(store, layout, chunks),
+            "served": Attached(client, layout, chunks),
+        }
         for round_ in range(rounds + 1):
             todo = range(round_ * prompts, (round_ + 1) * prompts)
             order = list(both) if round_ % 2 else list(both)[::-1]
@@ -170,18 +185,35 @@ def bytes_rows(layout: ChunkLayout, pool_bytes: int, chunks: int, rounds: int) -
         own, own_low, own_high = spread(seen["embedded", verb])
         value, low, high = spread(seen["served", verb])
         rows.append(Row(f"{verb}, embedded Store", own, "GB/s", min=own_low, max=own_high))
-        rows.append(Row(f"{verb}, served (ratio to embedded)", value, "GB/s", _SHARE * own, value / own, low, high))
+        rows.append(
+            Row(
+                f"{verb}, served (ratio to embedded)",
+                value,
+                "GB/s",
+                _SHARE * own,
+                value / own,
+                low,
+                high,
+            )
+        )
     return rows
 
 
-# ---- several engines -------------------------------------------------------------------------------------------------
+# ---- several engines -----------------------------------------------------------------------------
 
 
 @contextmanager
 def engines(
-    path: str, layout: ChunkLayout, chunks: int, count: int, *, save_only: bool = False, pool_bytes: int = 0
+    path: str,
+    layout: ChunkLayout,
+    chunks: int,
+    count: int,
+    *,
+    save_only: bool = False,
+    pool_bytes: int = 0,
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Attached processes at full speed, all warm; each says its GB/s when it is told to stop (SIGTERM).
+    """Attached processes at full speed, all warm; each says its GB/s when it is told to stop
+    (SIGTERM).
 
     Without a socket each has a Store of its own with ``pool_bytes``.
     """
@@ -242,11 +274,28 @@ def together_rows(layout: ChunkLayout, pool_bytes: int, chunks: int, seconds: fl
         one = one or total
         name = f"{count} engines: save + load"
         rows.append(Row(f"{name}, each with its own Store", own, "GB/s"))
-        rows.append(Row(f"{name}, served (ratio to that)", total, "GB/s", None, total / own, min(speeds), max(speeds)))
+        rows.append(
+            Row(
+                f"{name}, served (ratio to that)",
+                total,
+                "GB/s",
+                None,
+                total / own,
+                min(speeds),
+                max(speeds),
+            )
+        )
         if count == 2:
             rows.append(Row("2 engines to 1, served", total / one, "ratio", _TWO))
         if count > 1:
-            rows.append(Row(f"{count} engines: fastest to slowest", max(speeds) / min(speeds), "ratio", _FAIR))
+            rows.append(
+                Row(
+                    f"{count} engines: fastest to slowest",
+                    max(speeds) / min(speeds),
+                    "ratio",
+                    _FAIR,
+                )
+            )
     return rows
 
 
@@ -258,7 +307,7 @@ def speeds_of(running: Sequence[subprocess.Popen[str]], seconds: float) -> list[
     return [float(engine.stdout.read()) for engine in running if engine.stdout is not None]
 
 
-# ---- floods ----------------------------------------------------------------------------------------------------------
+# ---- floods --------------------------------------------------------------------------------------
 
 
 def beside_floods(seconds: float) -> list[Row]:
@@ -269,11 +318,12 @@ def beside_floods(seconds: float) -> list[Row]:
         return floods.flood_rows(path, port, seconds)
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def memory_rows(chunks: int, churns: int) -> list[Row]:
-    """Many tiny chunks, all replaced several times; the server's memory beyond the pool after each time."""
+    """Many tiny chunks, all replaced several times; the server's memory beyond the pool after each
+    time."""
     layout = layout_of(_TINY)
     limit = _BASE_MB + _CHUNK_BYTES * chunks / 1e6
     rows = []
@@ -283,23 +333,37 @@ def memory_rows(chunks: int, churns: int) -> list[Row]:
             for prompt in range(-(-chunks // _MATCH_CHUNKS) if churn else 0):
                 with client.save(run_of(layout, churn * chunks + prompt, _MATCH_CHUNKS)) as lease:
                     lease.commit()
-            rows.append(Row(f"memory beyond the pool, {churn} x {chunks:,} chunks", anonymous_mb(pid), "MB", limit))
+            rows.append(
+                Row(
+                    f"memory beyond the pool, {churn} x {chunks:,} chunks",
+                    anonymous_mb(pid),
+                    "MB",
+                    limit,
+                )
+            )
         held = client.stats()["ram_ready"]
         client.close()
     grown = rows[-1].value or 0.0
     start = rows[0].value or 0.0
-    # Without a limit: the rows above have it. Python's dictionaries keep up to twice what they need after a churn.
+    # Without a limit: the rows above have it. Python's dictionaries keep up to twice what they need
+    # after a churn.
     rows.append(Row("memory a chunk, after churning", (grown - start) * 1e6 / held, "bytes"))
     return rows
 
 
 def churn_rows(minutes: float) -> list[Row]:
-    """The server's memory after each tenth of a long run of short-lived engines over a small pool and NVMe: each
-    attaches, saves, loads and goes, every third without a farewell in the middle of a lease."""
+    """The server's memory after each tenth of a long run of short-lived engines over a small pool
+    and NVMe: each attaches, saves, loads and goes, every third without a farewell in the middle of
+    a lease."""
     layout, chunks = layout_of(16 * _TINY), 2000
     memory: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="kvtier-", dir=Path.cwd()) as nvme:  # not in /tmp: that is often RAM
-        limits = {"KVTIER_NVME_PATH": nvme, "KVTIER_NVME_BYTES": str(4 * chunks * layout.slot_bytes)}
+    with tempfile.TemporaryDirectory(
+        prefix="kvtier-", dir=Path.cwd()
+    ) as nvme:  # not in /tmp: that is often RAM
+        limits = {
+            "KVTIER_NVME_PATH": nvme,
+            "KVTIER_NVME_BYTES": str(4 * chunks * layout.slot_bytes),
+        }
         with server(chunks * layout.slot_bytes, limits) as (path, pid):
             prompt, begun = 0, time.monotonic()
             for tenth in range(11):
@@ -308,7 +372,10 @@ def churn_rows(minutes: float) -> list[Row]:
                     _visit(path, layout, prompt)
                 if tenth:  # the first tenth fills the tiers and every table
                     memory.append(anonymous_mb(pid))
-    name = f"memory beyond the pool over {minutes:g} minutes and {prompt:,} engines: last to first tenth"
+    name = (
+        f"memory beyond the pool over {minutes:g} minutes and {prompt:,} engines: last to "
+        "first tenth"
+    )
     return [Row(name, memory[-1] / memory[0], "ratio", None, None, min(memory), max(memory))]
 
 
@@ -321,7 +388,9 @@ def _visit(path: str, layout: ChunkLayout, prompt: int) -> None:
     if prompt % 3:
         client.close()
         return
-    left = client.save(run_of(layout, 10**8 + prompt, 4))  # its connection ends with the object: as a crash does
+    left = client.save(
+        run_of(layout, 10**8 + prompt, 4)
+    )  # its connection ends with the object: as a crash does
     del left, client, engine
 
 
@@ -337,16 +406,24 @@ def anonymous_mb(pid: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--chunk-mib", type=float, default=7)
-    parser.add_argument("--run", type=int, default=8, help="chunks an engine saves or loads at once")
+    parser.add_argument(
+        "--run", type=int, default=8, help="chunks an engine saves or loads at once"
+    )
     parser.add_argument("--pool-mib", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calls", type=int, default=4000)
     parser.add_argument("--seconds", type=float, default=5)
-    parser.add_argument("--chunks", type=int, default=100_000, help="tiny chunks for the server's memory")
+    parser.add_argument(
+        "--chunks", type=int, default=100_000, help="tiny chunks for the server's memory"
+    )
     parser.add_argument("--churns", type=int, default=4)
-    parser.add_argument("--churn-minutes", type=float, default=1, help="of short-lived engines; 0: none")
+    parser.add_argument(
+        "--churn-minutes", type=float, default=1, help="of short-lived engines; 0: none"
+    )
     parser.add_argument("--flood-seconds", type=float, default=4, help="of each flood; 0: none")
     parser.add_argument("--engine", metavar="SOCKET", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=int, default=0, help=argparse.SUPPRESS)
@@ -356,13 +433,20 @@ def main() -> None:
     layout = layout_of(int(given.chunk_mib * 2**20), given.model)
     pool_bytes = given.pool_mib << 20
     if given.engine is not None:
-        own = None if given.engine else Store(Pool(pool_bytes // layout.slot_bytes, layout.slot_bytes))
+        own = (
+            None
+            if given.engine
+            else Store(Pool(pool_bytes // layout.slot_bytes, layout.slot_bytes))
+        )
         cache = own or Client(door_to(given.engine, layout), _PATIENT_S)
         be_an_engine(cache, layout, given.run, given.save_only)
         return
     rows = [
         *latency_rows(
-            layout, max(pool_bytes, (_MATCH_CHUNKS + 8 * given.run) * layout.slot_bytes), given.run, given.calls
+            layout,
+            max(pool_bytes, (_MATCH_CHUNKS + 8 * given.run) * layout.slot_bytes),
+            given.run,
+            given.calls,
         ),
         *bytes_rows(layout, pool_bytes, given.run, given.rounds),
         *together_rows(layout, pool_bytes, given.run, given.seconds),

@@ -1,6 +1,8 @@
-"""The arms: how conversations are routed, and whether one cache server is under the engines. All else is equal.
+"""The arms: how conversations are routed, and whether one cache server is under the engines. All
+else is equal.
 
-Each arm is two engines behind the same router. In the arms in turns a client does not say which conversation it is.
+Each arm is two engines behind the same router. In the arms in turns a client does not say which
+conversation it is.
 """
 
 from __future__ import annotations
@@ -36,8 +38,19 @@ ARMS: dict[str, Arm] = {
     for arm in (
         Arm(BASE, "requests in turns; each engine has its own cache only", False, False, _IN_TURNS),
         Arm("sticky", "a conversation keeps its engine", True, False),
-        Arm("round-robin+kvtier", "requests in turns; one kvtier server under both engines", False, True, _IN_TURNS),
-        Arm(STICKY_SHARED, "a conversation keeps its engine; one kvtier server under both", True, True),
+        Arm(
+            "round-robin+kvtier",
+            "requests in turns; one kvtier server under both engines",
+            False,
+            True,
+            _IN_TURNS,
+        ),
+        Arm(
+            STICKY_SHARED,
+            "a conversation keeps its engine; one kvtier server under both",
+            True,
+            True,
+        ),
     )
 }
 
@@ -58,7 +71,8 @@ class Sizes:
 
     @property
     def gpu_blocks(self) -> int:
-        """One more than asked for, because vLLM keeps block 0 for itself; never less than one conversation."""
+        """One more than asked for, because vLLM keeps block 0 for itself; never less than one
+        conversation."""
         return max(1, math.ceil(self.kept * self.max_model_len / self.block_tokens)) + 1
 
     @property

@@ -1,4 +1,5 @@
-"""What an arm runs on: two vLLM engines, a router in front of them, and under them a kvtier server or nothing."""
+"""What an arm runs on: two vLLM engines, a router in front of them, and under them a kvtier server
+or nothing."""
 
 from __future__ import annotations
 
@@ -60,18 +61,33 @@ class Fleet:
 
 @contextmanager
 def fleet(args: argparse.Namespace, arm: Arm, sizes: Sizes, place: Path) -> Iterator[Fleet]:
-    """Started, and ended with the block. Logs go to ``place``. Raises KVTierError when a part does not come up."""
+    """Started, and ended with the block. Logs go to ``place``. Raises KVTierError when a part does
+    not come up."""
     with run_folder() as run, ExitStack() as ends:
         if arm.shared:
-            command = [sys.executable, "-m", "kvtier", "serve", "--listen", f"unix://{run / SOCKET}"]
+            command = [
+                sys.executable,
+                "-m",
+                "kvtier",
+                "serve",
+                "--listen",
+                f"unix://{run / SOCKET}",
+            ]
             env = {"KVTIER_RAM_BYTES": sizes.ram, "KVTIER_ADMIN": "off"}
-            ends.enter_context(companion(command, env, partial(listens, run / SOCKET), place / "kvtier.log"))
-        engines = [_engine(args, sizes, run if arm.shared else None, place, index) for index in range(ENGINES)]
+            ends.enter_context(
+                companion(command, env, partial(listens, run / SOCKET), place / "kvtier.log")
+            )
+        engines = [
+            _engine(args, sizes, run if arm.shared else None, place, index)
+            for index in range(ENGINES)
+        ]
         for engine in engines:
             ends.callback(engine.stop)
         with ThreadPoolExecutor(ENGINES) as starting:
             list(starting.map(VllmServer.start, engines))
-        yield Fleet(ends.enter_context(router(args.router, arm, engines, place / "router.log")), engines)
+        yield Fleet(
+            ends.enter_context(router(args.router, arm, engines, place / "router.log")), engines
+        )
 
 
 @contextmanager
@@ -79,36 +95,57 @@ def router(command: list[str], arm: Arm, engines: Sequence[Listening], log: Path
     """The router's process in front of started engines; its URL."""
     missing = [word for word in command if word.startswith("deploy/") and not Path(word).exists()]
     if missing:
-        raise ConfigError(f"{missing[0]} is not here: run in a checkout of kvtier, or give --router 'COMMAND'")
+        raise ConfigError(
+            f"{missing[0]} is not here: run in a checkout of kvtier, or give --router 'COMMAND'"
+        )
     port = free_port()
-    env = {"ROUTER_HOST": "127.0.0.1", "ROUTER_PORT": str(port), "ROUTER_METRICS_PORT": str(free_port()), **arm.router}
-    env |= {f"ENGINE_{number}": f"127.0.0.1:{engine.port}" for number, engine in enumerate(engines, start=1)}
+    env = {
+        "ROUTER_HOST": "127.0.0.1",
+        "ROUTER_PORT": str(port),
+        "ROUTER_METRICS_PORT": str(free_port()),
+        **arm.router,
+    }
+    env |= {
+        f"ENGINE_{number}": f"127.0.0.1:{engine.port}"
+        for number, engine in enumerate(engines, start=1)
+    }
     url = f"http://127.0.0.1:{port}"
     with companion(command, env, lambda: answers(f"{url}/health"), log, _ROUTER_START_S):
         yield url
 
 
-def _engine(args: argparse.Namespace, sizes: Sizes, run: Path | None, place: Path, index: int) -> VllmServer:
+def _engine(
+    args: argparse.Namespace, sizes: Sizes, run: Path | None, place: Path, index: int
+) -> VllmServer:
     """Not started. ``run``: the folder of the server's socket."""
     command = [*shared_args(args, sizes.block_tokens), "--max-model-len", str(sizes.max_model_len)]
     command += ["--num-gpu-blocks-override", str(sizes.gpu_blocks)]
     env = {}
     if run is not None:
         command += ["--kv-transfer-config", json.dumps(TRANSFER, separators=(",", ":"))]
-        env = {"KVTIER_SERVER": f"unix://{run / SOCKET}", "KVTIER_CHUNK_TOKENS": str(sizes.chunk_tokens)}
+        env = {
+            "KVTIER_SERVER": f"unix://{run / SOCKET}",
+            "KVTIER_CHUNK_TOKENS": str(sizes.chunk_tokens),
+        }
     if on_cpu():
         command.append("--enforce-eager")
-        env |= {"VLLM_CPU_KVCACHE_SPACE": str(sizes.gpu_gib), "VLLM_CPU_OMP_THREADS_BIND": _cores(index)}
+        env |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(sizes.gpu_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": _cores(index),
+        }
     else:
         env["CUDA_VISIBLE_DEVICES"] = str(index)
     command += shlex.split(args.server_args)
     with contextlib.suppress(FileNotFoundError):
         (place / f"engine-{index + 1}.log").unlink()
-    return VllmServer(args.model, command, env, place / f"engine-{index + 1}.log", args.server_timeout)
+    return VllmServer(
+        args.model, command, env, place / f"engine-{index + 1}.log", args.server_timeout
+    )
 
 
 def _cores(index: int) -> str:
-    """An engine's equal part of the CPU's cores, so that two engines do not compute on the same ones."""
+    """An engine's equal part of the CPU's cores, so that two engines do not compute on the same
+    ones."""
     cores = sorted(os.sched_getaffinity(0))
     each = max(1, math.floor(len(cores) / ENGINES))
     return ",".join(map(str, cores[index * each : (index + 1) * each] or cores))

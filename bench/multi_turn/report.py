@@ -18,13 +18,14 @@ from kvtier.core.terminal import table
 NAME = "multi_turn"
 TIERS = ("gpu", "ram", "nvme", "redis", "unknown")
 GOAL = 0.5
-"""What TTFT of later turns may be with sticky routing and a shared tier, as a multiple of round-robin's without."""
+"""What TTFT of later turns may be with sticky routing and a shared tier, as a multiple of
+round-robin's without."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One arm as it ran. ``hits``: tokens by tier, None where nobody tells. ``killed``: the engine that was killed
-    after turn ``after``, as the router names it."""
+    """One arm as it ran. ``hits``: tokens by tier, None where nobody tells. ``killed``: the engine
+    that was killed after turn ``after``, as the router names it."""
 
     arm: str
     turns: Sequence[Turn]
@@ -44,9 +45,15 @@ class Run:
     @property
     def moved(self) -> list[Turn]:
         """The first turn after the death, of the conversations whose engine died."""
-        theirs = {turn.document for turn in self.good if turn.question == self.after and turn.engine == self.killed}
+        theirs = {
+            turn.document
+            for turn in self.good
+            if turn.question == self.after and turn.engine == self.killed
+        }
         return [
-            turn for turn in self.good if self.killed and turn.question == self.after + 1 and turn.document in theirs
+            turn
+            for turn in self.good
+            if self.killed and turn.question == self.after + 1 and turn.document in theirs
         ]
 
 
@@ -56,7 +63,9 @@ def ttft(turns: Sequence[Turn]) -> list[float]:
 
 def cached_share(turns: Sequence[Turn]) -> float:
     """Of these turns' prompt tokens, the part that no engine computed."""
-    return sum(turn.cached_tokens or 0 for turn in turns) / max(1, sum(turn.prompt_tokens for turn in turns))
+    return sum(turn.cached_tokens or 0 for turn in turns) / max(
+        1, sum(turn.prompt_tokens for turn in turns)
+    )
 
 
 def engines_of(run: Run) -> float | None:
@@ -71,7 +80,9 @@ def engines_of(run: Run) -> float | None:
 
 def differing(run: Run, base: Run) -> int:
     """Turns whose answer is not that of the other arm."""
-    ours, theirs = ({(one.document, one.question): one.answer for one in each.good} for each in (run, base))
+    ours, theirs = (
+        {(one.document, one.question): one.answer for one in each.good} for each in (run, base)
+    )
     return sum(ours.get(turn) != theirs.get(turn) for turn in ours.keys() | theirs.keys())
 
 
@@ -83,7 +94,9 @@ def as_json(run: Run, base: Run) -> dict[str, Any]:
         "ttft_later_turns_mean_s": statistics.fmean(later) if later else None,
         "ttft_later_turns_p50_s": percentile(later, 50) if later else None,
         "ttft_later_turns_p99_s": percentile(later, 99) if later else None,
-        "hit_tokens": None if run.hits is None else {tier: round(run.hits.get(tier, 0)) for tier in TIERS},
+        "hit_tokens": None
+        if run.hits is None
+        else {tier: round(run.hits.get(tier, 0)) for tier in TIERS},
         "cached_tokens_later_turns": sum(turn.cached_tokens or 0 for turn in run.later),
         "prompt_tokens_later_turns": sum(turn.prompt_tokens for turn in run.later),
         "engines_per_conversation": engines_of(run),
@@ -106,8 +119,11 @@ def as_json(run: Run, base: Run) -> dict[str, Any]:
 
 
 def rows_of(runs: Sequence[Run]) -> list[Row]:
-    """TTFT of later turns per arm (ratio to round-robin without kvtier), of first turns, and of moved conversations."""
-    base = next((statistics.fmean(ttft(run.later)) for run in runs if run.arm == BASE and run.later), None)
+    """TTFT of later turns per arm (ratio to round-robin without kvtier), of first turns, and of
+    moved conversations."""
+    base = next(
+        (statistics.fmean(ttft(run.later)) for run in runs if run.arm == BASE and run.later), None
+    )
     rows = []
     for run in runs:
         first, later = ttft([turn for turn in run.good if turn.question == 1]), ttft(run.later)
@@ -115,16 +131,42 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
             mean = statistics.fmean(later)
             limit = GOAL * base if base and run.arm == STICKY_SHARED else None
             ratio = mean / base if base else None
-            rows.append(Row(f"{run.arm}: ttft of turns >= 2", mean, "s", limit, ratio, min(later), max(later)))
+            rows.append(
+                Row(
+                    f"{run.arm}: ttft of turns >= 2",
+                    mean,
+                    "s",
+                    limit,
+                    ratio,
+                    min(later),
+                    max(later),
+                )
+            )
         if first:
             rows.append(
-                Row(f"{run.arm}: ttft of turn 1", statistics.fmean(first), "s", None, None, min(first), max(first))
+                Row(
+                    f"{run.arm}: ttft of turn 1",
+                    statistics.fmean(first),
+                    "s",
+                    None,
+                    None,
+                    min(first),
+                    max(first),
+                )
             )
-        rows.append(Row(f"{run.arm}: prompt tokens of turns >= 2 not computed", cached_share(run.later), "share"))
+        rows.append(
+            Row(
+                f"{run.arm}: prompt tokens of turns >= 2 not computed",
+                cached_share(run.later),
+                "share",
+            )
+        )
         if moved := ttft(run.moved):
             name = f"{run.arm}: ttft of the turn after its engine died"
             rows.append(Row(name, statistics.fmean(moved), "s", None, None, min(moved), max(moved)))
-            rows.append(Row(f"{run.arm}: its prompt tokens not computed", cached_share(run.moved), "share"))
+            rows.append(
+                Row(f"{run.arm}: its prompt tokens not computed", cached_share(run.moved), "share")
+            )
     return rows
 
 
@@ -165,13 +207,25 @@ def _request(turn: Turn) -> dict[str, Any]:
 
 def print_table(runs: Sequence[Run]) -> None:
     """The shell's table, a row an arm."""
-    heads = ["arm", "TTFT turn 1", "TTFT later", "p99", f"vs {runs[0].arm}", "not computed", "engines", "answers"]
+    heads = [
+        "arm",
+        "TTFT turn 1",
+        "TTFT later",
+        "p99",
+        f"vs {runs[0].arm}",
+        "not computed",
+        "engines",
+        "answers",
+    ]
     rows = [[run.arm, *_cells(run, runs[0])] for run in runs if run.good]
     print("Multi-turn: time to the first token, by turn")
     print("\n".join(table(heads, rows, numbers=range(1, len(heads)))))
     for run in runs:
         if moved := ttft(run.moved):
-            died = f"{run.arm}: {run.killed} was killed after turn {run.after}; its {len(moved)} conversations went on"
+            died = (
+                f"{run.arm}: {run.killed} was killed after turn {run.after}; its {len(moved)} "
+                "conversations went on"
+            )
             share = f"{cached_share(run.moved):.0%} of their prompts not computed"
             print(f"{died} in {statistics.fmean(moved):.3f} s on average, {share}")
 
@@ -184,7 +238,9 @@ def _cells(run: Run, base: Run) -> list[str]:
         f"{statistics.fmean(first):.3f} s" if first else "",
         f"{statistics.fmean(later):.3f} s" if later else "",
         f"{percentile(later, 99):.3f} s" if later else "",
-        f"{statistics.fmean(later) / statistics.fmean(against):.2f} x" if later and against and run is not base else "",
+        f"{statistics.fmean(later) / statistics.fmean(against):.2f} x"
+        if later and against and run is not base
+        else "",
         f"{cached_share(run.later):.0%}",
         "" if engines is None else f"{engines:.1f}",
         _answers(run, base),

@@ -1,10 +1,12 @@
-"""Multi-turn: how long users wait for the first token when a conversation goes on, on two engines behind a router.
+"""Multi-turn: how long users wait for the first token when a conversation goes on, on two engines
+behind a router.
 
-``kvtier bench multi-turn`` or ``python -m kvtier.bench.multi_turn``. Conversations are held at once: each thinks, says
-something more, and is answered. Every prompt is all that was said before and a little more, so that whoever kept the
-KV cache has little to compute. The arms (:mod:`kvtier.bench.multi_turn.arms`) differ in two things: whether the router
-keeps a conversation with its engine, and whether one kvtier server is under the engines. Turns from the second on
-count. With ``--kill-after-turn`` an engine dies, and its conversations go on elsewhere.
+``kvtier bench multi-turn`` or ``python -m kvtier.bench.multi_turn``. Conversations are held at
+once: each thinks, says something more, and is answered. Every prompt is all that was said before
+and a little more, so that whoever kept the KV cache has little to compute. The arms
+(:mod:`kvtier.bench.multi_turn.arms`) differ in two things: whether the router keeps a conversation
+with its engine, and whether one kvtier server is under the engines. Turns from the second on count.
+With ``--kill-after-turn`` an engine dies, and its conversations go on elsewhere.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ _KILLED = 0
 def run(args: argparse.Namespace) -> int:
     """Run every arm, print, write. 1 when a turn failed (or answers differ and must not).
 
-    Raises KVTierError when a package or a program is missing, or something does not come up or does not answer.
+    Raises KVTierError when a package or a program is missing, or something does not come up or does
+    not answer.
     """
     require("bench")
     _check(args)
@@ -58,7 +61,10 @@ def conclude(args: argparse.Namespace, runs: Sequence[Run]) -> int:
     failed = [turn for run in runs for turn in run.turns if not turn.successful]
     for turn in failed[:3]:
         print(f"a turn failed: {turn.error}", file=sys.stderr)
-    files = [write_csv(args.output_dir, runs), write_json(args.output_dir, runs, workload=_shape(args))]
+    files = [
+        write_csv(args.output_dir, runs),
+        write_json(args.output_dir, runs, workload=_shape(args)),
+    ]
     answered = [run for run in runs if run.good]
     if answered:
         print_table(runs)
@@ -70,11 +76,16 @@ def conclude(args: argparse.Namespace, runs: Sequence[Run]) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     if not (args.base_url or args.model):
-        raise ConfigError("--model is missing: a directory or a name that vLLM can serve (or --base-url of a router)")
+        raise ConfigError(
+            "--model is missing: a directory or a name that vLLM can serve (or --base-url of "
+            "a router)"
+        )
     after = args.kill_after_turn
     if after is not None and (args.base_url or after >= args.turns):
         what = (
-            "kills an engine that was started here" if args.base_url else f"needs a turn before the last, {args.turns}"
+            "kills an engine that was started here"
+            if args.base_url
+            else f"needs a turn before the last, {args.turns}"
         )
         raise ConfigError(f"--kill-after-turn {after}: it {what}")
 
@@ -83,7 +94,9 @@ def _running(args: argparse.Namespace, progress: Progress) -> Run:
     """A router that runs already: what its engines cached is what each answer says of itself."""
     asker, words = client.connect(args.base_url, args.model, args.request_timeout)
     work = Conversations.of(args, words)
-    return Run(RUNNING, Talk(asker, work, args.session_by, _advance(progress, RUNNING, work)).run(), None)
+    return Run(
+        RUNNING, Talk(asker, work, args.session_by, _advance(progress, RUNNING, work)).run(), None
+    )
 
 
 def _arm(args: argparse.Namespace, arm: Arm, progress: Progress) -> Run:
@@ -104,7 +117,9 @@ def _measured(args: argparse.Namespace, arm: Arm, running: Fleet, progress: Prog
         work = Conversations.of(args, words)
         warm = asker.run([Ask(-1 - index, 0, work.warm_up(index), 2)], 1, lambda: None)[0]
         if not warm.successful:
-            raise client.RequestError(f"arm {arm.name}: an engine's first request failed: {warm.error}")
+            raise client.RequestError(
+                f"arm {arm.name}: an engine's first request failed: {warm.error}"
+            )
     asker = replace(asker, base_url=running.url)
     before, pause = running.hits(), None
     if args.kill_after_turn:
@@ -123,7 +138,9 @@ def _advance(progress: Progress, name: str, work: Conversations) -> Callable[[],
 
 def _sizes(args: argparse.Namespace) -> Sizes:
     block, token_bytes = geometry(args)
-    return Sizes(Conversations.of(args, [0]), args.gpu_conversations, block, args.chunk_tokens, token_bytes)
+    return Sizes(
+        Conversations.of(args, [0]), args.gpu_conversations, block, args.chunk_tokens, token_bytes
+    )
 
 
 def _shape(args: argparse.Namespace) -> dict[str, Any]:
@@ -145,7 +162,11 @@ def _subtitle(args: argparse.Namespace) -> str:
     if args.base_url:
         return f"{asked}; a router that ran already"
     facts = machine_facts()
-    parts = [asked, f"router {args.router[0]}, by {args.session_by}", f"model {served_name(args.model)}"]
+    parts = [
+        asked,
+        f"router {args.router[0]}, by {args.session_by}",
+        f"model {served_name(args.model)}",
+    ]
     parts += [
         f"vLLM {facts.get('vllm', 'elsewhere')}",
         str(facts.get("gpu", f"{facts['cpu']}, {facts['cores']} cores")),
@@ -154,7 +175,9 @@ def _subtitle(args: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="kvtier.bench.multi_turn", description="Multi-turn conversations")
+    parser = argparse.ArgumentParser(
+        prog="kvtier.bench.multi_turn", description="Multi-turn conversations"
+    )
     add_arguments(parser)
     try:
         return run(parser.parse_args(argv))

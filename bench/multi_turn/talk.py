@@ -1,4 +1,5 @@
-"""The conversations as clients hold them: think, ask through the router, listen, and ask again what failed."""
+"""The conversations as clients hold them: think, ask through the router, listen, and ask again what
+failed."""
 
 from __future__ import annotations
 
@@ -21,21 +22,24 @@ _TRIES, _PAUSE_S = 6, 0.5
 
 @dataclass(slots=True)
 class Turn(Outcome):
-    """``document`` is the conversation, ``question`` the turn, from 1 on. TTFT counts from the first try."""
+    """``document`` is the conversation, ``question`` the turn, from 1 on. TTFT counts from the
+    first try."""
 
     tries: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """All conversations wait for each other after turn ``after``, and ``act`` runs before they go on."""
+    """All conversations wait for each other after turn ``after``, and ``act`` runs before they go
+    on."""
 
     after: int
     act: Callable[[], None]
 
 
 class Talk:
-    """All conversations of one arm. ``session_by``: what tells the router who asks; None: nothing does."""
+    """All conversations of one arm. ``session_by``: what tells the router who asks; None: nothing
+    does."""
 
     def __init__(
         self,
@@ -67,19 +71,27 @@ class Talk:
         said: list[int | str] = []
         turns: list[Turn] = []
         name = f"conversation-{session}"
-        async with aiohttp.ClientSession(**self._connection(name), read_bufsize=2**20) as connection:
+        async with aiohttp.ClientSession(
+            **self._connection(name), read_bufsize=2**20
+        ) as connection:
             for number in range(1, self._work.turns + 1):
                 await asyncio.sleep(self._work.thinks(session, number))
                 said += self._work.says(session, number)
                 prompt = " ".join(map(str, said)) if isinstance(said[0], str) else list(said)
                 user = name if self._by == "user" else ""
                 turn = await self._ask(
-                    connection, Ask(session, number, prompt, self._work.output_len, user=user), begun
+                    connection,
+                    Ask(session, number, prompt, self._work.output_len, user=user),
+                    begun,
                 )
                 said += turn.tokens if not isinstance(said[0], str) else [turn.text]
                 turns.append(turn)
                 self._on_done()
-                if self._pause is not None and self._pause.after == number and await together.wait() == 0:
+                if (
+                    self._pause is not None
+                    and self._pause.after == number
+                    and await together.wait() == 0
+                ):
                     await asyncio.to_thread(self._pause.act)
                 if self._pause is not None and self._pause.after == number:
                     await together.wait()
@@ -90,7 +102,11 @@ class Talk:
 
         jar = aiohttp.CookieJar(unsafe=True) if self._by == "cookie" else aiohttp.DummyCookieJar()
         headers = {SESSION_HEADER: name} if self._by == "header" else {}
-        return {"timeout": aiohttp.ClientTimeout(total=self._asker.timeout_s), "cookie_jar": jar, "headers": headers}
+        return {
+            "timeout": aiohttp.ClientTimeout(total=self._asker.timeout_s),
+            "cookie_jar": jar,
+            "headers": headers,
+        }
 
     async def _ask(self, connection: aiohttp.ClientSession, ask: Ask, begun: float) -> Turn:
         import aiohttp

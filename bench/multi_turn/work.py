@@ -1,6 +1,8 @@
-"""The workload: who says what when. Pure: the same arguments give the same conversations, as far as answers are equal.
+"""The workload: who says what when. Pure: the same arguments give the same conversations, as far as
+answers are equal.
 
-The prompt of a turn is all that was said before (openings, additions and the model's own answers), and something new.
+The prompt of a turn is all that was said before (openings, additions and the model's own answers),
+and something new.
 """
 
 from __future__ import annotations
@@ -41,17 +43,22 @@ class Conversations:
     @property
     def longest(self) -> int:
         """Tokens of a conversation at its end."""
-        return self.first_length + (self.turns - 1) * self.turn_length + self.turns * self.output_len
+        return (
+            self.first_length + (self.turns - 1) * self.turn_length + self.turns * self.output_len
+        )
 
     def says(self, session: int, turn: int) -> list[int | str]:
         """What the user adds in a turn (the first is 1): something long, then short questions."""
         return self._draw((session, turn), self.first_length if turn == 1 else self.turn_length)
 
     def thinks(self, session: int, turn: int) -> float:
-        """Seconds before the turn: exponential, at most four times the mean, so that one draw does not decide a run."""
+        """Seconds before the turn: exponential, at most four times the mean, so that one draw does
+        not decide a run."""
         if not self.think_seconds:
             return 0.0
-        drawn = random.Random(f"{self.seed}/think/{session}/{turn}").expovariate(1 / self.think_seconds)
+        drawn = random.Random(f"{self.seed}/think/{session}/{turn}").expovariate(
+            1 / self.think_seconds
+        )
         return min(drawn, 4 * self.think_seconds)
 
     def warm_up(self, engine: int) -> list[int | str]:

@@ -1,4 +1,5 @@
-"""``python -m kvtier.bench.suite RAW BASELINE``: a pytest-benchmark result without samples, host and paths."""
+"""``python -m kvtier.bench.suite RAW BASELINE``: a pytest-benchmark result without samples, host
+and paths."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from kvtier.bench.report import machine_facts
 
 
 def baseline(raw: dict[str, Any]) -> dict[str, Any]:
-    """``raw`` with each benchmark's statistics, and facts of the machine in the place of its description."""
+    """``raw`` with each benchmark's statistics, and facts of the machine in the place of its
+    description."""
     kept = {name: raw[name] for name in ("datetime", "version")}
     benchmarks = []
     for one in raw["benchmarks"]:
@@ -22,7 +24,9 @@ def baseline(raw: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     source, target = map(Path, sys.argv[1:])
-    target.write_text(json.dumps(baseline(json.loads(source.read_text())), indent=1) + "\n", encoding="utf-8")
+    target.write_text(
+        json.dumps(baseline(json.loads(source.read_text())), indent=1) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""What the engine's step and the lanes run, one by one, under pytest-benchmark: for finding out which one got slower.
+"""What the engine's step and the lanes run, one by one, under pytest-benchmark: for finding out
+which one got slower.
 
-``make bench-suite`` runs it and shows it beside the committed baseline; ``make bench-suite-baseline`` makes a new one.
-Baselines are of one machine: on another one look at the *ratios* to :func:`test_yardstick`, which runs no line of
+``make bench-suite`` runs it and shows it beside the committed baseline; ``make
+bench-suite-baseline`` makes a new one. Baselines are of one machine: on another one look at the
+*ratios* to :func:`test_yardstick`, which runs no line of
 kvtier. Not part of ``make test``: tests never time anything.
 """
 
@@ -87,7 +89,8 @@ def test_save_128_over_older_ones(benchmark: Benchmark, store: Store) -> None:
 
 
 def test_promote_16_from_a_tier(benchmark: Benchmark) -> None:
-    """A turn through the state machine without a medium: RAM holds the half of what is asked in turn."""
+    """A turn through the state machine without a medium: RAM holds the half of what is asked in
+    turn."""
     lane = ManualLane(bound=1000)
     store = Store(Pool(32, SLOT), [(DictTier(1000), lane)])
     runs = [LAYOUT.keys(prompt(seed)[: 16 * CHUNK]) for seed in range(4)]
@@ -117,7 +120,8 @@ def test_question_of_128_keys_there_and_back(benchmark: Benchmark) -> None:
 
 
 def test_nvme_write_and_read_7_mib(benchmark: Benchmark, tmp_path: Path) -> None:
-    """Through the page-aligned pool and O_DIRECT where the file system has it, checksum included."""
+    """Through the page-aligned pool and O_DIRECT where the file system has it, checksum
+    included."""
     pool, key = Pool(1, KV), LAYOUT.keys(prompt(1))[0]
     tier = NvmeTier(tmp_path / "tier", 64 << 20, KV)
 
@@ -134,7 +138,9 @@ def test_nvme_write_and_read_7_mib(benchmark: Benchmark, tmp_path: Path) -> None
 def test_copy_of_one_chunk(benchmark: Benchmark, way: str, block: int) -> None:
     """28 layers of 2 heads x 128 in 16 bits, scattered blocks <-> one slot, on CPU tensors."""
     blocks = 4 * CHUNK // block
-    caches = {f"{i}": torch.zeros((2, blocks, block, 2, 128), dtype=torch.bfloat16) for i in range(28)}
+    caches = {
+        f"{i}": torch.zeros((2, blocks, block, 2, 128), dtype=torch.bfloat16) for i in range(28)
+    }
     paged = PagedBlocks(regions_of(caches, blocks), CHUNK // block)
     pool = Pool(1, KV)
     ids = random.Random(1).sample(range(blocks), CHUNK // block)

@@ -1,7 +1,8 @@
-"""A kvtier server as LMCache's connector needs it: find, save, load and forget runs; by shared memory, or by TCP.
+"""A kvtier server as LMCache's connector needs it: find, save, load and forget runs; by shared
+memory, or by TCP.
 
-Blocking, bounded calls for lane threads. Nothing here knows LMCache; chunks are filled and taken by callbacks that get
-the slot. A run is named first chunk first.
+Blocking, bounded calls for lane threads. Nothing here knows LMCache; chunks are filled and taken by
+callbacks that get the slot. A run is named first chunk first.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ _ASKING_S = 0.05
 
 
 class CacheServer(Protocol):
-    """No method raises for a server that is dead, slow or not there: nothing is found, saved or loaded."""
+    """No method raises for a server that is dead, slow or not there: nothing is found, saved or
+    loaded."""
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
-        """How many chunks from the first on are held; what lies on a lower tier is on its way up from now on."""
+        """How many chunks from the first on are held; what lies on a lower tier is on its way up
+        from now on."""
         ...
 
     def save(self, keys: Sequence[ChunkKey], fill: Fill) -> int:
@@ -40,7 +43,8 @@ class CacheServer(Protocol):
         ...
 
     def load(self, keys: Sequence[ChunkKey], take: Take) -> int:
-        """Hand over the run chunk by chunk, as far as it can be had in time; returns how many were taken."""
+        """Hand over the run chunk by chunk, as far as it can be had in time; returns how many were
+        taken."""
         ...
 
     def invalidate(self, keys: Sequence[ChunkKey]) -> None:
@@ -51,7 +55,8 @@ class CacheServer(Protocol):
 
 
 class Attached:
-    """On this host: the server's pool is mapped, one copy between it and LMCache's memory. Safe from any thread."""
+    """On this host: the server's pool is mapped, one copy between it and LMCache's memory. Safe
+    from any thread."""
 
     def __init__(self, access: ServerAccess, timeout_s: float, load_timeout_s: float) -> None:
         self._client = Client(access, timeout_s)
@@ -77,8 +82,8 @@ class Attached:
             return len(lease.keys)
 
     def load(self, keys: Sequence[ChunkKey], take: Take) -> int:
-        """A part at a time: a run on the server's NVMe may be larger than its RAM, and a lease lets no chunk of its own
-        run leave to make room for the others."""
+        """A part at a time: a run on the server's NVMe may be larger than its RAM, and a lease lets
+        no chunk of its own run leave to make room for the others."""
         until = time.monotonic() + self._load_timeout_s
         pool = self._client.pool
         most = max(1, pool.slots // 2) if pool is not None else len(keys)
@@ -114,7 +119,8 @@ class Attached:
 
 
 class Streamed:
-    """On another host: bytes come and go over TCP, through a buffer of our own. Safe from any thread."""
+    """On another host: bytes come and go over TCP, through a buffer of our own. Safe from any
+    thread."""
 
     def __init__(self, access: ServerAccess, load_timeout_s: float) -> None:
         self._tier = RemoteTier(access)
@@ -145,7 +151,9 @@ class Streamed:
                 break
             done += 1
         if done > 1:
-            self._tier.find(keys[:done])  # reading made the end hottest; this makes the beginning so
+            self._tier.find(
+                keys[:done]
+            )  # reading made the end hottest; this makes the beginning so
         self._buffers.append(buffer)
         return done
 

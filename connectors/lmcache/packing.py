@@ -1,13 +1,15 @@
-"""One chunk of LMCache's as the bytes of one kvtier chunk, and its name. Pure: no I/O, no lmcache, no torch.
+"""One chunk of LMCache's as the bytes of one kvtier chunk, and its name. Pure: no I/O, no lmcache,
+no torch.
 
 A parcel is one page of head, then the chunk's bytes::
 
     magic (16) | XXH3-128 (16) | length of the head (2) | head, msgpack | zeros to 4096 | bytes ...
 
-LMCache's last chunk of a prompt may be shorter than the others, and says its own shape; kvtier's chunks are all equally
-large. So the head has the size, and what a reader needs to make the same object of it. The checksum is over key, head
-and bytes: it is made where LMCache's memory is read and checked where LMCache's memory was filled, so it covers
-everything between. A page, because slots are whole pages and copies of aligned bytes are quicker.
+LMCache's last chunk of a prompt may be shorter than the others, and says its own shape; kvtier's
+chunks are all equally large. So the head has the size, and what a reader needs to make the same
+object of it. The checksum is over key, head and bytes: it is made where LMCache's memory is read
+and checked where LMCache's memory was filled, so it covers everything between. A page, because
+slots are whole pages and copies of aligned bytes are quicker.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ Shape = Annotated[list[Size], msgspec.Meta(min_length=1, max_length=8)]
 
 
 class Head(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """What LMCache's object is besides its bytes: a shape and a dtype for each group of layers, and their format."""
+    """What LMCache's object is besides its bytes: a shape and a dtype for each group of layers, and
+    their format."""
 
     size: Size
     shapes: Annotated[list[Shape], msgspec.Meta(min_length=1, max_length=64)]
@@ -43,20 +46,24 @@ class Head(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=T
 
 
 def chunk_key(fingerprint: bytes, *name: object) -> ChunkKey:
-    """The key of the chunk that LMCache calls ``name`` (its key's fields, JSON-able), for engines of ``fingerprint``.
+    """The key of the chunk that LMCache calls ``name`` (its key's fields, JSON-able), for engines
+    of ``fingerprint``.
 
-    Its parent link is zero, *flat*: LMCache names a chunk by a hash over all tokens up to its end, but never says which
-    chunk comes before it, and a reader must be able to make the same key from one name alone. Leaf-first order needs
-    no links where runs come whole, and LMCache hands over runs (its batches): a save or load of a run touches it from
-    its end to its beginning. What is lost is that order among the several batches of one prefill, until the prompt is
-    asked again, and on NVMe after a restart, where flat keys are ordered by their last use alone.
+    Its parent link is zero, *flat*: LMCache names a chunk by a hash over all tokens up to its end,
+        but never says which
+    chunk comes before it, and a reader must be able to make the same key from one name alone.
+    Leaf-first order needs no links where runs come whole, and LMCache hands over runs (its
+    batches): a save or load of a run touches it from its end to its beginning. What is lost is that
+    order among the several batches of one prefill, until the prompt is asked again, and on NVMe
+    after a restart, where flat keys are ordered by their last use alone.
     """
     text = json.dumps(name, separators=(",", ":"), ensure_ascii=True)
     return ChunkKey(hashlib.sha256(_MAGIC + fingerprint + text.encode()).digest() + _FLAT)
 
 
 def pack(slot: memoryview, key: ChunkKey, head: Head, data: memoryview) -> bool:
-    """Write the parcel into ``slot``. False, and an undefined slot, when the head does not fit into its page.
+    """Write the parcel into ``slot``. False, and an undefined slot, when the head does not fit into
+    its page.
 
     ``data`` is read once for the copy; the checksum is of the copy, which nobody else writes.
     """
@@ -84,8 +91,9 @@ def head_of(slot: memoryview) -> Head | None:
 
 
 def unpack(slot: memoryview, key: ChunkKey, into: memoryview) -> bool:
-    """Copy the bytes of a parcel that has a head into ``into``, as long as they are. False: it is not what was packed
-    for this key, and ``into`` is undefined. The checksum is of the copy: what changes in the slot meanwhile is seen."""
+    """Copy the bytes of a parcel that has a head into ``into``, as long as they are. False: it is
+    not what was packed for this key, and ``into`` is undefined. The checksum is of the copy: what
+    changes in the slot meanwhile is seen."""
     _, checksum, length = _FIXED.unpack_from(slot)
     words = bytes(slot[_FIXED.size : _FIXED.size + length])
     _copy(into, slot[HEAD_BYTES : HEAD_BYTES + len(into)])

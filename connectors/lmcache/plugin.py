@@ -1,4 +1,5 @@
-"""KVTier: what ``remote_storage_plugin.kvtier.class_name`` names; LMCache makes one and asks it for a connector."""
+"""KVTier: what ``remote_storage_plugin.kvtier.class_name`` names; LMCache makes one and asks it for
+a connector."""
 
 from __future__ import annotations
 
@@ -31,11 +32,13 @@ _KEYS = (
     "load_timeout_ms",
     "namespace",
 )
-"""kvtier's keys that mean something here, as ``remote_storage_plugin.<name>.<key>`` under ``extra_config``."""
+"""kvtier's keys that mean something here, as ``remote_storage_plugin.<name>.<key>`` under
+``extra_config``."""
 
 
 class KVTier(ConnectorAdapter):
-    """Makes connectors for plug-ins called ``kvtier``, or ``kvtier.<anything>`` where there are several."""
+    """Makes connectors for plug-ins called ``kvtier``, or ``kvtier.<anything>`` where there are
+    several."""
 
     def __init__(self) -> None:
         super().__init__(f"plugin://{_KIND}")
@@ -50,23 +53,33 @@ class KVTier(ConnectorAdapter):
             shape.numel() * dtype.itemsize
             for shape, dtype in zip(metadata.get_shapes(), metadata.get_dtypes(), strict=True)
         )
-        layout = ChunkLayout(own, metadata.chunk_size, metadata.chunk_size, (HEAD_BYTES + chunk_bytes,))
+        layout = ChunkLayout(
+            own, metadata.chunk_size, metadata.chunk_size, (HEAD_BYTES + chunk_bytes,)
+        )
         cache_server = _cache_server(config, layout)
         logger.info("chunks of %d bytes at the kvtier server %s", chunk_bytes, config.server)
         return KVTierRemote(context, cache_server, own)
 
 
 def settings(extra: Mapping[str, Any], name: str) -> Config:
-    """kvtier's configuration out of LMCache's ``extra_config``; nothing else is read. Raises ConfigError."""
+    """kvtier's configuration out of LMCache's ``extra_config``; nothing else is read. Raises
+    ConfigError."""
     prefix = f"remote_storage_plugin.{name}."
-    given = {key.removeprefix(prefix): value for key, value in extra.items() if key.startswith(prefix)}
+    given = {
+        key.removeprefix(prefix): value for key, value in extra.items() if key.startswith(prefix)
+    }
     flags = {key: value for key, value in given.items() if key not in _LMCACHES}
     unknown = sorted(flags.keys() - set(_KEYS))
     if unknown:
-        raise ConfigError(f"unknown key {prefix}{unknown[0]} in extra_config; expected one of {', '.join(_KEYS)}")
+        raise ConfigError(
+            f"unknown key {prefix}{unknown[0]} in extra_config; expected one of {', '.join(_KEYS)}"
+        )
     config = load(env={}, flags=flags)
     if config.server is None:
-        raise ConfigError(f"{prefix}server is missing in extra_config: unix:///path/kvtier.sock or tcp://host:port")
+        raise ConfigError(
+            f"{prefix}server is missing in extra_config: unix:///path/kvtier.sock or "
+            "tcp://host:port"
+        )
     return config
 
 
@@ -75,11 +88,14 @@ def _refuse(config: Any) -> None:
     if config.use_layerwise:
         raise ConfigError("use_layerwise=true: kvtier keeps chunks of all layers; set it to false")
     if config.remote_serde not in {None, "naive"}:
-        raise ConfigError(f"remote_serde={config.remote_serde}: kvtier keeps KV as it is; set it to naive")
+        raise ConfigError(
+            f"remote_serde={config.remote_serde}: kvtier keeps KV as it is; set it to naive"
+        )
 
 
 def _parts(metadata: Any) -> dict[str, Any]:
-    """What makes LMCache's bytes equal where its keys are: the shape of a whole chunk is not in them."""
+    """What makes LMCache's bytes equal where its keys are: the shape of a whole chunk is not in
+    them."""
     return {
         "lmcache": 1,
         "model": metadata.model_name,

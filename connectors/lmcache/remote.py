@@ -1,9 +1,9 @@
 """KVTierRemote: LMCache's RemoteConnector over a kvtier server.
 
-LMCache calls it on its event loop (gets and puts) and on the thread that answers the engine's look-ups. Neither may
-wait for a server, so the work is done on lanes, and a look-up waits a second at most. With asyncio because LMCache's
-interface is made of coroutines. Nothing raises into LMCache: what cannot be had is a miss, what cannot be kept is
-dropped, and both are counted.
+LMCache calls it on its event loop (gets and puts) and on the thread that answers the engine's
+look-ups. Neither may wait for a server, so the work is done on lanes, and a look-up waits a second
+at most. With asyncio because LMCache's interface is made of coroutines. Nothing raises into
+LMCache: what cannot be had is a miss, what cannot be kept is dropped, and both are counted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Lanes(NamedTuple):
     @classmethod
     def start(cls) -> Lanes:
         find = Lane("lmcache-find", 1, urgent_bound=_FINDS_QUEUED, bound=1)
-        move = Lane("lmcache-move", _MOVE_THREADS, urgent_bound=_BATCHES_QUEUED, bound=_BATCHES_QUEUED)
+        move = Lane(
+            "lmcache-move", _MOVE_THREADS, urgent_bound=_BATCHES_QUEUED, bound=_BATCHES_QUEUED
+        )
         return cls(find, move)
 
 
@@ -57,10 +59,17 @@ class KVTierRemote(RemoteConnector):
     ``context`` is what LMCache makes connectors from; ``fingerprint`` is part of every key.
     """
 
-    def __init__(self, context: Any, cache_server: CacheServer, fingerprint: bytes, lanes: Lanes | None = None) -> None:
+    def __init__(
+        self,
+        context: Any,
+        cache_server: CacheServer,
+        fingerprint: bytes,
+        lanes: Lanes | None = None,
+    ) -> None:
         super().__init__(context.config, context.metadata)
         self.counts: Counter[str] = Counter()
-        """In chunks since the start: ``saved``, ``loaded``, ``missed``, ``corrupt``, ``refused``."""
+        """In chunks since the start: ``saved``, ``loaded``, ``missed``, ``corrupt``,
+        ``refused``."""
         self._memory = context.local_cpu_backend
         self._cache_server = cache_server
         self._fingerprint = fingerprint
@@ -69,7 +78,7 @@ class KVTierRemote(RemoteConnector):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {dict(self.counts)}>"
 
-    # ---- look-up -------------------------------------------------------------------------------------------------
+    # ---- look-up ---------------------------------------------------------------------------------
 
     async def exists(self, key: Any) -> bool:
         return await self._find_later([key]) == 1
@@ -90,7 +99,9 @@ class KVTierRemote(RemoteConnector):
         except TimeoutError:
             return 0
 
-    async def batched_async_contains(self, lookup_id: str, keys: Sequence[Any], pin: bool = False) -> int:
+    async def batched_async_contains(
+        self, lookup_id: str, keys: Sequence[Any], pin: bool = False
+    ) -> int:
         return await self._find_later(keys)
 
     async def _find_later(self, keys: Sequence[Any]) -> int:
@@ -100,7 +111,7 @@ class KVTierRemote(RemoteConnector):
         """On the lane."""
         return self._safely(lambda: self._cache_server.find(self._named(keys)), 0)
 
-    # ---- get -----------------------------------------------------------------------------------------------------
+    # ---- get -------------------------------------------------------------------------------------
 
     async def get(self, key: Any) -> Any:
         found = await self.batched_get_non_blocking("", [key])
@@ -116,7 +127,9 @@ class KVTierRemote(RemoteConnector):
 
     async def batched_get_non_blocking(self, lookup_id: str, keys: Sequence[Any]) -> Found:
         """The objects of a run as far as they can be had. The caller owns a reference to each."""
-        found: Found = await self._on(self._lanes.move, lambda: self._load(keys), [], urgent=True, unwanted=_release)
+        found: Found = await self._on(
+            self._lanes.move, lambda: self._load(keys), [], urgent=True, unwanted=_release
+        )
         self.counts["loaded"] += len(found)
         self.counts["missed"] += len(keys) - len(found)
         return found
@@ -151,7 +164,8 @@ class KVTierRemote(RemoteConnector):
         return found
 
     def _memory_for(self, head: Head) -> Any:
-        """An object of LMCache's to fill; None when its memory is in use. Never waits for memory."""
+        """An object of LMCache's to fill; None when its memory is in use. Never waits for
+        memory."""
         shapes = [torch.Size(shape) for shape in head.shapes]
         dtypes = [_dtype(name) for name in head.dtypes]
         one = self._memory.allocate(shapes, dtypes, MemoryFormat[head.fmt], busy_loop=False)
@@ -160,7 +174,7 @@ class KVTierRemote(RemoteConnector):
             return None
         return one
 
-    # ---- put -----------------------------------------------------------------------------------------------------
+    # ---- put -------------------------------------------------------------------------------------
 
     async def put(self, key: Any, memory_obj: Any) -> None:
         await self.batched_put([key], [memory_obj])
@@ -169,8 +183,8 @@ class KVTierRemote(RemoteConnector):
         return True
 
     async def batched_put(self, keys: Sequence[Any], memory_objs: Sequence[Any]) -> None:
-        """Save a run. The lane has a reference of its own: if the caller gives up, its memory may be used anew while
-        the copy goes on, and other bytes would be saved under this name."""
+        """Save a run. The lane has a reference of its own: if the caller gives up, its memory may
+        be used anew while the copy goes on, and other bytes would be saved under this name."""
         for one in memory_objs:
             one.ref_count_up()
 
@@ -198,10 +212,12 @@ class KVTierRemote(RemoteConnector):
         self.counts["saved"] += self._safely(lambda: self._cache_server.save(named, fill), 0)
         self.counts["refused"] += len(keys) - len(fit)
 
-    # ---- the rest ------------------------------------------------------------------------------------------------
+    # ---- the rest --------------------------------------------------------------------------------
 
     def remove_sync(self, key: Any) -> bool:
-        self._lanes.move.submit(lambda: self._safely(lambda: self._cache_server.invalidate(self._named([key])), None))
+        self._lanes.move.submit(
+            lambda: self._safely(lambda: self._cache_server.invalidate(self._named([key])), None)
+        )
         return True
 
     async def close(self) -> None:
@@ -215,7 +231,7 @@ class KVTierRemote(RemoteConnector):
         """Nothing: a server shared by many does not tell who saved what."""
         return []
 
-    # ---- steps ---------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     def _named(self, keys: Sequence[Any]) -> Sequence[ChunkKey]:
         return [self._name(key) for key in keys]
@@ -223,7 +239,9 @@ class KVTierRemote(RemoteConnector):
     def _name(self, key: Any) -> ChunkKey:
         tags = [[str(part) for part in tag] for tag in key.tags or ()]
         worker = [key.model_name, key.world_size, key.worker_id]
-        return packing.chunk_key(self._fingerprint, *worker, key.chunk_hash_hex, str(key.dtype), tags)
+        return packing.chunk_key(
+            self._fingerprint, *worker, key.chunk_hash_hex, str(key.dtype), tags
+        )
 
     def _safely(self, work: Callable[[], R], otherwise: R) -> R:
         try:
@@ -242,8 +260,8 @@ class KVTierRemote(RemoteConnector):
         urgent: bool = False,
         unwanted: Callable[[R], None] = lambda _: None,
     ) -> R:
-        """Do ``work`` on the lane and await it. ``unwanted`` gets what nobody waits for any more: LMCache cancels gets
-        that take too long."""
+        """Do ``work`` on the lane and await it. ``unwanted`` gets what nobody waits for any more:
+        LMCache cancels gets that take too long."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[R] = loop.create_future()
 
@@ -268,7 +286,12 @@ class KVTierRemote(RemoteConnector):
 def _head(one: Any) -> Head:
     about = one.metadata
     shapes, dtypes = about.shapes or [about.shape], about.dtypes or [about.dtype]
-    return Head(one.get_size(), [[*shape] for shape in shapes], [str(dtype) for dtype in dtypes], about.fmt.name)
+    return Head(
+        one.get_size(),
+        [[*shape] for shape in shapes],
+        [str(dtype) for dtype in dtypes],
+        about.fmt.name,
+    )
 
 
 def _consistent(head: Head) -> bool:
@@ -280,7 +303,9 @@ def _consistent(head: Head) -> bool:
 
 
 def _is_dtype(name: str) -> bool:
-    return name.startswith("torch.") and isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype)
+    return name.startswith("torch.") and isinstance(
+        getattr(torch, name.removeprefix("torch."), None), torch.dtype
+    )
 
 
 def _dtype(name: str) -> Any:

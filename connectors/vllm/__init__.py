@@ -1,7 +1,8 @@
-"""vLLM connector: ``kv_connector="KVTierConnector"``, ``kv_connector_module_path="kvtier.connectors.vllm"``.
+"""vLLM connector: ``kv_connector="KVTierConnector"``,
+``kv_connector_module_path="kvtier.connectors.vllm"``.
 
-Importing this package does not import vLLM. The class is resolved when vLLM asks for it, on the plug-in's road and on
-that of the module path, and only where vLLM is new enough.
+Importing this package does not import vLLM. The class is resolved when vLLM asks for it, on the
+plug-in's road and on that of the module path, and only where vLLM is new enough.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ def __getattr__(name: str) -> Any:
 
 
 def register() -> None:
-    """vLLM's ``vllm.general_plugins`` entry point: makes the bare name ``KVTierConnector`` known, and answers to
-    ``LMCacheConnectorV1`` too where the operator said so. Idempotent, as vLLM loads plug-ins once in every process but
-    may be asked twice. Below the oldest vLLM the names are known too, and refuse when they are asked for: an engine
-    that does not ask for kvtier goes on. Raises ConfigError when what the operator said is no flag."""
+    """vLLM's ``vllm.general_plugins`` entry point: makes the bare name ``KVTierConnector`` known,
+    and answers to ``LMCacheConnectorV1`` too where the operator said so. Idempotent, as vLLM loads
+    plug-ins once in every process but may be asked twice. Below the oldest vLLM the names are known
+    too, and refuse when they are asked for: an engine that does not ask for kvtier goes on. Raises
+    ConfigError when what the operator said is no flag."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     known = KVConnectorFactory._registry

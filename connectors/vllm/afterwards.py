@@ -1,5 +1,5 @@
-"""What requests say of their future, told to the store once they have finished and everything they saved is there: a
-save that comes later would take the hint back."""
+"""What requests say of their future, told to the store once they have finished and everything they
+saved is there: a save that comes later would take the hint back."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Afterwards:
             self._store.hint(self._run(keys), said.hint, said.session)
 
     def _run(self, keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
-        """What the request has in the store; without a whole chunk nothing: then the session's last prompt is meant."""
+        """What the request has in the store; without a whole chunk nothing: then the session's last
+        prompt is meant."""
         end = len(keys) * self._geometry.chunk_tokens
         return self._geometry.run(keys, 0, end).keys if keys else ()
 

@@ -39,7 +39,10 @@ from kvtier.load_policy.prefill import Prefill
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+    )
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger("kvtier.connectors.vllm")
@@ -52,10 +55,13 @@ _WORKERS_FIRST = versions.workers_tell_first(versions.running())
 class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V1)):  # type: ignore[misc]
     """Keeps KV of full chunks in RAM, NVMe and Redis and loads it on prefill.
 
-    Configuration: kvtier's own file and environment (see README), overridden by ``kv_connector_extra_config``.
+    Configuration: kvtier's own file and environment (see README), overridden by
+        ``kv_connector_extra_config``.
     """
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         found = versions.require()
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
@@ -68,9 +74,16 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         self._kept = layout.kept(kv_cache_config, with_groups=_WITH_GROUPS)
         block = self._kept.block_tokens
         if self._config.auto and "chunk_tokens" not in self._config.sources:
-            self._config = replace(self._config, chunk_tokens=chunk_tokens_for_engine(vllm_config, block))
-        untouched = "chunk_tokens" not in self._config.sources or self._config.chunk_tokens == Config().chunk_tokens
-        self._chunk_tokens = layout.chunk_tokens(self._config.chunk_tokens, self._kept, is_default=untouched)
+            self._config = replace(
+                self._config, chunk_tokens=chunk_tokens_for_engine(vllm_config, block)
+            )
+        untouched = (
+            "chunk_tokens" not in self._config.sources
+            or self._config.chunk_tokens == Config().chunk_tokens
+        )
+        self._chunk_tokens = layout.chunk_tokens(
+            self._config.chunk_tokens, self._kept, is_default=untouched
+        )
         self._scheduler: SchedulerHalf | IdleHalf | None = None
         self._starting = StartingHalf(ranks)
         self._worker: WorkerHalf | None = None
@@ -84,7 +97,9 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
                 GroupLayers(layers, geometry.blocks_per_piece(group))
                 for group, layers in zip(self._kept.groups, self._kept.layers, strict=True)
             ]
-            self._worker = WorkerHalf(rank, kv_cache_config.num_blocks, groups, partial(LoadedModel, vllm_config))
+            self._worker = WorkerHalf(
+                rank, kv_cache_config.num_blocks, groups, partial(LoadedModel, vllm_config)
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -93,19 +108,20 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """No layout is required. vLLM asks before it forms KV cache groups, so models whose recurrent state cannot be
-        kept are refused here, by name, before vLLM fails on them in words of its own."""
+        """No layout is required. vLLM asks before it forms KV cache groups, so models whose
+        recurrent state cannot be kept are refused here, by name, before vLLM fails on them in words
+        of its own."""
         layout.refuse_recurrent(vllm_config, with_groups=_WITH_GROUPS)
         return None
 
-    # ---- worker --------------------------------------------------------------------------------------------------
+    # ---- worker ----------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._of_worker().register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """A MultiConnector hands what one of its connectors says to all of them. There each rank's layout comes with
-        the report of a first step, and the others' handshake is left alone."""
+        """A MultiConnector hands what one of its connectors says to all of them. There each rank's
+        layout comes with the report of a first step, and the others' handshake is left alone."""
         among_others = has_kv_transfer_group() and get_kv_transfer_group() is not self
         return None if among_others else self._of_worker().layout()
 
@@ -119,7 +135,9 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads go into blocks that no step computes with."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         return
 
     def wait_for_save(self) -> None:
@@ -149,13 +167,13 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             report.layouts[divmod(parallel.rank, parallel.tensor_parallel_size)] = layout
         return report
 
-    # ---- scheduler -----------------------------------------------------------------------------------------------
+    # ---- scheduler -------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """All ranks have told their layout: the store can be made now, before the first request. What prevents that
-        ends the engine's start."""
+        """All ranks have told their layout: the store can be made now, before the first request.
+        What prevents that ends the engine's start."""
         ranks = {place: rank for place, rank in metadata.items() if isinstance(rank, RankLayout)}
         if ranks:
             self._begin(ranks)
@@ -197,7 +215,9 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             ),
         )
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return self._of_scheduler().matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -214,14 +234,17 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
                 self._begin_late()
 
     def _begin_late(self) -> None:
-        """In an engine that runs already: what prevents it turns the cache off and ends no request."""
+        """In an engine that runs already: what prevents it turns the cache off and ends no
+        request."""
         try:
             self._begin(self._starting.layouts)
         except KVTierError as error:
-            logger.error("kvtier keeps and serves nothing in this engine: %s", error)  # noqa: TRY400 it says what to do
+            logger.error(("kvtier keeps and serves nothing in this engine: %s"), error)  # noqa: TRY400 it says what to do
             self._scheduler = IdleHalf()
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._of_scheduler().finished(request)
         return False, None
 
@@ -230,13 +253,17 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, [])
 
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
         return versions.hit_sources(self._of_scheduler().sources(request))
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """vLLM asks both halves after every step. The counts are the scheduler's; where it is asked only after a worker
-        has given some, a worker gives an empty one."""
-        counts: dict[str, float] = dict(self._scheduler.counts()) if self._scheduler is not None else {}
+        """vLLM asks both halves after every step. The counts are the scheduler's; where it is asked
+        only after a worker has given some, a worker gives an empty one."""
+        counts: dict[str, float] = (
+            dict(self._scheduler.counts()) if self._scheduler is not None else {}
+        )
         if self._figures is not None:
             counts |= self._figures.new()
         opens = _WORKERS_FIRST and self._worker is not None
@@ -273,21 +300,31 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         tell(self._config.remarks)
 
     def _planned(self) -> tuple[Config, Prefill]:
-        """Auto-config: what the machine can give, for every key that nobody set, logged with its reasons; and how fast
-        the engine is held to be until its own steps are known."""
+        """Auto-config: what the machine can give, for every key that nobody set, logged with its
+        reasons; and how fast the engine is held to be until its own steps are known."""
         given = self._config
         paths = [given.nvme_path] if given.nvme_path else []
-        plan = plan_for_engine(self._vllm_config, paths, given.redis_url, engines=given.host_engines)
+        plan = plan_for_engine(
+            self._vllm_config, paths, given.redis_url, engines=given.host_engines
+        )
         values = plan.values()
-        config = filled(given, {key: value for key, value in values.items() if key != "chunk_tokens"}, PLANNED)
+        config = filled(
+            given, {key: value for key, value in values.items() if key != "chunk_tokens"}, PLANNED
+        )
         for line in table(plan, config).splitlines():
             logger.info("auto-config: %s", line)
         if "ram_bytes" not in values and given.ram_bytes is None:
-            raise ConfigError(f"auto-config finds no room for a RAM tier: {dict(plan.left_out)}; set ram_bytes by hand")
-        rate = next((float(row.value) for row in plan.derived if row.key == "prefill_tokens_per_second"), 0.0)
+            raise ConfigError(
+                f"auto-config finds no room for a RAM tier: {dict(plan.left_out)}; set "
+                "ram_bytes by hand"
+            )
+        rate = next(
+            (float(row.value) for row in plan.derived if row.key == "prefill_tokens_per_second"),
+            0.0,
+        )
         return config, Prefill(1 / rate if rate > 0 else None)
 
-    # ---- steps ---------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     def _of_worker(self) -> WorkerHalf:
         assert self._worker is not None, "a worker's hook was called on the scheduler's half"

@@ -1,8 +1,9 @@
-"""What an engine's own Store has to tell vLLM's metrics: everything that a server's ``/metrics`` has of it, as numbers
-by name, so that vLLM can carry them from the process that schedules to the one that serves ``/metrics``.
+"""What an engine's own Store has to tell vLLM's metrics: everything that a server's ``/metrics``
+has of it, as numbers by name, so that vLLM can carry them from the process that schedules to the
+one that serves ``/metrics``.
 
-A name is ``kind|figure|tier``, a histogram's ``kind|what|tier|place``. Counts are those since the last time they were
-told, gauges are as they are now.
+A name is ``kind|figure|tier``, a histogram's ``kind|what|tier|place``. Counts are those since the
+last time they were told, gauges are as they are now.
 """
 
 from __future__ import annotations
@@ -43,12 +44,19 @@ class Figures:
         if self._clock() < self._due:
             return {}
         self._due = self._clock() + _EVERY_S
-        now = dict(_server(self._store.counts) if isinstance(self._store, Client) else _own(status.read(self._store)))
+        now = dict(
+            _server(self._store.counts)
+            if isinstance(self._store, Client)
+            else _own(status.read(self._store))
+        )
         changed = {name: value for name, value in now.items() if self._told.get(name) != value}
         if changed:  # vLLM's log always has something to show then
             changed |= {name: value for name, value in now.items() if name.startswith(HELD)}
         told, self._told = self._told, now
-        return {name: value - (0 if is_gauge(name) else told.get(name, 0)) for name, value in changed.items()}
+        return {
+            name: value - (0 if is_gauge(name) else told.get(name, 0))
+            for name, value in changed.items()
+        }
 
 
 def is_gauge(name: str) -> bool:
@@ -56,7 +64,11 @@ def is_gauge(name: str) -> bool:
 
 
 def _server(counts: Mapping[str, int]) -> Iterator[tuple[str, float]]:
-    return ((_name(figures.COUNTER, f"server_{what}"), counts[what]) for what in SERVER_COUNTS if counts.get(what))
+    return (
+        (_name(figures.COUNTER, f"server_{what}"), counts[what])
+        for what in SERVER_COUNTS
+        if counts.get(what)
+    )
 
 
 def _own(now: SizeClassStatus) -> Iterator[tuple[str, float]]:
@@ -67,12 +79,16 @@ def _own(now: SizeClassStatus) -> Iterator[tuple[str, float]]:
             yield _name(of_tier.kind, of_tier.name, tier.tier), of_tier.value(now, tier)
     for tier in now.tiers:
         if tier.lane is not None:
-            for queue, count in zip(QUEUES, (tier.lane.queued_reads, tier.lane.queued_writes), strict=True):
+            for queue, count in zip(
+                QUEUES, (tier.lane.queued_reads, tier.lane.queued_writes), strict=True
+            ):
                 yield _name(figures.GAUGE, "lane_queued", tier.tier, queue), count
             yield _name(figures.COUNTER, "lane_failures", tier.tier), tier.lane.failures
     for timing in now.timings:
         for place, (count, seconds) in enumerate(zip(timing.counts, timing.seconds, strict=True)):
-            if count or not place:  # the first of all places is told at the start: the series is there from then on
+            if (
+                count or not place
+            ):  # the first of all places is told at the start: the series is there from then on
                 yield _name(TIMES, timing.what, timing.tier, str(place)), count
                 yield _name(SECONDS, timing.what, timing.tier, str(place)), seconds
 

@@ -1,21 +1,25 @@
-"""Which KV of a model a chunk keeps, and what of it a hit needs: the geometry of vLLM's cache groups. Pure.
+"""Which KV of a model a chunk keeps, and what of it a hit needs: the geometry of vLLM's cache
+groups. Pure.
 
-vLLM puts layers that need the same tokens into one *group*: full attention needs all tokens before a position, a
-sliding window the last of them, chunked local attention those of the current attention chunk, and a recurrent layer
-one *state*, which stands for all of them. Every group has its own blocks.
+vLLM puts layers that need the same tokens into one *group*: full attention needs all tokens before
+a position, a sliding window the last of them, chunked local attention those of the current
+attention chunk, and a recurrent layer one *state*, which stands for all of them. Every group has
+its own blocks.
 
 The store knows nothing of this. It keeps *pieces*, all of one size, each by its own key:
 
-- The KV of ``piece_tokens`` consecutive tokens in one group, by number: piece 3 begins at token ``3 * piece_tokens``.
-  A chunk has ``chunk_tokens / piece_tokens`` of them in each group.
+- The KV of ``piece_tokens`` consecutive tokens in one group, by number: piece 3 begins at token ``3
+  * piece_tokens``. A chunk has ``chunk_tokens / piece_tokens`` of them in each group.
 - The state of one recurrent group at the end of a chunk, with the chunk's number.
 
-So all kinds share RAM, disks and quotas, to the byte, and nothing below the connector differs between models. A model
-with one group of full attention has one piece a chunk, whose key is the chunk's.
+So all kinds share RAM, disks and quotas, to the byte, and nothing below the connector differs
+between models. A model with one group of full attention has one piece a chunk, whose key is the
+chunk's.
 
-A hit ends with a chunk. Every *anchor* group must have all pieces of the run: groups of full attention; where a model
-has none, its windows, which are then kept whole, so that it can be known how far a prompt is there. Of the others only
-what is behind some ends is kept: see :meth:`Geometry.is_kept`.
+A hit ends with a chunk. Every *anchor* group must have all pieces of the run: groups of full
+attention; where a model has none, its windows, which are then kept whole, so that it can be known
+how far a prompt is there. Of the others only what is behind some ends is kept: see
+:meth:`Geometry.is_kept`.
 """
 
 from __future__ import annotations
@@ -31,8 +35,9 @@ from kvtier.core.chunk import ChunkKey, PieceMask
 from kvtier.core.errors import LayoutError
 
 _KEEP_TOKENS = 2_048
-"""Within a prompt a hit may end at every multiple of so many tokens (rounded up to whole chunks): what other prompts
-share may end anywhere, and windows and states at every chunk would take more room than all the rest."""
+"""Within a prompt a hit may end at every multiple of so many tokens (rounded up to whole chunks):
+what other prompts share may end anywhere, and windows and states at every chunk would take more
+room than all the rest."""
 _MOST_PIECES = 16
 _MOST_ENDS = 8
 """Ends that are looked at for one prompt."""
@@ -49,7 +54,8 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One of vLLM's cache groups. ``reach``: tokens of the window, or of an attention chunk; else 0."""
+    """One of vLLM's cache groups. ``reach``: tokens of the window, or of an attention chunk; else
+    0."""
 
     number: int
     kind: Kind
@@ -66,7 +72,8 @@ class Group:
 
 
 class Piece(NamedTuple):
-    """See the module's text. Of a STATE group ``number`` counts chunks: the state after chunk ``number``."""
+    """See the module's text. Of a STATE group ``number`` counts chunks: the state after chunk
+    ``number``."""
 
     group: Group
     number: int
@@ -77,7 +84,8 @@ class Run(NamedTuple):
 
     keys: list[ChunkKey]
     start: int
-    """How many leading keys the engine has by itself: they are only named, so that they stay hot."""
+    """How many leading keys the engine has by itself: they are only named, so that they stay
+    hot."""
     pieces: list[Piece]
     """What the others are the keys of."""
     end: int
@@ -102,11 +110,12 @@ class Geometry:
         for group in self.groups:
             if self.chunk_tokens % group.block_tokens:
                 raise LayoutError(
-                    f"chunk_tokens={self.chunk_tokens} is not a multiple of {group.block_tokens}, the block size of a "
+                    f"chunk_tokens={self.chunk_tokens} is not a multiple of {group.block_tokens}, "
+                    "the block size of a "
                     f"cache group ({group.kind.value}); leave chunk_tokens out, or give a multiple"
                 )
 
-    # ---- sizes ---------------------------------------------------------------------------------------------------
+    # ---- sizes -----------------------------------------------------------------------------------
 
     @cached_property
     def block_tokens(self) -> int:
@@ -115,10 +124,12 @@ class Geometry:
 
     @cached_property
     def piece_tokens(self) -> int:
-        """Tokens of a piece: short enough that a window, or a state beside one block, wastes little of it."""
+        """Tokens of a piece: short enough that a window, or a state beside one block, wastes little
+        of it."""
         blocks = self.chunk_tokens // self.block_tokens
         shortest = min(
-            (group.reach - 1 for group in self.groups if group.kind is Kind.WINDOW), default=self.chunk_tokens
+            (group.reach - 1 for group in self.groups if group.kind is Kind.WINDOW),
+            default=self.chunk_tokens,
         )
         if any(group.kind is Kind.STATE for group in self.groups):
             shortest = 1
@@ -156,12 +167,12 @@ class Geometry:
         """Only full attention: every leading part of a run serves."""
         return all(group.kind is Kind.FULL for group in self.groups)
 
-    # ---- names ---------------------------------------------------------------------------------------------------
+    # ---- names -----------------------------------------------------------------------------------
 
     @cached_property
     def _masks(self) -> dict[tuple[int, int], PieceMask | None]:
-        """By group and place in the chunk. The last piece that the first anchor has of a chunk bears the chunk's own
-        key: who knows only chunks can look for it."""
+        """By group and place in the chunk. The last piece that the first anchor has of a chunk
+        bears the chunk's own key: who knows only chunks can look for it."""
         masks: dict[tuple[int, int], PieceMask | None] = {
             (group.number, part): PieceMask(f"{group.number} {part}")
             for group in self.groups
@@ -172,11 +183,13 @@ class Geometry:
     def key(self, piece: Piece, keys: Sequence[ChunkKey]) -> ChunkKey:
         """``keys``: of all chunks of the prompt."""
         group, number = piece
-        chunk, part = (number, 0) if group.kind is Kind.STATE else divmod(number, self.pieces_per_chunk)
+        chunk, part = (
+            (number, 0) if group.kind is Kind.STATE else divmod(number, self.pieces_per_chunk)
+        )
         mask = self._masks[group.number, part]
         return keys[chunk] if mask is None else mask.key(keys[chunk])
 
-    # ---- runs ----------------------------------------------------------------------------------------------------
+    # ---- runs ------------------------------------------------------------------------------------
 
     def first(self, computed: int) -> int:
         """Number of the piece that token ``computed`` lies in."""
@@ -196,18 +209,23 @@ class Geometry:
 
     def trunk_keys(self, keys: Sequence[ChunkKey], chunks: int) -> list[ChunkKey]:
         """Of the whole trunk of so many chunks."""
-        masks = [self._masks[group.number, part] for part in range(self.pieces_per_chunk) for group in self.anchors]
+        masks = [
+            self._masks[group.number, part]
+            for part in range(self.pieces_per_chunk)
+            for group in self.anchors
+        ]
         if masks == [None]:
             return [*keys[:chunks]]
         return [key if mask is None else mask.key(key) for key in keys[:chunks] for mask in masks]
 
     def tokens(self, first: int, pieces: int) -> int:
-        """Tokens there are with so many leading pieces of the trunk from piece number ``first`` on."""
+        """Tokens there are with so many leading pieces of the trunk from piece number ``first``
+        on."""
         return (first + pieces // len(self.anchors)) * self.piece_tokens
 
     def behind(self, end: int, computed: int = 0) -> list[Piece]:
-        """What groups that are no anchors must have for a hit of ``end`` tokens, a multiple of ``chunk_tokens``, for
-        a request that has ``computed`` of them by itself."""
+        """What groups that are no anchors must have for a hit of ``end`` tokens, a multiple of
+        ``chunk_tokens``, for a request that has ``computed`` of them by itself."""
         return list(self._needed(self.others, end, computed))
 
     def _needed(self, groups: Sequence[Group], end: int, computed: int) -> Iterator[Piece]:
@@ -217,13 +235,19 @@ class Geometry:
                 continue
             begin = max(group.first_needed(end), computed)
             if begin < end:
-                yield from (Piece(group, n) for n in range(begin // self.piece_tokens, end // self.piece_tokens))
+                yield from (
+                    Piece(group, n)
+                    for n in range(begin // self.piece_tokens, end // self.piece_tokens)
+                )
 
     def run(self, keys: Sequence[ChunkKey], computed: int, end: int) -> Run:
-        """The hit of ``end`` tokens for a request that has ``computed`` of them. ``keys``: of its chunks."""
+        """The hit of ``end`` tokens for a request that has ``computed`` of them. ``keys``: of its
+        chunks."""
         first, wide = self.first(computed), len(self.anchors)
         if self.is_gradual:
-            return Run(self.trunk_keys(keys, len(keys)), first * wide, self.trunk(first, len(keys)), end)
+            return Run(
+                self.trunk_keys(keys, len(keys)), first * wide, self.trunk(first, len(keys)), end
+            )
         if self.anchors[0].kind is Kind.FULL:
             chunks, behind = end // self.chunk_tokens, self.behind(end, computed)
             named = self.trunk_keys(keys, chunks) + [self.key(piece, keys) for piece in behind]
@@ -233,30 +257,36 @@ class Geometry:
         lead = [Piece(group, number) for number in range(begin) for group in self.anchors]
         return Run([self.key(piece, keys) for piece in (*lead, *pieces)], len(lead), pieces, end)
 
-    # ---- ends ----------------------------------------------------------------------------------------------------
+    # ---- ends ------------------------------------------------------------------------------------
 
     def last_end(self, tokens: int) -> int:
-        """Where the longest hit for a prompt of so many tokens ends: at least one token is left to compute. Full
-        attention ends with a block, all others with a chunk."""
+        """Where the longest hit for a prompt of so many tokens ends: at least one token is left to
+        compute. Full attention ends with a block, all others with a chunk."""
         step = self.block_tokens if self.is_gradual else self.chunk_tokens
         return (tokens - 1) // step * step
 
     @property
     def keep_tokens(self) -> int:
-        """Chunks of models with a state are long, and vLLM has states at few ends: each of them is kept."""
+        """Chunks of models with a state are long, and vLLM has states at few ends: each of them is
+        kept."""
         if any(group.kind is Kind.STATE for group in self.groups):
             return self.chunk_tokens
         return -(-_KEEP_TOKENS // self.chunk_tokens) * self.chunk_tokens
 
     def is_kept(self, end: int, prompt_tokens: int, shared: int = 0) -> bool:
-        """Whether what is behind this end is worth its room. Kept are the last ends of a prompt, every end of an
-        answer, where other prompts are known to branch off (``shared``), and in a long prompt one in so many."""
+        """Whether what is behind this end is worth its room. Kept are the last ends of a prompt,
+        every end of an answer, where other prompts are known to branch off (``shared``), and in a
+        long prompt one in so many."""
         size = self.chunk_tokens
-        return end >= (prompt_tokens - 1) // size * size or end == shared // size * size or not end % self.keep_tokens
+        return (
+            end >= (prompt_tokens - 1) // size * size
+            or end == shared // size * size
+            or not end % self.keep_tokens
+        )
 
     def ends(self, most: int, known: int, computed: int) -> list[int]:
-        """Where a hit may end, the longest first, beyond ``computed`` tokens: ``most`` at the longest, then the
-        ``known`` length, then the ends that are kept within a prompt."""
+        """Where a hit may end, the longest first, beyond ``computed`` tokens: ``most`` at the
+        longest, then the ``known`` length, then the ends that are kept within a prompt."""
         step = self.keep_tokens
         found = [most, min(known, most), *range((min(known, most) - 1) // step * step, 0, -step)]
         return [end for end in dict.fromkeys(found) if end > computed][:_MOST_ENDS]

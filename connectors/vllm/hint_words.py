@@ -1,9 +1,10 @@
 """Words that people already send of a prompt's future, and what they say. Pure; imports no vLLM.
 
-The middleware (:mod:`kvtier.connectors.vllm.hints`) turns headers and fields of a body into words of
-``kv_transfer_params``, where :func:`of_request` finds them in the scheduler. Whoever sends those words himself needs no
-middleware. Where several say the same, the first rules: ``kv_transfer_params``, ``kv_hints``, ``nvext``, the
-providers' own fields, headers. What is bad or unknown is counted and has no effect.
+The middleware (:mod:`kvtier.connectors.vllm.hints`) turns headers and fields of a body into words
+of ``kv_transfer_params``, where :func:`of_request` finds them in the scheduler. Whoever sends those
+words himself needs no middleware. Where several say the same, the first rules:
+``kv_transfer_params``, ``kv_hints``, ``nvext``, the providers' own fields, headers. What is bad or
+unknown is counted and has no effect.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import msgspec
 from kvtier.store.hints import LONGEST_KEEP_S, NOTHING, Hint, read, session_name
 
 SESSION, OVER, KEEP, PRIORITY = "kvtier.session", "kvtier.over", "kvtier.keep_s", "kvtier.priority"
-"""The session's name; true: it ends with this request; seconds (or ``5m``) that the prompt shall be kept after its last
-use; a number, above 0 is kept for a while."""
+"""The session's name; true: it ends with this request; seconds (or ``5m``) that the prompt shall be
+kept after its last use; a number, above 0 is kept for a while."""
 BAD = "kvtier.bad_hints"
 """How many hints of the request the middleware could not read."""
 KINDS = ("over", "keep", "priority", "bad")
@@ -62,11 +63,12 @@ class Words:
             self.said.setdefault(word, value)
 
 
-# ---- in the API server -----------------------------------------------------------------------------------------------
+# ---- in the API server ---------------------------------------------------------------------------
 
 
 def of_http(headers: Mapping[str, str], body: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
-    """The words for ``kv_transfer_params`` that a request's headers and body say. ``headers``: names in lower case."""
+    """The words for ``kv_transfer_params`` that a request's headers and body say. ``headers``:
+    names in lower case."""
     words = Words()
     for field, reader in _FIELDS.items():
         if field in body and (value := _decoded(body[field])) is not None:
@@ -100,7 +102,11 @@ def _envelope(words: Words, given: Any) -> None:
         words.bad += 1
         return
     for action in actions[:_MOST_ACTIONS]:
-        kind, payload = (action.get("action_type"), action.get("payload")) if isinstance(action, dict) else (None, None)
+        kind, payload = (
+            (action.get("action_type"), action.get("payload"))
+            if isinstance(action, dict)
+            else (None, None)
+        )
         _action(words, kind, payload)
     words.bad += len(actions[_MOST_ACTIONS:])
 
@@ -148,8 +154,8 @@ def _options(words: Words, given: Any) -> None:
 
 
 def _marks(words: Words, body: Mapping[str, msgspec.Raw]) -> None:
-    """Anthropic's marks: the longest of them. How many tokens lie before a mark cannot be told here, so all of the
-    prompt is kept."""
+    """Anthropic's marks: the longest of them. How many tokens lie before a mark cannot be told
+    here, so all of the prompt is kept."""
     found = [_marked(mark) for mark in _each_mark(body) if mark is not None]
     good = [one for one in found if one is not None]
     words.bad += len(found) - len(good)
@@ -189,7 +195,7 @@ _FIELDS: dict[str, Callable[[Words, Any], None]] = {
     "prompt_cache_retention": _retention,
 }
 
-# ---- in the scheduler ------------------------------------------------------------------------------------------------
+# ---- in the scheduler ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,11 +227,17 @@ def of_request(request: Any) -> Said:
         _action(words, action.action_type, action.payload)
     session = words.said.pop(SESSION, None) or _name(getattr(request, "session_id", None)) or ""
     hint, bad = read({word.removeprefix(_PREFIX): value for word, value in words.said.items()})
-    kinds = [kind for kind, word in zip(KINDS, (OVER, KEEP, PRIORITY), strict=False) if words.said.get(word)]
-    return Said(session_name(request.cache_salt, session), hint, kinds + ["bad"] * (words.bad + bad))
+    kinds = [
+        kind
+        for kind, word in zip(KINDS, (OVER, KEEP, PRIORITY), strict=False)
+        if words.said.get(word)
+    ]
+    return Said(
+        session_name(request.cache_salt, session), hint, kinds + ["bad"] * (words.bad + bad)
+    )
 
 
-# ---- values ----------------------------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------
 
 
 def seconds(value: Any) -> float | None:
@@ -252,7 +264,12 @@ def _name(value: Any) -> str | None:
     return value if isinstance(value, str) and 0 < len(value) <= _MOST_SESSION else None
 
 
-_READERS: dict[str, Callable[[Any], Any]] = {SESSION: _name, OVER: _flag, KEEP: seconds, PRIORITY: _number}
+_READERS: dict[str, Callable[[Any], Any]] = {
+    SESSION: _name,
+    OVER: _flag,
+    KEEP: seconds,
+    PRIORITY: _number,
+}
 
 
 def _decoded(raw: msgspec.Raw) -> Any:

@@ -1,9 +1,10 @@
-"""``vllm serve --middleware kvtier.connectors.vllm.hints.Middleware``: carries hints that clients already send to the
-connector, so that no client changes.
+"""``vllm serve --middleware kvtier.connectors.vllm.hints.Middleware``: carries hints that clients
+already send to the connector, so that no client changes.
 
-What headers and fields say (:mod:`kvtier.connectors.vllm.hint_words`) goes into the body's ``kv_transfer_params``, and
-what is there already stays. A body without hints is passed on as it came, and so is one that is too long, no JSON, or
-odd: no request fails for its hints. Every other field keeps its bytes.
+What headers and fields say (:mod:`kvtier.connectors.vllm.hint_words`) goes into the body's
+``kv_transfer_params``, and what is there already stays. A body without hints is passed on as it
+came, and so is one that is too long, no JSON, or odd: no request fails for its hints. Every other
+field keeps its bytes.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class Middleware:
-    """ASGI. ``unread``: requests whose hints were not looked for, by reason; vLLM's ``/metrics`` shows them as
-    ``kvtier_unread_hints_total``."""
+    """ASGI. ``unread``: requests whose hints were not looked for, by reason; vLLM's ``/metrics``
+    shows them as ``kvtier_unread_hints_total``."""
 
     def __init__(self, app: App, most_bytes: int = MOST_BYTES) -> None:
         self._app = app
@@ -42,7 +43,10 @@ class Middleware:
         if not _may_hint(scope):
             await self._app(scope, receive, send)
             return
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1")
+            for name, value in scope["headers"]
+        }
         if _length(headers) > self._most_bytes:
             self._pass_over("too_long")
             await self._app(scope, receive, send)
@@ -87,8 +91,9 @@ class Middleware:
 
 
 def carried(headers: dict[str, str], body: bytes) -> bytes:
-    """The body with the words that it and the headers say in its ``kv_transfer_params``; itself where they say nothing
-    or those are odd. Raises msgspec.MsgspecError for what is no JSON object."""
+    """The body with the words that it and the headers say in its ``kv_transfer_params``; itself
+    where they say nothing or those are odd. Raises msgspec.MsgspecError for what is no JSON
+    object."""
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     said = hint_words.of_http(headers, fields)
     given = msgspec.json.decode(fields[_PARAMS]) if _PARAMS in fields else None
@@ -99,7 +104,11 @@ def carried(headers: dict[str, str], body: bytes) -> bytes:
 
 
 def _may_hint(scope: Message) -> bool:
-    return scope["type"] == "http" and scope["method"] == "POST" and str(scope["path"]).endswith(_PATHS)
+    return (
+        scope["type"] == "http"
+        and scope["method"] == "POST"
+        and str(scope["path"]).endswith(_PATHS)
+    )
 
 
 def _length(headers: dict[str, str]) -> int:
@@ -109,7 +118,9 @@ def _length(headers: dict[str, str]) -> int:
 
 def _resized(headers: list[tuple[bytes, bytes]], size: int) -> list[tuple[bytes, bytes]]:
     length = b"content-length"
-    return [(name, str(size).encode() if name.lower() == length else value) for name, value in headers]
+    return [
+        (name, str(size).encode() if name.lower() == length else value) for name, value in headers
+    ]
 
 
 @cache
@@ -117,7 +128,9 @@ def _counter() -> Any:
     """One a process, however many middlewares there are."""
     from prometheus_client import Counter
 
-    unread = Counter("kvtier_unread_hints", "Requests that were not looked through for hints.", ["why"])
+    unread = Counter(
+        "kvtier_unread_hints", "Requests that were not looked through for hints.", ["why"]
+    )
     for why in ("too_long", "malformed", "bug"):
         unread.labels(why)
     return unread

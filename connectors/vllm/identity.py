@@ -1,7 +1,8 @@
-"""What decides an engine's KV bytes besides the layout: model, weights, numbers. The scheduler's side.
+"""What decides an engine's KV bytes besides the layout: model, weights, numbers. The scheduler's
+side.
 
-Equal identities must mean equal bytes. Where nobody can tell which weights run, the identity contains a random word:
-such a cache serves this start of the engine and no other.
+Equal identities must mean equal bytes. Where nobody can tell which weights run, the identity
+contains a random word: such a cache serves this start of the engine and no other.
 """
 
 from __future__ import annotations
@@ -27,16 +28,31 @@ _VOLATILE = frozenset(("_name_or_path", "transformers_version"))
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _FROM_FOLDER = (
-    "auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral", "gguf", "bitsandbytes",
-    "sharded_state", "runai_streamer", "runai_streamer_sharded",
-)  # fmt: skip
-"""vLLM's load formats that read the weight files of the model's own folder, unless ``model_weights`` names another
-place."""
+    "auto",
+    "hf",
+    "safetensors",
+    "fastsafetensors",
+    "pt",
+    "npcache",
+    "mistral",
+    "gguf",
+    "bitsandbytes",
+    "sharded_state",
+    "runai_streamer",
+    "runai_streamer_sharded",
+)
+"""vLLM's load formats that read the weight files of the model's own folder, unless
+``model_weights`` names another place."""
 
 
 def identity(vllm_config: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> dict[str, Any]:
-    """JSON-able. Ids of machine and process and the names of local folders are left out on purpose."""
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    """JSON-able. Ids of machine and process and the names of local folders are left out on
+    purpose."""
+    model, cache, parallel = (
+        vllm_config.model_config,
+        vllm_config.cache_config,
+        vllm_config.parallel_config,
+    )
     models = _models(vllm_config)
     found = {
         "format": _FORMAT,
@@ -65,7 +81,10 @@ def _unknown(vllm_config: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> s
         return "the loaded model's layers cannot be looked at"
     hidden = [one for one in _models(vllm_config) if not _files(one, vllm_config.load_config)]
     if hidden and any(rank.weights is None for rank in ranks.values()):
-        return f"the weights of {_source(hidden[0])} can be read neither from local files nor from the loaded model"
+        return (
+            f"the weights of {_source(hidden[0])} can be read neither from local files nor from "
+            "the loaded model"
+        )
     return ""
 
 
@@ -78,14 +97,17 @@ def _models(vllm_config: Any) -> list[Any]:
 
 def _model(model: Any) -> dict[str, Any]:
     media = getattr(model, "multimodal_config", None)
-    config = _without(model.hf_config.to_dict(), _VOLATILE | {"architectures", "torch_dtype", "dtype"})
+    config = _without(
+        model.hf_config.to_dict(), _VOLATILE | {"architectures", "torch_dtype", "dtype"}
+    )
     found = {"config": config, "processor": getattr(media, "mm_processor_kwargs", None)}
     plain: dict[str, Any] = json.loads(json.dumps(found, sort_keys=True, default=str))
     return plain
 
 
 def _without(config: Mapping[str, Any], names: AbstractSet[str]) -> dict[str, Any]:
-    """Configurations inside another one, as an EAGLE draft's has its model's, tell their folders too."""
+    """Configurations inside another one, as an EAGLE draft's has its model's, tell their folders
+    too."""
     return {
         name: _without(value, _VOLATILE) if isinstance(value, dict) else value
         for name, value in config.items()
@@ -93,12 +115,12 @@ def _without(config: Mapping[str, Any], names: AbstractSet[str]) -> dict[str, An
     }
 
 
-# ---- weights -------------------------------------------------------------------------------------------------------
+# ---- weights -------------------------------------------------------------------------------------
 
 
 def _weights(model: Any, load: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> dict[str, Any]:
-    """By the content of the files that vLLM reads. Where those are not local: by their name, and by what every rank
-    sees in the model it has loaded."""
+    """By the content of the files that vLLM reads. Where those are not local: by their name, and by
+    what every rank sees in the model it has loaded."""
     files = _files(model, load)
     if files:
         return {"files": files_digest(files)}
@@ -111,7 +133,8 @@ def _source(model: Any) -> str:
 
 
 def _files(model: Any, load: Any) -> list[Path]:
-    """The local files that the model's weights are read from. Empty if there are none, or if they lie elsewhere."""
+    """The local files that the model's weights are read from. Empty if there are none, or if they
+    lie elsewhere."""
     load_format = str(getattr(load.load_format, "value", load.load_format)).lower()
     if getattr(model, "model_weights", "") or load_format not in _FROM_FOLDER:
         return []
@@ -130,9 +153,11 @@ def _model_folder(model: Any) -> Path | None:
 
 
 def files_digest(files: Iterable[Path]) -> str:
-    """Hex digest of files: the name, the size, and 64 samples of 4 KiB of each. Raises OSError when one cannot be read.
+    """Hex digest of files: the name, the size, and 64 samples of 4 KiB of each. Raises OSError when
+    one cannot be read.
 
-    A sample, not a full read: 70B weights take milliseconds. Another checkpoint of the same model differs nearly
+    A sample, not a full read: 70B weights take milliseconds. Another checkpoint of the same model
+        differs nearly
     everywhere, so it differs in the samples.
     """
     digest = hashlib.sha256()

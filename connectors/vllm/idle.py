@@ -43,8 +43,8 @@ class IdleHalf:
 
 
 class StartingHalf(IdleHalf):
-    """Until every one of ``ranks`` workers has told its layout: a request waits. That takes one step, which runs
-    without tokens if there is nothing to compute."""
+    """Until every one of ``ranks`` workers has told its layout: a request waits. That takes one
+    step, which runs without tokens if there is nothing to compute."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks

@@ -1,4 +1,5 @@
-"""vLLM's KV cache configuration -> ChunkLayout, and which models are refused or left alone, by name."""
+"""vLLM's KV cache configuration -> ChunkLayout, and which models are refused or left alone, by
+name."""
 
 from __future__ import annotations
 
@@ -45,24 +46,31 @@ def kept(kv_cache_config: Any, *, with_groups: bool) -> Kept:
     numbers = getattr(kv_cache_config, "prefix_cacheable_group_ids", range(len(every)))
     groups = tuple(_group(number, every[number].kv_cache_spec) for number in numbers)
     if not groups:
-        raise LayoutError(f"this model's KV cache has no group that vLLM caches prefixes of. {_WITHOUT}")
+        raise LayoutError(
+            f"this model's KV cache has no group that vLLM caches prefixes of. {_WITHOUT}"
+        )
     others = [group for group in groups if group.kind is not Kind.FULL]
     if not with_groups and (others or len(groups) > 1):
         kinds = ", ".join(sorted({group.kind.value for group in groups}))
         raise LayoutError(
-            f"this model's KV cache has {len(groups)} group(s) ({kinds}), which kvtier keeps from vLLM 0.32 on. Before "
-            "it only full attention is kept; sliding windows beside it are, with --disable-hybrid-kv-cache-manager"
+            f"this model's KV cache has {len(groups)} group(s) ({kinds}), which kvtier keeps from "
+            "vLLM 0.32 on. Before "
+            "it only full attention is kept; sliding windows beside it are, with "
+            "--disable-hybrid-kv-cache-manager"
         )
     return Kept(groups, tuple(frozenset(every[number].layer_names) for number in numbers))
 
 
 def _group(number: int, spec: Any) -> Group:
-    """Raises LayoutError for a kind that is not kept, and for layers of one group that are unequal kinds."""
+    """Raises LayoutError for a kind that is not kept, and for layers of one group that are unequal
+    kinds."""
     each = list(spec.kv_cache_specs.values()) if hasattr(spec, "kv_cache_specs") else [spec]
     kinds = {_kind(one) for one in each}
     if len(kinds) != 1:
         found = ", ".join(sorted({type(one).__name__ for one in each}))
-        raise LayoutError(f"layers of one cache group differ in what they keep ({found}). {_WITHOUT}")
+        raise LayoutError(
+            f"layers of one cache group differ in what they keep ({found}). {_WITHOUT}"
+        )
     kind, reach = kinds.pop()
     return Group(number, kind, int(spec.block_size), reach)
 
@@ -73,7 +81,9 @@ def _kind(spec: Any) -> tuple[Kind, int]:
     name = type(spec).__name__
     if isinstance(spec, vllm.FullAttentionSpec):
         if name in _NOT_FULL:
-            raise LayoutError(f"this model's KV cache is {name}, which {_NOT_FULL[name]}. {_WITHOUT}")
+            raise LayoutError(
+                f"this model's KV cache is {name}, which {_NOT_FULL[name]}. {_WITHOUT}"
+            )
         return Kind.FULL, 0
     if type(spec) is vllm.SlidingWindowSpec:
         return Kind.WINDOW, int(spec.sliding_window) + getattr(spec, "extra_retained_tokens", 0)
@@ -82,24 +92,29 @@ def _kind(spec: Any) -> tuple[Kind, int]:
     if type(spec) is vllm.MambaSpec:
         if spec.mamba_cache_mode != "align":
             raise LayoutError(
-                f"this model's recurrent state is in mamba_cache_mode={spec.mamba_cache_mode!r}; kvtier keeps states "
-                f"in mode 'align', in which vLLM caches prefixes. Set --mamba-cache-mode align, or: {_WITHOUT}"
+                f"this model's recurrent state is in mamba_cache_mode={spec.mamba_cache_mode!r}; "
+                "kvtier keeps states "
+                "in mode 'align', in which vLLM caches prefixes. Set --mamba-cache-mode align, "
+                f"or: {_WITHOUT}"
             )
         if spec.num_speculative_blocks:
             raise LayoutError(
-                "this model has a recurrent state and drafts tokens ahead; kvtier does not keep both together. "
+                "this model has a recurrent state and drafts tokens ahead; kvtier does not keep "
+                "both together. "
                 f"{_WITHOUT}, or without speculation"
             )
         return Kind.STATE, 0
     raise LayoutError(
-        f"this model's KV cache is {name}; kvtier keeps full attention (MHA, GQA, MLA), sliding windows, chunked local "
+        f"this model's KV cache is {name}; kvtier keeps full attention (MHA, GQA, MLA), sliding "
+        "windows, chunked local "
         f"attention and recurrent states. {_WITHOUT}"
     )
 
 
 def chunk_tokens(configured: int, found: Kept, *, is_default: bool) -> int:
-    """Tokens a chunk: what is configured. A default that nobody touched grows to whole blocks. Beside a state it is one
-    block, which is long there: vLLM has states at the ends of blocks, and a hit ends where there is one."""
+    """Tokens a chunk: what is configured. A default that nobody touched grows to whole blocks.
+    Beside a state it is one block, which is long there: vLLM has states at the ends of blocks, and
+    a hit ends where there is one."""
     block = found.block_tokens
     if is_default:
         has_state = any(group.kind is Kind.STATE for group in found.groups)
@@ -108,12 +123,18 @@ def chunk_tokens(configured: int, found: Kept, *, is_default: bool) -> int:
 
 
 def chunk_layout(
-    vllm_config: Any, kv_cache_config: Any, found: Kept, ranks: Mapping[tuple[int, int], RankLayout], chunk_tokens: int
+    vllm_config: Any,
+    kv_cache_config: Any,
+    found: Kept,
+    ranks: Mapping[tuple[int, int], RankLayout],
+    chunk_tokens: int,
 ) -> tuple[ChunkLayout, Geometry, Parts]:
-    """The layout of chunks for this engine, their geometry, and where the parts of ranks lie in a slot.
+    """The layout of chunks for this engine, their geometry, and where the parts of ranks lie in a
+    slot.
 
-    ``ranks`` is keyed by (pp rank, tp rank). Ranks of one pipeline stage that hold identical KV in every layer (MLA's
-    latent, but not beside a draft model with heads of its own) share one part, written by the first of them.
+    ``ranks`` is keyed by (pp rank, tp rank). Ranks of one pipeline stage that hold identical KV in
+    every layer (MLA's latent, but not beside a draft model with heads of its own) share one part,
+    written by the first of them.
     """
     _refuse_context_parallel(vllm_config.parallel_config)
     _refuse_several_hosts(vllm_config.parallel_config)
@@ -125,33 +146,55 @@ def chunk_layout(
     named = identity(vllm_config, ranks) | {
         "block_tokens": found.block_tokens,
         "ranks": [
-            [*place, rank.block_bytes[0] if one else [*rank.block_bytes], rank.description, rank.model]
+            [
+                *place,
+                rank.block_bytes[0] if one else [*rank.block_bytes],
+                rank.description,
+                rank.model,
+            ]
             for place, rank in sorted(ranks.items())
         ],
     }
     if one:
         sizes = placed[0][1]
-        return ChunkLayout(fingerprint(named), chunk_tokens, found.block_tokens, tuple(sizes)), geometry, owners
-    named["groups"] = [[group.kind.value, group.block_tokens, group.reach] for group in found.groups]
+        return (
+            ChunkLayout(fingerprint(named), chunk_tokens, found.block_tokens, tuple(sizes)),
+            geometry,
+            owners,
+        )
+    named["groups"] = [
+        [group.kind.value, group.block_tokens, group.reach] for group in found.groups
+    ]
     piece_bytes = max(
-        geometry.blocks_per_piece(group) * sum(sizes) for group, (_, sizes) in zip(found.groups, placed, strict=True)
+        geometry.blocks_per_piece(group) * sum(sizes)
+        for group, (_, sizes) in zip(found.groups, placed, strict=True)
     )
-    return ChunkLayout(fingerprint(named), chunk_tokens, chunk_tokens, (piece_bytes,)), geometry, owners
+    return (
+        ChunkLayout(fingerprint(named), chunk_tokens, chunk_tokens, (piece_bytes,)),
+        geometry,
+        owners,
+    )
 
 
 def _placed(
     geometry: Geometry, place: int, ranks: Mapping[tuple[int, int], RankLayout], replicated: bool
 ) -> tuple[list[tuple[int, bool]], list[int]]:
-    """Of one group: each rank's first byte in a slot and whether it writes there; and each part's bytes a block."""
+    """Of one group: each rank's first byte in a slot and whether it writes there; and each part's
+    bytes a block."""
     group = geometry.groups[place]
-    blocks, shared_parts = geometry.blocks_per_piece(group), replicated and group.kind is not Kind.STATE
+    blocks, shared_parts = (
+        geometry.blocks_per_piece(group),
+        replicated and group.kind is not Kind.STATE,
+    )
     sizes: list[int] = []
     owners: list[tuple[int, bool]] = []
     first_of_stage: dict[int, int] = {}
     for (stage, _), rank in sorted(ranks.items()):
         size, shared = rank.block_bytes[place], first_of_stage.get(stage) if shared_parts else None
         if shared is not None and sizes[shared] != size:
-            raise LayoutError(f"ranks of stage {stage} disagree: {sizes[shared]} and {size} bytes a block")
+            raise LayoutError(
+                f"ranks of stage {stage} disagree: {sizes[shared]} and {size} bytes a block"
+            )
         if shared is None:
             first_of_stage[stage] = len(sizes)
             sizes.append(size)
@@ -167,8 +210,9 @@ def on_cpu(ranks: Mapping[tuple[int, int], RankLayout]) -> bool:
 
 
 def refuse_recurrent(vllm_config: Any, *, with_groups: bool) -> None:
-    """Raise LayoutError for a model with recurrent state (mamba, short convolutions) that cannot be kept: alone,
-    because vLLM caches no prefixes of it, and beside attention where vLLM does not say which blocks hold states."""
+    """Raise LayoutError for a model with recurrent state (mamba, short convolutions) that cannot be
+    kept: alone, because vLLM caches no prefixes of it, and beside attention where vLLM does not say
+    which blocks hold states."""
     model = vllm_config.model_config
     if model.is_attention_free:
         why = "vLLM caches no prefixes of it"
@@ -179,13 +223,15 @@ def refuse_recurrent(vllm_config: Any, *, with_groups: bool) -> None:
     else:
         return
     raise LayoutError(
-        f"{', '.join(model.architectures)} keeps a recurrent state (mamba, convolutions): {why}. {_WITHOUT}"
+        f"{', '.join(model.architectures)} keeps a recurrent state (mamba, convolutions): {why}. "
+        f"{_WITHOUT}"
     )
 
 
 def why_no_prefixes(vllm_config: Any) -> str:
-    """Why kvtier has to leave this engine alone: the platform has turned prefix caching off because its kernels do not
-    continue a prefix as they computed it. "" when it may serve; also when it was the user who turned it off."""
+    """Why kvtier has to leave this engine alone: the platform has turned prefix caching off because
+    its kernels do not continue a prefix as they computed it. "" when it may serve; also when it was
+    the user who turned it off."""
     from vllm.platforms import CpuArchEnum, current_platform
 
     if vllm_config.cache_config.enable_prefix_caching or not current_platform.is_cpu():
@@ -199,16 +245,21 @@ def why_no_prefixes(vllm_config: Any) -> str:
 
 def of_namespace(layout: ChunkLayout, namespace: str) -> ChunkLayout:
     """The same layout with keys of its own, which nobody outside the namespace can name."""
-    return replace(layout, fingerprint=fingerprint({"of": layout.fingerprint.hex(), "namespace": namespace}))
+    return replace(
+        layout, fingerprint=fingerprint({"of": layout.fingerprint.hex(), "namespace": namespace})
+    )
 
 
 def start_only(layout: ChunkLayout, why: str) -> ChunkLayout:
     """The same layout with keys that no other start of any engine can name."""
-    return replace(layout, fingerprint=fingerprint({"of": layout.fingerprint.hex(), "start": start_word(why)}))
+    return replace(
+        layout, fingerprint=fingerprint({"of": layout.fingerprint.hex(), "start": start_word(why)})
+    )
 
 
 def _replicated(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Whether all tensor ranks hold the same KV. Before 0.32 vLLM does not count them, and MLA has to do for it."""
+    """Whether all tensor ranks hold the same KV. Before 0.32 vLLM does not count them, and MLA has
+    to do for it."""
     replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
     if replicas is None:
         return bool(vllm_config.model_config.use_mla)
@@ -219,7 +270,8 @@ def _refuse_several_hosts(parallel: Any) -> None:
     hosts = getattr(parallel, "nnodes", 1)
     if hosts > 1:
         raise LayoutError(
-            f"nnodes={hosts}: the workers of one engine share kvtier's RAM, so they have to be on one host. Run an "
+            f"nnodes={hosts}: the workers of one engine share kvtier's RAM, so they have to be on "
+            "one host. Run an "
             "engine on each host, or this one without the kvtier connector"
         )
 
@@ -228,5 +280,6 @@ def _refuse_context_parallel(parallel: Any) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise LayoutError(
-                f"{name}={getattr(parallel, name)}: kvtier does not keep context-parallel KV; set it to 1"
+                f"{name}={getattr(parallel, name)}: kvtier does not keep context-parallel KV; "
+                "set it to 1"
             )

@@ -1,8 +1,10 @@
-"""A worker's loaded model: what its layers resolved to, which weights it has, and whether these were replaced.
+"""A worker's loaded model: what its layers resolved to, which weights it has, and whether these
+were replaced.
 
-A model's configuration does not tell all that decides its KV: vLLM picks rotary tables by the engine's longest prompt,
-and scales, windows and kernels by flags and platform. So the worker looks at the layers themselves. vLLM hands a
-connector its attention layers only. The modules above them are found among the process's objects, once, at the start.
+A model's configuration does not tell all that decides its KV: vLLM picks rotary tables by the
+engine's longest prompt, and scales, windows and kernels by flags and platform. So the worker looks
+at the layers themselves. vLLM hands a connector its attention layers only. The modules above them
+are found among the process's objects, once, at the start.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ import torch
 from torch import nn
 
 _RUNS, _RUN = 64, 128
-"""A digest reads so many runs of so many elements of each tensor, evenly spread from its first to its last."""
+"""A digest reads so many runs of so many elements of each tensor, evenly spread from its first to
+its last."""
 _LOOKED_AT, _SEEN = 16, 64
-"""Each look for replaced weights compares so many parameters, by so many elements each, and goes round."""
+"""Each look for replaced weights compares so many parameters, by so many elements each, and goes
+round."""
 _ROTARY = re.compile("rotary|rope", re.IGNORECASE)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -43,11 +47,13 @@ class LoadedModel:
         self._watch = Watch(self._roots, moves=_moves(vllm_config))
 
     def backends(self) -> list[str]:
-        """Names of the attention backends. They decide how a block is packed where no stride shows it."""
+        """Names of the attention backends. They decide how a block is packed where no stride shows
+        it."""
         return sorted({layer.get_attn_backend().get_name() for layer in self._layers.values()})
 
     def resolved(self) -> dict[str, str] | None:
-        """Digests of what decides K and V for given tokens and weights. None where the model was not found."""
+        """Digests of what decides K and V for given tokens and weights. None where the model was
+        not found."""
         if not self._roots:
             return None
         attention = {name: attention_facts(layer) for name, layer in self._layers.items()}
@@ -55,8 +61,8 @@ class LoadedModel:
         return {"attention": _digest(attention), "rotary": _digest(rotary)}
 
     def weights(self) -> str | None:
-        """Hex digest of samples of every parameter. None where some cannot be read: kernels of vLLM's CPU backend keep
-        weights packed in a form of their own."""
+        """Hex digest of samples of every parameter. None where some cannot be read: kernels of
+        vLLM's CPU backend keep weights packed in a form of their own."""
         return weights_digest(self._roots)
 
     def replaced(self, *, looks: bool) -> bool:
@@ -65,11 +71,14 @@ class LoadedModel:
 
 
 def models_with(layers: list[nn.Module]) -> list[nn.Module]:
-    """The outermost modules that contain some of these layers: the model, and a draft model beside it."""
+    """The outermost modules that contain some of these layers: the model, and a draft model beside
+    it."""
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     inside = {id(child) for module in modules for child in module.children()}
     wanted = {id(layer) for layer in layers}
-    outermost = [module for module in modules if id(module) not in inside and id(module) not in wanted]
+    outermost = [
+        module for module in modules if id(module) not in inside and id(module) not in wanted
+    ]
     found = [root for root in outermost if any(id(module) in wanted for module in root.modules())]
     seen = {id(module) for root in found for module in root.modules()}
     if not wanted or not wanted <= seen:
@@ -81,28 +90,37 @@ def _names(root: nn.Module, wanted: set[int]) -> Iterator[str]:
     return (name for name, module in root.named_modules() if id(module) in wanted)
 
 
-# ---- what layers resolved to ---------------------------------------------------------------------------------------
+# ---- what layers resolved to ---------------------------------------------------------------------
 
 
 def attention_facts(layer: Any) -> dict[str, Any]:
-    """Scale, soft cap, window, cache type, scales of K and V: all that is plain in the layer and its kernel."""
+    """Scale, soft cap, window, cache type, scales of K and V: all that is plain in the layer and
+    its kernel."""
     buffers = {name: sampled(tensor) for name, tensor in layer.named_buffers()}
-    return {"layer": _plain(layer), "kernel": _plain(getattr(layer, "impl", None)), "buffers": buffers}
+    return {
+        "layer": _plain(layer),
+        "kernel": _plain(getattr(layer, "impl", None)),
+        "buffers": buffers,
+    }
 
 
 def rotary_facts(root: nn.Module, longest: int) -> dict[str, Any]:
     """For each rotary module of a model: its plain attributes and samples of its tables.
 
-    One without any table that could be read counts with the engine's longest prompt instead, which is what such tables
-    are chosen by.
+    One without any table that could be read counts with the engine's longest prompt instead, which
+    is what such tables are chosen by.
     """
     found: dict[str, Any] = {}
     for name, module in root.named_modules():
         inner = any(name.startswith(f"{outer}.") for outer in found)
-        if inner or not (_ROTARY.search(name.rpartition(".")[2]) or _ROTARY.search(type(module).__name__)):
+        if inner or not (
+            _ROTARY.search(name.rpartition(".")[2]) or _ROTARY.search(type(module).__name__)
+        ):
             continue
         tensors = dict(module.named_buffers())
-        tensors |= {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
+        tensors |= {
+            key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)
+        }
         tables = {key: sampled(tensor) for key, tensor in sorted(tensors.items())}
         facts = {"class": type(module).__qualname__, "plain": _plain(module), "tables": tables}
         found[name] = facts if tables else facts | {"longest": longest}
@@ -112,7 +130,11 @@ def rotary_facts(root: nn.Module, longest: int) -> dict[str, Any]:
 def _plain(thing: Any) -> dict[str, str]:
     """The public attributes that are numbers, words, or lists of such."""
     attributes = vars(thing) if hasattr(thing, "__dict__") else {}
-    return {name: repr(value) for name, value in attributes.items() if not name.startswith("_") and _is_plain(value)}
+    return {
+        name: repr(value)
+        for name, value in attributes.items()
+        if not name.startswith("_") and _is_plain(value)
+    }
 
 
 def _is_plain(value: Any) -> bool:
@@ -125,7 +147,7 @@ def _digest(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-# ---- weights -------------------------------------------------------------------------------------------------------
+# ---- weights -------------------------------------------------------------------------------------
 
 
 def weights_digest(roots: list[nn.Module]) -> str | None:
@@ -144,7 +166,10 @@ def weights_digest(roots: list[nn.Module]) -> str | None:
 def sampled(tensor: torch.Tensor) -> str:
     """Shape, type, and a digest of elements spread over the whole tensor."""
     bits = tensor.detach()
-    if bits.dtype in (torch.bool, torch.complex64, torch.complex128) or bits.dtype.itemsize not in _INTEGERS:
+    if (
+        bits.dtype in (torch.bool, torch.complex64, torch.complex128)
+        or bits.dtype.itemsize not in _INTEGERS
+    ):
         bits = torch.view_as_real(bits).double() if bits.is_complex() else bits.to(torch.uint8)
     bits = bits.view(_INTEGERS[bits.dtype.itemsize])
     if bits.numel():
@@ -170,11 +195,13 @@ class Watch:
 
     - The model's ``load_weights`` was called: vLLM's reloads and most weight transfers do.
     - A parameter is another tensor, lies elsewhere, or was written in place (torch counts that).
-    - Its elements differ. That shows writes which torch does not count (``parameter.data.copy_``): each look compares
-      some parameters by some elements, and goes round, so a change of one layer alone may be seen some looks later.
+    - Its elements differ. That shows writes which torch does not count (``parameter.data.copy_``):
+      each look compares some parameters by some elements, and goes round, so a change of one layer
+      alone may be seen some looks later.
 
-    It cannot see writes of the last kind to elements that it does not compare, to weights that a kernel keeps outside
-    the module's parameters, and, with ``moves`` (the engine itself moves weights about), any but the first kind.
+    It cannot see writes of the last kind to elements that it does not compare, to weights that a
+    kernel keeps outside the module's parameters, and, with ``moves`` (the engine itself moves
+    weights about), any but the first kind.
     """
 
     def __init__(self, roots: list[nn.Module], *, moves: bool = False) -> None:
@@ -190,7 +217,8 @@ class Watch:
         self._remember()
 
     def replaced(self, *, looks: bool) -> bool:
-        """Whether something was noticed since the last call. ``looks``: compare, too; some 0.1 ms."""
+        """Whether something was noticed since the last call. ``looks``: compare, too; some 0.1
+        ms."""
         if not (self._loaded or (looks and not self._moves and self._differs())):
             return False
         self._loaded = False
@@ -210,13 +238,17 @@ class Watch:
         root.load_weights = noted
 
     def _remember(self) -> None:
-        self._seen = [] if self._moves else [
-            _Seen(module, name, *_place(parameter))
-            for root in self._roots
-            for module in root.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None and parameter.numel() and not parameter.is_meta
-        ]  # fmt: skip
+        self._seen = (
+            []
+            if self._moves
+            else [
+                _Seen(module, name, *_place(parameter))
+                for root in self._roots
+                for module in root.modules()
+                for name, parameter in module._parameters.items()
+                if parameter is not None and parameter.numel() and not parameter.is_meta
+            ]
+        )
         devices = {module._parameters[name].device for module, name, *_ in self._seen}
         for device in devices:
             if device.type == "cuda":
@@ -253,7 +285,11 @@ def _elements(parameters: list[_Seen]) -> bytes:
     for module, name, *_ in parameters:
         tensor = module._parameters[name]
         assert tensor is not None
-        flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[..., 0].reshape(-1)
+        flat = (
+            tensor.detach().reshape(-1)
+            if tensor.is_contiguous()
+            else tensor.detach()[..., 0].reshape(-1)
+        )
         parts.append(flat[:: max(1, flat.numel() // _SEEN)][:_SEEN].float())
     if not parts:
         return b""
@@ -261,7 +297,8 @@ def _elements(parameters: list[_Seen]) -> bytes:
 
 
 def _moves(vllm_config: Any) -> bool:
-    """Whether the engine moves weights about while it runs: expert balancing, or layers that are fetched ahead."""
+    """Whether the engine moves weights about while it runs: expert balancing, or layers that are
+    fetched ahead."""
     offload = getattr(vllm_config, "offload_config", None)
     prefetch = getattr(getattr(offload, "prefetch", None), "offload_group_size", 0) > 0
     balances = bool(getattr(vllm_config.parallel_config, "enable_eplb", False))

@@ -1,6 +1,6 @@
-"""What travels between the scheduler's and the workers' half of the connector: slot numbers, block ids and, of loads,
-the names of requests, because vLLM is told of a load by that name. Never keys, tokens or KV bytes. Plain data, pickled
-by vLLM between its own processes.
+"""What travels between the scheduler's and the workers' half of the connector: slot numbers, block
+ids and, of loads, the names of requests, because vLLM is told of a load by that name. Never keys,
+tokens or KV bytes. Plain data, pickled by vLLM between its own processes.
 """
 
 from __future__ import annotations
@@ -25,31 +25,34 @@ class RankLayout(KVConnectorHandshakeMetadata):
     block_bytes: tuple[int, ...]
     """Of one block, for each cache group that is kept."""
     description: dict[str, Any]
-    """JSON-able shape of the regions; part of the fingerprint. Of several groups: ``{"groups": [...]}``."""
+    """JSON-able shape of the regions; part of the fingerprint. Of several groups: ``{"groups":
+    [...]}``."""
     model: dict[str, Any] | None = None
-    """What the loaded model's layers resolved to (:mod:`kvtier.connectors.vllm.loaded`); part of the fingerprint. None:
-    it cannot be looked at."""
+    """What the loaded model's layers resolved to (:mod:`kvtier.connectors.vllm.loaded`); part of
+    the fingerprint. None: it cannot be looked at."""
     weights: str | None = None
     """Digest of the loaded parameters; None where they cannot be read."""
 
 
 @dataclass(frozen=True)
 class PoolAddress:
-    """Where workers map a pool, and which bytes of each slot are whose. A server that comes back has another pool."""
+    """Where workers map a pool, and which bytes of each slot are whose. A server that comes back
+    has another pool."""
 
     path: str
     witness_path: str | None
-    """What a worker holds open as long as it maps a server's pool; None for a pool of the engine's own."""
+    """What a worker holds open as long as it maps a server's pool; None for a pool of the engine's
+    own."""
     slots: int
     slot_bytes: int
     parts: Parts
-    """For each rank and, of it, each kept group: first byte of its part of a slot, and whether it is the one who writes
-    that part."""
+    """For each rank and, of it, each kept group: first byte of its part of a slot, and whether it
+    is the one who writes that part."""
 
 
 class Move(NamedTuple):
-    """Copy pieces of one group between slots and blocks. A load may start inside its first piece and end inside its
-    last."""
+    """Copy pieces of one group between slots and blocks. A load may start inside its first piece
+    and end inside its last."""
 
     group: int
     """Place of the group among those that are kept."""
@@ -90,14 +93,16 @@ class StepMetadata(KVConnectorMetadata):
     computes: bool = False
     """Whether the step runs a forward pass, so that requests wait for it."""
     replacements_seen: dict[int, int] = field(default_factory=dict)
-    """For each rank, how many replacements of its weights the scheduler knew of when it planned this step."""
+    """For each rank, how many replacements of its weights the scheduler knew of when it planned
+    this step."""
     asks_layout: bool = False
     """Whether the scheduler's half has yet to hear how the ranks' KV caches lie."""
 
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """Workers -> scheduler, one a step, merged over ranks: who has done or failed which job, and what copies took."""
+    """Workers -> scheduler, one a step, merged over ranks: who has done or failed which job, and
+    what copies took."""
 
     step: int = 0
     """Number of the step, as in its metadata."""
@@ -108,12 +113,13 @@ class StepReport(KVConnectorWorkerMetadata):
     unmapped: str = ""
     """Why some rank cannot map the engine's own pool."""
     layouts: dict[tuple[int, int], RankLayout] = field(default_factory=dict)
-    """Where the scheduler's half asked for it: each rank's, by ``(pipeline stage, tensor rank)``."""
+    """Where the scheduler's half asked for it: each rank's, by ``(pipeline stage, tensor
+    rank)``."""
     done: Counter[int] = field(default_factory=Counter)
     failed: Counter[int] = field(default_factory=Counter)
     replacements: dict[int, int] = field(default_factory=dict)
-    """For each rank whose weights are not those that it had at the last step's report: how often they were replaced
-    since its start."""
+    """For each rank whose weights are not those that it had at the last step's report: how often
+    they were replaced since its start."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)

@@ -1,4 +1,5 @@
-"""Misses: what became of every chunk that requests of one engine asked for, counted once under one reason."""
+"""Misses: what became of every chunk that requests of one engine asked for, counted once under one
+reason."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ ZERO_HITS = "zero_hits"
 
 
 class Misses:
-    """Counts for vLLM's metrics, and a warning when nothing is ever hit. Called by vLLM's scheduling loop, one thread.
+    """Counts for vLLM's metrics, and a warning when nothing is ever hit. Called by vLLM's
+    scheduling loop, one thread.
 
     ``clock``: monotonic seconds.
     """
@@ -34,9 +36,15 @@ class Misses:
     def saved(self, chunks: int) -> None:
         self._saved += chunks
 
-    def prompt(self, start: int, places: Sequence[str], declined: Mapping[str, int], missed: tuple[str, int]) -> None:
-        """A request got its blocks. From chunk ``start`` on: where each loaded chunk came from, then those that were
-        declined, and those that are missing, by reason."""
+    def prompt(
+        self,
+        start: int,
+        places: Sequence[str],
+        declined: Mapping[str, int],
+        missed: tuple[str, int],
+    ) -> None:
+        """A request got its blocks. From chunk ``start`` on: where each loaded chunk came from,
+        then those that were declined, and those that are missing, by reason."""
         why, short = missed
         self._new.update(f"loaded_{place}" for place in places)
         for kind, counts in (("declined", declined), ("missed", {why: short} if short > 0 else {})):
@@ -55,8 +63,8 @@ class Misses:
         self._look()
 
     def new(self) -> dict[str, int]:
-        """Chunks ``loaded_<place>``, ``declined_<reason>`` and ``missed_<reason>`` since the last call;
-        :data:`ZERO_HITS` 1 or 0 when that has changed."""
+        """Chunks ``loaded_<place>``, ``declined_<reason>`` and ``missed_<reason>`` since the last
+        call; :data:`ZERO_HITS` 1 or 0 when that has changed."""
         counts, self._new = dict(self._new), Counter()
         if bool(self._zero.verdict) != self._told:
             self._told = not self._told
@@ -72,4 +80,7 @@ def _zero_hits(store: Store | Client, clock: Callable[[], float]) -> ZeroHits:
     if isinstance(store, Store):
         return ZeroHits.of(store, clock)
     pool = store.pool
-    return ZeroHits(f"the server's RAM holds {pool.slots:,} chunks" if pool else "the server is full", clock=clock)
+    return ZeroHits(
+        f"the server's RAM holds {pool.slots:,} chunks" if pool else "the server is full",
+        clock=clock,
+    )

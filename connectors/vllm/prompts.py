@@ -1,4 +1,5 @@
-"""What the scheduler's half keeps of each live request, and of each job that workers have not all confirmed."""
+"""What the scheduler's half keeps of each live request, and of each job that workers have not all
+confirmed."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Prompt:
     began: bool = False
     """A step has computed for it."""
     states: list[tuple[int, int, int]] = field(default_factory=list)
-    """``(group, block, tokens)`` of recurrent states that lie in blocks of their own and are not saved yet."""
+    """``(group, block, tokens)`` of recurrent states that lie in blocks of their own and are not
+    saved yet."""
     saved: int = 0
     """Chunks of which everything was offered to the store, from the first on."""
     retried: bool = False
@@ -70,9 +72,9 @@ class Prompt:
     """Tokens of the last load, by place."""
 
     def name(self, layout: ChunkLayout, adapters: Adapters) -> bool:
-        """Make the keys' chain where there is none yet, or where the request is no longer what it was made of: a
-        streaming session goes on, vLLM has taken back the token it sampled last, and added tokens and media. Returns
-        whether it did."""
+        """Make the keys' chain where there is none yet, or where the request is no longer what it
+        was made of: a streaming session goes on, vLLM has taken back the token it sampled last, and
+        added tokens and media. Returns whether it did."""
         request = self.request
         shape = request.num_prompt_tokens, len(request.mm_features or ())
         if self.left_alone or shape == self.shape:
@@ -95,9 +97,12 @@ class Prompt:
             self.lease = None
 
 
-def by_place(geometry: Geometry, sources: Mapping[Piece, str], begin: int, end: int) -> dict[str, int]:
-    """Tokens ``begin`` to ``end`` by the place that the first of the anchors had them from; what it does not need
-    (before a window) counts to the first piece that it does. ``sources``: each loaded piece's."""
+def by_place(
+    geometry: Geometry, sources: Mapping[Piece, str], begin: int, end: int
+) -> dict[str, int]:
+    """Tokens ``begin`` to ``end`` by the place that the first of the anchors had them from; what it
+    does not need (before a window) counts to the first piece that it does. ``sources``: each loaded
+    piece's."""
     tokens: dict[str, int] = {}
     size, at = geometry.piece_tokens, begin
     for piece in sorted(one for one in sources if one.group is geometry.anchors[0]):

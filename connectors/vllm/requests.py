@@ -12,15 +12,17 @@ from kvtier.connectors.vllm.identity import files_digest
 logger = logging.getLogger("kvtier.connectors.vllm")
 
 CACHE = "kvtier.cache"
-"""In a request's ``kv_transfer_params``: false keeps kvtier out of it. Nothing is loaded for it, nothing is kept."""
+"""In a request's ``kv_transfer_params``: false keeps kvtier out of it. Nothing is loaded for it,
+nothing is kept."""
 
 
 class Adapters:
-    """Names LoRA adapters by content, so that a renamed adapter is shared and a replaced one is not.
+    """Names LoRA adapters by content, so that a renamed adapter is shared and a replaced one is
+    not.
 
-    vLLM keeps an adapter in memory after its files change and reloads it whenever it likes, so once the files under a
-    known adapter change nobody can tell which weights a request uses: from then on it is not cached, until a request
-    asks to load it anew (``load_inplace``).
+    vLLM keeps an adapter in memory after its files change and reloads it whenever it likes, so once
+    the files under a known adapter change nobody can tell which weights a request uses: from then
+    on it is not cached, until a request asks to load it anew (``load_inplace``).
     """
 
     def __init__(self) -> None:
@@ -34,12 +36,19 @@ class Adapters:
             place = (lora.lora_name, lora.lora_int_id, lora.lora_path)
             known = self._known.get(place)
             if known is None or lora.load_inplace:
-                content = ["content", files_digest(files)] if files else ["name", lora.lora_name, lora.lora_path]
+                content = (
+                    ["content", files_digest(files)]
+                    if files
+                    else ["name", lora.lora_name, lora.lora_path]
+                )
                 known = self._known[place] = (stamp, content)
         except OSError:
             return None
         if known[0] != stamp and known[1] is not None:
-            logger.warning("files of LoRA adapter %s changed under a running engine: not cached any more", place[0])
+            logger.warning(
+                "files of LoRA adapter %s changed under a running engine: not cached any more",
+                place[0],
+            )
             known = self._known[place] = (stamp, None)
         return known[1]
 
@@ -47,7 +56,8 @@ class Adapters:
 def request_extra(request: Any, adapters: Adapters) -> bytes | None:
     """Canonical bytes of what decides a whole request's KV besides its tokens.
 
-    None: its KV cannot be named (prompt embeddings, an adapter that changed), or it asks not to be kept
+    None: its KV cannot be named (prompt embeddings, an adapter that changed), or it asks not to be
+        kept
     (:data:`CACHE`; whatever is not plainly true counts as a no). It is left alone.
     """
     if (request.kv_transfer_params or {}).get(CACHE, True) is not True:
@@ -67,11 +77,16 @@ def first_extras(request: Any, adapters: Adapters, media: dict[int, bytes]) -> t
     """What besides its tokens the key of a request's first chunk depends on, in the order of
     :data:`kvtier.store.miss_reasons.EXTRAS`."""
     adapter = None if request.lora_request is None else adapters.identity(request.lora_request)
-    return (request.cache_salt or "").encode(), json.dumps(adapter).encode() if adapter else b"", media.get(0, b"")
+    return (
+        (request.cache_salt or "").encode(),
+        json.dumps(adapter).encode() if adapter else b"",
+        media.get(0, b""),
+    )
 
 
 def media_extra(request: Any, chunk_tokens: int) -> dict[int, bytes]:
-    """For each chunk that overlaps multimodal input: its content hashes and offsets, as canonical bytes."""
+    """For each chunk that overlaps multimodal input: its content hashes and offsets, as canonical
+    bytes."""
     found: dict[int, list[tuple[str, int]]] = {}
     for feature in request.mm_features or ():
         position = feature.mm_position

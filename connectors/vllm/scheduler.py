@@ -1,14 +1,17 @@
-"""The scheduler's half: requests -> keys -> leases. Runs in vLLM's scheduling loop, one thread; memory only, no waits.
+"""The scheduler's half: requests -> keys -> leases. Runs in vLLM's scheduling loop, one thread;
+memory only, no waits.
 
-Life of a request here: :meth:`matched` claims as much of what the store has as pays, and asks vLLM to come back while
-chunks are on their way up, until a deadline. What it then promises is in RAM, verified and pinned. :meth:`allocated`
-turns the claim into a load job, and vLLM lets the request wait until every rank has reported the load. Every
-:meth:`step` turns newly finished chunks into save jobs. :meth:`report` ends the jobs' leases as workers confirm them.
-:meth:`finished` forgets the request. Leases belong to jobs once one exists, so an aborted request cannot free a slot
-that a worker is still copying.
+Life of a request here: :meth:`matched` claims as much of what the store has as pays, and asks vLLM
+    to come back while
+chunks are on their way up, until a deadline. What it then promises is in RAM, verified and pinned.
+:meth:`allocated` turns the claim into a load job, and vLLM lets the request wait until every rank
+has reported the load. Every :meth:`step` turns newly finished chunks into save jobs. :meth:`report`
+ends the jobs' leases as workers confirm them. :meth:`finished` forgets the request. Leases belong
+to jobs once one exists, so an aborted request cannot free a slot that a worker is still copying.
 
-A promise cannot be made smaller. When a load fails, vLLM gives the request's blocks back and asks again; such a request
-is promised nothing any more, because the same chunks could fail again without end.
+A promise cannot be made smaller. When a load fails, vLLM gives the request's blocks back and asks
+again; such a request is promised nothing any more, because the same chunks could fail again without
+end.
 """
 
 from __future__ import annotations
@@ -31,7 +34,14 @@ from kvtier.connectors.vllm.metadata import Job, Move, Parts, PoolAddress, StepM
 from kvtier.connectors.vllm.misses import Misses
 from kvtier.connectors.vllm.prompts import Pending, Prompt, by_place
 from kvtier.connectors.vllm.requests import Adapters
-from kvtier.connectors.vllm.tables import NULL_BLOCK, BlockTables, Tables, blocks_of, loading, saving
+from kvtier.connectors.vllm.tables import (
+    NULL_BLOCK,
+    BlockTables,
+    Tables,
+    blocks_of,
+    loading,
+    saving,
+)
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.load_policy.decide import LoadPolicy
@@ -56,8 +66,9 @@ class Duty(NamedTuple):
 
 
 class SchedulerHalf:
-    """``store`` is the engine's own, or a server's client. ``geometry``: what pieces chunks are kept as. ``parts``:
-    where each worker rank's parts of a slot lie. ``load_policy`` says what of a hit is taken."""
+    """``store`` is the engine's own, or a server's client. ``geometry``: what pieces chunks are
+    kept as. ``parts``: where each worker rank's parts of a slot lie. ``load_policy`` says what of a
+    hit is taken."""
 
     def __init__(
         self,
@@ -95,16 +106,22 @@ class SchedulerHalf:
         self.misses = Misses(store, load_policy.clock)
         self._afterwards = Afterwards(store, geometry)
 
-    # ---- lookup --------------------------------------------------------------------------------------------------
+    # ---- lookup ----------------------------------------------------------------------------------
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """vLLM's ``get_num_new_matched_tokens``: tokens loadable beyond the first ``computed``, and whether the request
-        waits for them; None = ask again."""
+        """vLLM's ``get_num_new_matched_tokens``: tokens loadable beyond the first ``computed``, and
+        whether the request waits for them; None = ask again."""
         prompt = self._prompt(request)
         prompt.first, self._asked = not self._asked, True
         if self._old_blocks and computed:
-            prompt.leave_alone()  # Nobody can tell which weights have computed what vLLM found in its own cache.
-        if prompt.chain is None or prompt.load_failed or not self._duty.loads or _is_served_elsewhere(request):
+            # Nobody can tell which weights have computed what vLLM found in its own cache.
+            prompt.leave_alone()
+        if (
+            prompt.chain is None
+            or prompt.load_failed
+            or not self._duty.loads
+            or _is_served_elsewhere(request)
+        ):
             return 0, False
         keys = self._keys(prompt, request.num_tokens)
         if self._is_coming_for_others(keys, computed):
@@ -113,14 +130,20 @@ class SchedulerHalf:
         return promised, bool(promised)
 
     def _is_coming_for_others(self, keys: Sequence[ChunkKey], computed: int) -> bool:
-        """Whether vLLM will have a part of this in its own blocks soon: the next piece is being loaded for another."""
-        if not self._duty.shares_blocks or not self._loading or len(keys) <= computed // self._layout.chunk_tokens:
+        """Whether vLLM will have a part of this in its own blocks soon: the next piece is being
+        loaded for another."""
+        if (
+            not self._duty.shares_blocks
+            or not self._loading
+            or len(keys) <= computed // self._layout.chunk_tokens
+        ):
             return False
         piece = Piece(self._geometry.anchors[0], self._geometry.first(computed))
         return self._geometry.key(piece, keys) in self._loading
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
-        """vLLM's ``update_state_after_alloc``: the request gets blocks; ``tokens`` of them are ours to load."""
+        """vLLM's ``update_state_after_alloc``: the request gets blocks; ``tokens`` of them are ours
+        to load."""
         prompt = self._prompt(request)
         lease, prompt.lease, prompt.sources = prompt.lease, None, {}
         looked, prompt.looked = prompt.looked, False
@@ -133,13 +156,25 @@ class SchedulerHalf:
         end, geometry = prompt.begin + tokens, self._geometry
         pieces = [
             (piece, slot, source)
-            for piece, slot, source in zip(prompt.run.pieces, lease.slots, lease.sources, strict=False)
+            for piece, slot, source in zip(
+                prompt.run.pieces, lease.slots, lease.sources, strict=False
+            )
             if piece.group.kind is Kind.STATE or piece.number * geometry.piece_tokens < end
         ]
         count = len(pieces)
-        moves = loading(geometry, {piece: slot for piece, slot, _ in pieces}, blocks.get_block_ids(), prompt.begin, end)
+        moves = loading(
+            geometry,
+            {piece: slot for piece, slot, _ in pieces},
+            blocks.get_block_ids(),
+            prompt.begin,
+            end,
+        )
         if not geometry.is_gradual and end != prompt.run.end:
-            logger.error("vLLM takes %d tokens of a hit that ends at %d: it is not loaded", tokens, prompt.run.end)
+            logger.error(
+                "vLLM takes %d tokens of a hit that ends at %d: it is not loaded",
+                tokens,
+                prompt.run.end,
+            )
             moves = [Move(0, [], [NULL_BLOCK])]
         job = Job(self._number(), self._address(lease.pool), moves, request.request_id, tokens)
         self._pending[job.number] = Pending(lease, request.request_id, lease.keys[:count], tokens)
@@ -147,11 +182,13 @@ class SchedulerHalf:
         self._load_policy.load_began(tokens)
         self._loads.append(job)
         self._account(prompt, [source for *_, source in pieces], tokens)
-        prompt.sources = by_place(geometry, {piece: source for piece, _, source in pieces}, prompt.begin, end)
+        prompt.sources = by_place(
+            geometry, {piece: source for piece, _, source in pieces}, prompt.begin, end
+        )
 
     def _account(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
-        """Every piece of the anchors from ``prompt.begin`` on was loaded, declined, or is missing. ``places``: where
-        each loaded piece came from; they hold ``tokens``."""
+        """Every piece of the anchors from ``prompt.begin`` on was loaded, declined, or is missing.
+        ``places``: where each loaded piece came from; they hold ``tokens``."""
         request, size, geometry = prompt.request, self._layout.chunk_tokens, self._geometry
         whole = request.num_tokens // size
         if not whole:
@@ -159,7 +196,10 @@ class SchedulerHalf:
             return
         last = min(geometry.last_end(request.num_tokens), whole * size)
         had = geometry.first(prompt.begin) * len(geometry.anchors)
-        asked, known = self._pieces(last) - had, max(0, self._pieces(prompt.begin + tokens) - had) if tokens else 0
+        asked, known = (
+            self._pieces(last) - had,
+            max(0, self._pieces(prompt.begin + tokens) - had) if tokens else 0,
+        )
         missed = asked - known - sum(prompt.declined.values())
         why = prompt.why or "tier_down"
         if why == "cold" and not prompt.begin + len(places) + sum(prompt.declined.values()):
@@ -175,7 +215,7 @@ class SchedulerHalf:
         prompt = self._prompts.get(request.request_id)
         return prompt.sources if prompt is not None else {}
 
-    # ---- one engine step -----------------------------------------------------------------------------------------
+    # ---- one engine step -------------------------------------------------------------------------
 
     def step(self, output: Any) -> StepMetadata:
         """vLLM's ``build_connector_meta``."""
@@ -203,8 +243,8 @@ class SchedulerHalf:
     def _advance(self, metadata: StepMetadata, output: Any, request_id: str, computed: int) -> None:
         """Save what of one request this step finishes.
 
-        Only tokens whose ids are known now count: newest sampled ids (async scheduling) and unverified draft tokens
-        are not, and are saved by a later step.
+        Only tokens whose ids are known now count: newest sampled ids (async scheduling) and
+        unverified draft tokens are not, and are saved by a later step.
         """
         prompt = self._prompts.get(request_id)
         if prompt is None:
@@ -230,24 +270,34 @@ class SchedulerHalf:
             self._save(metadata, request_id, pieces, tables)
 
     def _finished(self, prompt: Prompt, tables: Tables, finished: int) -> dict[ChunkKey, Piece]:
-        """Everything of ``finished`` chunks that is worth keeping, in the order in which it shall stay: what all hits
-        need, then what is behind the ends that are new."""
+        """Everything of ``finished`` chunks that is worth keeping, in the order in which it shall
+        stay: what all hits need, then what is behind the ends that are new."""
         geometry, size, request = self._geometry, self._layout.chunk_tokens, prompt.request
         keys = self._keys(prompt, request.num_tokens)
-        found = dict(zip(geometry.trunk_keys(keys, finished), geometry.trunk(0, finished), strict=True))
+        found = dict(
+            zip(geometry.trunk_keys(keys, finished), geometry.trunk(0, finished), strict=True)
+        )
         if geometry.is_gradual:
             return found
         shared, behind = getattr(request, "shared_prefix_boundary", 0), list[Piece]()
         for chunk in range(finished, prompt.saved, -1):
             if geometry.is_kept(chunk * size, request.num_prompt_tokens, shared):
-                behind += (piece for piece in geometry.behind(chunk * size) if piece.group.kind is not Kind.STATE)
+                behind += (
+                    piece
+                    for piece in geometry.behind(chunk * size)
+                    if piece.group.kind is not Kind.STATE
+                )
         behind += self._states(prompt, tables, finished)
         found |= {geometry.key(piece, keys): piece for piece in behind}
-        return {key: piece for key, piece in found.items() if blocks_of(geometry, piece, tables) is not None}
+        return {
+            key: piece
+            for key, piece in found.items()
+            if blocks_of(geometry, piece, tables) is not None
+        }
 
     def _states(self, prompt: Prompt, tables: Tables, finished: int) -> list[Piece]:
-        """States at the end of a finished chunk, whose blocks lie where they were told. One whose tokens are not known
-        yet waits for that."""
+        """States at the end of a finished chunk, whose blocks lie where they were told. One whose
+        tokens are not known yet waits for that."""
         found, waiting, size = list[Piece](), [], self._layout.chunk_tokens
         for number, block, tokens in prompt.states:
             group = next((one for one in self._geometry.groups if one.number == number), None)
@@ -263,19 +313,24 @@ class SchedulerHalf:
         prompt.states = waiting
         return found
 
-    def _save(self, metadata: StepMetadata, request_id: str, pieces: dict[ChunkKey, Piece], tables: Tables) -> None:
+    def _save(
+        self, metadata: StepMetadata, request_id: str, pieces: dict[ChunkKey, Piece], tables: Tables
+    ) -> None:
         geometry = self._geometry
         lease = self.store.save(list(pieces))
         if not lease.keys:
             lease.close()
             return
         held = [(pieces[key], slot) for key, slot in zip(lease.keys, lease.slots, strict=True)]
-        moves = saving(geometry, ((piece, slot, blocks_of(geometry, piece, tables) or []) for piece, slot in held))
+        moves = saving(
+            geometry,
+            ((piece, slot, blocks_of(geometry, piece, tables) or []) for piece, slot in held),
+        )
         job = Job(self._number(), self._address(lease.pool), moves)
         self._pending[job.number] = Pending(lease, request_id, lease.keys)
         metadata.saves.append(job)
 
-    # ---- ends ----------------------------------------------------------------------------------------------------
+    # ---- ends ------------------------------------------------------------------------------------
 
     def report(self, report: StepReport) -> None:
         """vLLM's ``update_connector_output``: what all ranks said of this step's jobs."""
@@ -299,8 +354,8 @@ class SchedulerHalf:
                     self._afterwards.saved(pending.request_id)
 
     def _end(self, pending: Pending, *, refused: bool) -> None:
-        """A key enters the store only when every rank wrote its part; a chunk that one rank could not load goes, unless
-        it was ``refused`` to a model with other weights."""
+        """A key enters the store only when every rank wrote its part; a chunk that one rank could
+        not load goes, unless it was ``refused`` to a model with other weights."""
         pending_load = isinstance(pending.lease, LoadLease | SharedLoad)
         if pending_load:
             self._loading -= Counter(pending.keys)
@@ -316,7 +371,9 @@ class SchedulerHalf:
         prompt = self._prompts.get(pending.request_id)
         if pending_load and not refused:
             self.store.invalidate(pending.keys)
-            logger.warning("load of %d chunks failed; they are dropped and recomputed", len(pending.keys))
+            logger.warning(
+                "load of %d chunks failed; they are dropped and recomputed", len(pending.keys)
+            )
         if prompt is None:
             return
         if pending_load:
@@ -326,15 +383,22 @@ class SchedulerHalf:
 
     def _turn_off(self, why: str) -> None:
         """The workers cannot reach the pool: nothing is served and nothing is kept from now on."""
-        logger.error("%s: kvtier keeps and serves nothing in this engine; all its workers have to be on one host", why)
+        logger.error(
+            "%s: kvtier keeps and serves nothing in this engine; all its workers have to be on "
+            "one host",
+            why,
+        )
         self._duty = self._duty._replace(loads=False, saves=False)
         for prompt in self._prompts.values():
             prompt.drop()
 
     def _renew(self) -> None:
-        """The model has other weights: nothing that was saved before may be served, and nothing that a live request has
-        in its blocks may be saved. Keys are this start's own from now on."""
-        self._layout = start_only(self._layout, "the model's weights were replaced under the running engine")
+        """The model has other weights: nothing that was saved before may be served, and nothing
+        that a live request has in its blocks may be saved. Keys are this start's own from now
+        on."""
+        self._layout = start_only(
+            self._layout, "the model's weights were replaced under the running engine"
+        )
         self._old_blocks = True
         for prompt in self._prompts.values():
             prompt.drop()
@@ -343,8 +407,9 @@ class SchedulerHalf:
             del self._prompts[name]
 
     def expects_reports(self) -> bool:
-        """vLLM's ``has_pending_push_work``: whether to take steps even with nothing to compute, so that workers can say
-        that a copy is through. Not for ever after the last job: a report may never come."""
+        """vLLM's ``has_pending_push_work``: whether to take steps even with nothing to compute, so
+        that workers can say that a copy is through. Not for ever after the last job: a report may
+        never come."""
         return bool(self._pending) and self._load_policy.clock() < self._reports_until
 
     def finished(self, request: Any) -> None:
@@ -355,7 +420,9 @@ class SchedulerHalf:
         if prompt is not None:
             prompt.drop()
             keys = prompt.chain.keys if prompt.chain is not None else ()
-            self._afterwards.finished(request.request_id, prompt.said, keys, saving=self._is_saving(request.request_id))
+            self._afterwards.finished(
+                request.request_id, prompt.said, keys, saving=self._is_saving(request.request_id)
+            )
 
     def _is_saving(self, request_id: str) -> bool:
         """Some job of this request is not confirmed."""
@@ -370,13 +437,13 @@ class SchedulerHalf:
         self.store.invalidate_all()
 
     def close(self) -> bool:
-        """Jobs that workers have not confirmed keep their leases: a server ends them when no process of this engine
-        has its pool mapped any more."""
+        """Jobs that workers have not confirmed keep their leases: a server ends them when no
+        process of this engine has its pool mapped any more."""
         for prompt in self._prompts.values():
             prompt.drop()
         return self.store.close()
 
-    # ---- steps ---------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     def _prompt(self, request: Any) -> Prompt:
         prompt = self._prompts.get(request.request_id)
@@ -421,9 +488,15 @@ def _work(output: Any) -> list[tuple[int, int]]:
     there = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     there.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    return [(tokens, there.get(request_id, 0)) for request_id, tokens in output.num_scheduled_tokens.items()]
+    return [
+        (tokens, there.get(request_id, 0))
+        for request_id, tokens in output.num_scheduled_tokens.items()
+    ]
 
 
 def _is_served_elsewhere(request: Any) -> bool:
     """Whether the request reads no cache, or waits for another connector's prefill."""
-    return bool(request.skip_reading_prefix_cache or (request.kv_transfer_params or {}).get("do_remote_prefill"))
+    return bool(
+        request.skip_reading_prefix_cache
+        or (request.kv_transfer_params or {}).get("do_remote_prefill")
+    )

@@ -1,8 +1,10 @@
-"""What the connector tells vLLM's own metrics: chunks loaded by place, declined and missed by reason since it last
-told, whether nothing is ever hit, and all that a server's ``/metrics`` has of a Store, under the same names. vLLM adds
-them up in its log ("KV Transfer metrics") and on its /metrics.
+"""What the connector tells vLLM's own metrics: chunks loaded by place, declined and missed by
+reason since it last told, whether nothing is ever hit, and all that a server's ``/metrics`` has of
+a Store, under the same names. vLLM adds them up in its log ("KV Transfer metrics") and on its
+/metrics.
 
-An engine whose cache is a server's tells what it sees of the server; tiers are the server's to tell.
+An engine whose cache is a server's tells what it sees of the server; tiers are the server's to
+tell.
 """
 
 from __future__ import annotations
@@ -13,11 +15,22 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import REGISTRY
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from kvtier.assemble import places
 from kvtier.config.keys import load
-from kvtier.connectors.vllm.figures import HELD, QUEUES, SECONDS, SEPARATOR, SERVER_COUNTS, TIMES, is_gauge
+from kvtier.connectors.vllm.figures import (
+    HELD,
+    QUEUES,
+    SECONDS,
+    SEPARATOR,
+    SERVER_COUNTS,
+    TIMES,
+    is_gauge,
+)
 from kvtier.connectors.vllm.hint_words import KINDS
 from kvtier.connectors.vllm.misses import ZERO_HITS
 from kvtier.core.errors import KVTierError
@@ -28,10 +41,26 @@ from kvtier.store.timings import RAM
 logger = logging.getLogger("kvtier.connectors.vllm")
 
 _METRICS = {
-    "loaded": ("loaded_chunks", "place", "Chunks of KV loaded into the engine, by the tier they came from."),
-    "declined": ("declined_chunks", "reason", "Chunks of KV a tier holds that were computed instead, by reason."),
-    "missed": ("missed_chunks", "reason", "Chunks of KV that no tier gave and that were computed, by reason."),
-    "hints": ("hints", "kind", "Hints that requests gave of their future, by kind; bad: not understood."),
+    "loaded": (
+        "loaded_chunks",
+        "place",
+        "Chunks of KV loaded into the engine, by the tier they came from.",
+    ),
+    "declined": (
+        "declined_chunks",
+        "reason",
+        "Chunks of KV a tier holds that were computed instead, by reason.",
+    ),
+    "missed": (
+        "missed_chunks",
+        "reason",
+        "Chunks of KV that no tier gave and that were computed, by reason.",
+    ),
+    "hints": (
+        "hints",
+        "kind",
+        "Hints that requests gave of their future, by kind; bad: not understood.",
+    ),
 }
 """Before the first ``_`` of a count's name -> the metric's name, its label and what it is."""
 _REASONS = {
@@ -41,13 +70,13 @@ _REASONS = {
 }
 _SERVER = "server_"
 _registered: list[Any] = []
-"""What the last TierMetrics of this process has put into Prometheus' registry. vLLM takes out its own when an engine is
-made; these do not have vLLM's prefix."""
+"""What the last TierMetrics of this process has put into Prometheus' registry. vLLM takes out its
+own when an engine is made; these do not have vLLM's prefix."""
 
 
 class TierStats(KVConnectorStats):
-    """``data``: chunks by ``loaded_<place>``, ``declined_<reason>`` and ``missed_<reason>``; hints by
-    ``hints_<kind>``; ``zero_hits``, 1 or 0 where that has changed; figures as
+    """``data``: chunks by ``loaded_<place>``, ``declined_<reason>`` and ``missed_<reason>``; hints
+    by ``hints_<kind>``; ``zero_hits``, 1 or 0 where that has changed; figures as
     :mod:`kvtier.connectors.vllm.figures` names them."""
 
     def reset(self) -> None:
@@ -63,7 +92,9 @@ class TierStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """For vLLM's log: what became of chunks, and what each tier holds."""
         shown = {name: value for name, value in self.data.items() if SEPARATOR not in name}
-        return shown | {f"{n.removeprefix(HELD)}_held": v for n, v in self.data.items() if n.startswith(HELD)}
+        return shown | {
+            f"{n.removeprefix(HELD)}_held": v for n, v in self.data.items() if n.startswith(HELD)
+        }
 
     def is_empty(self) -> bool:
         return not self.data
@@ -71,8 +102,9 @@ class TierStats(KVConnectorStats):
 
 class TierMetrics(KVConnectorPromMetrics):
     """``vllm:kvtier_loaded_chunks_total{place}``, ``..._declined_chunks_total{reason}``,
-    ``..._missed_chunks_total{reason}``, ``vllm:kvtier_hints_total{kind}`` and ``vllm:kvtier_zero_hits``; and
-    ``kvtier_*``, the same as a server has. Every series is there from the start."""
+    ``..._missed_chunks_total{reason}``, ``vllm:kvtier_hints_total{kind}`` and
+    ``vllm:kvtier_zero_hits``; and ``kvtier_*``, the same as a server has. Every series is there
+    from the start."""
 
     def __init__(
         self,
@@ -91,7 +123,10 @@ class TierMetrics(KVConnectorPromMetrics):
             kind: self._counter_cls(f"vllm:kvtier_{name}", about, labelnames=[*labelnames, label])
             for kind, (name, label, about) in _METRICS.items()
         }
-        about = "1: not one chunk that was asked for has been a hit for long; the engine's log says why."
+        about = (
+            "1: not one chunk that was asked for has been a hit for long; the engine's log "
+            "says why."
+        )
         self._zero_hits = self._gauge_cls(f"vllm:kvtier_{ZERO_HITS}", about, labelnames=labelnames)
         self._figures = {row[:2]: self._made(*row) for row in self._rows()}
         _registered.extend(self._figures.values())
@@ -114,15 +149,18 @@ class TierMetrics(KVConnectorPromMetrics):
                 kind, _, value = name.partition("_")
                 self._counters[kind].labels(*values, value).inc(count)
 
-    def _observe_times(self, rest: str, count: float, data: dict[str, Any], values: list[object]) -> None:
-        """So many durations of one place. Each is taken as their mean: the bucket and the sum are exact."""
+    def _observe_times(
+        self, rest: str, count: float, data: dict[str, Any], values: list[object]
+    ) -> None:
+        """So many durations of one place. Each is taken as their mean: the bucket and the sum are
+        exact."""
         what, tier, _ = rest.split(SEPARATOR)
         series = self._figures[TIMES, what].labels(*values, *([tier] if tier else []))
         seconds = data.get(f"{SECONDS}{SEPARATOR}{rest}", 0.0)
         for _ in range(round(count)):
             series.observe(seconds / count)
 
-    # ---- what there is -------------------------------------------------------------------------------------------
+    # ---- what there is ---------------------------------------------------------------------------
 
     def _rows(self) -> Iterator[tuple[str, str, str, list[str]]]:
         """Kind, name, help and labels of every figure that an engine may have."""
@@ -140,9 +178,13 @@ class TierMetrics(KVConnectorPromMetrics):
     def _made(self, kind: str, name: str, text: str, labels: list[str]) -> Any:
         names = [*self._labelnames, *labels]
         if kind == TIMES:
-            return self._histogram_cls(figures.seconds(name), text, labelnames=names, buckets=BOUNDS)
+            return self._histogram_cls(
+                figures.seconds(name), text, labelnames=names, buckets=BOUNDS
+            )
         if kind == figures.GAUGE:
-            return self._gauge_cls(f"{figures.PREFIX}{name}", text, labelnames=names, multiprocess_mode="mostrecent")
+            return self._gauge_cls(
+                f"{figures.PREFIX}{name}", text, labelnames=names, multiprocess_mode="mostrecent"
+            )
         return self._counter_cls(f"{figures.PREFIX}{name}", text, labelnames=names)
 
     def _begin(self, engine: int) -> None:
@@ -170,7 +212,8 @@ class TierMetrics(KVConnectorPromMetrics):
 
 
 def _places(vllm_config: Any) -> list[str]:
-    """Where the engine keeps chunks, as its configuration says; what auto-config adds is there with the first step."""
+    """Where the engine keeps chunks, as its configuration says; what auto-config adds is there with
+    the first step."""
     transfer = vllm_config.kv_transfer_config
     try:
         return places(load(flags=getattr(transfer, "kv_connector_extra_config", None)))

@@ -10,14 +10,16 @@ from kvtier.connectors.vllm.groups import Geometry, Kind, Piece
 from kvtier.connectors.vllm.metadata import Move
 
 NULL_BLOCK = 0
-"""vLLM's block for tokens that a group does not need any more. Nothing is ever loaded to it or saved from it."""
+"""vLLM's block for tokens that a group does not need any more. Nothing is ever loaded to it or
+saved from it."""
 Tables = Sequence[Sequence[int]]
 """Block ids by group."""
 
 
 class BlockTables:
-    """The tables of one step's requests. From 0.32 on vLLM tells them when they are asked for. Before, it tells what
-    was added, and only one group of full attention is kept, whose table grows at its end."""
+    """The tables of one step's requests. From 0.32 on vLLM tells them when they are asked for.
+    Before, it tells what was added, and only one group of full attention is kept, whose table grows
+    at its end."""
 
     def __init__(self) -> None:
         self._told: Any = None
@@ -50,8 +52,13 @@ class BlockTables:
         return tables
 
     def states(self, request_id: str) -> list[tuple[int, int, int]]:
-        """``(group, block, tokens)`` of each recurrent state that this step leaves in a block of its own."""
-        return list(self._told.boundary_state_offloads.get(request_id, ())) if self._told is not None else []
+        """``(group, block, tokens)`` of each recurrent state that this step leaves in a block of
+        its own."""
+        return (
+            list(self._told.boundary_state_offloads.get(request_id, ()))
+            if self._told is not None
+            else []
+        )
 
     def forget(self, request_id: str) -> None:
         """The request is over."""
@@ -79,9 +86,11 @@ def saving(geometry: Geometry, pieces: Iterable[tuple[Piece, int, list[int]]]) -
     return list(moves.values())
 
 
-def loading(geometry: Geometry, slots: Mapping[Piece, int], tables: Tables, begin: int, end: int) -> list[Move]:
-    """Moves of the pieces with ``slots`` into the blocks of tokens ``begin`` to ``end``, in each group as far back as
-    it needs."""
+def loading(
+    geometry: Geometry, slots: Mapping[Piece, int], tables: Tables, begin: int, end: int
+) -> list[Move]:
+    """Moves of the pieces with ``slots`` into the blocks of tokens ``begin`` to ``end``, in each
+    group as far back as it needs."""
     moves = []
     place = {group: index for index, group in enumerate(geometry.groups)}
     in_order = sorted(slots, key=lambda piece: (place[piece.group], piece.number))

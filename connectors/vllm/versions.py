@@ -1,7 +1,8 @@
-"""Everything that differs between the vLLM versions kvtier supports, in one place. Importing this imports no vLLM.
+"""Everything that differs between the vLLM versions kvtier supports, in one place. Importing this
+imports no vLLM.
 
-Below the floor every road ends with the sentence of :func:`verdict`. Above it a feature whose hook this vLLM lacks is
-off, and :func:`limits` says so.
+Below the floor every road ends with the sentence of :func:`verdict`. Above it a feature whose hook
+this vLLM lacks is off, and :func:`limits` says so.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from kvtier.core.errors import ConfigError
 OLDEST = (0, 23)
 TESTED = ("0.23.0", "0.29.0", "0.32.0", "0.33.0")
 ASKS_SCHEDULER = (0, 29)
-"""The oldest vLLM known to ask the scheduler's half for statistics whether or not a worker gave some."""
+"""The oldest vLLM known to ask the scheduler's half for statistics whether or not a worker gave
+some."""
 
 LOAD_RESULTS = "get_transfer_results"
-"""The hook that names requests whose load failed. Before it a failed load is told by its block ids."""
+"""The hook that names requests whose load failed. Before it a failed load is told by its block
+ids."""
 _LIMITS = {
-    "has_pending_push_work": "what the last step before a pause saved on a GPU can be hit from the next step on",
+    "has_pending_push_work": (
+        "what the last step before a pause saved on a GPU can be hit from the next step on"
+    ),
     "get_external_cache_hit_sources": "vLLM's metrics do not split hits by source",
 }
 """Hook of vLLM's connectors -> what holds where vLLM has no such hook."""
@@ -34,14 +39,16 @@ def verdict(version: str) -> str:
     if len(numbers) == 2 and numbers < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise ConfigError(
-            f"vLLM {version} is too old: kvtier needs {oldest} or newer ({tested} tested; LMI has it from v27 on)"
+            f"vLLM {version} is too old: kvtier needs {oldest} or newer ({tested} tested; LMI has "
+            "it from v27 on)"
         )
     known = any(version.startswith(one.rpartition(".")[0] + ".") for one in TESTED)
     return f"vLLM {version}" + ("" if known else f" (not tested; {tested} are)")
 
 
 def require() -> str:
-    """:func:`verdict` for the vLLM of this process. One that does not know its version passes as not tested."""
+    """:func:`verdict` for the vLLM of this process. One that does not know its version passes as
+    not tested."""
     return verdict(running())
 
 
@@ -57,7 +64,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def workers_tell_first(version: str) -> bool:
-    """Whether this vLLM asks the scheduler's half for statistics only after a worker has given some, if only none."""
+    """Whether this vLLM asks the scheduler's half for statistics only after a worker has given
+    some, if only none."""
     numbers = _numbers(version)
     return len(numbers) == 2 and numbers < ASKS_SCHEDULER
 
@@ -68,16 +76,18 @@ def has_hook(base: type, hook: str) -> bool:
 
 
 def keeps_groups(base: type) -> bool:
-    """Whether models with other groups than one of full attention can be kept: this vLLM tells its connectors at each
-    step which blocks a request has in each group, and survives a load that fails there. ``base``: as above."""
+    """Whether models with other groups than one of full attention can be kept: this vLLM tells its
+    connectors at each step which blocks a request has in each group, and survives a load that fails
+    there. ``base``: as above."""
     from vllm.v1.core.sched import output
 
     return hasattr(output, "KVConnectorBlockState") and has_hook(base, LOAD_RESULTS)
 
 
 def groups_base(base: type) -> type:
-    """What a connector derives from besides ``base`` to be given all groups: vLLM then makes windows as small as they
-    are, and gives them blocks of their own. :class:`object` where they cannot be kept."""
+    """What a connector derives from besides ``base`` to be given all groups: vLLM then makes
+    windows as small as they are, and gives them blocks of their own. :class:`object` where they
+    cannot be kept."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base as connectors
 
     found: type = connectors.SupportsHMA if keeps_groups(base) else object
@@ -85,12 +95,18 @@ def groups_base(base: type) -> type:
 
 
 def limits(base: type) -> list[str]:
-    """A line for each feature that is off because ``base``, vLLM's class of connectors, lacks its hook."""
-    return [f"this vLLM has no {hook}: {limit}" for hook, limit in _LIMITS.items() if not has_hook(base, hook)]
+    """A line for each feature that is off because ``base``, vLLM's class of connectors, lacks its
+    hook."""
+    return [
+        f"this vLLM has no {hook}: {limit}"
+        for hook, limit in _LIMITS.items()
+        if not has_hook(base, hook)
+    ]
 
 
 def hit_sources(tokens: Mapping[str, int]) -> dict[Any, int]:
-    """Tokens by kvtier place (``ram``, ``nvme``, ...) as vLLM's own split. Only for a vLLM that asks for it."""
+    """Tokens by kvtier place (``ram``, ``nvme``, ...) as vLLM's own split. Only for a vLLM that
+    asks for it."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     known = {"ram": CacheHitSource.HOST, "nvme": CacheHitSource.DISK, "redis": CacheHitSource.P2P}
@@ -103,7 +119,8 @@ def hit_sources(tokens: Mapping[str, int]) -> dict[Any, int]:
 
 
 def log_like_vllm(level: str) -> None:
-    """kvtier's log lines go where vLLM's go, in its format, from ``level`` on; set up once a process."""
+    """kvtier's log lines go where vLLM's go, in its format, from ``level`` on; set up once a
+    process."""
     ours = logging.getLogger("kvtier")
     ours.setLevel(level)
     if not ours.handlers:
@@ -112,12 +129,15 @@ def log_like_vllm(level: str) -> None:
 
 
 def set_failure_policy(vllm_config: Any) -> None:
-    """A request whose cached KV cannot be loaded is computed: vLLM gives back what it holds and begins anew.
+    """A request whose cached KV cannot be loaded is computed: vLLM gives back what it holds and
+    begins anew.
 
-    That is right in every mode, because kvtier loads into blocks of requests that wait: nothing has been planned or
-    computed over them. vLLM's own default ends such a request with an error.
+    That is right in every mode, because kvtier loads into blocks of requests that wait: nothing has
+    been planned or computed over them. vLLM's own default ends such a request with an error.
     """
     transfer = vllm_config.kv_transfer_config
     if transfer.kv_load_failure_policy != "recompute":
         transfer.kv_load_failure_policy = "recompute"
-        logging.getLogger("kvtier.connectors.vllm").info("kv_load_failure_policy=recompute: it is right in every mode")
+        logging.getLogger("kvtier.connectors.vllm").info(
+            "kv_load_failure_policy=recompute: it is right in every mode"
+        )

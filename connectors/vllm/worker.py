@@ -1,22 +1,25 @@
-"""A worker's half: slots <-> blocks. Knows slot numbers and block ids, and of a load who waits for it; never keys or
-tokens.
+"""A worker's half: slots <-> blocks. Knows slot numbers and block ids, and of a load who waits for
+it; never keys or tokens.
 
-A load goes into blocks of a request that waits. vLLM plans no step over them before every rank has said that the load
-ended, so a load that fails costs its request the time to compute, and nothing else. Each rank says it exactly once
-(:meth:`WorkerHalf.transfers`), also for a request that was aborted meanwhile: until then vLLM keeps its blocks.
+A load goes into blocks of a request that waits. vLLM plans no step over them before every rank has
+said that the load ended, so a load that fails costs its request the time to compute, and nothing
+else. Each rank says it exactly once (:meth:`WorkerHalf.transfers`), also for a request that was
+aborted meanwhile: until then vLLM keeps its blocks.
 
-*On a CPU* the worker's own thread copies, after the forward pass, chunk by chunk. A step that computes is made longer
-by at most 5 ms or a twentieth of its forward pass; the rest of a load waits for the next step. A step that computes
-nothing makes nobody wait, and copies for up to 20 ms.
+*On a CPU* the worker's own thread copies, after the forward pass, chunk by chunk. A step that
+computes is made longer by at most 5 ms or a twentieth of its forward pass; the rest of a load waits
+for the next step. A step that computes nothing makes nobody wait, and copies for up to 20 ms.
 
-*On a GPU* copies go on while the step and its followers run. They are ordered against the forward pass on the device
-(:mod:`kvtier.gpu.staged`), and a job is confirmed by the first step that finds its copy through. vLLM keeps on taking
-steps, without tokens if there are none to compute, until all jobs are confirmed (``has_pending_push_work``), so a chunk
-is READY a step after its DMA also when nobody asks anything more. The host waits nowhere.
+*On a GPU* copies go on while the step and its followers run. They are ordered against the forward
+pass on the device (:mod:`kvtier.gpu.staged`), and a job is confirmed by the first step that finds
+its copy through. vLLM keeps on taking steps, without tokens if there are none to compute, until all
+jobs are confirmed (``has_pending_push_work``), so a chunk is READY a step after its DMA also when
+nobody asks anything more. The host waits nowhere.
 
-*Replaced weights.* What a step computes belongs to the weights that it found. They are looked at at the beginning of
-every step that has chunks to move. When they turn out to be others than before, the loads fail, and nothing is saved
-until the scheduler's metadata shows that it knows (``replacements_seen``).
+*Replaced weights.* What a step computes belongs to the weights that it found. They are looked at at
+the beginning of every step that has chunks to move. When they turn out to be others than before,
+the loads fail, and nothing is saved until the scheduler's metadata shows that it knows
+(``replacements_seen``).
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ from kvtier.gpu import Job as SlotJob
 logger = logging.getLogger("kvtier.connectors.vllm")
 
 BUSY_COPY_S, BUSY_COPY_PART = 0.005, 0.05
-"""Longest that copies of loads make a step longer that computes: this, or this part of its forward pass."""
+"""Longest that copies of loads make a step longer that computes: this, or this part of its forward
+pass."""
 _IDLE_COPY_S = 0.02
 """The same of a step that computes nothing: a request that arrives meanwhile waits for it."""
 
@@ -93,8 +97,8 @@ class WorkerHalf:
         model: Callable[[], Loaded],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``groups``: those that are kept. ``model``: the loaded model, once the KV caches are registered. ``clock``:
-        seconds."""
+        """``groups``: those that are kept. ``model``: the loaded model, once the KV caches are
+        registered. ``clock``: seconds."""
         self._rank = rank
         self._find_model = model
         self._model: Loaded | None = None
@@ -102,7 +106,8 @@ class WorkerHalf:
         self._groups = groups
         self._clock = clock
         self._paged: list[PagedBlocks] = []
-        """One a group: their blocks lie over one another in the same memory, and a block belongs to one of them."""
+        """One a group: their blocks lie over one another in the same memory, and a block belongs to
+        one of them."""
         self._pinning: Pinning | None = None
         self._pools: dict[PoolAddress, _MappedPool] = {}
         self._told: PoolAddress | None = None
@@ -122,11 +127,16 @@ class WorkerHalf:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """vLLM's ``register_kv_caches``. Raises LayoutError for tensors kvtier cannot describe."""
-        regions = [regions_of(_of_group(kv_caches, group, self._groups), self._num_blocks) for group in self._groups]
+        regions = [
+            regions_of(_of_group(kv_caches, group, self._groups), self._num_blocks)
+            for group in self._groups
+        ]
         first = next((each[0].rows for each in regions if each), None)
         if first is not None and first.is_cuda:
             self._pinning = Pinning(first.device)
-        locked, room = (self._pinning.cuts, len(regions)) if self._pinning is not None else (nothing, 1)
+        locked, room = (
+            (self._pinning.cuts, len(regions)) if self._pinning is not None else (nothing, 1)
+        )
         self._paged = [
             PagedBlocks(each, group.blocks_per_piece, locked=locked, sharers=room)
             for each, group in zip(regions, self._groups, strict=True)
@@ -146,7 +156,7 @@ class WorkerHalf:
             weights=self._model.weights(),
         )
 
-    # ---- one engine step -----------------------------------------------------------------------------------------
+    # ---- one engine step -------------------------------------------------------------------------
 
     def begin(self) -> None:
         """vLLM's ``bind_connector_metadata``: a step begins."""
@@ -155,8 +165,8 @@ class WorkerHalf:
             self._pinning.look()
 
     def load(self, metadata: StepMetadata) -> None:
-        """vLLM's ``start_load_kv``: begin this step's loads, and go on with those of earlier steps. vLLM calls it
-        after the forward pass (before 0.32: before it)."""
+        """vLLM's ``start_load_kv``: begin this step's loads, and go on with those of earlier steps.
+        vLLM calls it after the forward pass (before 0.32: before it)."""
         self._let_go({metadata.pool, *(job.pool for job in (*metadata.loads, *metadata.saves))})
         self._report.step = metadata.number
         self._map_early(metadata.pool)
@@ -181,14 +191,18 @@ class WorkerHalf:
             self._ended(job, failed=True)
             return
         self._under_way.append(_UnderWay(job, copy, is_load=True))
-        if self._token_s is not None:  # how long this one takes is known only when its step was reported
+        if (
+            self._token_s is not None
+        ):  # how long this one takes is known only when its step was reported
             self._report.loaded_tokens += job.tokens
             self._report.load_s += self._token_s * job.tokens
 
     def _copy_on(self, computes: bool) -> None:
         """Copy chunks until all loads are through, or the time of this step is up."""
         begun = now = self._clock()
-        until = begun + (max(BUSY_COPY_S, BUSY_COPY_PART * self._forward_s) if computes else _IDLE_COPY_S)
+        until = begun + (
+            max(BUSY_COPY_S, BUSY_COPY_PART * self._forward_s) if computes else _IDLE_COPY_S
+        )
         while self._copying and now < until:
             job, left, block_tokens = self._copying[0]
             try:
@@ -208,7 +222,8 @@ class WorkerHalf:
         self._report.load_s += now - begun
 
     def _has_other_weights(self, metadata: StepMetadata) -> bool:
-        """Whether the weights were replaced since the last look. It comes before anything is loaded."""
+        """Whether the weights were replaced since the last look. It comes before anything is
+        loaded."""
         looks = bool(metadata.loads or metadata.saves or self._copying)
         if self._model is None or not self._model.replaced(looks=looks):
             return False
@@ -217,7 +232,8 @@ class WorkerHalf:
         return True
 
     def save(self, metadata: StepMetadata) -> None:
-        """vLLM's ``wait_for_save``: after the forward pass; returns when the engine may go on and overwrite blocks."""
+        """vLLM's ``wait_for_save``: after the forward pass; returns when the engine may go on and
+        overwrite blocks."""
         self._confirm()
         begun = self._clock()
         if metadata.computes:
@@ -230,7 +246,9 @@ class WorkerHalf:
             try:
                 own = [copy for copy in self._copies(job) if self._mapped(job.pool).writes[copy[0]]]
                 if own:
-                    self._under_way.append(_UnderWay(job, self._moved(own, load=False), is_load=False))
+                    self._under_way.append(
+                        _UnderWay(job, self._moved(own, load=False), is_load=False)
+                    )
                 else:
                     self._report.done[job.number] += 1
             except Exception:
@@ -239,21 +257,22 @@ class WorkerHalf:
         self._report.save_s += self._clock() - begun
 
     def transfers(self) -> tuple[set[str], set[str]]:
-        """vLLM's ``get_transfer_results``: requests whose load has ended since the last call, and those of them whose
-        load failed."""
+        """vLLM's ``get_transfer_results``: requests whose load has ended since the last call, and
+        those of them whose load failed."""
         self._confirm()
         ended = self._finished, self._failed
         self._finished, self._failed = set(), set()
         return ended
 
     def bad_blocks(self) -> set[int]:
-        """vLLM's ``get_block_ids_with_load_errors``, where :meth:`transfers` cannot say which loads failed: blocks of
-        the loads that failed since the last call. After :meth:`transfers`."""
+        """vLLM's ``get_block_ids_with_load_errors``, where :meth:`transfers` cannot say which loads
+        failed: blocks of the loads that failed since the last call. After :meth:`transfers`."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def report(self) -> StepReport:
-        """vLLM's ``build_connector_worker_meta``: which jobs have ended since the last step, and that this one has."""
+        """vLLM's ``build_connector_worker_meta``: which jobs have ended since the last step, and
+        that this one has."""
         report, self._report = self._report, StepReport()
         return report
 
@@ -269,7 +288,7 @@ class WorkerHalf:
         if self._pinning is not None:
             self._pinning.close()
 
-    # ---- steps ---------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     def _confirm(self) -> None:
         """Count the copies that are through, in the order in which they were begun."""
@@ -279,7 +298,9 @@ class WorkerHalf:
                 if not copy.done():
                     return
             except Exception:
-                logger.exception("rank %d: copy of %d blocks failed on the device", self._rank, len(job.blocks))
+                logger.exception(
+                    "rank %d: copy of %d blocks failed on the device", self._rank, len(job.blocks)
+                )
                 failed = True
             else:
                 failed = False
@@ -316,18 +337,27 @@ class WorkerHalf:
     def _mapped(self, address: PoolAddress) -> _MappedPool:
         """Map a pool, at its first job if it is not mapped yet."""
         if address not in self._pools:
-            self._pools[address] = _MappedPool(address, self._rank, self._part_bytes(), self._pinning)
+            self._pools[address] = _MappedPool(
+                address, self._rank, self._part_bytes(), self._pinning
+            )
         return self._pools[address]
 
     def _map_early(self, address: PoolAddress | None) -> None:
-        """Map the engine's own pool in the first step. What prevents that (another host, other process ids) prevents it
-        for ever, so the scheduler's half hears of it at once; a server's pool may only be away.
+        """Map the engine's own pool in the first step. What prevents that (another host, other
+        process ids) prevents it for ever, so the scheduler's half hears of it at once; a server's
+        pool may only be away.
 
-        On a GPU a server's pool is mapped too when a step first names it, because to lock its pages takes a while. No
-        earlier word of a pool comes here: vLLM's handshake tells workers nothing. By then vLLM has captured its graphs.
+        On a GPU a server's pool is mapped too when a step first names it, because to lock its pages
+        takes a while. No earlier word of a pool comes here: vLLM's handshake tells workers nothing.
+        By then vLLM has captured its graphs.
         """
         own = address is not None and address.witness_path is None
-        if address is None or address in self._pools or address == self._told or not (own or self._pinning):
+        if (
+            address is None
+            or address in self._pools
+            or address == self._told
+            or not (own or self._pinning)
+        ):
             return
         self._told = address
         try:
@@ -338,7 +368,9 @@ class WorkerHalf:
 
     def _let_go(self, needed: set[PoolAddress | None]) -> None:
         """Unmap what no job needs any more: a server waits for that."""
-        needed |= {one.job.pool for one in self._under_way} | {one.job.pool for one in self._copying}
+        needed |= {one.job.pool for one in self._under_way} | {
+            one.job.pool for one in self._copying
+        }
         for address in self._pools.keys() - needed:
             self._pools.pop(address).close()
 
@@ -347,8 +379,8 @@ class WorkerHalf:
         return [paged.block_bytes * paged.blocks_per_chunk for paged in self._paged]
 
     def _copies(self, job: Job) -> list[Placed]:
-        """Cut a job into (slot part, first block in the piece, block ids), one a piece. Raises StateError for the null
-        block, which stands for what a group does not have."""
+        """Cut a job into (slot part, first block in the piece, block ids), one a piece. Raises
+        StateError for the null block, which stands for what a group does not have."""
         mapped = self._mapped(job.pool)
         copies = list[Placed]()
         for place, slots, blocks, at in job.moves:
@@ -380,18 +412,26 @@ def _of_group(
 class _MappedPool:
     """One pool as one rank maps it. Raises TierError when it cannot be mapped (any more).
 
-    Its pages are made present by the pool's owner, not here: a worker shares its cores with the model. Here they are
-    mapped: by the driver that page-locks them, or a slot when it is first used.
+    Its pages are made present by the pool's owner, not here: a worker shares its cores with the
+    model. Here they are mapped: by the driver that page-locks them, or a slot when it is first
+    used.
     """
 
-    def __init__(self, address: PoolAddress, rank: int, part_bytes: Sequence[int], pinning: Pinning | None) -> None:
+    def __init__(
+        self, address: PoolAddress, rank: int, part_bytes: Sequence[int], pinning: Pinning | None
+    ) -> None:
         """``part_bytes``: of this rank's part of a piece, by group."""
         if address.witness_path is None:
             self.pool: Pool = Pool.attach(address.path, address.slots, address.slot_bytes)
         else:
-            self.pool = SharedPool.join(address.path, address.witness_path, address.slots, address.slot_bytes)
+            self.pool = SharedPool.join(
+                address.path, address.witness_path, address.slots, address.slot_bytes
+            )
         self.writes = [writes for _, writes in address.parts[rank]]
-        self._spans = [(start, start + size) for (start, _), size in zip(address.parts[rank], part_bytes, strict=True)]
+        self._spans = [
+            (start, start + size)
+            for (start, _), size in zip(address.parts[rank], part_bytes, strict=True)
+        ]
         self._span = min(start for start, _ in self._spans), max(end for _, end in self._spans)
         self._parts = [slot_tensor(self.pool.view(slot)) for slot in range(address.slots)]
         self._untouched = set(range(address.slots) if pinning is None else ())

@@ -1,6 +1,8 @@
-"""What the admin surface is asked and answers: one Struct a form, one row a route, and the OpenAPI document of both.
+"""What the admin surface is asked and answers: one Struct a form, one row a route, and the OpenAPI
+document of both.
 
-The document is generated from what decodes the requests and encodes the answers, so it cannot differ from them.
+The document is generated from what decodes the requests and encodes the answers, so it cannot
+differ from them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ MAX_TOKENS = 262_144
 TEXT = "text/plain"
 JSON = "application/json"
 
-HexKey = Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{2 * KEY_BYTES}}}$", description="A chunk's key, in hex.")]
+HexKey = Annotated[
+    str,
+    msgspec.Meta(pattern=f"^[0-9a-f]{{{2 * KEY_BYTES}}}$", description="A chunk's key, in hex."),
+]
 Hex32 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$", description="A fingerprint, in hex.")]
 HexBytes = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2}){0,4096}$")]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
@@ -43,11 +48,13 @@ class Health(msgspec.Struct, frozen=True):
     live: bool
     ready: bool
     trouble: list[str]
-    """What is wrong now, such as a tier that is left alone. It costs hits: the server stays ready."""
+    """What is wrong now, such as a tier that is left alone. It costs hits: the server stays
+    ready."""
 
 
 class Lookup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Either ``keys``, or ``fingerprint`` and ``tokens`` (the whole prompt), from which keys are made."""
+    """Either ``keys``, or ``fingerprint`` and ``tokens`` (the whole prompt), from which keys are
+    made."""
 
     keys: Annotated[list[HexKey], msgspec.Meta(max_length=MAX_KEYS)] | None = None
     fingerprint: Hex32 | None = None
@@ -75,7 +82,8 @@ class SizeClassLookup(msgspec.Struct, frozen=True):
 
 
 class LookupAnswer(msgspec.Struct, frozen=True):
-    """How far a run can be served. What only a shared tier knows of is not counted: engines' loads ask it."""
+    """How far a run can be served. What only a shared tier knows of is not counted: engines' loads
+    ask it."""
 
     chunks: int
     """Whole chunks asked about."""
@@ -83,7 +91,8 @@ class LookupAnswer(msgspec.Struct, frozen=True):
 
 
 class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is known of the last prompt of the ``session`` of a tenant (``namespace``; "" is engines without one)."""
+    """What is known of the last prompt of the ``session`` of a tenant (``namespace``; "" is engines
+    without one)."""
 
     session: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     namespace: Name = ""
@@ -103,7 +112,8 @@ class Hinted(msgspec.Struct, frozen=True):
 
 
 class InvalidateAll(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Either ``namespace`` (one tenant, of all models; "" is engines without one) or ``everything``."""
+    """Either ``namespace`` (one tenant, of all models; "" is engines without one) or
+    ``everything``."""
 
     namespace: Name | None = None
     everything: bool = False
@@ -121,7 +131,8 @@ class Cleared(msgspec.Struct, frozen=True):
     owed_deletes: int
     """Deletes that Redis gets when it can be reached again; lost if the server ends before."""
     untouched: list[str]
-    """Folders of closed size classes that another process has open; shared tiers that were not searched to the end."""
+    """Folders of closed size classes that another process has open; shared tiers that were not
+    searched to the end."""
 
 
 class Namespace(msgspec.Struct, frozen=True):
@@ -150,24 +161,28 @@ class Route(NamedTuple):
 
 
 _ERASE = """
-Forgets chunks in RAM and in the lower tiers, again and again until nothing is left or about ten seconds are over. A
-chunk that was forgotten is never served again by this server, nor after its restart.
+Forgets chunks in RAM and in the lower tiers, again and again until nothing is left or about ten
+seconds are over. A chunk that was forgotten is never served again by this server, nor after its
+restart.
 
-A namespace of which no chunk is found and no engine came since the start is refused (404): it may be misspelt.
+A namespace of which no chunk is found and no engine came since the start is refused (404): it may
+be misspelt.
 
-With `namespace`: everything that engines of this tenant saved, of all models, before the server's last start too, and
-nothing of others: the tiers keep a hash of the tenant's name with every chunk. In the Redis of a size class that is open
-this includes what other servers wrote there; it is searched for at most ten seconds a node, and named in `untouched`
-when that was not enough. Where a tier did not say whose a chunk is (a damaged header, Redis away when it was found,
-chunks from before this was kept) it is nobody's and goes with any tenant: that costs misses. Not covered: chunks in
-Redis of size classes of which no engine has come since the start, or that a kvtier with another format of names (kvtier:1:)
-left there; the RAM and disks of other servers (call each of them), the RAM of engines on other hosts, and what engines
-save after the call. A request's cache_salt is not a tenant here.
+With `namespace`: everything that engines of this tenant saved, of all models, before the server's
+last start too, and nothing of others: the tiers keep a hash of the tenant's name with every chunk.
+In the Redis of a size class that is open this includes what other servers wrote there; it is
+searched for at most ten seconds a node, and named in `untouched` when that was not enough. Where a
+tier did not say whose a chunk is (a damaged header, Redis away when it was found, chunks from
+before this was kept) it is nobody's and goes with any tenant: that costs misses. Not covered:
+chunks in Redis of size classes of which no engine has come since the start, or that a kvtier with
+another format of names (kvtier:1:) left there; the RAM and disks of other servers (call each of
+them), the RAM of engines on other hosts, and what engines save after the call. A request's
+cache_salt is not a tenant here.
 
-On a disk, a forgotten chunk's record is emptied; its bytes stay in the slot, unreachable, until they are overwritten.
-A power cut within the kernel's write-back time can undo the emptying. Size classes of which no engine has come since the
-start are erased on the disk, and lose their files when nothing is left in them.
-"""
+On a disk, a forgotten chunk's record is emptied; its bytes stay in the slot, unreachable, until
+they are overwritten. A power cut within the kernel's write-back time can undo the emptying. Size
+classes of which no engine has come since the start are erased on the disk, and lose their files
+when nothing is left in them."""
 
 ROUTES = (
     Route(
@@ -178,24 +193,55 @@ ROUTES = (
         {200: HTML},
         open=True,
     ),
-    Route("GET", "/healthz", "Live and ready", "503: starting or stopping.", {200: Health, 503: Health}, open=True),
-    Route("GET", "/healthz/live", "Live", "Answers as long as the loop runs.", {200: Health}, open=True),
+    Route(
+        "GET",
+        "/healthz",
+        "Live and ready",
+        "503: starting or stopping.",
+        {200: Health, 503: Health},
+        open=True,
+    ),
+    Route(
+        "GET",
+        "/healthz/live",
+        "Live",
+        "Answers as long as the loop runs.",
+        {200: Health},
+        open=True,
+    ),
     Route(
         "GET",
         "/healthz/ready",
         "Ready",
-        "503 while starting or stopping. A tier that is away is named in trouble and is no reason for 503.",
+        "503 while starting or stopping. A tier that is away is named in trouble and is no reason "
+        "for 503.",
         {200: Health, 503: Health},
         open=True,
     ),
-    Route("GET", "/metrics", "Prometheus' text", "Every number of /v1/stats, as kvtier_*.", {200: TEXT}),
-    Route("GET", "/v1/stats", "All counts", "Since the start of the server, in chunks.", {200: Stats}),
-    Route("GET", "/v1/namespaces", "Who was here", "Models and tenants.", {200: Namespaces}, secret=True),
+    Route(
+        "GET",
+        "/metrics",
+        "Prometheus' text",
+        "Every number of /v1/stats, as kvtier_*.",
+        {200: TEXT},
+    ),
+    Route(
+        "GET", "/v1/stats", "All counts", "Since the start of the server, in chunks.", {200: Stats}
+    ),
+    Route(
+        "GET",
+        "/v1/namespaces",
+        "Who was here",
+        "Models and tenants.",
+        {200: Namespaces},
+        secret=True,
+    ),
     Route(
         "POST",
         "/v1/lookup",
         "How far a prompt can be served",
-        "Needs the token even on loopback: it tells which prompts were seen. No effect on the order of leaving.",
+        "Needs the token even on loopback: it tells which prompts were seen. No effect on the "
+        "order of leaving.",
         {200: LookupAnswer},
         Lookup,
         secret=True,
@@ -204,17 +250,26 @@ ROUTES = (
         "POST",
         "/v1/hint",
         "A session is over, or goes on soon",
-        "Soft: it changes the order of leaving. What other sessions share stays. A wrong hint costs a recompute.",
+        "Soft: it changes the order of leaving. What other sessions share stays. A wrong hint "
+        "costs a recompute.",
         {200: Hinted},
         Hint,
         secret=True,
     ),
     Route(
-        "POST", "/v1/clear", "Forget a tenant or everything", _ERASE.strip(), {200: Cleared}, InvalidateAll, secret=True
+        "POST",
+        "/v1/clear",
+        "Forget a tenant or everything",
+        _ERASE.strip(),
+        {200: Cleared},
+        InvalidateAll,
+        secret=True,
     ),
     Route("GET", "/openapi.json", "This document", "OpenAPI 3.1.", {200: JSON}),
 )
-_HOW_TO_PROVE = "What admin_token_file has. kvtier's own commands sign with it instead of sending it."
+_HOW_TO_PROVE = (
+    "What admin_token_file has. kvtier's own commands sign with it instead of sending it."
+)
 _ERRORS = {
     400: "The request is malformed.",
     401: "The token is missing or wrong.",
@@ -230,19 +285,32 @@ _ERRORS = {
 
 def document() -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
-    structs = {kind for route in ROUTES for kind in (*route.answers.values(), route.asks) if isinstance(kind, type)}
+    structs = {
+        kind
+        for route in ROUTES
+        for kind in (*route.answers.values(), route.asks)
+        if isinstance(kind, type)
+    }
     ordered = [*sorted(structs, key=lambda kind: kind.__name__), Problem]
-    _, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
+    _, components = msgspec.json.schema_components(
+        ordered, ref_template="#/components/schemas/{name}"
+    )
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "kvtier admin", "version": kvtier.__version__, "license": {"name": "Apache-2.0"}},
+        "info": {
+            "title": "kvtier admin",
+            "version": kvtier.__version__,
+            "license": {"name": "Apache-2.0"},
+        },
         "paths": paths,
         "components": {
             "schemas": components,
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer", "description": _HOW_TO_PROVE}},
+            "securitySchemes": {
+                "token": {"type": "http", "scheme": "bearer", "description": _HOW_TO_PROVE}
+            },
         },
     }
 
@@ -257,9 +325,15 @@ def _operation(route: Route) -> dict[str, Any]:
         "responses": {str(status): _answer(kind) for status, kind in route.answers.items()},
     }
     if route.asks is not None:
-        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": _reference(route.asks)}}}
+        operation["requestBody"] = {
+            "required": True,
+            "content": {JSON: {"schema": _reference(route.asks)}},
+        }
     for status in _errors(route):
-        problem = {"description": _ERRORS[status], "content": {JSON: {"schema": _reference(Problem)}}}
+        problem = {
+            "description": _ERRORS[status],
+            "content": {JSON: {"schema": _reference(Problem)}},
+        }
         operation["responses"].setdefault(str(status), problem)
     return operation
 
@@ -281,10 +355,16 @@ def _answer(kind: Any) -> dict[str, Any]:
     if kind == HTML:
         return {"description": "The page.", "content": {HTML: {"schema": {"type": "string"}}}}
     if kind == TEXT:
-        return {"description": "Prometheus' text format.", "content": {TEXT: {"schema": {"type": "string"}}}}
+        return {
+            "description": "Prometheus' text format.",
+            "content": {TEXT: {"schema": {"type": "string"}}},
+        }
     schema = {"type": "object"} if kind == JSON else _reference(kind)
     text = (getattr(kind, "__doc__", None) or "The document.").partition("\n")[0]
-    return {"description": text if isinstance(kind, type) else "The document.", "content": {JSON: {"schema": schema}}}
+    return {
+        "description": text if isinstance(kind, type) else "The document.",
+        "content": {JSON: {"schema": schema}},
+    }
 
 
 def _reference(kind: type) -> dict[str, str]:

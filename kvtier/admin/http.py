@@ -1,19 +1,23 @@
-"""Admin: the HTTP surface of a server, on the server's own loop: a page, health, metrics, counts, lookup, clear.
+"""Admin: the HTTP surface of a server, on the server's own loop: a page, health, metrics, counts,
+lookup, clear.
 
-Who may call what: on loopback, health, metrics and counts are open to every process of the host. What tells which
-prompts were seen (lookup) or destroys (clear) needs the token always: a loopback port is open to every user of the
-host, a Unix socket of mode 0600 is not. Beyond loopback everything but health and the page's file needs it; what the
-page shows does.
+Who may call what: on loopback, health, metrics and counts are open to every process of the host.
+    What tells which
+prompts were seen (lookup) or destroys (clear) needs the token always: a loopback port is open to
+every user of the host, a Unix socket of mode 0600 is not. Beyond loopback everything but health and
+the page's file needs it; what the page shows does.
 
-A browser on the host must not be a way in: on loopback the Host header has to name this host (a page whose name was
-rebound to 127.0.0.1 sends its own), there are no CORS headers, and bodies must say that they are JSON.
+A browser on the host must not be a way in: on loopback the Host header has to name this host (a
+page whose name was rebound to 127.0.0.1 sends its own), there are no CORS headers, and bodies must
+say that they are JSON.
 
-What is sent to it is bounded before it is read: 64 connections (:mod:`kvtier.admin.places`), 3 s until the first
-request and 15 s between two, bodies of 4 MiB and only with the token. What strangers cause in the log is bounded, too.
+What is sent to it is bounded before it is read: 64 connections (:mod:`kvtier.admin.places`), 3 s
+until the first request and 15 s between two, bodies of 4 MiB and only with the token. What
+strangers cause in the log is bounded, too.
 
-The token is sent as it is (``Authorization: Bearer``, for curl and Prometheus), or only used to sign the request
-(:mod:`kvtier.protocol.admin_proof`, for ``kvtier stats`` and ``kvtier clear``); the answer to a signed request is
-signed.
+The token is sent as it is (``Authorization: Bearer``, for curl and Prometheus), or only used to
+sign the request (:mod:`kvtier.protocol.admin_proof`, for ``kvtier stats`` and ``kvtier clear``);
+the answer to a signed request is signed.
 """
 
 from __future__ import annotations
@@ -59,7 +63,8 @@ _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "S
 
 
 class Port(NamedTuple):
-    """Where the surface is: a bound socket that listens. ``local``: only processes of this host get there."""
+    """Where the surface is: a bound socket that listens. ``local``: only processes of this host get
+    there."""
 
     socket: socket.socket
     url: str
@@ -76,28 +81,43 @@ class Host(status.Served, Protocol):
 def bind(url: str, *, token: bool, tls: ssl.SSLContext | None) -> Port:
     """Listen at ``http://host:port`` or ``https://host:port``; port 0 is any.
 
-    Raises ConfigError when the port is taken, when it is beyond loopback and there is no token, or when https is asked
-    for without a certificate.
+    Raises ConfigError when the port is taken, when it is beyond loopback and there is no token, or
+    when https is asked for without a certificate.
     """
     scheme, host, number = _parts(url)
     local = _is_this_host(host)
     if not local and not token:
-        raise ConfigError(f"admin={url} would let everybody on the network look in: set admin_token_file, or 127.0.0.1")
+        raise ConfigError(
+            f"admin={url} would let everybody on the network look in: set admin_token_file, or "
+            "127.0.0.1"
+        )
     if scheme == "https" and tls is None:
-        raise ConfigError(f"admin={url} needs a certificate: set server_cert and server_key, or give http://")
+        raise ConfigError(
+            f"admin={url} needs a certificate: set server_cert and server_key, or give http://"
+        )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         sock = socket.create_server((host, number), family=family, backlog=2 * PLACES)
     except OSError as error:
-        raise ConfigError(f"admin={url}: cannot listen there: {error}; give another port, or admin=off") from error
+        raise ConfigError(
+            f"admin={url}: cannot listen there: {error}; give another port, or admin=off"
+        ) from error
     sock.setblocking(False)
     shown = f"[{host}]" if ":" in host else host
-    return Port(sock, f"{scheme}://{shown}:{sock.getsockname()[1]}", tls if scheme == "https" else None, local)
+    return Port(
+        sock,
+        f"{scheme}://{shown}:{sock.getsockname()[1]}",
+        tls if scheme == "https" else None,
+        local,
+    )
 
 
 @asynccontextmanager
-async def beside(server: Host, port: Port, token: bytes | None, nvme_path: str | None) -> AsyncIterator[None]:
-    """The surface, for as long as the context lasts. ``nvme_path``: the folder that has the size classes' folders."""
+async def beside(
+    server: Host, port: Port, token: bytes | None, nvme_path: str | None
+) -> AsyncIterator[None]:
+    """The surface, for as long as the context lasts. ``nvme_path``: the folder that has the size
+    classes' folders."""
     places = Places(server.loop, port.tls)
     runner = web.AppRunner(
         Admin(server, port, token, nvme_path, places).app(),
@@ -110,7 +130,11 @@ async def beside(server: Host, port: Port, token: bytes | None, nvme_path: str |
     await runner.setup()
     assert runner.server is not None
     accepting = server.loop.create_task(places.accept(port.socket, runner.server))
-    logger.info("admin surface at %s%s", port.url, "" if token else "; no token, so without lookup and clear")
+    logger.info(
+        "admin surface at %s%s",
+        port.url,
+        "" if token else "; no token, so without lookup and clear",
+    )
     try:
         yield
     finally:
@@ -130,9 +154,12 @@ class _RefusedError(Exception):
 
 
 class Admin:
-    """The application over one server. Everything runs on the server's loop, in turns of a few milliseconds."""
+    """The application over one server. Everything runs on the server's loop, in turns of a few
+    milliseconds."""
 
-    def __init__(self, server: Host, port: Port, token: bytes | None, nvme_path: str | None, places: Places) -> None:
+    def __init__(
+        self, server: Host, port: Port, token: bytes | None, nvme_path: str | None, places: Places
+    ) -> None:
         self._server = server
         self._places = places
         self._seen = admin_proof.Seen()
@@ -161,7 +188,7 @@ class Admin:
             app.router.add_route(route.method, route.path, self._guarded(route, works[route.path]))
         return app
 
-    # ---- the way in ----------------------------------------------------------------------------------------------
+    # ---- the way in ------------------------------------------------------------------------------
 
     def _guarded(
         self, route: forms.Route, work: Callable[[Any], Awaitable[web.Response]]
@@ -171,8 +198,12 @@ class Admin:
             if signed is None and (route.secret or not (route.open or self._port.local)):
                 self._prove(request)
             if not route.open and self._places.at_work > AT_WORK:
-                raise _RefusedError(503, f"{AT_WORK} requests under way", "fewer at once", "ask again later")
-            answer = await work(None if route.asks is None else await _body(request, route.asks, signed))
+                raise _RefusedError(
+                    503, f"{AT_WORK} requests under way", "fewer at once", "ask again later"
+                )
+            answer = await work(
+                None if route.asks is None else await _body(request, route.asks, signed)
+            )
             if signed is not None and self._token is not None:
                 credentials, body = request.headers["Authorization"], answer.body
                 assert isinstance(body, bytes)
@@ -196,31 +227,44 @@ class Admin:
         except web.HTTPException as error:
             return _json(_plain(request, error), error.status, error.headers.get("Allow"))
         except KVTierError as error:
-            return _json(forms.Problem(str(error), "a server that is not stopping", "ask again later"), 503)
+            return _json(
+                forms.Problem(str(error), "a server that is not stopping", "ask again later"), 503
+            )
         except Exception:
             logger.exception("a bug: %s %s", request.method, request.path)
-            problem = forms.Problem("internal error", "an answer", "see the server's log, and report it")
+            problem = forms.Problem(
+                "internal error", "an answer", "see the server's log, and report it"
+            )
             return _json(problem, 500)
 
     def _expect_our_name(self, request: web.Request) -> None:
         named = request.headers.get("Host", "")
         if self._port.local and not _is_this_host(_without_port(named)):
             raise _RefusedError(
-                421, f"Host: {named[:100]}", "localhost or a loopback address", f"ask at {self._port.url}"
+                421,
+                f"Host: {named[:100]}",
+                "localhost or a loopback address",
+                f"ask at {self._port.url}",
             )
 
     def _signed_body(self, request: web.Request) -> str | None:
-        """What the body's SHA-256 must be; None where the token did not sign this request, or signed it for another."""
+        """What the body's SHA-256 must be; None where the token did not sign this request, or
+        signed it for another."""
         credentials, now = request.headers.get("Authorization", ""), time.time()
         if self._token is None:
             return None
-        digest = admin_proof.body_digest(self._token, credentials, request.method, request.path, now)
+        digest = admin_proof.body_digest(
+            self._token, credentials, request.method, request.path, now
+        )
         return digest if digest is not None and self._seen.first(credentials, now) else None
 
     def _prove(self, request: web.Request) -> None:
         if self._token is None:
             raise _RefusedError(
-                403, f"{request.path} and no token is configured", "a server with admin_token_file", "set it, restart"
+                403,
+                f"{request.path} and no token is configured",
+                "a server with admin_token_file",
+                "set it, restart",
             )
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         known = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._token)
@@ -229,10 +273,11 @@ class Admin:
                 401,
                 "no token, or a wrong one",
                 "Authorization: Bearer <token>",
-                "send what admin_token_file has; a signed request holds once, and while both clocks agree to a minute",
+                "send what admin_token_file has; a signed request holds once, and while both "
+                "clocks agree to a minute",
             )
 
-    # ---- what is asked -------------------------------------------------------------------------------------------
+    # ---- what is asked ---------------------------------------------------------------------------
 
     async def _show(self, _: None) -> web.Response:
         return web.Response(body=self._page.body, headers={**_HEADERS, **self._page.headers})
@@ -248,7 +293,9 @@ class Admin:
 
     async def _metrics(self, _: None) -> web.Response:
         text = prometheus.exposition(status.read(self._server))
-        return web.Response(body=text, headers={**_HEADERS, "Content-Type": prometheus.CONTENT_TYPE})
+        return web.Response(
+            body=text, headers={**_HEADERS, "Content-Type": prometheus.CONTENT_TYPE}
+        )
 
     async def _stats(self, _: None) -> web.Response:
         return _json(status.read(self._server), 200)
@@ -267,7 +314,10 @@ class Admin:
         for size, size_class in self._server.size_classes.open.items():
             ready, coming = size_class.store.lookup(keys).progress
             names = ["ram", *(tier.name for tier in size_class.store.tiers)]
-            tiers = [forms.TierLookup(*pair) for pair in zip(names, size_class.store.lookup_by_tier(keys), strict=True)]
+            tiers = [
+                forms.TierLookup(*pair)
+                for pair in zip(names, size_class.store.lookup_by_tier(keys), strict=True)
+            ]
             size_classes.append(forms.SizeClassLookup(size, ready, coming, tiers))
         return _json(forms.LookupAnswer(len(keys), size_classes), 200)
 
@@ -284,7 +334,10 @@ class Admin:
     async def _clear(self, asked: forms.InvalidateAll) -> web.Response:
         if asked.everything == (asked.namespace is not None):
             raise _RefusedError(
-                400, "both or none of namespace and everything", "one of them", 'send {"namespace": "..."} for a tenant'
+                400,
+                "both or none of namespace and everything",
+                "one of them",
+                'send {"namespace": "..."} for a tenant',
             )
         cleared = await erase(self._server.size_classes, asked.namespace, self._nvme_path)
         if asked.namespace is not None and cleared.complete and not cleared.chunks:
@@ -296,16 +349,23 @@ class Admin:
     def _expect_known(self, namespace: str) -> None:
         """A name of which nothing was there and nobody came may be misspelt: refuse it."""
         known = sorted(
-            {name for size_class in self._server.size_classes.open.values() for _, name in size_class.owners}
+            {
+                name
+                for size_class in self._server.size_classes.open.values()
+                for _, name in size_class.owners
+            }
         )
         if namespace in known:
             return
         near = difflib.get_close_matches(namespace, known, n=1)
         raise _RefusedError(
             404,
-            f"namespace {namespace!r}: no chunk of it was found, and no engine of it came since the server's start",
+            f"namespace {namespace!r}: no chunk of it was found, and no engine of it came since "
+            "the server's start",
             f"one of {len(known)}: {', '.join(map(repr, known[:_MOST_NAMED])) or 'none is known'}",
-            f"did you mean {near[0]!r}?" if near else "see /v1/namespaces; nothing is left to forget if it is right",
+            f"did you mean {near[0]!r}?"
+            if near
+            else "see /v1/namespaces; nothing is left to forget if it is right",
         )
 
     async def _openapi(self, _: None) -> web.Response:
@@ -318,10 +378,15 @@ def _keys(asked: forms.Lookup) -> list[ChunkKey]:
         return [ChunkKey(bytes.fromhex(key)) for key in asked.keys]
     if asked.keys is not None or asked.tokens is None or asked.fingerprint is None:
         raise _RefusedError(
-            400, "not one way to name chunks", "keys, or fingerprint and tokens", "see /v1/namespaces for fingerprints"
+            400,
+            "not one way to name chunks",
+            "keys, or fingerprint and tokens",
+            "see /v1/namespaces for fingerprints",
         )
     if asked.salt is not None and asked.extra is not None:
-        raise _RefusedError(400, "salt and extra", "at most one of them", "leave out the one that is not needed")
+        raise _RefusedError(
+            400, "salt and extra", "at most one of them", "leave out the one that is not needed"
+        )
     extra = bytes.fromhex(asked.extra or "")
     if asked.salt:
         extra = json.dumps({"lora": None, "salt": asked.salt}, sort_keys=True).encode()
@@ -333,24 +398,37 @@ async def _body(request: web.Request, form: type[Any], digest: str | None) -> An
     """``digest``: the SHA-256 that was signed; None: the request is not signed."""
     if request.content_type != forms.JSON:
         raise _RefusedError(
-            415, f"Content-Type: {request.content_type[:100]}", forms.JSON, "send JSON and say so in the header"
+            415,
+            f"Content-Type: {request.content_type[:100]}",
+            forms.JSON,
+            "send JSON and say so in the header",
         )
     body = await request.read()
     if digest is not None and not hmac.compare_digest(hashlib.sha256(body).hexdigest(), digest):
-        raise _RefusedError(401, "the body is not the one that was signed", "the signed body", "sign the whole body")
+        raise _RefusedError(
+            401, "the body is not the one that was signed", "the signed body", "sign the whole body"
+        )
     try:
         return msgspec.json.decode(body, type=form)
     except msgspec.DecodeError as error:
-        raise _RefusedError(400, str(error)[:500], f"a {form.__name__}", "see /openapi.json") from None
+        raise _RefusedError(
+            400, str(error)[:500], f"a {form.__name__}", "see /openapi.json"
+        ) from None
 
 
 def _plain(request: web.Request, error: web.HTTPException) -> forms.Problem:
     """aiohttp's own refusals: unknown path or method, too long a body."""
     if error.status == 413:
-        return forms.Problem("the body is too long", f"at most {forms.MAX_BODY:,} bytes", "ask for less at once")
+        return forms.Problem(
+            "the body is too long", f"at most {forms.MAX_BODY:,} bytes", "ask for less at once"
+        )
     if error.status == 405:
-        return forms.Problem(f"{request.method} {request.path[:100]}", "another method", "see the Allow header")
-    return forms.Problem(f"{request.path[:100]}: {error.reason}", "a path of /openapi.json", "correct the path")
+        return forms.Problem(
+            f"{request.method} {request.path[:100]}", "another method", "see the Allow header"
+        )
+    return forms.Problem(
+        f"{request.path[:100]}: {error.reason}", "a path of /openapi.json", "correct the path"
+    )
 
 
 def _json(body: msgspec.Struct, status: int, allow: str | None = None) -> web.Response:

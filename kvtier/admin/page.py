@@ -1,5 +1,5 @@
-"""The page at ``/``: one file, which asks ``/v1/stats`` every two seconds and shows it. It has no secret in it, and
-nothing of another origin may run in it."""
+"""The page at ``/``: one file, which asks ``/v1/stats`` every two seconds and shows it. It has no
+secret in it, and nothing of another origin may run in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Page:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """A policy that lets the browser run what is in the file, and ask this server; nothing else."""
+        """A policy that lets the browser run what is in the file, and ask this server; nothing
+        else."""
         policy = [
             "default-src 'none'",
             f"script-src '{self._digest('script')}'",

@@ -1,7 +1,8 @@
 """Places for connections to the admin surface: who is let in, and who goes when they are short.
 
-A connection that has no request under way gives up its place for a new one, the one that is quiet for longest first. So
-a crowd of idle connections keeps no liveness probe out. A connection that sends no request soon is closed.
+A connection that has no request under way gives up its place for a new one, the one that is quiet
+for longest first. So a crowd of idle connections keeps no liveness probe out. A connection that
+sends no request soon is closed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from aiohttp import web
 
 PLACES = 64
 AT_WORK = 32
-"""Requests under way at once; only liveness and readiness are answered beyond, so that they always find a place."""
+"""Requests under way at once; only liveness and readiness are answered beyond, so that they always
+find a place."""
 FIRST_REQUEST_S = 3.0
 """From a connection's start, its TLS handshake included, to its first request."""
 _NO_DESCRIPTORS_S = 0.1
@@ -37,7 +39,9 @@ class _Visit:
 
     @property
     def ended(self) -> bool:
-        return self.admitting is not None and self.admitting.done() and self.handler.transport is None
+        return (
+            self.admitting is not None and self.admitting.done() and self.handler.transport is None
+        )
 
     def close(self) -> None:
         """Now, whatever is under way."""
@@ -80,7 +84,8 @@ class Places:
                 self._visits.move_to_end(visit)
 
     async def accept(self, listening: socket.socket, serve: web.Server) -> None:
-        """Let connections in, until cancelled; then close those that are quiet. The others are aiohttp's to end."""
+        """Let connections in, until cancelled; then close those that are quiet. The others are
+        aiohttp's to end."""
         try:
             while True:
                 try:
@@ -89,7 +94,9 @@ class Places:
                     await asyncio.sleep(_NO_DESCRIPTORS_S)
                     continue
                 self._enter(sock, serve)
-                await asyncio.sleep(0)  # sock_accept does not let others run while clients are queued
+                await asyncio.sleep(
+                    0
+                )  # sock_accept does not let others run while clients are queued
         finally:
             for visit in self._visits:
                 if not visit.working:
@@ -116,7 +123,9 @@ class Places:
     async def _admit(self, visit: _Visit, serve: web.Server) -> None:
         visit.handler = serve()
         try:
-            await self._loop.connect_accepted_socket(lambda: visit.handler, visit.sock, ssl=self._tls)
+            await self._loop.connect_accepted_socket(
+                lambda: visit.handler, visit.sock, ssl=self._tls
+            )
         except OSError:
             visit.sock.close()
         except asyncio.CancelledError:

@@ -1,8 +1,10 @@
-"""Metrics: a server's Stats -> Prometheus' text. Owns no state: every scrape reads the objects' own counts.
+"""Metrics: a server's Stats -> Prometheus' text. Owns no state: every scrape reads the objects' own
+counts.
 
-All names begin with ``kvtier_``. ``tier`` is ``ram``, ``nvme``, ``redis`` or ``object``; ``slot_bytes`` tells the
-size classes of one server apart. Counters begin at 0 with the process. prometheus_client is imported with this module, so
-this module is imported by whoever serves metrics, and by nobody else.
+All names begin with ``kvtier_``. ``tier`` is ``ram``, ``nvme``, ``redis`` or ``object``;
+``slot_bytes`` tells the size classes of one server apart. Counters begin at 0 with the process.
+prometheus_client is imported with this module, so this module is imported by whoever serves
+metrics, and by nobody else.
 """
 
 from __future__ import annotations
@@ -12,7 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -49,7 +56,9 @@ class _Scrape(Collector):
         yield from self._connections()
         yield from self._size_classes()
         for row in TIER_FIGURES:
-            yield self._metric(_KINDS[row.kind], row.name, row.text, _TIER_LABELS, self._each_tier(row))
+            yield self._metric(
+                _KINDS[row.kind], row.name, row.text, _TIER_LABELS, self._each_tier(row)
+            )
         yield from self._lanes()
         for what, text in TIMINGS.items():
             yield self._timing(what, text)
@@ -60,7 +69,9 @@ class _Scrape(Collector):
         labels = ("version", "python_version")
         yield self._metric(_GAUGE, "build_info", "Always 1; what runs.", labels, [(facts, 1)])
         yield GaugeMetricFamily("kvtier_ready", "1 while engines are let in.", stats.ready)
-        yield GaugeMetricFamily("kvtier_trouble", "Things that are wrong now; /healthz names them.", len(stats.trouble))
+        yield GaugeMetricFamily(
+            "kvtier_trouble", "Things that are wrong now; /healthz names them.", len(stats.trouble)
+        )
         yield GaugeMetricFamily("kvtier_uptime_seconds", "Since the start.", stats.uptime_s)
         memory = [(("process",), stats.memory.process), (("pools",), stats.memory.pools)]
         text = "Resident memory: the RAM tiers, and all else."
@@ -71,7 +82,10 @@ class _Scrape(Collector):
         states = [(("open",), now.open), (("lingering",), now.lingering)]
         text = "Connections; lingering: closed, with the pool still mapped by some process."
         yield self._metric(_GAUGE, "connections", text, ("state",), states)
-        events = [((event,), getattr(now, event)) for event in ("accepted", "rejected", "dropped", "ended")]
+        events = [
+            ((event,), getattr(now, event))
+            for event in ("accepted", "rejected", "dropped", "ended")
+        ]
         text = "What happened to connections; dropped: the client did what it should not."
         yield self._metric(_COUNTER, "connection_events", text, ("event",), events)
         yield GaugeMetricFamily("kvtier_leases", "Leases that engines have open.", now.leases)
@@ -91,23 +105,48 @@ class _Scrape(Collector):
         yield self._metric(_GAUGE, "slots", text, ("slot_bytes", "state"), slots)
         for row in STORE_FIGURES:
             yield self._size_class(_KINDS[row.kind], row.name, row.text, row.value)
-        yield self._size_class(_GAUGE, "namespaces", "Tenants and models so far.", lambda r: r.namespaces)
+        yield self._size_class(
+            _GAUGE, "namespaces", "Tenants and models so far.", lambda r: r.namespaces
+        )
         text = "Chunks that could be had and were computed instead."
         yield self._reasons(
-            "declined_chunks", text, lambda size_class: dict.fromkeys(figures.DECLINED, 0) | size_class.declined
+            "declined_chunks",
+            text,
+            lambda size_class: dict.fromkeys(figures.DECLINED, 0) | size_class.declined,
         )
         text = "Chunks that loads named and could not have."
         yield self._reasons(
-            "missed_chunks", text, lambda size_class: dict.fromkeys(figures.MISSED, 0) | size_class.missed
+            "missed_chunks",
+            text,
+            lambda size_class: dict.fromkeys(figures.MISSED, 0) | size_class.missed,
         )
         text = "1: not one chunk that was asked for has been a hit for long; kvtier stats says why."
-        yield self._size_class(_GAUGE, "zero_hits", text, lambda size_class: bool(size_class.zero_hits))
+        yield self._size_class(
+            _GAUGE, "zero_hits", text, lambda size_class: bool(size_class.zero_hits)
+        )
+        yield from self._policies()
+
+    def _policies(self) -> Iterator[Metric]:
+        """What other settings of eviction, and other sizes, would have hit."""
+        size_classes = self._stats.size_classes
         text = "Chunks that each setting of RAM's order of leaving was tried with."
-        yield self._size_class(_COUNTER, "policy_asked_chunks", text, lambda size_class: size_class.policy_asked)
-        hits = [((str(r.slot_bytes), name), count) for r in size_classes for name, count in r.policy_hits.items()]
+        yield self._size_class(
+            _COUNTER, "policy_asked_chunks", text, lambda size_class: size_class.policy_asked
+        )
+        hits = [
+            ((str(r.slot_bytes), name), count)
+            for r in size_classes
+            for name, count in r.policy_hits.items()
+        ]
         labels = ("slot_bytes", "setting")
-        yield self._metric(_COUNTER, "policy_hit_chunks", "Chunks of them that it would have hit.", labels, hits)
-        rules = [((str(r.slot_bytes), name), float(name == r.policy)) for r in size_classes for name in r.policy_hits]
+        yield self._metric(
+            _COUNTER, "policy_hit_chunks", "Chunks of them that it would have hit.", labels, hits
+        )
+        rules = [
+            ((str(r.slot_bytes), name), float(name == r.policy))
+            for r in size_classes
+            for name in r.policy_hits
+        ]
         yield self._metric(_GAUGE, "policy_rules", "1 for the setting that rules.", labels, rules)
         points = [
             ((str(size_class.slot_bytes), tier.tier, scale), ratio)
@@ -133,7 +172,9 @@ class _Scrape(Collector):
         text = "Works that wait in front of a tier."
         yield self._metric(_GAUGE, "lane_queued", text, (*_TIER_LABELS, "queue"), queued)
         failures = [(labels, lane.failures) for labels, lane in lanes]
-        yield self._metric(_COUNTER, "lane_failures", "Works that raised: a bug.", _TIER_LABELS, failures)
+        yield self._metric(
+            _COUNTER, "lane_failures", "Works that raised: a bug.", _TIER_LABELS, failures
+        )
 
     def _timing(self, what: str, text: str) -> Metric:
         labels = ["slot_bytes", *(["tier"] if what in figures.BY_TIER else [])]
@@ -146,18 +187,25 @@ class _Scrape(Collector):
                     metric.add_metric(values, buckets, sum(timing.seconds))
         return metric
 
-    # ---- forms ---------------------------------------------------------------------------------------------------
+    # ---- forms -----------------------------------------------------------------------------------
 
     def _each_tier(self, row: TierFigure) -> Iterator[Sample]:
         for size_class in self._stats.size_classes:
             for tier in size_class.tiers[row.below :]:
                 yield (str(size_class.slot_bytes), tier.tier), row.value(size_class, tier)
 
-    def _size_class(self, family: Family, name: str, text: str, value: Callable[[SizeClassStatus], float]) -> Metric:
-        samples = [((str(size_class.slot_bytes),), value(size_class)) for size_class in self._stats.size_classes]
+    def _size_class(
+        self, family: Family, name: str, text: str, value: Callable[[SizeClassStatus], float]
+    ) -> Metric:
+        samples = [
+            ((str(size_class.slot_bytes),), value(size_class))
+            for size_class in self._stats.size_classes
+        ]
         return self._metric(family, name, text, ("slot_bytes",), samples)
 
-    def _reasons(self, name: str, text: str, counts: Callable[[SizeClassStatus], Mapping[str, int]]) -> Metric:
+    def _reasons(
+        self, name: str, text: str, counts: Callable[[SizeClassStatus], Mapping[str, int]]
+    ) -> Metric:
         samples = [
             ((str(size_class.slot_bytes), reason), count)
             for size_class in self._stats.size_classes
@@ -166,7 +214,9 @@ class _Scrape(Collector):
         return self._metric(_COUNTER, name, text, ("slot_bytes", "reason"), samples)
 
     @staticmethod
-    def _metric(family: Family, name: str, text: str, labels: tuple[str, ...], samples: Iterable[Sample]) -> Metric:
+    def _metric(
+        family: Family, name: str, text: str, labels: tuple[str, ...], samples: Iterable[Sample]
+    ) -> Metric:
         metric = family(f"kvtier_{name}", text, labels=labels)
         for values, value in samples:
             metric.add_metric(values, value)

@@ -1,8 +1,9 @@
 """Erase: make a server forget a tenant, or everything, and say what is left.
 
-What it promises is in the description of ``POST /v1/clear`` (:mod:`kvtier.admin.forms`). A Store forgets at once what
-is READY; a chunk that an engine is filling, or a tier is writing, is caught when that has ended: hence the rounds. The
-lock is taken for a batch at a time, so that engines go on in between.
+What it promises is in the description of ``POST /v1/clear`` (:mod:`kvtier.admin.forms`). A Store
+forgets at once what is READY; a chunk that an engine is filling, or a tier is writing, is caught
+when that has ended: hence the rounds. The lock is taken for a batch at a time, so that engines go
+on in between.
 """
 
 from __future__ import annotations
@@ -28,18 +29,24 @@ _WAITS_S = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0, 1.0, 1.0)
 
 
 async def erase(size_classes: SizeClasses, namespace: str | None, nvme_path: str | None) -> Cleared:
-    """Forget the tenant ``namespace``; None: everything. On the server's loop; at most about 25 seconds a size class.
-    Raises KVTierError when the server is closing."""
+    """Forget the tenant ``namespace``; None: everything. On the server's loop; at most about 25
+    seconds a size class. Raises KVTierError when the server is closing."""
     owner = None if namespace is None else tenant(namespace)
-    chunks, busy = await asyncio.wrap_future(size_classes.aside(partial(_discard_closed, nvme_path, owner)))
+    chunks, busy = await asyncio.wrap_future(
+        size_classes.aside(partial(_discard_closed, nvme_path, owner))
+    )
     opened = size_classes.open
-    untouched = [str(folder) for folder in busy if folder.name not in {f"slots-{size}" for size in opened}]
+    untouched = [
+        str(folder) for folder in busy if folder.name not in {f"slots-{size}" for size in opened}
+    ]
     left = owed = 0
     for size, size_class in opened.items():
         seen: set[ChunkKey] = set()
         await _forget(size_class.store, owner, seen)
         unseen, unsearched = await _purge_unseen(size_class.store, owner)
-        unfinished = await _forget(size_class.store, owner, seen)  # and what engines loaded before it was deleted below
+        unfinished = await _forget(
+            size_class.store, owner, seen
+        )  # and what engines loaded before it was deleted below
         chunks += len(seen) - unfinished + unseen
         left += unfinished
         untouched += [f"{name}, chunks of {size} bytes" for name in unsearched]
@@ -72,7 +79,8 @@ async def _in_turns(steps: Steps[T]) -> T:
 
 
 async def _purge_unseen(store: Store, owner: int | None) -> tuple[int, list[str]]:
-    """Chunks deleted in shared tiers that nobody here knew of, and the tiers that were not searched to the end."""
+    """Chunks deleted in shared tiers that nobody here knew of, and the tiers that were not searched
+    to the end."""
     searches = [asyncio.wrap_future(search) for search in store.purge_unseen(owner)]
     if searches:
         await asyncio.wait(searches, timeout=_SEARCH_S)
@@ -82,7 +90,8 @@ async def _purge_unseen(store: Store, owner: int | None) -> tuple[int, list[str]
 
 
 def _discard_closed(nvme_path: str | None, owner: int | None) -> tuple[int, list[Path]]:
-    """On the lane that opens size classes: chunks removed from the files of size classes that are not open, and the others."""
+    """On the lane that opens size classes: chunks removed from the files of size classes that are
+    not open, and the others."""
     chunks, busy = 0, []
     for index in sorted(Path(nvme_path).glob(f"slots-*/{INDEX_NAME}")) if nvme_path else []:
         try:

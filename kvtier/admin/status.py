@@ -1,8 +1,8 @@
 """What a server says of itself, as one document: read from the objects' own counts, kept nowhere.
 
 The Structs are the answer of ``GET /v1/stats``, the schemas of the OpenAPI document, and what
-:mod:`kvtier.admin.prometheus` turns into Prometheus' text: one truth, three forms. All counts are since the start of
-the server; chunks unless said otherwise.
+:mod:`kvtier.admin.prometheus` turns into Prometheus' text: one truth, three forms. All counts are
+since the start of the server; chunks unless said otherwise.
 """
 
 from __future__ import annotations
@@ -97,9 +97,11 @@ def read(server: Served) -> Stats:
 
 
 def trouble(server: Served) -> list[str]:
-    """What is wrong now, in words: what the start found, tiers that are left alone, and tiers that have lost their
-    place. It costs hits, and is no reason to take the server out of service."""
-    tiers = [tier for size_class in server.size_classes.open.values() for tier in size_class.store.tiers]
+    """What is wrong now, in words: what the start found, tiers that are left alone, and tiers that
+    have lost their place. It costs hits, and is no reason to take the server out of service."""
+    tiers = [
+        tier for size_class in server.size_classes.open.values() for tier in size_class.store.tiers
+    ]
     lost = (str(getattr(tier, "trouble", "")) for tier in tiers)
     away = (
         f"{tier.name}: {count} of its nodes failed and are left alone for a while: misses"
@@ -124,6 +126,10 @@ def _memory(path: Path) -> MemoryStatus:
         lines = path.read_text().splitlines()
     except OSError:
         return MemoryStatus(0, 0)
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if "kB" in rest}
+    kib = {
+        name: int(rest.split()[0])
+        for name, _, rest in (line.partition(":") for line in lines)
+        if "kB" in rest
+    }
     process = kib.get("RssAnon", 0) + kib.get("RssFile", 0)
     return MemoryStatus(process * 1024, kib.get("RssShmem", 0) * 1024)

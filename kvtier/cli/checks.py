@@ -1,4 +1,5 @@
-"""What ``kvtier doctor`` looks at: each check gives findings, each finding says what was seen and what to do about it.
+"""What ``kvtier doctor`` looks at: each check gives findings, each finding says what was seen and
+what to do about it.
 
 Nothing here changes anything that lasts, and every look has a deadline of its own.
 """
@@ -30,7 +31,15 @@ from kvtier.cli.installed import look, verdict
 from kvtier.cli.vllm_command import recomputing, refuse_own_offloading, transfer, understood
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, client_tls, enter, read_token
-from kvtier.config.keys import Config, default_nvme_bytes, encryption_key, environment, filled, masked, replaces_lmcache
+from kvtier.config.keys import (
+    Config,
+    default_nvme_bytes,
+    encryption_key,
+    environment,
+    filled,
+    masked,
+    replaces_lmcache,
+)
 from kvtier.connectors.vllm import CONNECTOR, LMCACHE
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, TierError
@@ -41,7 +50,8 @@ from kvtier.store.zero_hits import ZeroHits, totals
 State = Literal["ok", "warn", "fail"]
 
 _FEW_HITS = 0.01
-"""Of what was asked for; as good as none, and left out, for the self-test's own chunks are hits too."""
+"""Of what was asked for; as good as none, and left out, for the self-test's own chunks are hits
+too."""
 
 _LOAD_TIMEOUT_S = 120
 _LOAD = f"""
@@ -69,7 +79,7 @@ class Finding(NamedTuple):
     """Empty when there is nothing to do."""
 
 
-# ---- the host and the engine ---------------------------------------------------------------------------------------
+# ---- the host and the engine ---------------------------------------------------------------------
 
 
 def check_host(config: Config) -> Iterator[Finding]:
@@ -77,7 +87,10 @@ def check_host(config: Config) -> Iterator[Finding]:
     yield Finding("kvtier", "ok", f"{kvtier.__version__}, Python {platform.python_version()}")
     release = tuple(int(number) for number in re.findall(r"\d+", platform.release())[:2])
     old = release < _POPULATE_LINUX
-    slow = "the first save into each slot is slow before Linux 5.14; newer kernels prepare slots in the background"
+    slow = (
+        "the first save into each slot is slow before Linux 5.14; newer kernels prepare slots "
+        "in the background"
+    )
     yield Finding("linux", "warn" if old else "ok", platform.release(), slow if old else "")
     yield _memory(config)
     yield _huge_pages(config)
@@ -97,11 +110,16 @@ def _memory(config: Config) -> Finding:
         return Finding("ram", "ok", f"{given} reserved huge pages")
     if not room.ever(size):
         do = "lower ram_bytes, or raise the limit: no start takes more than there can ever be"
-        return Finding("ram", "fail", f"{given} {size_text(limit.value or 0)} in all ({limit.source})", do)
+        return Finding(
+            "ram", "fail", f"{given} {size_text(limit.value or 0)} in all ({limit.source})", do
+        )
     seen = f"{given} {size_text(free.value or 0)} free ({free.source})"
     if not room.now(size):
         more = size_text(size - (free.value or 0))
-        do = f"lower ram_bytes, or make room for {more} more: the kernel may kill what holds it when the RAM tier fills"
+        do = (
+            f"lower ram_bytes, or make room for {more} more: the kernel may kill what holds it "
+            "when the RAM tier fills"
+        )
         return Finding("ram", "warn", seen, do)
     return Finding("ram", "ok", seen)
 
@@ -115,13 +133,20 @@ def _huge_pages(config: Config) -> Finding:
         return Finding("huge pages", "ok", f"reserved: an engine's own pool takes them{aside}")
     if memory.makes_huge.value:
         return Finding("huge pages", "ok", f"the kernel makes them of ordinary memory{aside}")
-    do = f"a newer kernel (Linux 6.1), or sysctl vm.nr_hugepages={-(-size // HUGE_BYTES)} before the engine starts"
+    do = (
+        f"a newer kernel (Linux 6.1), or sysctl vm.nr_hugepages={-(-size // HUGE_BYTES)} before "
+        "the engine starts"
+    )
     return Finding("huge pages", "warn", f"none; a disk needs a second copy{aside}", do)
 
 
 def _memlock(config: Config) -> Finding:
     limit, gpus = probe.probe_memory().memlock, probe.probe_gpus()
-    seen = size_text(limit.value) if limit.value is not None and limit.value < UNLIMITED else "no limit"
+    seen = (
+        size_text(limit.value)
+        if limit.value is not None and limit.value < UNLIMITED
+        else "no limit"
+    )
     if gpus.count.value == 0:
         return Finding("memlock", "ok", f"{seen}; not needed without a GPU")
     if gpus.pin_charged.value is False:
@@ -129,7 +154,9 @@ def _memlock(config: Config) -> Finding:
     if limit.value is None or limit.value >= ram_bytes(config):
         return Finding("memlock", "ok", seen)
     do = "docker run --ulimit memlock=-1, systemd LimitMEMLOCK=infinity"
-    return Finding("memlock", "warn", f"{seen}, less than ram_bytes, which pinning may be charged to", do)
+    return Finding(
+        "memlock", "warn", f"{seen}, less than ram_bytes, which pinning may be charged to", do
+    )
 
 
 def _shm() -> Finding:
@@ -150,31 +177,55 @@ def check_engine() -> Iterator[Finding]:
         yield Finding("vllm", "fail", str(error), "run doctor with the Python that runs vLLM")
         return
     tested = "not tested" not in text
-    yield Finding("vllm", "ok" if tested else "warn", text, "" if tested else "mind the release notes of both")
+    yield Finding(
+        "vllm", "ok" if tested else "warn", text, "" if tested else "mind the release notes of both"
+    )
     yield _connector(env)
 
 
 def check_command(words: Sequence[str]) -> Iterator[Finding]:
-    """Whether what starts the engine leaves kvtier's connector in its place: LMI's options, and vLLM's command."""
+    """Whether what starts the engine leaves kvtier's connector in its place: LMI's options, and
+    vLLM's command."""
     env, vllm = environment(), list(words[1:] if words[:1] == ["--"] else words)
     try:
         refuse_own_offloading(env)
-        said = transfer(understood(vllm, env.get("PATH")).arguments, replaces_lmcache(env)) if vllm else []
+        said = (
+            transfer(understood(vllm, env.get("PATH")).arguments, replaces_lmcache(env))
+            if vllm
+            else []
+        )
     except ConfigError as error:
-        yield Finding("command", "fail", str(error), "start the engine with kvtier launch, which looks at it first")
+        yield Finding(
+            "command",
+            "fail",
+            str(error),
+            "start the engine with kvtier launch, which looks at it first",
+        )
         return
     if vllm and recomputing(vllm) == vllm:
         yield Finding("command", "ok", "; ".join(said))
     elif vllm:
-        yield Finding("command", "warn", "; ".join(said), "start it with kvtier launch, or say so beside kv_connector")
+        yield Finding(
+            "command",
+            "warn",
+            "; ".join(said),
+            "start it with kvtier launch, or say so beside kv_connector",
+        )
 
 
 def _connector(env: dict[str, str]) -> Finding:
     command = [sys.executable, "-c", _LOAD]
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_LOAD_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=_LOAD_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
-        return Finding("connector", "fail", f"not loaded within {_LOAD_TIMEOUT_S} s", "import vllm by hand and see why")
+        return Finding(
+            "connector",
+            "fail",
+            f"not loaded within {_LOAD_TIMEOUT_S} s",
+            "import vllm by hand and see why",
+        )
     last = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1:] or [""]
     loaded: list[bool] = []
     with suppress(ValueError):
@@ -182,47 +233,74 @@ def _connector(env: dict[str, str]) -> Finding:
     if not loaded:
         seen = f"{CONNECTOR} does not load: {last[0]}"
         return Finding(
-            "connector", "fail", seen, "run doctor with the Python that runs vLLM; pip install 'kvtier[vllm]'"
+            "connector",
+            "fail",
+            seen,
+            "run doctor with the Python that runs vLLM; pip install 'kvtier[vllm]'",
         )
     known, instead = loaded
     if replaces_lmcache() and not instead:
-        seen = f"KVTIER_REPLACE_LMCACHE is on, but vLLM loads no plug-in of kvtier's: {LMCACHE} is LMCache's"
+        seen = (
+            f"KVTIER_REPLACE_LMCACHE is on, but vLLM loads no plug-in of kvtier's: {LMCACHE} is "
+            "LMCache's"
+        )
         return Finding("connector", "fail", seen, "unset VLLM_PLUGINS, or add kvtier to it")
     if not known:
         do = 'unset VLLM_PLUGINS, or name "kv_connector_module_path":"kvtier.connectors.vllm"'
-        return Finding("connector", "warn", f"{CONNECTOR} loads, but vLLM does not know its bare name", do)
-    return Finding("connector", "ok", f"vLLM loads {CONNECTOR}" + (f", also for {LMCACHE}" if instead else ""))
+        return Finding(
+            "connector", "warn", f"{CONNECTOR} loads, but vLLM does not know its bare name", do
+        )
+    return Finding(
+        "connector", "ok", f"vLLM loads {CONNECTOR}" + (f", also for {LMCACHE}" if instead else "")
+    )
 
 
-# ---- what is configured --------------------------------------------------------------------------------------------
+# ---- what is configured --------------------------------------------------------------------------
 
 
 def planned(config: Config, model: Model) -> tuple[Config, Finding]:
-    """What auto-config would make of it; the engine, which knows its own parallelism, decides at its start."""
+    """What auto-config would make of it; the engine, which knows its own parallelism, decides at
+    its start."""
     paths = [config.nvme_path] if config.nvme_path else []
     redis = probe.probe_redis(config.redis_url) if config.redis_url else None
     engine = Serving(engines=known(config.host_engines, "host_engines"))
-    facts = Facts(probe.probe_memory(), probe.probe_gpus(), probe.probe_disks(paths), redis, model, engine)
+    facts = Facts(
+        probe.probe_memory(), probe.probe_gpus(), probe.probe_disks(paths), redis, model, engine
+    )
     plan = make_plan(facts)
     values = {key: value for key, value in plan.values().items() if key != "chunk_tokens"}
     left = "; ".join(f"{tier} left out: {reason}" for tier, reason in plan.left_out)
     if "ram_bytes" not in values and config.ram_bytes is None:
-        return config, Finding("auto", "fail", left, "set ram_bytes by hand; 'kvtier plan' shows every number")
+        return config, Finding(
+            "auto", "fail", left, "set ram_bytes by hand; 'kvtier plan' shows every number"
+        )
     full = filled(config, values, PLANNED)
-    sizes = ", ".join(f"{key} {size_text(int(value))}" for key, value in values.items() if key.endswith("_bytes"))
-    return full, Finding("auto", "ok", f"would set {sizes or 'nothing'} ({left or 'nothing left out'})")
+    sizes = ", ".join(
+        f"{key} {size_text(int(value))}" for key, value in values.items() if key.endswith("_bytes")
+    )
+    return full, Finding(
+        "auto", "ok", f"would set {sizes or 'nothing'} ({left or 'nothing left out'})"
+    )
 
 
 def check_model(config: Config, model: Model) -> Finding:
     """What the RAM tier holds of this model."""
     token = model.kv_bytes_per_token.value or 1
-    tokens, longest = ram_bytes(config) // token, min(model.max_tokens.value or _LONG_CONTEXT, _LONG_CONTEXT)
+    tokens, longest = (
+        ram_bytes(config) // token,
+        min(model.max_tokens.value or _LONG_CONTEXT, _LONG_CONTEXT),
+    )
     chunk = size_text(token * config.chunk_tokens)
-    seen = f"{size_text(token)} of KV a token, {chunk} a chunk; the RAM tier holds {tokens:,} tokens"
+    seen = (
+        f"{size_text(token)} of KV a token, {chunk} a chunk; the RAM tier holds {tokens:,} tokens"
+    )
     if tokens >= longest:
         return Finding("model", "ok", seen)
     return Finding(
-        "model", "warn", seen, f"a context of {longest:,} tokens needs ram_bytes {size_text(longest * token)}"
+        "model",
+        "warn",
+        seen,
+        f"a context of {longest:,} tokens needs ram_bytes {size_text(longest * token)}",
     )
 
 
@@ -231,19 +309,28 @@ def check_secrets(config: Config) -> Iterator[Finding]:
     if config.encryption_key_file is not None or encryption_key() is not None:
         wrong = _no_key(config)
         do = "mend this first: the tiers that would be encrypted are not tried" if wrong else ""
-        yield Finding("encryption", "fail" if wrong else "ok", wrong or "what lies below RAM is encrypted", do)
+        yield Finding(
+            "encryption", "fail" if wrong else "ok", wrong or "what lies below RAM is encrypted", do
+        )
     if config.server_token_file:
         try:
             read_token(config.server_token_file)
             yield Finding("token", "ok", f"{config.server_token_file}: readable by nobody else")
         except ConfigError as error:
-            yield Finding("token", "fail", str(error), "make it anew: openssl rand -hex 32 > FILE; chmod 600 FILE")
+            yield Finding(
+                "token",
+                "fail",
+                str(error),
+                "make it anew: openssl rand -hex 32 > FILE; chmod 600 FILE",
+            )
     if config.server_ca:
         try:
             client_tls(config.server_ca, config.server_cert, config.server_key)
             yield Finding("tls", "ok", f"{config.server_ca} can be used")
         except ConfigError as error:
-            yield Finding("tls", "fail", str(error), "correct server_ca, server_cert and server_key")
+            yield Finding(
+                "tls", "fail", str(error), "correct server_ca, server_cert and server_key"
+            )
 
 
 def _no_key(config: Config) -> str:
@@ -259,8 +346,13 @@ def check_ram() -> Finding:
     """The way a worker reaches the slots."""
     wrong = selftest.try_ram()
     if not wrong:
-        return Finding("self-test ram", "ok", "slots filled here, mapped and compared by a second process")
-    do = "workers map the pool through /proc/PID/fd: same user, /proc mounted without hidepid, memfd_create allowed"
+        return Finding(
+            "self-test ram", "ok", "slots filled here, mapped and compared by a second process"
+        )
+    do = (
+        "workers map the pool through /proc/PID/fd: same user, /proc mounted without hidepid, "
+        "memfd_create allowed"
+    )
     return Finding("self-test ram", "fail", wrong, do)
 
 
@@ -268,7 +360,9 @@ def _tried(tier: str, wrong: str, do: str) -> Finding:
     """What came of a tier's self-test; ``wrong`` is empty when all was well."""
     if wrong:
         return Finding(f"self-test {tier}", "fail", wrong, do)
-    return Finding(f"self-test {tier}", "ok", "chunks written, closed, read and compared by a second process")
+    return Finding(
+        f"self-test {tier}", "ok", "chunks written, closed, read and compared by a second process"
+    )
 
 
 def check_nvme(config: Config) -> Iterator[Finding]:
@@ -286,33 +380,59 @@ def check_nvme(config: Config) -> Iterator[Finding]:
 def disk_findings(config: Config, disk: Disk) -> Iterator[Finding]:
     """Rights, room, file system and O_DIRECT. Pure but for the folder's own kind and mode."""
     if os.path.lexists(disk.path) and not os.path.isdir(disk.path):
-        yield Finding("nvme", "fail", f"{disk.path} is no folder", "name a folder of its own in nvme_path")
+        yield Finding(
+            "nvme", "fail", f"{disk.path} is no folder", "name a folder of its own in nvme_path"
+        )
         return
     kind = disk.filesystem.value or "unknown file system"
     if disk.writable.value is False:
-        yield Finding("nvme", "fail", disk.writable.source, f"give this user a folder of its own at {disk.path}")
+        yield Finding(
+            "nvme",
+            "fail",
+            disk.writable.source,
+            f"give this user a folder of its own at {disk.path}",
+        )
         return
     room = (disk.free.value or 0) + (disk.own.value or 0)
     size = config.nvme_bytes or default_nvme_bytes(room)
-    held = f"{size_text(size)} ({config.sources.get('nvme_bytes', 'default')}) of {size_text(room)} on {kind}"
+    held = (
+        f"{size_text(size)} ({config.sources.get('nvme_bytes', 'default')}) of "
+        f"{size_text(room)} on {kind}"
+    )
     if size > room:
-        yield Finding("nvme", "fail", held, f"lower nvme_bytes below {size_text(room)}, or make room at {disk.path}")
+        yield Finding(
+            "nvme",
+            "fail",
+            held,
+            f"lower nvme_bytes below {size_text(room)}, or make room at {disk.path}",
+        )
     elif room < 2 * selftest.NVME_BYTES:
         yield Finding("nvme", "fail", held, f"make room at {disk.path}, or remove nvme_path")
     else:
         direct = ", O_DIRECT" if disk.o_direct.value else ""
-        yield Finding("nvme", "ok", f"{disk.path}: {held}, {disk.device.value or 'device not visible'}{direct}")
+        yield Finding(
+            "nvme",
+            "ok",
+            f"{disk.path}: {held}, {disk.device.value or 'device not visible'}{direct}",
+        )
     if kind in RAM_FILESYSTEMS:
-        yield Finding("nvme", "warn", f"{kind} is RAM: its bytes are counted twice", "name a folder on a disk")
+        yield Finding(
+            "nvme", "warn", f"{kind} is RAM: its bytes are counted twice", "name a folder on a disk"
+        )
     elif kind in NETWORK_FILESYSTEMS or kind == "overlay":
         yield Finding(
-            "nvme", "warn", f"{kind}: slow, or gone with the container", "name a folder on a local disk's volume"
+            "nvme",
+            "warn",
+            f"{kind}: slow, or gone with the container",
+            "name a folder on a local disk's volume",
         )
     if disk.o_direct.value is False:
         do = "the page cache takes RAM a second time there; name a folder on ext4 or xfs"
         yield Finding("nvme", "warn", f"no O_DIRECT at {disk.path}: {disk.o_direct.source}", do)
     if _others_write(Path(disk.path)):
-        yield Finding("nvme", "warn", f"every user may write in {disk.path}", f"chmod 700 {disk.path}")
+        yield Finding(
+            "nvme", "warn", f"every user may write in {disk.path}", f"chmod 700 {disk.path}"
+        )
 
 
 def _others_write(folder: Path) -> bool:
@@ -329,7 +449,11 @@ def check_redis(config: Config) -> Iterator[Finding]:
     yield from findings
     if any(finding.state == "fail" for finding in findings) or _no_key(config):
         return
-    yield _tried("redis", selftest.try_redis(config), "look at Redis's memory (maxmemory), rights (ACL) and log")
+    yield _tried(
+        "redis",
+        selftest.try_redis(config),
+        "look at Redis's memory (maxmemory), rights (ACL) and log",
+    )
 
 
 def redis_findings(config: Config, redis: Redis) -> Iterator[Finding]:
@@ -340,16 +464,33 @@ def redis_findings(config: Config, redis: Redis) -> Iterator[Finding]:
         yield Finding("redis", "fail", f"{where}: {redis.reachable.source}", do)
         return
     limit, policy = redis.maxmemory.value, redis.policy.value or "unknown"
-    seen = f"{where}: maxmemory {size_text(limit) if limit else 'not set'}, maxmemory-policy {policy}"
+    seen = (
+        f"{where}: maxmemory {size_text(limit) if limit else 'not set'}, maxmemory-policy {policy}"
+    )
     if not limit and config.redis_bytes is None:
-        yield Finding("redis", "fail", seen, "set redis_bytes, or maxmemory in Redis: without both no size is safe")
+        yield Finding(
+            "redis",
+            "fail",
+            seen,
+            "set redis_bytes, or maxmemory in Redis: without both no size is safe",
+        )
     elif policy != "noeviction":
-        do = "CONFIG SET maxmemory-policy noeviction: kvtier evicts the end of a prompt first, Redis cannot know it"
+        do = (
+            "CONFIG SET maxmemory-policy noeviction: kvtier evicts the end of a prompt first, "
+            "Redis cannot know it"
+        )
         yield Finding("redis", "warn", seen, do)
     elif not limit:
-        yield Finding("redis", "warn", seen, "set maxmemory: Redis may otherwise outgrow its machine")
+        yield Finding(
+            "redis", "warn", seen, "set maxmemory: Redis may otherwise outgrow its machine"
+        )
     elif (config.redis_bytes or 0) > limit:
-        yield Finding("redis", "warn", f"{seen}; redis_bytes is more", f"lower redis_bytes below {size_text(limit)}")
+        yield Finding(
+            "redis",
+            "warn",
+            f"{seen}; redis_bytes is more",
+            f"lower redis_bytes below {size_text(limit)}",
+        )
     else:
         yield Finding("redis", "ok", seen)
 
@@ -365,14 +506,22 @@ def check_objects(config: Config) -> Iterator[Finding]:
     if away:
         yield Finding("object", "fail", away, "look at the network and the endpoint from here")
         return
-    seen = f"{masked(config.object_url)}: written, read, listed and deleted; {size_text(object_bytes(config))} are ours"
+    seen = (
+        f"{masked(config.object_url)}: written, read, listed and deleted; "
+        f"{size_text(object_bytes(config))} are ours"
+    )
     yield Finding("object", "ok", seen)
     if not _no_key(config):
-        yield _tried("object", selftest.try_objects(config), "look at the bucket's policy and the engine's log")
+        yield _tried(
+            "object",
+            selftest.try_objects(config),
+            "look at the bucket's policy and the engine's log",
+        )
 
 
 def check_server(config: Config) -> Iterator[Finding]:
-    """Each server that is named: there, lets us in, and gives back what it took, between two clients."""
+    """Each server that is named: there, lets us in, and gives back what it took, between two
+    clients."""
     for address in (config.server or "").split(","):
         if address:
             yield from _one_server(config, address.strip())
@@ -383,22 +532,39 @@ def _one_server(config: Config, address: str) -> Iterator[Finding]:
         sizes = kept_sizes(config, address)
     except TierError as error:
         yield Finding(
-            "server", "fail", str(error), f"start it there: kvtier serve --listen {address}; same user, same host"
+            "server",
+            "fail",
+            str(error),
+            f"start it there: kvtier serve --listen {address}; same user, same host",
         )
         return
     except ConfigError as error:
-        yield Finding("server", "fail", str(error), "give both ends the same kvtier, token and TLS files")
+        yield Finding(
+            "server", "fail", str(error), "give both ends the same kvtier, token and TLS files"
+        )
         return
     yield Finding("server", "ok", f"{address} lets us in")
     if not sizes:
-        seen = "not tried: it has no chunks yet, and each chunk size that it is asked for takes its part of the room"
-        yield Finding("self-test server", "warn", seen, "run doctor again when an engine is attached")
+        seen = (
+            "not tried: it has no chunks yet, and each chunk size that it is asked for takes "
+            "its part of the room"
+        )
+        yield Finding(
+            "self-test server", "warn", seen, "run doctor again when an engine is attached"
+        )
         return
     if Address.parse(address).path:
         yield check_hits(config, address, min(sizes))
     wrong = selftest.try_server(config, address, min(sizes))
-    seen = wrong or f"chunks of {size_text(min(sizes))} from one client were loaded and compared by another"
-    do = "look at the server's log; 'kvtier serve' and engines must be of one version" if wrong else ""
+    seen = (
+        wrong
+        or f"chunks of {size_text(min(sizes))} from one client were loaded and compared by another"
+    )
+    do = (
+        "look at the server's log; 'kvtier serve' and engines must be of one version"
+        if wrong
+        else ""
+    )
     yield Finding("self-test server", "fail" if wrong else "ok", seen, do)
 
 
@@ -407,11 +573,19 @@ def check_hits(config: Config, address: str, slot_bytes: int) -> Finding:
     nobody = ChunkLayout(fingerprint({"doctor": os.getpid()}), 1, 1, (slot_bytes,))
     with closing(Client(access(replace(config, namespace=None), address, nobody))) as client:
         stats = client.stats()
-        zero = ZeroHits(f"RAM holds {client.pool.slots:,} chunks" if client.pool else "", seconds=0.0)
+        zero = ZeroHits(
+            f"RAM holds {client.pool.slots:,} chunks" if client.pool else "", seconds=0.0
+        )
     asked, hits, saved, reasons = totals(stats)
     if hits < asked * _FEW_HITS and zero.look(asked - hits, 0, saved, reasons):
-        return Finding("hits", "warn", zero.verdict, "'kvtier stats --watch' shows whether a change helps")
-    part = f"{hits / asked:.1%} of {asked:,} chunks asked for were hits" if asked else "no chunk was asked for yet"
+        return Finding(
+            "hits", "warn", zero.verdict, "'kvtier stats --watch' shows whether a change helps"
+        )
+    part = (
+        f"{hits / asked:.1%} of {asked:,} chunks asked for were hits"
+        if asked
+        else "no chunk was asked for yet"
+    )
     return Finding("hits", "ok", f"{part} since the server's start")
 
 

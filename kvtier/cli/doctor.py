@@ -1,4 +1,5 @@
-"""``kvtier doctor``: is everything here as an engine with kvtier needs it? A line a finding; 1 when something fails."""
+"""``kvtier doctor``: is everything here as an engine with kvtier needs it? A line a finding; 1 when
+something fails."""
 
 from __future__ import annotations
 
@@ -20,12 +21,27 @@ _WIDTH = 18
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="YAML", help="configuration file; beats KVTIER_CONFIG_FILE")
-    parser.add_argument("--model", metavar="DIR", help="model folder or its config.json: does the RAM tier suit it?")
-    parser.add_argument("--ranks", type=int, default=1, help="worker ranks, for LMCache's sizes (they are per worker)")
-    parser.add_argument("--no-engine", action="store_true", help="do not look for vLLM (on a host with a server only)")
+    parser.add_argument(
+        "--config", metavar="YAML", help="configuration file; beats KVTIER_CONFIG_FILE"
+    )
+    parser.add_argument(
+        "--model", metavar="DIR", help="model folder or its config.json: does the RAM tier suit it?"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        help="worker ranks, for LMCache's sizes (they are per worker)",
+    )
+    parser.add_argument(
+        "--no-engine",
+        action="store_true",
+        help="do not look for vLLM (on a host with a server only)",
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- vllm serve ...: can it run with kvtier?")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="-- vllm serve ...: can it run with kvtier?"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,18 +68,23 @@ def line(finding: Finding) -> str:
 
 
 def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
-    """All findings, the configuration's first: without one that can be read, the rest is judged by the defaults."""
+    """All findings, the configuration's first: without one that can be read, the rest is judged by
+    the defaults."""
     try:
         config = load(arguments.config, ranks=arguments.ranks)
         yield Finding("config", "ok", _sources(config))
         yield from (
-            Finding("config", "warn", remark.text, "remove what has no effect, or give kvtier's own key")
+            Finding(
+                "config", "warn", remark.text, "remove what has no effect, or give kvtier's own key"
+            )
             for remark in config.remarks
             if remark.level >= logging.WARNING
         )
     except ConfigError as error:
         config = Config()
-        yield Finding("config", "fail", str(error), "correct it; what follows is judged by the defaults")
+        yield Finding(
+            "config", "fail", str(error), "correct it; what follows is judged by the defaults"
+        )
     model = Model()
     if arguments.model:
         try:
@@ -93,12 +114,16 @@ def tiers(config: Config) -> Iterator[Finding]:
 
 
 def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """One check's findings. Whatever it did not foresee is a finding too: the others are made all the same."""
+    """One check's findings. Whatever it did not foresee is a finding too: the others are made all
+    the same."""
     try:
         yield from look()
     except Exception as error:  # noqa: BLE001 - a doctor does not die of what ails the patient
         yield Finding(
-            check, "fail", f"{type(error).__name__}: {error}", "kvtier did not foresee this: please report it"
+            check,
+            "fail",
+            f"{type(error).__name__}: {error}",
+            "kvtier did not foresee this: please report it",
         )
 
 

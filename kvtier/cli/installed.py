@@ -1,6 +1,8 @@
-"""Which vLLM a Python has, and whether kvtier is beside it: asked of that very interpreter, which imports neither.
+"""Which vLLM a Python has, and whether kvtier is beside it: asked of that very interpreter, which
+imports neither.
 
-``python -m kvtier.cli.installed`` says it of its own Python; exit status 2 when kvtier cannot run with it.
+``python -m kvtier.cli.installed`` says it of its own Python; exit status 2 when kvtier cannot run
+with it.
 """
 
 from __future__ import annotations
@@ -38,21 +40,30 @@ class Installed(NamedTuple):
 
 
 def look(python: str, env: Mapping[str, str]) -> Installed:
-    """What that Python can import, without importing it. Raises ConfigError when it does not run."""
+    """What that Python can import, without importing it. Raises ConfigError when it does not
+    run."""
     command = [python, "-c", _LOOK]
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_LOOK_TIMEOUT_S, check=True)
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=_LOOK_TIMEOUT_S, check=True
+        )
         return Installed(**json.loads(done.stdout))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ConfigError(f"{python} cannot say whether it has vLLM: {error}") from error
 
 
 def verdict(found: Installed, python: str) -> str:
-    """What to say of its vLLM. Raises ConfigError without one, with one too old, and without kvtier beside it."""
+    """What to say of its vLLM. Raises ConfigError without one, with one too old, and without kvtier
+    beside it."""
     if found.vllm is None:
-        raise ConfigError(f"{python} has no vLLM: pip install 'kvtier[vllm]' there, or give the python that has it")
+        raise ConfigError(
+            f"{python} has no vLLM: pip install 'kvtier[vllm]' there, or give the python "
+            "that has it"
+        )
     if not found.kvtier:
-        raise ConfigError(f"{python} has vLLM {found.vllm} but not kvtier: {python} -m pip install kvtier")
+        raise ConfigError(
+            f"{python} has vLLM {found.vllm} but not kvtier: {python} -m pip install kvtier"
+        )
     return versions.verdict(found.vllm)
 
 

@@ -1,7 +1,8 @@
-"""``kvtier launch -- vllm serve MODEL ...``: the same command with kvtier's connector in it, and no process more.
+"""``kvtier launch -- vllm serve MODEL ...``: the same command with kvtier's connector in it, and no
+process more.
 
-What would only fail a minute into the engine's start is looked at first: kvtier's configuration, vLLM's version, and
-whether vLLM's Python can find kvtier at all.
+What would only fail a minute into the engine's start is looked at first: kvtier's configuration,
+vLLM's version, and whether vLLM's Python can find kvtier at all.
 """
 
 from __future__ import annotations
@@ -41,20 +42,33 @@ TRANSFER = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "kvtier launch [--config YAML] [--properties FILE] [--print] -- vllm serve MODEL ..."
-    parser.add_argument("--config", metavar="YAML", help="configuration file; sets KVTIER_CONFIG_FILE")
-    parser.add_argument("--properties", metavar="FILE", help="LMI's serving.properties; sets KVTIER_PROPERTIES_FILE")
-    parser.add_argument("--print", action="store_true", help="print the command instead of running it")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help=f"vllm serve ..., or python -m {API_SERVER} ...")
+    parser.usage = (
+        "kvtier launch [--config YAML] [--properties FILE] [--print] -- vllm serve MODEL ..."
+    )
+    parser.add_argument(
+        "--config", metavar="YAML", help="configuration file; sets KVTIER_CONFIG_FILE"
+    )
+    parser.add_argument(
+        "--properties", metavar="FILE", help="LMI's serving.properties; sets KVTIER_PROPERTIES_FILE"
+    )
+    parser.add_argument(
+        "--print", action="store_true", help="print the command instead of running it"
+    )
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help=f"vllm serve ..., or python -m {API_SERVER} ..."
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Become the engine; returns only for ``--print``. Raises ConfigError for what cannot work, before it starts."""
+    """Become the engine; returns only for ``--print``. Raises ConfigError for what cannot work,
+    before it starts."""
     files = {"KVTIER_CONFIG_FILE": arguments.config, PROPERTIES_VARIABLE: arguments.properties}
     env = environment(**{name: os.path.abspath(path) for name, path in files.items() if path})
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     config = load(env=env)
-    if not (config.auto or config.server):  # auto-config counts for itself; a server has the RAM tier of its engines
+    if not (
+        config.auto or config.server
+    ):  # auto-config counts for itself; a server has the RAM tier of its engines
         require_ram(ram_bytes(config), source=config.sources.get("ram_bytes", "default"))
     refuse_own_offloading(env)
     command = understood(words, env.get("PATH"))
@@ -62,7 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
     command = command._replace(arguments=recomputing(command.arguments))
     said = [verdict(found, command.python), *transfer(command.arguments, replaces_lmcache(env))]
     final = with_connector(command, found)
-    print(f"kvtier: {'; '.join([*filter(None, said), settings(config)])}", file=sys.stderr, flush=True)
+    print(
+        f"kvtier: {'; '.join([*filter(None, said), settings(config)])}", file=sys.stderr, flush=True
+    )
     if arguments.print:
         print(json.dumps(final))
         return 0
@@ -73,8 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def with_connector(command: Command, found: Installed) -> list[str]:
-    """The command to run. The ``vllm`` command of the CPU wheel asks for a distribution called ``vllm`` and ends, so
-    there the server is run as a module."""
+    """The command to run. The ``vllm`` command of the CPU wheel asks for a distribution called
+    ``vllm`` and ends, so there the server is run as a module."""
     program, arguments = command.program, command.arguments
     if found.package != "vllm" and program[1:] == ["serve"]:
         program = [command.python, "-m", API_SERVER]
@@ -90,7 +106,10 @@ def settings(config: Config) -> str:
     """What the cache will be, in a line."""
     if config.auto:
         asked = config.sources["auto"]
-        return f"auto-config ({asked}): the engine measures the machine and logs each size with its reason"
+        return (
+            f"auto-config ({asked}): the engine measures the machine and logs each size with "
+            "its reason"
+        )
     given = [row for row in describe(config) if row.key in config.sources]
     if not given:
         default = KEYS["ram_bytes"]["reason"].partition("none: ")[2]
@@ -102,4 +121,8 @@ def settings(config: Config) -> str:
 
 
 def _shown(row: Setting) -> str:
-    return size_text(row.value) if row.unit == "bytes" and isinstance(row.value, int) else str(row.value)
+    return (
+        size_text(row.value)
+        if row.unit == "bytes" and isinstance(row.value, int)
+        else str(row.value)
+    )

@@ -1,4 +1,5 @@
-"""The ``kvtier`` command. A subcommand is one line of :data:`COMMANDS`; its module is imported when it is run."""
+"""The ``kvtier`` command. A subcommand is one line of :data:`COMMANDS`; its module is imported when
+it is run."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Command(NamedTuple):
 
 
 def _module(name: str, part: str = "") -> Callable[[], Command]:
-    """A subcommand whose module, or ``part`` of it, has the two functions; imported only when it is asked for."""
+    """A subcommand whose module, or ``part`` of it, has the two functions; imported only when it is
+    asked for."""
 
     def find() -> Command:
         module: Any = importlib.import_module(name)
@@ -58,35 +60,57 @@ COMMANDS: dict[str, tuple[str, Callable[[], Command]]] = {
         _module("kvtier.bench.long_doc_qa.run"),
     ),
     "bench multi-turn": (
-        "time to first token in conversations on two engines behind a router, with and without kvtier",
+        (
+            "time to first token in conversations on two engines behind a router, with and "
+            "without kvtier"
+        ),
         _module("kvtier.bench.multi_turn.run"),
     ),
-    "plan": ("what auto-config would set on this machine, and why", _module("kvtier.autoconfig.command")),
-    "config": ("print the effective configuration and where each value came from", _module("kvtier.cli.show_config")),
+    "plan": (
+        "what auto-config would set on this machine, and why",
+        _module("kvtier.autoconfig.command"),
+    ),
+    "config": (
+        "print the effective configuration and where each value came from",
+        _module("kvtier.cli.show_config"),
+    ),
     "doctor": (
         "is everything here as an engine with kvtier needs it? exit status 1 if not",
         _module("kvtier.cli.doctor"),
     ),
-    "launch": ("run vllm serve with kvtier in it: kvtier launch -- vllm serve MODEL ...", _module("kvtier.cli.launch")),
+    "launch": (
+        "run vllm serve with kvtier in it: kvtier launch -- vllm serve MODEL ...",
+        _module("kvtier.cli.launch"),
+    ),
     "check": (
         "verify every slot of an NVMe tier that is not in use; --repair frees bad ones",
         _module("kvtier.tiers.nvme.check"),
     ),
-    "clear": ("make a server forget a tenant, or everything", _module("kvtier.cli.operate", "ClearCommand")),
+    "clear": (
+        "make a server forget a tenant, or everything",
+        _module("kvtier.cli.operate", "ClearCommand"),
+    ),
     "simulate": (
         "what caches of given sizes would have hit of recorded requests",
         _module("kvtier.cli.simulate"),
     ),
-    "stats": ("what a server holds and does; --watch for rates", _module("kvtier.cli.operate", "StatsCommand")),
-    "serve": ("one cache for several engines, on this host and others", _module("kvtier.cli.serve")),
+    "stats": (
+        "what a server holds and does; --watch for rates",
+        _module("kvtier.cli.operate", "StatsCommand"),
+    ),
+    "serve": (
+        "one cache for several engines, on this host and others",
+        _module("kvtier.cli.serve"),
+    ),
     "version": ("print kvtier's version", lambda: Command(_no_arguments, _show_version)),
 }
 """Words on the command line -> (help, how to find the command)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit status: the command's; 2 for what the operator gave wrongly; 130 after ^C; 141 when the
-    reader of standard output went away (``| head``), as for a program that the signal ended."""
+    """Run one command. Exit status: the command's; 2 for what the operator gave wrongly; 130 after
+    ^C; 141 when the reader of standard output went away (``| head``), as for a program that the
+    signal ended."""
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
@@ -125,10 +149,14 @@ def _no_command(parsers: Mapping[str, argparse.ArgumentParser], words: list[str]
     """Help, --version, or which command is nearest to the one that there is not."""
     group = words[0] if words and words[0] in parsers else ""
     tried = words[1 if group else 0 :]
-    known = sorted({each.removeprefix(group).split()[0] for each in COMMANDS if each.startswith(group)})
+    known = sorted(
+        {each.removeprefix(group).split()[0] for each in COMMANDS if each.startswith(group)}
+    )
     if tried and not tried[0].startswith("-"):
         near = difflib.get_close_matches(tried[0], known, n=1, cutoff=0.0)[0]
-        parsers[group].error(f"no command {tried[0]!r}; the nearest is {near!r}, of {', '.join(known)}")
+        parsers[group].error(
+            f"no command {tried[0]!r}; the nearest is {near!r}, of {', '.join(known)}"
+        )
     parsers[""].parse_args(words)
     parsers[""].print_help()
     return _OPERATOR_ERROR
@@ -140,15 +168,20 @@ def _told(what: str) -> int:
 
 
 def _parsers() -> dict[str, argparse.ArgumentParser]:
-    """Every parser by its words: the whole command's (""), groups' (``bench``: two words), and commands'."""
-    root = argparse.ArgumentParser(prog="kvtier", description=(kvtier.__doc__ or "").partition("\n")[0])
+    """Every parser by its words: the whole command's (""), groups' (``bench``: two words), and
+    commands'."""
+    root = argparse.ArgumentParser(
+        prog="kvtier", description=(kvtier.__doc__ or "").partition("\n")[0]
+    )
     root.add_argument("--version", action="version", version=_version())
     parsers = {"": root}
     branches = {"": root.add_subparsers(metavar="COMMAND")}
     for name, (help_text, _) in COMMANDS.items():
         group, _, leaf = name.rpartition(" ")
         if group not in branches:
-            inside = ", ".join(each.split()[-1] for each in COMMANDS if each.startswith(f"{group} "))
+            inside = ", ".join(
+                each.split()[-1] for each in COMMANDS if each.startswith(f"{group} ")
+            )
             about = f"benchmarks: {inside}"
             parsers[group] = branches[""].add_parser(group, help=about, description=about)
             branches[group] = parsers[group].add_subparsers(metavar="COMMAND", required=True)

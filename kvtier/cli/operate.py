@@ -31,13 +31,20 @@ T = TypeVar("T")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What both commands need."""
-    parser.add_argument("--admin", metavar="URL", help="the server's admin surface; none: the key admin")
-    parser.add_argument("--config", metavar="YAML", help="configuration file that has admin and admin_token_file")
-    parser.add_argument("--token-file", metavar="FILE", help="the server's token; none: the key admin_token_file")
+    parser.add_argument(
+        "--admin", metavar="URL", help="the server's admin surface; none: the key admin"
+    )
+    parser.add_argument(
+        "--config", metavar="YAML", help="configuration file that has admin and admin_token_file"
+    )
+    parser.add_argument(
+        "--token-file", metavar="FILE", help="the server's token; none: the key admin_token_file"
+    )
 
 
 class Surface:
-    """One server's admin surface. Raises TierError when it cannot be reached, ConfigError when it refuses."""
+    """One server's admin surface. Raises TierError when it cannot be reached, ConfigError when it
+    refuses."""
 
     def __init__(self, url: str, token: bytes | None, tls: ssl.SSLContext | None) -> None:
         self._url, self._token, self._tls = url, token, tls
@@ -45,18 +52,21 @@ class Surface:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Surface:
-        """From the flags of :func:`add_arguments`, and the configuration where they are not given."""
+        """From the flags of :func:`add_arguments`, and the configuration where they are not
+        given."""
         flags = {"admin": arguments.admin, "admin_token_file": arguments.token_file}
         config = load(arguments.config, flags=typed(flags))
         if config.admin == "off":
-            raise ConfigError("admin=off: the server has no admin surface; give --admin http://host:port")
+            raise ConfigError(
+                "admin=off: the server has no admin surface; give --admin http://host:port"
+            )
         secret = config.admin_token_file
         token = read_token(secret, "admin_token_file") if secret else None
         return cls(config.admin, token, _tls(config) if config.admin.startswith("https") else None)
 
     def ask(self, path: str, kind: type[T], body: msgspec.Struct | None = None) -> T:
-        """GET, or POST with a body. With a token the request is signed, and an answer that is not is not believed: the
-        token itself is never sent, because anybody may have taken the port."""
+        """GET, or POST with a body. With a token the request is signed, and an answer that is not
+        is not believed: the token itself is never sent, because anybody may have taken the port."""
         parts = self._parts
         assert parts.hostname is not None
         if self._tls is not None:
@@ -68,7 +78,9 @@ class Surface:
         sent = None if body is None else msgspec.json.encode(body)
         method, headers = "GET" if sent is None else "POST", {"Content-Type": JSON}
         if self._token is not None:
-            headers["Authorization"] = admin_proof.signed(self._token, method, path, sent or b"", time.time())
+            headers["Authorization"] = admin_proof.signed(
+                self._token, method, path, sent or b"", time.time()
+            )
         try:
             line.request(method, path, sent, headers)
             answer = line.getresponse()
@@ -80,15 +92,19 @@ class Surface:
         finally:
             line.close()
         if answer.status == 200 and self._token is not None:
-            self._expect_proof(headers["Authorization"], text, answer.headers.get(admin_proof.ANSWER_HEADER, ""))
+            self._expect_proof(
+                headers["Authorization"], text, answer.headers.get(admin_proof.ANSWER_HEADER, "")
+            )
         return self._read(text, answer.status, kind)
 
     def _expect_proof(self, credentials: str, text: bytes, proof: str) -> None:
         assert self._token is not None
         if not admin_proof.is_answer(self._token, credentials, 200, text, proof):
             raise ConfigError(
-                f"who answers at {self._url} does not show that it knows the token: it is not the server, or has "
-                "another admin_token_file. The token was not sent, and the answer is not believed. See who has the "
+                f"who answers at {self._url} does not show that it knows the token: it is not the "
+                "server, or has "
+                "another admin_token_file. The token was not sent, and the answer is not believed. "
+                "See who has the "
                 "port (ss -ltnp), and give the server's own token"
             )
 
@@ -98,8 +114,12 @@ class Surface:
                 return msgspec.json.decode(text, type=kind)
             problem = msgspec.json.decode(text, type=Problem)
         except msgspec.DecodeError as error:
-            raise TierError(f"{self._url} is not a kvtier server of this version: {status} {text[:100]!r}") from error
-        raise ConfigError(f"{self._url} refused: {problem.what}; expected {problem.expected}: {problem.do}")
+            raise TierError(
+                f"{self._url} is not a kvtier server of this version: {status} {text[:100]!r}"
+            ) from error
+        raise ConfigError(
+            f"{self._url} refused: {problem.what}; expected {problem.expected}: {problem.do}"
+        )
 
 
 def _tls(config: Config) -> ssl.SSLContext:
@@ -114,8 +134,14 @@ class StatsCommand:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_arguments(parser)
-        parser.add_argument("--watch", action="store_true", help=f"again every {_WATCH_S:.0f} s, with rates, until ^C")
-        parser.add_argument("--json", action="store_true", help="print the document of /v1/stats, a line each time")
+        parser.add_argument(
+            "--watch",
+            action="store_true",
+            help=f"again every {_WATCH_S:.0f} s, with rates, until ^C",
+        )
+        parser.add_argument(
+            "--json", action="store_true", help="print the document of /v1/stats, a line each time"
+        )
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
@@ -137,7 +163,9 @@ class ClearCommand:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_arguments(parser)
-        parser.add_argument("--namespace", metavar="NAME", help="only this tenant's chunks, and nobody's")
+        parser.add_argument(
+            "--namespace", metavar="NAME", help="only this tenant's chunks, and nobody's"
+        )
         parser.add_argument("--everything", action="store_true", help="all chunks of all tenants")
         parser.add_argument("--json", action="store_true", help="print the answer of /v1/clear")
 
@@ -155,10 +183,18 @@ class ClearCommand:
 def _cleared(done: Cleared) -> str:
     lines = [f"{done.chunks:,} chunks forgotten"]
     if done.left:
-        lines.append(f"{done.left:,} are being saved or deleted still: stop the engines, or run this again")
+        lines.append(
+            f"{done.left:,} are being saved or deleted still: stop the engines, or run this again"
+        )
     if done.owed_deletes:
-        lines.append(f"{done.owed_deletes:,} deletes wait for a tier to be back: keep the server running until then")
-    lines += [f"{place}: in use by another process, or not searched to the end" for place in done.untouched]
+        lines.append(
+            f"{done.owed_deletes:,} deletes wait for a tier to be back: keep the server running "
+            "until then"
+        )
+    lines += [
+        f"{place}: in use by another process, or not searched to the end"
+        for place in done.untouched
+    ]
     return "\n".join(lines)
 
 
@@ -180,11 +216,17 @@ def screen(now: Stats, before: Stats | None = None) -> str:
     memory = f"memory {size_text(now.memory.process)} + pools {size_text(now.memory.pools)}"
     open_ = f"connections {there.open} open, {there.lingering} lingering, {there.leases} leases"
     past = f"{there.accepted} accepted, {there.rejected} rejected, {there.dropped} dropped"
-    lines = [f"kvtier {now.version}  {state}  up {_duration(now.uptime_s)}  {memory}", f"{open_}; so far {past}"]
+    lines = [
+        f"kvtier {now.version}  {state}  up {_duration(now.uptime_s)}  {memory}",
+        f"{open_}; so far {past}",
+    ]
     lines += [f"TROUBLE: {words}" for words in now.trouble]
     for size_class in now.size_classes:
         last = (
-            next((one for one in before.size_classes if one.slot_bytes == size_class.slot_bytes), None)
+            next(
+                (one for one in before.size_classes if one.slot_bytes == size_class.slot_bytes),
+                None,
+            )
             if before
             else None
         )
@@ -195,15 +237,26 @@ def screen(now: Stats, before: Stats | None = None) -> str:
     return "\n".join(lines)
 
 
-def _size_class(size_class: SizeClassStatus, before: SizeClassStatus | None, seconds: float) -> Iterator[str]:
+def _size_class(
+    size_class: SizeClassStatus, before: SizeClassStatus | None, seconds: float
+) -> Iterator[str]:
     yield (
-        f"chunks of {size_text(size_class.slot_bytes)}: {_hits(size_class, before)}, {size_class.namespaces} namespaces, "
+        f"chunks of {size_text(size_class.slot_bytes)}: {_hits(size_class, before)}, "
+        f"{size_class.namespaces} namespaces, "
         f"slots {size_class.free} free, {size_class.filling} filling, {size_class.pinned} pinned"
     )
     yield from _misses(size_class, before)
     yield from _what_if(size_class)
     per = "/s" if before else ""
-    heads: tuple[str, ...] = ("tier", "held", "fill", f"loads{per}", f"stores{per}", f"read{per}", f"written{per}")
+    heads: tuple[str, ...] = (
+        "tier",
+        "held",
+        "fill",
+        f"loads{per}",
+        f"stores{per}",
+        f"read{per}",
+        f"written{per}",
+    )
     rows = []
     for index, tier in enumerate(size_class.tiers):
         last = before.tiers[index] if before and index < len(before.tiers) else None
@@ -219,7 +272,8 @@ def _what_if(size_class: SizeClassStatus) -> Iterator[str]:
         if not now and not any(tier.what_if.values()):
             continue
         gains = [
-            f"x{scale} ({size_text(float(scale) * tier.capacity * size_class.slot_bytes)}) {100 * (ratio - (now or 0)):+.1f}"
+            f"x{scale} ({size_text(float(scale) * tier.capacity * size_class.slot_bytes)}) "
+            f"{100 * (ratio - (now or 0)):+.1f}"
             for scale, ratio in tier.what_if.items()
             if scale != "1"
         ]
@@ -255,19 +309,29 @@ def _tier(tier: TierStatus, before: TierStatus | None, seconds: float) -> list[s
 def _hits(size_class: SizeClassStatus, before: SizeClassStatus | None) -> str:
     asked = size_class.asked - (before.asked if before else 0)
     loads = _loads(size_class) - (_loads(before) if before else 0)
-    return f"{loads / asked:.1%} of {asked:,} chunks asked for were hits" if asked else "no chunk asked for"
+    return (
+        f"{loads / asked:.1%} of {asked:,} chunks asked for were hits"
+        if asked
+        else "no chunk asked for"
+    )
 
 
 def _misses(size_class: SizeClassStatus, before: SizeClassStatus | None) -> Iterator[str]:
-    """Why chunks were computed, the most common reason first; what the audit found; why there are no hits at all."""
+    """Why chunks were computed, the most common reason first; what the audit found; why there are
+    no hits at all."""
     counts = Counter(size_class.missed) + Counter(size_class.declined)
     if before:
         counts -= Counter(before.missed) + Counter(before.declined)
     if counts:
         whole = counts.total()
-        yield "computed: " + ", ".join(f"{count / whole:.0%} {reason}" for reason, count in counts.most_common())
+        yield "computed: " + ", ".join(
+            f"{count / whole:.0%} {reason}" for reason, count in counts.most_common()
+        )
     if size_class.audited:
-        yield f"audit: {size_class.audited:,} chunks compared, {size_class.audit_mismatches:,} had other bytes"
+        yield (
+            f"audit: {size_class.audited:,} chunks compared, {size_class.audit_mismatches:,} had "
+            "other bytes"
+        )
     if size_class.zero_hits:
         yield f"NO HITS: {size_class.zero_hits}"
 

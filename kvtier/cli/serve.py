@@ -39,31 +39,42 @@ _LOOK_AGAIN_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="YAML", help="configuration file; beats KVTIER_CONFIG_FILE")
+    parser.add_argument(
+        "--config", metavar="YAML", help="configuration file; beats KVTIER_CONFIG_FILE"
+    )
     parser.add_argument(
         "--listen",
         metavar="ADDRESS",
         action="append",
         help="unix:///path or tcp://host:port; may be given again; default: the key 'server'",
     )
-    parser.add_argument("--insecure", action="store_true", help="serve TCP on loopback without token or TLS")
+    parser.add_argument(
+        "--insecure", action="store_true", help="serve TCP on loopback without token or TLS"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM. Exit status 1 when something was dropped at the end."""
     config = load(arguments.config)
     logging.basicConfig(
-        level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+        level=config.log_level,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
     )
     tell(config.remarks)
     addresses = arguments.listen or ([config.server] if config.server else [])
     if not addresses:
-        raise ConfigError("nowhere to listen: give --listen unix:///path/kvtier.sock, or the key 'server'")
+        raise ConfigError(
+            "nowhere to listen: give --listen unix:///path/kvtier.sock, or the key 'server'"
+        )
     token = read_token(config.server_token_file) if config.server_token_file else None
     logger.info("configuration: %s", configuration_text(config))
     sizes = kept_sizes(config)
     if config.slot_bytes is None and not sizes:
-        logger.info("slot_bytes is not set: the first engine decides it, and the pool and the tiers are made then")
+        logger.info(
+            "slot_bytes is not set: the first engine decides it, and the pool and the tiers are "
+            "made then"
+        )
     away = try_everything(config)
     if config.self_test:
         selftest.at_start(replace(config, server=None))
@@ -83,10 +94,14 @@ def status_text(server: Server) -> str:
 
 
 @asynccontextmanager
-async def _beside(config: Config, surface: Beside, away: Mapping[str, str], server: Server) -> AsyncIterator[None]:
+async def _beside(
+    config: Config, surface: Beside, away: Mapping[str, str], server: Server
+) -> AsyncIterator[None]:
     """The admin surface, and a look now and then at what the start could not reach."""
     for name, why in away.items():
-        server.trouble[name] = f"{name} cannot be reached: its chunks are misses until it can; the log says more"
+        server.trouble[name] = (
+            f"{name} cannot be reached: its chunks are misses until it can; the log says more"
+        )
         logger.warning("%s", why)
     looking = [server.loop.create_task(_look_again(config, server, name)) for name in away]
     try:
@@ -98,12 +113,15 @@ async def _beside(config: Config, surface: Beside, away: Mapping[str, str], serv
 
 
 async def _look_again(config: Config, server: Server, name: str) -> None:
-    """Until a tier of :data:`LOOKS` can be used; on the lane where stores are opened, which is idle but for that."""
+    """Until a tier of :data:`LOOKS` can be used; on the lane where stores are opened, which is idle
+    but for that."""
     said = ""
     while name in server.trouble:
         await asyncio.sleep(_LOOK_AGAIN_S)
         try:
-            why = await asyncio.shield(asyncio.wrap_future(server.size_classes.aside(partial(LOOKS[name], config))))
+            why = await asyncio.shield(
+                asyncio.wrap_future(server.size_classes.aside(partial(LOOKS[name], config)))
+            )
         except KVTierError as error:
             why = str(error)
         if not why:
@@ -115,9 +133,10 @@ async def _look_again(config: Config, server: Server, name: str) -> None:
 
 
 def admin_surface(config: Config) -> Beside:
-    """What serves ``config.admin``. Where nobody asked for it, a port that is taken (by the admin surface of another
-    server on this host) or a library that is missing costs the surface and not the server: a cache must not fail for
-    its gauges. It is trouble then, and a port is tried again. Asked for by name, it is a ConfigError."""
+    """What serves ``config.admin``. Where nobody asked for it, a port that is taken (by the admin
+    surface of another server on this host) or a library that is missing costs the surface and not
+    the server: a cache must not fail for its gauges. It is trouble then, and a port is tried again.
+    Asked for by name, it is a ConfigError."""
     if config.admin == "off":
         return lambda server: nullcontext()
     try:
@@ -156,16 +175,23 @@ def _admin_surface(config: Config) -> Beside:
     try:
         from kvtier.admin.http import beside, bind
     except ImportError as error:
-        raise ConfigError(f"admin={config.admin}: {error}; {how('server')}, or set admin=off") from error
+        raise ConfigError(
+            f"admin={config.admin}: {error}; {how('server')}, or set admin=off"
+        ) from error
     secret = config.admin_token_file
     token = read_token(secret, "admin_token_file") if secret else None
-    port = bind(config.admin, token=token is not None, tls=_tls(config) if config.admin.startswith("https") else None)
+    port = bind(
+        config.admin,
+        token=token is not None,
+        tls=_tls(config) if config.admin.startswith("https") else None,
+    )
     return lambda server: beside(server, port, token, config.nvme_path)
 
 
 class Stores:
-    """Opens the Store of one size class: all of RAM, and of NVMe in a folder of its own; in Redis it is one with the size classes
-    of other servers that have the same slot size. For one thread."""
+    """Opens the Store of one size class: all of RAM, and of NVMe in a folder of its own; in Redis
+    it is one with the size classes of other servers that have the same slot size. For one
+    thread."""
 
     def __init__(self, config: Config) -> None:
         self._config = replace(config, server=None)
@@ -176,23 +202,29 @@ class Stores:
         config = self._config = _with_bytes(self._config)
         if slot_bytes != config.slot_bytes:
             logger.info(
-                "chunks of %d bytes are new here: slot_bytes=%d has them ready at the start", slot_bytes, slot_bytes
+                "chunks of %d bytes are new here: slot_bytes=%d has them ready at the start",
+                slot_bytes,
+                slot_bytes,
             )
         layout = ChunkLayout(fingerprint({"server": slot_bytes}), 1, 1, (slot_bytes,))
-        own = replace(config, nvme_path=config.nvme_path and f"{config.nvme_path}/slots-{slot_bytes}")
+        own = replace(
+            config, nvme_path=config.nvme_path and f"{config.nvme_path}/slots-{slot_bytes}"
+        )
         store = assemble(own, layout, shared=Lent(lent, self._writes))
         assert isinstance(store, Store)
         return store
 
 
 def _with_bytes(config: Config) -> Config:
-    """With what there is to be divided, which is looked at once: later the first Store has most of it."""
+    """With what there is to be divided, which is looked at once: later the first Store has most of
+    it."""
     disk = nvme_bytes(config) if config.nvme_path else None
     return replace(config, ram_bytes=ram_bytes(config), nvme_bytes=disk)
 
 
 def kept_sizes(config: Config) -> list[int]:
-    """Slot sizes of which there are folders in ``nvme_path`` from before, the one used last first."""
+    """Slot sizes of which there are folders in ``nvme_path`` from before, the one used last
+    first."""
     folders = Path(config.nvme_path).glob("slots-*/") if config.nvme_path else ()
     found = [folder for folder in folders if folder.name.removeprefix("slots-").isdecimal()]
     found.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
@@ -200,13 +232,16 @@ def kept_sizes(config: Config) -> list[int]:
 
 
 def discard_closed(config: Config, slot_bytes: int) -> None:
-    """Remove the NVMe folder of a size class that is closed. Best effort: one that is in use is not ours."""
+    """Remove the NVMe folder of a size class that is closed. Best effort: one that is in use is not
+    ours."""
     if config.nvme_path:
         with suppress(TierError):
             discard(Path(config.nvme_path) / f"slots-{slot_bytes}")
 
 
-def _listeners(config: Config, addresses: Sequence[str], token: bool, insecure: bool) -> list[Listener]:
+def _listeners(
+    config: Config, addresses: Sequence[str], token: bool, insecure: bool
+) -> list[Listener]:
     """All or none."""
     listeners: list[Listener] = []
     with ExitStack() as undo:
@@ -216,7 +251,9 @@ def _listeners(config: Config, addresses: Sequence[str], token: bool, insecure: 
                 listener = listen_unix(address)
             else:
                 plain = config.server_unencrypted
-                listener = listen_tcp(address, token=token, tls=_tls(config), insecure=insecure, unencrypted=plain)
+                listener = listen_tcp(
+                    address, token=token, tls=_tls(config), insecure=insecure, unencrypted=plain
+                )
             undo.callback(listener.close)
             listeners.append(listener)
         undo.pop_all()

@@ -1,4 +1,5 @@
-"""``kvtier config``: every key with the value that it has here and now, its unit, and where it came from."""
+"""``kvtier config``: every key with the value that it has here and now, its unit, and where it came
+from."""
 
 from __future__ import annotations
 
@@ -20,18 +21,30 @@ _HEADS = ("key", "value", "unit", "source", "what for")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kvtier config [--config YAML] [--ranks N] [--yaml | --json] [--KEY VALUE ...]"
-    parser.add_argument("--config", metavar="YAML", help="configuration file; beats KVTIER_CONFIG_FILE")
     parser.add_argument(
-        "--ranks", type=int, default=1, help="worker ranks, for LMCache files: their sizes are per worker (default: 1)"
+        "--config", metavar="YAML", help="configuration file; beats KVTIER_CONFIG_FILE"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        help="worker ranks, for LMCache files: their sizes are per worker (default: 1)",
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--yaml", action="store_true", help="print a file that gives this configuration")
+    form.add_argument(
+        "--yaml", action="store_true", help="print a file that gives this configuration"
+    )
     form.add_argument("--json", action="store_true", help="print every key as JSON")
-    keys = parser.add_argument_group("keys, to try what they would do; sizes such as 4GiB, 512MB or plain bytes")
+    keys = parser.add_argument_group(
+        "keys, to try what they would do; sizes such as 4GiB, 512MB or plain bytes"
+    )
     for key, about in KEYS.items():
         flag = "--" + key.replace("_", "-")
         keys.add_argument(
-            flag, dest=f"key_{key}", metavar=about["unit"].upper(), help=about["reason"].replace("%", "%%")
+            flag,
+            dest=f"key_{key}",
+            metavar=about["unit"].upper(),
+            help=about["reason"].replace("%", "%%"),
         )
 
 
@@ -57,7 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def effective(config: Config, key: str) -> Any:
-    """The value that an engine started here now would use; None where it has none, or learns it from elsewhere."""
+    """The value that an engine started here now would use; None where it has none, or learns it
+    from elsewhere."""
     value = masked(getattr(config, key))
     if value is not None or _elsewhere(config, key):
         return value
@@ -71,14 +85,19 @@ def effective(config: Config, key: str) -> Any:
 
 
 def _elsewhere(config: Config, key: str) -> str:
-    """Who decides about a key that is not set, where this configuration alone does not; empty where it does."""
+    """Who decides about a key that is not set, where this configuration alone does not; empty where
+    it does."""
     tier = key.partition("_")[0]
     if tier == "ram" and (config.server or "").startswith("unix:"):
         return "the server's"
     place = {"nvme": "nvme_path", "redis": "redis_url", "object": "object_url"}.get(tier)
     if place is not None and getattr(config, place) is None:
         return "no such tier" if key == place else "-"
-    return "auto-config, at the start" if config.auto and key in ("ram_bytes", "nvme_bytes", "redis_bytes") else ""
+    return (
+        "auto-config, at the start"
+        if config.auto and key in ("ram_bytes", "nvme_bytes", "redis_bytes")
+        else ""
+    )
 
 
 def _as_json(config: Config, row: Setting) -> dict[str, Any]:

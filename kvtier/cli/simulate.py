@@ -1,4 +1,5 @@
-"""``kvtier simulate FILE``: what caches of given sizes would have hit of recorded requests, by policy and hints."""
+"""``kvtier simulate FILE``: what caches of given sizes would have hit of recorded requests, by
+policy and hints."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import table
 from kvtier.traces.belady import belady
 from kvtier.traces.mooncake import Request, read
-from kvtier.traces.simulate import Cache, Hinted, Result, oracle, recorded, simulate, unhinted, unique
+from kvtier.traces.simulate import (
+    Cache,
+    Hinted,
+    Result,
+    oracle,
+    recorded,
+    simulate,
+    unhinted,
+    unique,
+)
 
 POLICIES = ("lru", "auto", "belady")
 _BAR = 30
@@ -39,21 +49,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="chunks in RAM, or a percentage of all chunks of the trace; several: one row each",
     )
-    parser.add_argument("--nvme", default="0", metavar="SIZE", help="the same below RAM; 0: no such tier")
-    parser.add_argument("--write", choices=("save", "evict"), default="evict", help="when NVMe is written")
-    parser.add_argument("--policy", nargs="+", choices=POLICIES, default=["lru", "auto"], help="belady: RAM alone")
+    parser.add_argument(
+        "--nvme", default="0", metavar="SIZE", help="the same below RAM; 0: no such tier"
+    )
+    parser.add_argument(
+        "--write", choices=("save", "evict"), default="evict", help="when NVMe is written"
+    )
+    parser.add_argument(
+        "--policy", nargs="+", choices=POLICIES, default=["lru", "auto"], help="belady: RAM alone"
+    )
     parser.add_argument(
         "--hints",
         choices=("none", "recorded", "oracle"),
         default="none",
         help="that a session is over; oracle: at its end",
     )
-    parser.add_argument("--cover", type=_part, default=1.0, help="oracle: the part of the sessions that say it")
     parser.add_argument(
-        "--wrong", type=_part, default=0.0, help="oracle: the part of the requests before it that say it too"
+        "--cover", type=_part, default=1.0, help="oracle: the part of the sessions that say it"
     )
     parser.add_argument(
-        "--keep-partial", action="store_true", help="keep a prompt's last block though it is not full; kvtier does not"
+        "--wrong",
+        type=_part,
+        default=0.0,
+        help="oracle: the part of the requests before it that say it too",
+    )
+    parser.add_argument(
+        "--keep-partial",
+        action="store_true",
+        help="keep a prompt's last block though it is not full; kvtier does not",
     )
     parser.add_argument("--json", action="store_true", help="print a list of cases, in chunks")
 
@@ -64,7 +87,10 @@ def run(arguments: argparse.Namespace) -> int:
         trace = list(read(file, arguments.keep_partial))
     every = unique(trace)
     if not every:
-        raise ConfigError(f"{arguments.file}: no full block in {len(trace):,} requests, so there is nothing to keep")
+        raise ConfigError(
+            f"{arguments.file}: no full block in {len(trace):,} requests, so there is "
+            "nothing to keep"
+        )
     hinted = _hinted(trace, arguments)
     below = _size(arguments.nvme, every)
     cases = []
@@ -95,14 +121,39 @@ def _screen(cases: Sequence[Case], trace: Sequence[Request], every: int) -> Iter
     asked = sum(len(request.run) for request in trace)
     yield f"{len(trace):,} requests ask for {asked:,} chunks, {every:,} of them different"
     yield ""
-    heads = ("policy", "RAM", "NVMe", "RAM hits", "NVMe hits", "hits", "NVMe writes", "never read", "")
+    heads = (
+        "policy",
+        "RAM",
+        "NVMe",
+        "RAM hits",
+        "NVMe hits",
+        "hits",
+        "NVMe writes",
+        "never read",
+        "",
+    )
     rows = []
     for case in cases:
         result = case.result
-        percent = [f"{result.percent(each):.2f} %" for each in (result.ram, result.lower, result.hits)]
-        writes = [f"{result.writes:,}", f"{result.unread / result.writes:.0%}"] if result.writes else ["", ""]
+        percent = [
+            f"{result.percent(each):.2f} %" for each in (result.ram, result.lower, result.hits)
+        ]
+        writes = (
+            [f"{result.writes:,}", f"{result.unread / result.writes:.0%}"]
+            if result.writes
+            else ["", ""]
+        )
         bar = "#" * round(_BAR * result.hits / max(1, result.asked))
-        rows.append([case.policy, f"{case.ram:,}", f"{case.nvme:,}" if case.nvme else "", *percent, *writes, bar])
+        rows.append(
+            [
+                case.policy,
+                f"{case.ram:,}",
+                f"{case.nvme:,}" if case.nvme else "",
+                *percent,
+                *writes,
+                bar,
+            ]
+        )
     yield from table(heads, rows, numbers=range(1, 8))
     refused = sum(case.result.refused for case in cases)
     if refused:
@@ -110,7 +161,12 @@ def _screen(cases: Sequence[Case], trace: Sequence[Request], every: int) -> Iter
 
 
 def _document(case: Case) -> dict[str, object]:
-    return {"ram_chunks": case.ram, "nvme_chunks": case.nvme, "policy": case.policy, **case.result._asdict()}
+    return {
+        "ram_chunks": case.ram,
+        "nvme_chunks": case.nvme,
+        "policy": case.policy,
+        **case.result._asdict(),
+    }
 
 
 def _size(given: str, every: int) -> int:
@@ -120,7 +176,9 @@ def _size(given: str, every: int) -> int:
     except ValueError:
         size = -1
     if not 0 <= size <= _MOST_CHUNKS:
-        raise ConfigError(f"{given!r} is no size: give chunks such as 5000, or a percentage such as 2.5%")
+        raise ConfigError(
+            f"{given!r} is no size: give chunks such as 5000, or a percentage such as 2.5%"
+        )
     return int(size)
 
 
@@ -144,6 +202,11 @@ def _progress(what: str, requests: int) -> Callable[[int], None]:
         left = (time.monotonic() - begun) * (1 - part) / part
         end = "\r" if done < requests else "\r\033[K"
         bar = "#" * round(_BAR * part)
-        print(f"{what:14} {bar:{_BAR}} {part:4.0%} {left:4.0f} s left", end=end, file=sys.stderr, flush=True)
+        print(
+            f"{what:14} {bar:{_BAR}} {part:4.0%} {left:4.0f} s left",
+            end=end,
+            file=sys.stderr,
+            flush=True,
+        )
 
     return show

@@ -1,7 +1,8 @@
 """What ``kvtier serve`` tries before it lets engines in: memory, secrets, and every tier.
 
-What waiting does not mend is a ConfigError: given, expected, what to do. A Redis or bucket that is only away is trouble
-in words: RAM serves meanwhile, and the tier comes back by itself. Nothing here depends on the size of chunks.
+What waiting does not mend is a ConfigError: given, expected, what to do. A Redis or bucket that is
+only away is trouble in words: RAM serves meanwhile, and the tier comes back by itself. Nothing here
+depends on the size of chunks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _NAMESPACE = bytes(8)
 
 
 def try_everything(config: Config) -> dict[str, str]:
-    """What is only away now, in words, by what it is about. Raises ConfigError. Takes some seconds at most."""
+    """What is only away now, in words, by what it is about. Raises ConfigError. Takes some seconds
+    at most."""
     secret_key(config)
     require_ram(ram_bytes(config), source=config.sources.get("ram_bytes", "default"), lent=True)
     require_whole_pages(config)
@@ -36,7 +38,8 @@ def require_whole_pages(config: Config) -> None:
     """Raises ConfigError for a size that no slot can have."""
     if config.slot_bytes is not None and config.slot_bytes % PAGE_BYTES:
         raise ConfigError(
-            f"slot_bytes={config.slot_bytes:,}: expected a multiple of {PAGE_BYTES:,}; take the one that /v1/stats of "
+            f"slot_bytes={config.slot_bytes:,}: expected a multiple of {PAGE_BYTES:,}; take the "
+            "one that /v1/stats of "
             "a server with engines shows, or remove it"
         )
 
@@ -52,7 +55,8 @@ def _try_nvme(config: Config) -> None:
 
 
 def try_redis(config: Config) -> str:
-    """Why Redis cannot be used for now; empty when it can. Raises ConfigError for what waiting does not mend."""
+    """Why Redis cannot be used for now; empty when it can. Raises ConfigError for what waiting does
+    not mend."""
     if config.redis_url is None:
         return ""
     try:
@@ -73,7 +77,10 @@ def _greeted(config: Config, url: str) -> str:
             facts = greet(servers, Form(config.redis_prefix, _NAMESPACE))
         except FAULTS as error:
             share_of(servers.label, config.redis_bytes, ())
-            return f"redis {servers.label} cannot be reached: {error}; its chunks are misses until it can"
+            return (
+                f"redis {servers.label} cannot be reached: {error}; its chunks are misses "
+                "until it can"
+            )
         share_of(servers.label, config.redis_bytes, facts)
     return ""
 

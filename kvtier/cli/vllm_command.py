@@ -1,4 +1,5 @@
-"""vLLM's command line, as far as it decides about connectors: which program, and which connector it asks for."""
+"""vLLM's command line, as far as it decides about connectors: which program, and which connector it
+asks for."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _POLICY = "kv_load_failure_policy"
 
 
 class Command(NamedTuple):
-    """``arguments`` are vLLM's, after ``program``; ``python`` is the interpreter that will run it."""
+    """``arguments`` are vLLM's, after ``program``; ``python`` is the interpreter that will run
+    it."""
 
     program: list[str]
     arguments: list[str]
@@ -36,12 +38,18 @@ def understood(words: Sequence[str], path: str | None = None) -> Command:
     if name == "vllm" and words[1:2] == ["serve"]:
         program = shutil.which(words[0], path=path)
         if program is None:
-            raise ConfigError(f"{words[0]}: no such program; install vLLM, or activate the environment that has it")
+            raise ConfigError(
+                f"{words[0]}: no such program; install vLLM, or activate the environment "
+                "that has it"
+            )
         return Command([program, "serve"], list(words[2:]), _interpreter(program))
     if re.fullmatch(r"python[\d.]*", name) and list(words[1:3]) == ["-m", API_SERVER]:
         return Command(list(words[:3]), list(words[3:]), words[0])
     given = " ".join(words) or "nothing"
-    raise ConfigError(f"the command {given!r} was given: expected vllm serve MODEL ..., or python -m {API_SERVER} ...")
+    raise ConfigError(
+        f"the command {given!r} was given: expected vllm serve MODEL ..., or python -m "
+        f"{API_SERVER} ..."
+    )
 
 
 def _interpreter(script: str) -> str:
@@ -72,20 +80,34 @@ def transfer(arguments: Sequence[str], replaces: bool) -> list[str]:
     if name == _MULTI and CONNECTOR in _children(given):
         others = ", ".join(child for child in _children(given) if child != CONNECTOR) or "no other"
         return [f"{CONNECTOR} beside {others}", *_failing(given)]
-    hint = f", or set KVTIER_REPLACE_LMCACHE=1 to have {LMCACHE} served by kvtier" if name == LMCACHE else ""
+    hint = (
+        f", or set KVTIER_REPLACE_LMCACHE=1 to have {LMCACHE} served by kvtier"
+        if name == LMCACHE
+        else ""
+    )
     raise ConfigError(
-        f"the command asks for the connector {name!r}, and an engine has one: remove {TRANSFER_FLAG}{hint}"
+        f"the command asks for the connector {name!r}, and an engine has one: remove "
+        f"{TRANSFER_FLAG}{hint}"
     )
 
 
 def recomputing(arguments: Sequence[str]) -> list[str]:
-    """vLLM's arguments with the failure policy that is right with kvtier, where kvtier is one of several connectors: a
-    connector sets it for itself, and only vLLM's own configuration sets it for a MultiConnector. What the command says
-    of the policy stays."""
+    """vLLM's arguments with the failure policy that is right with kvtier, where kvtier is one of
+    several connectors: a connector sets it for itself, and only vLLM's own configuration sets it
+    for a MultiConnector. What the command says of the policy stays."""
     given = named_connector(arguments)
-    if given is None or _name(given) != _MULTI or CONNECTOR not in _children(given) or _POLICY in given:
+    if (
+        given is None
+        or _name(given) != _MULTI
+        or CONNECTOR not in _children(given)
+        or _POLICY in given
+    ):
         return list(arguments)
-    return [*_without_transfer(arguments), TRANSFER_FLAG, json.dumps({**given, _POLICY: "recompute"})]
+    return [
+        *_without_transfer(arguments),
+        TRANSFER_FLAG,
+        json.dumps({**given, _POLICY: "recompute"}),
+    ]
 
 
 def _failing(given: Mapping[str, Any]) -> list[str]:
@@ -110,7 +132,8 @@ def _without_transfer(arguments: Sequence[str]) -> list[str]:
 
 
 def refuse_own_offloading(env: Mapping[str, str]) -> None:
-    """Raises ConfigError where LMI's options ask for vLLM's own offloading, which LMI hands on to vLLM."""
+    """Raises ConfigError where LMI's options ask for vLLM's own offloading, which LMI hands on to
+    vLLM."""
     given = lmi.option("kv_offloading_size", env)
     if given is not None:
         raise _own_offloading(given.source)
@@ -118,13 +141,15 @@ def refuse_own_offloading(env: Mapping[str, str]) -> None:
 
 def _own_offloading(source: str) -> ConfigError:
     return ConfigError(
-        f"{source} asks for vLLM's own offloading, which replaces kvtier's connector and says nothing: remove it"
+        f"{source} asks for vLLM's own offloading, which replaces kvtier's connector and says "
+        "nothing: remove it"
     )
 
 
 def named_connector(arguments: Sequence[str]) -> Mapping[str, Any] | None:
-    """The KV transfer configuration in vLLM's arguments, in each way it may be written there or in its ``--config``
-    file; None where there is none. Raises ConfigError when it names no connector."""
+    """The KV transfer configuration in vLLM's arguments, in each way it may be written there or in
+    its ``--config`` file; None where there is none. Raises ConfigError when it names no
+    connector."""
     dotted: dict[str, str] = {}
     for word, following in pairwise([*arguments, ""]):
         name, equals, given = word.partition("=")
@@ -140,7 +165,8 @@ def named_connector(arguments: Sequence[str]) -> Mapping[str, Any] | None:
 
 
 def value(arguments: Sequence[str], flag: str) -> Any:
-    """The value of a flag of vLLM's, on the command line or in the ``--config`` file; None where it is not given."""
+    """The value of a flag of vLLM's, on the command line or in the ``--config`` file; None where it
+    is not given."""
     for word, following in pairwise([*arguments, ""]):
         name, equals, given = word.partition("=")
         if name.replace("_", "-") == flag:
@@ -153,7 +179,9 @@ def _transfer_config(given: object) -> Mapping[str, Any]:
         content: Any = json.loads(given) if isinstance(given, str) else given
         _name(content)
     except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{TRANSFER_FLAG} {given!r}: expected JSON with kv_connector; or remove it") from None
+        raise ConfigError(
+            f"{TRANSFER_FLAG} {given!r}: expected JSON with kv_connector; or remove it"
+        ) from None
     else:
         return dict(content)
 
@@ -178,5 +206,9 @@ def _in_file(arguments: Sequence[str], flag: str) -> Any:
         content: Any = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"vLLM's --config {file} cannot be read: {error}") from error
-    keys = {str(key).replace("_", "-"): given for key, given in content.items()} if isinstance(content, dict) else {}
+    keys = (
+        {str(key).replace("_", "-"): given for key, given in content.items()}
+        if isinstance(content, dict)
+        else {}
+    )
     return keys.get(flag.removeprefix("--"))

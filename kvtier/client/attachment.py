@@ -1,4 +1,5 @@
-"""Attachment: an attached connection to a server on this host, with the pool it serves. Non-blocking, with deadlines."""
+"""Attachment: an attached connection to a server on this host, with the pool it serves.
+Non-blocking, with deadlines."""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ _UNSENT_BYTES = 4 * wire.MAX_FRAME
 
 
 class SharedPool(Pool):
-    """A pool that belongs to a server. Every process that maps it holds its witness open as long as it does: when the
-    last one lets go, the server knows that no slot is read or written any more. A view that is still held keeps the
-    memory mapped, so it keeps the witness open too. Both descriptors are the pool's own, also when it is refused."""
+    """A pool that belongs to a server. Every process that maps it holds its witness open as long as
+    it does: when the last one lets go, the server knows that no slot is read or written any more. A
+    view that is still held keeps the memory mapped, so it keeps the witness open too. Both
+    descriptors are the pool's own, also when it is refused."""
 
     def __init__(self, slots: int, slot_bytes: int, fd: int, witness: int) -> None:
         self._witness = witness
@@ -31,30 +33,38 @@ class SharedPool(Pool):
             os.close(witness)
             raise
         let_go = weakref.finalize(self._map, os.close, witness)
-        let_go.atexit = False  # at the end of a process a thread may still copy; the kernel closes it after that
+        # at the end of a process a thread may still copy; the kernel closes it after that
+        let_go.atexit = False
 
     @classmethod
     def join(cls, path: str, witness_path: str, slots: int, slot_bytes: int) -> SharedPool:
-        """Map it in another process of the engine. Raises TierError when the engine has let go of it."""
+        """Map it in another process of the engine. Raises TierError when the engine has let go of
+        it."""
         try:
             witness = os.open(witness_path, os.O_WRONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise TierError(f"cannot open the pool's witness {witness_path}: {error}; is its owner alive?") from error
+            raise TierError(
+                f"cannot open the pool's witness {witness_path}: {error}; is its owner alive?"
+            ) from error
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             os.close(witness)
-            raise TierError(f"cannot map the shared pool {path}: {error}; is its owner alive, same user?") from error
+            raise TierError(
+                f"cannot map the shared pool {path}: {error}; is its owner alive, same user?"
+            ) from error
         return cls(slots, slot_bytes, fd, witness)
 
     @property
     def witness_path(self) -> str:
-        """Where another process of the same user can open the witness for writing while this one holds it."""
+        """Where another process of the same user can open the witness for writing while this one
+        holds it."""
         return f"/proc/{os.getpid()}/fd/{self._witness}"
 
 
 class Attachment:
-    """One attachment: its socket, its pool, and the leases that refer to it. Its owner's lock guards every call."""
+    """One attachment: its socket, its pool, and the leases that refer to it. Its owner's lock
+    guards every call."""
 
     def __init__(self, welcomed: Welcomed) -> None:
         self.places = welcomed.welcome.places
@@ -74,12 +84,14 @@ class Attachment:
         self._unsent = bytearray()
         pool, witness = welcomed.descriptors
         try:
-            self.pool = SharedPool(welcomed.welcome.slots, welcomed.welcome.slot_bytes, pool, witness)
+            self.pool = SharedPool(
+                welcomed.welcome.slots, welcomed.welcome.slot_bytes, pool, witness
+            )
         except BaseException:
             self._socket.close()
             raise
 
-    # ---- messages ------------------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------
 
     def put(self, message: wire.Message) -> None:
         """Send, now or with the next call. Raises OSError or TierError when the server is gone."""
@@ -89,7 +101,8 @@ class Attachment:
         self.flush()
 
     def take(self, timeout_s: float) -> wire.Answer | None:
-        """The next answer; None when there is none within ``timeout_s``. With no time left it reads once more.
+        """The next answer; None when there is none within ``timeout_s``. With no time left it reads
+        once more.
 
         Raises OSError, TierError or WireError when the server is gone or talks nonsense.
         """
@@ -123,7 +136,7 @@ class Attachment:
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
 
-    # ---- life ----------------------------------------------------------------------------------------------------
+    # ---- life ------------------------------------------------------------------------------------
 
     def release(self, lease: int) -> None:
         """The lease ended."""
@@ -131,8 +144,8 @@ class Attachment:
         self._close_pool_if_unused()
 
     def lose(self) -> None:
-        """Close the socket. The pool stays until the last lease ends: workers may be in the middle of a copy, and the
-        server keeps the slots as they are until the last process has let go."""
+        """Close the socket. The pool stays until the last lease ends: workers may be in the middle
+        of a copy, and the server keeps the slots as they are until the last process has let go."""
         self.lost = True
         self._socket.close()
         self._close_pool_if_unused()

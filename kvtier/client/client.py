@@ -1,12 +1,14 @@
-"""Client: the Store of a server on this host, with the same surface. KV bytes stay in the shared pool.
+"""Client: the Store of a server on this host, with the same surface. KV bytes stay in the shared
+pool.
 
-Made for a scheduling loop: every call is bounded. A server that is dead, slow or not there yet means misses, at once;
-the connection comes back by itself in the background, with another pool. Calls that need no answer (commit, close,
-forget, clear) are sent and not waited for; all others take one round trip.
+Made for a scheduling loop: every call is bounded. A server that is dead, slow or not there yet
+    means misses, at once;
+the connection comes back by itself in the background, with another pool. Calls that need no answer
+(commit, close, forget, clear) are sent and not waited for; all others take one round trip.
 
-When an answer does not come in time, the call is a miss and the connection stays: until that answer comes, further
-calls are misses too, without waiting. A server that owes an answer for ten seconds is given up, and so is one that
-answers what was not asked.
+When an answer does not come in time, the call is a miss and the connection stays: until that answer
+comes, further calls are misses too, without waiting. A server that owes an answer for ten seconds
+is given up, and so is one that answers what was not asked.
 """
 
 from __future__ import annotations
@@ -41,10 +43,13 @@ A = TypeVar("A", bound=wire.Message)
 class Client:
     """Attached through ``access``. Safe to call from any thread; one lock, held for a round trip.
 
-    Raises ConfigError when the server is there and refuses; when it is not there, engines start without it.
+    Raises ConfigError when the server is there and refuses; when it is not there, engines start
+    without it.
     """
 
-    def __init__(self, access: ServerAccess, timeout_s: float = 0.1, lane: Executor | None = None) -> None:
+    def __init__(
+        self, access: ServerAccess, timeout_s: float = 0.1, lane: Executor | None = None
+    ) -> None:
         self.counts: Counter[str] = Counter()
         """``unanswered`` calls and ``lost`` connections since the start."""
         self._access = access
@@ -65,11 +70,12 @@ class Client:
 
     @property
     def pool(self) -> SharedPool | None:
-        """The server's pool; another one after a reconnection, None while there is no connection."""
+        """The server's pool; another one after a reconnection, None while there is no
+        connection."""
         attachment = self._attachment
         return attachment.pool if attachment is not None else None
 
-    # ---- the Store's verbs ---------------------------------------------------------------------------------------
+    # ---- the Store's verbs -----------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[ChunkKey]) -> LookupResult:
         """See Store.lookup."""
@@ -79,7 +85,9 @@ class Client:
             answer = self._ask(wire.LookupAnswer, wire.Lookup, wire.joined(asked), check=check)
         if answer is None:
             return NOTHING
-        return LookupResult(answer.steps, Asking(*answer.asking) if answer.asking is not None else None, answer.why)
+        return LookupResult(
+            answer.steps, Asking(*answer.asking) if answer.asking is not None else None, answer.why
+        )
 
     def decline(self, keys: Sequence[ChunkKey], reason: wire.Reason) -> None:
         """See Store.decline."""
@@ -88,7 +96,10 @@ class Client:
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
         """See Store.hint; sessions are this namespace's own."""
         asked = wire.joined(keys[: wire.MAX_KEYS])
-        self.tell(self._attachment, wire.Hint(asked, hint.over, min(hint.keep_s, LONGEST_KEEP_S), session[:64]))
+        self.tell(
+            self._attachment,
+            wire.Hint(asked, hint.over, min(hint.keep_s, LONGEST_KEEP_S), session[:64]),
+        )
 
     def save(self, keys: Sequence[ChunkKey]) -> SharedSave:
         """See Store.save."""
@@ -99,13 +110,20 @@ class Client:
             return SharedSave(self, self._attachment, keys, answer)
 
     def load(
-        self, keys: Sequence[ChunkKey], start: int = 0, *, most: int = wire.MAX_KEYS, session: str = ""
+        self,
+        keys: Sequence[ChunkKey],
+        start: int = 0,
+        *,
+        most: int = wire.MAX_KEYS,
+        session: str = "",
     ) -> SharedLoad:
         """See Store.load."""
         asked = keys[: wire.MAX_KEYS]
         with self._lock:
             check = self._claims(max(0, len(asked) - start))
-            answer = self._ask(wire.Claim, wire.Load, wire.joined(asked), start, most, session[:64], check=check)
+            answer = self._ask(
+                wire.Claim, wire.Load, wire.joined(asked), start, most, session[:64], check=check
+            )
             return SharedLoad(self, self._attachment, keys[start:], answer)
 
     def check(self, idle: bool = False) -> None:
@@ -118,7 +136,8 @@ class Client:
             raise StateError(answer.trouble)
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Leave the server. Leases that are open end when every process of this engine has let go of the pool."""
+        """Leave the server. Leases that are open end when every process of this engine has let go
+        of the pool."""
         self._ending.set()
         with self._lock:
             attachment, self._attachment = self._attachment, None
@@ -130,7 +149,9 @@ class Client:
         """See Store.invalidate; only what is this namespace's, or nobody's."""
         every = list(keys)
         for first in range(0, len(every), wire.MAX_KEYS):
-            self.tell(self._attachment, wire.Invalidate(wire.joined(every[first : first + wire.MAX_KEYS])))
+            self.tell(
+                self._attachment, wire.Invalidate(wire.joined(every[first : first + wire.MAX_KEYS]))
+            )
 
     def invalidate_all(self) -> None:
         """See Store.invalidate_all; only what is this namespace's, or nobody's."""
@@ -150,7 +171,7 @@ class Client:
             answer = self._ask(wire.Counted, wire.Stats)
         return {**(answer.values if answer is not None else {}), **self.counts}
 
-    # ---- for leases ----------------------------------------------------------------------------------------------
+    # ---- for leases ------------------------------------------------------------------------------
 
     def tell(self, attachment: Attachment | None, message: wire.Message) -> None:
         """Send what needs no answer, if that connection is still there."""
@@ -165,13 +186,17 @@ class Client:
             if not attachment.settled:
                 self._nurse_soon(attachment)
 
-    def poll(self, attachment: Attachment, lease: int, known: int, chunks: int) -> wire.Claim | None:
-        """What became ready of a load lease of ``chunks``, beyond the ``known`` ones; None when that cannot be asked
-        now, or ever again if the attachment is lost."""
+    def poll(
+        self, attachment: Attachment, lease: int, known: int, chunks: int
+    ) -> wire.Claim | None:
+        """What became ready of a load lease of ``chunks``, beyond the ``known`` ones; None when
+        that cannot be asked now, or ever again if the attachment is lost."""
         with self._lock:
             if attachment.lost or attachment is not self._attachment:
                 return None
-            return self._ask(wire.Claim, wire.Poll, lease, known, check=self._claims(chunks - known))
+            return self._ask(
+                wire.Claim, wire.Poll, lease, known, check=self._claims(chunks - known)
+            )
 
     def end(self, attachment: Attachment, lease: int, message: wire.Message) -> None:
         """The last message of a lease, after which its attachment may go."""
@@ -179,7 +204,7 @@ class Client:
             self.tell(attachment, message)
             attachment.release(lease)
 
-    # ---- questions -----------------------------------------------------------------------------------------------
+    # ---- questions -------------------------------------------------------------------------------
 
     @property
     def _pool_slots(self) -> int:
@@ -198,8 +223,8 @@ class Client:
         check: Callable[[A], None] | None = None,
         timeout_s: float = 0.0,
     ) -> A | None:
-        """Under the lock: the answer, or None when there is none in time. ``check`` raises WireError for an answer that
-        this question cannot have."""
+        """Under the lock: the answer, or None when there is none in time. ``check`` raises
+        WireError for an answer that this question cannot have."""
         attachment = self._attachment
         if attachment is None:
             return None
@@ -230,11 +255,14 @@ class Client:
         return answer
 
     def _caught_up(self, attachment: Attachment) -> bool:
-        """Under the lock: the overdue answer has come. Its lease, if it is one, goes back: nobody waits for it."""
+        """Under the lock: the overdue answer has come. Its lease, if it is one, goes back: nobody
+        waits for it."""
         answer = attachment.take(0.0)
         if answer is not None:
             check_number(answer, attachment.awaited.id)
-            if isinstance(attachment.awaited, wire.Save | wire.Load) and isinstance(answer, wire.Slots | wire.Claim):
+            if isinstance(attachment.awaited, wire.Save | wire.Load) and isinstance(
+                answer, wire.Slots | wire.Claim
+            ):
                 self._give_back(attachment, answer.lease)
             attachment.awaited = None
             return True
@@ -248,7 +276,7 @@ class Client:
         if lease:
             attachment.put(wire.End(lease))
 
-    # ---- in the background ---------------------------------------------------------------------------------------
+    # ---- in the background -----------------------------------------------------------------------
 
     def _lose(self, attachment: Attachment, error: Exception) -> None:
         """Under the lock."""
@@ -256,11 +284,14 @@ class Client:
         if attachment is self._attachment:
             self._attachment = None
             self.counts["lost"] += 1
-            logger.warning("lost the server at %s: %s; misses until it is back", self._access.address, error)
+            logger.warning(
+                "lost the server at %s: %s; misses until it is back", self._access.address, error
+            )
             self._lane.submit(self._reconnect, urgent=True)
 
     def _reconnect(self) -> None:
-        """On the lane, until it works. One line in the log when it does, and one for each new kind of failure."""
+        """On the lane, until it works. One line in the log when it does, and one for each new kind
+        of failure."""
         backoff, said = _BACKOFF_S, ""
         while not self._ending.is_set() and self._attachment is None:
             try:
@@ -283,7 +314,8 @@ class Client:
         self._lane.submit(lambda: self._nurse(attachment))
 
     def _nurse(self, attachment: Attachment) -> None:
-        """On the lane: see that an overdue answer is taken and messages are sent although the engine may be idle."""
+        """On the lane: see that an overdue answer is taken and messages are sent although the
+        engine may be idle."""
         while not self._ending.wait(_NURSE_S):
             with self._lock:
                 if attachment.lost or attachment.settled:

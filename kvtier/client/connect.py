@@ -22,12 +22,17 @@ from kvtier.core.secret_files import peer_uid, read_secret
 from kvtier.protocol import wire
 
 _CONNECT_S = 2.0
-"""For all addresses of a host together, and for the TLS handshake again. Looking up a name is the system's affair."""
+"""For all addresses of a host together, and for the TLS handshake again. Looking up a name is the
+system's affair."""
 _CHALLENGE_S = 2.0
 _WELCOME_S = 15.0
-"""A server that opens a large NVMe tier takes its time; when it is too long, the next attempt finds it open."""
+"""A server that opens a large NVMe tier takes its time; when it is too long, the next attempt finds
+it open."""
 _ATTACH_DESCRIPTORS = 2
-PLAIN = "%s is not encrypted (server_unencrypted): who sees the network between can read and forge chunks"
+PLAIN = (
+    "%s is not encrypted (server_unencrypted): who sees the network between can read and "
+    "forge chunks"
+)
 
 
 class Address(NamedTuple):
@@ -44,7 +49,9 @@ class Address(NamedTuple):
             return cls(text.removeprefix("unix://"), "", 0)
         found = re.fullmatch(r"tcp://(?:\[([0-9A-Fa-f:.]+)\]|([^\s:/\[\]]+)):(\d{1,5})/?", text)
         if found is None or int(found[3]) >= 1 << 16:
-            raise ConfigError(f"address {text!r}: expected unix:///path/kvtier.sock or tcp://host:port")
+            raise ConfigError(
+                f"address {text!r}: expected unix:///path/kvtier.sock or tcp://host:port"
+            )
         return cls("", found[1] or found[2], int(found[3]))
 
     @property
@@ -64,9 +71,11 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServerAccess:
-    """Where a server is and how to be let in. ``hello`` without nonce and proof; ``tls`` for tcp:// only.
+    """Where a server is and how to be let in. ``hello`` without nonce and proof; ``tls`` for tcp://
+    only.
 
-    ``unencrypted``: the operator gave up encryption beyond loopback. Raises ConfigError where nobody did, and where
+    ``unencrypted``: the operator gave up encryption beyond loopback. Raises ConfigError where
+      nobody did, and where
     there is not even a token then.
     """
 
@@ -81,7 +90,8 @@ class ServerAccess:
             refuse_plain(self.address, "server_ca", unencrypted=self.unencrypted)
             if self.token is None:
                 raise ConfigError(
-                    f"{self.address} is not encrypted and there is no token: set server_token_file, because "
+                    f"{self.address} is not encrypted and there is no token: set "
+                    "server_token_file, because "
                     "server_unencrypted gives up encryption only"
                 )
 
@@ -92,27 +102,34 @@ class ServerAccess:
 
 
 def refuse_plain(address: Address, keys: str, *, unencrypted: bool) -> None:
-    """For TCP beyond loopback without TLS. Raises ConfigError unless ``unencrypted``; ``keys`` would give TLS."""
+    """For TCP beyond loopback without TLS. Raises ConfigError unless ``unencrypted``; ``keys``
+    would give TLS."""
     if not unencrypted:
         raise ConfigError(
-            f"{address} is beyond this host and not encrypted: who sees the network could read and forge chunks, also "
+            f"{address} is beyond this host and not encrypted: who sees the network could read and "
+            "forge chunks, also "
             f"with a token; set {keys} for TLS. server_unencrypted=true goes without"
         )
 
 
 class Welcomed(NamedTuple):
-    """A connection past its greeting; the caller owns socket and descriptors (pool, witness; none for streams)."""
+    """A connection past its greeting; the caller owns socket and descriptors (pool, witness; none
+    for streams)."""
 
     socket: socket.socket
     welcome: wire.Welcome
     descriptors: list[int]
 
 
-def hello(fingerprint: bytes, chunk_bytes: int, *, stream: bool, namespace: str = "", client: str = "") -> wire.Hello:
+def hello(
+    fingerprint: bytes, chunk_bytes: int, *, stream: bool, namespace: str = "", client: str = ""
+) -> wire.Hello:
     """Who we are, for a :class:`ServerAccess`."""
     mode: wire.Mode = "stream" if stream else "attach"
     nobody = bytes(wire.NONCE_BYTES)
-    return wire.Hello(wire.VERSION, mode, fingerprint, namespace[:64], chunk_bytes, client[:64], nobody)
+    return wire.Hello(
+        wire.VERSION, mode, fingerprint, namespace[:64], chunk_bytes, client[:64], nobody
+    )
 
 
 def client_tls(ca: str, certificate: str | None = None, key: str | None = None) -> ssl.SSLContext:
@@ -126,26 +143,31 @@ def client_tls(ca: str, certificate: str | None = None, key: str | None = None) 
         if certificate is not None:
             context.load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"TLS files {ca}, {certificate}, {key} cannot be used: {error}") from error
+        raise ConfigError(
+            f"TLS files {ca}, {certificate}, {key} cannot be used: {error}"
+        ) from error
     return context
 
 
 def read_token(path: str, key: str = "server_token_file") -> bytes:
-    """A secret of at least 16 bytes. Raises ConfigError for a shorter one, and as :func:`read_secret` does."""
+    """A secret of at least 16 bytes. Raises ConfigError for a shorter one, and as
+    :func:`read_secret` does."""
     token = read_secret(path, key)
     if len(token) < 16:  # of printable text; 128 bits would be 22
         raise ConfigError(
-            f"{key}={path} has {len(token)} bytes, expected 16 or more, such as from: openssl rand -hex 32"
+            f"{key}={path} has {len(token)} bytes, expected 16 or more, such as from: openssl "
+            "rand -hex 32"
         )
     return token
 
 
 def enter(access: ServerAccess, welcome_s: float = _WELCOME_S) -> Welcomed:
-    """Connect and greet. Blocks for six seconds and ``welcome_s`` at most, and less than a second as a rule.
+    """Connect and greet. Blocks for six seconds and ``welcome_s`` at most, and less than a second
+    as a rule.
 
-    Raises TierError when the server cannot be reached, talks nonsense or has no room for our chunks now (try again
-    later), ConfigError when it does not let us in, or when it is not ours: it runs as somebody else, or cannot show
-    that it has our token.
+    Raises TierError when the server cannot be reached, talks nonsense or has no room for our chunks
+    now (try again later), ConfigError when it does not let us in, or when it is not ours: it runs
+    as somebody else, or cannot show that it has our token.
     """
     descriptors: list[int] = []
     try:
@@ -159,7 +181,9 @@ def enter(access: ServerAccess, welcome_s: float = _WELCOME_S) -> Welcomed:
         for descriptor in descriptors:
             os.close(descriptor)
         if isinstance(error, OSError | wire.WireError):
-            raise TierError(f"greeting with the server at {access.address} failed: {error}") from error
+            raise TierError(
+                f"greeting with the server at {access.address} failed: {error}"
+            ) from error
         raise
     return Welcomed(sock, welcome, descriptors)
 
@@ -176,7 +200,9 @@ def _connect(access: ServerAccess) -> socket.socket:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if access.tls is not None:
                 sock.settimeout(_CONNECT_S)
-                sock = undo.enter_context(access.tls.wrap_socket(sock, server_hostname=access.address.host))
+                sock = undo.enter_context(
+                    access.tls.wrap_socket(sock, server_hostname=access.address.host)
+                )
         undo.pop_all()
         return sock
 
@@ -184,7 +210,9 @@ def _connect(access: ServerAccess) -> socket.socket:
 def _connect_tcp(address: Address) -> socket.socket:
     """The first address of the host that answers. Raises OSError."""
     deadline, failure = Deadline(_CONNECT_S), OSError("the name has no address")
-    for family, kind, protocol, _, place in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
+    for family, kind, protocol, _, place in socket.getaddrinfo(
+        address.host, address.port, type=socket.SOCK_STREAM
+    ):
         sock = socket.socket(family, kind, protocol)
         try:
             sock.settimeout(deadline.left())
@@ -198,17 +226,21 @@ def _connect_tcp(address: Address) -> socket.socket:
 
 
 def _refuse_stranger(sock: socket.socket, access: ServerAccess) -> None:
-    """Raises ConfigError when a Unix socket is somebody else's: chunks would lie in their memory, and be what they
-    want. With a token it is enough that the server has it, which is proven later."""
+    """Raises ConfigError when a Unix socket is somebody else's: chunks would lie in their memory,
+    and be what they want. With a token it is enough that the server has it, which is proven
+    later."""
     uid = peer_uid(sock)
     if uid not in (os.geteuid(), 0) and access.token is None:
         raise ConfigError(
-            f"the server at {access.address} runs as user {uid}, expected user {os.geteuid()} or root; it gets no KV. "
+            f"the server at {access.address} runs as user {uid}, expected user {os.geteuid()} or "
+            "root; it gets no KV. "
             "Run it as the engine's user, or set server_token_file at both"
         )
 
 
-def _greet(sock: socket.socket, access: ServerAccess, descriptors: list[int], welcome_s: float) -> wire.Welcome:
+def _greet(
+    sock: socket.socket, access: ServerAccess, descriptors: list[int], welcome_s: float
+) -> wire.Welcome:
     inbox: wire.Inbox[wire.Challenge | wire.Welcome | wire.Refused] = wire.Inbox(
         wire.Challenge | wire.Welcome | wire.Refused, wire.MAX_GREETING
     )
@@ -218,19 +250,25 @@ def _greet(sock: socket.socket, access: ServerAccess, descriptors: list[int], we
         raise _unwelcome(challenge, access)
     if challenge.version != wire.VERSION:
         raise ConfigError(
-            f"the server at {access.address} speaks version {challenge.version} of the protocol, this client "
+            f"the server at {access.address} speaks version {challenge.version} of the protocol, "
+            "this client "
             f"{wire.VERSION}: install the same kvtier on both"
         )
     hello = msgspec.structs.replace(access.hello, nonce=os.urandom(wire.NONCE_BYTES))
     if access.token is not None:
-        hello = msgspec.structs.replace(hello, proof=wire.client_proof(access.token, challenge, hello))
+        hello = msgspec.structs.replace(
+            hello, proof=wire.client_proof(access.token, challenge, hello)
+        )
     deadline.send(sock, wire.frame(hello))
     welcome = _receive(sock, inbox, descriptors, Deadline(welcome_s))
     if not isinstance(welcome, wire.Welcome):
         raise _unwelcome(welcome, access)
-    if access.token is not None and not wire.proven(wire.server_proof(access.token, challenge, hello), welcome.proof):
+    if access.token is not None and not wire.proven(
+        wire.server_proof(access.token, challenge, hello), welcome.proof
+    ):
         raise ConfigError(
-            f"the server at {access.address} does not know our token; it gets no KV. Give both ends the same "
+            f"the server at {access.address} does not know our token; it gets no KV. Give both "
+            "ends the same "
             "server_token_file"
         )
     if len(descriptors) != (_ATTACH_DESCRIPTORS if hello.mode == "attach" else 0):
@@ -250,7 +288,9 @@ def _receive(
             inbox.filled(deadline.receive(sock, room))
             continue
         sock.settimeout(deadline.left())
-        data, passed, _, _ = socket.recv_fds(sock, len(room), _ATTACH_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        data, passed, _, _ = socket.recv_fds(
+            sock, len(room), _ATTACH_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
         descriptors += passed
         if len(descriptors) > _ATTACH_DESCRIPTORS:
             raise wire.WireError(f"the server passed {len(descriptors)} descriptors")

@@ -1,7 +1,7 @@
 """Deadline: one total bound in time for several calls on one blocking socket.
 
-A socket's own timeout starts anew with every byte that moves, so a peer that gives one byte a second holds a thread
-for as long as it likes.
+A socket's own timeout starts anew with every byte that moves, so a peer that gives one byte a
+second holds a thread for as long as it likes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Deadline:
         return left
 
     def receive(self, sock: socket.socket, into: memoryview) -> int:
-        """As ``recv_into``. Raises OSError, and ConnectionResetError at the end of the connection."""
+        """As ``recv_into``. Raises OSError, and ConnectionResetError at the end of the
+        connection."""
         sock.settimeout(self.left())
         count = sock.recv_into(into)
         if not count:
@@ -35,7 +36,8 @@ class Deadline:
         return count
 
     def send(self, sock: socket.socket, data: bytes | memoryview) -> None:
-        """As ``sendall``, which would have a deadline of its own for each TLS record. Raises OSError."""
+        """As ``sendall``, which would have a deadline of its own for each TLS record. Raises
+        OSError."""
         rest = memoryview(data)
         while rest:
             sock.settimeout(self.left())

@@ -1,4 +1,5 @@
-"""Leases of slots in a server's pool, with the surface of the Store's own (:mod:`kvtier.store.lease`)."""
+"""Leases of slots in a server's pool, with the surface of the Store's own
+(:mod:`kvtier.store.lease`)."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ from kvtier.protocol import wire
 class Attached(Protocol):
     """What a lease needs of the client that it is of; safe from any thread."""
 
-    def poll(self, attachment: Attachment, lease: int, known: int, chunks: int) -> wire.Claim | None:
-        """What became ready of a load lease of ``chunks``, beyond the ``known`` ones; None when that cannot be asked
-        now, or ever again if the attachment is lost."""
+    def poll(
+        self, attachment: Attachment, lease: int, known: int, chunks: int
+    ) -> wire.Claim | None:
+        """What became ready of a load lease of ``chunks``, beyond the ``known`` ones; None when
+        that cannot be asked now, or ever again if the attachment is lost."""
         ...
 
     def end(self, attachment: Attachment, lease: int, message: wire.Message) -> None:
@@ -31,7 +34,11 @@ class SharedSave:
     __slots__ = ("_attachment", "_client", "_lease", "keys", "open", "run", "slots")
 
     def __init__(
-        self, client: Attached, attachment: Attachment | None, run: Sequence[ChunkKey], answer: wire.Slots | None
+        self,
+        client: Attached,
+        attachment: Attachment | None,
+        run: Sequence[ChunkKey],
+        answer: wire.Slots | None,
     ) -> None:
         self._client = client
         self.run = run
@@ -76,12 +83,26 @@ class SharedSave:
 
 
 class SharedLoad:
-    """See LoadLease. After the server is lost it grows no more; what is ready stays readable until it is closed."""
+    """See LoadLease. After the server is lost it grows no more; what is ready stays readable until
+    it is closed."""
 
-    __slots__ = ("_attachment", "_client", "_coming", "_lease", "closed", "keys", "slots", "sources")
+    __slots__ = (
+        "_attachment",
+        "_client",
+        "_coming",
+        "_lease",
+        "closed",
+        "keys",
+        "slots",
+        "sources",
+    )
 
     def __init__(
-        self, client: Attached, attachment: Attachment | None, keys: Sequence[ChunkKey], answer: wire.Claim | None
+        self,
+        client: Attached,
+        attachment: Attachment | None,
+        keys: Sequence[ChunkKey],
+        answer: wire.Claim | None,
     ) -> None:
         self._client = client
         self._attachment: Attachment | None = None

@@ -1,9 +1,10 @@
 """RemoteTier: a kvtier server on another host as the lowest tier of an engine's own Store.
 
-Each call uses one connection, kept for the next call; so there are as many connections as lane threads. The bytes of a
-chunk cross once, straight between socket and slot, hashed piece by piece on the way; both ends check the hash. A call
-ends in time however slowly the server gives its bytes, because a lane thread and a slot wait for it. The server decides
-what it keeps; other engines write there too, so what it holds of a run is found by asking.
+Each call uses one connection, kept for the next call; so there are as many connections as lane
+threads. The bytes of a chunk cross once, straight between socket and slot, hashed piece by piece on
+the way; both ends check the hash. A call ends in time however slowly the server gives its bytes,
+because a lane thread and a slot wait for it. The server decides what it keeps; other engines write
+there too, so what it holds of a run is found by asking.
 """
 
 from __future__ import annotations
@@ -35,19 +36,23 @@ _SLOWEST = 4 << 20
 _MAX_ANSWER = 4096
 _BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
 _REMEMBERED, _REMEMBERED_AT_LEAST = 2, 131_072
-"""Chunks this engine's directory may know of in the server: so many for each one that fits there, and at least so
-many. More than fit, because what leaves that directory is deleted in the server, where it may be dear to others."""
+"""Chunks this engine's directory may know of in the server: so many for each one that fits there,
+and at least so many. More than fit, because what leaves that directory is deleted in the server,
+where it may be dear to others."""
 R = TypeVar("R")
 A = TypeVar("A", bound=wire.Message)
 
 
 class RemoteTier:
-    """Chunks of ``chunk_bytes`` bytes in the server behind ``access``. Implements :class:`~kvtier.tiers.base.Tier`.
+    """Chunks of ``chunk_bytes`` bytes in the server behind ``access``. Implements
+    :class:`~kvtier.tiers.base.Tier`.
 
-    Threads: all methods from any thread; a connection serves one call at a time. While the server cannot be reached,
+    Threads: all methods from any thread; a connection serves one call at a time. While the server
+        cannot be reached,
     calls fail at once and it is tried again after 0.1 to 5 s.
 
-    Raises ConfigError when the server refuses us at the start; when it is not there then, engines start without it.
+    Raises ConfigError when the server refuses us at the start; when it is not there then, engines
+    start without it.
     """
 
     shared = True
@@ -85,7 +90,8 @@ class RemoteTier:
         return self._call(lambda line: line.put(key, data), False)
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
-        """See :meth:`Tier.read`. None too for bytes that were damaged on the way: the server has the right ones."""
+        """See :meth:`Tier.read`. None too for bytes that were damaged on the way: the server has
+        the right ones."""
         return self._call(lambda line: line.get(key, into), None)
 
     def delete(self, key: ChunkKey) -> None:
@@ -99,10 +105,11 @@ class RemoteTier:
         for line in idle:
             line.close()
 
-    # ---- connections ---------------------------------------------------------------------------------------------
+    # ---- connections -----------------------------------------------------------------------------
 
     def _call(self, work: Callable[[_Line], R], fallback: R) -> R:
-        """One call on one connection. On a kept one that turns out to be dead, once more on a new one."""
+        """One call on one connection. On a kept one that turns out to be dead, once more on a new
+        one."""
         for attempt in range(2):
             try:
                 with self._line(fresh=attempt > 0) as line:
@@ -173,8 +180,9 @@ class _CorruptError(KVTierError):
 
 
 class _Line:
-    """One connection past its greeting. Any exception leaves it unusable. Each call has a total bound in time: a call
-    without a chunk five seconds, one with a chunk those and what its bytes take at 4 MiB/s."""
+    """One connection past its greeting. Any exception leaves it unusable. Each call has a total
+    bound in time: a call without a chunk five seconds, one with a chunk those and what its bytes
+    take at 4 MiB/s."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.calls = 0
@@ -226,7 +234,7 @@ class _Line:
     def close(self) -> None:
         self._socket.close()
 
-    # ---- messages ------------------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------
 
     def _next(self) -> int:
         self._number = self._number % (2**32 - 1) + 1

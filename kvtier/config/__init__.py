@@ -1,1 +1,2 @@
-"""Where every configuration key comes from: files, variables, flags, and what LMCache and LMI call them."""
+"""Where every configuration key comes from: files, variables, flags, and what LMCache and LMI call
+them."""

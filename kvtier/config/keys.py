@@ -1,17 +1,23 @@
-"""Every key an operator may set, on one screen, and where its value came from. No other file reads the environment.
+"""Every key an operator may set, on one screen, and where its value came from. No other file reads
+the environment.
 
-Sources, weakest first: defaults < file < environment (``KVTIER_<KEY>``) < flags. The file is the one that
-``KVTIER_CONFIG_FILE`` names; else the LMCache file that ``LMCACHE_CONFIG_FILE`` or LMI's ``lmcache_config_file`` names,
-see :mod:`kvtier.config.lmcache` and :mod:`kvtier.config.lmi`. A key nobody knows and a value that cannot be read are
-errors, never warnings.
+Sources, weakest first: defaults < file < environment (``KVTIER_<KEY>``) < flags. The file is the
+    one that
+``KVTIER_CONFIG_FILE`` names; else the LMCache file that ``LMCACHE_CONFIG_FILE`` or LMI's
+``lmcache_config_file`` names, see :mod:`kvtier.config.lmcache` and :mod:`kvtier.config.lmi`. A key
+nobody knows and a value that cannot be read are errors, never warnings.
 
-Variables that are no keys: ``KVTIER_CONFIG_FILE``; ``KVTIER_PROPERTIES_FILE``, an LMI ``serving.properties``;
-``KVTIER_REPLACE_LMCACHE``: serve vLLM's ``LMCacheConnectorV1``, and read every ``LMCACHE_<KEY>`` variable;
-``KVTIER_ENCRYPTION_KEY``: the key that ``encryption_key_file`` would hold. A secret is no value that may be shown.
+Variables that are no keys: ``KVTIER_CONFIG_FILE``; ``KVTIER_PROPERTIES_FILE``, an LMI
+    ``serving.properties``;
+``KVTIER_REPLACE_LMCACHE``: serve vLLM's ``LMCacheConnectorV1``, and read every ``LMCACHE_<KEY>``
+  variable;
+``KVTIER_ENCRYPTION_KEY``: the key that ``encryption_key_file`` would hold. A secret is no value
+  that may be shown.
 
-Not keys, because the machine or a constant decides: direct I/O (always, buffered only where the file system refuses),
-slots (from ``ram_bytes`` and the model), queue bounds, checksums (always), the hash (SHA-256), that a prompt leaves
-end first, the smallest hit (one chunk; whether loading it pays is forecast each time).
+Not keys, because the machine or a constant decides: direct I/O (always, buffered only where the
+file system refuses), slots (from ``ram_bytes`` and the model), queue bounds, checksums (always),
+the hash (SHA-256), that a prompt leaves end first, the smallest hit (one chunk; whether loading it
+pays is forecast each time).
 """
 
 from __future__ import annotations
@@ -41,47 +47,114 @@ def _key(default: Any, unit: str, reason: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """All keys: default, unit, reason. None: decided at the start from the machine, or off where the reason says so."""
+    """All keys: default, unit, reason. None: decided at the start from the machine, or off where
+    the reason says so."""
 
-    # fmt: off
-    chunk_tokens: int = _key(256, "tokens", "unit of reuse, a multiple of the engine's block; larger: fewer I/Os")
-    ram_bytes: int | None = _key(None, "bytes", "RAM tier, all ranks; none: 25 % of available memory, at most 32 GiB")
+    chunk_tokens: int = _key(
+        256, "tokens", ("unit of reuse, a multiple of the engine's block; larger: fewer I/Os")
+    )
+    ram_bytes: int | None = _key(
+        None, "bytes", ("RAM tier, all ranks; none: 25 % of available memory, at most 32 GiB")
+    )
     nvme_path: str | None = _key(None, "folder", "place of the NVMe tier; none: no such tier")
-    nvme_bytes: int | None = _key(None, "bytes", "reserved at the start; none: half of what is free, at most 256 GiB")
-    nvme_threads: int = _key(2, "threads", "I/Os in flight; two keep one SSD busy, arrays want more")
-    nvme_write_limit: int | None = _key(None, "bytes", "most that is written there a day, against wear; none: no limit")
-    nvme_write: str | None = _key(None, "moment", "save, or evict: when RAM drops it; none: save, with a limit evict")
-    redis_url: str | None = _key(None, "url", "Redis, a cluster or Sentinel, shared by hosts; none: no such tier")
-    redis_bytes: int | None = _key(None, "bytes", "our share of its memory; none: what its maxmemory allows")
-    redis_threads: int = _key(4, "threads", "connections in use at once; hides the network's round trip")
-    redis_ttl_s: int | None = _key(None, "s", "chunks leave Redis after this time; none: when its memory is full")
-    redis_prefix: str = _key("kvtier", "name", "first part of every Redis key, for access rules and clean-up")
-    object_url: str | None = _key(None, "url", "bucket that hosts share: s3://, gs:// or az://; none: no such tier")
+    nvme_bytes: int | None = _key(
+        None, "bytes", ("reserved at the start; none: half of what is free, at most 256 GiB")
+    )
+    nvme_threads: int = _key(
+        2, "threads", ("I/Os in flight; two keep one SSD busy, arrays want more")
+    )
+    nvme_write_limit: int | None = _key(
+        None, "bytes", ("most that is written there a day, against wear; none: no limit")
+    )
+    nvme_write: str | None = _key(
+        None, "moment", ("save, or evict: when RAM drops it; none: save, with a limit evict")
+    )
+    redis_url: str | None = _key(
+        None, "url", ("Redis, a cluster or Sentinel, shared by hosts; none: no such tier")
+    )
+    redis_bytes: int | None = _key(
+        None, "bytes", ("our share of its memory; none: what its maxmemory allows")
+    )
+    redis_threads: int = _key(
+        4, "threads", ("connections in use at once; hides the network's round trip")
+    )
+    redis_ttl_s: int | None = _key(
+        None, "s", ("chunks leave Redis after this time; none: when its memory is full")
+    )
+    redis_prefix: str = _key(
+        "kvtier", "name", ("first part of every Redis key, for access rules and clean-up")
+    )
+    object_url: str | None = _key(
+        None, "url", ("bucket that hosts share: s3://, gs:// or az://; none: no such tier")
+    )
     object_bytes: int | None = _key(None, "bytes", "our share of the bucket; none: 256 GiB")
     object_threads: int = _key(8, "threads", "requests in flight; hides the round trip")
-    encryption_key_file: str | None = _key(None, "file", "encrypts all but RAM: 64 hex digits; none: not encrypted")
-    load_timeout_ms: int = _key(2000, "ms", "longest a prompt waits for lower tiers before it is recomputed")
-    take_hits: str = _key("auto", "when", "auto: as much of a hit as is served sooner than computed; always: all of it")
-    policy: str = _key("auto", "policy", "what RAM drops first; auto: what would have hit most lately; lru: the oldest")
-    save_decode: bool = _key(True, "flag", "keep KV of answers too, for the next turn; off: they never come back")
-    server: str | None = _key(None, "address", "unix:///path or tcp://host:port of a shared cache; none: in the engine")
-    server_timeout_ms: int = _key(100, "ms", "longest a step of the engine waits for the server; then: a miss")
-    server_token_file: str | None = _key(None, "file", "secret both ends know; beyond loopback tcp:// needs TLS too")
-    server_ca: str | None = _key(None, "file", "TLS: who signed the other end's certificate; none: engines use no TLS")
-    server_cert: str | None = _key(None, "file", "TLS: our certificate; servers must have one, engines may")
+    encryption_key_file: str | None = _key(
+        None, "file", ("encrypts all but RAM: 64 hex digits; none: not encrypted")
+    )
+    load_timeout_ms: int = _key(
+        2000, "ms", ("longest a prompt waits for lower tiers before it is recomputed")
+    )
+    take_hits: str = _key(
+        "auto",
+        "when",
+        ("auto: as much of a hit as is served sooner than computed; always: all of it"),
+    )
+    policy: str = _key(
+        "auto",
+        "policy",
+        ("what RAM drops first; auto: what would have hit most lately; lru: the oldest"),
+    )
+    save_decode: bool = _key(
+        True, "flag", ("keep KV of answers too, for the next turn; off: they never come back")
+    )
+    server: str | None = _key(
+        None, "address", ("unix:///path or tcp://host:port of a shared cache; none: in the engine")
+    )
+    server_timeout_ms: int = _key(
+        100, "ms", ("longest a step of the engine waits for the server; then: a miss")
+    )
+    server_token_file: str | None = _key(
+        None, "file", ("secret both ends know; beyond loopback tcp:// needs TLS too")
+    )
+    server_ca: str | None = _key(
+        None, "file", ("TLS: who signed the other end's certificate; none: engines use no TLS")
+    )
+    server_cert: str | None = _key(
+        None, "file", ("TLS: our certificate; servers must have one, engines may")
+    )
     server_key: str | None = _key(None, "file", "TLS: the key of server_cert")
-    server_unencrypted: bool = _key(False, "flag", "no TLS beyond loopback: the network can read and forge chunks")
-    slot_bytes: int | None = _key(None, "bytes", "a server's chunk size, ready at its start; none: as engines ask")
-    admin: str = _key("http://127.0.0.1:9588", "http", "a server's health, metrics, lookup, clear; off: none")
-    admin_token_file: str | None = _key(None, "file", "secret for its lookup and clear, and for all beyond loopback")
-    namespace: str | None = _key(None, "name", "tenant whose chunks are kept apart from others'; none: the model's own")
-    namespace_percent: int | None = _key(None, "percent", "most of a server's RAM and tiers for one of them; none: all")
-    auto: bool = _key(False, "flag", "measure the machine at the start and fill in every key not set here")
-    host_engines: int = _key(1, "engines", "engines like this one on this host; auto gives each an equal share")
-    self_test: bool = _key(False, "flag", "at the start save in one process, compare in another; a failure ends it")
-    audit_one_in: int = _key(0, "chunks", "one in so many loaded chunks is compared with its copy on NVMe; 0: none")
+    server_unencrypted: bool = _key(
+        False, "flag", ("no TLS beyond loopback: the network can read and forge chunks")
+    )
+    slot_bytes: int | None = _key(
+        None, "bytes", ("a server's chunk size, ready at its start; none: as engines ask")
+    )
+    admin: str = _key(
+        "http://127.0.0.1:9588", "http", ("a server's health, metrics, lookup, clear; off: none")
+    )
+    admin_token_file: str | None = _key(
+        None, "file", ("secret for its lookup and clear, and for all beyond loopback")
+    )
+    namespace: str | None = _key(
+        None, "name", ("tenant whose chunks are kept apart from others'; none: the model's own")
+    )
+    namespace_percent: int | None = _key(
+        None, "percent", ("most of a server's RAM and tiers for one of them; none: all")
+    )
+    auto: bool = _key(
+        False, "flag", ("measure the machine at the start and fill in every key not set here")
+    )
+    host_engines: int = _key(
+        1, "engines", ("engines like this one on this host; auto gives each an equal share")
+    )
+    self_test: bool = _key(
+        False, "flag", ("at the start save in one process, compare in another; a failure ends it")
+    )
+    audit_one_in: int = _key(
+        0, "chunks", ("one in so many loaded chunks is compared with its copy on NVMe; 0: none")
+    )
     log_level: str = _key("INFO", "level", "DEBUG, INFO, WARNING or ERROR")
-    # fmt: on
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Where each value that is not a default came from, by key."""
     remarks: tuple[Remark, ...] = field(default=(), compare=False, repr=False)
@@ -92,7 +165,8 @@ class Config:
         for key, needs in _NEEDS.items():
             if getattr(self, key) is not None and getattr(self, needs) is None:
                 raise ConfigError(
-                    f"{key}={getattr(self, key)!r} has no effect without {needs}: set {needs} or remove {key}"
+                    f"{key}={getattr(self, key)!r} has no effect without {needs}: set {needs} or "
+                    f"remove {key}"
                 )
 
 
@@ -126,10 +200,12 @@ def load(
     Args:
         file: a kvtier YAML file; beats the files named in the environment.
         env: the environment; None is the process's own.
-        flags: key -> value from a command line or the engine's connector settings; a value of None is "not given".
+        flags: key -> value from a command line or the engine's connector settings; a value of None
+            is "not given".
         ranks: worker ranks of the engine, because LMCache's files give sizes per worker.
 
-    Raises ConfigError for an unknown key, an unreadable value or file, or keys that make no sense together.
+    Raises ConfigError for an unknown key, an unreadable value or file, or keys that make no sense
+    together.
     """
     environment = os.environ if env is None else env
     values: dict[str, Any] = {}
@@ -138,27 +214,39 @@ def load(
     above = [*_from_environment(environment), *_from_flags(flags or {}, environment, remarks)]
     beside = _auto_beside_a_file(above, file, environment, remarks)
     for key, given, source in [*_from_file(file, environment, ranks, remarks), *above]:
-        if given is not None and not (beside and source.startswith(_SIZED_BY_HAND) and key in _SIZES):
+        if given is not None and not (
+            beside and source.startswith(_SIZED_BY_HAND) and key in _SIZES
+        ):
             values[key], sources[key] = _parse(key, given, source), source
     return Config(**values, sources=sources, remarks=tuple(remarks))
 
 
 def typed(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """``flags`` as a person typed them at a shell: a relative path is below the current folder. Files and engines must
-    give absolute paths, because nobody can see which folder they are relative to."""
+    """``flags`` as a person typed them at a shell: a relative path is below the current folder.
+    Files and engines must give absolute paths, because nobody can see which folder they are
+    relative to."""
     paths = {key for key, about in KEYS.items() if about["unit"] in ("file", "folder")}
-    return {key: os.path.abspath(value) if key in paths and value else value for key, value in flags.items()}
+    return {
+        key: os.path.abspath(value) if key in paths and value else value
+        for key, value in flags.items()
+    }
 
 
 def filled(config: Config, values: Mapping[str, Any], source: str) -> Config:
     """``config`` with ``values`` for the keys that nobody set: what auto-config found.
 
-    LMI's own auto-config writes ``LMCACHE_MAX_LOCAL_*`` variables, and counts neither the cgroup nor what the disk
-    already holds: those sizes are most, not least. A disk of which only the place was given, and that was left out, is
-    not used.
+    LMI's own auto-config writes ``LMCACHE_MAX_LOCAL_*`` variables, and counts neither the cgroup
+    nor what the disk already holds: those sizes are most, not least. A disk of which only the place
+    was given, and that was left out, is not used.
     """
-    new = {key: value for key, value in values.items() if key not in config.sources or _is_less(config, key, value)}
-    if "nvme_path" not in values and (config.nvme_bytes is None or _set_by_lmi(config, "nvme_bytes")):
+    new = {
+        key: value
+        for key, value in values.items()
+        if key not in config.sources or _is_less(config, key, value)
+    }
+    if "nvme_path" not in values and (
+        config.nvme_bytes is None or _set_by_lmi(config, "nvme_bytes")
+    ):
         new |= {"nvme_path": None, "nvme_bytes": None}
     return replace(config, **new, sources={**config.sources, **dict.fromkeys(new, source)})
 
@@ -172,7 +260,8 @@ def _is_less(config: Config, key: str, value: Any) -> bool:
 
 
 def replaces_lmcache(env: Mapping[str, str] | None = None) -> bool:
-    """Whether the operator wants kvtier in the place of LMCache's connector. Raises ConfigError for no flag."""
+    """Whether the operator wants kvtier in the place of LMCache's connector. Raises ConfigError for
+    no flag."""
     given = (os.environ if env is None else env).get(_REPLACE) or "false"
     try:
         return _flag(given)
@@ -181,20 +270,24 @@ def replaces_lmcache(env: Mapping[str, str] | None = None) -> bool:
 
 
 def encryption_key(env: Mapping[str, str] | None = None) -> str | None:
-    """The environment's own encryption key, as given; empty is given too, and no key: a cache must not go in plain
-    because a secret was not there."""
+    """The environment's own encryption key, as given; empty is given too, and no key: a cache must
+    not go in plain because a secret was not there."""
     return (os.environ if env is None else env).get(ENCRYPTION_KEY)
 
 
 def plain_http_allowed(env: Mapping[str, str] | None = None) -> bool:
-    """Whether the operator wants an object store to be reached without TLS: said in the variables of the store's own
-    library, like its endpoint and credentials."""
+    """Whether the operator wants an object store to be reached without TLS: said in the variables
+    of the store's own library, like its endpoint and credentials."""
     given = os.environ if env is None else env
-    return any(given.get(f"{name}_ALLOW_HTTP", "").lower() in ("true", "1") for name in ("AWS", "GOOGLE", "AZURE"))
+    return any(
+        given.get(f"{name}_ALLOW_HTTP", "").lower() in ("true", "1")
+        for name in ("AWS", "GOOGLE", "AZURE")
+    )
 
 
 def environment(**more: str | None) -> dict[str, str]:
-    """This process's environment and ``more`` (None: as it is), for a program that is started from here."""
+    """This process's environment and ``more`` (None: as it is), for a program that is started from
+    here."""
     return {**os.environ, **{name: value for name, value in more.items() if value is not None}}
 
 
@@ -205,13 +298,20 @@ DEFAULT_OBJECT_BYTES = 256 * GIB
 def describe(config: Config) -> list[Setting]:
     """Every key with its value, source, unit and reason, in the order of the table."""
     return [
-        Setting(key, masked(getattr(config, key)), config.sources.get(key, "default"), about["unit"], about["reason"])
+        Setting(
+            key,
+            masked(getattr(config, key)),
+            config.sources.get(key, "default"),
+            about["unit"],
+            about["reason"],
+        )
         for key, about in KEYS.items()
     ]
 
 
 def default_ram_bytes(available: int) -> int:
-    """RAM tier when nobody said a size. ``available``: bytes that neither the host nor the cgroup needs."""
+    """RAM tier when nobody said a size. ``available``: bytes that neither the host nor the cgroup
+    needs."""
     return min(available // 4, 32 * GIB)
 
 
@@ -221,7 +321,8 @@ def default_nvme_bytes(free: int) -> int:
 
 
 def masked(value: object) -> object:
-    """``value``, without what may be a password: of a URL that holds one, what was understood of it, or its scheme."""
+    """``value``, without what may be a password: of a URL that holds one, what was understood of
+    it, or its scheme."""
     return redis_url.masked_where_needed(value) if isinstance(value, str) else value
 
 
@@ -232,8 +333,9 @@ _LONGEST_SHOWN, _SHORTEST_SECRET = 200, 16
 
 
 def shown(key: str, value: object) -> object:
-    """``value`` as it may stand in a log line or an error: masked, without what looks like a secret that was given in
-    the place of a file or under a name of somebody else's, and cut where it is long."""
+    """``value`` as it may stand in a log line or an error: masked, without what looks like a secret
+    that was given in the place of a file or under a name of somebody else's, and cut where it is
+    long."""
     if isinstance(value, Mapping | list | tuple | set):
         return f"({type(value).__name__})"
     text, unit = masked(value), KEYS[key]["unit"] if key in KEYS else ""
@@ -253,8 +355,11 @@ _SIZES = ("ram_bytes", "nvme_bytes")
 _SIZED_BY_HAND = "LMCache file "
 
 
-def _auto_beside_a_file(above: Sequence[_Given], file: object, env: Mapping[str, str], remarks: list[Remark]) -> bool:
-    """Whether auto-config's sizes take the place of those in an LMCache file. Raises ConfigError where the two may not
+def _auto_beside_a_file(
+    above: Sequence[_Given], file: object, env: Mapping[str, str], remarks: list[Remark]
+) -> bool:
+    """Whether auto-config's sizes take the place of those in an LMCache file. Raises ConfigError
+    where the two may not
     meet. ``auto: true`` in a file of ours is that file's own wish."""
     asked = [given for given in above if given.key == "auto" and given.value is not None]
     if not asked or not _parse(*asked[-1]):
@@ -284,7 +389,10 @@ def _from_file(
     ours = file or env.get("KVTIER_CONFIG_FILE")
     if ours:
         for other in named:
-            text = f"{other.source}={other.value} is not read: {os.fspath(ours)} is kvtier's own file and comes first"
+            text = (
+                f"{other.source}={other.value} is not read: {os.fspath(ours)} is kvtier's own "
+                "file and comes first"
+            )
             remarks.append(Remark(logging.INFO, text))
         for key, value in _yaml(ours).items():
             yield _Given(_known(key, f"file {ours}"), value, f"file {ours}")
@@ -292,14 +400,20 @@ def _from_file(
         yield from _from_lmcache(named[0].value if named else None, env, ranks, remarks)
 
 
-def _from_lmcache(path: str | None, env: Mapping[str, str], ranks: int, remarks: list[Remark]) -> Iterator[_Given]:
+def _from_lmcache(
+    path: str | None, env: Mapping[str, str], ranks: int, remarks: list[Remark]
+) -> Iterator[_Given]:
     raw = _yaml(path) if path else {}
     overrides = lmcache.from_environment(env, every=replaces_lmcache(env))
     notes = lmcache.translate({**raw, **overrides}, ranks)
     remarks += lmcache.remarked(notes, shown)
     for note in notes:
         top = note.key.partition(".")[0]
-        source = f"environment {lmcache.variable(top)}" if top in overrides else f"{_SIZED_BY_HAND}{path}: {note.key}"
+        source = (
+            f"environment {lmcache.variable(top)}"
+            if top in overrides
+            else f"{_SIZED_BY_HAND}{path}: {note.key}"
+        )
         if note.ours is not None:
             yield _Given(note.ours, note.value, source)
 
@@ -310,8 +424,11 @@ def _yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     return read_yaml(path)
 
 
-_SERVICE_LINK = re.compile(r"KVTIER_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
-"""What Kubernetes puts into every pod for a service called kvtier or kvtier-...: not ours to read."""
+_SERVICE_LINK = re.compile(
+    r"KVTIER_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
+)
+"""What Kubernetes puts into every pod for a service called kvtier or kvtier-...: not ours to
+read."""
 
 
 def _from_environment(env: Mapping[str, str]) -> Iterator[_Given]:
@@ -324,7 +441,9 @@ def _from_environment(env: Mapping[str, str]) -> Iterator[_Given]:
         yield _Given(_known(name.removeprefix("KVTIER_").lower(), source), value or None, source)
 
 
-def _from_flags(flags: Mapping[str, object], env: Mapping[str, str], remarks: list[Remark]) -> Iterator[_Given]:
+def _from_flags(
+    flags: Mapping[str, object], env: Mapping[str, str], remarks: list[Remark]
+) -> Iterator[_Given]:
     for key, value in flags.items():
         if key not in KEYS and replaces_lmcache(env):
             text = f"connector setting {key}={shown(key, value)} is not kvtier's and has no effect"
@@ -339,7 +458,10 @@ def _known(key: str, source: str) -> str:
     near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)[0]
     hint = ""
     if lmcache.is_known(key):
-        hint = "; it is LMCache's: name an LMCache file in LMCACHE_CONFIG_FILE, not in KVTIER_CONFIG_FILE"
+        hint = (
+            "; it is LMCache's: name an LMCache file in LMCACHE_CONFIG_FILE, not in "
+            "KVTIER_CONFIG_FILE"
+        )
     raise ConfigError(f"unknown key {key!r} ({source}); the nearest is {near!r}{hint}")
 
 
@@ -357,7 +479,10 @@ def _parse(key: str, given: object, source: str) -> Any:
 
 def _url(key: str, given: object, source: str) -> str:
     """The text of a URL that the module named like its key understands."""
-    text, rules = given if isinstance(given, str) else "", object_url if key == "object_url" else redis_url
+    text, rules = (
+        given if isinstance(given, str) else "",
+        object_url if key == "object_url" else redis_url,
+    )
     try:
         rules.parse(text)
     except ConfigError as error:
@@ -367,7 +492,8 @@ def _url(key: str, given: object, source: str) -> str:
 
 
 def parse_size(given: object) -> int:
-    """Bytes of ``4GiB``, ``4Gi``, ``512MB``, ``1.5 GB``, ``1073741824``. Raises ValueError for anything else."""
+    """Bytes of ``4GiB``, ``4Gi``, ``512MB``, ``1.5 GB``, ``1073741824``. Raises ValueError for
+    anything else."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", str(given).lower())
     if found is None:
         raise ValueError(given)
@@ -397,7 +523,16 @@ def _flag(given: object) -> bool:
     return _FLAG_WORDS[text]
 
 
-_FLAG_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_FLAG_WORDS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
 
 
 def _text(pattern: str) -> Callable[[object], str]:
@@ -411,7 +546,11 @@ def _text(pattern: str) -> Callable[[object], str]:
 
 def _http(given: object) -> str:
     """``off`` is a boolean in YAML."""
-    return "off" if given is False else _text(r"off|https?://(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}/?")(given)
+    return (
+        "off"
+        if given is False
+        else _text(r"off|https?://(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}/?")(given)
+    )
 
 
 _PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
@@ -420,14 +559,20 @@ _PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
     "ms": (_count, "a whole number of milliseconds, at least 1"),
     "s": (_count, "a whole number of seconds, at least 1"),
     "bytes": (parse_size, "a size such as 4GiB, 512MB or 1073741824 (bytes)"),
-    "chunks": (lambda given: 0 if given in (0, "0") else _count(given), "a whole number of chunks, 0 for none"),
+    "chunks": (
+        lambda given: 0 if given in (0, "0") else _count(given),
+        "a whole number of chunks, 0 for none",
+    ),
     "engines": (_count, "a whole number of engines, at least 1"),
     "percent": (_percent, "a whole number from 1 to 100"),
     "flag": (_flag, "true or false"),
     "folder": (_text(r"/[^\0\n]*"), "an absolute path such as /mnt/nvme/kvtier"),
     "file": (_text(r"/[^\0\n]*"), "an absolute path such as /etc/kvtier/token"),
     "http": (_http, "http://host:port, https://host:port or off"),
-    "address": (_text(r"(unix:///\S+|tcp://\S+:\d+)"), "unix:///path/kvtier.sock or tcp://host:port"),
+    "address": (
+        _text(r"(unix:///\S+|tcp://\S+:\d+)"),
+        "unix:///path/kvtier.sock or tcp://host:port",
+    ),
     "name": (_text(r"[A-Za-z0-9._-]+"), "letters, digits, '.', '_' or '-'"),
     "when": (_text(r"auto|always"), "auto or always"),
     "policy": (_text(r"auto|lru"), "auto or lru"),
@@ -435,5 +580,7 @@ _PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
     "level": (_text(r"DEBUG|INFO|WARNING|ERROR"), "DEBUG, INFO, WARNING or ERROR"),
 }
 
-KEYS: dict[str, Mapping[str, str]] = {item.name: item.metadata for item in fields(Config) if item.metadata}
+KEYS: dict[str, Mapping[str, str]] = {
+    item.name: item.metadata for item in fields(Config) if item.metadata
+}
 """Unit and reason of every key, in the order of the table."""

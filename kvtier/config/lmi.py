@@ -1,5 +1,6 @@
-"""AWS LMI's two options for a KV cache, in both forms an operator gives them: ``OPTION_<NAME>`` in the environment,
-``option.<name>`` in the model's ``serving.properties``. The file is the model's own and comes first.
+"""AWS LMI's two options for a KV cache, in both forms an operator gives them: ``OPTION_<NAME>`` in
+the environment, ``option.<name>`` in the model's ``serving.properties``. The file is the model's
+own and comes first.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def option(name: str, env: Mapping[str, str]) -> Option | None:
 
 
 def config_file(env: Mapping[str, str]) -> Option | None:
-    """``lmcache_config_file``; a relative path counts from the folder of the file that names it, as in LMI."""
+    """``lmcache_config_file``; a relative path counts from the folder of the file that names it, as
+    in LMI."""
     given = option("lmcache_config_file", env)
     file = properties_file(env)
     if given is None or file is None or not given.source.startswith("option."):
@@ -51,10 +53,12 @@ def config_file(env: Mapping[str, str]) -> Option | None:
 
 
 def beside_auto(asked: str, ours: object, env: Mapping[str, str]) -> list[Remark]:
-    """As in LMI, sizes come from one place: ``asked`` is who asks for auto-config, ``ours`` kvtier's own file, if any.
+    """As in LMI, sizes come from one place: ``asked`` is who asks for auto-config, ``ours``
+    kvtier's own file, if any.
 
-    Beside a file that ``LMCACHE_CONFIG_FILE`` names auto-config goes on with a warning: its sizes are taken, the file's
-    other keys hold. Raises ConfigError beside every other file, and when that one is not there.
+    Beside a file that ``LMCACHE_CONFIG_FILE`` names auto-config goes on with a warning: its sizes
+    are taken, the file's other keys hold. Raises ConfigError beside every other file, and when that
+    one is not there.
     """
     option, lmcaches = config_file(env), env.get("LMCACHE_CONFIG_FILE")
     named = str(ours) if ours else option.value if option else None
@@ -62,7 +66,8 @@ def beside_auto(asked: str, ours: object, env: Mapping[str, str]) -> list[Remark
         named = f"{lmcaches} (environment LMCACHE_CONFIG_FILE), which is not there,"
     if named is not None:
         raise ConfigError(
-            f"{asked} asks for auto-config and the file {named} sets sizes by hand: remove one of the two "
+            f"{asked} asks for auto-config and the file {named} sets sizes by hand: remove one of "
+            "the two "
             "('kvtier plan --yaml' writes the file that auto-config would use)"
         )
     if not lmcaches:
@@ -81,8 +86,8 @@ def properties_file(env: Mapping[str, str]) -> Path | None:
 
 
 def parse(text: str) -> dict[str, str]:
-    """Java's properties format: ``key=value``, ``key: value`` or ``key value``; ``#`` and ``!`` begin a comment, a
-    backslash joins the next line."""
+    """Java's properties format: ``key=value``, ``key: value`` or ``key value``; ``#`` and ``!``
+    begin a comment, a backslash joins the next line."""
     found = {}
     for line in re.sub(r"(?<!\\)((?:\\\\)*)\\\r?\n[ \t]*", r"\1", text).splitlines():
         content = line.strip()

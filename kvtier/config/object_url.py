@@ -1,4 +1,5 @@
-"""Where the object store is: the only reader of ``object_url``. It parses, refuses and masks; it opens nothing.
+"""Where the object store is: the only reader of ``object_url``. It parses, refuses and masks; it
+opens nothing.
 
 ::
 
@@ -6,8 +7,8 @@
     gs://bucket[/prefix]         Google Cloud Storage
     az://container[/prefix]      Azure Blob Storage
 
-Credentials, region and endpoint are never in it: they come from the environment, by each provider's own names. Where
-somebody wrote them into the URL all the same, no error shows a piece of it.
+Credentials, region and endpoint are never in it: they come from the environment, by each provider's
+own names. Where somebody wrote them into the URL all the same, no error shows a piece of it.
 """
 
 from __future__ import annotations
@@ -45,23 +46,32 @@ class ObjectUrl:
 
 
 def parse(text: str) -> ObjectUrl:
-    """What the operator wrote as ``object_url``. Raises ConfigError, whose text never shows a piece of ``text``."""
+    """What the operator wrote as ``object_url``. Raises ConfigError, whose text never shows a piece
+    of ``text``."""
     scheme, separator, rest = text.partition("://")
     known = _SCHEMES.get(scheme.lower()) if separator else None
     if known is None:
-        raise ConfigError(f"the scheme is none of s3, gs or az; expected {EXPECTED}{_hint(scheme.lower())}")
+        raise ConfigError(
+            f"the scheme is none of s3, gs or az; expected {EXPECTED}{_hint(scheme.lower())}"
+        )
     if re.search("[@?#]", rest):
         raise ConfigError(
-            f"there is an @, ? or #; credentials, region and endpoint come from the environment; expected {EXPECTED}"
+            "there is an @, ? or #; credentials, region and endpoint come from the environment; "
+            f"expected {EXPECTED}"
         )
     bucket, _, prefix = rest.partition("/")
     prefix = prefix.removesuffix("/")
     if not _BUCKET.fullmatch(bucket):
-        raise ConfigError(f"the bucket's name is none (letters, digits and . _ -); expected {EXPECTED}")
-    parts = prefix.split("/")
-    if prefix and (len(prefix) > _LONGEST_PREFIX or not _PREFIX.fullmatch(prefix) or {".", ".."} & set(parts)):
         raise ConfigError(
-            f"the prefix is none (words of letters, digits and . _ = - with single / between, at most "
+            f"the bucket's name is none (letters, digits and . _ -); expected {EXPECTED}"
+        )
+    parts = prefix.split("/")
+    if prefix and (
+        len(prefix) > _LONGEST_PREFIX or not _PREFIX.fullmatch(prefix) or {".", ".."} & set(parts)
+    ):
+        raise ConfigError(
+            "the prefix is none (words of letters, digits and . _ = - with single / between, "
+            "at most "
             f"{_LONGEST_PREFIX} characters); expected {EXPECTED}"
         )
     return ObjectUrl(known, bucket, prefix)
@@ -78,5 +88,7 @@ def masked(text: str) -> str:
 
 def _hint(scheme: str) -> str:
     if scheme in ("http", "https"):
-        return "; for a store that speaks like S3, write s3://bucket/prefix and set AWS_ENDPOINT_URL"
+        return (
+            "; for a store that speaks like S3, write s3://bucket/prefix and set AWS_ENDPOINT_URL"
+        )
     return "; a Redis is given as redis_url" if scheme.startswith(("redis", "valkey")) else ""

@@ -2,14 +2,14 @@
 
 ::
 
-    redis://[[user]:password@]host[:6379][/database][?options]       one server; valkey:// is the same
-    redis+cluster://[[user]:password@]host:port[,host:port]...       a cluster; any nodes of it, to begin with
+    redis://[[user]:password@]host[:6379][/database][?options]   one server; valkey:// is the same
+    redis+cluster://[[user]:password@]host:port[,host:port]...   a cluster; any of its nodes
     redis+sentinel://[[user]:password@]host[:26379][,host:port].../service[/database]
-    rediss, rediss+cluster, rediss+sentinel, valkeys ...             the same over TLS
+    rediss, rediss+cluster, rediss+sentinel, valkeys ...         the same over TLS
     unix://[[user]:password@]/path/redis.sock[?options]
 
-A URL can hold a password anywhere that a typing error puts it. So no error here shows a piece of a URL, and
-:func:`masked` shows what was understood, or nothing.
+A URL can hold a password anywhere that a typing error puts it. So no error here shows a piece of a
+URL, and :func:`masked` shows what was understood, or nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from urllib.parse import unquote
 from kvtier.core.errors import ConfigError
 
 EXPECTED = (
-    "redis://host:6379/0, redis+cluster://host:port,host:port, redis+sentinel://host:port/service or unix:///path"
+    "redis://host:6379/0, redis+cluster://host:port,host:port, "
+    "redis+sentinel://host:port/service or unix:///path"
 )
 PORT, SENTINEL_PORT = 6379, 26379
 MOST_SEEDS = 64
@@ -33,7 +34,9 @@ Address = tuple[str, int]
 
 _ESCAPES = "if the password contains / ? # @ : % or a space, write %2F %3F %23 %40 %3A %25 %20"
 _SCHEME = re.compile(r"(redis|rediss|valkey|valkeys)(?:\+(cluster|sentinel))?|unix")
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252}))(?::([0-9]{1,5}))?")
+_HOST = re.compile(
+    r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252}))(?::([0-9]{1,5}))?"
+)
 _SERVICE = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _UNPRINTABLE = re.compile(r"[\x00-\x20\x7f-\xa0]")
 _MAY_HOLD_A_PASSWORD = re.compile("(?is)(redis|valkey).*:|[^/].*[@#?]")
@@ -53,7 +56,8 @@ class Login:
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """``ca`` None: the system's authorities. ``certificate`` and ``key``: ours, where the server asks for one."""
+    """``ca`` None: the system's authorities. ``certificate`` and ``key``: ours, where the server
+    asks for one."""
 
     ca: str | None = None
     certificate: str | None = None
@@ -115,13 +119,17 @@ def address_text(address: Address) -> str:
 
 
 def parse(text: str) -> RedisUrl:
-    """What the operator wrote as ``redis_url``. Raises ConfigError, whose text never shows a piece of ``text``."""
+    """What the operator wrote as ``redis_url``. Raises ConfigError, whose text never shows a piece
+    of ``text``."""
     scheme, separator, rest = text.partition("://")
     scheme = scheme.lower()
     known = _SCHEME.fullmatch(scheme) if separator else None
     if known is None:
-        raise ConfigError(f"the scheme is none of redis, rediss, valkey, valkeys (with +cluster, +sentinel) or unix; "
-                          f"expected {EXPECTED}")  # fmt: skip
+        raise ConfigError(
+            "the scheme is none of redis, rediss, valkey, valkeys (with +cluster, +sentinel) "
+            "or unix; "
+            f"expected {EXPECTED}"
+        )
     if _UNPRINTABLE.search(rest) or "#" in rest:
         raise ConfigError(f"there is a space, a # or an unprintable character; {_ESCAPES}")
     authority = re.split("[/?]", rest, maxsplit=1)[0]
@@ -139,24 +147,33 @@ def parse(text: str) -> RedisUrl:
     sentinel_login = _pair(options.get("sentinel_username"), options.get("sentinel_password"))
     if scheme == "unix":
         if hosts or len(path) < 2:
-            raise ConfigError(f"a Unix socket needs an absolute path, and no host; {_ESCAPES}; expected {EXPECTED}")
-        return RedisUrl(scheme, kind, (), _decoded(path), "", _database("", options), login, sentinel_login, tls)
+            raise ConfigError(
+                f"a Unix socket needs an absolute path, and no host; {_ESCAPES}; expected "
+                f"{EXPECTED}"
+            )
+        return RedisUrl(
+            scheme, kind, (), _decoded(path), "", _database("", options), login, sentinel_login, tls
+        )
     seeds = _seeds(hosts, kind)
     service, database = _path(path, kind, options)
     return RedisUrl(scheme, kind, seeds, "", service, database, login, sentinel_login, tls)
 
 
 def masked(text: str) -> str:
-    """``text`` for logs: what :func:`parse` understood of it, without passwords; of anything else the scheme only."""
+    """``text`` for logs: what :func:`parse` understood of it, without passwords; of anything else
+    the scheme only."""
     try:
         return parse(text).masked
     except ConfigError:
         scheme, separator, _ = text.partition("://")
-        return f"{scheme.lower()}://***" if separator and _SCHEME.fullmatch(scheme.lower()) else "***"
+        return (
+            f"{scheme.lower()}://***" if separator and _SCHEME.fullmatch(scheme.lower()) else "***"
+        )
 
 
 def masked_where_needed(text: str) -> str:
-    """``text`` as it is, unless it may be a URL with a password, right or wrong; then as :func:`masked`."""
+    """``text`` as it is, unless it may be a URL with a password, right or wrong; then as
+    :func:`masked`."""
     return masked(text) if _MAY_HOLD_A_PASSWORD.match(text) else text
 
 
@@ -165,7 +182,9 @@ def _options(query: str) -> dict[str, str]:
     for pair in query.split("&") if query else ():
         name, _, value = pair.partition("=")
         if name not in _OPTIONS:
-            raise ConfigError(f"an option is none of {', '.join(_OPTIONS)}; {_ESCAPES}, and %26 for &")
+            raise ConfigError(
+                f"an option is none of {', '.join(_OPTIONS)}; {_ESCAPES}, and %26 for &"
+            )
         if name in found or not value:
             raise ConfigError(f"the option {name} is given twice, or is empty")
         found[name] = _decoded(value)
@@ -187,7 +206,9 @@ def _login(userinfo: str, given: bool, options: dict[str, str]) -> Login:
     if not given:
         return _pair(options.get("username"), options.get("password"))
     if not colon or not password:
-        raise ConfigError("there is a user without a password; write user:password@host, or :password@host")
+        raise ConfigError(
+            "there is a user without a password; write user:password@host, or :password@host"
+        )
     if "username" in options or "password" in options:
         raise ConfigError("user or password is given twice: before the host and as an option")
     return Login(_decoded(user) or None, _decoded(password))
@@ -217,12 +238,21 @@ def _tls(options: dict[str, str], on: bool) -> Tls | None:
 def _seeds(hosts: str, kind: Kind) -> tuple[Address, ...]:
     found = [_HOST.fullmatch(each) for each in hosts.split(",")]
     default = SENTINEL_PORT if kind == "sentinel" else PORT
-    seeds = tuple(dict.fromkeys((one[1].strip("[]"), int(one[2] or default)) for one in found if one is not None))
+    seeds = tuple(
+        dict.fromkeys(
+            (one[1].strip("[]"), int(one[2] or default)) for one in found if one is not None
+        )
+    )
     if None in found or any(not 0 < port < 65536 for _, port in seeds):
-        raise ConfigError(f"a host is none, or its port is no number from 1 to 65535; {_ESCAPES}; expected {EXPECTED}")
+        raise ConfigError(
+            f"a host is none, or its port is no number from 1 to 65535; {_ESCAPES}; expected "
+            f"{EXPECTED}"
+        )
     if len(seeds) > 1 and kind == "server":
-        raise ConfigError("there are several hosts; write redis+cluster:// for a cluster, "
-                          "or redis+sentinel://host:port,host:port/service for Sentinel")  # fmt: skip
+        raise ConfigError(
+            "there are several hosts; write redis+cluster:// for a cluster, "
+            "or redis+sentinel://host:port,host:port/service for Sentinel"
+        )
     if len(seeds) > MOST_SEEDS:
         raise ConfigError(f"there are {len(seeds)} hosts; {MOST_SEEDS} are enough to begin with")
     return seeds
@@ -234,7 +264,10 @@ def _path(path: str, kind: Kind, options: dict[str, str]) -> tuple[str, int]:
     if kind == "sentinel":
         service, database = parts[0], parts[1:]
         if not _SERVICE.fullmatch(service) or len(database) > 1:
-            raise ConfigError("Sentinel needs the service's name: redis+sentinel://host:port/service or .../service/0")
+            raise ConfigError(
+                "Sentinel needs the service's name: redis+sentinel://host:port/service or "
+                ".../service/0"
+            )
         return service, _database(database[0] if database else "", options)
     number = _database("/".join(parts), options)
     if kind == "cluster" and number:

@@ -1,4 +1,5 @@
-"""What reading a configuration has to say besides its values: collected, and logged once by who has set up logging."""
+"""What reading a configuration has to say besides its values: collected, and logged once by who has
+set up logging."""
 
 from __future__ import annotations
 

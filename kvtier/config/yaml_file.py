@@ -1,8 +1,9 @@
-"""A YAML file of an operator's, read with bounds: its size, its depth, and what its aliases would grow to.
+"""A YAML file of an operator's, read with bounds: its size, its depth, and what its aliases would
+grow to.
 
-PyYAML's own loader takes the last of two equal keys in silence, needs seconds for some thousand brackets, and lets ten
-lines of aliases stand for a billion values. Here each of these is a ConfigError. An error names lines and never quotes
-them, because a line may hold a password.
+PyYAML's own loader takes the last of two equal keys in silence, needs seconds for some thousand
+brackets, and lets ten lines of aliases stand for a billion values. Here each of these is a
+ConfigError. An error names lines and never quotes them, because a line may hold a password.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class _Refusal(Exception):  # noqa: N818 - it never leaves this file
 
 
 class _Loader(yaml.SafeLoader):
-    """Stops at the first node that is too deep or one too many: PyYAML reads no further than it has to."""
+    """Stops at the first node that is too deep or one too many: PyYAML reads no further than it has
+    to."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -67,7 +69,9 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         line = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]
         if self._depth == MOST_DEPTH:
-            raise _Refusal(f"line {line}: more than {MOST_DEPTH} levels; expected 'key: value' lines")
+            raise _Refusal(
+                f"line {line}: more than {MOST_DEPTH} levels; expected 'key: value' lines"
+            )
         before, is_alias = self._nodes, self.check_event(yaml.AliasEvent)
         self._depth += 1
         node = super().compose_node(parent, index)
@@ -77,16 +81,25 @@ class _Loader(yaml.SafeLoader):
         self._nodes += self._sizes[id(node)] if is_alias else 1
         self._sizes.setdefault(id(node), self._nodes - before)
         if self._nodes > MOST_NODES:
-            raise _Refusal(f"line {line}: more than {MOST_NODES:,} values, counting what aliases stand for")
+            raise _Refusal(
+                f"line {line}: more than {MOST_NODES:,} values, counting what aliases stand for"
+            )
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             line = key_node.start_mark.line + 1
-            key = str(key_node.value if key_node.tag == _MERGE else self.construct_object(key_node, deep=True))
+            key = str(
+                key_node.value
+                if key_node.tag == _MERGE
+                else self.construct_object(key_node, deep=True)
+            )
             if key in lines:
-                raise _Refusal(f"line {line}: the key {key!r} stands in line {lines[key]} already; remove one of them")
+                raise _Refusal(
+                    f"line {line}: the key {key!r} stands in line {lines[key]} already; remove "
+                    "one of them"
+                )
             lines[key] = line
         return super().construct_mapping(node, deep)
 
@@ -94,7 +107,9 @@ class _Loader(yaml.SafeLoader):
 def _told(error: yaml.MarkedYAMLError) -> str:
     mark = error.problem_mark or error.context_mark
     where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-    return where + _without_quoting(", ".join(text for text in (error.context, error.problem) if text))
+    return where + _without_quoting(
+        ", ".join(text for text in (error.context, error.problem) if text)
+    )
 
 
 def _without_quoting(text: str) -> str:

@@ -1,13 +1,15 @@
 """What a chunk is, its bytes, and how it is named. Pure: no I/O, clock, lock or thread.
 
-A *chunk* is the KV of ``chunk_tokens`` consecutive tokens of one prompt: all layers, all ranks, fixed size,
-never changed once written. A :data:`ChunkKey` names its content: two chunks with equal keys hold equal bytes.
+A *chunk* is the KV of ``chunk_tokens`` consecutive tokens of one prompt: all layers, all ranks,
+fixed size, never changed once written. A :data:`ChunkKey` names its content: two chunks with equal
+keys hold equal bytes.
 
-Key = 40 bytes = SHA-256 digest (32) of *fingerprint + extra + every token up to the chunk's end*, followed by the
-first 8 bytes of the parent chunk's digest (zeros for the first chunk). The digest is one running SHA-256 over the
-prompt (FIPS 180-4), so it does not depend on PYTHONHASHSEED, the process or the machine, and a hostile tenant who
-wants another tenant's chunk needs a SHA-256 collision. The link makes a run of chunks recoverable from the keys
-alone, which is how a restarted tier learns again which chunk is the leaf of which.
+Key = 40 bytes = SHA-256 digest (32) of *fingerprint + extra + every token up to the chunk's end*,
+followed by the first 8 bytes of the parent chunk's digest (zeros for the first chunk). The digest
+is one running SHA-256 over the prompt (FIPS 180-4), so it does not depend on PYTHONHASHSEED, the
+process or the machine, and a hostile tenant who wants another tenant's chunk needs a SHA-256
+collision. The link makes a run of chunks recoverable from the keys alone, which is how a restarted
+tier learns again which chunk is the leaf of which.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _PIECE_DOMAIN = b"kvtier/piece/1\0"
 
 
 def parent_half(key: ChunkKey) -> bytes:
-    """The 8 bytes that :func:`own_half` gives for this chunk's parent; zeros for the first chunk of a prompt."""
+    """The 8 bytes that :func:`own_half` gives for this chunk's parent; zeros for the first chunk of
+    a prompt."""
     return key[_DIGEST_BYTES:]
 
 
@@ -45,9 +48,10 @@ def own_half(key: ChunkKey) -> bytes:
 
 
 class PieceMask:
-    """Names one kind of piece of a chunk: :meth:`key` gives its key. Two pieces have equal keys only where chunk and
-    name are equal (else somebody has found two prompts whose SHA-256 digests differ by a given number). A piece links
-    to the same piece of the parent chunk, so that pieces are recovered leaf-first like chunks."""
+    """Names one kind of piece of a chunk: :meth:`key` gives its key. Two pieces have equal keys
+    only where chunk and name are equal (else somebody has found two prompts whose SHA-256 digests
+    differ by a given number). A piece links to the same piece of the parent chunk, so that pieces
+    are recovered leaf-first like chunks."""
 
     __slots__ = ("_any", "_first")
 
@@ -63,11 +67,15 @@ class PieceMask:
 
 
 def fingerprint(parts: Mapping[str, Any]) -> bytes:
-    """32 bytes over everything that makes KV bytes equal (model content, dtype, layout, parallelism ...).
+    """32 bytes over everything that makes KV bytes equal (model content, dtype, layout, parallelism
+    ...).
 
-    ``parts`` is JSON-able; the digest is of its canonical form (sorted keys), so insertion order does not matter.
+    ``parts`` is JSON-able; the digest is of its canonical form (sorted keys), so insertion order
+    does not matter.
     """
-    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    text = json.dumps(
+        parts, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    )
     return hashlib.sha256(_DOMAIN + text.encode()).digest()
 
 
@@ -79,8 +87,9 @@ class ChunkLayout:
         fingerprint: 32 bytes, see :func:`fingerprint`.
         chunk_tokens: tokens a chunk; a multiple of ``block_tokens``.
         block_tokens: tokens of one engine block (page).
-        rank_block_bytes: bytes one block takes in each worker rank's part of a slot, in rank order. A chunk's slot
-            holds ``blocks_per_chunk * rank_block_bytes[r]`` bytes for every rank ``r``, one rank after the other.
+        rank_block_bytes: bytes one block takes in each worker rank's part of a slot, in rank order.
+            A chunk's slot holds ``blocks_per_chunk * rank_block_bytes[r]`` bytes for every rank
+            ``r``, one rank after the other.
 
     Raises LayoutError when the numbers do not fit together.
     """
@@ -92,15 +101,22 @@ class ChunkLayout:
 
     def __post_init__(self) -> None:
         if len(self.fingerprint) != _DIGEST_BYTES:
-            raise LayoutError(f"fingerprint has {len(self.fingerprint)} bytes, expected {_DIGEST_BYTES}")
-        if self.block_tokens < 1 or self.chunk_tokens < 1 or self.chunk_tokens % self.block_tokens:
-            nearest = max(1, round(self.chunk_tokens / max(1, self.block_tokens))) * max(1, self.block_tokens)
             raise LayoutError(
-                f"chunk_tokens={self.chunk_tokens} is not a positive multiple of the engine's block size "
+                f"fingerprint has {len(self.fingerprint)} bytes, expected {_DIGEST_BYTES}"
+            )
+        if self.block_tokens < 1 or self.chunk_tokens < 1 or self.chunk_tokens % self.block_tokens:
+            nearest = max(1, round(self.chunk_tokens / max(1, self.block_tokens))) * max(
+                1, self.block_tokens
+            )
+            raise LayoutError(
+                f"chunk_tokens={self.chunk_tokens} is not a positive multiple of the engine's "
+                "block size "
                 f"{self.block_tokens}; set chunk_tokens to {nearest}"
             )
         if not self.rank_block_bytes or min(self.rank_block_bytes) < 1:
-            raise LayoutError(f"rank_block_bytes={self.rank_block_bytes}: expected at least one positive size")
+            raise LayoutError(
+                f"rank_block_bytes={self.rank_block_bytes}: expected at least one positive size"
+            )
 
     @property
     def blocks_per_chunk(self) -> int:
@@ -122,14 +138,18 @@ class ChunkLayout:
         return start, start + self.blocks_per_chunk * self.rank_block_bytes[rank]
 
     def chain(self, extra: bytes = b"", per_chunk: Mapping[int, bytes] | None = None) -> KeyChain:
-        """A :class:`KeyChain` for one prompt. ``extra`` separates LoRA adapters and salts; ``per_chunk`` gives
-        what else (multimodal hashes) a chunk index depends on."""
+        """A :class:`KeyChain` for one prompt. ``extra`` separates LoRA adapters and salts;
+        ``per_chunk`` gives what else (multimodal hashes) a chunk index depends on."""
         return KeyChain(self, extra, per_chunk)
 
     def keys(
-        self, tokens: Sequence[int], extra: bytes = b"", per_chunk: Mapping[int, bytes] | None = None
+        self,
+        tokens: Sequence[int],
+        extra: bytes = b"",
+        per_chunk: Mapping[int, bytes] | None = None,
     ) -> list[ChunkKey]:
-        """Keys of all whole chunks of ``tokens``, first to last. 32,768 tokens take about 0.2 ms."""
+        """Keys of all whole chunks of ``tokens``, first to last. 32,768 tokens take about 0.2
+        ms."""
         return self.chain(extra, per_chunk).extend(tokens)
 
 
@@ -138,7 +158,9 @@ class KeyChain:
 
     __slots__ = ("_chunk_tokens", "_hash", "_link", "_per_chunk", "keys")
 
-    def __init__(self, layout: ChunkLayout, extra: bytes, per_chunk: Mapping[int, bytes] | None) -> None:
+    def __init__(
+        self, layout: ChunkLayout, extra: bytes, per_chunk: Mapping[int, bytes] | None
+    ) -> None:
         framed = bool(per_chunk)
         head = struct.pack("<I?I", layout.chunk_tokens, framed, len(extra))
         self._hash = hashlib.sha256(_DOMAIN + layout.fingerprint + head + extra)

@@ -1,10 +1,12 @@
-"""Histogram: durations counted by powers of two. Pure, and cheap enough for what takes microseconds."""
+"""Histogram: durations counted by powers of two. Pure, and cheap enough for what takes
+microseconds."""
 
 from __future__ import annotations
 
 FIRST_BIT, PLACES = 10, 26
 BOUNDS = tuple(2**bit / 1e9 for bit in range(FIRST_BIT, FIRST_BIT + PLACES))
-"""Upper bounds in seconds, from 1 microsecond to 34 s; what took longer is in the place behind them."""
+"""Upper bounds in seconds, from 1 microsecond to 34 s; what took longer is in the place behind
+them."""
 _PER_PLACE = 1e9 / 2**FIRST_BIT
 _ALL = 64 - FIRST_BIT
 

@@ -1,6 +1,7 @@
 """Lane: the threads and bounded queues of one tier. The only file that starts threads.
 
-A full lane refuses instead of queueing: a slow tier costs misses, never memory and never its host's time. Reads
+A full lane refuses instead of queueing: a slow tier costs misses, never memory and never its host's
+    time. Reads
 (somebody waits for them) go before writes (nobody does).
 """
 
@@ -19,22 +20,26 @@ Work = Callable[[], None]
 
 
 class Executor(Protocol):
-    """What the Store asks of a lane; :class:`kvtier.testing.ManualLane` is the one tests turn by hand."""
+    """What the Store asks of a lane; :class:`kvtier.testing.ManualLane` is the one tests turn by
+    hand."""
 
     threads: int
     """How much work it does at once."""
 
     def submit(self, work: Work, *, urgent: bool = False) -> bool:
-        """Queue ``work`` if there is room; urgent work goes first. False: refused, nothing will happen."""
+        """Queue ``work`` if there is room; urgent work goes first. False: refused, nothing will
+        happen."""
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse new work, run what is queued for up to ``timeout_s``, stop. False: some of it was dropped or hangs."""
+        """Refuse new work, run what is queued for up to ``timeout_s``, stop. False: some of it was
+        dropped or hangs."""
         ...
 
 
 class Lane:
-    """``threads`` daemon threads (a hung tier cannot keep the process alive) before two bounded queues."""
+    """``threads`` daemon threads (a hung tier cannot keep the process alive) before two bounded
+    queues."""
 
     def __init__(self, name: str, threads: int, *, urgent_bound: int, bound: int) -> None:
         self.name = name
@@ -47,7 +52,8 @@ class Lane:
         self.failures = 0
         """Works that raised: a bug in a tier, logged, never fatal."""
         self._threads = [
-            threading.Thread(target=self._serve, name=f"kvtier-{name}-{i}", daemon=True) for i in range(threads)
+            threading.Thread(target=self._serve, name=f"kvtier-{name}-{i}", daemon=True)
+            for i in range(threads)
         ]
         for thread in self._threads:
             thread.start()

@@ -1,4 +1,5 @@
-"""Lookup: how much of a prompt's prefix can be had, and when. What a Store or a Client answers. Data only."""
+"""Lookup: how much of a prompt's prefix can be had, and when. What a Store or a Client answers.
+Data only."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    """How much of a run is there, in chunks: ``ready`` now; ``coming`` after those, if nothing fails on the way."""
+    """How much of a run is there, in chunks: ``ready`` now; ``coming`` after those, if nothing
+    fails on the way."""
 
     ready: int
     coming: int
@@ -28,12 +30,13 @@ class LookupResult(NamedTuple):
     """How far a run can be served, and when."""
 
     steps: Sequence[tuple[int, float | None]]
-    """``(chunks, seconds)``: so many leading chunks are in RAM so many seconds after they are claimed; None: unknown.
-    The first step is what is there now, in no time; the last is all that is known of."""
+    """``(chunks, seconds)``: so many leading chunks are in RAM so many seconds after they are
+    claimed; None: unknown. The first step is what is there now, in no time; the last is all that is
+    known of."""
     asking: Asking | None = None
     why: str = ""
-    """The reason why there is no more of the run: see :mod:`kvtier.store.miss_reasons`; "": there is all, or nobody
-    answered."""
+    """The reason why there is no more of the run: see :mod:`kvtier.store.miss_reasons`; "": there
+    is all, or nobody answered."""
 
     @property
     def ready(self) -> int:

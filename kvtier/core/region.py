@@ -1,15 +1,16 @@
-"""One region of memory that processes share: a sealed memfd, how it is mapped, and which of it lies in huge pages.
+"""One region of memory that processes share: a sealed memfd, how it is mapped, and which of it lies
+in huge pages.
 
-Huge pages (2 MiB) spare page faults and page walks, and a disk reads and writes them in few long pieces, so that a tier
-needs no buffer of its own between a slot and the disk. There are two kinds:
+Huge pages (2 MiB) spare page faults and page walks, and a disk reads and writes them in few long
+pieces, so that a tier needs no buffer of its own between a slot and the disk. There are two kinds:
 
-- *Collapsed*: ordinary shared memory, of which the kernel is asked to make 2 MiB pieces whole (``MADV_COLLAPSE``,
-  Linux 6.1; it does not heed ``shmem_enabled``, unless that is ``deny``). What the kernel refuses stays in small
-  pages. Holes, seals, sizes and limits are as for any memfd.
-- *Reserved*: pages that the host's owner set apart (``sysctl vm.nr_hugepages``). One that is missing when it is touched
-  ends the process (SIGBUS), so all of them are taken before anybody maps the region, or none. Whoever has such a
-  region can give its pages back, and so end the others. It is therefore for one engine's own processes only, and
-  nothing here gives its pages back.
+- *Collapsed*: ordinary shared memory, of which the kernel is asked to make 2 MiB pieces whole
+  (``MADV_COLLAPSE``, Linux 6.1; it does not heed ``shmem_enabled``, unless that is ``deny``). What
+  the kernel refuses stays in small pages. Holes, seals, sizes and limits are as for any memfd.
+- *Reserved*: pages that the host's owner set apart (``sysctl vm.nr_hugepages``). One that is
+  missing when it is touched ends the process (SIGBUS), so all of them are taken before anybody maps
+  the region, or none. Whoever has such a region can give its pages back, and so end the others. It
+  is therefore for one engine's own processes only, and nothing here gives its pages back.
 """
 
 from __future__ import annotations
@@ -28,25 +29,39 @@ HUGE_BYTES = 2 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 Memory = Any
-"""A ctypes array over a mapping, which is unmapped with the last reference to it or to a view of it."""
+"""A ctypes array over a mapping, which is unmapped with the last reference to it or to a view of
+it."""
 
 _NAME, _RESERVED_NAME = "kvtier-pool", "kvtier-huge"
-"""Reserved pages are not part of the memory that others compete for, so they are told apart where that is counted."""
-_POPULATE_WRITE, _COLLAPSE = 23, 25  # linux/mman.h, Linux 5.14 and 6.1; not named by Python's mmap module
+"""Reserved pages are not part of the memory that others compete for, so they are told apart where
+that is counted."""
+_POPULATE_WRITE, _COLLAPSE = (
+    23,
+    25,
+)  # linux/mman.h, Linux 5.14 and 6.1; not named by Python's mmap module
 _REFUSED_AT_MOST = 8
-"""Pieces in a row that the kernel may refuse to make whole before it is asked no more: each try looks for memory."""
+"""Pieces in a row that the kernel may refuse to make whole before it is asked no more: each try
+looks for memory."""
 _FIXED, _NO_RESERVE = 0x10, 0x4000  # linux/mman.h
 _FAILED = ctypes.c_void_p(-1).value
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_LIBC.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def make_region(size: int) -> int:
-    """A memfd of ``size`` bytes that stays so, whoever has it. Raises TierError when the memory cannot be had."""
+    """A memfd of ``size`` bytes that stays so, whoever has it. Raises TierError when the memory
+    cannot be had."""
     try:
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -56,20 +71,27 @@ def make_region(size: int) -> int:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except OSError as error:
         os.close(fd)
-        raise TierError(f"cannot have {size} bytes of RAM for the pool: {error}; lower ram_bytes") from error
+        raise TierError(
+            f"cannot have {size} bytes of RAM for the pool: {error}; lower ram_bytes"
+        ) from error
     return fd
 
 
 def make_reserved_region(size: int) -> int | None:
-    """A sealed memfd of reserved huge pages, all of them taken, rounded up to whole ones; None where the host has not
-    so many free or does not let us have them. Takes a second for some 10 GiB, which the kernel clears."""
+    """A sealed memfd of reserved huge pages, all of them taken, rounded up to whole ones; None
+    where the host has not so many free or does not let us have them. Takes a second for some 10
+    GiB, which the kernel clears."""
     try:
-        fd = os.memfd_create(_RESERVED_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
+        fd = os.memfd_create(
+            _RESERVED_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | os.MFD_HUGE_2MB
+        )
     except (OSError, AttributeError):
         return None
     try:
         os.ftruncate(fd, _whole(size))
-        with mmap.mmap(fd, _whole(size)):  # claims all or nothing: of two that come at once, one gets them
+        with mmap.mmap(
+            fd, _whole(size)
+        ):  # claims all or nothing: of two that come at once, one gets them
             os.posix_fallocate(fd, 0, _whole(size))
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except (OSError, ValueError):
@@ -89,14 +111,17 @@ def expected_bytes(fd: int, size: int) -> int:
 
 
 def map_region(fd: int, size: int) -> Memory:
-    """Map ``size`` bytes, readable and writable, from the boundary of a huge page on: elsewhere the kernel neither
-    makes pieces whole nor maps them as such. Raises OSError."""
+    """Map ``size`` bytes, readable and writable, from the boundary of a huge page on: elsewhere the
+    kernel neither makes pieces whole nor maps them as such. Raises OSError."""
     room = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     found = _LIBC.mmap(None, size + HUGE_BYTES, 0, room, -1, 0)
     if found == _FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     base, end = _whole(found), found + size + HUGE_BYTES
-    if _LIBC.mmap(base, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _FIXED, fd, 0) == _FAILED:
+    if (
+        _LIBC.mmap(base, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _FIXED, fd, 0)
+        == _FAILED
+    ):
         error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         _LIBC.munmap(found, end - found)
         raise error
@@ -105,7 +130,8 @@ def map_region(fd: int, size: int) -> Memory:
         if length > 0:
             _LIBC.munmap(begin, length)
     memory = (ctypes.c_char * size).from_address(base)
-    # Not at the end of the process: a thread may still copy then, and the kernel unmaps it after that.
+    # Not at the end of the process: a thread may still copy then, and the kernel unmaps it after
+    # that.
     weakref.finalize(memory, _LIBC.munmap, base, size).atexit = False
     return memory
 
@@ -116,7 +142,8 @@ def advise(memory: Memory, begin: int, end: int, advice: int) -> bool:
 
 
 class HugePages:
-    """Which 2 MiB pieces of a mapping lie in huge pages, and the making of them. Threads: any; one fills."""
+    """Which 2 MiB pieces of a mapping lie in huge pages, and the making of them. Threads: any; one
+    fills."""
 
     def __init__(self, memory: Memory, *, reserved: bool) -> None:
         self._base, self._size = ctypes.addressof(memory), ctypes.sizeof(memory)
@@ -126,13 +153,17 @@ class HugePages:
             advise(memory, 0, self._size, mmap.MADV_HUGEPAGE)
 
     def fill(self, memory: Memory, begin: int, end: int) -> None:
-        """Make the pages of these bytes present, in whole pieces where the kernel does that. A piece that begins or
-        ends outside of them is made whole too. Best effort."""
+        """Make the pages of these bytes present, in whole pieces where the kernel does that. A
+        piece that begins or ends outside of them is made whole too. Best effort."""
         for piece in range(begin // HUGE_BYTES, -(-end // HUGE_BYTES)):
             if self._whole[piece]:
                 continue
             start, stop = piece * HUGE_BYTES, (piece + 1) * HUGE_BYTES
-            if stop <= self._size and self._refused < _REFUSED_AT_MOST and _collapse(memory, start, stop):
+            if (
+                stop <= self._size
+                and self._refused < _REFUSED_AT_MOST
+                and _collapse(memory, start, stop)
+            ):
                 self._whole[piece], self._refused = 1, 0
                 continue
             self._refused += stop <= self._size
@@ -161,7 +192,9 @@ class HugePages:
 
 def _collapse(memory: Memory, start: int, stop: int) -> bool:
     """One page must be there: of a piece that has none the kernel says it is not mapped."""
-    return advise(memory, start, start + mmap.PAGESIZE, _POPULATE_WRITE) and advise(memory, start, stop, _COLLAPSE)
+    return advise(memory, start, start + mmap.PAGESIZE, _POPULATE_WRITE) and advise(
+        memory, start, stop, _COLLAPSE
+    )
 
 
 def _whole(size: int) -> int:

@@ -1,5 +1,5 @@
-"""What is nobody else's: folders that only this user may enter, secrets in files that others cannot read, and who is at
-the other end of a Unix socket."""
+"""What is nobody else's: folders that only this user may enter, secrets in files that others cannot
+read, and who is at the other end of a Unix socket."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ _STEP = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def make_folder(folder: Path) -> None:
-    """Make ``folder`` and every parent that is missing, each with mode 0700: in a parent that others may write, they
-    could put a folder of their own in this one's place. What is there is left as it is. Raises OSError."""
+    """Make ``folder`` and every parent that is missing, each with mode 0700: in a parent that
+    others may write, they could put a folder of their own in this one's place. What is there is
+    left as it is. Raises OSError."""
     os.close(open_folder(folder, make=True))
 
 
 def open_folder(folder: Path, *, make: bool = False) -> int:
-    """A descriptor (``O_PATH``) of ``folder``. ``make``: make what is missing, see :func:`make_folder`.
+    """A descriptor (``O_PATH``) of ``folder``. ``make``: make what is missing, see
+    :func:`make_folder`.
 
-    The way goes from one open folder to the next, so nobody can exchange a part of it meanwhile. A symbolic link on the
-    way must belong to root or to this user: anybody else's could lead into any folder. Raises OSError.
+    The way goes from one open folder to the next, so nobody can exchange a part of it meanwhile. A
+    symbolic link on the way must belong to root or to this user: anybody else's could lead into any
+    folder. Raises OSError.
     """
     here, ahead, links = -1, list(reversed(folder.absolute().parts)), 0
     try:
@@ -55,7 +58,8 @@ def open_folder(folder: Path, *, make: bool = False) -> int:
 
 
 def _enter(here: int, name: str, *, make: bool) -> int:
-    """What is called ``name`` in the folder ``here``. A symbolic link is not followed. For "/" any ``here`` will do."""
+    """What is called ``name`` in the folder ``here``. A symbolic link is not followed. For "/" any
+    ``here`` will do."""
     try:
         return os.open(name, _STEP, dir_fd=here)
     except FileNotFoundError:
@@ -67,8 +71,8 @@ def _enter(here: int, name: str, *, make: bool) -> int:
 
 
 def _target(found: int, links: int) -> Path | None:
-    """Where a symbolic link leads, and None for what is none. ``links``: those that were followed before. Raises
-    OSError, with ``found`` closed, for another user's link and for one too many."""
+    """Where a symbolic link leads, and None for what is none. ``links``: those that were followed
+    before. Raises OSError, with ``found`` closed, for another user's link and for one too many."""
     state = os.fstat(found)
     if not stat.S_ISLNK(state.st_mode):
         return None
@@ -78,23 +82,29 @@ def _target(found: int, links: int) -> Path | None:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     if state.st_uid not in (0, os.geteuid()):
         os.close(found)
-        raise OSError(errno.EPERM, f"user {state.st_uid} made the symbolic link to {target} that is on its way")
+        raise OSError(
+            errno.EPERM,
+            f"user {state.st_uid} made the symbolic link to {target} that is on its way",
+        )
     return Path(target)
 
 
 def refuse_shared_folder(folder: Path) -> None:
-    """For a folder that holds a socket. Raises ConfigError where others could put their own socket in its place: they
-    may write in the folder, or own it. The sticky bit does not help: they may be there first. Raises OSError."""
+    """For a folder that holds a socket. Raises ConfigError where others could put their own socket
+    in its place: they may write in the folder, or own it. The sticky bit does not help: they may be
+    there first. Raises OSError."""
     status = folder.stat()
     if status.st_uid not in (os.geteuid(), 0):
         raise ConfigError(
-            f"{folder} belongs to user {status.st_uid}, expected user {os.geteuid()} or root: they could put their own "
+            f"{folder} belongs to user {status.st_uid}, expected user {os.geteuid()} or root: they "
+            "could put their own "
             "socket there; give the socket a folder of its own"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         mend = "" if status.st_mode & stat.S_ISVTX else f", or chmod 700 {folder}"
         raise ConfigError(
-            f"others may write in {folder} (mode {stat.S_IMODE(status.st_mode):o}), and so put their own socket there: "
+            f"others may write in {folder} (mode {stat.S_IMODE(status.st_mode):o}), and so put "
+            "their own socket there: "
             f"give the socket a folder of its own{mend}"
         )
 
@@ -106,8 +116,8 @@ def peer_uid(sock: socket.socket) -> int:
 
 
 def read_secret(path: str, key: str) -> bytes:
-    """What is in a file, without surrounding space. Raises ConfigError for a file others can read; ``key`` is the
-    configuration's word for it."""
+    """What is in a file, without surrounding space. Raises ConfigError for a file others can read;
+    ``key`` is the configuration's word for it."""
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -1,8 +1,10 @@
-"""Steps: work on many chunks in short pieces, so that whoever shares a lock or a loop has a turn in between. Pure.
+"""Steps: work on many chunks in short pieces, so that whoever shares a lock or a loop has a turn in
+between. Pure.
 
-The work is a generator. It yields the seconds that it wants to pause, nearly always 0, and returns its result. On a
-thread of its own it is done at a stretch by :func:`whole`; on a loop its owner calls ``next`` as often as there is
-time (:mod:`kvtier.server.connection`). Each piece takes a lock for itself, and holds none while it pauses.
+The work is a generator. It yields the seconds that it wants to pause, nearly always 0, and returns
+its result. On a thread of its own it is done at a stretch by :func:`whole`; on a loop its owner
+calls ``next`` as often as there is time (:mod:`kvtier.server.connection`). Each piece takes a lock
+for itself, and holds none while it pauses.
 """
 
 from __future__ import annotations

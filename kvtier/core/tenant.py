@@ -1,11 +1,15 @@
-"""Owner: whose a chunk is, as a number that is the same on every server and after every restart. Pure.
+"""Owner: whose a chunk is, as a number that is the same on every server and after every restart.
+Pure.
 
-An owner is 128 bits of SHA-256: the upper half of the tenant's name, the lower half of model (fingerprint) and name. So
-what a tenant has can be told by the upper half alone, of models too that no engine has asked for since the start. Tiers
-keep the number beside the chunk; the name cannot be read from it, only guessed and compared.
+An owner is 128 bits of SHA-256: the upper half of the tenant's name, the lower half of model
+(fingerprint) and name. So what a tenant has can be told by the upper half alone, of models too that
+no engine has asked for since the start. Tiers keep the number beside the chunk; the name cannot be
+read from it, only guessed and compared.
 
-0 is nobody: one embedded Store has no use for owners, and a tier does not always know. Two names with one number would
-be forgotten together; nothing is ever served or kept for that reason, because chunks are found by their keys alone.
+0 is nobody: one embedded Store has no use for owners, and a tier does not always know. Two names
+    with one number would
+be forgotten together; nothing is ever served or kept for that reason, because chunks are found by
+their keys alone.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ _DOMAIN = b"kvtier/owner/1\0"
 
 
 def tenant(namespace: str) -> int:
-    """Everything of this tenant, of all models: for :func:`may`, no chunk's owner. Its lower half is 0."""
+    """Everything of this tenant, of all models: for :func:`may`, no chunk's owner. Its lower half
+    is 0."""
     return _half(namespace.encode()) << _HALF
 
 
@@ -29,7 +34,8 @@ def owner_of(fingerprint: bytes, namespace: str) -> int:
 
 
 def may(owner: int | None, whose: int) -> bool:
-    """Whether who is ``owner`` (or a :func:`tenant`) may drop a chunk of ``whose``: its own and nobody's; None: all."""
+    """Whether who is ``owner`` (or a :func:`tenant`) may drop a chunk of ``whose``: its own and
+    nobody's; None: all."""
     if owner is None or whose in (NOBODY, owner):
         return True
     return owner == whose >> _HALF << _HALF

@@ -1,4 +1,5 @@
-"""What people read on a terminal: sizes, rates and tables, the same in every command. Only :func:`width` looks."""
+"""What people read on a terminal: sizes, rates and tables, the same in every command. Only
+:func:`width` looks."""
 
 from __future__ import annotations
 
@@ -30,24 +31,31 @@ def rate_text(rate: float) -> str:
 
 
 def width() -> int | None:
-    """Columns of the terminal that standard output is; None for a file or a pipe, whose lines are never wrapped."""
+    """Columns of the terminal that standard output is; None for a file or a pipe, whose lines are
+    never wrapped."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def table(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int] = (), columns: int | None = None
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    numbers: Sequence[int] = (),
+    columns: int | None = None,
 ) -> list[str]:
     """Lines of a table whose columns are as wide as their widest cell, two spaces apart.
 
-    ``numbers`` are the columns that end at the right. Where ``columns`` is the width of a terminal, the last column is
-    wrapped below itself instead of at the edge.
+    ``numbers`` are the columns that end at the right. Where ``columns`` is the width of a terminal,
+    the last column is wrapped below itself instead of at the edge.
     """
     whole = [list(heads), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
     return [line for row in whole for line in _lines(row, widths, numbers, columns)]
 
 
-def _lines(cells: list[str], widths: list[int], numbers: Sequence[int], columns: int | None) -> Iterator[str]:
+def _lines(
+    cells: list[str], widths: list[int], numbers: Sequence[int], columns: int | None
+) -> Iterator[str]:
     *first, last = (
         cell.rjust(wide) if index in numbers else cell.ljust(wide)
         for index, (cell, wide) in enumerate(zip(cells, widths, strict=True))

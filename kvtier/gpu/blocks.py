@@ -25,10 +25,12 @@ def nothing(_part: torch.Tensor) -> None:
 
 
 class PagedBlocks:
-    """Copies between an engine's paged blocks and slots; ``block_bytes`` is what one block takes in all regions.
+    """Copies between an engine's paged blocks and slots; ``block_bytes`` is what one block takes in
+    all regions.
 
-    Raises LayoutError when the regions cannot belong to one engine (none, several devices, unequal block counts), lie
-    on a device that is neither a CPU nor a CUDA device, or leave no room for staging memory.
+    Raises LayoutError when the regions cannot belong to one engine (none, several devices, unequal
+    block counts), lie on a device that is neither a CPU nor a CUDA device, or leave no room for
+    staging memory.
     """
 
     def __init__(
@@ -41,12 +43,16 @@ class PagedBlocks:
         make_rows: MakeRows = rows_of,
         sharers: int = 1,
     ) -> None:
-        """``locked`` tells whether a slot's part is page-locked; ``streams`` and ``make_rows`` are the device's own
-        unless a test brings some. ``sharers``: how many of these share the room for staging memory."""
+        """``locked`` tells whether a slot's part is page-locked; ``streams`` and ``make_rows`` are
+        the device's own
+        unless a test brings some. ``sharers``: how many of these share the room for staging
+          memory."""
         rows = [region.rows for region in regions]
         kinds = sorted({f"{tensor.shape[0]} blocks on {tensor.device}" for tensor in rows})
         if len(kinds) != 1:
-            raise LayoutError(f"KV regions have {kinds or 'no members'}; expected one block count on one device")
+            raise LayoutError(
+                f"KV regions have {kinds or 'no members'}; expected one block count on one device"
+            )
         self.num_blocks = rows[0].shape[0]
         self.blocks_per_chunk = blocks_per_chunk
         self.block_bytes = sum(tensor.shape[1] for tensor in rows)
@@ -54,7 +60,8 @@ class PagedBlocks:
         self._device = rows[0].device
         if self._device.type not in _SERVED:
             raise LayoutError(
-                f"the KV cache lies on {self._device}; kvtier copies KV of CPUs and of CUDA devices (NVIDIA, ROCm) "
+                f"the KV cache lies on {self._device}; kvtier copies KV of CPUs and of CUDA "
+                "devices (NVIDIA, ROCm) "
                 "only. Run this engine without the kvtier connector"
             )
         if streams is None and self._device.type == "cuda":
@@ -63,12 +70,16 @@ class PagedBlocks:
         if streams is None:
             self._copier = HostCopier(merged(rows), blocks_per_chunk)
         else:
-            self._copier = StagedCopier(merged(rows), blocks_per_chunk, streams, locked, make_rows, sharers)
+            self._copier = StagedCopier(
+                merged(rows), blocks_per_chunk, streams, locked, make_rows, sharers
+            )
 
     def describe(self) -> dict[str, Any]:
-        """What decides the meaning of a slot part's bytes; JSON-able, equal for engines of unequal block counts.
+        """What decides the meaning of a slot part's bytes; JSON-able, equal for engines of unequal
+        block counts.
 
-        CPU attention kernels pack keys by the instruction set they find, which no stride shows, so it is told too.
+        CPU attention kernels pack keys by the instruction set they find, which no stride shows, so
+        it is told too.
         """
         return {
             "device": _device_kind(self._device),
@@ -79,19 +90,21 @@ class PagedBlocks:
         }
 
     def save(self, jobs: Sequence[Job]) -> Copy:
-        """Blocks -> slots. Every job names all blocks of its chunk. Raises StateError before any byte moves.
+        """Blocks -> slots. Every job names all blocks of its chunk. Raises StateError before any
+        byte moves.
 
-        Runs after what is queued on the current stream; later work of that stream waits until the blocks are read.
+        Runs after what is queued on the current stream; later work of that stream waits until the
+        blocks are read.
         """
         self._check(jobs, fewest=self.blocks_per_chunk)
         return self._copier.save(jobs)
 
     def load(self, jobs: Sequence[Job]) -> Copy:
-        """Slots -> blocks. A job may cover a part of its chunk; no other block is touched. Raises StateError before
-        any byte moves.
+        """Slots -> blocks. A job may cover a part of its chunk; no other block is touched. Raises
+        StateError before any byte moves.
 
-        Runs after what is queued on the current stream. Nothing of the engine may use the blocks before the copy is
-        done; its stream does not wait for it.
+        Runs after what is queued on the current stream. Nothing of the engine may use the blocks
+        before the copy is done; its stream does not wait for it.
         """
         self._check(jobs, fewest=1)
         return self._copier.load(jobs)
@@ -106,14 +119,19 @@ class PagedBlocks:
         for part, first, blocks in jobs:
             if part.dtype != torch.uint8 or part.numel() != size or not part.is_contiguous():
                 raise StateError(
-                    f"slot part has {part.numel()} of {part.dtype}, stride {part.stride()}; expected {size} dense uint8"
+                    f"slot part has {part.numel()} of {part.dtype}, stride {part.stride()}; "
+                    f"expected {size} dense uint8"
                 )
             if first < 0 or not fewest <= len(blocks) <= most - first:
                 raise StateError(
-                    f"{len(blocks)} blocks from block {first} of a chunk on; expected {fewest} to {most}, all inside it"
+                    f"{len(blocks)} blocks from block {first} of a chunk on; expected {fewest} to "
+                    f"{most}, all inside it"
                 )
             if min(blocks) < 0 or max(blocks) >= self.num_blocks:
-                raise StateError(f"block ids {min(blocks)} .. {max(blocks)}; the engine has 0 .. {self.num_blocks - 1}")
+                raise StateError(
+                    f"block ids {min(blocks)} .. {max(blocks)}; the engine has 0 .. "
+                    f"{self.num_blocks - 1}"
+                )
 
 
 def _device_kind(device: torch.device) -> str:

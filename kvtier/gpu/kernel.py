@@ -1,9 +1,11 @@
-"""The Triton kernel that moves rows between staging memory and blocks. Imported on CUDA devices only.
+"""The Triton kernel that moves rows between staging memory and blocks. Imported on CUDA devices
+only.
 
-One launch moves all blocks of many chunks in all regions: a program a tile of a row, over (block, region, tile). Where
-the rows lie is in tables of addresses, so it serves every layout that :mod:`kvtier.gpu.regions` finds, groups of
-unequal regions and separate allocations too. Addresses, strides and offsets are 64-bit. Elements are as wide as all
-rows allow. The engine's numbers are not compiled in: one variant an element width and tile.
+One launch moves all blocks of many chunks in all regions: a program a tile of a row, over (block,
+region, tile). Where the rows lie is in tables of addresses, so it serves every layout that
+:mod:`kvtier.gpu.regions` finds, groups of unequal regions and separate allocations too. Addresses,
+strides and offsets are 64-bit. Elements are as wide as all rows allow. The engine's numbers are not
+compiled in: one variant an element width and tile.
 """
 
 from __future__ import annotations
@@ -17,12 +19,19 @@ import triton.language as tl
 
 from kvtier.gpu.rows import Batch
 
-_WORDS = {torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16, torch.uint8: tl.uint8}
+_WORDS = {
+    torch.int64: tl.int64,
+    torch.int32: tl.int32,
+    torch.int16: tl.int16,
+    torch.uint8: tl.uint8,
+}
 _MOST_WORDS = 1024
 """Words of one program: 8 KiB of the widest, 8 a thread."""
 
 
-@triton.jit(do_not_specialize=["region_count", "row_count", "first_row", "first_region", "to_blocks"])  # type: ignore[untyped-decorator]
+@triton.jit(
+    do_not_specialize=["region_count", "row_count", "first_row", "first_region", "to_blocks"]
+)  # type: ignore[untyped-decorator]
 def _move_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917 a launch has no objects
     regions,
     table,
@@ -57,8 +66,9 @@ def _move_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917 a laun
 class KernelRows:
     """:class:`kvtier.gpu.rows.Rows` by the kernel: a launch a batch.
 
-    It is compiled and tried out here, on memory of its own, so that no request waits for the compiler. Raises what
-    Triton raises where it does not serve the device, and RuntimeError if bytes come out wrong.
+    It is compiled and tried out here, on memory of its own, so that no request waits for the
+    compiler. Raises what Triton raises where it does not serve the device, and RuntimeError if
+    bytes come out wrong.
     """
 
     def __init__(self, groups: Sequence[torch.Tensor], blocks_per_chunk: int) -> None:
@@ -70,9 +80,15 @@ class KernelRows:
         self._tiles = -(-widest // self._tile)
         found, offset = list[tuple[int, int, int, int]](), 0
         for group in groups:
-            distance, pitch, size = group.stride(0), group.stride(1) * self._item, group.shape[2] * self._item
+            distance, pitch, size = (
+                group.stride(0),
+                group.stride(1) * self._item,
+                group.shape[2] * self._item,
+            )
             for region in range(group.shape[0]):
-                found.append((group.data_ptr() + region * distance * self._item, pitch, size, offset))
+                found.append(
+                    (group.data_ptr() + region * distance * self._item, pitch, size, offset)
+                )
                 offset += blocks_per_chunk * size
         self._regions = torch.tensor(found, dtype=torch.int64).T.contiguous().to(self._device)
         self._try_out()
@@ -90,23 +106,45 @@ class KernelRows:
         self.launches += 1
 
     def _launch(
-        self, grid: tuple[int, int, int], regions: torch.Tensor, table: torch.Tensor, row: int, region: int, to: bool
+        self,
+        grid: tuple[int, int, int],
+        regions: torch.Tensor,
+        table: torch.Tensor,
+        row: int,
+        region: int,
+        to: bool,
     ) -> None:
         kernel: Any = _move_rows
         kernel[grid](
-            regions, table, regions.shape[1], table.shape[1], row, region, int(to),
-            WORD=_WORDS[self._word], WORD_BYTES=self._item, TILE=self._tile,
-        )  # fmt: skip
+            regions,
+            table,
+            regions.shape[1],
+            table.shape[1],
+            row,
+            region,
+            int(to),
+            WORD=_WORDS[self._word],
+            WORD_BYTES=self._item,
+            TILE=self._tile,
+        )
 
     def _try_out(self) -> None:
-        """Both ways with rows of one tile, in blocks of two tiles, inside two chunks of one block."""
+        """Both ways with rows of one tile, in blocks of two tiles, inside two chunks of one
+        block."""
         size = self._tile * self._item
         blocks = (torch.arange(4 * size, device=self._device) % 251).to(torch.uint8)
-        before, staged = blocks.clone(), torch.zeros(2 * size, dtype=torch.uint8, device=self._device)
+        before, staged = (
+            blocks.clone(),
+            torch.zeros(2 * size, dtype=torch.uint8, device=self._device),
+        )
         chunks = [staged.data_ptr(), staged.data_ptr() + size]
         regions = torch.tensor([[blocks.data_ptr()], [2 * size], [size], [0]], device=self._device)
         table = torch.tensor([[1, 0], chunks, [0, 0]], device=self._device)
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else torch.inference_mode():
+        with (
+            torch.cuda.device(self._device)
+            if self._device.type == "cuda"
+            else torch.inference_mode()
+        ):
             self._launch((2, 1, 1), regions, table, 0, 0, False)
             blocks.zero_()
             self._launch((2, 1, 1), regions, table, 0, 0, True)

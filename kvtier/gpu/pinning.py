@@ -26,7 +26,8 @@ _CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How a mapping is registered: of every ``step`` bytes the ``length`` from ``offset`` on, ``piece`` a call."""
+    """How a mapping is registered: of every ``step`` bytes the ``length`` from ``offset`` on,
+    ``piece`` a call."""
 
     step: int
     offset: int
@@ -40,9 +41,10 @@ class _Cut:
 
 
 def cut_of(slot_bytes: int, span: tuple[int, int], piece_bytes: int) -> _Cut:
-    """A rank's own span of each slot, in whole pages, where that spares at least half of the slot and is 1 MiB or more
-    (a call costs the driver tens of microseconds whatever its size). Else whole slots, as many as a piece holds. A
-    piece is ``piece_bytes`` at most (or a page), and holds whole slots or lies inside one."""
+    """A rank's own span of each slot, in whole pages, where that spares at least half of the slot
+    and is 1 MiB or more (a call costs the driver tens of microseconds whatever its size). Else
+    whole slots, as many as a piece holds. A piece is ``piece_bytes`` at most (or a page), and holds
+    whole slots or lies inside one."""
     piece = max(PAGE_BYTES, piece_bytes // PAGE_BYTES * PAGE_BYTES)
     begin, end = span[0] // PAGE_BYTES * PAGE_BYTES, -(-span[1] // PAGE_BYTES) * PAGE_BYTES
     if _LEAST_SPAN <= end - begin <= slot_bytes // 2:
@@ -69,7 +71,11 @@ class _Region:
         """``(address, bytes)`` of the first piece that is not locked."""
         step, piece = divmod(len(self.pieces), self.cut.pieces)
         begin = step * self.cut.step + self.cut.offset + piece * self.cut.piece
-        end = step * self.cut.step + self.cut.offset + min(self.cut.length, (piece + 1) * self.cut.piece)
+        end = (
+            step * self.cut.step
+            + self.cut.offset
+            + min(self.cut.length, (piece + 1) * self.cut.piece)
+        )
         return (self.base + begin, min(end, self.size) - begin) if begin < self.size else None
 
     def cuts(self, start: int, size: int) -> tuple[int, ...] | None:
@@ -84,16 +90,18 @@ class _Region:
 
 
 class Pinning:
-    """Which host memory is page-locked. :meth:`begin`, :meth:`look`, :meth:`hold`, :meth:`go_on`, :meth:`cuts` and
-    :meth:`end` are the worker's thread's.
+    """Which host memory is page-locked. :meth:`begin`, :meth:`look`, :meth:`hold`, :meth:`go_on`,
+    :meth:`cuts` and :meth:`end` are the worker's thread's.
 
-    Locking goes on in the background (a lane's thread) in pieces of 64 MiB at most, because a registration reads every
-    page table entry and holds the driver's and the process's memory locks meanwhile; after each the thread rests as
-    long as it took, so that others get those locks. When the driver refuses, what is locked stays so, the rest is
-    copied through a small buffer, and the log says so once.
+    Locking goes on in the background (a lane's thread) in pieces of 64 MiB at most, because a
+    registration reads every page table entry and holds the driver's and the process's memory locks
+    meanwhile; after each the thread rests as long as it took, so that others get those locks. When
+    the driver refuses, what is locked stays so, the rest is copied through a small buffer, and the
+    log says so once.
 
-    A registration from any thread may spoil a CUDA graph that is being captured. So nothing is locked from
-    :meth:`hold` to :meth:`go_on`, nor between two calls of :meth:`look` if the first finds a capture.
+    A registration from any thread may spoil a CUDA graph that is being captured. So nothing is
+    locked from :meth:`hold` to :meth:`go_on`, nor between two calls of :meth:`look` if the first
+    finds a capture.
     """
 
     def __init__(
@@ -106,8 +114,10 @@ class Pinning:
         capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
         rest: Callable[[float], object] = time.sleep,
     ) -> None:
-        """``runtime`` stands for ``torch.cuda.cudart()``; without ``device`` the calling thread's is taken.
-        ``capturing``: whether the calling thread captures a CUDA graph now. ``rest`` takes seconds."""
+        """``runtime`` stands for ``torch.cuda.cudart()``; without ``device`` the calling thread's
+        is taken.
+        ``capturing``: whether the calling thread captures a CUDA graph now. ``rest`` takes
+          seconds."""
         self._device = device
         self._runtime = torch.cuda.cudart() if runtime is None else runtime
         self._lane = Lane("pinning", 1, urgent_bound=1, bound=16) if lane is None else lane
@@ -116,16 +126,19 @@ class Pinning:
         self._regions: dict[int, _Region] = {}
         self._held = False
 
-    def begin(self, buffer: memoryview, slot_bytes: int, span: tuple[int, int] | None = None) -> None:
-        """Start to lock a mapping of whole slots, of each slot the bytes of ``span`` (all of it); :func:`cut_of` says
-        when more. It must not be unmapped before :meth:`end`."""
+    def begin(
+        self, buffer: memoryview, slot_bytes: int, span: tuple[int, int] | None = None
+    ) -> None:
+        """Start to lock a mapping of whole slots, of each slot the bytes of ``span`` (all of it);
+        :func:`cut_of` says when more. It must not be unmapped before :meth:`end`."""
         cut = cut_of(slot_bytes, span or (0, slot_bytes), self._piece_bytes)
         region = _Region(_address(buffer), buffer.nbytes, cut)
         self._regions[region.base] = region
         self._submit(region)
 
     def cuts(self, part: torch.Tensor) -> tuple[int, ...] | None:
-        """None unless all of a slot's part is locked. Else where in it two pieces meet: no DMA may cross that."""
+        """None unless all of a slot's part is locked. Else where in it two pieces meet: no DMA may
+        cross that."""
         start, size = part.data_ptr(), part.nbytes
         for one in self._regions.values():
             if one.base <= start < one.base + one.size:
@@ -155,7 +168,8 @@ class Pinning:
                 self._submit(region)
 
     def end(self, buffer: memoryview) -> None:
-        """Unlock a mapping; every copy from or to it must be done. Waits for the piece that is being locked."""
+        """Unlock a mapping; every copy from or to it must be done. Waits for the piece that is
+        being locked."""
         region = self._regions.pop(_address(buffer), None)
         if region is None:
             return
@@ -172,8 +186,9 @@ class Pinning:
         if not self._lane.submit(partial(self._lock_piece, region)) and not region.ended:
             logger.warning(
                 "page-locking of %d bytes stopped after %d pieces: its lane is full or closed",
-                region.size, len(region.pieces),
-            )  # fmt: skip
+                region.size,
+                len(region.pieces),
+            )
 
     def _lock_piece(self, region: _Region) -> None:
         """On the lane's thread, whose own last error is what the driver leaves after a refusal."""
@@ -189,10 +204,16 @@ class Pinning:
             took = time.perf_counter() - begun
             if refusal:
                 logger.warning(
-                    "cudaHostRegister refused %d bytes (error %d) after %d pieces of up to %d in a mapping of %d: "
-                    "copies of the other slots go through a buffer and are slower; see `ulimit -l` and free memory",
-                    piece[1], refusal, len(region.pieces), region.cut.piece, region.size,
-                )  # fmt: skip
+                    "cudaHostRegister refused %d bytes (error %d) after %d pieces of up to %d in a "
+                    "mapping of %d: "
+                    "copies of the other slots go through a buffer and are slower; see `ulimit -l` "
+                    "and free memory",
+                    piece[1],
+                    refusal,
+                    len(region.pieces),
+                    region.cut.piece,
+                    region.size,
+                )
                 return
             region.pieces.append(piece[0])
             more = region.next() is not None

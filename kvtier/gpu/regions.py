@@ -1,4 +1,5 @@
-"""An engine's KV tensors as regions: which rows there are, how they lie in memory, which can move together."""
+"""An engine's KV tensors as regions: which rows there are, how they lie in memory, which can move
+together."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from kvtier.core.errors import LayoutError
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """``rows`` is ``[num_blocks, row_bytes]`` uint8 with stride ``(pitch, 1)``, a view of the engine's memory.
+    """``rows`` is ``[num_blocks, row_bytes]`` uint8 with stride ``(pitch, 1)``, a view of the
+    engine's memory.
 
-    ``interior`` tells how a row is laid out: ``(extent, stride in bytes)`` an axis, in the engine's logical order.
+    ``interior`` tells how a row is laid out: ``(extent, stride in bytes)`` an axis, in the engine's
+      logical order.
     """
 
     layer: str
@@ -23,24 +26,30 @@ class Region:
 
 
 def regions_of(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> list[Region]:
-    """The engine's per-layer KV tensors as regions, in the mapping's order; layers that alias one tensor count once.
+    """The engine's per-layer KV tensors as regions, in the mapping's order; layers that alias one
+    tensor count once.
 
-    The block axis is axis 0 (``num_blocks`` or, where a block is several kernel blocks, a multiple) or axis 1 behind a
-    leading 2 (keys | values). The rest goes by strides: an axis outside the blocks (keys | values, heads before blocks)
-    gives a region an index; the others must fill a row without a hole, or LayoutError names the layer. Rows may lie
-    apart (padded pages, layers packed inside a block).
+    The block axis is axis 0 (``num_blocks`` or, where a block is several kernel blocks, a multiple)
+    or axis 1 behind a leading 2 (keys | values). The rest goes by strides: an axis outside the
+    blocks (keys | values, heads before blocks) gives a region an index; the others must fill a row
+    without a hole, or LayoutError names the layer. Rows may lie apart (padded pages, layers packed
+    inside a block).
     """
     found: dict[tuple[int, int, int], Region] = {}
     for layer, cache in kv_caches.items():
         for region in _layer_regions(layer, cache, num_blocks):
-            found.setdefault((region.rows.data_ptr(), region.rows.shape[1], region.rows.stride(0)), region)
+            found.setdefault(
+                (region.rows.data_ptr(), region.rows.shape[1], region.rows.stride(0)), region
+            )
     return list(found.values())
 
 
 def _layer_regions(layer: str, cache: torch.Tensor, num_blocks: int) -> Iterator[Region]:
     axis = _block_axis(layer, cache, num_blocks)
     item = cache.element_size()
-    axes = [(extent, stride * item) for extent, stride in zip(cache.shape, cache.stride(), strict=True)]
+    axes = [
+        (extent, stride * item) for extent, stride in zip(cache.shape, cache.stride(), strict=True)
+    ]
     extent, stride = axes.pop(axis)
     kernel_blocks = extent // num_blocks
     pitch = stride * kernel_blocks
@@ -60,11 +69,16 @@ def _layer_regions(layer: str, cache: torch.Tensor, num_blocks: int) -> Iterator
 
 def _block_axis(layer: str, cache: torch.Tensor, num_blocks: int) -> int:
     if not isinstance(cache, torch.Tensor):
-        raise LayoutError(f"KV cache of layer {layer} is a {type(cache).__name__}; expected one tensor (attention KV)")
+        raise LayoutError(
+            f"KV cache of layer {layer} is a {type(cache).__name__}; expected one tensor "
+            "(attention KV)"
+        )
     first_fits = cache.ndim > 1 and cache.shape[0] > 0 and cache.shape[0] % num_blocks == 0
     second_fits = cache.ndim > 2 and cache.shape[0] == 2 and cache.shape[1] % num_blocks == 0
     if first_fits and second_fits and num_blocks > 1 and cache.ndim > 4:
-        raise _unsupported(layer, cache, num_blocks, "two axes could be the blocks; give the engine more KV memory")
+        raise _unsupported(
+            layer, cache, num_blocks, "two axes could be the blocks; give the engine more KV memory"
+        )
     if not (first_fits or second_fits):
         raise _unsupported(layer, cache, num_blocks, "no axis counts the blocks")
     return 0 if first_fits else 1
@@ -82,12 +96,15 @@ def _dense_bytes(axes: Sequence[tuple[int, int]], item: int) -> int | None:
 
 def _unsupported(layer: str, cache: torch.Tensor, num_blocks: int, why: str) -> LayoutError:
     what = f"shape {tuple(cache.shape)} and stride {cache.stride()} for {num_blocks} blocks: {why}"
-    remedy = "kvtier needs one dense row a block; choose another attention backend or KV cache layout"
+    remedy = (
+        "kvtier needs one dense row a block; choose another attention backend or KV cache layout"
+    )
     return LayoutError(f"KV cache of layer {layer} has {what}. {remedy}")
 
 
 def merged(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """``[regions, num_blocks, row_bytes]`` views: one for each stretch of equal regions at one distance in memory."""
+    """``[regions, num_blocks, row_bytes]`` views: one for each stretch of equal regions at one
+    distance in memory."""
     groups: list[list[torch.Tensor]] = []
     for tensor in rows:
         if groups and _continues(groups[-1], tensor):
@@ -111,12 +128,18 @@ def _continues(group: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
 def _stacked(group: Sequence[torch.Tensor]) -> torch.Tensor:
     first = group[0]
     step = group[1].data_ptr() - first.data_ptr() if len(group) > 1 else 0
-    return first.as_strided((len(group), *first.shape), (step, *first.stride()), first.storage_offset())
+    return first.as_strided(
+        (len(group), *first.shape), (step, *first.stride()), first.storage_offset()
+    )
 
 
 def widest_word(groups: Sequence[torch.Tensor]) -> torch.dtype:
     """The widest integer all rows can be seen as: kernels move an element a thread."""
     for word, size in ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2)):
-        if all(not number % size for g in groups for number in (g.data_ptr(), g.shape[2], g.stride(0), g.stride(1))):
+        if all(
+            not number % size
+            for g in groups
+            for number in (g.data_ptr(), g.shape[2], g.stride(0), g.stride(1))
+        ):
             return word
     return torch.uint8

@@ -1,8 +1,10 @@
-"""Rows between staging memory and blocks: by one Triton kernel for many chunks, or by torch, chunk by chunk.
+"""Rows between staging memory and blocks: by one Triton kernel for many chunks, or by torch, chunk
+by chunk.
 
-The kernel (:mod:`kvtier.gpu.kernel`) is the way on CUDA devices. torch's ``index_select`` and ``index_copy_`` are the
-one fallback, where Triton cannot be imported or does not serve the device. It is right and slow to queue: a call for
-every chunk and group of regions, and torch cuts an ``index_copy_`` whose strides pass 32 bits into some 30 launches.
+The kernel (:mod:`kvtier.gpu.kernel`) is the way on CUDA devices. torch's ``index_select`` and
+``index_copy_`` are the one fallback, where Triton cannot be imported or does not serve the device.
+It is right and slow to queue: a call for every chunk and group of regions, and torch cuts an
+``index_copy_`` whose strides pass 32 bits into some 30 launches.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ class Batch:
 
 
 class Rows(Protocol):
-    """``table`` is int64 ``[3, rows]`` on the device: block id, address of byte 0 of the chunk's slot part as it is
-    staged (outside the place where it holds a later piece), and index of the block in its chunk."""
+    """``table`` is int64 ``[3, rows]`` on the device: block id, address of byte 0 of the chunk's
+    slot part as it is staged (outside the place where it holds a later piece), and index of the
+    block in its chunk."""
 
     launches: int
     """Kernels that were queued."""
@@ -67,8 +70,10 @@ def rows_of(groups: Sequence[torch.Tensor], blocks_per_chunk: int) -> Rows:
         except Exception as error:  # noqa: BLE001 no Triton, no compiler for its launcher, a device it does not know
             logger.warning(
                 "Triton serves no copies on %s (%s: %s): torch does, with many more launches",
-                groups[0].device, type(error).__name__, error,
-            )  # fmt: skip
+                groups[0].device,
+                type(error).__name__,
+                error,
+            )
     return TorchRows(groups, blocks_per_chunk)
 
 
@@ -87,8 +92,11 @@ class TorchRows:
         for paged, rows, ids in self._parts(batch, table):
             paged.index_copy_(1, ids, rows)
 
-    def _parts(self, batch: Batch, table: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """For each chunk and group: its regions of the piece, those rows as they are staged, and the block ids."""
+    def _parts(
+        self, batch: Batch, table: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """For each chunk and group: its regions of the piece, those rows as they are staged, and
+        the block ids."""
         parts, at = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]](), batch.start
         for place, first, count in batch.chunks:
             ids, begin, region = table[0, at : at + count], 0, 0
@@ -98,7 +106,9 @@ class TorchRows:
                 shape = paged.shape[0], self._blocks_per_chunk, paged.shape[2]
                 end = begin + shape[0] * shape[1] * shape[2]
                 if end > begin:
-                    parts.append((paged, place.words[begin:end].view(shape)[:, first : first + count], ids))
+                    parts.append(
+                        (paged, place.words[begin:end].view(shape)[:, first : first + count], ids)
+                    )
                 begin = end
             at += count
         self.launches += len(parts)

@@ -14,24 +14,27 @@ Job = tuple[torch.Tensor, int, Sequence[int]]
 
 
 def slot_tensor(view: memoryview) -> torch.Tensor:
-    """The slot's bytes as a uint8 tensor, zero copy; it keeps the mapping alive. Raises StateError if read-only."""
+    """The slot's bytes as a uint8 tensor, zero copy; it keeps the mapping alive. Raises StateError
+    if read-only."""
     if view.readonly:
         raise StateError("slot view is read-only; expected a writable view of the pool")
     return torch.frombuffer(view, dtype=torch.uint8)
 
 
 class Copy:
-    """A save or load that is through, as all are on a CPU device; keeps the slots' memory mapped."""
+    """A save or load that is through, as all are on a CPU device; keeps the slots' memory
+    mapped."""
 
     seconds: float | None = None
-    """How long the device took for a load, once it is done; None where it ran on the caller's own time."""
+    """How long the device took for a load, once it is done; None where it ran on the caller's own
+    time."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._parts = [part for part, _, _ in jobs]
 
     def done(self) -> bool:
-        """Whether every byte has arrived; never waits for the device. To be asked by the thread that began the copy.
-        Raises RuntimeError when the device failed."""
+        """Whether every byte has arrived; never waits for the device. To be asked by the thread
+        that began the copy. Raises RuntimeError when the device failed."""
         return True
 
     def wait(self) -> None:

@@ -1,22 +1,26 @@
-"""Copies between blocks in device memory and slots in host memory, on side streams, through staging memory.
+"""Copies between blocks in device memory and slots in host memory, on side streams, through staging
+memory.
 
-The blocks of some chunks are gathered by one launch (:mod:`kvtier.gpu.rows`) into staging memory on the device
-(:mod:`kvtier.gpu.staging`), which lies as a slot does, and moved by one DMA a chunk; loads go the other way. DMAs are
-not merged: a hit's slots are seldom neighbours, and a chunk is long enough for a DMA. Who waits for whom, always on the
-device, never the host:
+The blocks of some chunks are gathered by one launch (:mod:`kvtier.gpu.rows`) into staging memory on
+the device (:mod:`kvtier.gpu.staging`), which lies as a slot does, and moved by one DMA a chunk;
+loads go the other way. DMAs are not merged: a hit's slots are seldom neighbours, and a chunk is
+long enough for a DMA. Who waits for whom, always on the device, never the host:
 
-======================  =================================================  =========================================
-a save's gather         the engine's stream: the forward pass wrote it     the DMAs that empty its staging memory
-a save's DMAs           their gather
-the engine's stream     the gathers, so that it may overwrite the blocks   not the DMAs
-a load's DMAs           the scatter that empties their staging memory      not the engine's stream: it may run ahead
-a load's scatter        its DMAs; the engine's stream: blocks' last users  nothing that the engine queues later
-the engine's stream                                                        loads: it uses blocks of done ones only
-======================  =================================================  =========================================
+- A save's gather waits for the engine's stream, because the forward pass wrote the blocks, and for
+  the DMAs that empty its staging memory.
+- A save's DMAs wait for their gather.
+- The engine's stream waits for the gathers, so that it may overwrite the blocks. It does not wait
+  for the DMAs.
+- A load's DMAs wait for the scatter that empties their staging memory. They do not wait for the
+  engine's stream: they may run ahead of it.
+- A load's scatter waits for its DMAs, and for what the engine's stream did with the blocks last. It
+  does not wait for what the engine queues later.
+- The engine's stream does not wait for loads: it uses blocks of loads that are done.
 
-A slot that is not page-locked (yet) goes through one of two page-locked buffers; the host copies between buffer and
-slot, for a save when somebody asks :meth:`Copy.done`. Such copies are slower, and from the third of a call on the host
-waits for a buffer: for a save until the forward pass is through.
+A slot that is not page-locked (yet) goes through one of two page-locked buffers; the host copies
+between buffer and slot, for a save when somebody asks :meth:`Copy.done`. Such copies are slower,
+and from the third of a call on the host waits for a buffer: for a save until the forward pass is
+through.
 """
 
 from __future__ import annotations
@@ -37,16 +41,18 @@ from kvtier.gpu.streams import Event, Streams
 
 _BOUNCING = 2
 Cuts = Callable[[torch.Tensor], Sequence[int] | None]
-"""Where one DMA to or from (a piece of) a slot's part must end and another begin, because two registrations with the
-driver meet there; None where not all of it is page-locked."""
+"""Where one DMA to or from (a piece of) a slot's part must end and another begin, because two
+registrations with the driver meet there; None where not all of it is page-locked."""
 Moves = list[tuple[torch.Tensor, torch.Tensor]]
 """DMAs: to where, from where."""
 
 
 class StagedCopier:
-    """One thread. Raises LayoutError where staging memory does not fit what the device has room for.
+    """One thread. Raises LayoutError where staging memory does not fit what the device has room
+    for.
 
-    A step that saves more than its places hold makes the engine's stream wait for the DMAs of the rest.
+    A step that saves more than its places hold makes the engine's stream wait for the DMAs of the
+    rest.
     """
 
     def __init__(
@@ -60,18 +66,24 @@ class StagedCopier:
     ) -> None:
         word = widest_word(groups)
         self._device = groups[0].device
-        sizes = [blocks_per_chunk * group.shape[2] for group in groups for _ in range(group.shape[0])]
+        sizes = [
+            blocks_per_chunk * group.shape[2] for group in groups for _ in range(group.shape[0])
+        ]
         self.budget = budget(sizes, streams.room // sharers, streams.free)
         self.rows = make_rows([group.view(word) for group in groups], blocks_per_chunk)
         self._streams, self._locked = streams, locked
-        self._gathering, self._leaving, self._coming, self._scattering = (streams.side() for _ in range(4))
+        self._gathering, self._leaving, self._coming, self._scattering = (
+            streams.side() for _ in range(4)
+        )
         self._saving, self._loading = rings(self.budget, word, self._device)
         self._bounces = [_Bounce(streams, self.budget.place_bytes) for _ in range(_BOUNCING)]
         self._bouncing = cycle(self._bounces)
         for stream in (self._gathering, self._leaving, self._coming, self._scattering):
-            stream.wait_event(streams.record(streams.current()))  # the memory may just have been others'
+            stream.wait_event(
+                streams.record(streams.current())
+            )  # the memory may just have been others'
 
-    # ---- saves ---------------------------------------------------------------------------------------------------
+    # ---- saves -----------------------------------------------------------------------------------
 
     def save(self, jobs: Sequence[Job]) -> Copy:
         if not jobs:
@@ -86,7 +98,9 @@ class StagedCopier:
             end = self._streams.record(self._leaving)
             return StagedCopy(jobs, end, end, legs)
 
-    def _save_batch(self, batch: Batch, parts: Sequence[torch.Tensor], table: _Table) -> list[_LastLeg]:
+    def _save_batch(
+        self, batch: Batch, parts: Sequence[torch.Tensor], table: _Table
+    ) -> list[_LastLeg]:
         _refill(batch, self._gathering)
         self._streams.do(self._gathering, partial(_launch, self.rows.gather, batch, table))
         self._leaving.wait_event(self._streams.record(self._gathering))
@@ -106,7 +120,7 @@ class StagedCopier:
         _used(batch, self._streams.record(self._leaving))
         return legs
 
-    # ---- loads ---------------------------------------------------------------------------------------------------
+    # ---- loads -----------------------------------------------------------------------------------
 
     def load(self, jobs: Sequence[Job]) -> Copy:
         if not jobs:
@@ -138,28 +152,42 @@ class StagedCopier:
         self._streams.do(self._scattering, partial(_launch, self.rows.scatter, batch, table))
         _used(batch, self._streams.record(self._scattering))
 
-    # ---- steps ---------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
-    def _plan(self, jobs: Sequence[Job], ring: Ring) -> tuple[list[tuple[Batch, list[torch.Tensor]]], _Table]:
-        """What each launch moves, and between which parts of slots; and the table of all launches."""
+    def _plan(
+        self, jobs: Sequence[Job], ring: Ring
+    ) -> tuple[list[tuple[Batch, list[torch.Tensor]]], _Table]:
+        """What each launch moves, and between which parts of slots; and the table of all
+        launches."""
         counts = [len(blocks) for _, _, blocks in jobs]
         batches, bases, start = list[tuple[Batch, list[torch.Tensor]]](), list[int](), 0
         for number, piece in enumerate(self.budget.pieces):
             for at in range(0, len(jobs), ring.batch):
                 some = jobs[at : at + ring.batch]
                 places = ring.take(len(some))
-                chunks = [(place, first, len(blocks)) for place, (_, first, blocks) in zip(places, some, strict=True)]
-                batches.append((Batch(number, piece, start, chunks), [self._part(part, piece) for part, _, _ in some]))
+                chunks = [
+                    (place, first, len(blocks))
+                    for place, (_, first, blocks) in zip(places, some, strict=True)
+                ]
+                batches.append(
+                    (
+                        Batch(number, piece, start, chunks),
+                        [self._part(part, piece) for part, _, _ in some],
+                    )
+                )
                 bases += [place.address - piece.start for place in places]
                 start += sum(counts[at : at + ring.batch])
         return batches, _Table(jobs, counts, bases, self._device)
 
     def _part(self, part: torch.Tensor, piece: Piece) -> torch.Tensor:
-        return part if len(self.budget.pieces) == 1 else part[piece.start : piece.start + piece.size]
+        return (
+            part if len(self.budget.pieces) == 1 else part[piece.start : piece.start + piece.size]
+        )
 
     @contextlib.contextmanager
     def _nothing_left(self) -> Iterator[None]:
-        """A call that fails half-way waits for what it has queued: its slots and blocks may then be others' at once."""
+        """A call that fails half-way waits for what it has queued: its slots and blocks may then be
+        others' at once."""
         try:
             yield
         except BaseException:
@@ -173,7 +201,9 @@ class StagedCopier:
 class StagedCopy(Copy):
     """A save or load under way."""
 
-    def __init__(self, jobs: Sequence[Job], start: Event, end: Event, legs: Sequence[_LastLeg]) -> None:
+    def __init__(
+        self, jobs: Sequence[Job], start: Event, end: Event, legs: Sequence[_LastLeg]
+    ) -> None:
         super().__init__(jobs)
         self._start, self._end, self._legs = start, end, legs
 
@@ -191,10 +221,13 @@ class StagedCopy(Copy):
 
 
 class _Table:
-    """The rows of a call's launches, as :class:`kvtier.gpu.rows.Rows` takes them. They go to the device together, from
-    page-locked memory so that the host does not wait, on the stream that asks first: no other may ask."""
+    """The rows of a call's launches, as :class:`kvtier.gpu.rows.Rows` takes them. They go to the
+    device together, from page-locked memory so that the host does not wait, on the stream that asks
+    first: no other may ask."""
 
-    def __init__(self, jobs: Sequence[Job], counts: Sequence[int], bases: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, jobs: Sequence[Job], counts: Sequence[int], bases: Sequence[int], device: torch.device
+    ) -> None:
         pieces = len(bases) // len(jobs)
         total, each = sum(counts), np.array(counts)
         rows = np.empty((3, pieces, total), dtype=np.int64)
@@ -209,13 +242,15 @@ class _Table:
     def on_device(self) -> torch.Tensor:
         if self._made is None:
             cuda = self._device.type == "cuda"
-            self._made = self._rows.pin_memory().to(self._device, non_blocking=True) if cuda else self._rows
+            self._made = (
+                self._rows.pin_memory().to(self._device, non_blocking=True) if cuda else self._rows
+            )
         return self._made
 
 
 class _Bounce:
-    """One place's bytes in page-locked host memory, made when first needed; ``user`` waits until its last
-    user is through."""
+    """One place's bytes in page-locked host memory, made when first needed; ``user`` waits until
+    its last user is through."""
 
     def __init__(self, streams: Streams, size: int) -> None:
         self._streams, self._size = streams, size
@@ -236,8 +271,9 @@ class _Bounce:
 
 
 class _LastLeg:
-    """The end of a save whose slot is not page-locked: from the buffer to the slot, by the host, when the DMA is
-    through. Runs once, by whoever comes first: the copy's owner, or the buffer's next user."""
+    """The end of a save whose slot is not page-locked: from the buffer to the slot, by the host,
+    when the DMA is through. Runs once, by whoever comes first: the copy's owner, or the buffer's
+    next user."""
 
     def __init__(self, part: torch.Tensor, buffer: torch.Tensor, arrived: Event) -> None:
         self._way: tuple[torch.Tensor, torch.Tensor] | None = part, buffer
@@ -273,7 +309,8 @@ def _cut(target: torch.Tensor, source: torch.Tensor, cuts: Sequence[int]) -> Mov
 
 
 def _launch(move: Callable[[Batch, torch.Tensor], None], batch: Batch, table: _Table) -> None:
-    """In inference mode, as all work here: an engine may have made its tensors in it, and such change in it only."""
+    """In inference mode, as all work here: an engine may have made its tensors in it, and such
+    change in it only."""
     with torch.inference_mode():
         move(batch, table.on_device)
 

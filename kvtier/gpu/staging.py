@@ -1,14 +1,18 @@
-"""Staging memory on the device: how much of it there is, how a chunk fits into it, and whose turn it is.
+"""Staging memory on the device: how much of it there is, how a chunk fits into it, and whose turn
+it is.
 
-All staging memory of an engine is one allocation that is made once, at registration, of no more bytes than
-:attr:`Streams.room` allows (on CUDA an eighth of what is free then, 512 MiB at most). It is cut into equal *places*:
+All staging memory of an engine is one allocation that is made once, at registration, of no more
+bytes than :attr:`Streams.room` allows (on CUDA an eighth of what is free then, 512 MiB at most). It
+is cut into equal *places*:
 
-- A place holds one chunk where four chunks fit. With less room it holds a *piece* of a chunk: whole regions (layers),
-  which lie together in a slot. The least that serves is two places of the largest region: 1 MiB each for a layer of 8
-  KV heads of 128 in bf16 and chunks of 256 tokens. An engine with less room is refused, with the numbers.
+- A place holds one chunk where four chunks fit. With less room it holds a *piece* of a chunk: whole
+  regions (layers), which lie together in a slot. The least that serves is two places of the largest
+  region: 1 MiB each for a layer of 8 KV heads of 128 in bf16 and chunks of 256 tokens. An engine
+  with less room is refused, with the numbers.
 - Half of the places are for loads, 8 at most. The others are for saves, 64 at most.
-- Half of a direction's places go through one launch, so that the next half can come or leave meanwhile. A load of 128
-  chunks (32k tokens) takes 64 launches or fewer where six chunks fit, and 32 where sixteen do.
+- Half of a direction's places go through one launch, so that the next half can come or leave
+  meanwhile. A load of 128 chunks (32k tokens) takes 64 launches or fewer where six chunks fit, and
+  32 where sixteen do.
 - Beside it lie block ids, 24 bytes a block and piece of a call under way, and 32 bytes a region.
 """
 
@@ -28,7 +32,8 @@ _FEWEST_PLACES = 4
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Regions ``first`` to ``end`` of a chunk: ``size`` bytes from byte ``start`` of a rank's part of a slot on."""
+    """Regions ``first`` to ``end`` of a chunk: ``size`` bytes from byte ``start`` of a rank's part
+    of a slot on."""
 
     first: int
     end: int
@@ -61,11 +66,13 @@ def a_batch(places: int) -> int:
 
 
 def budget(region_bytes: Sequence[int], room: int, free: int) -> Budget:
-    """``region_bytes``: what a chunk takes in each region. Raises LayoutError where nothing fits ``room`` bytes."""
+    """``region_bytes``: what a chunk takes in each region. Raises LayoutError where nothing fits
+    ``room`` bytes."""
     largest = max(region_bytes)
     if 2 * largest > room:
         raise LayoutError(
-            f"copies need {2 * largest} bytes of device memory (one layer of a chunk for saves, one for loads); "
+            f"copies need {2 * largest} bytes of device memory (one layer of a chunk for saves, "
+            "one for loads); "
             f"{room} of the {free} free bytes may be taken. Leave the device more free memory "
             "(--gpu-memory-utilization), or make chunks shorter (chunk_tokens)"
         )
@@ -78,7 +85,8 @@ def budget(region_bytes: Sequence[int], room: int, free: int) -> Budget:
 
 
 def _even(region_bytes: Sequence[int], most: int) -> tuple[Piece, ...]:
-    """As few pieces of ``most`` bytes as it takes, the longest as short as that allows (in steps of a region)."""
+    """As few pieces of ``most`` bytes as it takes, the longest as short as that allows (in steps of
+    a region)."""
     fewest, largest = len(list(_pieces(region_bytes, most))), max(region_bytes)
     for limit in range(max(largest, -(-sum(region_bytes) // fewest)), most, largest):
         pieces = tuple(_pieces(region_bytes, limit))

@@ -1,8 +1,9 @@
-"""What staged copies ask of a device: streams that run their work in order, and events that mark a place in one.
+"""What staged copies ask of a device: streams that run their work in order, and events that mark a
+place in one.
 
-The names are torch's own, and :class:`CudaStreams` is little more than ``torch.cuda``. Copies are written against the
-protocols, so that tests can run them on CPU tensors with streams which hold work back and let it go in any order that
-a device may choose.
+The names are torch's own, and :class:`CudaStreams` is little more than ``torch.cuda``. Copies are
+written against the protocols, so that tests can run them on CPU tensors with streams which hold
+work back and let it go in any order that a device may choose.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ _MOST_STAGING, _STAGING_PART = 512 << 20, 8
 
 
 class Event(Protocol):
-    """A place in a stream. CUDA's errors are sticky: once one happened every call raises, also the engine's own."""
+    """A place in a stream. CUDA's errors are sticky: once one happened every call raises, also the
+    engine's own."""
 
     def query(self) -> bool:
-        """Whether all before it has run; never blocks. Raises RuntimeError when some of it failed."""
+        """Whether all before it has run; never blocks. Raises RuntimeError when some of it
+        failed."""
         ...
 
     def synchronize(self) -> None:
@@ -27,7 +30,8 @@ class Event(Protocol):
         ...
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this to a later event, when both have happened and were recorded with ``timing``."""
+        """Milliseconds from this to a later event, when both have happened and were recorded with
+        ``timing``."""
         ...
 
 
@@ -67,7 +71,8 @@ class Streams(Protocol):
         ...
 
     def host_buffer(self, size: int) -> torch.Tensor:
-        """``size`` bytes of host memory that the device copies to and from without the host's help."""
+        """``size`` bytes of host memory that the device copies to and from without the host's
+        help."""
         ...
 
 
@@ -79,8 +84,8 @@ class CudaStreams:
 
     @property
     def room(self) -> int:
-        """Out of what the engine left free for its own peaks: an eighth of that, and 512 MiB at most. Whole 2 MiB, as
-        torch takes them from the driver."""
+        """Out of what the engine left free for its own peaks: an eighth of that, and 512 MiB at
+        most. Whole 2 MiB, as torch takes them from the driver."""
         return min(_MOST_STAGING, self.free // _STAGING_PART) >> 21 << 21
 
     @property

@@ -13,10 +13,12 @@ from kvtier.core.lookup import LookupResult
 
 _LEAST_ODDS = 0.02
 _SAFETY = 0.9
-"""Waiting must cost less than this part of what it saves: at the break-even point nothing is gained by either."""
+"""Waiting must cost less than this part of what it saves: at the break-even point nothing is gained
+by either."""
 _PATIENCE, _LEAST_PATIENCE = 3.0, 1 / 8
-"""A load is given up after this multiple of what was forecast, and no sooner than this part of what it saves: the first
-reads of a tier open connections and touch memory, and to lose seconds of compute over milliseconds is no bargain."""
+"""A load is given up after this multiple of what was forecast, and no sooner than this part of what
+it saves: the first reads of a tier open connections and touch memory, and to lose seconds of
+compute over milliseconds is no bargain."""
 
 
 class Choice(NamedTuple):
@@ -33,13 +35,14 @@ class Choice(NamedTuple):
 def choose(result: LookupResult, rest: int, saved: Callable[[int], float | None]) -> Choice:
     """The part of a run of ``rest`` chunks that is soonest served.
 
-    ``saved(chunks)``: seconds of compute, less those of the copy, that so many leading chunks save; None: unknown,
-    and then all is taken. Only ends of the outlook's steps are looked at: between them waiting grows evenly while what
-    a chunk saves grows with its depth, so the difference has its maximum at an end.
+    ``saved(chunks)``: seconds of compute, less those of the copy, that so many leading chunks save;
+    None: unknown, and then all is taken. Only ends of the outlook's steps are looked at: between
+    them waiting grows evenly while what a chunk saves grows with its depth, so the difference has
+    its maximum at an end.
 
-    The deadline is a multiple of the forecast, at least an eighth and never more than what computing would have cost:
-    waiting in vain at most doubles the time to the first token, once (the competitive ratio 2 of ski rental, Karlin et
-    al. 1988).
+    The deadline is a multiple of the forecast, at least an eighth and never more than what
+    computing would have cost: waiting in vain at most doubles the time to the first token, once
+    (the competitive ratio 2 of ski rental, Karlin et al. 1988).
     """
     ready = result.ready
     best, worth, wait = ready, saved(ready), 0.0
@@ -61,7 +64,9 @@ def choose(result: LookupResult, rest: int, saved: Callable[[int], float | None]
     return Choice(best, ask, max(0.0, min(patience, most)))
 
 
-def _worth_asking(result: LookupResult, chunks: int, rest: int, saved: Callable[[int], float | None]) -> bool:
+def _worth_asking(
+    result: LookupResult, chunks: int, rest: int, saved: Callable[[int], float | None]
+) -> bool:
     """Is what a shared tier may have worth the answer that it has nothing?"""
     asking = result.asking
     if asking is None:

@@ -1,4 +1,5 @@
-"""LoadPolicy: what of a hit the engine takes, by what loading and computing it are forecast to take. Memory only."""
+"""LoadPolicy: what of a hit the engine takes, by what loading and computing it are forecast to
+take. Memory only."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from kvtier.load_policy.latency import Average
 from kvtier.load_policy.prefill import Prefill, StepClock
 
 _COPY_KNOWN_S = 10.0
-"""What was measured of copies holds for so long; then they are free until the next is measured, so that hits which
-were declined because of them are tried again."""
+"""What was measured of copies holds for so long; then they are free until the next is measured, so
+that hits which were declined because of them are tried again."""
 
 
 class LoadPolicy:
@@ -23,8 +24,8 @@ class LoadPolicy:
         timeout_s: longest a load may be waited for, whatever the forecast.
         always: take every hit whole; for comparison.
         prefill: what is known of the engine's speed at the start.
-        slice_s: where workers copy by themselves, the longest that copies make a step longer: these seconds, or this
-            part of the step. None: a device copies beside the steps.
+        slice_s: where workers copy by themselves, the longest that copies make a step longer: these
+            seconds, or this part of the step. None: a device copies beside the steps.
         clock: monotonic seconds.
     """
 
@@ -51,15 +52,24 @@ class LoadPolicy:
         """Tokens of loads that have begun and not ended."""
 
     def choose(
-        self, result: LookupResult, rest: int, begin: int, end: Callable[[int], int], *, busy: bool = False
+        self,
+        result: LookupResult,
+        rest: int,
+        begin: int,
+        end: Callable[[int], int],
+        *,
+        busy: bool = False,
     ) -> Choice:
-        """What to take of a run of ``rest`` chunks for a request that has ``begin`` tokens. ``end(n)``: how many it
-        has with ``n`` leading chunks of the run loaded. ``busy``: the engine computes for other requests."""
+        """What to take of a run of ``rest`` chunks for a request that has ``begin`` tokens.
+        ``end(n)``: how many it has with ``n`` leading chunks of the run loaded. ``busy``: the
+        engine computes for other requests."""
 
         def saved(chunks: int) -> float | None:
             tokens = max(0, end(chunks) - begin)
             compute = self._prefill.seconds(tokens, begin)
-            return compute if compute is None or not tokens else compute - self._load_s(tokens, busy)
+            return (
+                compute if compute is None or not tokens else compute - self._load_s(tokens, busy)
+            )
 
         if self._always:
             choice = Choice(result.known, result.asking is not None, math.inf)
@@ -68,8 +78,9 @@ class LoadPolicy:
         return choice._replace(within_s=min(choice.within_s, self._timeout_s))
 
     def _load_s(self, tokens: int, busy: bool) -> float:
-        """From the grant until the request can go on: the copies before it and its own; in a busy engine also the rest
-        of the step in which it was granted, and as many steps as its copies are spread over."""
+        """From the grant until the request can go on: the copies before it and its own; in a busy
+        engine also the rest of the step in which it was granted, and as many steps as its copies
+        are spread over."""
         copied = self._copy.at + _COPY_KNOWN_S > self.clock()
         copy_s = (tokens + self._queued) * (self._copy.value or 0.0) if copied else 0.0
         step_s = self._step_s.value or 0.0
@@ -80,10 +91,11 @@ class LoadPolicy:
         least, part = self._slice_s
         return step_s * (1 + copy_s / max(least, part * step_s))
 
-    # ---- learning ------------------------------------------------------------------------------------------------
+    # ---- learning --------------------------------------------------------------------------------
 
     def planned(self, work: Sequence[tuple[int, int]]) -> int:
-        """A step was planned that computes ``(tokens, tokens there before)`` of each request; its number."""
+        """A step was planned that computes ``(tokens, tokens there before)`` of each request; its
+        number."""
         return self._steps.plan(self.clock(), work)
 
     def load_began(self, tokens: int) -> None:
@@ -95,8 +107,8 @@ class LoadPolicy:
         self._queued -= tokens
 
     def ended(self, step: int, loaded: float, load_s: float, elsewhere: float) -> None:
-        """A step's report came: ``loaded`` tokens were copied in ``load_s``; ``elsewhere``: seconds that went into
-        saves."""
+        """A step's report came: ``loaded`` tokens were copied in ``load_s``; ``elsewhere``: seconds
+        that went into saves."""
         now = self.clock()
         if loaded:
             self._copy.add(load_s / loaded, now)

@@ -1,8 +1,8 @@
-"""How long one tier takes: its reads, its queue, and when to try it again. Pure: every time comes from the caller, in
-monotonic seconds; no clock, lock or I/O.
+"""How long one tier takes: its reads, its queue, and when to try it again. Pure: every time comes
+from the caller, in monotonic seconds; no clock, lock or I/O.
 
-What is learned is forgotten with time, so that a tier that changes is believed to have changed. Owners guard these
-objects with their own lock.
+What is learned is forgotten with time, so that a tier that changes is believed to have changed.
+Owners guard these objects with their own lock.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ _FORGET_S = 2.0
 """After this time without a sample the next one has 63 % of the say."""
 _LEAST_SAY = 1 / 8
 _PROBE_S, _PROBE_READS, _LONGEST_PROBE_S = 2.0, 4.0, 30.0
-"""Pause between trial reads of a tier that is declined: this, and this many reads of it; at most so long."""
+"""Pause between trial reads of a tier that is declined: this, and this many reads of it; at most so
+long."""
 
 
 class Average:
     """Exponentially weighted moving average (Roberts 1959) of samples that come at irregular times.
 
-    A sample's weight grows with the time since the last one (the "last point" scheme of Zumbach and Müller, *Operators
-    on inhomogeneous time series*, 2001), from 1/8 in a burst to nearly 1 after a long silence.
+    A sample's weight grows with the time since the last one (the "last point" scheme of Zumbach and
+    Müller, *Operators on inhomogeneous time series*, 2001), from 1/8 in a burst to nearly 1 after a
+    long silence.
     """
 
     __slots__ = ("at", "value")
@@ -46,8 +48,8 @@ class Average:
 class Pace:
     """One tier's lane: what its threads do now, what waits for them, how long one chunk takes.
 
-    All chunks of a Store are equally large, so latency and bandwidth need not be told apart: seconds a chunk, measured
-    with as many reads beside it as there usually are.
+    All chunks of a Store are equally large, so latency and bandwidth need not be told apart:
+    seconds a chunk, measured with as many reads beside it as there usually are.
     """
 
     def __init__(self, threads: int) -> None:
@@ -83,16 +85,19 @@ class Pace:
             self._writes.add(seconds, now)
 
     def asked(self, call: int, now: float, found: float) -> None:
-        """A find ended; ``found``: which part of the run is held. It is no slower than a read, or shows that."""
+        """A find ended; ``found``: which part of the run is held. It is no slower than a read, or
+        shows that."""
         self._took(now - self._begun.pop(call), now, whole=False)
         self.odds += _LEAST_SAY * (found - self.odds)
 
     def wait(self, reads: int, now: float) -> float | None:
-        """Seconds until ``reads`` more reads have ended, behind all that is queued and under way; None: unknown.
+        """Seconds until ``reads`` more reads have ended, behind all that is queued and under way;
+        None: unknown.
 
-        A fluid queue of equal threads: each takes work from when it is free, and all end together. A call that is
-        overdue is expected to last as long again as it has lasted (Lindy's law), so a tier that stalls is believed
-        slow before the first call fails.
+        A fluid queue of equal threads: each takes work from when it is free, and all end together.
+            A call that is
+        overdue is expected to last as long again as it has lasted (Lindy's law), so a tier that
+        stalls is believed slow before the first call fails.
         """
         ages = [max(0.0, now - at) for at in self._begun.values()]
         one = self.chunk_s

@@ -1,5 +1,5 @@
-"""How long the engine takes to compute tokens, learned from its steps. Pure: every time comes from the caller, in
-monotonic seconds; no clock, lock or I/O.
+"""How long the engine takes to compute tokens, learned from its steps. Pure: every time comes from
+the caller, in monotonic seconds; no clock, lock or I/O.
 
 What is learned is forgotten with work, so that an engine that changes is believed to have changed.
 """
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from kvtier.load_policy.latency import Average
 
 _LEAST_TOKENS = 128
-"""Of a step beyond one a request, to learn prefill from it; with fewer, what each step costs anyway hides it."""
+"""Of a step beyond one a request, to learn prefill from it; with fewer, what each step costs anyway
+hides it."""
 _HALF_TOKENS = 32_768
 """Half of what is known of prefill comes from this many tokens."""
 _DEPTHS_APART = 256.0
@@ -20,17 +21,20 @@ _DEPTHS_APART = 256.0
 
 
 class Prefill:
-    """Seconds to compute ``n`` tokens behind ``c`` that are there: ``n * a + (n * c + n * n / 2) * d``.
+    """Seconds to compute ``n`` tokens behind ``c`` that are there: ``n * a + (n * c + n * n / 2) *
+    d``.
 
-    ``a`` is the weights' share of a token, ``d`` causal attention's for each token it looks back at. Both come from a
-    weighted least squares line, seconds a token over mean depth, whose past fades with the tokens computed since
-    (recursive least squares with exponential forgetting; Haykin, *Adaptive Filter Theory*, chapter 10, in its sums
-    form). Weights are squares of tokens: what a step costs whatever it computes is an error of constant size. ``d`` is
-    drawn to its first value (ridge) as long as all steps are equally deep, and neither is ever negative.
+    ``a`` is the weights' share of a token, ``d`` causal attention's for each token it looks back
+    at. Both come from a weighted least squares line, seconds a token over mean depth, whose past
+    fades with the tokens computed since (recursive least squares with exponential forgetting;
+    Haykin, *Adaptive Filter Theory*, chapter 10, in its sums form). Weights are squares of tokens:
+    what a step costs whatever it computes is an error of constant size. ``d`` is drawn to its first
+    value (ridge) as long as all steps are equally deep, and neither is ever negative.
     """
 
     def __init__(self, per_token: float | None = None, per_depth: float = 0.0) -> None:
-        """``per_token`` and ``per_depth``: an estimate to start from, see :meth:`guess`; None: unknown."""
+        """``per_token`` and ``per_depth``: an estimate to start from, see :meth:`guess`; None:
+        unknown."""
         self._first_depth = per_depth
         self._sums = [0.0] * 5
         self._line: tuple[float, float] | None = None
@@ -38,7 +42,8 @@ class Prefill:
             self.guess(per_token)
 
     def guess(self, per_token: float) -> None:
-        """Seconds a token, worth a step of 128 tokens; where something is known already, no effect."""
+        """Seconds a token, worth a step of 128 tokens; where something is known already, no
+        effect."""
         if self._line is None and 0 < per_token < math.inf:
             weight = float(_LEAST_TOKENS**2)
             self._sums = [weight, 0.0, weight * per_token, 0.0, 0.0]
@@ -52,13 +57,16 @@ class Prefill:
         return tokens * flat + (tokens * cached + tokens * tokens / 2) * slope
 
     def learn(self, tokens: int, looks: float, seconds: float) -> None:
-        """A step computed ``tokens`` tokens, which looked back at ``looks`` tokens in all, in ``seconds``."""
+        """A step computed ``tokens`` tokens, which looked back at ``looks`` tokens in all, in
+        ``seconds``."""
         if tokens < 1 or not 0 < seconds < math.inf:
             return
         weight, depth, each = float(tokens) ** 2, looks / tokens, seconds / tokens
         fade = 0.5 ** (tokens / _HALF_TOKENS)
         sample = (1.0, depth, each, depth * depth, depth * each)
-        self._sums = [old * fade + weight * new for old, new in zip(self._sums, sample, strict=True)]
+        self._sums = [
+            old * fade + weight * new for old, new in zip(self._sums, sample, strict=True)
+        ]
         total, *rest = self._sums
         x, y, xx, xy = (one / total for one in rest)
         ridge = _DEPTHS_APART**2
@@ -67,12 +75,13 @@ class Prefill:
 
 
 class StepClock:
-    """How long the engine was busy with a step: from when it was planned, or the step before had ended if that is
-    later, until its output was seen by the scheduler.
+    """How long the engine was busy with a step: from when it was planned, or the step before had
+    ended if that is later, until its output was seen by the scheduler.
 
-    That is a first-come-first-served server's service time, so neither idle time nor steps planned ahead (asynchronous
-    scheduling, pipeline stages) count; and it needs no clock of the device, whose work is asynchronous to the worker's
-    calls. It holds what a prompt really waits for: the forward pass, sampling, messages and scheduling.
+    That is a first-come-first-served server's service time, so neither idle time nor steps planned
+    ahead (asynchronous scheduling, pipeline stages) count; and it needs no clock of the device,
+    whose work is asynchronous to the worker's calls. It holds what a prompt really waits for: the
+    forward pass, sampling, messages and scheduling.
     """
 
     def __init__(self, prefill: Prefill) -> None:
@@ -93,9 +102,10 @@ class StepClock:
         return self.number
 
     def end(self, number: int, now: float, elsewhere: float) -> float | None:
-        """The step's output was seen; ``elsewhere``: seconds of it that went into copies, which would not be there
-        without them. A step whose output was never seen spoils the next one, which is left out. Returns how long the
-        engine was busy with it; None when it computed nothing, or nobody knows."""
+        """The step's output was seen; ``elsewhere``: seconds of it that went into copies, which
+        would not be there without them. A step whose output was never seen spoils the next one,
+        which is left out. Returns how long the engine was busy with it; None when it computed
+        nothing, or nobody knows."""
         step = self._planned.pop(number, None)
         in_turn, since = number == self._seen + 1, self._seen_at
         self._seen, self._seen_at = number, now
@@ -107,7 +117,9 @@ class StepClock:
         seconds = now - max(planned_at, since) - elsewhere
         if tokens - requests >= _LEAST_TOKENS:
             if self._warm:
-                self._prefill.learn(tokens, looks, seconds - min(self._small.value or 0.0, seconds / 2))
+                self._prefill.learn(
+                    tokens, looks, seconds - min(self._small.value or 0.0, seconds / 2)
+                )
             else:  # an engine's first prefill loads what the others find loaded: a hint, no measure
                 self._prefill.guess(seconds / tokens)
             self._warm = True

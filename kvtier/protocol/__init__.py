@@ -1,1 +1,2 @@
-"""What crosses a socket between engines and a kvtier server, as bytes and rules. No sockets here."""
+"""What crosses a socket between engines and a kvtier server, as bytes and rules. No sockets
+here."""

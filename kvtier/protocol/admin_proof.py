@@ -1,7 +1,9 @@
-"""Requests to the admin surface whose token never crosses, and answers that show who gave them. Pure.
+"""Requests to the admin surface whose token never crosses, and answers that show who gave them.
+Pure.
 
-A port of loopback is anybody's who takes it first, so ``kvtier clear`` must not show its token to whoever is there. It
-sends a MAC over the request instead, and believes only an answer with a MAC over the answer. Both need the token.
+A port of loopback is anybody's who takes it first, so ``kvtier clear`` must not show its token to
+whoever is there. It sends a MAC over the request instead, and believes only an answer with a MAC
+over the answer. Both need the token.
 
 A request holds for a minute and once: :class:`Seen` remembers what was served.
 """
@@ -30,7 +32,8 @@ class Seen:
         self._served: OrderedDict[str, int] = OrderedDict()
 
     def first(self, credentials: str, now: float) -> bool:
-        """Whether this is the first time. False too when more requests came in a minute than can be remembered."""
+        """Whether this is the first time. False too when more requests came in a minute than can be
+        remembered."""
         while self._served and next(iter(self._served.values())) < now - 2 * VALID_S:
             self._served.popitem(last=False)
         if credentials in self._served or len(self._served) >= self._most:
@@ -47,8 +50,8 @@ def signed(token: bytes, method: str, path: str, body: bytes, now: float) -> str
 
 
 def body_digest(token: bytes, header: str, method: str, path: str, now: float) -> str | None:
-    """The SHA-256 that the body of this request must have; None when its sender does not know the token, or sent it
-    more than a minute ago."""
+    """The SHA-256 that the body of this request must have; None when its sender does not know the
+    token, or sent it more than a minute ago."""
     found = _FORM.fullmatch(header)
     if found is None or abs(now - int(found[1])) > VALID_S:
         return None
@@ -58,13 +61,16 @@ def body_digest(token: bytes, header: str, method: str, path: str, now: float) -
 
 
 def answered(token: bytes, header: str, status: int, body: bytes) -> str:
-    """What the answer to the request with this Authorization header must carry in :data:`ANSWER_HEADER`."""
+    """What the answer to the request with this Authorization header must carry in
+    :data:`ANSWER_HEADER`."""
     return _mac(token, "answer", header, str(status), hashlib.sha256(body).hexdigest())
 
 
 def is_answer(token: bytes, header: str, status: int, body: bytes, proof: str) -> bool:
     """Whether this answer is from somebody who knows the token, and to this request."""
-    return hmac.compare_digest(answered(token, header, status, body).encode(), proof.encode(errors="replace"))
+    return hmac.compare_digest(
+        answered(token, header, status, body).encode(), proof.encode(errors="replace")
+    )
 
 
 def _mac(token: bytes, *parts: str) -> str:

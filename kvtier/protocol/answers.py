@@ -1,9 +1,9 @@
 """What a server of ours can have answered, and nothing else. Pure.
 
-An engine goes by these numbers when it copies: a slot or a place that is not there would be an error in its
-scheduler, or another chunk's bytes. :mod:`kvtier.protocol.wire` has looked at each field by itself, here they are
-compared with the question. Every function raises :class:`~kvtier.protocol.wire.WireError`; the connection is of no use
-then.
+An engine goes by these numbers when it copies: a slot or a place that is not there would be an
+error in its scheduler, or another chunk's bytes. :mod:`kvtier.protocol.wire` has looked at each
+field by itself, here they are compared with the question. Every function raises
+:class:`~kvtier.protocol.wire.WireError`; the connection is of no use then.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def check_slots(slots: wire.Slots, chunks: int, pool_slots: int) -> None:
 
 
 def check_claim(claim: wire.Claim, chunks: int, pool_slots: int, places: int) -> None:
-    """``chunks``: how many of the lease the engine has not been told of; ``places``: how many the Welcome named."""
+    """``chunks``: how many of the lease the engine has not been told of; ``places``: how many the
+    Welcome named."""
     if len(claim.sources) != len(claim.slots):
         raise wire.WireError(f"{len(claim.sources)} sources of {len(claim.slots)} chunks")
     if len(claim.slots) + claim.coming > chunks:

@@ -1,19 +1,23 @@
-"""Messages between engines and a kvtier server, and their bytes. Sans-I/O: no sockets, loop, clock or lock here.
+"""Messages between engines and a kvtier server, and their bytes. Sans-I/O: no sockets, loop, clock
+or lock here.
 
-A frame is a 4-byte little-endian length, then one msgpack array ``[tag, field, ...]`` (no pickle, no names). Lengths
-are checked before anything is allocated, fields by msgspec while decoding, and what is not exactly a known message is
-a :class:`WireError`, which ends the connection.
+A frame is a 4-byte little-endian length, then one msgpack array ``[tag, field, ...]`` (no pickle,
+no names). Lengths are checked before anything is allocated, fields by msgspec while decoding, and
+what is not exactly a known message is a :class:`WireError`, which ends the connection.
 
-A connection begins with a greeting: ``Challenge`` (server), ``Hello`` (client), ``Welcome`` or ``Refused`` (server).
+A connection begins with a greeting: ``Challenge`` (server), ``Hello`` (client), ``Welcome`` or
+    ``Refused`` (server).
 Then, by the ``mode`` of the Hello:
 
-- ``attach`` (Unix socket, same host): the Store's verbs. The Welcome carries two descriptors, the pool's memory and
-  the witness (see :mod:`kvtier.server.server`); KV bytes never cross the socket.
-- ``stream`` (TCP, another host): a tier's verbs, one question at a time. The bytes of a chunk follow ``Go`` (from the
-  client) or ``Chunk`` (from the server) outside of any frame, and then a ``Seal`` with their checksum.
+- ``attach`` (Unix socket, same host): the Store's verbs. The Welcome carries two descriptors, the
+  pool's memory and the witness (see :mod:`kvtier.server.server`); KV bytes never cross the socket.
+- ``stream`` (TCP, another host): a tier's verbs, one question at a time. The bytes of a chunk
+  follow ``Go`` (from the client) or ``Chunk`` (from the server) outside of any frame, and then a
+  ``Seal`` with their checksum.
 
-Keys travel as one blob of 40 bytes each. ``id`` pairs an answer with its question; messages without one are not
-answered. ``lease`` numbers are the session's own; 0 is an empty lease that needs no end.
+Keys travel as one blob of 40 bytes each. ``id`` pairs an answer with its question; messages without
+one are not answered. ``lease`` numbers are the session's own; 0 is an empty lease that needs no
+end.
 """
 
 from __future__ import annotations
@@ -60,7 +64,7 @@ class Message(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=T
     """Root of all messages."""
 
 
-# ---- greeting ------------------------------------------------------------------------------------------------------
+# ---- greeting ------------------------------------------------------------------------------------
 
 
 class Challenge(Message, tag=1):
@@ -69,8 +73,8 @@ class Challenge(Message, tag=1):
 
 
 class Hello(Message, tag=2):
-    """``fingerprint`` and ``namespace`` name whose chunks these are; ``chunk_bytes`` is the size of one; ``proof`` see
-    :func:`client_proof`, empty without a token."""
+    """``fingerprint`` and ``namespace`` name whose chunks these are; ``chunk_bytes`` is the size of
+    one; ``proof`` see :func:`client_proof`, empty without a token."""
 
     version: Number
     mode: Mode
@@ -83,7 +87,8 @@ class Hello(Message, tag=2):
 
 
 class Welcome(Message, tag=3):
-    """``places``: what ``Claim.sources`` refer to, RAM first. ``capacity``: chunks that all places hold together."""
+    """``places``: what ``Claim.sources`` refer to, RAM first. ``capacity``: chunks that all places
+    hold together."""
 
     slots: Slot
     slot_bytes: Slot
@@ -92,12 +97,14 @@ class Welcome(Message, tag=3):
     proof: Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)] = b""
 
 
-class Refused(Message, tag=4):  # the last message: why it ends; later: the client did no wrong and may try again
+class Refused(
+    Message, tag=4
+):  # the last message: why it ends; later: the client did no wrong and may try again
     reason: Annotated[str, msgspec.Meta(max_length=900)]
     later: bool = False
 
 
-# ---- attach: questions ---------------------------------------------------------------------------------------------
+# ---- attach: questions ---------------------------------------------------------------------------
 
 
 class Lookup(Message, tag=10):
@@ -162,7 +169,8 @@ class Decline(Message, tag=21):
 
 
 class Hint(Message, tag=22):
-    """See :class:`kvtier.store.hints.Hint`. Without keys: of the last prompt of the session with this name."""
+    """See :class:`kvtier.store.hints.Hint`. Without keys: of the last prompt of the session with
+    this name."""
 
     keys: Keys
     over: bool
@@ -171,10 +179,22 @@ class Hint(Message, tag=22):
 
 
 Question = (
-    Lookup | Save | Load | Poll | Wait | Stats | Check | Commit | End | Invalidate | InvalidateAll | Decline | Hint
+    Lookup
+    | Save
+    | Load
+    | Poll
+    | Wait
+    | Stats
+    | Check
+    | Commit
+    | End
+    | Invalidate
+    | InvalidateAll
+    | Decline
+    | Hint
 )
 
-# ---- attach: answers -----------------------------------------------------------------------------------------------
+# ---- attach: answers -----------------------------------------------------------------------------
 
 
 class LookupAnswer(Message, tag=30):
@@ -196,7 +216,8 @@ class Slots(Message, tag=31):
 
 
 class Claim(Message, tag=32):
-    """Answer to Load and Poll: the chunks that became ready since ``known``; ``sources`` are indexes of places."""
+    """Answer to Load and Poll: the chunks that became ready since ``known``; ``sources`` are
+    indexes of places."""
 
     id: Number
     lease: Number
@@ -221,7 +242,7 @@ class Counted(Message, tag=34):
 
 Answer = LookupAnswer | Slots | Claim | Done | Counted
 
-# ---- stream --------------------------------------------------------------------------------------------------------
+# ---- stream --------------------------------------------------------------------------------------
 
 
 class Find(Message, tag=40):
@@ -263,7 +284,8 @@ class Chunk(Message, tag=51):
 
 
 class Go(Message, tag=52):
-    """First answer to Put: ``send`` the bytes and a Seal; else ``held`` says whether the chunk is there already."""
+    """First answer to Put: ``send`` the bytes and a Seal; else ``held`` says whether the chunk is
+    there already."""
 
     id: Number
     send: bool
@@ -280,7 +302,7 @@ class Stored(Message, tag=53):
 StreamQuestion = Find | Get | Put | Seal | Delete
 StreamAnswer = Found | Chunk | Go | Stored | Seal | Done | Refused
 
-# ---- bytes ---------------------------------------------------------------------------------------------------------
+# ---- bytes ---------------------------------------------------------------------------------------
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -309,8 +331,8 @@ T = TypeVar("T")
 class Inbox(Generic[T]):
     """Bytes from a socket -> messages of one union, incrementally.
 
-    Read into :meth:`room`, tell :meth:`filled`, then call :meth:`next` until it is None. Keeps at most one frame of
-    ``limit`` bytes and 64 KiB. Not thread-safe.
+    Read into :meth:`room`, tell :meth:`filled`, then call :meth:`next` until it is None. Keeps at
+    most one frame of ``limit`` bytes and 64 KiB. Not thread-safe.
     """
 
     __slots__ = ("_buffer", "_decode", "_end", "_limit", "_size", "_start")
@@ -327,7 +349,8 @@ class Inbox(Generic[T]):
         self._size = min(_ROOM_BYTES, _HEADER_BYTES + limit)
 
     def room(self) -> memoryview:
-        """Where the next bytes belong; never empty. Raises WireError when too much was read and not taken."""
+        """Where the next bytes belong; never empty. Raises WireError when too much was read and not
+        taken."""
         need = self._needed()
         if self._start == self._end:
             self._start = self._end = 0
@@ -340,7 +363,9 @@ class Inbox(Generic[T]):
     def _make_room(self, need: int) -> None:
         kept = self._buffer[self._start : self._end]
         if len(kept) > self._limit + _ROOM_BYTES:
-            raise WireError(f"{len(kept)} bytes of messages unread: it asks faster than it is answered")
+            raise WireError(
+                f"{len(kept)} bytes of messages unread: it asks faster than it is answered"
+            )
         if need > len(self._buffer) or len(kept) == len(self._buffer):
             self._buffer = memoryview(bytearray(max(need, len(kept) + _ROOM_BYTES)))
         self._buffer[: len(kept)] = kept
@@ -351,7 +376,8 @@ class Inbox(Generic[T]):
         self._end += count
 
     def next(self) -> T | None:
-        """The next message; None when more bytes are needed. Raises WireError; the connection is of no use then."""
+        """The next message; None when more bytes are needed. Raises WireError; the connection is of
+        no use then."""
         need = self._needed()
         if self._end - self._start < need:
             return None
@@ -376,14 +402,16 @@ class Inbox(Generic[T]):
                 yield message
 
     def drain(self, into: memoryview) -> int:
-        """Move bytes that were read and are not of a frame to where they belong; returns how many."""
+        """Move bytes that were read and are not of a frame to where they belong; returns how
+        many."""
         count = min(self._end - self._start, len(into))
         into[:count] = self._buffer[self._start : self._start + count]
         self._start += count
         return count
 
     def _needed(self) -> int:
-        """Bytes of the frame at the front, as far as they are known. Raises WireError for one that is too long."""
+        """Bytes of the frame at the front, as far as they are known. Raises WireError for one that
+        is too long."""
         if self._end - self._start < _HEADER_BYTES:
             return _HEADER_BYTES
         length = int.from_bytes(self._buffer[self._start : self._start + _HEADER_BYTES], "little")
@@ -392,12 +420,12 @@ class Inbox(Generic[T]):
         return _HEADER_BYTES + length
 
 
-# ---- who is who ----------------------------------------------------------------------------------------------------
+# ---- who is who ----------------------------------------------------------------------------------
 
 
 def client_proof(token: bytes, challenge: Challenge, hello: Hello) -> bytes:
-    """HMAC-SHA256 (RFC 2104) of both nonces and everything the Hello says: shows that the client has the token, which
-    itself never crosses the wire, and cannot be used a second time."""
+    """HMAC-SHA256 (RFC 2104) of both nonces and everything the Hello says: shows that the client
+    has the token, which itself never crosses the wire, and cannot be used a second time."""
     said = _encode(msgspec.structs.replace(hello, proof=b""))
     return hmac.digest(token, b"kvtier client\0" + challenge.nonce + said, hashlib.sha256)
 

@@ -1,13 +1,15 @@
 """Balance: how many bytes of one place each slot size of a server may take. Pure.
 
-The rule is one LRU over all sizes, in bytes: the size whose coldest chunk was used longest ago gives, one that finds no
-free room gets. CacheLib moves slabs between its allocation classes so, by the age of the tails of their lists (its
-*LRU tail age* strategy); an LRU of slots cannot do more, because a chunk of one size does not fit another's slot. What
-is free is colder than any chunk. Every size keeps a least part, so that it can be used at once when its engines are.
+The rule is one LRU over all sizes, in bytes: the size whose coldest chunk was used longest ago
+gives, one that finds no free room gets. CacheLib moves slabs between its allocation classes so, by
+the age of the tails of their lists (its *LRU tail age* strategy); an LRU of slots cannot do more,
+because a chunk of one size does not fit another's slot. What is free is colder than any chunk.
+Every size keeps a least part, so that it can be used at once when its engines are.
 
-Against back and forth: nothing moves but to a size that lacked room in the last turn, twice what it lacked, and at most
-an eighth of the place a turn. A chunk leaves only for one that is clearly hotter (:data:`_RATIO`, :data:`_MARGIN`);
-between two sizes under equal pressure nothing moves.
+Against back and forth: nothing moves but to a size that lacked room in the last turn, twice what it
+    lacked, and at most
+an eighth of the place a turn. A chunk leaves only for one that is clearly hotter (:data:`_RATIO`,
+:data:`_MARGIN`); between two sizes under equal pressure nothing moves.
 """
 
 from __future__ import annotations
@@ -45,8 +47,9 @@ class Side(NamedTuple):
 
 
 def divide(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
-    """Rooms for these sizes when one has come or gone: first of all for what each holds, and what is free makes them as
-    equal as it can. Where there is less, the largest give, down to what each keeps."""
+    """Rooms for these sizes when one has come or gone: first of all for what each holds, and what
+    is free makes them as equal as it can. Where there is less, the largest give, down to what each
+    keeps."""
     least = {size: side.least(place) for size, side in sides.items()}
     held = {size: max(least[size], side.used) for size, side in sides.items()}
     if sum(least.values()) > place:
@@ -78,9 +81,11 @@ def shift(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
     return rooms
 
 
-def _givers(place: int, sides: Mapping[int, Side], rooms: Mapping[int, int], taker: int) -> list[tuple[int, int]]:
-    """Who gives to ``taker``, and how much at most: first what is free of those that lack nothing, then chunks, those
-    of the size with the coldest first."""
+def _givers(
+    place: int, sides: Mapping[int, Side], rooms: Mapping[int, int], taker: int
+) -> list[tuple[int, int]]:
+    """Who gives to ``taker``, and how much at most: first what is free of those that lack nothing,
+    then chunks, those of the size with the coldest first."""
     others = {size: side for size, side in sides.items() if size != taker}
     bound = _RATIO * (sides[taker].age or 0) + _MARGIN
     free = {

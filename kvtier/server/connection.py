@@ -1,16 +1,19 @@
-"""Connection: one client's socket, from its greeting to its end. With server.py the only files that know asyncio.
+"""Connection: one client's socket, from its greeting to its end. With server.py the only files that
+know asyncio.
 
-After its greeting a connection is a Session (same host, pool mapped) or a Stream (another host), and owns what that
-asked for. How it comes back:
+After its greeting a connection is a Session (same host, pool mapped) or a Stream (another host),
+and owns what that asked for. How it comes back:
 
 - a stream's slots are touched by this process only: with its connection everything of it ends.
-- an attached engine maps the pool in several processes (its scheduler and workers). Each of them holds open the write
-  end of a pipe, the *witness*, so end-of-file at the server's end means that none is left who could read or write a
-  slot. A session's leases end when both its connection and its witness are closed, and no sooner: a worker may
-  outlive its scheduler for a moment, and a live engine may lose its connection in the middle of a copy. No time-outs.
+- an attached engine maps the pool in several processes (its scheduler and workers). Each of them
+  holds open the write end of a pipe, the *witness*, so end-of-file at the server's end means that
+  none is left who could read or write a slot. A session's leases end when both its connection and
+  its witness are closed, and no sooner: a worker may outlive its scheduler for a moment, and a live
+  engine may lose its connection in the middle of a copy. No time-outs.
 
-Nothing a client sends can do more than close its own connection. Every connection has its turn: what it asks is
-answered in pieces (:mod:`kvtier.core.steps`), for about a millisecond at a time, and then all others go first.
+Nothing a client sends can do more than close its own connection. Every connection has its turn:
+what it asks is answered in pieces (:mod:`kvtier.core.steps`), for about a millisecond at a time,
+and then all others go first.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ from kvtier.server.stream import Stream
 logger = logging.getLogger("kvtier.server")
 
 _TURN_S = 0.001
-"""What one connection asks is worked on for so long, and one more piece, before the others have their turn."""
+"""What one connection asks is worked on for so long, and one more piece, before the others have
+their turn."""
 _UNSENT_BYTES = 1 << 20
 """Answers a client has not read: an attached one is dropped, a stream waits."""
 _GREETING_S = 4.0
@@ -109,7 +113,7 @@ class Connection(asyncio.BufferedProtocol):
         self._timers: list[asyncio.TimerHandle] = []
         """Cancelled at the end: a timer must not keep a connection that is gone in memory."""
 
-    # ---- asyncio's calls -----------------------------------------------------------------------------------------
+    # ---- asyncio's calls -------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -157,7 +161,7 @@ class Connection(asyncio.BufferedProtocol):
         self._host.closed(self)
         self._retire()
 
-    # ---- messages ------------------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------
 
     def _turn(self) -> None:
         """Work on what has come until it is done or the turn is over; then the others go first."""
@@ -181,7 +185,8 @@ class Connection(asyncio.BufferedProtocol):
         self._end_turn()
 
     def _works_on(self) -> bool:
-        """One piece of what was asked last, or the first of the next message. False: there is neither."""
+        """One piece of what was asked last, or the first of the next message. False: there is
+        neither."""
         if self._work is None:
             message = None if self._closed else self._inbox.next()
             if message is None:
@@ -293,12 +298,13 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._timers = [self._host.loop.call_later(_STALLED_S, self._expect_progress)]
 
-    # ---- greeting ------------------------------------------------------------------------------------------------
+    # ---- greeting --------------------------------------------------------------------------------
 
     def _greet(self, hello: wire.Hello) -> None:
         if hello.version != wire.VERSION:
             raise wire.WireError(
-                f"the server speaks version {wire.VERSION}, the client {hello.version}: install the same kvtier"
+                f"the server speaks version {wire.VERSION}, the client {hello.version}: install "
+                "the same kvtier"
             )
         if hello.mode == "attach" and not self.listener.local:
             raise wire.WireError("attach is for Unix sockets: another host cannot map the pool")
@@ -306,7 +312,9 @@ class Connection(asyncio.BufferedProtocol):
         if self.listener.needs_token:
             assert token is not None
             if not wire.proven(wire.client_proof(token, self._challenge, hello), hello.proof):
-                raise wire.WireError("the client does not know the server's token (server_token_file)")
+                raise wire.WireError(
+                    "the client does not know the server's token (server_token_file)"
+                )
         self._host.greeted(self)
         proof = b"" if token is None else wire.server_proof(token, self._challenge, hello)
         self._ask_for_size_class(hello, proof)
@@ -325,16 +333,26 @@ class Connection(asyncio.BufferedProtocol):
         try:
             size_class = future.result()
             if not self._host.size_classes.enter(size_class):
-                self._ask_for_size_class(hello, proof)  # its room was given to another size just now
+                self._ask_for_size_class(
+                    hello, proof
+                )  # its room was given to another size just now
                 return
             self._size_class = size_class
             owner = size_class.owner(hello.fingerprint, hello.namespace)
             pool = size_class.store.pool
             welcome = wire.Welcome(
-                pool.slots, pool.slot_bytes, places(size_class.store), capacity(size_class.store), proof
+                pool.slots,
+                pool.slot_bytes,
+                places(size_class.store),
+                capacity(size_class.store),
+                proof,
             )
             if hello.mode == "attach":
-                self._attach(Session(size_class.store, owner, size_class.shares, size_class.pace), pool.fd, welcome)
+                self._attach(
+                    Session(size_class.store, owner, size_class.shares, size_class.pace),
+                    pool.fd,
+                    welcome,
+                )
             else:
                 self._stream = Stream(size_class, owner, hello.chunk_bytes, self._write, self._flow)
                 self._inbox.expect(wire.StreamQuestion)
@@ -347,7 +365,11 @@ class Connection(asyncio.BufferedProtocol):
             self.drop("internal error")
             return
         logger.info(
-            "%s: %s %s, client %r", self.listener.address, hello.mode, hello.fingerprint.hex()[:12], hello.client
+            "%s: %s %s, client %r",
+            self.listener.address,
+            hello.mode,
+            hello.fingerprint.hex()[:12],
+            hello.client,
         )
 
     def _attach(self, session: Session, pool_descriptor: int, welcome: wire.Welcome) -> None:
@@ -368,10 +390,11 @@ class Connection(asyncio.BufferedProtocol):
         if sent != len(frame):
             raise wire.WireError("it does not read its Welcome")
 
-    # ---- an attached engine's end --------------------------------------------------------------------------------
+    # ---- an attached engine's end ----------------------------------------------------------------
 
     def _witnessed(self) -> None:
-        """End-of-file: nobody of that engine has the pool mapped. Nothing should ever be written there."""
+        """End-of-file: nobody of that engine has the pool mapped. Nothing should ever be written
+        there."""
         with contextlib.suppress(BlockingIOError):
             if os.read(self._witness, 4096):
                 return
@@ -379,7 +402,8 @@ class Connection(asyncio.BufferedProtocol):
             self._retire()
 
     def _retire(self) -> None:
-        """End the session if the engine can touch no slot any more, and nothing of it is being worked on."""
+        """End the session if the engine can touch no slot any more, and nothing of it is being
+        worked on."""
         if self._work is not None or not self._lost or self._session is None or self._witness >= 0:
             return
         if not self._ended:
@@ -397,7 +421,8 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def lingers(self) -> bool:
-        """Processes of an attached engine may have the pool mapped, or leases of theirs have yet to end."""
+        """Processes of an attached engine may have the pool mapped, or leases of theirs have yet to
+        end."""
         return self._session is not None
 
     def let_go(self) -> None:
@@ -407,7 +432,7 @@ class Connection(asyncio.BufferedProtocol):
             os.close(self._witness)
             self._witness = -1
 
-    # ---- waiting for promotions ----------------------------------------------------------------------------------
+    # ---- waiting for promotions ------------------------------------------------------------------
 
     def _wait(self, question: wire.Wait) -> None:
         assert self._size_class is not None
@@ -436,7 +461,7 @@ class Connection(asyncio.BufferedProtocol):
             self._waiting_until.cancel()
             self._waiting_until = None
 
-    # ---- a stream's bytes ----------------------------------------------------------------------------------------
+    # ---- a stream's bytes ------------------------------------------------------------------------
 
     def _flow(self) -> None:
         """Begin to send, unless that is going on."""

@@ -1,8 +1,10 @@
-"""Handshakes: the places of connections from other hosts that have not shown yet that they may come in. Pure.
+"""Handshakes: the places of connections from other hosts that have not shown yet that they may come
+in. Pure.
 
-Whoever reaches the port can open connections and say nothing. They have few places of their own, apart from those of
-engines that were let in, and what is full makes room at once: the oldest leaves, first of the address that has most.
-An engine needs its place for a moment only, so a flood of sockets that say nothing costs it at most a second try.
+Whoever reaches the port can open connections and say nothing. They have few places of their own,
+apart from those of engines that were let in, and what is full makes room at once: the oldest
+leaves, first of the address that has most. An engine needs its place for a moment only, so a flood
+of sockets that say nothing costs it at most a second try.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from typing import Generic, TypeVar
 
 PLACES = 64
 PLACES_OF_ONE = 16
-"""Of one address; of one network of 64 bits for IPv6, where a host has as many addresses as it likes."""
+"""Of one address; of one network of 64 bits for IPv6, where a host has as many addresses as it
+likes."""
 _NETWORK_BITS = 64
 T = TypeVar("T")
 

@@ -1,4 +1,5 @@
-"""Where a server listens, and who may knock: socket files, modes, peer credentials, TLS. No loop here."""
+"""Where a server listens, and who may knock: socket files, modes, peer credentials, TLS. No loop
+here."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _BACKLOG = 128
 
 
 class Listener(NamedTuple):
-    """One listening socket, not blocking. ``needs_token``: its clients must prove that they have the token."""
+    """One listening socket, not blocking. ``needs_token``: its clients must prove that they have
+    the token."""
 
     socket: socket.socket
     address: Address
@@ -37,10 +39,11 @@ class Listener(NamedTuple):
 
 
 def listen_unix(address: Address) -> Listener:
-    """A socket file of mode 0600, in a folder of ours or root's that nobody else may write (made with mode 0700 if it
-    is missing). A folder such as /tmp is refused.
+    """A socket file of mode 0600, in a folder of ours or root's that nobody else may write (made
+    with mode 0700 if it is missing). A folder such as /tmp is refused.
 
-    A stale file is replaced; raises ConfigError when another server has it, or its folder is not safe.
+    A stale file is replaced; raises ConfigError when another server has it, or its folder is not
+    safe.
     """
     path = Path(address.path)
     make_folder(path.parent)
@@ -73,19 +76,26 @@ def listen_unix(address: Address) -> Listener:
 
 
 def listen_tcp(
-    address: Address, *, token: bool, tls: ssl.SSLContext | None, insecure: bool = False, unencrypted: bool = False
+    address: Address,
+    *,
+    token: bool,
+    tls: ssl.SSLContext | None,
+    insecure: bool = False,
+    unencrypted: bool = False,
 ) -> Listener:
     """A TCP port. ``token``: the server has one, which clients must know.
 
-    Raises ConfigError where anybody could come in: without a token and client certificates, unless bound to loopback
-    and told ``insecure``. Raises it too where anybody could read along: beyond loopback without TLS, unless told
-    ``unencrypted``, which is said in the log.
+    Raises ConfigError where anybody could come in: without a token and client certificates, unless
+    bound to loopback and told ``insecure``. Raises it too where anybody could read along: beyond
+    loopback without TLS, unless told ``unencrypted``, which is said in the log.
     """
     named = tls is not None and tls.verify_mode is ssl.CERT_REQUIRED
     if not token and not named and not (insecure and address.is_loopback):
         raise ConfigError(
-            f"{address} would serve KV to anybody: set server_token_file, or server_ca for client certificates; beyond "
-            "loopback also server_cert and server_key for TLS. On a loopback address, --insecure serves without"
+            f"{address} would serve KV to anybody: set server_token_file, or server_ca for client "
+            "certificates; beyond "
+            "loopback also server_cert and server_key for TLS. On a loopback address, --insecure "
+            "serves without"
         )
     if tls is None and not address.is_loopback:
         refuse_plain(address, "server_cert and server_key", unencrypted=unencrypted)
@@ -101,7 +111,8 @@ def listen_tcp(
 
 
 def server_tls(certificate: str, key: str, ca: str | None = None) -> ssl.SSLContext:
-    """Our certificate and key; ``ca``: clients must show a certificate that it signed. Raises ConfigError."""
+    """Our certificate and key; ``ca``: clients must show a certificate that it signed. Raises
+    ConfigError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
@@ -110,12 +121,15 @@ def server_tls(certificate: str, key: str, ca: str | None = None) -> ssl.SSLCont
             context.load_verify_locations(ca)
             context.verify_mode = ssl.CERT_REQUIRED
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"TLS files {certificate}, {key}, {ca} cannot be used: {error}") from error
+        raise ConfigError(
+            f"TLS files {certificate}, {key}, {ca} cannot be used: {error}"
+        ) from error
     return context
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove a socket file nobody listens at. Raises ConfigError when somebody does, or it is another kind of file."""
+    """Remove a socket file nobody listens at. Raises ConfigError when somebody does, or it is
+    another kind of file."""
     if not path.exists():
         return
     if not path.is_socket():

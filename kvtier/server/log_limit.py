@@ -9,12 +9,15 @@ from collections.abc import Callable
 
 
 class LogLimit(logging.Filter):
-    """Lets at most ``lines`` records pass in ``seconds``, and none of their tracebacks. From any thread.
+    """Lets at most ``lines`` records pass in ``seconds``, and none of their tracebacks. From any
+    thread.
 
     The first record after some were left out says how many.
     """
 
-    def __init__(self, lines: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, lines: int, seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__()
         self._seconds, self._clock = seconds, clock
         self._passed: deque[float] = deque(maxlen=lines)

@@ -1,8 +1,9 @@
-"""Size class: one Store of a server with what its sessions share. Size classes: several of them, by slot size, in one budget.
+"""Size class: one Store of a server with what its sessions share. Size classes: several of them, by
+slot size, in one budget.
 
-Engines whose slots are equally large share one Store; keys contain the engines' fingerprints, so chunks of different
-models cannot meet. An *owner* is a namespace (fingerprint and tenant name) as a number: what quotas count, and what
-``clear`` is limited to; see :mod:`kvtier.core.tenant`.
+Engines whose slots are equally large share one Store; keys contain the engines' fingerprints, so
+chunks of different models cannot meet. An *owner* is a namespace (fingerprint and tenant name) as a
+number: what quotas count, and what ``clear`` is limited to; see :mod:`kvtier.core.tenant`.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class SizeClass:
         self.zero_hits = ZeroHits.of(store, clock)
 
     def owner(self, fingerprint: bytes, namespace: str) -> int:
-        """The namespace's number, which its name alone decides. Of many names those are forgotten that came longest
-        ago: only the list of names is shorter then."""
+        """The namespace's number, which its name alone decides. Of many names those are forgotten
+        that came longest ago: only the list of names is shorter then."""
         name = fingerprint, namespace
         number = self._owners.setdefault(name, owner_of(fingerprint, namespace))
         self._owners.move_to_end(name)
@@ -86,18 +87,19 @@ class SizeClass:
         if self.zero_hits.look(*totals(self.store.stats())):
             logger.warning("%s", self.zero_hits.verdict)
 
-    # ---- promotions that end -------------------------------------------------------------------------------------
+    # ---- promotions that end ---------------------------------------------------------------------
 
     def listen(self, listener: Listener) -> None:
-        """Call ``listener`` whenever promotions have ended, until :meth:`ignore`. Look once after this call: what
-        ended before it is not told."""
+        """Call ``listener`` whenever promotions have ended, until :meth:`ignore`. Look once after
+        this call: what ended before it is not told."""
         self._listeners.add(listener)
 
     def ignore(self, listener: Listener) -> None:
         self._listeners.discard(listener)
 
     def _arrived(self) -> None:
-        """On a lane thread. A listener added meanwhile has yet to look for the first time, and sees the chunk."""
+        """On a lane thread. A listener added meanwhile has yet to look for the first time, and sees
+        the chunk."""
         self.arrivals += 1
         if self._listeners:
             self._call_soon(self._tell)
@@ -106,7 +108,7 @@ class SizeClass:
         for listener in tuple(self._listeners):
             listener()
 
-    # ---- runs of chunks that come one by one ---------------------------------------------------------------------
+    # ---- runs of chunks that come one by one -----------------------------------------------------
 
     def remember(self, keys: Sequence[ChunkKey]) -> None:
         """Know these keys as somebody's parents, for :meth:`run_to`."""
@@ -117,8 +119,8 @@ class SizeClass:
             self._links.popitem(last=False)
 
     def run_to(self, key: ChunkKey) -> list[ChunkKey]:
-        """The run that ends with ``key``, first chunk first, as far as its ancestors were seen lately: chunks that are
-        written one by one leave leaf first like all others."""
+        """The run that ends with ``key``, first chunk first, as far as its ancestors were seen
+        lately: chunks that are written one by one leave leaf first like all others."""
         run, seen = [key], {key}
         while (parent := self._links.get(parent_half(run[-1]))) is not None and parent not in seen:
             run.append(parent)
@@ -127,19 +129,21 @@ class SizeClass:
 
 
 class SizeClasses:
-    """A Store for each slot size that engines ask for, all out of one budget, from which each takes what it needs more
-    than the others; :mod:`kvtier.server.balance` has the rule, which is asked once in every :meth:`settle`.
+    """A Store for each slot size that engines ask for, all out of one budget, from which each takes
+    what it needs more than the others; :mod:`kvtier.server.balance` has the rule, which is asked
+    once in every :meth:`settle`.
 
-    They are opened and resized on a lane of their own: recovery of a large NVMe tier takes seconds, and nobody else
-    shall wait for it. A size that comes beside others gets what they do not use, or its least part. One without
-    engines for ten minutes is closed, and the others have its room. There are at most eight: for one more the size
-    leaves that has been without engines longest, and where all have engines, who asks is told to try again later. All
-    methods are for the server's loop, but for those that say otherwise.
+    They are opened and resized on a lane of their own: recovery of a large NVMe tier takes seconds,
+    and nobody else shall wait for it. A size that comes beside others gets what they do not use, or
+    its least part. One without engines for ten minutes is closed, and the others have its room.
+    There are at most eight: for one more the size leaves that has been without engines longest, and
+    where all have engines, who asks is told to try again later. All methods are for the server's
+    loop, but for those that say otherwise.
 
     Args:
-        open_store: ``open_store(slot_bytes)`` makes a Store with the whole budget, ``open_store(slot_bytes, True)`` one
-            that is lent all of it, to be divided with others. On the lane; raises KVTierError, and is tried anew when
-            that size is asked for again.
+        open_store: ``open_store(slot_bytes)`` makes a Store with the whole budget,
+            ``open_store(slot_bytes, True)`` one that is lent all of it, to be divided with others.
+            On the lane; raises KVTierError, and is tried anew when that size is asked for again.
         call_soon: how a lane thread hands a call to the loop.
         clock: seconds that only grow.
         discard: removes what is left of a closed size class on disks, by slot size. On the lane.
@@ -176,20 +180,28 @@ class SizeClasses:
     @property
     def open(self) -> dict[int, SizeClass]:
         """The size classes that are ready, by slot size."""
-        return {size: one.result() for size, one in self._opening.items() if one.done() and not one.exception()}
+        return {
+            size: one.result()
+            for size, one in self._opening.items()
+            if one.done() and not one.exception()
+        }
 
-    def prepare(self, slot_bytes: int | None, found: Sequence[int] = ()) -> dict[int, Future[SizeClass]]:
-        """At the start: open the size that is configured, which is kept for good, and those ``found`` on the disk. Each
-        fails as in :meth:`get`."""
+    def prepare(
+        self, slot_bytes: int | None, found: Sequence[int] = ()
+    ) -> dict[int, Future[SizeClass]]:
+        """At the start: open the size that is configured, which is kept for good, and those
+        ``found`` on the disk. Each fails as in :meth:`get`."""
         self._kept = slot_bytes
         sizes = list(dict.fromkeys([*([slot_bytes] if slot_bytes else []), *found]))[:_MOST_SIZES]
         self._expected = len(sizes)
         return {size: self.get(size) for size in sizes}
 
     def get(self, slot_bytes: int) -> Future[SizeClass]:
-        """The size class of this slot size, now or soon; fails with KVTierError: TierError where another attempt may
-        succeed."""
-        self._opening = {size: future for size, future in self._opening.items() if not _failed(future)}
+        """The size class of this slot size, now or soon; fails with KVTierError: TierError where
+        another attempt may succeed."""
+        self._opening = {
+            size: future for size, future in self._opening.items() if not _failed(future)
+        }
         if slot_bytes in self._opening:
             return self._opening[slot_bytes]
         future: Future[SizeClass] = Future()
@@ -197,7 +209,10 @@ class SizeClasses:
             sizes = ", ".join(f"{size:,}" for size in self._opening)
             kept = f"keeps chunks of {sizes} bytes" if sizes else "keeps no chunks yet"
             future.set_exception(
-                ConfigError(f"no chunk may have {slot_bytes:,} bytes, at most {_MAX_SLOT_BYTES:,}; this server {kept}")
+                ConfigError(
+                    f"no chunk may have {slot_bytes:,} bytes, at most {_MAX_SLOT_BYTES:,}; this "
+                    f"server {kept}"
+                )
             )
             return future
         closing = self._without_engines(_IDLE_S)
@@ -206,7 +221,8 @@ class SizeClasses:
         if len(self._opening) - len(closing) >= _MOST_SIZES:
             future.set_exception(
                 TierError(
-                    f"this server keeps chunks of {_MOST_SIZES} sizes, all with engines, and has no room for chunks of "
+                    f"this server keeps chunks of {_MOST_SIZES} sizes, all with engines, and has "
+                    "no room for chunks of "
                     f"{slot_bytes:,} bytes; give the engine's model a server of its own"
                 )
             )
@@ -231,8 +247,8 @@ class SizeClasses:
         size_class.left = self._clock()
 
     def settle(self) -> None:
-        """Now and then: close what has been without engines for long beside others, and move room to where it belongs,
-        as slots are let go of."""
+        """Now and then: close what has been without engines for long beside others, and move room
+        to where it belongs, as slots are let go of."""
         closing = self._without_engines(_IDLE_S)
         if self._settling or not (closing or len(self._opening) > 1):
             return
@@ -246,16 +262,20 @@ class SizeClasses:
         """On the lane, or where it was refused."""
         self._settling = False
         if isinstance(turn.exception(), Exception) and not isinstance(turn.exception(), TierError):
-            logger.error("a bug: room could not go from one chunk size to another", exc_info=turn.exception())
+            logger.error(
+                "a bug: room could not go from one chunk size to another", exc_info=turn.exception()
+            )
 
     def aside(self, work: Callable[[], R]) -> Future[R]:
-        """Do ``work`` on the lane where stores are opened: in turn, so that none is opening meanwhile."""
+        """Do ``work`` on the lane where stores are opened: in turn, so that none is opening
+        meanwhile."""
         future: Future[R] = Future()
         self._submit(future, work)
         return future
 
     def close(self, timeout_s: float) -> bool:
-        """Close every store; queued writes have ``timeout_s`` seconds. False: something was dropped or hangs."""
+        """Close every store; queued writes have ``timeout_s`` seconds. False: something was dropped
+        or hangs."""
         clean = self._lane.close(timeout_s)
         for size_class in self.open.values():
             clean &= size_class.store.close(timeout_s)
@@ -268,24 +288,36 @@ class SizeClasses:
         return False
 
     def _without_engines(self, seconds: float) -> list[int]:
-        """Sizes that nobody has used for so long, the longest first; never the configured one, nor the last one."""
+        """Sizes that nobody has used for so long, the longest first; never the configured one, nor
+        the last one."""
         now, found = self._clock(), self.open
-        idle = [size for size, size_class in found.items() if size != self._kept and not size_class.users]
-        gone = sorted((size for size in idle if now - found[size].left >= seconds), key=lambda size: found[size].left)
+        idle = [
+            size
+            for size, size_class in found.items()
+            if size != self._kept and not size_class.users
+        ]
+        gone = sorted(
+            (size for size in idle if now - found[size].left >= seconds),
+            key=lambda size: found[size].left,
+        )
         return gone if len(gone) < len(self._opening) or seconds == 0.0 else gone[:-1]
 
-    # ---- on the lane ---------------------------------------------------------------------------------------------
+    # ---- on the lane -----------------------------------------------------------------------------
 
     def _open(self, slot_bytes: int, closed: Mapping[int, SizeClass]) -> SizeClass:
         together, self._expected = self._expected, max(0, self._expected - 1)
         budget, sizes = self._places["ram"], self._sharing.keys() - closed.keys() | {slot_bytes}
-        too_large = len(sizes) > 1 and sum(Side(0, size, 0, 0).least(budget) for size in sizes) > budget
+        too_large = (
+            len(sizes) > 1 and sum(Side(0, size, 0, 0).least(budget) for size in sizes) > budget
+        )
         self._close(closed)
         try:
             if too_large:
                 raise TierError(
-                    f"{budget:,} bytes of RAM, of which {len(sizes) - 1} other sizes keep the least, hold no chunk of "
-                    f"{slot_bytes:,} bytes: raise ram_bytes, or give the engine's model a server of its own"
+                    f"{budget:,} bytes of RAM, of which {len(sizes) - 1} other sizes keep the "
+                    "least, hold no chunk of "
+                    f"{slot_bytes:,} bytes: raise ram_bytes, or give the engine's model a server "
+                    "of its own"
                 )
             lent = bool(self._sharing) or together > 1
             store = self._open_store(slot_bytes, True) if lent else self._open_store(slot_bytes)
@@ -298,7 +330,9 @@ class SizeClasses:
             if not self._expected:
                 self._divide()
         if len(self._sharing) > 1:
-            logger.info("chunks of %s bytes share RAM and disks", ", ".join(map(str, self._sharing)))
+            logger.info(
+                "chunks of %s bytes share RAM and disks", ", ".join(map(str, self._sharing))
+            )
         return size_class
 
     def _close(self, closed: Mapping[int, SizeClass]) -> None:
@@ -324,13 +358,17 @@ class SizeClasses:
     def _divide(self) -> None:
         """A size has come or gone."""
         rooms = self._rooms()
-        self._parts = {place: divide(self._places[place], self._sides(place, rooms)) for place in self._places}
+        self._parts = {
+            place: divide(self._places[place], self._sides(place, rooms)) for place in self._places
+        }
         self._grant(rooms)
 
     def _rooms(self) -> dict[int, dict[str, Room]]:
         """What every size has now, by place; the ages of chunks are counted in these looks."""
         self._turn = self._turn + 1 if len(self._sharing) > 1 else 0
-        return {size: size_class.store.rooms(self._turn) for size, size_class in self._sharing.items()}
+        return {
+            size: size_class.store.rooms(self._turn) for size, size_class in self._sharing.items()
+        }
 
     def _sides(self, place: str, rooms: Mapping[int, Mapping[str, Room]]) -> dict[int, Side]:
         sides = {}
@@ -345,18 +383,22 @@ class SizeClasses:
         return sides
 
     def _grant(self, rooms: dict[int, dict[str, Room]]) -> None:
-        """Give each what it may take; first take, then give, so that together they never have more. What somebody holds
-        is taken, and given to another, in a later turn."""
+        """Give each what it may take; first take, then give, so that together they never have more.
+        What somebody holds is taken, and given to another, in a later turn."""
         for growing in (False, True):
             for size, size_class in self._sharing.items():
                 limits = {}
                 for place, own in rooms[size].items():
                     limit = min(own.most, max(0, self._parts[place][size] - own.fixed) // own.unit)
                     taken = sum(
-                        their[place].taken for other, their in rooms.items() if other != size and place in their
+                        their[place].taken
+                        for other, their in rooms.items()
+                        if other != size and place in their
                     )
                     left = max(0, self._places[place] - taken - own.fixed) // own.unit
-                    limits[place] = max(own.limit, min(limit, left)) if growing else min(own.limit, limit)
+                    limits[place] = (
+                        max(own.limit, min(limit, left)) if growing else min(own.limit, limit)
+                    )
                     if limits[place] == own.limit and own.occupied <= own.limit:
                         del limits[place]
                 if limits:

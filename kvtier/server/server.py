@@ -1,4 +1,5 @@
-"""The server: listens, keeps its connections and its Stores, and ends in order. One loop thread does everything."""
+"""The server: listens, keeps its connections and its Stores, and ends in order. One loop thread
+does everything."""
 
 from __future__ import annotations
 
@@ -36,14 +37,16 @@ _LOOK_S = 60.0
 
 
 class Server:
-    """Serves Stores to any number of engines until :meth:`stop`. Make it, then ``await`` its methods on one loop.
+    """Serves Stores to any number of engines until :meth:`stop`. Make it, then ``await`` its
+    methods on one loop.
 
     Args:
-        open_store: makes the Store for a slot size, and how many sizes share if it is not the only one; called on a
-            lane thread; raises KVTierError.
+        open_store: makes the Store for a slot size, and how many sizes share if it is not the only
+            one; called on a lane thread; raises KVTierError.
         listeners: where to listen; closed by :meth:`stop`.
         token: what clients of ``needs_token`` listeners must prove to know.
-        discard: removes what is left of a slot size's chunks on disks, when its room goes to others.
+        discard: removes what is left of a slot size's chunks on disks, when its room goes to
+            others.
     """
 
     def __init__(
@@ -55,25 +58,30 @@ class Server:
         discard: Callable[[int], object] = lambda slot_bytes: None,
     ) -> None:
         if token is None and any(listener.needs_token for listener in listeners):
-            raise ConfigError("a listener asks for a token and the server has none: set server_token_file")
+            raise ConfigError(
+                "a listener asks for a token and the server has none: set server_token_file"
+            )
         self.loop = asyncio.get_running_loop()
         self.clock = time.monotonic
         self.listeners = listeners
         self.token = token
         self.size_classes = SizeClasses(open_store, self.call_soon, discard=discard)
         self.counts: Counter[str] = Counter()
-        """Events since the start: connections by ``accepted``, ``rejected``, ``dropped``, ``ended``."""
+        """Events since the start: connections by ``accepted``, ``rejected``, ``dropped``,
+        ``ended``."""
         self.connections: set[Connection] = set()
         self.handshakes: Handshakes[Connection] = Handshakes()
         """Connections through TCP that have not shown yet that they may come in."""
         self.lingering: set[Connection] = set()
-        """Attached engines whose connection is closed while some of their processes have the pool mapped."""
+        """Attached engines whose connection is closed while some of their processes have the pool
+        mapped."""
         self.started = time.monotonic()
         self._empty = asyncio.Event()
         self.ready = False
         """Connections are accepted."""
         self.trouble: dict[str, str] = {}
-        """What is wrong beside the tiers that engines use now, in words, by what it is about. For whoever shows it."""
+        """What is wrong beside the tiers that engines use now, in words, by what it is about. For
+        whoever shows it."""
         self._tasks: list[asyncio.Task[None]] = []
         self._admitting: set[asyncio.Task[None]] = set()
         self._logged: list[float] = []
@@ -84,10 +92,14 @@ class Server:
         return {size: size_class.store for size, size_class in self.size_classes.open.items()}
 
     async def prepare(self, slot_bytes: int | None, found: Sequence[int] = ()) -> None:
-        """Open the Store of the configured slot size, which is kept for good, and touch its whole pool; and open those
-        ``found`` on the disk. That is what the first engine of each size would do. Raises KVTierError when the
-        configured one cannot be opened; another is tried again when an engine asks for it."""
-        opened = {size: asyncio.wrap_future(one) for size, one in self.size_classes.prepare(slot_bytes, found).items()}
+        """Open the Store of the configured slot size, which is kept for good, and touch its whole
+        pool; and open those ``found`` on the disk. That is what the first engine of each size would
+        do. Raises KVTierError when the configured one cannot be opened; another is tried again when
+        an engine asks for it."""
+        opened = {
+            size: asyncio.wrap_future(one)
+            for size, one in self.size_classes.prepare(slot_bytes, found).items()
+        }
         await asyncio.shield(asyncio.gather(*opened.values(), return_exceptions=True))
         for size, future in opened.items():
             error = future.exception()
@@ -103,11 +115,13 @@ class Server:
         self._tasks = [self.loop.create_task(self._accept(listener)) for listener in self.listeners]
         self._tasks += [self.loop.create_task(self._look()), self.loop.create_task(self._settle())]
         self.ready = True
-        logger.info("serving at %s", ", ".join(str(listener.address) for listener in self.listeners))
+        logger.info(
+            "serving at %s", ", ".join(str(listener.address) for listener in self.listeners)
+        )
 
     async def stop(self, timeout_s: float = 20.0) -> bool:
-        """Stop listening, let chunks on their way arrive, close every connection, write what is queued to the lower
-        tiers. False: something was dropped."""
+        """Stop listening, let chunks on their way arrive, close every connection, write what is
+        queued to the lower tiers. False: something was dropped."""
         self.ready = False
         for task in (*self._tasks, *self._admitting):
             task.cancel()
@@ -145,7 +159,7 @@ class Server:
             await asyncio.sleep(_SETTLE_S)
             self.size_classes.settle()
 
-    # ---- connections ---------------------------------------------------------------------------------------------
+    # ---- connections -----------------------------------------------------------------------------
 
     async def _accept(self, listener: Listener) -> None:
         while True:
@@ -178,7 +192,12 @@ class Server:
             self._log("%s: %d connections are open; one more was closed", listener.address, taken)
             return False
         if local and peer_uid(sock) not in (os.getuid(), 0):
-            self._log("%s: user %d may not attach, only user %d", listener.address, peer_uid(sock), os.getuid())
+            self._log(
+                "%s: user %d may not attach, only user %d",
+                listener.address,
+                peer_uid(sock),
+                os.getuid(),
+            )
             return False
         return True
 
@@ -186,7 +205,10 @@ class Server:
         oldest = self.handshakes.enter(one, address)
         if oldest is not None:
             self.counts["rejected"] += 1
-            self._log("%s: too many clients have not said who they are; the oldest was closed", one.listener.address)
+            self._log(
+                "%s: too many clients have not said who they are; the oldest was closed",
+                one.listener.address,
+            )
             oldest.cut()
 
     async def _admit(self, one: Connection, sock: socket.socket) -> None:
@@ -236,11 +258,13 @@ class Server:
 
 
 Beside = Callable[[Server], contextlib.AbstractAsyncContextManager[None]]
-"""What runs on a server's loop for a while: from before it is ready until after it has ended, or while it is ready."""
+"""What runs on a server's loop for a while: from before it is ready until after it has ended, or
+while it is ready."""
 
 
 Sizes = tuple[int | None, Sequence[int]]
-"""The slot size that is configured, and those of which there are chunks from before; see :meth:`Server.prepare`."""
+"""The slot size that is configured, and those of which there are chunks from before; see
+:meth:`Server.prepare`."""
 
 
 def serve(
@@ -250,10 +274,12 @@ def serve(
     sizes: Sizes = (None, ()),
     timeout_s: float = 20.0,
 ) -> bool:
-    """Run a server until SIGTERM or SIGINT, then :meth:`Server.stop`. ``make`` is called on the loop.
+    """Run a server until SIGTERM or SIGINT, then :meth:`Server.stop`. ``make`` is called on the
+    loop.
 
-    ``beside`` runs all the time, ``ready`` while engines are let in. ``sizes``: see :meth:`Server.prepare`. False:
-    something was dropped at the end. Raises KVTierError when it cannot start.
+    ``beside`` runs all the time, ``ready`` while engines are let in. ``sizes``: see
+    :meth:`Server.prepare`. False: something was dropped at the end. Raises KVTierError when it
+    cannot start.
     """
     return asyncio.run(_until_told(make, beside, ready, sizes, timeout_s))
 
@@ -286,5 +312,6 @@ async def _until_told(
 async def _start(server: Server, sizes: Sizes) -> None:
     await server.prepare(*sizes)
     gc.collect()
-    gc.freeze()  # what was made until now stays, so no later collection has to walk it while engines wait
+    # what was made until now stays, so no later collection has to walk it while engines wait
+    gc.freeze()
     await server.start()

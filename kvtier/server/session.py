@@ -1,8 +1,10 @@
-"""Session: what one engine that has the pool mapped may do: a question in, an answer out. No sockets, no loop.
+"""Session: what one engine that has the pool mapped may do: a question in, an answer out. No
+sockets, no loop.
 
-A session owns the leases it asked for; :meth:`Session.ending` ends what is left of them. Whoever drives it decides when
-that is safe (:mod:`kvtier.server.connection`). Every question is answered in short pieces (:mod:`kvtier.core.steps`),
-and what a session may hold at once is bounded (:mod:`kvtier.server.shares`).
+A session owns the leases it asked for; :meth:`Session.ending` ends what is left of them. Whoever
+drives it decides when that is safe (:mod:`kvtier.server.connection`). Every question is answered in
+short pieces (:mod:`kvtier.core.steps`), and what a session may hold at once is bounded
+(:mod:`kvtier.server.shares`).
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ Answered = Steps[wire.Answer | None]
 
 
 class Session:
-    """One engine's, over one Store shared with others. ``owner``: whose chunks these are. ``shares`` and ``pace`` are
-    those of all sessions of the Store. Not thread-safe."""
+    """One engine's, over one Store shared with others. ``owner``: whose chunks these are.
+    ``shares`` and ``pace`` are those of all sessions of the Store. Not thread-safe."""
 
-    def __init__(self, store: Store, owner: int, shares: Shares | None = None, pace: Pace | None = None) -> None:
+    def __init__(
+        self, store: Store, owner: int, shares: Shares | None = None, pace: Pace | None = None
+    ) -> None:
         self._store = store
         self._owner = owner
         self._share = (shares or Shares(lambda: store.slots)).join()
@@ -58,8 +62,8 @@ class Session:
         return len(self._leases)
 
     def begin(self, question: wire.Question) -> Answered:
-        """Do what is asked, memory only, in pieces of less than a millisecond; they must be done to the end before the
-        next question. Raises WireError for what no correct client asks."""
+        """Do what is asked, memory only, in pieces of less than a millisecond; they must be done to
+        the end before the next question. Raises WireError for what no correct client asks."""
         return self._works[type(question)](question)
 
     def answer(self, question: wire.Question) -> wire.Answer | None:
@@ -77,7 +81,7 @@ class Session:
         """:meth:`ending`, all at once."""
         whole(self.ending())
 
-    # ---- questions -----------------------------------------------------------------------------------------------
+    # ---- questions -------------------------------------------------------------------------------
 
     def _lookup(self, question: wire.Lookup) -> Answered:
         keys = yield from _split(question.keys)
@@ -159,7 +163,9 @@ class Session:
 
     def _hint(self, message: wire.Hint) -> Answered:
         keys = yield from _split(message.keys)
-        self._store.hint(keys, Hint(message.over, message.keep_s), owners_session(self._owner, message.session))
+        self._store.hint(
+            keys, Hint(message.over, message.keep_s), owners_session(self._owner, message.session)
+        )
         return None
 
     def _invalidate_all(self, message: wire.InvalidateAll) -> Answered:
@@ -171,7 +177,7 @@ class Session:
         yield from self._store.invalidating(keys, self._owner)
         return None
 
-    # ---- leases --------------------------------------------------------------------------------------------------
+    # ---- leases ----------------------------------------------------------------------------------
 
     def _left(self) -> int:
         """Slots that one lease more may hold."""

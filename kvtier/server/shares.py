@@ -1,13 +1,16 @@
-"""Shares: how many slots of one pool each engine may hold at once, and how often one may look at all chunks. Pure.
+"""Shares: how many slots of one pool each engine may hold at once, and how often one may look at
+all chunks. Pure.
 
-A slot is held while an engine fills it (a save lease) or reads it (a load lease): nobody else can use it then, however
-long that takes. So what may be held must be bounded, and not only by a tenant's name, which is claimed and not proven.
+A slot is held while an engine fills it (a save lease) or reads it (a load lease): nobody else can
+use it then, however long that takes. So what may be held must be bounded, and not only by a
+tenant's name, which is claimed and not proven.
 
-With n engines attached, the 2(n + 1)th part of the slots is a reserve, which no engine gets that holds much: one
-engine by itself gets three quarters of the pool, and the more there are, the more they have together. Half of the
-reserve is divided among those that hold little, the other half is for those to come. So nobody is kept out by what
-others hold, whoever they say they are and whenever they came, and nothing is ever taken back from a holder, which
-would not be safe while he may still write.
+With n engines attached, the 2(n + 1)th part of the slots is a reserve, which no engine gets that
+holds much: one engine by itself gets three quarters of the pool, and the more there are, the more
+they have together. Half of the reserve is divided among those that hold little, the other half is
+for those to come. So nobody is kept out by what others hold, whoever they say they are and whenever
+they came, and nothing is ever taken back from a holder, which would not be safe while he may still
+write.
 """
 
 from __future__ import annotations
@@ -66,7 +69,8 @@ class Share:
 
 
 class Pace:
-    """Bounds looks at everything, which cannot be cut into pieces, to a hundredth of the time, whoever asks for them.
+    """Bounds looks at everything, which cannot be cut into pieces, to a hundredth of the time,
+    whoever asks for them.
 
     ``clock``: seconds that only grow. Not thread-safe: for the server's loop.
     """

@@ -1,8 +1,9 @@
-"""Stream: what an engine on another host may do: find, get, put, delete chunks. No sockets, no loop.
+"""Stream: what an engine on another host may do: find, get, put, delete chunks. No sockets, no
+loop.
 
-One question at a time; the bytes of a chunk go straight between the socket and its slot. Every call is short: bytes
-are hashed piece by piece as they pass, a question is answered in pieces (:mod:`kvtier.core.steps`), and a promotion is
-waited for by listening to the size class.
+One question at a time; the bytes of a chunk go straight between the socket and its slot. Every call
+is short: bytes are hashed piece by piece as they pass, a question is answered in pieces
+(:mod:`kvtier.core.steps`), and a promotion is waited for by listening to the size class.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ PIECE_BYTES = 256 * 1024
 
 
 class Stream:
-    """One connection's. ``write`` hands bytes to the socket; memoryviews are copied or sent before it returns.
-    ``flow`` asks for :meth:`pump` to be called while there is something to send and the socket takes it.
+    """One connection's. ``write`` hands bytes to the socket; memoryviews are copied or sent before
+    it returns. ``flow`` asks for :meth:`pump` to be called while there is something to send and the
+    socket takes it.
 
-    Not thread-safe. Every method may raise WireError; the connection ends then, and :meth:`end` gives back what it
-    held.
+    Not thread-safe. Every method may raise WireError; the connection ends then, and :meth:`end`
+    gives back what it held.
     """
 
     def __init__(
@@ -50,7 +52,8 @@ class Stream:
         self._lease: SaveLease | LoadLease | None = None
         self._share = size_class.shares.join()
         self._known = 0
-        """Chunks of the run that is looked for, from the first on, that this server knew of when it was asked."""
+        """Chunks of the run that is looked for, from the first on, that this server knew of when it
+        was asked."""
         self._view: memoryview | None = None
         """The chunk on its way; None while no bytes flow."""
         self._at = 0
@@ -62,7 +65,8 @@ class Stream:
         return self._lease is not None
 
     def begin(self, message: wire.StreamQuestion) -> Steps[None]:
-        """A message came: do what it asks, in pieces that must be done to the end before the next message."""
+        """A message came: do what it asks, in pieces that must be done to the end before the next
+        message."""
         if isinstance(message, wire.Seal):
             self._sealed(message)
             return
@@ -75,14 +79,17 @@ class Stream:
             self._store.invalidate([ChunkKey(message.key)], self._owner)
             self._write(wire.frame(wire.Done(message.id)))
         elif isinstance(message, wire.Get):
-            self._begin(ChunkKey(message.key), self._store.load([ChunkKey(message.key)], 0, self._owner), 1)
+            self._begin(
+                ChunkKey(message.key), self._store.load([ChunkKey(message.key)], 0, self._owner), 1
+            )
             self._size_class.listen(self.look)
             self.look()
         else:
             self._put(ChunkKey(message.key))
 
     def end(self) -> None:
-        """The connection is gone. Its slots are written and read by this process only, so they are free at once."""
+        """The connection is gone. Its slots are written and read by this process only, so they are
+        free at once."""
         self._end()
         self._share.leave()
 
@@ -92,10 +99,11 @@ class Stream:
         if lease is not None:
             lease.close()
 
-    # ---- find ----------------------------------------------------------------------------------------------------
+    # ---- find ------------------------------------------------------------------------------------
 
     def _find(self, keys: list[ChunkKey]) -> Steps[None]:
-        """Claims the run too, so that what lies lower is on its way up when the engine asks for it."""
+        """Claims the run too, so that what lies lower is on its way up when the engine asks for
+        it."""
         self._size_class.remember(keys)
         result = yield from self._store.looking_up(keys)
         self._known = result.known
@@ -121,7 +129,7 @@ class Stream:
         elif not coming:
             self._answer(wire.Chunk(self._id, 0))
 
-    # ---- get: slot -> socket -------------------------------------------------------------------------------------
+    # ---- get: slot -> socket ---------------------------------------------------------------------
 
     @property
     def sending(self) -> bool:
@@ -138,7 +146,7 @@ class Stream:
         if self._at == self._chunk_bytes:
             self._answer(wire.Seal(self._hash.digest()))
 
-    # ---- put: socket -> slot -------------------------------------------------------------------------------------
+    # ---- put: socket -> slot ---------------------------------------------------------------------
 
     def _put(self, key: ChunkKey) -> None:
         self._size_class.remember([key])
@@ -157,7 +165,11 @@ class Stream:
 
     def room(self) -> memoryview | None:
         """Where the next bytes from the socket belong; None when a message is expected."""
-        if self._view is None or self._at == self._chunk_bytes or not isinstance(self._lease, SaveLease):
+        if (
+            self._view is None
+            or self._at == self._chunk_bytes
+            or not isinstance(self._lease, SaveLease)
+        ):
             return None
         return self._view[self._at : self._at + PIECE_BYTES]
 
@@ -179,7 +191,7 @@ class Stream:
         else:
             self._answer(wire.Stored(self._id, False))
 
-    # ---- steps ---------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     def _begin(self, key: ChunkKey, lease: SaveLease | LoadLease, slots: int) -> None:
         self._key, self._lease, self._at = key, lease, 0

@@ -1,4 +1,5 @@
-"""Tell systemd how a service is: started, alive, stopping (sd_notify(3)). One datagram for each; nothing waits."""
+"""Tell systemd how a service is: started, alive, stopping (sd_notify(3)). One datagram for each;
+nothing waits."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _TELLS_A_WATCHDOG_TIME = 3
 class Notifier:
     """What the service manager is told. Without one, nothing is sent.
 
-    ``env``: the environment, in which the manager names its socket (``NOTIFY_SOCKET``) and its patience in
+    ``env``: the environment, in which the manager names its socket (``NOTIFY_SOCKET``) and its
+      patience in
     microseconds (``WATCHDOG_USEC``).
     """
 
@@ -28,18 +30,22 @@ class Notifier:
         self.watchdog_s = int(patience) / 1e6 if patience.isdigit() and int(patience) else None
 
     def tell(self, *states: str) -> None:
-        """Send these lines, such as ``READY=1``. From any thread. A manager that is away is logged, and no error."""
+        """Send these lines, such as ``READY=1``. From any thread. A manager that is away is logged,
+        and no error."""
         if not self._address:
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sock:
             try:
                 sock.sendto("\n".join(states).encode(), self._address)
             except OSError as error:
-                logger.warning("the service manager at NOTIFY_SOCKET cannot be told %s: %s", states[0], error)
+                logger.warning(
+                    "the service manager at NOTIFY_SOCKET cannot be told %s: %s", states[0], error
+                )
 
     @contextlib.asynccontextmanager
     async def serving(self, status: Callable[[], str]) -> AsyncIterator[None]:
-        """Ready, and alive as long as the loop runs, until the context ends. ``status``: one line for people."""
+        """Ready, and alive as long as the loop runs, until the context ends. ``status``: one line
+        for people."""
         self.tell("READY=1", f"STATUS={status()}")
         beating = asyncio.create_task(self._beat(status)) if self.watchdog_s is not None else None
         try:

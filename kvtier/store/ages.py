@@ -1,7 +1,8 @@
-"""Ages: in which turn chunks were used last, so that Stores that share one budget can compare their coldest. Pure.
+"""Ages: in which turn chunks were used last, so that Stores that share one budget can compare their
+coldest. Pure.
 
-Kept for a sample of the chunks, which their keys decide (spatial sampling: Waldspurger et al., *SHARDS*, FAST 2015),
-and only while somebody counts turns: a Store alone pays one comparison a run.
+Kept for a sample of the chunks, which their keys decide (spatial sampling: Waldspurger et al.,
+*SHARDS*, FAST 2015), and only while somebody counts turns: a Store alone pays one comparison a run.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Ages:
         self._turn = self._floor = 0
 
     def begin(self, turn: int) -> None:
-        """What is used from now on is used in this turn; 0: nobody counts. What was there when counting began counts as
-        used then."""
+        """What is used from now on is used in this turn; 0: nobody counts. What was there when
+        counting began counts as used then."""
         if not turn:
             self._used.clear()
         elif not self._turn:
@@ -50,7 +51,10 @@ class Ages:
             self._floor = used.popitem(last=False)[1]
 
     def first(self, keys: Iterable[ChunkKey]) -> int | None:
-        """The turn in which the first of ``keys`` that is in the sample was used last; None: none is in it."""
+        """The turn in which the first of ``keys`` that is in the sample was used last; None: none
+        is in it."""
         if not self._turn:
             return None
-        return next((self._used.get(key, self._floor) for key in keys if not key[0] & self._mask), None)
+        return next(
+            (self._used.get(key, self._floor) for key in keys if not key[0] & self._mask), None
+        )

@@ -1,7 +1,8 @@
-"""Audit: one in so many loaded chunks is compared, in the background, with its copy in a lower tier.
+"""Audit: one in so many loaded chunks is compared, in the background, with its copy in a lower
+tier.
 
-Every read from a tier is checked against its checksum as it is. What that cannot see is a slot that changes after it
-was filled: memory that flips bits, or a write through a stale address.
+Every read from a tier is checked against its checksum as it is. What that cannot see is a slot that
+changes after it was filled: memory that flips bits, or a write through a stale address.
 """
 
 from __future__ import annotations
@@ -31,11 +32,15 @@ class Pair(NamedTuple):
 class Audit:
     """``invalidate`` drops chunks everywhere; it is called without the lock.
 
-    Compared are only copies of one origin: written from this slot, or read into it. A chunk that was computed twice may
-    differ in its last bits, and be right both times; for that reason tiers that others write to are left out.
+    Compared are only copies of one origin: written from this slot, or read into it. A chunk that
+        was computed twice may
+    differ in its last bits, and be right both times; for that reason tiers that others write to are
+    left out.
     """
 
-    def __init__(self, core: Core, below: Sequence[LowerTier], forget: Callable[[Sequence[ChunkKey]], None]) -> None:
+    def __init__(
+        self, core: Core, below: Sequence[LowerTier], forget: Callable[[Sequence[ChunkKey]], None]
+    ) -> None:
         self.one_in = 0
         """0: never; set once, before the first load."""
         self._core, self._below, self._forget = core, below, forget
@@ -53,7 +58,8 @@ class Audit:
         return drawn
 
     def begin(self, pairs: Sequence[Pair]) -> None:
-        """Queue the comparisons, behind everything that somebody waits for. A full lane: this time not."""
+        """Queue the comparisons, behind everything that somebody waits for. A full lane: this time
+        not."""
         for pair in pairs:
             pair.below.lane.submit(partial(self._compare, pair))
 
@@ -61,7 +67,12 @@ class Audit:
         """Under the lock: the fastest tier that holds the very bytes of this slot."""
         holders = self._core.directory.holders(entry.key) if entry.state is READY else ()
         return next(
-            (self._below[at] for at in holders if entry.copies >> at & 1 and not self._below[at].tier.shared), None
+            (
+                self._below[at]
+                for at in holders
+                if entry.copies >> at & 1 and not self._below[at].tier.shared
+            ),
+            None,
         )
 
     def _compare(self, pair: Pair) -> None:
@@ -89,8 +100,10 @@ class Audit:
         if not self._said:
             self._said = True
             logger.error(
-                "audit: chunk %s has other bytes in RAM than in %s, although one is a copy of the other; it is dropped "
-                "everywhere. Test this host's memory, and report it if that is sound. Further ones are only counted",
+                "audit: chunk %s has other bytes in RAM than in %s, although one is a copy of the "
+                "other; it is dropped "
+                "everywhere. Test this host's memory, and report it if that is sound. Further ones "
+                "are only counted",
                 key.hex()[:16],
                 tier,
             )
@@ -99,4 +112,6 @@ class Audit:
 def _same(one: memoryview, other: memoryview) -> bool:
     """Byte by byte, in pieces: bytes compare much faster than views, and need a copy."""
     pieces = range(0, len(one), _PIECE_BYTES)
-    return all(bytes(one[at : at + _PIECE_BYTES]) == bytes(other[at : at + _PIECE_BYTES]) for at in pieces)
+    return all(
+        bytes(one[at : at + _PIECE_BYTES]) == bytes(other[at : at + _PIECE_BYTES]) for at in pieces
+    )

@@ -1,28 +1,32 @@
-"""Directory: every state of every chunk and every transition. Pure: no I/O, lock, thread, clock or log.
+"""Directory: every state of every chunk and every transition. Pure: no I/O, lock, thread, clock or
+log.
 
 A chunk's states in RAM, all of them::
 
     ABSENT --reserve--> FILLING --filled--> READY --evicted in reserve, or forget--> ABSENT
                            `------fill_failed------> ABSENT
 
-An :class:`Entry` is one stay of a chunk in RAM, from reserve until its slot is free again. When the chunk becomes
-ABSENT while somebody still holds a pin (a reader, a waiter, a spill in progress), the entry is GONE: it can no longer
-be found, and its slot returns to the free list with the last pin. So a slot is never reused under a reader.
+An :class:`Entry` is one stay of a chunk in RAM, from reserve until its slot is free again. When the
+chunk becomes ABSENT while somebody still holds a pin (a reader, a waiter, a spill in progress), the
+entry is GONE: it can no longer be found, and its slot returns to the free list with the last pin.
+So a slot is never reused under a reader.
 
-Besides, the set of tiers that hold a chunk: one Policy a tier, its keys being what the tier holds or is being given.
+Besides, the set of tiers that hold a chunk: one Policy a tier, its keys being what the tier holds
+    or is being given.
 
 Rules (``check`` asserts them):
 
 1. a slot is free, or given back (:meth:`Directory.shrink`), or belongs to exactly one entry;
-2. a READY entry, and nothing else, is in the RAM policy; what is pinned keeps its place there and is passed over by
-   evictions. A write makes nothing hotter; a chunk whose last reader leaves becomes the hottest of its kind;
+2. a READY entry, and nothing else, is in the RAM policy; what is pinned keeps its place there and
+   is passed over by evictions. A write makes nothing hotter; a chunk whose last reader leaves
+   becomes the hottest of its kind;
 3. no tier is asked to hold more than its capacity;
 4. at rest no entry is FILLING, pinned or GONE;
 5. no owner has more than its quota of slots, or of a tier's room.
 
-Owners (:mod:`kvtier.core.tenant`; 0 is nobody) are whom a server keeps apart. A chunk belongs to who saved it, in RAM
-again when it is promoted. Nobody's counts against no quota and leaves like everything else; in RAM it is who asked for
-it's.
+Owners (:mod:`kvtier.core.tenant`; 0 is nobody) are whom a server keeps apart. A chunk belongs to
+who saved it, in RAM again when it is promoted. Nobody's counts against no quota and leaves like
+everything else; in RAM it is who asked for it's.
 
 Not thread-safe: the Store's lock guards every call.
 """
@@ -68,7 +72,8 @@ class Entry:
         self.pins = self.writes = 0
         """Who needs the slot as it is; how many of them only write it below."""
         self.origin = origin
-        """The tier it is promoted from (FILLING takes bounded time); None when an engine fills it."""
+        """The tier it is promoted from (FILLING takes bounded time); None when an engine fills
+        it."""
         self.offered = origin is not None
         """It lies below, or tiers that write on eviction were asked to take it."""
         self.copies = 0
@@ -76,9 +81,11 @@ class Entry:
 
 
 class Directory:
-    """Who holds what, for ``slots`` RAM slots and any number of lower tiers (given by their capacities).
+    """Who holds what, for ``slots`` RAM slots and any number of lower tiers (given by their
+    capacities).
 
-    ``policy``: the order of leaving of RAM, and of the tiers where ``lower`` is not given. ``share``: the part of RAM
+    ``policy``: the order of leaving of RAM, and of the tiers where ``lower`` is not given.
+      ``share``: the part of RAM
     and of every tier that one owner may have, above 0 and up to 1; None for no quotas.
     """
 
@@ -92,7 +99,8 @@ class Directory:
         lower: PolicyOf | None = None,
     ) -> None:
         self.slots = slots
-        """Slots that may be in use; fewer than there are while another Store has the room of the others."""
+        """Slots that may be in use; fewer than there are while another Store has the room of the
+        others."""
         self._share = share
         self._quota = quota_of(slots, share)
         self._used: Counter[int] = Counter()
@@ -117,15 +125,17 @@ class Directory:
         """Chunks since the start that found no free room, in RAM and in each tier."""
         self._idle = 0
         self._idle_of: Counter[int] = Counter()
-        """READY entries without any pin, and those by owner where owners have quotas: is there anything to evict?"""
+        """READY entries without any pin, and those by owner where owners have quotas: is there
+        anything to evict?"""
         self._over: set[ChunkKey] = set()
-        """READY chunks that nobody will ask for again, as far as is known; not written below when they leave."""
+        """READY chunks that nobody will ask for again, as far as is known; not written below when
+        they leave."""
         self.distrust = False
         """What is over is written all the same: too many were not."""
         self._order = Owned(policy(slots), share is not None)
         self._tiers = [TierIndex(capacity, lower or policy, share) for capacity in capacities]
 
-    # ---- looks: no effect ----------------------------------------------------------------------------------------
+    # ---- looks: no effect ------------------------------------------------------------------------
 
     def get(self, key: ChunkKey) -> Entry | None:
         """The chunk's entry, FILLING or READY; None when ABSENT."""
@@ -145,7 +155,8 @@ class Directory:
         return len(keys)
 
     def held_run(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
-        """How many leading chunks are READY, or can be without an engine's help: on the way up, or held lower."""
+        """How many leading chunks are READY, or can be without an engine's help: on the way up, or
+        held lower."""
         entries, tiers = self._entries, self._tiers
         for index in range(start, len(keys)):
             key = keys[index]
@@ -162,18 +173,21 @@ class Directory:
             return "saving"
         return "tier_down" if next(self.holders(key), None) is not None else self._past.why(key)
 
-    # ---- RAM -----------------------------------------------------------------------------------------------------
+    # ---- RAM -------------------------------------------------------------------------------------
 
     def reserve(
         self, key: ChunkKey, keep: Container[ChunkKey], origin: int | None = None, owner: int = 0
     ) -> Entry | None:
-        """ABSENT -> FILLING: a slot for ``key``, evicting the coldest unpinned chunk if none is free, and the owner's
-        own coldest if its quota is used up.
+        """ABSENT -> FILLING: a slot for ``key``, evicting the coldest unpinned chunk if none is
+        free, and the owner's own coldest if its quota is used up.
 
-        None when every slot is filling or pinned, or when only chunks of ``keep`` (the run this is for) could leave.
+        None when every slot is filling or pinned, or when only chunks of ``keep`` (the run this is
+        for) could leave.
         """
         if key in self._entries:
-            raise StateError(f"reserve of a chunk that is {self._entries[key].state.value}: {key.hex()[:16]}")
+            raise StateError(
+                f"reserve of a chunk that is {self._entries[key].state.value}: {key.hex()[:16]}"
+            )
         owner = owner if origin is None else self._tiers[origin].order.owner(key) or owner
         spent = self._quota is not None and owner != 0 and self._used[owner] >= self._quota
         if spent or not self._free:
@@ -192,7 +206,8 @@ class Directory:
         return entry
 
     def filled(self, entry: Entry, source: int | None = None) -> None:
-        """FILLING -> READY, by an engine or from tier ``source``. No effect on an entry that is GONE meanwhile."""
+        """FILLING -> READY, by an engine or from tier ``source``. No effect on an entry that is
+        GONE meanwhile."""
         if entry.state is GONE:
             return
         self._expect(entry, FILLING)
@@ -224,7 +239,8 @@ class Directory:
             self._order.ordered((entry.key,))
 
     def used(self, run: Sequence[ChunkKey]) -> None:
-        """A prompt asked for this run: hotter now in RAM and in every tier, its beginning hottest of all."""
+        """A prompt asked for this run: hotter now in RAM and in every tier, its beginning hottest
+        of all."""
         if self._over:
             self._over.difference_update(run)
         self._order.used(run)
@@ -233,7 +249,8 @@ class Directory:
         self.ages.use(run)
 
     def ordered(self, run: Sequence[ChunkKey]) -> None:
-        """A prompt's run is being stored, which is no use of what is held of it: in order again everywhere."""
+        """A prompt's run is being stored, which is no use of what is held of it: in order again
+        everywhere."""
         if self._over:
             self._over.difference_update(run)
         self._order.ordered(run)
@@ -242,8 +259,9 @@ class Directory:
         self.ages.use(run)
 
     def over(self, run: Sequence[ChunkKey]) -> None:
-        """Nobody will ask for these chunks again, as far as is known, until somebody uses or saves one: coldest now
-        everywhere, the end of the run first. What is read or filled at this moment is not over."""
+        """Nobody will ask for these chunks again, as far as is known, until somebody uses or saves
+        one: coldest now everywhere, the end of the run first. What is read or filled at this moment
+        is not over."""
         entries = self._entries
         idle = [key for key in run if (entry := entries.get(key)) is None or self._is_idle(entry)]
         self._over.update(key for key in idle if key in entries)
@@ -251,8 +269,8 @@ class Directory:
             order.cool(idle)
 
     def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
-        """These chunks will be used within so many seconds after their last use: they leave RAM after all else, if
-        they are not more than half of it."""
+        """These chunks will be used within so many seconds after their last use: they leave RAM
+        after all else, if they are not more than half of it."""
         self._over.difference_update(run)
         self._order.keep(run, seconds)
 
@@ -265,16 +283,20 @@ class Directory:
         return entry.state is READY and entry.pins == entry.writes
 
     def invalidate(self, key: ChunkKey, owner: int | None = None) -> list[int]:
-        """The chunk is bad or unwanted: ABSENT everywhere. Returns the tiers that must delete it, then :meth:`deleted`.
+        """The chunk is bad or unwanted: ABSENT everywhere. Returns the tiers that must delete it,
+        then :meth:`deleted`.
 
-        ``owner``: only where it is this owner's or nobody's. A FILLING chunk stays: it is being made anew. A write in
+        ``owner``: only where it is this owner's or nobody's. A FILLING chunk stays: it is being
+          made anew. A write in
         progress is caught by :meth:`spill_ended`.
         """
         entry = self._entries.get(key)
         if entry is not None and entry.state is READY and may(owner, entry.owner):
             self._order.discard(key)
             self._remove(entry)
-        holders = [index for index in self.holders(key) if may(owner, self._tiers[index].order.owner(key))]
+        holders = [
+            index for index in self.holders(key) if may(owner, self._tiers[index].order.owner(key))
+        ]
         for index in holders:
             self._tiers[index].leave(key)
         if self._entries.get(key) is None and next(self.holders(key), None) is None:
@@ -282,8 +304,9 @@ class Directory:
         return holders
 
     def next_out(self, owner: int = 0) -> list[Entry]:
-        """Chunks that leave RAM soon, coldest first, each named once in its stay: those that go when ``owner`` wants
-        half of RAM, or half of its quota, at most :data:`_MOST_AHEAD` slots."""
+        """Chunks that leave RAM soon, coldest first, each named once in its stay: those that go
+        when ``owner`` wants half of RAM, or half of its quota, at most :data:`_MOST_AHEAD`
+        slots."""
         wanted = min(_MOST_AHEAD, -(-self.slots // 2)) - len(self._free)
         entries = list(islice(self._unread(self._order), max(0, wanted)))
         if self._quota is not None and owner:
@@ -292,7 +315,8 @@ class Directory:
         return self._offer(entries)
 
     def all_out(self) -> list[Entry]:
-        """Every chunk in RAM without a reader that :meth:`next_out` has not named, hottest first."""
+        """Every chunk in RAM without a reader that :meth:`next_out` has not named, hottest
+        first."""
         return self._offer(self._unread(self._order))[::-1]
 
     def _unread(self, keys: Iterable[ChunkKey]) -> Iterator[Entry]:
@@ -302,17 +326,22 @@ class Directory:
 
     def _offer(self, entries: Iterable[Entry]) -> list[Entry]:
         over = () if self.distrust else self._over
-        new = [entry for entry in dict.fromkeys(entries) if not entry.offered and entry.key not in over]
+        new = [
+            entry for entry in dict.fromkeys(entries) if not entry.offered and entry.key not in over
+        ]
         for entry in new:
             entry.offered = True
         return new
 
-    # ---- lower tiers ---------------------------------------------------------------------------------------------
+    # ---- lower tiers -----------------------------------------------------------------------------
 
-    def found(self, index: int, keys: Sequence[ChunkKey], owners: Iterable[int] = repeat(0)) -> list[ChunkKey]:
-        """Tier ``index`` turned out to hold ``keys`` (at start, or by asking a shared tier), coldest first; all of them
-        are hotter than what it was known to hold. ``owners``: whose each of them is. Returns the keys that leave for
-        it; the tier must delete them, then :meth:`deleted`.
+    def found(
+        self, index: int, keys: Sequence[ChunkKey], owners: Iterable[int] = repeat(0)
+    ) -> list[ChunkKey]:
+        """Tier ``index`` turned out to hold ``keys`` (at start, or by asking a shared tier),
+        coldest first; all of them are hotter than what it was known to hold. ``owners``: whose each
+        of them is. Returns the keys that leave for it; the tier must delete them, then
+        :meth:`deleted`.
         """
         tier, grown = self._tiers[index], set[int]()
         for key, owner in zip(keys, owners, strict=False):
@@ -325,7 +354,8 @@ class Directory:
         return surplus
 
     def unwanted(self, index: int, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
-        """Tier ``index`` has ``keys``, known here or not. Returns those it must delete, then :meth:`deleted`."""
+        """Tier ``index`` has ``keys``, known here or not. Returns those it must delete, then
+        :meth:`deleted`."""
         return self._tiers[index].leave_all(keys)
 
     def takes(self, index: int, key: ChunkKey) -> bool:
@@ -335,8 +365,8 @@ class Directory:
     def spill_begun(self, entry: Entry, index: int) -> list[ChunkKey] | None:
         """Tier ``index`` shall take this READY chunk: pins it and makes room.
 
-        Returns the keys the tier must delete first (then :meth:`deleted`), or None when the tier has the chunk, gets
-        it already, or has no room.
+        Returns the keys the tier must delete first (then :meth:`deleted`), or None when the tier
+        has the chunk, gets it already, or has no room.
         """
         self._expect(entry, READY)
         tier = self._tiers[index]
@@ -356,7 +386,8 @@ class Directory:
     def spill_ended(self, entry: Entry, index: int, stored: bool) -> bool:
         """The write ended; ``stored`` says whether the tier holds the chunk now.
 
-        Returns False when the chunk was forgotten meanwhile: the tier must delete it, then :meth:`deleted`.
+        Returns False when the chunk was forgotten meanwhile: the tier must delete it, then
+            :meth:`deleted`.
         """
         tier = self._tiers[index]
         del tier.writing[entry.key]
@@ -371,7 +402,8 @@ class Directory:
         return wanted or not stored
 
     def stored_with(self, index: int, run: Sequence[ChunkKey]) -> None:
-        """Tier ``index`` got a chunk of ``run``: writes end in any order, so the run is put in order again."""
+        """Tier ``index`` got a chunk of ``run``: writes end in any order, so the run is put in
+        order again."""
         self._tiers[index].order.ordered(run)
 
     def deleted(self, index: int, keys: Iterable[ChunkKey]) -> None:
@@ -379,8 +411,8 @@ class Directory:
         self._tiers[index].leaving.difference_update(keys)
 
     def lost(self, index: int, key: ChunkKey, how: Left = Left.EVICTED) -> None:
-        """Tier ``index`` does not hold the chunk after all. Not for a tier that cannot be asked now: what it holds must
-        stay known, or no :meth:`invalidate` reaches it."""
+        """Tier ``index`` does not hold the chunk after all. Not for a tier that cannot be asked
+        now: what it holds must stay known, or no :meth:`invalidate` reaches it."""
         self._tiers[index].order.discard(key)
         self._past.left(key, how)
 
@@ -388,7 +420,7 @@ class Directory:
         """What tier ``index`` holds, coldest first."""
         return iter(self._tiers[index].order)
 
-    # ---- looks at the whole --------------------------------------------------------------------------------------
+    # ---- looks at the whole ----------------------------------------------------------------------
 
     def usage(self) -> dict[str, int]:
         """Chunks by place and state. No walk: these are counts that each step keeps."""
@@ -400,7 +432,8 @@ class Directory:
         }
 
     def keys(self) -> list[ChunkKey]:
-        """Every chunk in RAM or in a tier, some of them twice. The one look at all: 20 ns a chunk."""
+        """Every chunk in RAM or in a tier, some of them twice. The one look at all: 20 ns a
+        chunk."""
         every = [*self._entries]
         for tier in self._tiers:
             every += tier.order.keys()
@@ -416,7 +449,8 @@ class Directory:
                 yield key
 
     def unfinished(self, keys: Iterable[ChunkKey], owner: int | None = None) -> int:
-        """How many of ``keys`` outlive a :meth:`invalidate` for now: being filled, written or deleted."""
+        """How many of ``keys`` outlive a :meth:`invalidate` for now: being filled, written or
+        deleted."""
         return sum(
             (key in self._entries and may(owner, self._entries[key].owner))
             or any(key in tier.leaving or key in tier.writing for tier in self._tiers)
@@ -441,67 +475,96 @@ class Directory:
         return len(self._tiers[index]) + len(self._tiers[index].leaving)
 
     def check(self, idle: bool = False) -> None:
-        """Raise StateError when a rule of this module is broken; ``idle`` adds rule 4. A full walk."""
+        """Raise StateError when a rule of this module is broken; ``idle`` adds rule 4. A full
+        walk."""
         problems = [*self.check_slots(0, len(self._in_slot)), *self.check_counts(idle)]
         entries = [*self._entries.values(), *self._gone]
-        slots = sorted([*self._free, *self._leaving, *self._given, *(entry.slot for entry in entries)])
+        slots = sorted(
+            [*self._free, *self._leaving, *self._given, *(entry.slot for entry in entries)]
+        )
         if slots != list(range(len(self._in_slot))):
-            problems.append(f"slots lost or shared: {len(self._free)} free, {len(entries)} used of {self.slots}")
+            problems.append(
+                f"slots lost or shared: {len(self._free)} free, {len(entries)} used of {self.slots}"
+            )
         counted = (sum(e.state is FILLING for e in entries), sum(e.pins > 0 for e in entries))
         if counted != (self._filling, self._pinned):
-            problems.append(f"{counted} chunks filling and pinned, booked {(self._filling, self._pinned)}")
+            problems.append(
+                f"{counted} chunks filling and pinned, booked {(self._filling, self._pinned)}"
+            )
         if not set(self._order) <= self._entries.keys():
             problems.append("the order of leaving names chunks that are not in RAM")
         if any(key not in self._order for key in self._over):
             problems.append("chunks are over that are not there")
         unpinned = [entry for entry in entries if entry.state is READY and not entry.pins]
-        owned = Counter(entry.owner for entry in unpinned if entry.owner and self._share is not None)
+        owned = Counter(
+            entry.owner for entry in unpinned if entry.owner and self._share is not None
+        )
         if (len(unpinned), owned) != (self._idle, self._idle_of):
-            problems.append(f"{len(unpinned)} chunks without a pin, booked {self._idle}, {dict(self._idle_of)}")
+            problems.append(
+                f"{len(unpinned)} chunks without a pin, booked {self._idle}, {dict(self._idle_of)}"
+            )
         used = Counter(entry.owner for entry in entries if entry.owner)
         if used != self._used:
-            problems.append(f"owners have {dict(used)} slots, booked {dict(self._used)}, quota {self._quota}")
+            problems.append(
+                f"owners have {dict(used)} slots, booked {dict(self._used)}, quota {self._quota}"
+            )
         if problems:
             raise StateError("; ".join(problems))
 
     def check_slots(self, first: int, count: int) -> list[str]:
-        """What is wrong with these slots and their chunks, in words: rules 1 and 2 for each by itself."""
+        """What is wrong with these slots and their chunks, in words: rules 1 and 2 for each by
+        itself."""
         problems = []
         for slot, entry in enumerate(self._in_slot[first : first + count], start=first):
             if entry is None:
                 continue
-            known = entry in self._gone if entry.state is GONE else self._entries.get(entry.key) is entry
+            known = (
+                entry in self._gone
+                if entry.state is GONE
+                else self._entries.get(entry.key) is entry
+            )
             if entry.slot != slot or not known:
-                problems.append(f"slot {slot} belongs to a chunk that is {entry.state.value} and not there")
+                problems.append(
+                    f"slot {slot} belongs to a chunk that is {entry.state.value} and not there"
+                )
             if (entry.state is READY) != (entry.state is not GONE and entry.key in self._order):
                 problems.append("the order of leaving differs from the READY chunks")
         return problems
 
     def check_counts(self, idle: bool = False) -> list[str]:
-        """What is wrong with the counts, in words: rules 1, 3, 5 and, with ``idle``, 4. No walk over chunks."""
+        """What is wrong with the counts, in words: rules 1, 3, 5 and, with ``idle``, 4. No walk
+        over chunks."""
         problems = []
         used = self.in_use
         if used + len(self._free) + len(self._leaving) + len(self._given) != len(self._in_slot):
-            problems.append(f"slots lost or shared: {len(self._free)} free, {used} used of {self.slots}")
+            problems.append(
+                f"slots lost or shared: {len(self._free)} free, {used} used of {self.slots}"
+            )
         quota = quota_of(len(self._in_slot), self._share)
         if quota is not None and max(self._used.values(), default=0) > quota:
             problems.append(f"an owner has more than its {quota} slots")
         for index, tier in enumerate(self._tiers):
             if len(tier) > tier.capacity:
                 problems.append(f"tier {index} holds more than its {tier.capacity} chunks")
-            if tier.quota is not None and any(tier.order.count(owner) > tier.quota for owner in self._used):
+            if tier.quota is not None and any(
+                tier.order.count(owner) > tier.quota for owner in self._used
+            ):
                 problems.append(f"an owner has more than its {tier.quota} chunks of tier {index}")
             if idle and (tier.writing or tier.leaving):
-                problems.append(f"tier {index} still writes {len(tier.writing)}, deletes {len(tier.leaving)} chunks")
+                problems.append(
+                    f"tier {index} still writes {len(tier.writing)}, deletes "
+                    f"{len(tier.leaving)} chunks"
+                )
         if idle and (self._gone or self._filling or self._pinned):
             problems.append(f"not at rest: {self.usage()}")
         return problems
 
-    # ---- room that another Store has ---------------------------------------------------------------------------
+    # ---- room that another Store has -------------------------------------------------------------
 
     def shrink(self, slots: int, most: int) -> bool:
-        """From now on at most ``slots`` may be in use: free slots and, coldest first, up to ``most`` chunks leave; a
-        slot that somebody holds leaves when he lets go. True: call again, there is more that can leave now."""
+        """From now on at most ``slots`` may be in use: free slots and, coldest first, up to
+        ``most`` chunks leave; a slot that somebody holds leaves when he lets go. True: call again,
+        there is more that can leave now."""
         self._resize(slots)
         for _ in range(most):
             if self._surplus <= 0:
@@ -516,7 +579,8 @@ class Directory:
         return self._surplus > 0
 
     def leaving(self, most: int) -> list[int]:
-        """Up to ``most`` slots whose memory nobody uses any more and is to be given back; then :meth:`gave_back`."""
+        """Up to ``most`` slots whose memory nobody uses any more and is to be given back; then
+        :meth:`gave_back`."""
         return self._leaving[-most:]
 
     def gave_back(self, slots: Sequence[int]) -> None:
@@ -526,14 +590,15 @@ class Directory:
         self._given += slots
 
     def grow(self, slots: int) -> None:
-        """At most ``slots`` may be in use from now on: so many of those given back are free again."""
+        """At most ``slots`` may be in use from now on: so many of those given back are free
+        again."""
         self._resize(slots)
         while self._surplus < 0 and self._given:
             self._free.append(self._given.pop())
 
     def limit(self, index: int, capacity: int, most: int) -> list[ChunkKey]:
-        """Tier ``index`` shall hold at most ``capacity`` chunks from now on. Returns up to ``most`` keys that it must
-        delete, then :meth:`deleted`; call again until there are none."""
+        """Tier ``index`` shall hold at most ``capacity`` chunks from now on. Returns up to ``most``
+        keys that it must delete, then :meth:`deleted`; call again until there are none."""
         victims = self._tiers[index].limit(capacity, most)
         for victim in victims:
             self._past.left(victim, Left.EVICTED)
@@ -554,20 +619,21 @@ class Directory:
         return self._given[: -most - 1 : -1] if most > 0 else []
 
     def coldest(self, index: int | None = None) -> int | None:
-        """The turn in which the chunk was used last that would leave tier ``index`` next, or (None) RAM. A guess where
-        only a sample is known; None: nothing can leave."""
+        """The turn in which the chunk was used last that would leave tier ``index`` next, or (None)
+        RAM. A guess where only a sample is known; None: nothing can leave."""
         order = self._order if index is None else self._tiers[index].order
         return self.ages.first(islice(order, _MOST_AHEAD))
 
-    # ---- steps ---------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     def _resize(self, slots: int) -> None:
         self.slots, self._quota = slots, quota_of(slots, self._share)
         self._order.resize(slots)
 
     def _coldest(self, owner: int = 0) -> Entry | None:
-        """What leaves next, of all or of one owner's. What is read and lies before it becomes hot at once, as it will
-        when its reader leaves: else every eviction would walk over what is read for long."""
+        """What leaves next, of all or of one owner's. What is read and lies before it becomes hot
+        at once, as it will when its reader leaves: else every eviction would walk over what is read
+        for long."""
         if not (self._idle_of[owner] if owner else self._idle):
             return None
         read, found = list[ChunkKey](), None

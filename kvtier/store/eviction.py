@@ -1,12 +1,14 @@
-"""The order in which chunks leave a place. Pure: keys and order only; no sizes, places, clock or lock.
+"""The order in which chunks leave a place. Pure: keys and order only; no sizes, places, clock or
+lock.
 
-Leaf-first: within one prompt the end leaves before its beginning, because a chunk without its ancestors can serve
-nobody. Policies get this for free by moving a run from its end to its beginning: the root is always the most
-recently used of its run.
+Leaf-first: within one prompt the end leaves before its beginning, because a chunk without its
+ancestors can serve nobody. Policies get this for free by moving a run from its end to its
+beginning: the root is always the most recently used of its run.
 
-A policy is told apart what is easily taken for one thing: a prompt asked for a chunk (``used``) or the chunk was only
-stored or let go (``ordered``); a chunk left for room and may come back (``evicted``) or is unwanted (``discard``). What
-is pinned stays known and keeps what the policy remembers of it: the Directory passes it over.
+A policy is told apart what is easily taken for one thing: a prompt asked for a chunk (``used``) or
+the chunk was only stored or let go (``ordered``); a chunk left for room and may come back
+(``evicted``) or is unwanted (``discard``). What is pinned stays known and keeps what the policy
+remembers of it: the Directory passes it over.
 """
 
 from __future__ import annotations
@@ -33,16 +35,18 @@ class Policy(Protocol):
         ...
 
     def used(self, run: Sequence[ChunkKey]) -> None:
-        """A prompt with this run (first chunk first) asked for it; unknown keys in it are ignored."""
+        """A prompt with this run (first chunk first) asked for it; unknown keys in it are
+        ignored."""
         ...
 
     def ordered(self, run: Sequence[ChunkKey]) -> None:
-        """The run was stored, or a reader let go of it: hot again, its end coldest. That is no use of it, because every
-        prompt is stored in several steps; unknown keys in it are ignored."""
+        """The run was stored, or a reader let go of it: hot again, its end coldest. That is no use
+        of it, because every prompt is stored in several steps; unknown keys in it are ignored."""
         ...
 
     def evicted(self, key: ChunkKey) -> None:
-        """``key`` left for room: forget that it is held, and remember what helps when it comes back."""
+        """``key`` left for room: forget that it is held, and remember what helps when it comes
+        back."""
         ...
 
     def discard(self, key: ChunkKey) -> None:
@@ -58,7 +62,8 @@ class Policy(Protocol):
         ...
 
     def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
-        """These leave after all else for so long after their last use, if that is not more than half of all."""
+        """These leave after all else for so long after their last use, if that is not more than
+        half of all."""
         ...
 
     def tick(self, now: float) -> None:
@@ -79,14 +84,15 @@ class Policy(Protocol):
 
 
 PolicyOf = Callable[[int], Policy]
-"""Makes a policy for a place with room for so many chunks. All chunks of a place have the same size, so that one chunk
-is the unit in which everything is weighed."""
+"""Makes a policy for a place with room for so many chunks. All chunks of a place have the same
+size, so that one chunk is the unit in which everything is weighed."""
 
 
 class LRU:
     """Least recently used leaves first.
 
-    An OrderedDict, not a dict: taking the front of a dict walks over the places of all deleted keys (measured
+    An OrderedDict, not a dict: taking the front of a dict walks over the places of all deleted keys
+        (measured
     40 times slower at 100,000 keys), and ``move_to_end`` is one step. Its values are the owners.
     """
 
@@ -143,11 +149,12 @@ class LRU:
 
 
 class Owned:
-    """A Policy's order, in which every key belongs to an owner (:mod:`kvtier.core.tenant`), 0 for nobody.
+    """A Policy's order, in which every key belongs to an owner (:mod:`kvtier.core.tenant`), 0 for
+    nobody.
 
-    ``split`` keeps an order per owner besides, so that :meth:`coldest` and :meth:`count` can ask for one owner's; it
-    costs memory, so it is for places where owners have quotas. An owner's own order is LRU: only all keys of a place
-    together are enough to learn from.
+    ``split`` keeps an order per owner besides, so that :meth:`coldest` and :meth:`count` can ask
+    for one owner's; it costs memory, so it is for places where owners have quotas. An owner's own
+    order is LRU: only all keys of a place together are enough to learn from.
     """
 
     __slots__ = ("_all", "_once", "_parts")
@@ -224,7 +231,11 @@ class Owned:
 
     def part(self, owner: int) -> Iterator[ChunkKey]:
         """One owner's keys, coldest first; only where split."""
-        return iter(self._parts[owner]) if self._parts is not None and owner in self._parts else iter(())
+        return (
+            iter(self._parts[owner])
+            if self._parts is not None and owner in self._parts
+            else iter(())
+        )
 
     def keys(self) -> Iterable[ChunkKey]:
         """Every key, in no order: the fastest way to copy them all."""

@@ -1,7 +1,8 @@
-"""Follower: what a Store does about prompts and hints afterwards, without its lock: sessions, shadows, marks.
+"""Follower: what a Store does about prompts and hints afterwards, without its lock: sessions,
+shadows, marks.
 
-Prompts and hints wait in one bounded queue, in the order in which they came, and are followed on the Store's spare
-lane. The lock is taken for short pieces only.
+Prompts and hints wait in one bounded queue, in the order in which they came, and are followed on
+the Store's spare lane. The lock is taken for short pieces only.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _AT_ONCE = 8
 _MOST_RECENT = 8
 _MOST_ENDED = 4096
 _WRONG, _LEAST_SAID, _MOST_SAID = 0.02, 50, 2500
-"""Too much of what was said to be over goes on: a larger part, of so many at least. The past counts half then."""
+"""Too much of what was said to be over goes on: a larger part, of so many at least. The past counts
+half then."""
 
 
 class _Item(NamedTuple):
@@ -38,7 +40,8 @@ class _Item(NamedTuple):
 class Follower:
     """:meth:`prompt` and :meth:`hint` may be called by any thread, :meth:`work` by one at a time.
 
-    ``adaptive``: RAM's policy, where it adapts. ``clock``: seconds, monotonic. ``rooms``: of each place, in chunks.
+    ``adaptive``: RAM's policy, where it adapts. ``clock``: seconds, monotonic. ``rooms``: of each
+      place, in chunks.
     """
 
     def __init__(
@@ -77,8 +80,8 @@ class Follower:
         return True
 
     def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> bool:
-        """Something is known of this run, or (an empty one) of the last prompt of the session with this name. True as
-        :meth:`prompt`."""
+        """Something is known of this run, or (an empty one) of the last prompt of the session with
+        this name. True as :meth:`prompt`."""
         self._recent.clear()
         self._put(_Item(tuple(run), session, hint), "hints_dropped")
         return True
@@ -91,7 +94,8 @@ class Follower:
         return True
 
     def work(self, pause: Callable[[], object]) -> bool:
-        """Without the lock: follow some of what waits; ``pause`` is called often. True: more is waiting."""
+        """Without the lock: follow some of what waits; ``pause`` is called often. True: more is
+        waiting."""
         with self._lock:
             self._directory.tick(self._clock())
         for _ in range(_AT_ONCE):
@@ -120,7 +124,9 @@ class Follower:
         run = item.run or self._sessions.last(item.session)
         if item.hint.over:
             # A prompt that came after the hint uses what it has again.
-            later = {key for other in list(self._waiting) if other.hint == NOTHING for key in other.run}
+            later = {
+                key for other in list(self._waiting) if other.hint == NOTHING for key in other.run
+            }
             private = [key for key in self._sessions.private(run) if key not in later]
             for part in pieces(private):  # the beginning first: the end is the coldest
                 with self._lock:
@@ -135,7 +141,8 @@ class Follower:
                     self._directory.keep(part, item.hint.keep_s)
 
     def _note_end(self, last: Sequence[ChunkKey]) -> None:
-        """It is said that nobody will ask for these; of the last two one may be a chunk that was not full."""
+        """It is said that nobody will ask for these; of the last two one may be a chunk that was
+        not full."""
         self._said += 1
         self._ended.update(dict.fromkeys(last))
         while len(self._ended) > _MOST_ENDED:

@@ -1,8 +1,9 @@
 """Hint: what somebody knows of a prompt's future. Pure.
 
-Hints are soft: they change the order in which chunks leave, and whether a chunk that leaves is written below. A wrong
-one costs a recompute and never more. They are bounded (what is kept is at most half of RAM), and any later use or save
-of a chunk takes away that it was over.
+Hints are soft: they change the order in which chunks leave, and whether a chunk that leaves is
+    written below. A wrong
+one costs a recompute and never more. They are bounded (what is kept is at most half of RAM), and
+any later use or save of a chunk takes away that it was over.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ NOTHING = Hint()
 
 
 def session_name(salt: str | None, session: str) -> str:
-    """What a session is called in a Store, with a fixed length: those of different cache salts are different ones,
-    whatever they are called. Empty: it has no name."""
+    """What a session is called in a Store, with a fixed length: those of different cache salts are
+    different ones, whatever they are called. Empty: it has no name."""
     if not session:
         return ""
     return hashlib.blake2b(json.dumps([salt or "", session]).encode(), digest_size=16).hexdigest()
@@ -41,7 +42,8 @@ def session_name(salt: str | None, session: str) -> str:
 def read(given: Mapping[str, object]) -> tuple[Hint, int]:
     """The hint in a request's words, and how many of them are bad or unknown: they are ignored.
 
-    ``over``: true or false. ``keep_s``: seconds, at most a day. ``priority``: a number, above 0 is kept for a while.
+    ``over``: true or false. ``keep_s``: seconds, at most a day. ``priority``: a number, above 0 is
+      kept for a while.
     """
     over, keep_s, bad = False, 0.0, 0
     for word, value in given.items():

@@ -1,4 +1,5 @@
-"""Leases: rights to sets of slots until they end, and what they stand for. They let go by themselves (``with``).
+"""Leases: rights to sets of slots until they end, and what they stand for. They let go by
+themselves (``with``).
 
 Their state is the Store's: it changes it under its lock, through the methods they call.
 """
@@ -24,7 +25,8 @@ class Keeper(Protocol):
     tiers: list[Tier]
 
     def end_save(self, lease: SaveLease, commit: bool) -> Steps[None]:
-        """The slots are filled (``commit``), or given up; in pieces, which must be done to the end."""
+        """The slots are filled (``commit``), or given up; in pieces, which must be done to the
+        end."""
         ...
 
     def poll_load(self, lease: LoadLease) -> Progress: ...
@@ -35,14 +37,17 @@ class Keeper(Protocol):
 
 
 class SaveLease:
-    """Reserved slots to be filled by their owner. Ends once: :meth:`commit` or :meth:`close`; ``with`` closes.
+    """Reserved slots to be filled by their owner. Ends once: :meth:`commit` or :meth:`close`;
+    ``with`` closes.
 
     ``keys[i]`` belongs into ``slots[i]``.
     """
 
     __slots__ = ("_store", "begun", "entries", "open", "run")
 
-    def __init__(self, store: Keeper, run: Sequence[ChunkKey], entries: list[Entry], begun: float) -> None:
+    def __init__(
+        self, store: Keeper, run: Sequence[ChunkKey], entries: list[Entry], begun: float
+    ) -> None:
         self._store = store
         self.begun = begun
         self.run = run
@@ -67,7 +72,8 @@ class SaveLease:
         return [self._store.pool.view(entry.slot) for entry in self.entries]
 
     def commit(self) -> None:
-        """All slots are filled: the chunks are READY from now on, and offered to the lower tiers."""
+        """All slots are filled: the chunks are READY from now on, and offered to the lower
+        tiers."""
         whole(self.committing())
 
     def committing(self) -> Steps[None]:
@@ -97,10 +103,22 @@ class SaveLease:
 class LoadLease:
     """A claim on the leading chunks of a run. One owner thread polls; ``with`` closes.
 
-    ``slots`` are readable until :meth:`close`. A chunk that fails on its way makes the lease shorter, nothing else.
+    ``slots`` are readable until :meth:`close`. A chunk that fails on its way makes the lease
+    shorter, nothing else.
     """
 
-    __slots__ = ("_store", "asking", "begun", "closed", "entries", "keys", "origins", "owner", "ready", "waits")
+    __slots__ = (
+        "_store",
+        "asking",
+        "begun",
+        "closed",
+        "entries",
+        "keys",
+        "origins",
+        "owner",
+        "ready",
+        "waits",
+    )
 
     def __init__(self, store: Keeper, keys: Sequence[ChunkKey], owner: int, begun: float) -> None:
         self._store = store
@@ -136,7 +154,9 @@ class LoadLease:
     def sources(self) -> list[str]:
         """Where each of these chunks came from: ``"ram"`` or a tier's name."""
         tiers = self._store.tiers
-        return ["ram" if origin is None else tiers[origin].name for origin in self.origins[: self.ready]]
+        return [
+            "ram" if origin is None else tiers[origin].name for origin in self.origins[: self.ready]
+        ]
 
     def views(self) -> list[memoryview]:
         """Bytes of the ready chunks as of the last poll; to be read only."""

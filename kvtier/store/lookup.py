@@ -1,4 +1,5 @@
-"""What a Directory and its tiers' queues say of a run. Pure: the caller gives the times; no clock, lock or I/O."""
+"""What a Directory and its tiers' queues say of a run. Pure: the caller gives the times; no clock,
+lock or I/O."""
 
 from __future__ import annotations
 
@@ -16,10 +17,12 @@ Wait = Callable[[int], float | None]
 """Seconds until so many more reads of one tier have ended; None: unknown."""
 
 
-def lookup_run(directory: Directory, waits: Sequence[Wait], keys: Sequence[ChunkKey]) -> Steps[LookupResult]:
-    """The outlook of a run, but for asking. One step for each change of place, as between two changes the time saved
-    by loading one chunk more only grows: the best place to stop is an end (:func:`choose`). In pieces, each under the
-    Store's lock."""
+def lookup_run(
+    directory: Directory, waits: Sequence[Wait], keys: Sequence[ChunkKey]
+) -> Steps[LookupResult]:
+    """The outlook of a run, but for asking. One step for each change of place, as between two
+    changes the time saved by loading one chunk more only grows: the best place to stop is an end
+    (:func:`choose`). In pieces, each under the Store's lock."""
     steps: list[tuple[int, float | None]] = []
     reads: dict[int, int] = {}
     here, end = -1, len(keys)

@@ -1,6 +1,8 @@
-"""Below: one lower tier as its Store uses it: reads and questions that somebody waits for, spills, trials, deletions.
+"""Below: one lower tier as its Store uses it: reads and questions that somebody waits for, spills,
+trials, deletions.
 
-Decided under the Store's lock, done outside it on the tier's lane. The Store keeps the claims and leases.
+Decided under the Store's lock, done outside it on the tier's lane. The Store keeps the claims and
+leases.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from kvtier.tiers.base import RoomGiver, SharedKeeper, Tier, machine_of
 from kvtier.tiers.breaker import Breaker
 
 _AWAY_READS, _AWAY_S, _LONGEST_AWAY_S = 3, 0.5, 30.0
-"""A machine that could not be asked this often in a row is left alone for this long, then tried by one read; at most so
-long: every read that is begun takes a slot from somebody."""
+"""A machine that could not be asked this often in a row is left alone for this long, then tried by
+one read; at most so long: every read that is begun takes a slot from somebody."""
 _MOST_MACHINES = 2000
 
 
@@ -42,10 +44,11 @@ class Place(NamedTuple):
     on_evict: bool = False
     """Chunks are written when RAM is about to evict them, and not when they were saved.
 
-    What is forgotten before costs no write, and no hit is lost: the Mooncake conversation trace (room for 2.5 % of it
-    in RAM, 20 % below) has 35.0 % for 34.5 % of its chunks hit, with 2 % fewer writes. But a crash loses what only RAM
-    had; a clean close writes it. When saves come faster than writes, the coldest chunk leaves unwritten and is counted
-    as late: the newest is likelier to be asked for again, and a refused save would cut its run."""
+    What is forgotten before costs no write, and no hit is lost: the Mooncake conversation trace
+    (room for 2.5 % of it in RAM, 20 % below) has 35.0 % for 34.5 % of its chunks hit, with 2 %
+    fewer writes. But a crash loses what only RAM had; a clean close writes it. When saves come
+    faster than writes, the coldest chunk leaves unwritten and is counted as late: the newest is
+    likelier to be asked for again, and a refused save would cut its run."""
 
 
 class Core(NamedTuple):
@@ -61,7 +64,8 @@ class Core(NamedTuple):
 class LowerTier:
     """Tier number ``index``, its lane, how fast both are, and what it has yet to delete.
 
-    Methods say whether they run under the Store's lock, take it themselves, or run on a lane thread.
+    Methods say whether they run under the Store's lock, take it themselves, or run on a lane
+    thread.
     """
 
     def __init__(self, core: Core, index: int, place: Place, clock: Callable[[], float]) -> None:
@@ -78,9 +82,10 @@ class LowerTier:
         self._silent = False
         self._away: dict[str, Breaker] = {}
         self._has = self.tier.capacity
-        """Chunks for which the tier has room reserved: of a :class:`RoomGiver`, what it gives to nobody else now."""
+        """Chunks for which the tier has room reserved: of a :class:`RoomGiver`, what it gives to
+        nobody else now."""
 
-    # ---- promotion: lower tier -> slot ---------------------------------------------------------------------------
+    # ---- promotion: lower tier -> slot -----------------------------------------------------------
 
     @property
     def away(self) -> bool:
@@ -88,12 +93,13 @@ class LowerTier:
         return self._silent or bool(getattr(self.tier, "open_breakers", 0))
 
     def may_read(self, key: ChunkKey) -> bool:
-        """Under the lock: may a read begin? Not while the machine that has the chunk is away: what it holds is known,
-        and is a miss. A tier of several machines goes on with the others."""
+        """Under the lock: may a read begin? Not while the machine that has the chunk is away: what
+        it holds is known, and is a miss. A tier of several machines goes on with the others."""
         return self._machine(key).allows()
 
     def _machine(self, key: ChunkKey) -> Breaker:
-        """Under the lock. Those that left a cluster are forgotten, with all others, when there are very many."""
+        """Under the lock. Those that left a cluster are forgotten, with all others, when there are
+        very many."""
         name = machine_of(self.tier, key)
         if name not in self._away:
             if len(self._away) >= _MOST_MACHINES:
@@ -106,7 +112,8 @@ class LowerTier:
         return self.timed.read(entry.key, self._core.pool.view(entry.slot))
 
     def was_read(self, entry: Entry, whole: bool | None) -> None:
-        """Under the lock: a read ended. One that failed leaves the entry FILLING: another tier may have the chunk."""
+        """Under the lock: a read ended. One that failed leaves the entry FILLING: another tier may
+        have the chunk."""
         self._silent = whole is None
         if self._silent:
             self._machine(entry.key).fault()
@@ -121,20 +128,21 @@ class LowerTier:
             self._directory.lost(self._index, entry.key, self._how_lost())
 
     def _how_lost(self) -> Left:
-        """Under the lock: what became of a chunk that a read did not find, by what the tier counts. Of two reads that
-        fail at the same moment one may get the other's reason."""
+        """Under the lock: what became of a chunk that a read did not find, by what the tier counts.
+        Of two reads that fail at the same moment one may get the other's reason."""
         before, self._corrupt = self._corrupt, _corrupt(self.tier)
         return Left.CORRUPT if self._corrupt > before else Left.EVICTED
 
     def found(self, keys: Sequence[ChunkKey], owners: Sequence[int]) -> None:
-        """Under the lock: it turned out to hold ``keys``, coldest first, and whose they are; what leaves for them is
-        trash from now on."""
+        """Under the lock: it turned out to hold ``keys``, coldest first, and whose they are; what
+        leaves for them is trash from now on."""
         victims = self._directory.found(self._index, keys, owners)
         self._counts[f"{self.tier.name}_evicted"] += len(victims)
         self._trash += victims
 
     def probe(self, key: ChunkKey) -> None:
-        """If it is time to: read one chunk that nobody waits for, only to learn how fast the tier is."""
+        """If it is time to: read one chunk that nobody waits for, only to learn how fast the tier
+        is."""
         self.timed.probe(partial(self._probe, key))
 
     def _probe(self, key: ChunkKey) -> None:
@@ -152,9 +160,12 @@ class LowerTier:
         self.try_read(key)
 
     def try_read(self, key: ChunkKey) -> memoryview | None:
-        """On a lane thread: a chunk in scratch memory of its own, page-aligned; None when it is not there."""
+        """On a lane thread: a chunk in scratch memory of its own, page-aligned; None when it is not
+        there."""
         size = self._core.pool.slot_bytes
-        pages = memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE))
+        pages = memoryview(
+            mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+        )
         whole = self.timed.read(key, pages)
         # What was deleted and written anew while it was read is missed, and held.
         if whole is False and not self.timed.find([key]):
@@ -162,17 +173,19 @@ class LowerTier:
                 self._directory.lost(self._index, key, self._how_lost())
         return pages if whole else None
 
-    # ---- spill: slot -> lower tier -------------------------------------------------------------------------------
+    # ---- spill: slot -> lower tier ---------------------------------------------------------------
 
     def offer(self, entries: Sequence[Entry], run: Sequence[ChunkKey]) -> None:
-        """Takes the lock: queue a spill of each of these chunks of ``run``; what the lane refuses is counted."""
+        """Takes the lock: queue a spill of each of these chunks of ``run``; what the lane refuses
+        is counted."""
         taken = sum(self.lane.submit(partial(self._spill, entry, run)) for entry in entries)
         with self._lock:
             self._counts[f"{self.tier.name}_spill_refused"] += len(entries) - taken
 
     def _spill(self, entry: Entry, run: Sequence[ChunkKey]) -> None:
-        """On a lane thread. The chunk is pinned only from here on: a long queue holds no slots, and what was evicted
-        before its turn is simply not written. Afterwards its ``run`` is hottest below as it is above, leaf last."""
+        """On a lane thread. The chunk is pinned only from here on: a long queue holds no slots, and
+        what was evicted before its turn is simply not written. Afterwards its ``run`` is hottest
+        below as it is above, leaf last."""
         self.sweep()
         name = self.tier.name
         with self._lock:
@@ -198,21 +211,25 @@ class LowerTier:
         self.sweep()
 
     def _affords(self, key: ChunkKey) -> bool:
-        """Under the lock, before anything leaves for it. Over its budget the tier refuses, and nobody waits."""
+        """Under the lock, before anything leaves for it. Over its budget the tier refuses, and
+        nobody waits."""
         if self._budget is None or self._budget.allows(self._chunk_bytes, self._clock()):
             return True
-        self._counts[f"{self.tier.name}_write_over_budget"] += self._directory.takes(self._index, key)
+        self._counts[f"{self.tier.name}_write_over_budget"] += self._directory.takes(
+            self._index, key
+        )
         return False
 
-    # ---- deletions -----------------------------------------------------------------------------------------------
+    # ---- deletions -------------------------------------------------------------------------------
 
     def discard(self, key: ChunkKey) -> None:
         """Under the lock: the tier shall delete this chunk, at the next :meth:`sweep`."""
         self._trash.append(key)
 
     def purge_unseen(self, owner: int | None) -> Future[tuple[int, bool]]:
-        """Delete what a shared tier has of ``owner``'s and nobody here knows of: how many chunks, and whether it was
-        searched to the end. On the lane, where it takes seconds; what is being written is left to who knows of it."""
+        """Delete what a shared tier has of ``owner``'s and nobody here knows of: how many chunks,
+        and whether it was searched to the end. On the lane, where it takes seconds; what is being
+        written is left to who knows of it."""
         future: Future[tuple[int, bool]] = Future()
         if not isinstance(self.tier, SharedKeeper) or not self.tier.shared:
             future.set_result((0, not self.tier.shared))
@@ -246,12 +263,14 @@ class LowerTier:
         limit, used = directory.capacity(index), directory.taken(index)
         occupied, wanted = max(self._has, used), directory.crowded[1 + index]
         unit, fixed = tier.chunk_room, tier.fixed_room
-        return Room(unit, fixed, tier.capacity, limit, used, occupied, wanted, directory.coldest(index))
+        return Room(
+            unit, fixed, tier.capacity, limit, used, occupied, wanted, directory.coldest(index)
+        )
 
     def limit(self, capacity: int) -> Steps[None]:
-        """On a thread that may block: hold at most so many chunks from now on. The tier gives the room of the others
-        back, or reserves it again; of what it cannot reserve nothing is held. Of a shared tier, which others write to,
-        only what is known here."""
+        """On a thread that may block: hold at most so many chunks from now on. The tier gives the
+        room of the others back, or reserves it again; of what it cannot reserve nothing is held. Of
+        a shared tier, which others write to, only what is known here."""
         assert isinstance(self.tier, RoomGiver)
         while True:
             with self._lock:
@@ -273,7 +292,8 @@ class LowerTier:
         self._delete(keys)
 
     def sweep_soon(self) -> None:
-        """Queue a sweep if there is anything to delete. Refused: what is queued there sweeps before it begins."""
+        """Queue a sweep if there is anything to delete. Refused: what is queued there sweeps before
+        it begins."""
         if self._trash:
             self.lane.submit(self.sweep)
 
@@ -285,8 +305,8 @@ class LowerTier:
                 self._directory.deleted(self._index, keys)
 
     def close(self, run: Sequence[ChunkKey]) -> None:
-        """Takes the lock; the lane is closed: the tier shall let go, and keep its chunks and their order if it can.
-        ``run`` was written last, the hottest first."""
+        """Takes the lock; the lane is closed: the tier shall let go, and keep its chunks and their
+        order if it can. ``run`` was written last, the hottest first."""
         with self._lock:
             self._directory.stored_with(self._index, run)
             order = list(self._directory.order(self._index))

@@ -1,21 +1,20 @@
 """Reasons: why a chunk that was asked for is not there. Pure: no I/O, lock, thread, clock or log.
 
-A prompt's run ends at its first chunk that is missing; everything behind that counts under the same reason.
+A prompt's run ends at its first chunk that is missing; everything behind that counts under the same
+reason.
 
-=============  =====================================================================================================
-``cold``       never seen, as far as is remembered
-``evicted``    was held, and left for room
-``corrupt``    was held, and its bytes did not match their checksum any more; never served
-``forgotten``  was dropped on purpose: cleared, erased, or no load of it worked
-``tier_down``  a lower tier, or the server, that has it or may have it does not answer
-``saving``     another prompt is computing it at this moment
-``salt``       the same tokens were saved under another cache salt
-``adapter``    the same tokens were saved under another LoRA adapter
-``media``      the same tokens were saved with other images, audio or video
-=============  =====================================================================================================
+- ``cold``: it was never seen, as far as is remembered.
+- ``evicted``: it was held, and left for room.
+- ``corrupt``: it was held, and its bytes did not match their checksum any more. It was not served.
+- ``forgotten``: it was dropped on purpose: cleared, erased, or no load of it worked.
+- ``tier_down``: a lower tier, or the server, that has it or may have it does not answer.
+- ``saving``: another prompt is computing it at this moment.
+- ``salt``: the same tokens were saved under another cache salt.
+- ``adapter``: the same tokens were saved under another LoRA adapter.
+- ``media``: the same tokens were saved with other images, audio or video.
 
-What is there and is computed all the same is *declined*, not missed: ``slower``, ``unasked``, ``deadline`` or
-``refused``.
+What is there and is computed all the same is *declined*, not missed: ``slower``, ``unasked``,
+``deadline`` or ``refused``.
 """
 
 from __future__ import annotations
@@ -42,11 +41,12 @@ class Left(IntEnum):
 
 
 class Marks:
-    """A bounded memory of small numbers (1 to 7) by digest; 8 bytes a place, all taken at the start.
+    """A bounded memory of small numbers (1 to 7) by digest; 8 bytes a place, all taken at the
+    start.
 
-    Set-associative as processor caches are (A. J. Smith, *Cache Memories*, ACM Computing Surveys 1982): a digest has
-    four places, and the oldest of the four goes. 61 bits of a digest are compared, so one is mistaken for another once
-    in 10**17 looks. Not thread-safe.
+    Set-associative as processor caches are (A. J. Smith, *Cache Memories*, ACM Computing Surveys
+    1982): a digest has four places, and the oldest of the four goes. 61 bits of a digest are
+    compared, so one is mistaken for another once in 10**17 looks. Not thread-safe.
     """
 
     __slots__ = ("_sets", "_words")
@@ -59,11 +59,13 @@ class Marks:
         return len(self._words)
 
     def put(self, digest: bytes, mark: int) -> None:
-        """``digest``: 8 bytes or more, evenly distributed; ``mark`` replaces an older one of the same digest."""
+        """``digest``: 8 bytes or more, evenly distributed; ``mark`` replaces an older one of the
+        same digest."""
         words, (tag, start) = self._words, self._find(digest)
         first, second, third, _ = words[start : start + _WAYS]
         words[start] = tag << _MARK_BITS | mark
-        # Each moves on by one place, up to the one that has the same digest. No loop: it runs at every eviction.
+        # Each moves on by one place, up to the one that has the same digest. No loop: it runs at
+        # every eviction.
         if first >> _MARK_BITS != tag:
             words[start + 1] = first
             if second >> _MARK_BITS != tag:
@@ -85,10 +87,12 @@ class Marks:
 
 
 class Past:
-    """Why chunks that were held are held no more: ghosts, as in 2Q's A1out (Johnson and Shasha, *2Q*, VLDB 1994).
+    """Why chunks that were held are held no more: ghosts, as in 2Q's A1out (Johnson and Shasha,
+    *2Q*, VLDB 1994).
 
-    Remembers as many departures as twice the chunks that there is room for, within 256 KiB and 8 MiB. It keeps parts of
-    keys, which say nothing without the tokens. Guarded by its Directory's lock.
+    Remembers as many departures as twice the chunks that there is room for, within 256 KiB and 8
+    MiB. It keeps parts of keys, which say nothing without the tokens. Guarded by its Directory's
+    lock.
     """
 
     __slots__ = ("_marks",)
@@ -110,11 +114,12 @@ EXTRAS = ("salt", "adapter", "media")
 
 
 class FirstChunks:
-    """Which tokens prompts began with, and under which salt, adapter and media they were saved: what tells a mismatch
-    of keys from a prompt that is new.
+    """Which tokens prompts began with, and under which salt, adapter and media they were saved:
+    what tells a mismatch of keys from a prompt that is new.
 
-    One engine's scheduler's own memory: it never leaves that process and no request is told what it says, only counters
-    are; servers, which several tenants use, keep none. 128 KiB: about the last 3,000 beginnings. One thread.
+    One engine's scheduler's own memory: it never leaves that process and no request is told what it
+    says, only counters are; servers, which several tenants use, keep none. 128 KiB: about the last
+    3,000 beginnings. One thread.
     """
 
     __slots__ = ("_marks",)
@@ -129,8 +134,8 @@ class FirstChunks:
             self._marks.put(name(extras, without), 1)
 
     def differs(self, tokens: Sequence[int], extras: Sequence[bytes]) -> str:
-        """The one of :data:`EXTRAS` in which this first chunk differs from one that was saved; "" when none was, or the
-        very same was."""
+        """The one of :data:`EXTRAS` in which this first chunk differs from one that was saved; ""
+        when none was, or the very same was."""
         name, marks = _namer(tokens), self._marks
         if marks.get(name(extras, None)):
             return ""
@@ -142,7 +147,10 @@ def _namer(tokens: Sequence[int]) -> Callable[[Sequence[bytes], int | None], byt
     content = hashlib.blake2b(array("I", tokens).tobytes(), digest_size=32).digest()
 
     def name(extras: Sequence[bytes], without: int | None) -> bytes:
-        parts = [b"*" if at == without else b"=" + hashlib.sha256(part).digest() for at, part in enumerate(extras)]
+        parts = [
+            b"*" if at == without else b"=" + hashlib.sha256(part).digest()
+            for at, part in enumerate(extras)
+        ]
         return hashlib.blake2b(content + b"".join(parts), digest_size=8).digest()
 
     return name

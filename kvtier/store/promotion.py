@@ -10,17 +10,23 @@ from kvtier.store.lower_tier import Core, LowerTier
 
 
 class Promotions:
-    """``arrived`` is told, on a lane thread without the lock, whenever one has ended. Safe from any thread."""
+    """``arrived`` is told, on a lane thread without the lock, whenever one has ended. Safe from any
+    thread."""
 
     def __init__(
-        self, core: Core, below: Sequence[LowerTier], arrived: Callable[[], None], clock: Callable[[], float]
+        self,
+        core: Core,
+        below: Sequence[LowerTier],
+        arrived: Callable[[], None],
+        clock: Callable[[], float],
     ) -> None:
         self._core, self._below, self._arrived, self._clock = core, below, arrived, clock
         self._queued: dict[Entry, float] = {}
         """Their reads have not begun; since when they wait for it."""
 
     def begin(self, promotions: Sequence[tuple[Entry, int]]) -> None:
-        """Read each of these FILLING entries from its tier (by index). What a lane refuses is a miss."""
+        """Read each of these FILLING entries from its tier (by index). What a lane refuses is a
+        miss."""
         now = self._clock()
         with self._core.lock:
             self._queued.update((entry, now) for entry, _ in promotions)
@@ -29,8 +35,8 @@ class Promotions:
                 self._give_up(entry)
 
     def unpinned(self, entry: Entry) -> None:
-        """Under the lock: who waited for it has gone. A read that has not begun never will, and its slot is free at
-        once: behind a tier that hangs, what nobody wants would take all of RAM."""
+        """Under the lock: who waited for it has gone. A read that has not begun never will, and its
+        slot is free at once: behind a tier that hangs, what nobody wants would take all of RAM."""
         if entry.pins:
             return
         if entry in self._queued:
@@ -49,15 +55,19 @@ class Promotions:
         self._ended(index, entry, self._below[index].read(entry), begun)
 
     def _ended(self, index: int, entry: Entry, whole: bool | None, begun: float) -> None:
-        """On a lane thread: so the read went. A failed one tries the next slower tier that holds the chunk, none twice;
-        then it is a miss."""
+        """On a lane thread: so the read went. A failed one tries the next slower tier that holds
+        the chunk, none twice; then it is a miss."""
         again, directory = None, self._core.directory
         with self._core.lock:
             self._below[index].was_read(entry, whole)
             if whole:
-                self._core.timings.promotion[self._below[index].tier.name].add(self._clock() - begun)
+                self._core.timings.promotion[self._below[index].tier.name].add(
+                    self._clock() - begun
+                )
             else:
-                again = next((other for other in directory.holders(entry.key) if other > index), None)
+                again = next(
+                    (other for other in directory.holders(entry.key) if other > index), None
+                )
                 if again is None:
                     directory.fill_failed(entry)
         if again is not None:

@@ -1,4 +1,5 @@
-"""Room: what one Store has of a place whose bytes several Stores divide (:mod:`kvtier.server.balance`). Pure."""
+"""Room: what one Store has of a place whose bytes several Stores divide
+(:mod:`kvtier.server.balance`). Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Room(NamedTuple):
     wanted: int
     """Chunks since the start for which no room was free."""
     coldest: int | None
-    """The turn in which that chunk was used last that would leave next; None: none can leave, or it is not known."""
+    """The turn in which that chunk was used last that would leave next; None: none can leave, or it
+    is not known."""
 
     @property
     def taken(self) -> int:

@@ -1,9 +1,10 @@
-"""Segments: an order of leaving with a memory, which one setting turns from LRU into one that scans cannot flush. Pure.
+"""Segments: an order of leaving with a memory, which one setting turns from LRU into one that scans
+cannot flush. Pure.
 
-Two lists, what was used once and what came back; the second may take a part of the room. What left is remembered for a
-while (a ghost), so that a chunk that is stored again soon counts as one that came back. It is a segmented LRU
-(Karedla, Love, Wherry, *Caching strategies to improve disk system performance*, IEEE Computer 27(3), 1994) with 2Q's
-A1out (Johnson and Shasha, *2Q*, VLDB 1994).
+Two lists, what was used once and what came back; the second may take a part of the room. What left
+is remembered for a while (a ghost), so that a chunk that is stored again soon counts as one that
+came back. It is a segmented LRU (Karedla, Love, Wherry, *Caching strategies to improve disk system
+performance*, IEEE Computer 27(3), 1994) with 2Q's A1out (Johnson and Shasha, *2Q*, VLDB 1994).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Setting(NamedTuple):
     share: float
     """The part of the room that it may take; 0: this is LRU."""
     memory: float
-    """For how many departures, as a multiple of the room, what left is known as having been here."""
+    """For how many departures, as a multiple of the room, what left is known as having been
+    here."""
 
     @property
     def name(self) -> str:
@@ -67,7 +69,8 @@ class Segments:
         """What left, the longest ago first, and the number of the departure."""
         self._left = 0
         self._kept: OrderedDict[ChunkKey, tuple[int, float, float]] = OrderedDict()
-        """What leaves after all else: owner, for how many seconds after its last use, and until when."""
+        """What leaves after all else: owner, for how many seconds after its last use, and until
+        when."""
         self._now = 0.0
         self._weigh()
 

@@ -1,11 +1,14 @@
-"""Sessions: which conversation a prompt belongs to, and which chunks are only that conversation's. Pure and bounded.
+"""Sessions: which conversation a prompt belongs to, and which chunks are only that conversation's.
+Pure and bounded.
 
-A session is told by the name that a request carries, else from its chunks. A prompt goes on with the session that has
-its last known chunk, if it has at least half of that session's last prompt: a turn has all of it, an answer that is
-made anew has most of it, and another conversation only the system prompt. Where a third way goes on from one chunk,
-that is no conversation but a beginning that many share.
+A session is told by the name that a request carries, else from its chunks. A prompt goes on with
+the session that has its last known chunk, if it has at least half of that session's last prompt: a
+turn has all of it, an answer that is made anew has most of it, and another conversation only the
+system prompt. Where a third way goes on from one chunk, that is no conversation but a beginning
+that many share.
 
-A chunk is private as long as the prompts of only one session contained it, and shared for good afterwards.
+A chunk is private as long as the prompts of only one session contained it, and shared for good
+afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ V = TypeVar("V")
 
 
 class Sessions:
-    """One thread at a time. ``most``: of how many chunks it knows whose they are, those seen last; 170 bytes each."""
+    """One thread at a time. ``most``: of how many chunks it knows whose they are, those seen last;
+    170 bytes each."""
 
     __slots__ = ("_forks", "_lengths", "_most", "_names", "_next", "_whose")
 
@@ -53,8 +57,8 @@ class Sessions:
         return session
 
     def private(self, run: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Those chunks of ``run`` that no other session's prompt had: of a prompt that was seen, and of the answer
-        after it, which was in no prompt yet."""
+        """Those chunks of ``run`` that no other session's prompt had: of a prompt that was seen,
+        and of the answer after it, which was in no prompt yet."""
         whose = self._whose
         last = next((at for at in range(len(run) - 1, -1, -1) if run[at] in whose), -1)
         session = whose[run[last]] if last >= 0 else _SHARED
@@ -73,7 +77,9 @@ class Sessions:
         length = self._lengths.get(session)
         if length is None or 2 * (at + 1) < length:
             return self._new()
-        if at + 1 < length - 1:  # the last chunk may be one that was not full, and differs in the next turn
+        if (
+            at + 1 < length - 1
+        ):  # the last chunk may be one that was not full, and differs in the next turn
             forks = self._forks.get(run[at], 0) + 1
             _put(self._forks, run[at], forks, _MOST_FORKS)
             if forks >= _FORKS:

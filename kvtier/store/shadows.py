@@ -1,8 +1,10 @@
-"""Shadows: which setting of :class:`~kvtier.store.segments.Segments` would hit most, found by trying all of them. Pure.
+"""Shadows: which setting of :class:`~kvtier.store.segments.Segments` would hit most, found by
+trying all of them. Pure.
 
-Each shadow is the index of a place under one setting, without a byte. All of them see the same prompts; the one that
-hits most rules the live place. Only a part of the sessions is followed where a place is large, all turns of each, in
-shadows that are smaller by as much. Never under the Store's lock: one thread at a time (a lane's).
+Each shadow is the index of a place under one setting, without a byte. All of them see the same
+prompts; the one that hits most rules the live place. Only a part of the sessions is followed where
+a place is large, all turns of each, in shadows that are smaller by as much. Never under the Store's
+lock: one thread at a time (a lane's).
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ _MOST_ROOM, _LEAST_ROOM = 6144, 8
 _REQUESTS = 200
 """Between two looks at who leads."""
 _LEAD, _FADES = 1.02, 0.8
-"""A leader is so much better; what was scored fades by this at each look, so that a change of load shows."""
+"""A leader is so much better; what was scored fades by this at each look, so that a change of load
+shows."""
 
 
 class Shadow(Segments):
@@ -28,10 +31,13 @@ class Shadow(Segments):
     def serve(self, run: Sequence[ChunkKey]) -> int:
         """A prompt asks for ``run``, then all of it is stored: how many leading chunks were held.
 
-        The same as ``used``, ``evicted`` and ``add`` of each chunk, and ``ordered``, without their calls.
+        The same as ``used``, ``evicted`` and ``add`` of each chunk, and ``ordered``, without their
+        calls.
         """
         once, again, ghosts = self._once, self._again, self._ghosts
-        held = next((at for at, key in enumerate(run) if key not in once and key not in again), len(run))
+        held = next(
+            (at for at, key in enumerate(run) if key not in once and key not in again), len(run)
+        )
         self.used(run)
         new = [key for key in run[held:] if key not in once and key not in again]
         self._make_room(len(new), run)
@@ -85,11 +91,13 @@ class Shadows:
         """The live place has so much room from now on. The shadows begin anew."""
         self.room = room
         self.part = min(1.0, _MOST_ROOM / max(1, room))
-        self._shadows = [Shadow(max(_LEAST_ROOM, int(room * self.part)), each) for each in self.settings]
+        self._shadows = [
+            Shadow(max(_LEAST_ROOM, int(room * self.part)), each) for each in self.settings
+        ]
 
     def seeing(self, run: Sequence[ChunkKey], session: int) -> Iterator[None]:
-        """A prompt of this session asked for ``run``. In pieces, one a shadow; :attr:`now` says what rules after the
-        last of them."""
+        """A prompt of this session asked for ``run``. In pieces, one a shadow; :attr:`now` says
+        what rules after the last of them."""
         if self.part == 1 or _spread(session) < self.part:
             self.asked += len(run)
             for index, shadow in enumerate(self._shadows):

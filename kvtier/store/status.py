@@ -1,7 +1,8 @@
-"""What a Store says of itself, read from the objects' own counts and kept nowhere: chunks unless said otherwise, since
-the start.
+"""What a Store says of itself, read from the objects' own counts and kept nowhere: chunks unless
+said otherwise, since the start.
 
-A server's ``/v1/stats`` has one a chunk size; an engine tells vLLM's metrics the same of its own Store.
+A server's ``/v1/stats`` has one a chunk size; an engine tells vLLM's metrics the same of its own
+Store.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class TierStatus(msgspec.Struct, frozen=True):
     loads: int
     """Served from here: by RAM at once, by a lower tier into RAM."""
     misses: int
-    """Counted as held, and could not be read: bad, evicted by somebody else, or the tier was away."""
+    """Counted as held, and could not be read: bad, evicted by somebody else, or the tier was
+    away."""
     stores: int
     """Put here: by engines into RAM (saves), from RAM into a lower tier (spills)."""
     refused: int
@@ -67,8 +69,8 @@ class TierStatus(msgspec.Struct, frozen=True):
     lane: LaneStatus | None
     """None for RAM."""
     what_if: dict[str, float]
-    """The part of the chunks asked for that an LRU of another size would have hit, by its size as a multiple of this
-    one; empty before anything is asked for."""
+    """The part of the chunks asked for that an LRU of another size would have hit, by its size as a
+    multiple of this one; empty before anything is asked for."""
     what_if_error: float
     """The largest standard error of these, where a part of the sessions is followed; else 0."""
 
@@ -81,7 +83,8 @@ class TimingStatus(msgspec.Struct, frozen=True):
     tier: str
     """Empty where it is of no tier."""
     counts: list[int]
-    """By place, not cumulated. Place i is up to 2 ** (10 + i) nanoseconds, the last one is all above."""
+    """By place, not cumulated. Place i is up to 2 ** (10 + i) nanoseconds, the last one is all
+    above."""
     seconds: list[float]
     """Their sum by place."""
 
@@ -98,7 +101,8 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     namespaces: int
     """Tenants and models that came last, at most 4,096."""
     asked: int
-    """Chunks that loads named; loads of all tiers / asked is the hit rate. An engine on another host asks twice."""
+    """Chunks that loads named; loads of all tiers / asked is the hit rate. An engine on another
+    host asks twice."""
     loads_refused: int
     """Held lower, but RAM had no free slot for them."""
     promotions_refused: int
@@ -106,10 +110,11 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     declined: dict[str, int]
     """Chunks that could be had and were computed instead, by reason: computing them was faster."""
     missed: dict[str, int]
-    """Chunks that loads named and could not have, by reason: see :mod:`kvtier.store.miss_reasons`. Salt, adapter and
-    media are known to engines only."""
+    """Chunks that loads named and could not have, by reason: see :mod:`kvtier.store.miss_reasons`.
+    Salt, adapter and media are known to engines only."""
     zero_hits: str
-    """Why not one chunk that was asked for has been a hit for long, in words; empty while all is well."""
+    """Why not one chunk that was asked for has been a hit for long, in words; empty while all is
+    well."""
     policy: str
     """The setting of RAM's order of leaving that rules now."""
     policy_asked: int
@@ -129,7 +134,10 @@ def read(store: Store, namespaces: int = 0, zero_hits: str = "") -> SizeClassSta
     """Any thread. No walk over chunks: these are counts that are kept."""
     stats = Counter(store.stats())
     counts: Callable[[str], int] = stats.__getitem__
-    lower = [_tier(*each, counts) for each in zip(store.tiers, store.capacities, store.lanes, strict=True)]
+    lower = [
+        _tier(*each, counts)
+        for each in zip(store.tiers, store.capacities, store.lanes, strict=True)
+    ]
     curves, policies = store.what_if(), _by_reason(stats, "policy_hits_")
     return SizeClassStatus(
         slot_bytes=store.pool.slot_bytes,
@@ -149,7 +157,8 @@ def read(store: Store, namespaces: int = 0, zero_hits: str = "") -> SizeClassSta
         policy_hits=policies,
         audited=counts("audited"),
         timings=[
-            TimingStatus(what, tier, histogram.counts, histogram.sums) for what, tier, histogram in store.timings.each()
+            TimingStatus(what, tier, histogram.counts, histogram.sums)
+            for what, tier, histogram in store.timings.each()
         ],
         audit_mismatches=counts("audit_mismatch"),
         tiers=[_with_curve(tier, curves[tier.tier]) for tier in (_ram(store, counts), *lower)],
@@ -165,7 +174,9 @@ def _with_curve(tier: TierStatus, points: Sequence[Point]) -> TierStatus:
 
 
 def _by_reason(stats: Mapping[str, int], kind: str) -> dict[str, int]:
-    return {name.removeprefix(kind): count for name, count in stats.items() if name.startswith(kind)}
+    return {
+        name.removeprefix(kind): count for name, count in stats.items() if name.startswith(kind)
+    }
 
 
 def _ram(store: Store, counts: Callable[[str], int]) -> TierStatus:
@@ -184,7 +195,9 @@ def _ram(store: Store, counts: Callable[[str], int]) -> TierStatus:
     return TierStatus(tier=RAM, lane=None, what_if={}, **(nothing | known))
 
 
-def _tier(tier: LowerTier, capacity: int, lane: Executor, counts: Callable[[str], int]) -> TierStatus:
+def _tier(
+    tier: LowerTier, capacity: int, lane: Executor, counts: Callable[[str], int]
+) -> TierStatus:
     name = tier.name
     own: Mapping[str, int] = Counter(getattr(tier, "counts", {}))
     return TierStatus(

@@ -1,7 +1,10 @@
-"""Store: one lock + Directory + lanes: the claims and leases; each lower tier's own part is a Below.
+"""Store: one lock + Directory + lanes: the claims and leases; each lower tier's own part is a
+Below.
 
-Decide under the lock, act outside it: the Directory is changed with the lock held (memory only, microseconds), tiers
-and copies run without it. Everything here is safe to call from any thread; no call waits for a tier.
+Decide under the lock, act outside it: the Directory is changed with the lock held (memory only,
+    microseconds), tiers
+and copies run without it. Everything here is safe to call from any thread; no call waits for a
+tier.
 """
 
 from __future__ import annotations
@@ -43,10 +46,12 @@ _PROBLEMS = 20
 class Store:
     """A pool of RAM slots over lower tiers (fastest first), each with its own lane.
 
-    ``recovered()`` of every tier is read here, once. :meth:`close` closes lanes, tiers and the pool. ``share`` and
-    every ``owner``: see :mod:`kvtier.store.directory`; for servers. ``spare`` is a lane without a tier: it makes the
-    pool's pages present while nobody waits. ``clock``: monotonic seconds, for forecasts. An Adaptive ``policy``
-    is RAM's and learns on the spare lane; the tiers' is LRU then.
+    ``recovered()`` of every tier is read here, once. :meth:`close` closes lanes, tiers and the
+    pool. ``share`` and
+    every ``owner``: see :mod:`kvtier.store.directory`; for servers. ``spare`` is a lane without a
+      tier: it makes the
+    pool's pages present while nobody waits. ``clock``: monotonic seconds, for forecasts. An
+    Adaptive ``policy`` is RAM's and learns on the spare lane; the tiers' is LRU then.
     """
 
     def __init__(
@@ -68,12 +73,16 @@ class Store:
         self._arrived = threading.Condition(self._lock)
         self._arrivals = 0
         self._closed = False
-        self.touched: Future[None] = Future()  # done when ``spare`` has made every page; cancelled by a close before
+        self.touched: Future[None] = (
+            Future()
+        )  # done when ``spare`` has made every page; cancelled by a close before
         self.on_arrival: Callable[[], None] = _nothing
         """Called on a lane thread, without the lock, whenever :meth:`wait` would return."""
         self._adaptive = policy if isinstance(policy, Adaptive) else None
         capacities = [tier.capacity for tier in self.tiers]
-        self._directory = Directory(pool.slots, capacities, policy, share, lower=LRU if self._adaptive else policy)
+        self._directory = Directory(
+            pool.slots, capacities, policy, share, lower=LRU if self._adaptive else policy
+        )
         self.timings = Timings([tier.name for tier in self.tiers])
         self._clock = clock
         core = Core(self._lock, self._directory, pool, self.counts, self.timings)
@@ -94,18 +103,21 @@ class Store:
         if spare is not None:
             spare.submit(partial(self._populate, 0))
 
-    # ---- the five verbs ------------------------------------------------------------------------------------------
+    # ---- the five verbs --------------------------------------------------------------------------
 
     def save(self, keys: Sequence[ChunkKey], owner: int = 0) -> SaveLease:
         """Reserve slots for the chunks of ``keys`` (the whole run so far) that are not in RAM.
 
-        The lease names them; fewer when there is no room, none for what is held. Its owner fills the slots, then
-        commits.
+        The lease names them; fewer when there is no room, none for what is held. Its owner fills
+        the slots, then commits.
         """
         return whole(self.saving(keys, owner))
 
-    def saving(self, keys: Sequence[ChunkKey], owner: int = 0, most: int | None = None) -> Steps[SaveLease]:
-        """:meth:`save` in pieces, of at most ``most`` slots. What is reserved goes back when it is left unfinished."""
+    def saving(
+        self, keys: Sequence[ChunkKey], owner: int = 0, most: int | None = None
+    ) -> Steps[SaveLease]:
+        """:meth:`save` in pieces, of at most ``most`` slots. What is reserved goes back when it is
+        left unfinished."""
         lease = SaveLease(self, keys, [], self._clock())
         keep, wanted, missing = frozenset(keys), len(keys) if most is None else most, 0
         try:
@@ -139,8 +151,9 @@ class Store:
         most: int | None = None,
         session: str = "",
     ) -> LoadLease:
-        """Pin what can be served of ``keys[start:]`` without a gap, at most ``most`` chunks, and start promoting what
-        lower tiers hold. The lease pins each chunk from now (or its arrival) until it is closed: poll, copy, close.
+        """Pin what can be served of ``keys[start:]`` without a gap, at most ``most`` chunks, and
+        start promoting what lower tiers hold. The lease pins each chunk from now (or its arrival)
+        until it is closed: poll, copy, close.
         ``session``: the name of the conversation; without one it is told from the chunks.
         """
         return whole(self.loading(keys, start, owner, most, session))
@@ -175,13 +188,16 @@ class Store:
         self._follow_soon(self._follower.prompt(keys, session))
         if promotions:
             self._look_ahead_soon(owner)
-        if asked is not None and not self._below[asked].timed.submit(partial(self._find, lease, asked)):
+        if asked is not None and not self._below[asked].timed.submit(
+            partial(self._find, lease, asked)
+        ):
             with self._lock:
                 lease.asking = False
         return lease
 
     def _load_piece(self, lease: LoadLease, count: int, owner: int) -> bool:
-        """Claim one piece of a run, but for the last one. False: the rest is the last, or the run has a gap."""
+        """Claim one piece of a run, but for the last one. False: the rest is the last, or the run
+        has a gap."""
         known = len(lease.entries)
         if len(lease.keys) - known <= count:
             return False
@@ -196,8 +212,11 @@ class Store:
         """A run was stored: hot again, and leaves leaf first."""
         return self._in_order(self._directory.ordered, run)
 
-    def _in_order(self, note: Callable[[Sequence[ChunkKey]], None], run: Sequence[ChunkKey]) -> Steps[None]:
-        """Tell the directory of a run in pieces; its end first, so that its beginning is hottest."""
+    def _in_order(
+        self, note: Callable[[Sequence[ChunkKey]], None], run: Sequence[ChunkKey]
+    ) -> Steps[None]:
+        """Tell the directory of a run in pieces; its end first, so that its beginning is
+        hottest."""
         parts = list(pieces(run))
         for part in reversed(parts):
             with self._lock:
@@ -206,13 +225,14 @@ class Store:
                 yield 0.0
 
     def check(self, idle: bool = False) -> None:
-        """Raise StateError when an internal rule is broken; ``idle``: also when something is in progress."""
+        """Raise StateError when an internal rule is broken; ``idle``: also when something is in
+        progress."""
         with self._lock:
             self._directory.check(idle)
 
     def checking(self, idle: bool = False) -> Steps[str]:
-        """What is broken in words, "" if nothing is: :meth:`check` in pieces, each slot by itself and then the counts,
-        so without what only a look at all slots at one moment can see."""
+        """What is broken in words, "" if nothing is: :meth:`check` in pieces, each slot by itself
+        and then the counts, so without what only a look at all slots at one moment can see."""
         problems: list[str] = []
         for first in range(0, self.pool.slots, _SLOTS_CHECKED):
             with self._lock:
@@ -245,7 +265,7 @@ class Store:
             self.pool.close()
         return clean
 
-    # ---- the rest of the surface ---------------------------------------------------------------------------------
+    # ---- the rest of the surface -----------------------------------------------------------------
 
     def lookup(self, keys: Sequence[ChunkKey]) -> LookupResult:
         """How far :meth:`load` would get with the run, and when. No effect; memory only."""
@@ -271,8 +291,8 @@ class Store:
         return result._replace(asking=self._below[asked].timed.asking(len(keys) - result.known))
 
     def decline(self, keys: Sequence[ChunkKey], reason: str) -> None:
-        """These chunks could be had and are computed instead; why. Counted, and now and then one of them is read in the
-        background, so that a tier that has become fast is found out."""
+        """These chunks could be had and are computed instead; why. Counted, and now and then one of
+        them is read in the background, so that a tier that has become fast is found out."""
         with self._lock:
             self.counts[f"declined_{reason}"] += len(keys)
             index = next(self._directory.holders(keys[0]), self._ask(keys)) if keys else None
@@ -295,17 +315,19 @@ class Store:
             below.sweep_soon()
 
     def invalidate_all(self, owner: int | None = None) -> None:
-        """Drop every chunk everywhere (those being filled right now excepted); of one owner: its own and nobody's."""
+        """Drop every chunk everywhere (those being filled right now excepted); of one owner: its
+        own and nobody's."""
         self.invalidate(self.every_key(), owner)
 
     def every_key(self) -> list[ChunkKey]:
-        """Every chunk in RAM or in a tier, some of them twice. Holds the lock for 20 ns a chunk: see
-        :class:`kvtier.server.shares.Pace`."""
+        """Every chunk in RAM or in a tier, some of them twice. Holds the lock for 20 ns a chunk:
+        see :class:`kvtier.server.shares.Pace`."""
         with self._lock:
             return self._directory.keys()
 
     def keys(self, owner: int | None = None) -> set[ChunkKey]:
-        """Every chunk in RAM or in a tier; of one owner: its own and nobody's. What :meth:`clear` drops."""
+        """Every chunk in RAM or in a tier; of one owner: its own and nobody's. What :meth:`clear`
+        drops."""
         return whole(self.finding(owner))
 
     def finding(self, owner: int | None = None) -> Steps[set[ChunkKey]]:
@@ -322,7 +344,8 @@ class Store:
         return [below.purge_unseen(owner) for below in self._below]
 
     def unfinished(self, keys: Sequence[ChunkKey], owner: int | None = None) -> int:
-        """How many of these chunks, forgotten before, are being filled, or not yet deleted below."""
+        """How many of these chunks, forgotten before, are being filled, or not yet deleted
+        below."""
         return whole(self.outliving(keys, owner))
 
     def outliving(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[int]:
@@ -336,7 +359,8 @@ class Store:
 
     @property
     def slots(self) -> int:
-        """Slots that may be in use now; fewer than the pool has while another Store has the room of the others."""
+        """Slots that may be in use now; fewer than the pool has while another Store has the room of
+        the others."""
         return self._directory.slots
 
     @property
@@ -351,20 +375,25 @@ class Store:
             return self._directory.occupied
 
     def rooms(self, turn: int) -> dict[str, Room]:
-        """What it has of ``ram``, and of every tier, by its name, with a budget that can be divided. ``turn``: how
-        often that was looked at by whoever divides, 0: nobody else shares; see :mod:`kvtier.store.ages`."""
+        """What it has of ``ram``, and of every tier, by its name, with a budget that can be
+        divided. ``turn``: how often that was looked at by whoever divides, 0: nobody else shares;
+        see :mod:`kvtier.store.ages`."""
         with self._lock:
             directory, most = self._directory, self.pool.slots
             directory.ages.begin(turn)
-            wanted = directory.crowded[0] + self.counts["save_refused"] + self.counts["load_refused"]
+            wanted = (
+                directory.crowded[0] + self.counts["save_refused"] + self.counts["load_refused"]
+            )
             slots, used, occupied = directory.slots, directory.in_use, directory.occupied
-            ram = Room(self.pool.slot_bytes, 0, most, slots, used, occupied, wanted, directory.coldest())
+            ram = Room(
+                self.pool.slot_bytes, 0, most, slots, used, occupied, wanted, directory.coldest()
+            )
             lower = [(below.tier.name, below.room()) for below in self._below]
             return {"ram": ram, **{name: room for name, room in lower if room is not None}}
 
     def lend(self, spare: Executor | None = None) -> None:
-        """Before anybody uses it, and without ``spare`` until now: other Stores have the room of all that was not found
-        in the tiers."""
+        """Before anybody uses it, and without ``spare`` until now: other Stores have the room of
+        all that was not found in the tiers."""
         with self._lock:
             self._directory.shrink(0, self.pool.slots)
             self._directory.gave_back(self._directory.leaving(self.pool.slots)[::-1])
@@ -374,8 +403,9 @@ class Store:
         self.touched.set_result(None)
 
     def sharing(self, limits: Mapping[str, int]) -> Steps[None]:
-        """Hold at most so many chunks in these of :meth:`rooms` from now on; the memory and blocks of the others go
-        back to the host. On a thread that may block. Slots that somebody holds now go back when this is called again.
+        """Hold at most so many chunks in these of :meth:`rooms` from now on; the memory and blocks
+        of the others go back to the host. On a thread that may block. Slots that somebody holds now
+        go back when this is called again.
         """
         if "ram" in limits:
             yield from self._use(limits["ram"])
@@ -413,7 +443,8 @@ class Store:
             yield 0.0
 
     def lookup_by_tier(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """How many leading chunks of a run each place holds by itself: RAM, then every tier. No effect."""
+        """How many leading chunks of a run each place holds by itself: RAM, then every tier. No
+        effect."""
         with self._lock:
             lower = [self._directory.held_first(index, keys) for index in range(len(self.tiers))]
             return [self._directory.ready_run(keys), *lower]
@@ -424,7 +455,8 @@ class Store:
         return [below.lane for below in self._below]
 
     def wait(self, timeout_s: float) -> None:
-        """Return when a promotion has ended since the last wait, or after ``timeout_s``. For one waiting thread."""
+        """Return when a promotion has ended since the last wait, or after ``timeout_s``. For one
+        waiting thread."""
         with self._arrived:
             if not self._arrivals:
                 self._arrived.wait(timeout_s)
@@ -433,7 +465,10 @@ class Store:
     def stats(self) -> dict[str, int]:
         """Chunks by place and state now, and events since the start (all in chunks)."""
         with self._lock:
-            held = {f"{tier.name}_held": self._directory.held(index) for index, tier in enumerate(self.tiers)}
+            held = {
+                f"{tier.name}_held": self._directory.held(index)
+                for index, tier in enumerate(self.tiers)
+            }
             stats = Counter({**self._directory.usage(), **held, **self.counts})
             stats.update(self._follower.counts)
             if self._adaptive is not None:
@@ -444,7 +479,8 @@ class Store:
             return stats
 
     def _populate(self, first: int) -> None:
-        """On the spare lane: some slots' pages, then the next ones as new work, so that a close comes in between."""
+        """On the spare lane: some slots' pages, then the next ones as new work, so that a close
+        comes in between."""
         count = min(max(1, _POPULATE_BYTES // self.pool.slot_bytes), self.pool.slots - first)
         self.pool.populate(first, count)
         if first + count < self.slots == self.pool.slots and self._spare is not None:
@@ -453,17 +489,18 @@ class Store:
             self.touched.set_result(None)
 
     def _end_populating(self) -> None:
-        """The pool has fewer slots: what :meth:`_populate` makes present later would stay so, although it is given
-        back."""
+        """The pool has fewer slots: what :meth:`_populate` makes present later would stay so,
+        although it is given back."""
         if self._spare is not None:
             with suppress(CancelledError, TimeoutError):
                 self.touched.result(_POPULATE_S)
 
-    # ---- what is done about prompts and hints afterwards -----------------------------------------------------------
+    # ---- what is done about prompts and hints afterwards -----------------------------------------
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
-        """Something is known of the run ``keys``, a prompt's, or (an empty one) of the last prompt of the session with
-        this name. Soft; followed in the background, after the prompts that came before it."""
+        """Something is known of the run ``keys``, a prompt's, or (an empty one) of the last prompt
+        of the session with this name. Soft; followed in the background, after the prompts that came
+        before it."""
         self._follow_soon(self._follower.hint(keys, session, hint))
 
     def what_if(self) -> dict[str, list[Point]]:
@@ -480,16 +517,24 @@ class Store:
         if self._follower.work(_yield) and self._spare is not None:
             self._spare.submit(self._follow)
 
-    # ---- promotion: lower tier -> slot ---------------------------------------------------------------------------
+    # ---- promotion: lower tier -> slot -----------------------------------------------------------
 
     def _claim(self, lease: LoadLease, most: int | None = None) -> list[tuple[Entry, int]]:
-        """Under the lock: extend the lease as far as chunks are in RAM, on their way, or held lower, by at most
-        ``most``. Of a run that is longer than RAM the end leaves for the beginning, after all else."""
-        directory, promotions, known = self._directory, list[tuple[Entry, int]](), len(lease.entries)
+        """Under the lock: extend the lease as far as chunks are in RAM, on their way, or held
+        lower, by at most ``most``. Of a run that is longer than RAM the end leaves for the
+        beginning, after all else."""
+        directory, promotions, known = (
+            self._directory,
+            list[tuple[Entry, int]](),
+            len(lease.entries),
+        )
         for key in lease.keys[known : None if most is None else known + most]:
             entry = directory.get(key)
             if entry is None:
-                holder = next((index for index in directory.holders(key) if self._below[index].may_read(key)), None)
+                holder = next(
+                    (index for index in directory.holders(key) if self._below[index].may_read(key)),
+                    None,
+                )
                 if holder is None:
                     break
                 entry = directory.reserve(key, (), holder, lease.owner)
@@ -514,12 +559,16 @@ class Store:
 
     def _ask(self, unknown: Sequence[ChunkKey]) -> int | None:
         """Under the lock: the shared tier that may know more of a run than we do."""
-        if self._directory.get(unknown[0]) is not None or next(self._directory.holders(unknown[0]), None) is not None:
+        if (
+            self._directory.get(unknown[0]) is not None
+            or next(self._directory.holders(unknown[0]), None) is not None
+        ):
             return None
         return next((index for index, tier in enumerate(self.tiers) if tier.shared), None)
 
     def _find(self, lease: LoadLease, index: int) -> None:
-        """On a lane thread: learn what a shared tier holds of the rest of the lease's run, and claim it."""
+        """On a lane thread: learn what a shared tier holds of the rest of the lease's run, and
+        claim it."""
         with self._lock:
             unknown = lease.keys[len(lease.entries) :]
         below = self._below[index]
@@ -540,11 +589,11 @@ class Store:
         self.on_arrival()
         below.sweep()
 
-    # ---- misses --------------------------------------------------------------------------------------------------
+    # ---- misses ----------------------------------------------------------------------------------
 
     def _end_of(self, keys: Sequence[ChunkKey], ready: int, known: int) -> tuple[int, str]:
-        """Under the lock: how many leading chunks of a run can be had, of which ``ready`` are here and ``known`` here
-        or below; and the reason why no more, "" when that is all."""
+        """Under the lock: how many leading chunks of a run can be had, of which ``ready`` are here
+        and ``known`` here or below; and the reason why no more, "" when that is all."""
         directory, below = self._directory, self._below
         if ready < len(keys) and directory.get(keys[ready]) is None:
             holders = list(directory.holders(keys[ready]))
@@ -557,16 +606,17 @@ class Store:
         return known, "tier_down" if unsure else why
 
     def _miss(self, keys: Sequence[ChunkKey], ready: int, most: int | None = None) -> None:
-        """Under the lock: count by reason what a load is short of, but for what was declined, beyond ``most``."""
+        """Under the lock: count by reason what a load is short of, but for what was declined,
+        beyond ``most``."""
         end, why = self._end_of(keys, ready, self._directory.held_run(keys, ready))
         if why and (most is None or most >= end):
             self.counts[f"missed_{why}"] += len(keys) - end
 
-    # ---- for leases ----------------------------------------------------------------------------------------------
+    # ---- for leases ------------------------------------------------------------------------------
 
     def end_save(self, lease: SaveLease, commit: bool) -> Steps[None]:
-        """See :class:`kvtier.store.lease.Keeper`. Committed chunks are READY, and offered to every lower tier's
-        lane."""
+        """See :class:`kvtier.store.lease.Keeper`. Committed chunks are READY, and offered to every
+        lower tier's lane."""
         for part in pieces(lease.entries):
             with self._lock:
                 for entry in part:
@@ -590,7 +640,8 @@ class Store:
             self._look_ahead_soon(lease.entries[0].owner)
 
     def _look_ahead_soon(self, owner: int) -> None:
-        """``owner`` has taken slots: tiers that write on eviction shall have what leaves next before it leaves."""
+        """``owner`` has taken slots: tiers that write on eviction shall have what leaves next
+        before it leaves."""
         if self._on_evict and owner not in self._looking:
             self._looking.add(owner)
             if not self._on_evict[0].lane.submit(partial(self._look_ahead, owner)):
@@ -611,7 +662,9 @@ class Store:
             entries, ready = lease.entries, lease.ready
             while ready < len(entries) and entries[ready].state is READY:
                 ready += 1
-            whole = next((at for at in range(ready, len(entries)) if entries[at].state is GONE), len(entries))
+            whole = next(
+                (at for at in range(ready, len(entries)) if entries[at].state is GONE), len(entries)
+            )
             if whole < len(entries):
                 self._unpin(entries[whole:])
                 del entries[whole:]
@@ -624,7 +677,8 @@ class Store:
             return Progress(ready, coming)
 
     def end_load(self, lease: LoadLease) -> Steps[None]:
-        """See :class:`kvtier.store.lease.Keeper`. The run's end first, so that its beginning ends up hottest."""
+        """See :class:`kvtier.store.lease.Keeper`. The run's end first, so that its beginning ends
+        up hottest."""
         with self._lock:
             lease.closed = True
             if lease.ready:
@@ -639,7 +693,9 @@ class Store:
 
     def _load_ended(self, lease: LoadLease) -> None:
         """Under the lock."""
-        slowest = max((origin for origin in lease.origins[: lease.ready] if origin is not None), default=None)
+        slowest = max(
+            (origin for origin in lease.origins[: lease.ready] if origin is not None), default=None
+        )
         place = RAM if slowest is None else self.tiers[slowest].name
         self.timings.load[place].add(self._clock() - lease.begun)
 

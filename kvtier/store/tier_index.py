@@ -1,4 +1,5 @@
-"""TierIndex: what one lower tier holds, is being given, and has yet to delete. Pure, as its Directory is."""
+"""TierIndex: what one lower tier holds, is being given, and has yet to delete. Pure, as its
+Directory is."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ def quota_of(room: int, share: float | None) -> int | None:
 
 
 class TierIndex:
-    """An order of leaving and a capacity in chunks; ``share``: see :class:`kvtier.store.directory.Directory`."""
+    """An order of leaving and a capacity in chunks; ``share``: see
+    :class:`kvtier.store.directory.Directory`."""
 
     __slots__ = ("_share", "capacity", "leaving", "order", "quota", "writing")
 
@@ -46,14 +48,16 @@ class TierIndex:
         self.leaving.add(key)
 
     def leave_all(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
-        """Those of ``keys``, known or not, that the tier must delete now: it neither writes nor deletes them."""
+        """Those of ``keys``, known or not, that the tier must delete now: it neither writes nor
+        deletes them."""
         going = [key for key in keys if key not in self.writing and key not in self.leaving]
         for key in going:
             self.leave(key)
         return going
 
     def make_room(self, owner: int) -> list[ChunkKey] | None:
-        """Room for one more chunk of ``owner``: which chunks leave for it; None when there is none to be had."""
+        """Room for one more chunk of ``owner``: which chunks leave for it; None when there is none
+        to be had."""
         spent = self._is_spent(owner)
         if not spent and len(self) < self.capacity:
             return []
@@ -64,18 +68,23 @@ class TierIndex:
         return [victim]
 
     def limit(self, capacity: int, most: int) -> list[ChunkKey]:
-        """Hold at most ``capacity`` from now on; up to ``most`` chunks that leave for that, coldest first."""
+        """Hold at most ``capacity`` from now on; up to ``most`` chunks that leave for that, coldest
+        first."""
         self.capacity, self.quota = capacity, quota_of(capacity, self._share)
         self.order.resize(capacity)
         surplus: list[ChunkKey] = []
-        while len(surplus) < most and len(self) > capacity and (victim := self.order.coldest()) is not None:
+        while (
+            len(surplus) < most
+            and len(self) > capacity
+            and (victim := self.order.coldest()) is not None
+        ):
             self.evict(victim)
             surplus.append(victim)
         return surplus
 
     def shrink(self, owners: Iterable[int]) -> list[ChunkKey]:
-        """What leaves because it holds more than its capacity, or of one of ``owners`` more than the quota; of each
-        the coldest first."""
+        """What leaves because it holds more than its capacity, or of one of ``owners`` more than
+        the quota; of each the coldest first."""
         surplus: list[ChunkKey] = []
         for owner in owners:
             while self._is_spent(owner, 1) and (victim := self.order.coldest(owner)) is not None:

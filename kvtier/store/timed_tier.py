@@ -1,4 +1,5 @@
-"""TimedTier: a tier with its lane, as its readers find it: every call timed, every waiting read counted."""
+"""TimedTier: a tier with its lane, as its readers find it: every call timed, every waiting read
+counted."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ from kvtier.tiers.base import Tier, owners_in, write_for
 
 
 class TimedTier:
-    """Safe from any thread. Its lock guards the pace, is held for a few instructions, and may be taken under the
-    Store's. ``clock``: monotonic seconds."""
+    """Safe from any thread. Its lock guards the pace, is held for a few instructions, and may be
+    taken under the Store's. ``clock``: monotonic seconds."""
 
     def __init__(self, tier: Tier, lane: Executor, clock: Callable[[], float]) -> None:
         self._tier, self._lane, self._clock = tier, lane, clock
         self._lock = threading.Lock()
         self._pace = Pace(lane.threads)
 
-    # ---- forecasts -----------------------------------------------------------------------------------------------
+    # ---- forecasts -------------------------------------------------------------------------------
 
     def wait(self, reads: int) -> float | None:
         """See Pace.wait."""
@@ -35,7 +36,7 @@ class TimedTier:
             now = self._clock()
             return Asking(self._pace.wait(1, now), self._pace.wait(1 + keys, now), self._pace.odds)
 
-    # ---- work for the lane ---------------------------------------------------------------------------------------
+    # ---- work for the lane -----------------------------------------------------------------------
 
     def submit(self, work: Work) -> bool:
         """Queue a read, or a find, that somebody waits for. False: refused."""
@@ -54,7 +55,8 @@ class TimedTier:
         return False
 
     def probe(self, work: Work) -> None:
-        """Queue ``work``, which reads one chunk that nobody waits for, if it is time to try the tier again."""
+        """Queue ``work``, which reads one chunk that nobody waits for, if it is time to try the
+        tier again."""
         with self._lock:
             due = self._pace.probe_due(self._clock())
         if due and not self._lane.submit(partial(self._probe, work)):
@@ -67,7 +69,7 @@ class TimedTier:
             with self._lock:
                 self._pace.probed(self._clock())
 
-    # ---- the tier's calls, on lane threads -----------------------------------------------------------------------
+    # ---- the tier's calls, on lane threads -------------------------------------------------------
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
         call, whole = self._begun(), None

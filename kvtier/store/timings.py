@@ -1,4 +1,5 @@
-"""Timings: how long a Store's walks take, a histogram each. All of them are there from the start. Pure: no clock."""
+"""Timings: how long a Store's walks take, a histogram each. All of them are there from the start.
+Pure: no clock."""
 
 from __future__ import annotations
 
@@ -22,6 +23,10 @@ class Timings:
 
     def each(self) -> Iterator[tuple[str, str, Histogram]]:
         """(what, tier or "", its histogram)."""
-        yield from (("lookup", "", self.lookup), ("load_wait", "", self.wait), ("save", "", self.save))
+        yield from (
+            ("lookup", "", self.lookup),
+            ("load_wait", "", self.wait),
+            ("save", "", self.save),
+        )
         for what in ("load", "promotion", "spill"):
             yield from ((what, tier, histogram) for tier, histogram in getattr(self, what).items())

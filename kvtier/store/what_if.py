@@ -1,8 +1,9 @@
 """Curve: what an LRU cache of other sizes would have hit, all of them at once and exactly. Pure.
 
-One list of chunks by recency, as long as the largest size, is cut at each size (Mattson, Gecsei, Slutz, Traiger,
-*Evaluation techniques for storage hierarchies*, IBM Systems Journal 9(2), 1970: an LRU of any size holds the front of
-it). A chunk that is used moves to the front, and one chunk crosses each cut that it came from beyond. No walk.
+One list of chunks by recency, as long as the largest size, is cut at each size (Mattson, Gecsei,
+Slutz, Traiger, *Evaluation techniques for storage hierarchies*, IBM Systems Journal 9(2), 1970: an
+LRU of any size holds the front of it). A chunk that is used moves to the front, and one chunk
+crosses each cut that it came from beyond. No walk.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Curve:
         self._use(run)
 
     def _use(self, run: Sequence[ChunkKey]) -> None:
-        """All of it goes to the front, its beginning first of all; then so many cross each cut as came from beyond."""
+        """All of it goes to the front, its beginning first of all; then so many cross each cut as
+        came from beyond."""
         bands = self._bands
         own = frozenset(run)
         for keys in bands:
@@ -76,7 +78,10 @@ class Curve:
                 del keys[key]
         bands[0].update(dict.fromkeys(reversed(run)))
         for band, keys in enumerate(bands):
-            beyond, following = len(keys) - self._rooms[band], bands[band + 1] if band + 1 < len(bands) else None
+            beyond, following = (
+                len(keys) - self._rooms[band],
+                bands[band + 1] if band + 1 < len(bands) else None,
+            )
             for _ in range(beyond):
                 moved, _ = keys.popitem(last=False)
                 if following is not None:
@@ -101,4 +106,6 @@ class Curve:
         if self.part == 1 or len(ratios) < _LEAST_GROUPS:
             return 0.0
         mean = sum(ratios) / len(ratios)
-        return math.sqrt(sum((ratio - mean) ** 2 for ratio in ratios) / (len(ratios) - 1) / len(ratios))
+        return math.sqrt(
+            sum((ratio - mean) ** 2 for ratio in ratios) / (len(ratios) - 1) / len(ratios)
+        )

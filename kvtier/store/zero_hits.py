@@ -1,4 +1,5 @@
-"""ZeroHits: notices that a cache has not had a single hit for long although it is used, and says why in words."""
+"""ZeroHits: notices that a cache has not had a single hit for long although it is used, and says
+why in words."""
 
 from __future__ import annotations
 
@@ -13,18 +14,33 @@ _SHOWN, _LEAST_PART = 2, 0.1
 """So many reasons are told, each of at least this part of what was asked for."""
 
 _WORDS = {
-    "cold": "never seen before: do prompts begin with a time, an id, or anything else that differs each time?",
+    "cold": (
+        "never seen before: do prompts begin with a time, an id, or anything else that differs "
+        "each time?"
+    ),
     "evicted": "{room}, and what is used again needs more: raise ram_bytes, or give nvme_path",
-    "corrupt": "bytes of a lower tier do not match their checksums: look at the disk or the network (kvtier doctor)",
+    "corrupt": (
+        "bytes of a lower tier do not match their checksums: look at the disk or the "
+        "network (kvtier doctor)"
+    ),
     "forgotten": "chunks were cleared, or dropped because no load of them worked: see the log",
     "tier_down": "a lower tier or the server does not answer: kvtier doctor",
     "saving": "the same prompts come while the first of them is still being computed",
-    "salt": "the same tokens were saved under another cache_salt: does it differ with each request?",
-    "adapter": "the same tokens were saved under another LoRA adapter: is it loaded anew under each request?",
+    "salt": (
+        "the same tokens were saved under another cache_salt: does it differ with each request?"
+    ),
+    "adapter": (
+        "the same tokens were saved under another LoRA adapter: is it loaded anew under "
+        "each request?"
+    ),
     "media": "the same tokens were saved with other images, audio or video",
-    "slower": "computing is faster than loading from the tiers that hold them: a faster disk or network",
+    "slower": (
+        "computing is faster than loading from the tiers that hold them: a faster disk or network"
+    ),
     "unasked": "asking the shared tier takes longer than computing: a faster network",
-    "deadline": "lower tiers did not deliver in time: a faster disk or network, or a higher load_timeout_ms",
+    "deadline": (
+        "lower tiers did not deliver in time: a faster disk or network, or a higher load_timeout_ms"
+    ),
     "refused": "RAM had no free slot or a lane was full: raise ram_bytes",
     "short": "prompts have fewer tokens than one chunk: lower chunk_tokens",
 }
@@ -40,7 +56,9 @@ def totals(stats: Mapping[str, int]) -> tuple[int, int, int, dict[str, int]]:
     """What :meth:`ZeroHits.lookup_run` wants to know, of ``Store.stats()``."""
     hits = sum(count for name, count in stats.items() if name.endswith("_loaded"))
     kinds = ("missed_", "declined_")
-    reasons = {name.split("_", 1)[1]: count for name, count in stats.items() if name.startswith(kinds)}
+    reasons = {
+        name.split("_", 1)[1]: count for name, count in stats.items() if name.startswith(kinds)
+    }
     return stats.get("load_asked", 0), hits, stats.get("saved", 0), reasons
 
 
@@ -50,7 +68,8 @@ class ZeroHits:
     Args:
         room: how much the cache holds, see :func:`room`.
         found: chunks that lower tiers held at the start.
-        chunks, seconds: what a window without a hit must have at least; 0 s: for one look at all that ever was.
+        chunks, seconds: what a window without a hit must have at least; 0 s: for one look at all
+            that ever was.
         clock: monotonic seconds.
     """
 
@@ -64,7 +83,8 @@ class ZeroHits:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.verdict = ""
-        """Why nothing is ever hit; empty as long as there are hits, or too little was asked for to say."""
+        """Why nothing is ever hit; empty as long as there are hits, or too little was asked for to
+        say."""
         self._room, self._found = room, found
         self._chunks, self._seconds, self._clock = chunks, seconds, clock
         self._since, self._hits, self._asked = clock(), 0, 0
@@ -75,11 +95,15 @@ class ZeroHits:
         """For a Store that has just been made."""
         held = store.stats()
         found = sum(held[f"{tier.name}_held"] for tier in store.tiers)
-        return cls(room(store.pool.slots, {tier.name: tier.capacity for tier in store.tiers}), found, clock=clock)
+        return cls(
+            room(store.pool.slots, {tier.name: tier.capacity for tier in store.tiers}),
+            found,
+            clock=clock,
+        )
 
     def look(self, asked: int, hits: int, saved: int, reasons: Mapping[str, int]) -> bool:
-        """Chunks since the start: asked for, of them hits and the others by reason, and saved. A prompt too short for a
-        chunk is one that was asked for, with the reason ``short``.
+        """Chunks since the start: asked for, of them hits and the others by reason, and saved. A
+        prompt too short for a chunk is one that was asked for, with the reason ``short``.
 
         True once for every time without hits: :attr:`verdict` is new, and should be logged.
         """
@@ -110,7 +134,8 @@ class ZeroHits:
         ]
         if self._found and reasons["cold"] >= _LEAST_PART * whole:
             said.append(
-                f"{self._found:,} chunks lay in the tiers at the start: if prompts are as before, they were saved with "
+                f"{self._found:,} chunks lay in the tiers at the start: if prompts are as before, "
+                "they were saved with "
                 "another model, engine setting or namespace"
             )
         return "; ".join(said) or "no reason is known"

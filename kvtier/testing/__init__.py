@@ -1,4 +1,5 @@
-"""What tests of kvtier, and of tiers of your own, are built from; shipped, and kept as public as the library."""
+"""What tests of kvtier, and of tiers of your own, are built from; shipped, and kept as public as
+the library."""
 
 from kvtier.testing.check_tier import check_tier
 from kvtier.testing.faulty import DictTier, Fault, FaultyTier, Plan, seeded

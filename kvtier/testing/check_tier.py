@@ -22,15 +22,20 @@ _TURNS = 40
 
 
 def check_tier(make: Make, *, chunk_bytes: int, reopen: Make | None = None) -> None:
-    """Check every promise of :class:`~kvtier.tiers.base.Tier`; raises AssertionError with the promise that is broken.
+    """Check every promise of :class:`~kvtier.tiers.base.Tier`; raises AssertionError with the
+    promise that is broken.
 
     Args:
         make: opens a tier of at least 8 chunks that holds nothing.
         chunk_bytes: size of the chunks to use; need not be a multiple of anything.
-        reopen: opens again what the last tier from ``make`` kept when it was closed; None for a tier that keeps
-            nothing. Not for tiers that others share, whose order is not theirs to keep.
+        reopen: opens again what the last tier from ``make`` kept when it was closed; None for a
+            tier that keeps nothing. Not for tiers that others share, whose order is not theirs to
+            keep.
     """
-    runs = [ChunkLayout(bytes(32), 1, 1, (chunk_bytes,)).keys([prompt] * _RUN) for prompt in range(_THREADS)]
+    runs = [
+        ChunkLayout(bytes(32), 1, 1, (chunk_bytes,)).keys([prompt] * _RUN)
+        for prompt in range(_THREADS)
+    ]
     _check_face(make)
     _check_bytes(make, runs[0], chunk_bytes)
     _check_find(make, runs[0], chunk_bytes)
@@ -46,7 +51,8 @@ def check_tier(make: Make, *, chunk_bytes: int, reopen: Make | None = None) -> N
 
 
 def content(key: ChunkKey, chunk_bytes: int) -> memoryview:
-    """The chunk of a key: bytes that differ from every other key's, in a read-only buffer that is not page-aligned."""
+    """The chunk of a key: bytes that differ from every other key's, in a read-only buffer that is
+    not page-aligned."""
     return memoryview(shake_128(key).digest(chunk_bytes))
 
 
@@ -64,7 +70,10 @@ def _holds(tier: Tier, key: ChunkKey, chunk_bytes: int) -> bool:
     into = _aligned(chunk_bytes)
     held = tier.read(key, into)
     _promise(held is not None, "a medium that answers is never None")
-    _promise(held is False or into == content(key, chunk_bytes), "a read is True only with exactly the bytes written")
+    _promise(
+        held is False or into == content(key, chunk_bytes),
+        "a read is True only with exactly the bytes written",
+    )
     return bool(held)
 
 
@@ -91,13 +100,19 @@ def _check_bytes(make: Make, keys: Sequence[ChunkKey], chunk_bytes: int) -> None
     aligned[:] = content(keys[0], chunk_bytes)
     _promise(tier.write(keys[0], aligned), "a write of page-aligned memory is True")
     _promise(aligned == content(keys[0], chunk_bytes), "a write leaves its data as it was")
-    _promise(tier.write(keys[1], content(keys[1], chunk_bytes)), "a write of unaligned, read-only memory is True")
+    _promise(
+        tier.write(keys[1], content(keys[1], chunk_bytes)),
+        "a write of unaligned, read-only memory is True",
+    )
     for key in (*keys[:2], *keys[:2]):
         _promise(_holds(tier, key, chunk_bytes), "what was written is found, every time")
     for start in (0, 1):
         room = memoryview(bytearray(b"\xee" * (chunk_bytes + 2 * _GUARD)))
         into = room[_GUARD + start : _GUARD + start + chunk_bytes]
-        _promise(tier.read(keys[0], into) is True and into == aligned, "a read fills memory of any alignment")
+        _promise(
+            tier.read(keys[0], into) is True and into == aligned,
+            "a read fills memory of any alignment",
+        )
         beside = bytes(room[: _GUARD + start]) + bytes(room[_GUARD + start + chunk_bytes :])
         _promise(beside == b"\xee" * (2 * _GUARD), "a read touches nothing but `into`")
     _promise(tier.write(keys[0], aligned), "a second write of a held key is True")
@@ -108,7 +123,10 @@ def _check_bytes(make: Make, keys: Sequence[ChunkKey], chunk_bytes: int) -> None
 def _check_find(make: Make, keys: Sequence[ChunkKey], chunk_bytes: int) -> None:
     tier = make()
     tier.recovered()
-    _promise(tier.find(keys) == 0 and tier.find([]) == 0, "find is 0 where nothing is held, and for no keys")
+    _promise(
+        tier.find(keys) == 0 and tier.find([]) == 0,
+        "find is 0 where nothing is held, and for no keys",
+    )
     before, gap, after = keys[:2], keys[2:3], keys[3:]
     _write_all(tier, [*before, *after], chunk_bytes)
     _promise(tier.find(keys) == len(before), "find stops at the first gap")
@@ -123,7 +141,10 @@ def _check_delete(make: Make, keys: Sequence[ChunkKey], chunk_bytes: int) -> Non
     tier.delete(keys[0])
     _write_all(tier, keys[:2], chunk_bytes)
     tier.delete(keys[0])
-    _promise(not _holds(tier, keys[0], chunk_bytes) and tier.find(keys[:1]) == 0, "what was deleted is a miss")
+    _promise(
+        not _holds(tier, keys[0], chunk_bytes) and tier.find(keys[:1]) == 0,
+        "what was deleted is a miss",
+    )
     _promise(_holds(tier, keys[1], chunk_bytes), "a delete takes no other chunk")
     _write_all(tier, keys[:1], chunk_bytes)
     _promise(_holds(tier, keys[0], chunk_bytes), "a deleted key can be written anew")
@@ -135,16 +156,26 @@ def _check_names(make: Make, keys: Sequence[ChunkKey], chunk_bytes: int) -> None
     tier = make()
     tier.recovered()
     _write_all(tier, keys[:2], chunk_bytes)
-    near = [ChunkKey(keys[1][:-1] + b"\xff"), ChunkKey(b"\xff" + keys[1][1:]), ChunkKey(keys[1][:16] + bytes(24))]
+    near = [
+        ChunkKey(keys[1][:-1] + b"\xff"),
+        ChunkKey(b"\xff" + keys[1][1:]),
+        ChunkKey(keys[1][:16] + bytes(24)),
+    ]
     for key in near:
-        _promise(tier.find([key]) == 0 and not _holds(tier, key, chunk_bytes), "a key is matched whole or not at all")
+        _promise(
+            tier.find([key]) == 0 and not _holds(tier, key, chunk_bytes),
+            "a key is matched whole or not at all",
+        )
         tier.delete(key)
     _promise(_holds(tier, keys[1], chunk_bytes), "a delete of a nearly equal key takes nothing")
     tier.close()
 
 
-def _check_owners(make: Make, reopen: Make | None, keys: Sequence[ChunkKey], chunk_bytes: int) -> None:
-    """Where a tier is an OwnerKeeper: whose a chunk is, it says while it has it, and after a restart."""
+def _check_owners(
+    make: Make, reopen: Make | None, keys: Sequence[ChunkKey], chunk_bytes: int
+) -> None:
+    """Where a tier is an OwnerKeeper: whose a chunk is, it says while it has it, and after a
+    restart."""
     tier = make()
     tier.recovered()
     if not isinstance(tier, OwnerKeeper):
@@ -153,27 +184,44 @@ def _check_owners(make: Make, reopen: Make | None, keys: Sequence[ChunkKey], chu
     one, other = owner_of(bytes(32), "one"), owner_of(bytes(32), "other")
     whose = [one, other, NOBODY, one]
     for key, owner in zip(keys, whose, strict=False):
-        _promise(tier.write(key, content(key, chunk_bytes), owner), "a write within capacity is True")
-    _promise(list(tier.owners(keys)) == [*whose, NOBODY, NOBODY], "a chunk is whose it was written for, or nobody's")
-    _promise(all(_holds(tier, key, chunk_bytes) for key in keys[:4]), "a chunk is whole, whose ever it is")
+        _promise(
+            tier.write(key, content(key, chunk_bytes), owner), "a write within capacity is True"
+        )
+    _promise(
+        list(tier.owners(keys)) == [*whose, NOBODY, NOBODY],
+        "a chunk is whose it was written for, or nobody's",
+    )
+    _promise(
+        all(_holds(tier, key, chunk_bytes) for key in keys[:4]),
+        "a chunk is whole, whose ever it is",
+    )
     if isinstance(tier, SharedKeeper) and tier.shared:
         found, whole = tier.held_of(tenant("one"))
-        _promise(sorted(found) == sorted([keys[0], *keys[2:4]]) and whole, "held_of is the owner's and nobody's")
+        _promise(
+            sorted(found) == sorted([keys[0], *keys[2:4]]) and whole,
+            "held_of is the owner's and nobody's",
+        )
         _promise(sorted(tier.held_of(None)[0]) == sorted(keys[:4]), "held_of None is everything")
     tier.delete(keys[1])
-    _promise(tier.write(keys[1], content(keys[1], chunk_bytes), one), "a write within capacity is True")
+    _promise(
+        tier.write(keys[1], content(keys[1], chunk_bytes), one), "a write within capacity is True"
+    )
     whose[1] = one
     _promise(list(tier.owners(keys[:4])) == whose, "what is written anew is whose it is now")
     tier.close()
     if reopen is not None:
         again = reopen()
         again.recovered()
-        _promise(isinstance(again, OwnerKeeper) and list(again.owners(keys[:4])) == whose, "a restart keeps the owners")
+        _promise(
+            isinstance(again, OwnerKeeper) and list(again.owners(keys[:4])) == whose,
+            "a restart keeps the owners",
+        )
         again.close()
 
 
 def _check_capacity(make: Make, chunk_bytes: int) -> None:
-    """All of ``capacity`` is there, and a delete frees its room at once (checked for small tiers)."""
+    """All of ``capacity`` is there, and a delete frees its room at once (checked for small
+    tiers)."""
     tier = make()
     tier.recovered()
     if tier.capacity <= _MOST_FILLED:
@@ -181,7 +229,10 @@ def _check_capacity(make: Make, chunk_bytes: int) -> None:
         _write_all(tier, keys[:-1], chunk_bytes)
         tier.delete(keys[0])
         _write_all(tier, keys[-1:], chunk_bytes)
-        _promise(all(_holds(tier, key, chunk_bytes) for key in keys[1:]), "a tier evicts nothing by itself")
+        _promise(
+            all(_holds(tier, key, chunk_bytes) for key in keys[1:]),
+            "a tier evicts nothing by itself",
+        )
     tier.close()
 
 
@@ -220,7 +271,10 @@ def _check_race(make: Make, keys: Sequence[ChunkKey], chunk_bytes: int) -> None:
             for turn in range(_TURNS):
                 other = keys[1 + turn % 2]
                 _write_all(tier, keys[:1], chunk_bytes)
-                _promise(_holds(tier, keys[0], chunk_bytes), "a read beside other reads finds what is held")
+                _promise(
+                    _holds(tier, keys[0], chunk_bytes),
+                    "a read beside other reads finds what is held",
+                )
                 tier.delete(keys[0])
                 _write_all(tier, [other], chunk_bytes)
                 tier.delete(other)
@@ -231,7 +285,9 @@ def _check_race(make: Make, keys: Sequence[ChunkKey], chunk_bytes: int) -> None:
     tier.close()
 
 
-def _check_restart(make: Make, reopen: Make, runs: Sequence[Sequence[ChunkKey]], chunk_bytes: int) -> None:
+def _check_restart(
+    make: Make, reopen: Make, runs: Sequence[Sequence[ChunkKey]], chunk_bytes: int
+) -> None:
     """What was held is held again, what was deleted is not."""
     tier = make()
     tier.recovered()
@@ -241,20 +297,34 @@ def _check_restart(make: Make, reopen: Make, runs: Sequence[Sequence[ChunkKey]],
     tier.close()
     tier = reopen()
     found = list(tier.recovered())
-    _promise(sorted(found) == sorted(held[:-1]), "after a restart exactly what was held is held, each key once")
+    _promise(
+        sorted(found) == sorted(held[:-1]),
+        "after a restart exactly what was held is held, each key once",
+    )
     _promise(all(_holds(tier, key, chunk_bytes) for key in found), "what is recovered can be read")
     _write_all(tier, held[-1:], chunk_bytes)
     _promise(_holds(tier, held[0], chunk_bytes), "a write after a restart takes no chunk's room")
     tier.close()
 
 
-def _check_restart_order(make: Make, reopen: Make, runs: Sequence[Sequence[ChunkKey]], chunk_bytes: int) -> None:
+def _check_restart_order(
+    make: Make, reopen: Make, runs: Sequence[Sequence[ChunkKey]], chunk_bytes: int
+) -> None:
     """The order given to close comes back; keys that are not held do not matter."""
     tier = make()
     tier.recovered()
     held = [*runs[0][:4], *runs[1][:4]]
     _write_all(tier, held, chunk_bytes)
-    coldest_first = [runs[0][3], runs[1][3], runs[1][2], runs[0][2], runs[0][1], runs[1][1], runs[1][0], runs[0][0]]
+    coldest_first = [
+        runs[0][3],
+        runs[1][3],
+        runs[1][2],
+        runs[0][2],
+        runs[0][1],
+        runs[1][1],
+        runs[1][0],
+        runs[0][0],
+    ]
     tier.close([runs[0][5], *coldest_first])
     tier = reopen()
     _promise(list(tier.recovered()) == coldest_first, "a restart keeps the order given to close")

@@ -1,4 +1,5 @@
-"""Tiers for tests: :class:`DictTier`, correct and in memory, and :class:`FaultyTier`, a tier whose medium fails.
+"""Tiers for tests: :class:`DictTier`, correct and in memory, and :class:`FaultyTier`, a tier whose
+medium fails.
 
 Both keep every promise of :mod:`kvtier.tiers.base`; a faulty medium makes a tier forget, never lie.
 """
@@ -32,11 +33,13 @@ class Fault(StrEnum):
 
 
 Plan = Callable[[Call, ChunkKey], Fault | None]
-"""Asked once for every write and read, from any thread: which fault this call suffers, None for none."""
+"""Asked once for every write and read, from any thread: which fault this call suffers, None for
+none."""
 
 
 class DictTier:
-    """Chunks in a dict. ``held`` is the medium: pass one tier's to the next to start again with what it kept.
+    """Chunks in a dict. ``held`` is the medium: pass one tier's to the next to start again with
+    what it kept.
 
     Threads: all methods from any thread; one lock, held for the copy.
     """
@@ -74,7 +77,9 @@ class DictTier:
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         with self._lock:
-            return next((count for count, key in enumerate(keys) if key not in self.held), len(keys))
+            return next(
+                (count for count, key in enumerate(keys) if key not in self.held), len(keys)
+            )
 
     def delete(self, key: ChunkKey) -> None:
         with self._lock:
@@ -88,12 +93,13 @@ class DictTier:
 
 
 class FaultyTier:
-    """``inner`` behind a medium that fails as ``plan`` says (see :func:`seeded`), and a checksum that finds it out.
+    """``inner`` behind a medium that fails as ``plan`` says (see :func:`seeded`), and a checksum
+    that finds it out.
 
-    A FAIL is False, of a read None, at once. Any other fault of a write is acknowledged, as a disk acknowledges a
-    write that it loses; the next read finds the damage, drops the chunk and is a miss. Any other fault of a read is
-    found out at once. After a failed read ``into`` holds rubbish, so that a caller who uses it is caught. ``injected``
-    counts faults.
+    A FAIL is False, of a read None, at once. Any other fault of a write is acknowledged, as a disk
+    acknowledges a write that it loses; the next read finds the damage, drops the chunk and is a
+    miss. Any other fault of a read is found out at once. After a failed read ``into`` holds
+    rubbish, so that a caller who uses it is caught. ``injected`` counts faults.
 
     Threads: as ``inner``; the plan must be safe for that too.
     """
@@ -123,7 +129,11 @@ class FaultyTier:
         if fault is Fault.FAIL:
             into[:] = _rubbish(into.nbytes)
             return None
-        if self.inner.read(key, into) and fault is None and self._written.get(key) in (None, _digest(into)):
+        if (
+            self.inner.read(key, into)
+            and fault is None
+            and self._written.get(key) in (None, _digest(into))
+        ):
             return True
         self.inner.delete(key)
         self._written.pop(key, None)
@@ -150,7 +160,8 @@ class FaultyTier:
 def seeded(seed: int, rate: float, faults: Sequence[Fault] = tuple(Fault)) -> Plan:
     """A plan in which each call suffers a fault with probability ``rate``.
 
-    It depends on the seed, the key, and which write or read of that key it is - not on how threads interleave.
+    It depends on the seed, the key, and which write or read of that key it is - not on how threads
+    interleave.
     """
     calls: Counter[tuple[Call, ChunkKey]] = Counter()
     lock = threading.Lock()

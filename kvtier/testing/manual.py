@@ -27,7 +27,9 @@ class ManualLane:
     def turn(self, index: int = 0) -> None:
         """Run the ``index``-th queued work, urgent work first."""
         urgent = self.queues[True]
-        queue, place = (urgent, index) if index < len(urgent) else (self.queues[False], index - len(urgent))
+        queue, place = (
+            (urgent, index) if index < len(urgent) else (self.queues[False], index - len(urgent))
+        )
         queue.pop(place)()
 
     def run(self) -> None:

@@ -1,7 +1,8 @@
-"""Circuit breaker: a place that keeps failing is left alone for a while, then tried again by one caller.
+"""Circuit breaker: a place that keeps failing is left alone for a while, then tried again by one
+caller.
 
-After Nygard, *Release It!*, chapter "Stability Patterns". It knows nothing of what it guards and has no thread: the
-calls themselves turn it.
+After Nygard, *Release It!*, chapter "Stability Patterns". It knows nothing of what it guards and
+has no thread: the calls themselves turn it.
 """
 
 from __future__ import annotations
@@ -12,19 +13,29 @@ from collections.abc import Callable
 
 
 class Breaker:
-    """Closed (all calls go) until ``faults`` faults in a row; then open (no call goes) for ``wait_s``; then one call
-    may try. Its success closes the breaker, its fault doubles the wait, up to ``longest_wait_s``.
+    """Closed (all calls go) until ``faults`` faults in a row; then open (no call goes) for
+    ``wait_s``; then one call may try. Its success closes the breaker, its fault doubles the wait,
+    up to ``longest_wait_s``.
 
-    A place that comes and goes lets a trial through now and then, and then fails who relied on it. So a breaker that
-    opens again within ``longest_wait_s`` of closing goes on where it was: with twice its last wait.
+    A place that comes and goes lets a trial through now and then, and then fails who relied on it.
+    So a breaker that opens again within ``longest_wait_s`` of closing goes on where it was: with
+    twice its last wait.
 
-    A trial that never reports back is given up after the same wait, so that a lost caller cannot keep it open.
+    A trial that never reports back is given up after the same wait, so that a lost caller cannot
+    keep it open.
 
     Threads: any; its lock is held for a few instructions.
     """
 
-    def __init__(self, faults: int, wait_s: float, longest_wait_s: float, clock: Callable[[], float]) -> None:
-        self._bound, self._first_wait, self._longest_wait, self._clock = faults, wait_s, longest_wait_s, clock
+    def __init__(
+        self, faults: int, wait_s: float, longest_wait_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._bound, self._first_wait, self._longest_wait, self._clock = (
+            faults,
+            wait_s,
+            longest_wait_s,
+            clock,
+        )
         self._lock = threading.Lock()
         self._faults = 0
         self._wait = wait_s
@@ -74,7 +85,8 @@ class Breaker:
                 self._wait = self._first_wait if now >= self._calm_at else self._doubled()
                 self._until = now + self._wait
                 return True
-            # Calls that began before it opened report late; only the trial's fault says that the place is still bad.
+            # Calls that began before it opened report late; only the trial's fault says that the
+            # place is still bad.
             if self._trying:
                 self._trying = False
                 self._wait = self._doubled()

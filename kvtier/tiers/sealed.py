@@ -1,19 +1,21 @@
-"""SealedTier: any tier, with its chunks encrypted before they reach it and authenticated when they come back.
+"""SealedTier: any tier, with its chunks encrypted before they reach it and authenticated when they
+come back.
 
 A stored chunk is whole pages, as disks take them::
 
-    ciphertext, as long as the chunk | tag, 16 | nonce, 24 | mark, 8 | key's name, 8 | zeros up to a page
+    ciphertext, as long as the chunk | tag, 16 | nonce, 24 | mark, 8 | key's name, 8 | zeros ...
 
-The cipher is XAES-256-GCM (https://c2sp.org/XAES-256-GCM): AES-256-GCM under a key that AES-CMAC derives from ours and
-the first half of a random 24-byte nonce (a NIST SP 800-108r1 derivation). Why not plain AES-GCM: with random 96-bit
-nonces NIST SP 800-38D (section 8.3) allows 2**32 chunks under one key, those of all hosts and restarts together. Beyond
-that a nonce may come twice, which tells the XOR of the two chunks and lets any chunk be forged. A hundred hosts that
-write a thousand chunks a second are there in half a day, and none of them could know. With derived keys 2**80 chunks
-are as safe, so nothing is counted and no key need ever be changed for its age. It costs 4 us a chunk.
+The cipher is XAES-256-GCM (https://c2sp.org/XAES-256-GCM): AES-256-GCM under a key that AES-CMAC
+derives from ours and the first half of a random 24-byte nonce (a NIST SP 800-108r1 derivation). Why
+not plain AES-GCM: with random 96-bit nonces NIST SP 800-38D (section 8.3) allows 2**32 chunks under
+one key, those of all hosts and restarts together. Beyond that a nonce may come twice, which tells
+the XOR of the two chunks and lets any chunk be forged. A hundred hosts that write a thousand chunks
+a second are there in half a day, and none of them could know. With derived keys 2**80 chunks are as
+safe, so nothing is counted and no key need ever be changed for its age. It costs 4 us a chunk.
 
-The chunk's key is the additional authenticated data: a chunk under another key's name, from another model or tenant,
-does not open. What does not open is a miss, counted and deleted; it is never served and never an error. Keys and
-owners, which are hashes, are not encrypted.
+The chunk's key is the additional authenticated data: a chunk under another key's name, from another
+model or tenant, does not open. What does not open is a miss, counted and deleted; it is never
+served and never an error. Keys and owners, which are hashes, are not encrypted.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ _LOOKED_AT = 8
 
 
 def sealed_bytes(chunk_bytes: int) -> int:
-    """Bytes that a chunk of ``chunk_bytes`` takes in the tier below: for whole pages, one page more."""
+    """Bytes that a chunk of ``chunk_bytes`` takes in the tier below: for whole pages, one page
+    more."""
     return -(-(chunk_bytes + _TAIL_BYTES) // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -57,12 +60,13 @@ def key_name(key: bytes) -> bytes:
 
 
 class SealedTier:
-    """``inner`` with every chunk sealed by ``key``. A :class:`~kvtier.tiers.base.Tier`, named as ``inner``.
+    """``inner`` with every chunk sealed by ``key``. A :class:`~kvtier.tiers.base.Tier`, named as
+    ``inner``.
 
     Args:
         inner: keeps chunks of ``sealed_bytes(chunk_bytes)`` bytes; closed with this one.
-        key: 32 random bytes. Chunks sealed by another are misses; where the first ones found at the start of a tier
-            of our own are, all are dropped at once, with one line in the log.
+        key: 32 random bytes. Chunks sealed by another are misses; where the first ones found at the
+            start of a tier of our own are, all are dropped at once, with one line in the log.
         chunk_bytes: the size of every chunk.
 
     Threads: any number. Each keeps one sealed chunk as scratch memory, which never holds plaintext.
@@ -77,11 +81,14 @@ class SealedTier:
         self._scratch = threading.local()
         self._lock = threading.Lock()
         self._unopened = 0
-        _LOG.info("tier %s: chunks are encrypted (XAES-256-GCM, key %s)", self.name, key_name(key).hex())
+        _LOG.info(
+            "tier %s: chunks are encrypted (XAES-256-GCM, key %s)", self.name, key_name(key).hex()
+        )
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """The inner tier's, and ``unopened``: chunks whose seal did not open, which are ``corrupt`` too."""
+        """The inner tier's, and ``unopened``: chunks whose seal did not open, which are ``corrupt``
+        too."""
         counts = Counter(getattr(self._inner, "counts", {}))
         counts["unopened"] = self._unopened
         counts["corrupt"] += self._unopened
@@ -121,15 +128,19 @@ class SealedTier:
         return machine_of(self._inner, key)
 
     def recovered(self) -> Sequence[ChunkKey]:
-        """See :meth:`Tier.recovered`. Reads one chunk, because a folder whose key was changed holds only misses, and
-        each would let a prompt wait. A shared tier may hold others' chunks, and is not judged by one of them."""
+        """See :meth:`Tier.recovered`. Reads one chunk, because a folder whose key was changed holds
+        only misses, and each would let a prompt wait. A shared tier may hold others' chunks, and is
+        not judged by one of them."""
         keys = self._inner.recovered()
         if self.shared or not self._is_foreign(keys):
             return keys
         _LOG.warning(
-            "tier %s: its %d chunks were not sealed by our key %s and are dropped; was the encryption key changed?",
-            self.name, len(keys), key_name(self._key).hex(),
-        )  # fmt: skip
+            "tier %s: its %d chunks were not sealed by our key %s and are dropped; was the "
+            "encryption key changed?",
+            self.name,
+            len(keys),
+            key_name(self._key).hex(),
+        )
         for key in keys:
             self._inner.delete(key)
         return []
@@ -140,7 +151,11 @@ class SealedTier:
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
         """See :class:`~kvtier.tiers.base.SharedKeeper`."""
-        return self._inner.held_of(owner) if isinstance(self._inner, SharedKeeper) else ([], not self.shared)
+        return (
+            self._inner.held_of(owner)
+            if isinstance(self._inner, SharedKeeper)
+            else ([], not self.shared)
+        )
 
     def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         """See :meth:`Tier.write`. Raises StateError for a wrong size."""
@@ -163,7 +178,12 @@ class SealedTier:
             first = self._unopened == 1
         if first:
             why = "damaged or forged" if self._is_ours(stored) else "sealed by another key"
-            _LOG.warning("tier %s: chunk %s does not open: %s (only counted from now on)", self.name, key.hex(), why)
+            _LOG.warning(
+                "tier %s: chunk %s does not open: %s (only counted from now on)",
+                self.name,
+                key.hex(),
+                why,
+            )
         self._inner.delete(key)
         return False
 
@@ -178,7 +198,9 @@ class SealedTier:
 
     def _check_size(self, chunk: memoryview) -> None:
         if chunk.nbytes != self._chunk_bytes:
-            raise StateError(f"a chunk of {chunk.nbytes} bytes for a tier of chunks of {self._chunk_bytes} bytes")
+            raise StateError(
+                f"a chunk of {chunk.nbytes} bytes for a tier of chunks of {self._chunk_bytes} bytes"
+            )
 
     def _room(self) -> memoryview:
         """This thread's memory for one sealed chunk."""
@@ -188,7 +210,8 @@ class SealedTier:
         return room
 
     def _cipher(self, nonce: bytes) -> AESGCM:
-        """XAES-256-GCM's derived key: two blocks of CMAC over a counter, the letter X and half of the nonce."""
+        """XAES-256-GCM's derived key: two blocks of CMAC over a counter, the letter X and half of
+        the nonce."""
         halves = []
         for counter in (1, 2):
             half = CMAC(AES(self._key))

@@ -1,5 +1,6 @@
-"""The optimum that knows the future: what is used again last leaves first (Belady, *A study of replacement algorithms*,
-IBM Systems Journal 5(2), 1966). An upper bound to measure policies against."""
+"""The optimum that knows the future: what is used again last leaves first (Belady, *A study of
+replacement algorithms*, IBM Systems Journal 5(2), 1966). An upper bound to measure policies
+against."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _NEVER = 1 << 60
 
 
 def belady(trace: Sequence[Request], slots: int) -> Result:
-    """Hits with room for ``slots`` chunks, all of RAM. What will never be used again is not taken."""
+    """Hits with room for ``slots`` chunks, all of RAM. What will never be used again is not
+    taken."""
     after = _next_uses(trace)
     held: dict[ChunkKey, int] = {}
     leaving: list[tuple[int, int, ChunkKey]] = []

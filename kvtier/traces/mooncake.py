@@ -1,5 +1,6 @@
-"""Mooncake's traces: a request a line of JSON, its prompt as ids of blocks of 512 tokens (Qin et al., *Mooncake*, FAST
-2025). An id stands for a block with everything before it, as a chunk's key does."""
+"""Mooncake's traces: a request a line of JSON, its prompt as ids of blocks of 512 tokens (Qin et
+al., *Mooncake*, FAST 2025). An id stands for a block with everything before it, as a chunk's key
+does."""
 
 from __future__ import annotations
 
@@ -41,12 +42,18 @@ def read(lines: Iterable[str], partial: bool = False) -> Iterator[Request]:
         try:
             yield _request(json.loads(line), keys, partial)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"line {number}: no request of a Mooncake trace: {error!r}"[:300]) from error
+            raise ConfigError(
+                f"line {number}: no request of a Mooncake trace: {error!r}"[:300]
+            ) from error
 
 
 def _request(given: dict[str, object], keys: dict[int, ChunkKey], partial: bool) -> Request:
     ids, tokens = given["hash_ids"], given.get("input_length")
-    if not isinstance(ids, list) or len(ids) > _MOST_BLOCKS or not all(type(each) is int for each in ids):
+    if (
+        not isinstance(ids, list)
+        or len(ids) > _MOST_BLOCKS
+        or not all(type(each) is int for each in ids)
+    ):
         raise ValueError("hash_ids is no list of numbers")
     if not partial and isinstance(tokens, int):
         ids = ids[: max(0, tokens) // BLOCK_TOKENS]

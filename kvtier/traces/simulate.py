@@ -1,7 +1,8 @@
-"""What a Store of given sizes would have hit of a trace: its own Directory, policy, sessions and spill rules. No bytes.
+"""What a Store of given sizes would have hit of a trace: its own Directory, policy, sessions and
+spill rules. No bytes.
 
-Every write ends at once, and so does every read: what is counted is what is held, not what comes in time. A test drives
-a real Store with the same requests and compares.
+Every write ends at once, and so does every read: what is counted is what is held, not what comes in
+time. A test drives a real Store with the same requests and compares.
 """
 
 from __future__ import annotations
@@ -70,13 +71,17 @@ class Cache:
         on_evict: the tier is written when RAM drops a chunk, else when it is saved.
     """
 
-    def __init__(self, slots: int, below: int = 0, policy: str = "auto", on_evict: bool = True) -> None:
+    def __init__(
+        self, slots: int, below: int = 0, policy: str = "auto", on_evict: bool = True
+    ) -> None:
         adaptive = Adaptive() if policy == "auto" else None
         self._adaptive, self._on_evict, self._now = adaptive, on_evict, 0.0
         self.directory = Directory(slots, [below] if below else [], adaptive or LRU, lower=LRU)
         self._lower = bool(below)
         lock = nullcontext()
-        self._follower = Follower(self.directory, lock, adaptive, lambda: self._now, {"ram": slots, "nvme": below})
+        self._follower = Follower(
+            self.directory, lock, adaptive, lambda: self._now, {"ram": slots, "nvme": below}
+        )
         self._follower.curves.clear()
         self._counts: Counter[str] = Counter()
         self._unread: set[ChunkKey] = set()
@@ -182,7 +187,9 @@ def _nothing() -> None:
     pass
 
 
-def simulate(trace: Iterable[Hinted], cache: Cache, tell: Callable[[int], object] = lambda requests: None) -> Result:
+def simulate(
+    trace: Iterable[Hinted], cache: Cache, tell: Callable[[int], object] = lambda requests: None
+) -> Result:
     """Serve all of ``trace``; ``tell`` is called with the number of requests so far."""
     for number, hinted in enumerate(trace, 1):
         cache.serve(hinted)
@@ -204,7 +211,9 @@ def recorded(trace: Iterable[Request]) -> list[Hinted]:
     return [Hinted(request, request.session, request.over) for request in trace]
 
 
-def oracle(trace: Sequence[Request], cover: float = 1.0, wrong: float = 0.0, seed: int = 1) -> list[Hinted]:
+def oracle(
+    trace: Sequence[Request], cover: float = 1.0, wrong: float = 0.0, seed: int = 1
+) -> list[Hinted]:
     """Hints that know the future: each session says after its last request that it is over.
 
     Args:

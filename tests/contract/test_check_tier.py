@@ -1,4 +1,5 @@
-"""check_tier passes what keeps its promises, names the promise that is broken, and the shipped tiers are as told."""
+"""check_tier passes what keeps its promises, names the promise that is broken, and the shipped
+tiers are as told."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ class WritesOnce(DictTier):
 
 
 class ReadsReusedRoom(DictTier):
-    """Slots without a checksum: a read looks up its slot, lets somebody write meanwhile, then copies."""
+    """Slots without a checksum: a read looks up its slot, lets somebody write meanwhile, then
+    copies."""
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
@@ -211,7 +213,9 @@ def test_a_damaged_write_is_acknowledged_found_out_and_dropped(fault: Fault) -> 
     assert tier.injected == {f"write {fault}": 1}
 
 
-@pytest.mark.parametrize(("fault", "kept"), [(Fault.FAIL, 1), (Fault.SHORT, 0), (Fault.TORN, 0), (Fault.CORRUPT, 0)])
+@pytest.mark.parametrize(
+    ("fault", "kept"), [(Fault.FAIL, 1), (Fault.SHORT, 0), (Fault.TORN, 0), (Fault.CORRUPT, 0)]
+)
 def test_a_faulty_read_is_a_miss_that_leaves_rubbish(fault: Fault, kept: int) -> None:
     tier = FaultyTier(DictTier(16), once("read", fault))
     into = memoryview(bytearray(SIZE))

@@ -1,4 +1,5 @@
-"""NvmeTier: every promise of a tier, and its own: it stays within its bytes, and finds its chunks again in order."""
+"""NvmeTier: every promise of a tier, and its own: it stays within its bytes, and finds its chunks
+again in order."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def test_keeps_every_promise_of_a_tier(tmp_path: Path, size: int, direct: bool) 
     check_tier(make, chunk_bytes=size, reopen=reopen)
 
 
-@given(bytes_=st.integers(0, 1 << 34), slot_bytes=st.integers(1, 5000).map(lambda pages: pages * 4096))
+@given(
+    bytes_=st.integers(0, 1 << 34), slot_bytes=st.integers(1, 5000).map(lambda pages: pages * 4096)
+)
 def test_slots_within_is_the_most_that_fits(bytes_: int, slot_bytes: int) -> None:
     slots = slots_within(bytes_, slot_bytes)
     assert not slots or room(slots, slot_bytes) <= bytes_
@@ -125,7 +128,9 @@ def test_payloads_bypass_the_page_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [(4 << 20) - 1, 4 << 20, (9 << 20) + 5])
-def test_a_chunk_that_is_longer_than_a_threads_buffer_comes_back_whole(tmp_path: Path, size: int) -> None:
+def test_a_chunk_that_is_longer_than_a_threads_buffer_comes_back_whole(
+    tmp_path: Path, size: int
+) -> None:
     tier, key = NvmeTier(tmp_path / "tier", 64 << 20, -(-size // PAGE_BYTES) * PAGE_BYTES), KEYS[0]
     chunk = memoryview(os.urandom(size))
     assert tier.write(key, chunk)
@@ -148,8 +153,12 @@ def test_counts_are_of_what_happened(tmp_path: Path) -> None:
     assert holds(tier, KEYS[0])
     assert not holds(tier, KEYS[2])
     assert {kind: count for kind, count in tier.counts.items() if count} == {
-        "writes": 2, "bytes_written": 2 * SLOT, "reads": 1, "bytes_read": SLOT, "misses": 1,
-    }  # fmt: skip
+        "writes": 2,
+        "bytes_written": 2 * SLOT,
+        "reads": 1,
+        "bytes_read": SLOT,
+        "misses": 1,
+    }
     tier.close()
 
 
@@ -164,7 +173,7 @@ def test_another_models_chunks_are_never_matched(tmp_path: Path) -> None:
     tier.close()
 
 
-# -- restart ------------------------------------------------------------------------------------------------------
+# -- restart ---------------------------------------------------------------------------------------
 
 
 def test_without_close_writes_and_deletes_are_kept_leaf_first(tmp_path: Path) -> None:
@@ -250,7 +259,9 @@ def test_grows_and_keeps_everything(tmp_path: Path, caplog: pytest.LogCaptureFix
     tier.close()
 
 
-def test_shrinks_with_a_warning_and_regrows_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_shrinks_with_a_warning_and_regrows_empty(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tier = NvmeTier(tmp_path / "tier", room(40), SLOT)
     fill(tier, KEYS)
     tier.close()
@@ -266,7 +277,9 @@ def test_shrinks_with_a_warning_and_regrows_empty(tmp_path: Path, caplog: pytest
         del tier
 
 
-def test_another_slot_size_empties_it_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_slot_size_empties_it_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
     fill(tier, KEYS[:8])
     tier.close()
@@ -278,12 +291,14 @@ def test_another_slot_size_empties_it_with_one_warning(tmp_path: Path, caplog: p
     tier.close()
 
 
-# -- what cannot be opened ----------------------------------------------------------------------------------------
+# -- what cannot be opened -------------------------------------------------------------------------
 
 
 def test_no_room_is_told_in_numbers_and_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "new" / "tier"
-    with pytest.raises(TierError, match=r"needs 1048575\.\d\d GiB more, but of [\d.]+ GiB free .* reserve at most"):
+    with pytest.raises(
+        TierError, match=r"needs 1048575\.\d\d GiB more, but of [\d.]+ GiB free .* reserve at most"
+    ):
         NvmeTier(path, 1 << 50, 1 << 30)
     assert not (tmp_path / "new").exists()
 
@@ -306,7 +321,9 @@ def test_less_than_one_chunk_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("slot_bytes", [0, 4095, 4097, 2 << 30])
-def test_a_slot_size_that_is_no_multiple_of_a_page_is_a_bug(tmp_path: Path, slot_bytes: int) -> None:
+def test_a_slot_size_that_is_no_multiple_of_a_page_is_a_bug(
+    tmp_path: Path, slot_bytes: int
+) -> None:
     with pytest.raises(StateError, match="multiple of 4096"):
         NvmeTier(tmp_path / "tier", 1 << 30, slot_bytes)
 
@@ -329,7 +346,9 @@ def test_a_second_opener_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     NvmeTier(tmp_path / "tier", room(8), SLOT).close()
 
 
-def test_who_loses_the_race_to_open_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_loses_the_race_to_open_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def taken(_fd: int, _how: int) -> None:
         raise BlockingIOError
 
@@ -350,7 +369,7 @@ def test_a_place_that_is_no_folder_of_ours_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-# -- late and racing calls ----------------------------------------------------------------------------------------
+# -- late and racing calls -------------------------------------------------------------------------
 
 
 def test_after_close_every_call_is_a_miss(tmp_path: Path) -> None:
@@ -375,7 +394,9 @@ def test_a_write_that_hangs_over_close_cannot_hit_another_file(tmp_path: Path) -
 
     tier._files.write_payload = hang  # type: ignore[method-assign]
     results: list[bool] = []
-    thread = threading.Thread(target=lambda: results.append(tier.write(KEYS[0], content(KEYS[0], SLOT))))
+    thread = threading.Thread(
+        target=lambda: results.append(tier.write(KEYS[0], content(KEYS[0], SLOT)))
+    )
     thread.start()
     inside.wait(30)
     tier.close()
@@ -427,7 +448,9 @@ def test_a_torn_read_does_not_drop_the_same_key_written_anew(tmp_path: Path) -> 
 
 
 def in_pool_tier(path: Path, pool: Pool) -> NvmeTier:
-    return NvmeTier(path, room(4, pool.slot_bytes), pool.slot_bytes, in_huge_pages=pool.in_huge_pages)
+    return NvmeTier(
+        path, room(4, pool.slot_bytes), pool.slot_bytes, in_huge_pages=pool.in_huge_pages
+    )
 
 
 def no_copy(*_: object) -> Any:
@@ -450,7 +473,8 @@ def test_a_chunk_in_huge_pages_goes_to_the_disk_and_back_as_it_is(
 
 
 def test_both_ways_to_the_disk_leave_the_same_files(tmp_path: Path) -> None:
-    """So a folder from a machine without huge pages is warm on one with them, and the other way round."""
+    """So a folder from a machine without huge pages is warm on one with them, and the other way
+    round."""
     pool, path = populated(4), tmp_path / "tier"
     chunks = [os.urandom(pool.slot_bytes) for _ in range(2)]
     tier = in_pool_tier(path, pool)

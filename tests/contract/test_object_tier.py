@@ -1,4 +1,5 @@
-"""ObjectTier on a real S3 server: every promise of a tier, and its own: sharing, few requests, words at the start."""
+"""ObjectTier on a real S3 server: every promise of a tier, and its own: sharing, few requests,
+words at the start."""
 
 from __future__ import annotations
 
@@ -69,14 +70,16 @@ def stored(name: str) -> bytearray:
     return bytearray(found)
 
 
-# ---- the promises of every tier ------------------------------------------------------------------------------------
+# ---- the promises of every tier ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, 1])
 def test_it_keeps_the_promises_of_a_tier(server: S3Server, chunk_bytes: int) -> None:
     def make() -> ObjectTier:
         server.reset()
-        return ObjectTier(Bucket(URL, chunk_bytes), FORM, 64 * (chunk_bytes + HEADER_BYTES), chunk_bytes)
+        return ObjectTier(
+            Bucket(URL, chunk_bytes), FORM, 64 * (chunk_bytes + HEADER_BYTES), chunk_bytes
+        )
 
     check_tier(make, chunk_bytes=chunk_bytes)
 
@@ -107,7 +110,7 @@ def test_a_large_chunk_goes_in_parts_and_comes_back(server: S3Server) -> None:
     assert tier.read(KEYS[0], into) is True and into == data
 
 
-# ---- looking up ----------------------------------------------------------------------------------------------------
+# ---- looking up ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("held", [0, 1, 2, 63, 64, 65, 100, 127, 128])
@@ -130,7 +133,7 @@ def test_a_gap_makes_a_miss_and_no_wrong_byte(server: S3Server) -> None:
     assert [holds(tier, key) for key in LONG[6:9]] == [True, False, True]
 
 
-# ---- sharing, names, what lies there -------------------------------------------------------------------------------
+# ---- sharing, names, what lies there -------------------------------------------------------------
 
 
 def test_two_tiers_on_one_bucket_share(server: S3Server) -> None:
@@ -142,7 +145,9 @@ def test_two_tiers_on_one_bucket_share(server: S3Server) -> None:
     assert holds(one, KEYS[0]) is False
 
 
-def test_a_chunk_is_one_object_below_prefix_and_namespace_and_a_start_leaves_no_trial(server: S3Server) -> None:
+def test_a_chunk_is_one_object_below_prefix_and_namespace_and_a_start_leaves_no_trial(
+    server: S3Server,
+) -> None:
     tier = server.tier()
     assert tier.write(KEYS[0], chunk(KEYS[0]))
     assert object_names(server) == [f"cache/a/kvtier-1/{bytes(range(8)).hex()}/{KEYS[0].hex()}"]
@@ -191,7 +196,9 @@ def test_what_is_recovered_is_what_is_there_parents_last_and_no_stranger(server:
     for name in ("trial-00", "x" * 80, KEYS[0].hex().upper()):
         overwrite(f"{FORM.folder}/{name}", bytes(CHUNK_BYTES))
     assert list(server.tier().recovered()) == KEYS[::-1]
-    assert list(server.tier(capacity=3).recovered()) == KEYS[2::-1], "our share: the rest is left to others"
+    assert list(server.tier(capacity=3).recovered()) == KEYS[2::-1], (
+        "our share: the rest is left to others"
+    )
 
 
 def test_a_chunk_of_a_wrong_size_is_a_bug_of_the_caller(server: S3Server) -> None:
@@ -200,7 +207,7 @@ def test_a_chunk_of_a_wrong_size_is_a_bug_of_the_caller(server: S3Server) -> Non
             server.tier().write(KEYS[0], memoryview(bytes(size)))
 
 
-# ---- a host that comes and goes ------------------------------------------------------------------------------------
+# ---- a host that comes and goes ------------------------------------------------------------------
 
 
 LAYOUT = ChunkLayout(bytes(32), 1, 1, (4096,))
@@ -220,12 +227,17 @@ def loaded(store: Store) -> set[str]:
     with store.load(PROMPT) as lease:
         wait_for(lambda: lease.poll().coming == 0, "what is below has come")
         assert list(lease.keys) == PROMPT
-        assert all(view[:4096] == chunk(key, 4096) for key, view in zip(PROMPT, lease.views(), strict=True))
+        assert all(
+            view[:4096] == chunk(key, 4096) for key, view in zip(PROMPT, lease.views(), strict=True)
+        )
         return set(lease.sources)
 
 
 def opened(**more: str | int) -> Store:
-    store = assemble(Config(ram_bytes=1 << 20, object_url=URL, object_bytes=1 << 20, **more), LAYOUT)  # type: ignore[arg-type]
+    store = assemble(
+        Config(ram_bytes=1 << 20, object_url=URL, object_bytes=1 << 20, **more),  # type: ignore[arg-type]
+        LAYOUT,
+    )
     assert isinstance(store, Store)
     return store
 
@@ -275,26 +287,35 @@ def test_a_budget_is_kept_and_the_end_of_a_prompt_leaves_first(server: S3Server)
         wait_for(partial(are_there, server, keys), "all is in the bucket")
     store.close()
     first = LAYOUT.keys(range(8))
-    assert object_names(server) == sorted(map(FORM_OF_STORE.name, [*first[:4], *LAYOUT.keys(range(100, 104))]))
+    assert object_names(server) == sorted(
+        map(FORM_OF_STORE.name, [*first[:4], *LAYOUT.keys(range(100, 104))])
+    )
 
 
-# ---- what the start says -------------------------------------------------------------------------------------------
+# ---- what the start says -------------------------------------------------------------------------
 
 
 def test_credentials_that_nobody_knows_are_an_error_without_a_secret() -> None:
     with S3Server(refuses_after=2) as server, operated(server.environment):
-        with pytest.raises(TierError, match="the access key is not known there; correct AWS_ACCESS_KEY_ID") as raised:
+        with pytest.raises(
+            TierError, match="the access key is not known there; correct AWS_ACCESS_KEY_ID"
+        ) as raised:
             server.tier()
         assert SECRET not in str(raised.value) and "someone" not in str(raised.value)
 
 
 def test_a_bucket_that_is_not_there_is_an_error(server: S3Server) -> None:
-    with pytest.raises(TierError, match=r"s3://nowhere: there is no such bucket; make it, or correct object_url"):
+    with pytest.raises(
+        TierError, match=r"s3://nowhere: there is no such bucket; make it, or correct object_url"
+    ):
         server.tier("s3://nowhere")
 
 
 def test_no_credentials_and_no_tls_are_errors(server: S3Server) -> None:
-    with operated(server.environment | {"AWS_ALLOW_HTTP": ""}), pytest.raises(TierError, match="set AWS_ALLOW_HTTP"):
+    with (
+        operated(server.environment | {"AWS_ALLOW_HTTP": ""}),
+        pytest.raises(TierError, match="set AWS_ALLOW_HTTP"),
+    ):
         server.tier()
     with operated({}), pytest.raises(TierError, match="no account: set AZURE_STORAGE_ACCOUNT_NAME"):
         server.tier("az://container/x")
@@ -303,7 +324,11 @@ def test_no_credentials_and_no_tls_are_errors(server: S3Server) -> None:
 @pytest.mark.parametrize(
     ("status", "code", "words"),
     [
-        (403, "RequestTimeTooSkewed", "this host's clock is too far from the store's; set the clock"),
+        (
+            403,
+            "RequestTimeTooSkewed",
+            "this host's clock is too far from the store's; set the clock",
+        ),
         (400, "AuthorizationHeaderMalformed", "the bucket is in another region"),
         (301, "PermanentRedirect", "the bucket is in another region"),
         (403, "SignatureDoesNotMatch", "the secret key does not fit; correct AWS_ACCESS_KEY_ID"),
@@ -314,21 +339,27 @@ def test_no_credentials_and_no_tls_are_errors(server: S3Server) -> None:
 )
 def test_what_only_an_operator_can_mend_ends_the_start(status: int, code: str, words: str) -> None:
     """moto checks neither clock nor region: the answers are those that S3 documents."""
-    with answering(status, f"<Error><Code>{code}</Code><X>{SECRET}</X></Error>" if code else "") as environment:
+    with answering(
+        status, f"<Error><Code>{code}</Code><X>{SECRET}</X></Error>" if code else ""
+    ) as environment:
         with operated(environment), pytest.raises(TierError, match=words) as raised:
             ObjectTier(Bucket(URL, CHUNK_BYTES), FORM, 1 << 20, CHUNK_BYTES)
         assert SECRET not in str(raised.value)
 
 
 def test_a_budget_of_less_than_a_chunk_is_an_error(server: S3Server) -> None:
-    with pytest.raises(TierError, match=f"give at least object_bytes={CHUNK_BYTES + HEADER_BYTES:,}"):
+    with pytest.raises(
+        TierError, match=f"give at least object_bytes={CHUNK_BYTES + HEADER_BYTES:,}"
+    ):
         server.tier(capacity=0)
 
 
-# ---- outages -------------------------------------------------------------------------------------------------------
+# ---- outages -------------------------------------------------------------------------------------
 
 
-def test_a_store_that_is_away_at_the_start_is_misses_and_there_later(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_is_away_at_the_start_is_misses_and_there_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     server, clock = S3Server(), Clock()
     with operated(server.environment), server:
         server.kill()
@@ -365,7 +396,10 @@ def test_a_delete_that_could_not_be_made_is_made_good() -> None:
 
 def test_a_store_that_answers_with_errors_is_misses(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    with answering(503, f"<Error><Code>SlowDown</Code><X>{SECRET}</X></Error>") as environment, operated(environment):
+    with (
+        answering(503, f"<Error><Code>SlowDown</Code><X>{SECRET}</X></Error>") as environment,
+        operated(environment),
+    ):
         tier = ObjectTier(Bucket(URL, CHUNK_BYTES), FORM, 1 << 20, CHUNK_BYTES)
         assert holds(tier, KEYS[0]) is None
         assert not tier.write(KEYS[0], chunk(KEYS[0]))
@@ -388,7 +422,9 @@ def quick_answers(tier: ObjectTier) -> Iterator[None]:
     before = tier._bucket._store
     with pytest.MonkeyPatch.context() as patch:
         quick = obstore.store.from_url(
-            "s3://bucket", client_options={"allow_http": True, "timeout": "500ms"}, retry_config={"max_retries": 0}
+            "s3://bucket",
+            client_options={"allow_http": True, "timeout": "500ms"},
+            retry_config={"max_retries": 0},
         )
         patch.setattr(tier._bucket, "_store", quick)
         yield
@@ -427,4 +463,6 @@ def answering(status: int, body: str) -> Iterator[dict[str, str]]:
 
 def test_names_and_keys_are_two_ways_of_one_thing() -> None:
     assert FORM.key(FORM.name(KEYS[0])) == KEYS[0]
-    assert [FORM.key(name) for name in ("", KEYS[0].hex(), f"{FORM.folder}/{'zz' * 40}")] == [None] * 3
+    assert [FORM.key(name) for name in ("", KEYS[0].hex(), f"{FORM.folder}/{'zz' * 40}")] == [
+        None
+    ] * 3

@@ -1,4 +1,5 @@
-"""RedisTier: every promise of a tier, on every kind of connection, and its own: sharing, order, room, names, TTL."""
+"""RedisTier: every promise of a tier, on every kind of connection, and its own: sharing, order,
+room, names, TTL."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from tests.redis_server import (
     chunk,
     holds,
     redis_cluster,
-)  # fmt: skip
+)
 
 pytestmark = pytest.mark.redis
 
@@ -53,10 +54,12 @@ def age(admin: Any, name: bytes, seconds: int) -> None:
     admin.restore(name, 0, admin.dump(name), replace=True, idletime=seconds)
 
 
-# ---- the promises of every tier --------------------------------------------------------------------------------------
+# ---- the promises of every tier ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, PART_BYTES, 1], ids=["parts", "one part", "one byte"])
+@pytest.mark.parametrize(
+    "chunk_bytes", [CHUNK_BYTES, PART_BYTES, 1], ids=["parts", "one part", "one byte"]
+)
 def test_it_keeps_the_promises_of_a_tier(server: RedisServer, chunk_bytes: int) -> None:
     check_tier(lambda: emptied(server, server.url), chunk_bytes=chunk_bytes)
 
@@ -64,7 +67,8 @@ def test_it_keeps_the_promises_of_a_tier(server: RedisServer, chunk_bytes: int) 
 def test_a_chunk_that_is_written_anew_while_it_is_read_is_a_miss_and_stays(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With other bytes, as encryption gives each write: the old header comes, then the new parts."""
+    """With other bytes, as encryption gives each write: the old header comes, then the new
+    parts."""
     tier, other = emptied(server, server.url), emptied(server, server.url)
     old, new = bytearray(b"\1" * CHUNK_BYTES), bytearray(b"\2" * CHUNK_BYTES)
     assert tier.write(KEYS[0], memoryview(old))
@@ -89,7 +93,9 @@ def test_it_keeps_them_over_a_unix_socket(server: RedisServer) -> None:
 def test_it_keeps_them_over_tls_with_a_password() -> None:
     with RedisServer(tls=True) as server:
         with server.admin() as admin:
-            admin.acl_setuser("kv", enabled=True, passwords=["+p@ss/w"], categories=["+@all"], keys=["kvtier:*"])
+            admin.acl_setuser(
+                "kv", enabled=True, passwords=["+p@ss/w"], categories=["+@all"], keys=["kvtier:*"]
+            )
         url = f"rediss://kv:p%40ss%2Fw@127.0.0.1:{server.port}?ssl_ca_certs={server.certificate}"
         check_tier(lambda: emptied(server, url), chunk_bytes=CHUNK_BYTES)
 
@@ -107,7 +113,9 @@ def test_it_keeps_them_on_a_cluster() -> None:
         check_tier(make, chunk_bytes=CHUNK_BYTES)
         tier = make()
         assert all(tier.write(key, chunk(key)) for key in KEYS)
-        assert min(held_by(server) for server in servers) > 0, "every node holds some of eight chunks"
+        assert min(held_by(server) for server in servers) > 0, (
+            "every node holds some of eight chunks"
+        )
         assert tier.find(KEYS) == len(KEYS)
         assert sorted(tier.recovered()) == sorted(KEYS)
         with pytest.raises(TierError, match=r"write redis\+cluster://"):
@@ -125,7 +133,7 @@ def emptied(server: RedisServer, url: str) -> RedisTier:
     return server.tier(url)
 
 
-# ---- sharing, names, the header --------------------------------------------------------------------------------------
+# ---- sharing, names, the header ------------------------------------------------------------------
 
 
 def test_two_tiers_on_one_redis_share(server: RedisServer) -> None:
@@ -144,14 +152,17 @@ def test_the_header_is_written_last(server: RedisServer) -> None:
         tier.write(KEYS[0], chunk(KEYS[0]))
         seen = [monitor.next_command()["command"].split(" ")[:2] for _ in range(PARTS + 1)]
     assert [name for command, name in seen] == [
-        name.decode() for name in [*FORM.part_names(KEYS[0], CHUNK_BYTES), FORM.header_name(KEYS[0])]
+        name.decode()
+        for name in [*FORM.part_names(KEYS[0], CHUNK_BYTES), FORM.header_name(KEYS[0])]
     ]
 
 
 def test_parts_without_a_header_are_a_miss(server: RedisServer) -> None:
     tier = server.tier()
     with server.admin() as admin:
-        for name, part in zip(FORM.part_names(KEYS[0], CHUNK_BYTES), FORM.split(chunk(KEYS[0])), strict=True):
+        for name, part in zip(
+            FORM.part_names(KEYS[0], CHUNK_BYTES), FORM.split(chunk(KEYS[0])), strict=True
+        ):
             admin.set(name, bytes(part))
     assert tier.find(KEYS) == 0
     assert not holds(tier, KEYS[0])
@@ -172,8 +183,12 @@ def test_models_and_part_sizes_do_not_meet(server: RedisServer) -> None:
         other.delete(KEYS[0])
         other.close()
     assert holds(tier, KEYS[0])
-    other = RedisTier(RedisServers(server.url), Form("kvtier", NAMESPACE, PART_BYTES + 1), 1 << 20, CHUNK_BYTES)
-    assert not holds(other, KEYS[0]), "a chunk in parts of another size is foreign, not readable by luck"
+    other = RedisTier(
+        RedisServers(server.url), Form("kvtier", NAMESPACE, PART_BYTES + 1), 1 << 20, CHUNK_BYTES
+    )
+    assert not holds(other, KEYS[0]), (
+        "a chunk in parts of another size is foreign, not readable by luck"
+    )
     assert other.counts["corrupt"] == 1
     assert holds_after_write(other, KEYS[0])
     other.close()
@@ -209,7 +224,7 @@ def test_after_close_nothing_is_held_and_nothing_connects(server: RedisServer) -
         assert admin.info("stats")["total_connections_received"] == before
 
 
-# ---- room and order --------------------------------------------------------------------------------------------------
+# ---- room and order ------------------------------------------------------------------------------
 
 
 def test_a_header_that_is_damaged_or_anothers_makes_its_chunk_nobodys(server: RedisServer) -> None:
@@ -249,7 +264,9 @@ def test_a_chunk_takes_the_room_it_is_counted_for(server: RedisServer, chunk_byt
     assert form.room(chunk_bytes) < 1.15 * chunk_bytes + 4096
 
 
-def test_what_is_recovered_is_coldest_first_and_no_parent_before_its_child(server: RedisServer) -> None:
+def test_what_is_recovered_is_coldest_first_and_no_parent_before_its_child(
+    server: RedisServer,
+) -> None:
     """Two prompts; of the first the leaf was used last, of the second the root."""
     first, second = KEYS[:3], ChunkLayout(bytes(32), 1, 1, (CHUNK_BYTES,)).keys([9, 9])
     tier = server.tier()
@@ -260,7 +277,9 @@ def test_what_is_recovered_is_coldest_first_and_no_parent_before_its_child(serve
         for key, seconds in idle.items():
             age(admin, FORM.header_name(key), seconds)
     assert server.tier().recovered() == [second[1], second[0], first[2], first[1], first[0]]
-    assert server.tier(capacity=3).recovered() == [first[2], first[1], first[0]], "our share: the most recently used"
+    assert server.tier(capacity=3).recovered() == [first[2], first[1], first[0]], (
+        "our share: the most recently used"
+    )
 
 
 def test_a_stranger_s_keys_are_not_recovered(server: RedisServer) -> None:
@@ -268,7 +287,14 @@ def test_a_stranger_s_keys_are_not_recovered(server: RedisServer) -> None:
     tier.write(KEYS[0], chunk(KEYS[0]))
     base = FORM.probe.removesuffix(b"probe")
     with server.admin() as admin:
-        for name in (b"{", b"{zz}", b"{00}", b"{" + KEYS[1].hex().encode() + b"}x", b"{\xff}", b"x{00}:4096:0"):
+        for name in (
+            b"{",
+            b"{zz}",
+            b"{00}",
+            b"{" + KEYS[1].hex().encode() + b"}x",
+            b"{\xff}",
+            b"x{00}:4096:0",
+        ):
             admin.set(base + name, b"")
     assert tier.recovered() == [KEYS[0]]
 
@@ -288,7 +314,7 @@ def test_what_a_dead_writer_left_is_taken_away_after_a_minute(server: RedisServe
     assert left == [0, PARTS, PARTS]
 
 
-# ---- what the start says ---------------------------------------------------------------------------------------------
+# ---- what the start says -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -303,7 +329,12 @@ def test_what_a_dead_writer_left_is_taken_away_after_a_minute(server: RedisServe
     ],
 )
 def test_the_start_says_in_one_line_what_the_memory_settings_mean(
-    server: RedisServer, caplog: pytest.LogCaptureFixture, policy: str, maxmemory: str, level: int, words: str
+    server: RedisServer,
+    caplog: pytest.LogCaptureFixture,
+    policy: str,
+    maxmemory: str,
+    level: int,
+    words: str,
 ) -> None:
     with server.admin() as admin:
         admin.config_set("maxmemory-policy", policy)
@@ -346,7 +377,8 @@ def test_a_url_that_is_none_is_an_error_of_the_operator(url: str, words: str) ->
 
 
 @pytest.mark.parametrize(
-    ("prefix", "namespace"), [("", b"x"), ("a*b", b"x"), ("a{b", b"x"), ("a", b""), ("a", bytes(33))]
+    ("prefix", "namespace"),
+    [("", b"x"), ("a*b", b"x"), ("a{b", b"x"), ("a", b""), ("a", bytes(33))],
 )
 def test_a_prefix_or_namespace_that_is_none_is_an_error(prefix: str, namespace: bytes) -> None:
     with pytest.raises(ConfigError, match="Redis"):

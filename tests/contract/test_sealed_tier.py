@@ -1,5 +1,5 @@
-"""SealedTier: every promise of a tier over real NVMe and Redis, and its own: nothing readable below, nothing believed
-that was not sealed by our key for just this chunk."""
+"""SealedTier: every promise of a tier over real NVMe and Redis, and its own: nothing readable
+below, nothing believed that was not sealed by our key for just this chunk."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def on_disk(path: Path, size: int = SLOT, key: bytes = KEY) -> SealedTier:
 
 def in_redis(server: RedisServer, size: int = SLOT, key: bytes = KEY) -> SealedTier:
     form = Form("kvtier", NAMESPACE + key_name(key), PART_BYTES)
-    return SealedTier(RedisTier(RedisServers(server.url), form, 1 << 24, sealed_bytes(size)), key, size)
+    return SealedTier(
+        RedisTier(RedisServers(server.url), form, 1 << 24, sealed_bytes(size)), key, size
+    )
 
 
 def read(tier: SealedTier, key: ChunkKey) -> bool | None:
@@ -54,7 +56,8 @@ def read(tier: SealedTier, key: ChunkKey) -> bool | None:
 
 @pytest.fixture
 def below() -> DictTier:
-    """Where stored bytes can be damaged with no checksum of a tier's own in the way: as a forger would."""
+    """Where stored bytes can be damaged with no checksum of a tier's own in the way: as a forger
+    would."""
     return DictTier(16)
 
 
@@ -66,7 +69,7 @@ def tier(below: DictTier) -> SealedTier:
     return tier
 
 
-# ---- the promises of every tier --------------------------------------------------------------------------------------
+# ---- the promises of every tier ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 4096, 5000, SLOT])
@@ -90,14 +93,18 @@ def test_over_redis_it_keeps_every_promise_of_a_tier() -> None:
         check_tier(make, chunk_bytes=10_000)
 
 
-# ---- what lies below -------------------------------------------------------------------------------------------------
+# ---- what lies below -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("key", "aad", "sealed"),
     [
         (b"\1" * 32, b"", "ce546ef63c9cc60765923609b33a9a1974e96e52daf2fcf7075e2271"),
-        (b"\3" * 32, b"c2sp.org/XAES-256-GCM", "986ec1832593df5443a179437fd083bf3fdb41abd740a21f71eb769d"),
+        (
+            b"\3" * 32,
+            b"c2sp.org/XAES-256-GCM",
+            "986ec1832593df5443a179437fd083bf3fdb41abd740a21f71eb769d",
+        ),
     ],
 )
 def test_the_cipher_is_the_published_one(
@@ -110,12 +117,21 @@ def test_the_cipher_is_the_published_one(
     assert below.held[ChunkKey(aad)].startswith(bytes.fromhex(sealed) + b"ABCDEFGHIJKLMNOPQRSTUVWX")
 
 
-def test_what_is_stored_is_whole_pages_one_more_than_the_chunk(below: DictTier, tier: SealedTier) -> None:
+def test_what_is_stored_is_whole_pages_one_more_than_the_chunk(
+    below: DictTier, tier: SealedTier
+) -> None:
     assert {len(stored) for stored in below.held.values()} == {SLOT + PAGE_BYTES} == {SEALED}
-    assert [sealed_bytes(size) for size in (1, 4040, 4041, 1 << 20)] == [4096, 4096, 8192, (1 << 20) + 4096]
+    assert [sealed_bytes(size) for size in (1, 4040, 4041, 1 << 20)] == [
+        4096,
+        4096,
+        8192,
+        (1 << 20) + 4096,
+    ]
 
 
-def test_what_is_stored_tells_nothing_and_is_never_the_same_twice(below: DictTier, tier: SealedTier) -> None:
+def test_what_is_stored_tells_nothing_and_is_never_the_same_twice(
+    below: DictTier, tier: SealedTier
+) -> None:
     for key in KEYS:
         plain, before = bytes(content(key, SLOT)), below.held[key]
         assert not any(plain[at : at + 16] in before for at in range(0, SLOT, 16))
@@ -124,11 +140,13 @@ def test_what_is_stored_tells_nothing_and_is_never_the_same_twice(below: DictTie
         assert bytes(key) not in before and KEY not in before
 
 
-# ---- what does not open ----------------------------------------------------------------------------------------------
+# ---- what does not open --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [0, SLOT // 2, SLOT - 1, SLOT, SLOT + 15, SLOT + 16, SLOT + 39])
-def test_a_changed_bit_of_bytes_tag_or_nonce_is_a_counted_miss(below: DictTier, tier: SealedTier, at: int) -> None:
+def test_a_changed_bit_of_bytes_tag_or_nonce_is_a_counted_miss(
+    below: DictTier, tier: SealedTier, at: int
+) -> None:
     stored = bytearray(below.held[KEYS[0]])
     stored[at] ^= 1
     below.held[KEYS[0]] = bytes(stored)
@@ -143,8 +161,12 @@ def test_a_chunk_under_another_chunks_name_does_not_open(below: DictTier, tier: 
     assert [read(tier, key) for key in KEYS[:3]] == [False, False, True]
 
 
-@pytest.mark.parametrize("stored", [bytes(SEALED), b"\xff" * SEALED, bytes(content(KEYS[0], SEALED))])
-def test_bytes_that_were_never_sealed_do_not_open(below: DictTier, tier: SealedTier, stored: bytes) -> None:
+@pytest.mark.parametrize(
+    "stored", [bytes(SEALED), b"\xff" * SEALED, bytes(content(KEYS[0], SEALED))]
+)
+def test_bytes_that_were_never_sealed_do_not_open(
+    below: DictTier, tier: SealedTier, stored: bytes
+) -> None:
     below.held[KEYS[0]] = stored
     assert read(tier, KEYS[0]) is False
     assert tier.counts["unopened"] == 1
@@ -183,7 +205,7 @@ def test_a_chunk_of_another_size_is_a_bug(tier: SealedTier) -> None:
         SealedTier(DictTier(1), b"short", SLOT)
 
 
-# ---- a key that was changed ------------------------------------------------------------------------------------------
+# ---- a key that was changed ----------------------------------------------------------------------
 
 
 def test_after_a_change_of_key_a_folder_starts_empty_and_whole(
@@ -238,7 +260,7 @@ def test_servers_with_different_keys_share_a_redis_and_leave_each_other_alone() 
             tier.close()
 
 
-# ---- kvtier check ----------------------------------------------------------------------------------------------------
+# ---- kvtier check --------------------------------------------------------------------------------
 
 
 def test_check_needs_no_key_to_find_damage(tmp_path: Path) -> None:
@@ -252,7 +274,7 @@ def test_check_needs_no_key_to_find_damage(tmp_path: Path) -> None:
     assert (report.good, report.corrupt) == (5, 1)
 
 
-# ---- from the configuration ------------------------------------------------------------------------------------------
+# ---- from the configuration ----------------------------------------------------------------------
 
 
 def key_file(folder: Path, text: str = KEY.hex(), mode: int = 0o600) -> str:
@@ -264,7 +286,11 @@ def key_file(folder: Path, text: str = KEY.hex(), mode: int = 0o600) -> str:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
-    return {"ram_bytes": 8 * SLOT, "nvme_path": str(tmp_path / "nvme"), "nvme_bytes": room(8, SEALED)}
+    return {
+        "ram_bytes": 8 * SLOT,
+        "nvme_path": str(tmp_path / "nvme"),
+        "nvme_bytes": room(8, SEALED),
+    }
 
 
 @pytest.mark.parametrize(
@@ -297,9 +323,15 @@ def test_a_server_with_a_key_that_is_none_does_not_start() -> None:
         assert "has 6 characters that are no key" in server.refusal()
 
 
-@pytest.mark.parametrize(("given", "words"), [("", "has 0 characters"), (KEY.hex(), "two encryption keys")])
+@pytest.mark.parametrize(
+    ("given", "words"), [("", "has 0 characters"), (KEY.hex(), "two encryption keys")]
+)
 def test_a_variable_that_is_empty_or_one_too_many_is_refused(
-    tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, given: str, words: str
+    tmp_path: Path,
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    given: str,
+    words: str,
 ) -> None:
     monkeypatch.setenv(ENCRYPTION_KEY, given)
     both = key_file(tmp_path) if given else None
@@ -321,7 +353,9 @@ def by_file(folder: Path) -> dict[str, Any]:
 
 
 def by_variable(_: Path) -> dict[str, Any]:
-    return {"encryption_key": KEY.hex() + "\n"}  # becomes KVTIER_ENCRYPTION_KEY of the server's process
+    return {
+        "encryption_key": KEY.hex() + "\n"
+    }  # becomes KVTIER_ENCRYPTION_KEY of the server's process
 
 
 @pytest.mark.redis
@@ -336,12 +370,19 @@ def test_a_server_keeps_nothing_readable_and_finds_it_again_with_the_same_key_on
         server = ServerProcess(folder, **place, **way(folder))
         with server, redis.admin() as behind, attached(server.access()) as client:
             save(client, keys)
-            wait_for(lambda: client.stats().get("redis_held") == client.stats().get("nvme_held") == 3, "spilled")
+            wait_for(
+                lambda: client.stats().get("redis_held") == client.stats().get("nvme_held") == 3,
+                "spilled",
+            )
             below = [bytes(behind.get(name) or b"") for name in behind.scan_iter()]
             below.append((folder / "nvme" / f"slots-{SLOT}" / SLOTS_NAME).read_bytes())
             assert len(below) == 7
-            assert not any(bytes(content(key, SLOT)[at : at + 64]) in one
-                           for key in keys for at in (0, SLOT // 2) for one in below)  # fmt: skip
+            assert not any(
+                bytes(content(key, SLOT)[at : at + 64]) in one
+                for key in keys
+                for at in (0, SLOT // 2)
+                for one in below
+            )
             assert server.stop() == 0
             assert KEY.hex() not in server.said()
         with server, attached(server.access()) as client:
@@ -353,7 +394,10 @@ def test_a_server_keeps_nothing_readable_and_finds_it_again_with_the_same_key_on
             assert save(client, keys) == 3
             assert "was the encryption key changed?" in other.said()
             with redis.admin() as behind:
-                wait_for(lambda: behind.dbsize() == 12, "beside the first server's, under names of its own")
+                wait_for(
+                    lambda: behind.dbsize() == 12,
+                    "beside the first server's, under names of its own",
+                )
 
 
 def test_switched_on_and_off_a_folder_starts_empty(
@@ -377,8 +421,12 @@ def test_switched_on_and_off_a_folder_starts_empty(
 def test_the_layouts_own_size_is_kept_to(tmp_path: Path) -> None:
     """A chunk that is no whole number of pages: the Store's slots are, and so are sealed ones."""
     layout = ChunkLayout(bytes(32), 1, 1, (5000,))
-    config = Config(ram_bytes=8 * SLOT, nvme_path=str(tmp_path), nvme_bytes=1 << 20,
-                    encryption_key_file=key_file(tmp_path))  # fmt: skip
+    config = Config(
+        ram_bytes=8 * SLOT,
+        nvme_path=str(tmp_path),
+        nvme_bytes=1 << 20,
+        encryption_key_file=key_file(tmp_path),
+    )
     store = assemble(config, layout)
     assert isinstance(store, Store)
     save(store, layout.keys([1, 2]))

@@ -1,4 +1,5 @@
-"""Clients that lie, flood, stall or leave in the middle: their own connection ends, and nothing else happens."""
+"""Clients that lie, flood, stall or leave in the middle: their own connection ends, and nothing
+else happens."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def server(port: int) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[Client]:
-    """One that behaves; at the end it has been served all the time and nothing is left of the others."""
+    """One that behaves; at the end it has been served all the time and nothing is left of the
+    others."""
     with attached(server.access()) as client:
         save(client, run(7, 5))
         yield client
@@ -72,12 +74,16 @@ def enter_raw(access: ServerAccess) -> socket.socket:
 
 
 def cache_server(port: int) -> ServerAccess:
-    return ServerAccess(Address("", "127.0.0.1", port), hello(LAYOUT.fingerprint, SLOT, stream=True))
+    return ServerAccess(
+        Address("", "127.0.0.1", port), hello(LAYOUT.fingerprint, SLOT, stream=True)
+    )
 
 
 def last_words(sock: socket.socket) -> str:
     """Read until the server has closed; the reason it gave."""
-    inbox: wire.Inbox[wire.Message] = wire.Inbox(wire.Challenge | wire.Answer | wire.Go | wire.Refused)
+    inbox: wire.Inbox[wire.Message] = wire.Inbox(
+        wire.Challenge | wire.Answer | wire.Go | wire.Refused
+    )
     said: list[wire.Message] = []
     try:
         while data := sock.recv(1 << 16):
@@ -125,7 +131,8 @@ def test_what_is_not_a_question_ends_the_session_and_its_leases(
 ) -> None:
     with enter_raw(server.access()) as sock:
         sock.sendall(
-            wire.frame(wire.Save(1, wire.joined(run(3, 4)))) + wire.frame(wire.Load(2, wire.joined(run(7, 5)), 0))
+            wire.frame(wire.Save(1, wire.joined(run(3, 4))))
+            + wire.frame(wire.Load(2, wire.joined(run(7, 5)), 0))
         )
         sock.sendall(NOT_A_QUESTION[said])
         assert last_words(sock) != ""
@@ -157,7 +164,9 @@ def test_a_stream_that_leaves_in_the_middle_of_a_chunk(client: Client, port: int
     assert client.lookup([KEY]).progress == Progress(0, 0)
 
 
-def test_one_that_does_not_read_is_dropped_and_hinders_nobody(server: ServerProcess, client: Client) -> None:
+def test_one_that_does_not_read_is_dropped_and_hinders_nobody(
+    server: ServerProcess, client: Client
+) -> None:
     with enter_raw(server.access()) as sock:
         sock.setblocking(False)
         flood = wire.frame(wire.Stats(1)) * 1000
@@ -188,11 +197,15 @@ def test_a_thousand_bad_sessions_leave_a_few_lines_in_the_log_and_nothing_in_mem
 
 def memory_kib(pid: int) -> int:
     """Resident memory that is not shared with anybody."""
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    fields = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
     return int(fields["RssAnon"].split()[0])
 
 
-def test_connections_are_bounded_and_those_there_are_served(server: ServerProcess, client: Client) -> None:
+def test_connections_are_bounded_and_those_there_are_served(
+    server: ServerProcess, client: Client
+) -> None:
     sockets = []
     try:
         for _ in range(600):
@@ -220,10 +233,12 @@ LARGE = 16 << 20
 """More than the buffers between two sockets hold."""
 
 
-# ---- time-outs, in this process ------------------------------------------------------------------------------------
+# ---- time-outs, in this process ------------------------------------------------------------------
 
 
-def in_process(monkeypatch: pytest.MonkeyPatch, scenario: Callable[[Server, Store], Awaitable[None]]) -> None:
+def in_process(
+    monkeypatch: pytest.MonkeyPatch, scenario: Callable[[Server, Store], Awaitable[None]]
+) -> None:
     """Run a scenario beside a server on one loop, with deadlines short enough to be met."""
     for name in ("_GREETING_S", "_STALLED_S"):
         monkeypatch.setattr(connection, name, 0.1)
@@ -262,7 +277,9 @@ def test_a_greeting_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def far_stream(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.listeners[1].address.port, limit=1 << 16)
+    reader, writer = await asyncio.open_connection(
+        "127.0.0.1", server.listeners[1].address.port, limit=1 << 16
+    )
     writer.write(wire.frame(hello(bytes(32), LARGE, stream=True)))
     for _ in range(2):
         await reader.readexactly(int.from_bytes(await reader.readexactly(4), "little"))

@@ -1,4 +1,5 @@
-"""Memory that processes share: what a hostile engine, server or user does with it kills and deceives nobody else."""
+"""Memory that processes share: what a hostile engine, server or user does with it kills and
+deceives nobody else."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can become some
 
 
 def door_at(path: Path, token: bytes | None = None) -> ServerAccess:
-    return ServerAccess(Address(str(path), "", 0), hello(LAYOUT.fingerprint, SLOT, stream=False), token)
+    return ServerAccess(
+        Address(str(path), "", 0), hello(LAYOUT.fingerprint, SLOT, stream=False), token
+    )
 
 
 SHRINK = """
@@ -57,12 +60,17 @@ def test_an_attached_engine_that_shrinks_the_pool_kills_nobody() -> None:
         with server, attached(server.access()) as honest:
             save(honest, run(1, 5))
             hostile = [sys.executable, "-c", SHRINK, str(server.socket)]
-            said = subprocess.run(hostile, check=True, timeout=60, capture_output=True, text=True).stdout
+            said = subprocess.run(
+                hostile, check=True, timeout=60, capture_output=True, text=True
+            ).stdout
             assert said.split() == ["refused"] * 3
             assert load(honest, run(1, 5)) == ["ram"] * 5
             for prompt in range(2, 8):
                 save(honest, run(prompt, 5))
-            wait_for(lambda: honest.stats()["nvme_held"] >= 30, "the server reads its slots to spill them")
+            wait_for(
+                lambda: honest.stats()["nvme_held"] >= 30,
+                "the server reads its slots to spill them",
+            )
             at_rest(honest)
             assert honest.counts["lost"] == 0
 
@@ -118,7 +126,7 @@ def test_slots_under_an_open_view_are_nobody_elses_though_the_client_is_closed()
         assert other.stats()["ram_filling"] == 0
 
 
-# ---- whose server it is ----------------------------------------------------------------------------------------------
+# ---- whose server it is --------------------------------------------------------------------------
 
 
 @AS_ROOT
@@ -134,7 +142,9 @@ def test_a_server_of_another_user_gets_no_kv() -> None:
 
 
 @AS_ROOT
-def test_another_user_who_takes_the_place_of_a_dead_server_gets_no_kv(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_user_who_takes_the_place_of_a_dead_server_gets_no_kv(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with serving() as server, attached(server.access()) as client:
         server.kill()
         server.socket.unlink()
@@ -152,7 +162,8 @@ def test_another_user_who_takes_the_place_of_a_dead_server_gets_no_kv(caplog: py
 
 @AS_ROOT
 def test_a_token_vouches_for_a_server_of_another_user() -> None:
-    """A service with a user of its own, and engines of root's: the secret says that it is the right one."""
+    """A service with a user of its own, and engines of root's: the secret says that it is the right
+    one."""
     with short_folder() as folder:
         folder.chmod(0o1777)
         access = door_at(folder / "sock", TOKEN)
@@ -170,7 +181,10 @@ def test_a_server_of_our_own_user_must_have_our_token_too(tmp_path: Path) -> Non
     file = tmp_path / "token"
     file.write_bytes(TOKEN)
     file.chmod(0o600)
-    with serving(server_token_file=file) as server, attached(replace(server.access(), token=TOKEN)) as client:
+    with (
+        serving(server_token_file=file) as server,
+        attached(replace(server.access(), token=TOKEN)) as client,
+    ):
         save(client, run(1, 3))
         assert load(client, run(1, 3)) == ["ram"] * 3
     with serving() as server, pytest.raises(ConfigError, match="does not know our token"):

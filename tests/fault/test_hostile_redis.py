@@ -1,5 +1,6 @@
-"""A server that is no Redis, or wants to harm: over a real socket, on every road. It may cost chunks and the time that
-was promised; no memory, no thread, no error that looks like a bug, and no line in a log that it makes up."""
+"""A server that is no Redis, or wants to harm: over a real socket, on every road. It may cost
+chunks and the time that was promised; no memory, no thread, no error that looks like a bug, and no
+line in a log that it makes up."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from tests.scripted_redis import Answer, scripted
 
 SHORT_S = 0.2
 GENEROUS_S = 20 * SHORT_S
-"""Several times what :class:`RedisServers` promises of a call that must first connect and ask where the nodes are."""
+"""Several times what :class:`RedisServers` promises of a call that must first connect and ask where
+the nodes are."""
 MEMORY = 24 << 20
 """Less than any of these servers wants us to take. A page of SCAN may be 16 MiB."""
 
@@ -65,7 +67,9 @@ HOSTILE: dict[str, Answer] = {
     "dribbled digits": dribble(b":"),
     "a dribbled value": dribble(b"$4000\r\n"),
     "a dribbled list": dribble(b"*2\r\n$1\r\n0\r\n*3\r\n$90\r\n"),
-    "a header, and a dribbled part": dribble(b"$%d\r\n%s\r\n$%d\r\n" % (len(HEADER), HEADER, PART_BYTES)),
+    "a header, and a dribbled part": dribble(
+        b"$%d\r\n%s\r\n$%d\r\n" % (len(HEADER), HEADER, PART_BYTES)
+    ),
     "silence": silence,
     "another protocol": b"HTTP/1.1 400 Bad Request\r\n\r\n" * 20,
     "no bytes": lambda client: client.close(),
@@ -96,7 +100,8 @@ def opened(port: int, kind: str = "") -> RedisTier:
 
 
 def started(port: int, kind: str = "") -> tuple[RedisTier | None, str]:
-    """The tier, or the error by which the start was refused. What it needs of the server it has asked by now."""
+    """The tier, or the error by which the start was refused. What it needs of the server it has
+    asked by now."""
     try:
         return opened(port, kind), ""
     except TierError as error:
@@ -120,7 +125,8 @@ VERBS: dict[str, tuple[bytes, Callable[[RedisTier], Any], Any]] = {
 def test_no_call_takes_more_than_was_promised_or_believes_it(verb: str, answer: str) -> None:
     command, call, nothing = VERBS[verb]
     if (answer, verb) == ("too many answers", "find"):
-        return  # the first of them is what a Redis that has the chunk says, and more is seen by the next call
+        # The first is what a Redis that has the chunk says. More is seen by the next call.
+        return
     answers: dict[bytes, Answer] = {}
     with scripted(answers) as port:
         tier = opened(port)
@@ -168,10 +174,15 @@ NAME = FORM.header_name(KEYS[0])
 
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_an_engine_starts_over_garbage(garbage: str) -> None:
-    """Through the configuration, as an engine does it: the Redis tier misses, everything else works."""
-    held: dict[bytes, Answer] = {b"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$%d\r\n%s\r\n" % (len(NAME), NAME)}
+    """Through the configuration, as an engine does it: the Redis tier misses, everything else
+    works."""
+    held: dict[bytes, Answer] = {
+        b"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$%d\r\n%s\r\n" % (len(NAME), NAME)
+    }
     with scripted(held | GARBAGE[garbage]) as port:
-        config = Config(ram_bytes=1 << 20, redis_url=f"redis://127.0.0.1:{port}", redis_bytes=1 << 24)
+        config = Config(
+            ram_bytes=1 << 20, redis_url=f"redis://127.0.0.1:{port}", redis_bytes=1 << 24
+        )
         layout = ChunkLayout(bytes(32), 1, 1, (4096,))
         with closing(assemble(config, layout)) as store:
             with store.save(layout.keys(range(2))) as lease:
@@ -179,9 +190,14 @@ def test_an_engine_starts_over_garbage(garbage: str) -> None:
             assert store.lookup(layout.keys(range(2))).ready == 2
 
 
-def test_a_server_can_neither_forge_a_line_of_the_log_nor_show_the_password(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_can_neither_forge_a_line_of_the_log_nor_show_the_password(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     forged = b"-OOM \x1b[31ms3cret\r\x0bWARNING kvtier.admin.http: cleared everything\r\n"
-    with scripted({b"SET": forged, b"EXISTS": b"-LOADING s3cret \x1b[0m\r\n"}) as port, caplog.at_level(logging.DEBUG):
+    with (
+        scripted({b"SET": forged, b"EXISTS": b"-LOADING s3cret \x1b[0m\r\n"}) as port,
+        caplog.at_level(logging.DEBUG),
+    ):
         tier = opened(port)
         assert not tier.write(KEYS[0], chunk(KEYS[0]))
         assert tier.find(KEYS) == 0
@@ -203,5 +219,9 @@ def test_doctor_and_plan_look_at_it_in_bounded_time(answer: str) -> None:
 
 def test_a_speed_that_cannot_be_measured_is_none() -> None:
     with scripted({b"GET": b"*100000000\r\n"}) as port:
-        timed = measure(Facts(redis=probe.probe_redis(f"redis://127.0.0.1:{port}")), seconds=0.5).redis
-        assert timed is not None and timed.speed.value is None and "trial failed" in timed.speed.source
+        timed = measure(
+            Facts(redis=probe.probe_redis(f"redis://127.0.0.1:{port}")), seconds=0.5
+        ).redis
+        assert (
+            timed is not None and timed.speed.value is None and "trial failed" in timed.speed.source
+        )

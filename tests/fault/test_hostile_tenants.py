@@ -1,5 +1,5 @@
-"""A tenant who knows another's prompts word by word, and all names but one secret: on every tier it gets nothing, takes
-nothing, keeps nobody out, and learns nothing from how long an answer takes."""
+"""A tenant who knows another's prompts word by word, and all names but one secret: on every tier it
+gets nothing, takes nothing, keeps nobody out, and learns nothing from how long an answer takes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,16 @@ from kvtier.tiers.redis.layout import Form
 from tests.admin_server import AdminServer
 from tests.nvme_place import room
 from tests.redis_server import RedisServer
-from tests.server_process import LAYOUT, SLOT, ServerProcess, attached, load, save, short_folder, wait_for
+from tests.server_process import (
+    LAYOUT,
+    SLOT,
+    ServerProcess,
+    attached,
+    load,
+    save,
+    short_folder,
+    wait_for,
+)
 
 TOKENS = [7, *range(5)]
 TIERS = ["ram", "nvme", pytest.param("redis", marks=pytest.mark.redis)]
@@ -42,7 +51,9 @@ LOWER = TIERS[1:]
 
 def of_namespace(name: str) -> ChunkLayout:
     """As the connector names a tenant's chunks; see the last test."""
-    return replace(LAYOUT, fingerprint=fingerprint({"of": LAYOUT.fingerprint.hex(), "namespace": name}))
+    return replace(
+        LAYOUT, fingerprint=fingerprint({"of": LAYOUT.fingerprint.hex(), "namespace": name})
+    )
 
 
 def extra(salt: str) -> bytes:
@@ -51,7 +62,8 @@ def extra(salt: str) -> bytes:
 
 
 class Tenant(NamedTuple):
-    """Who asks: the layout its engine names chunks by, the namespace it claims, the salt it knows."""
+    """Who asks: the layout its engine names chunks by, the namespace it claims, the salt it
+    knows."""
 
     layout: ChunkLayout
     namespace: str = ""
@@ -62,7 +74,9 @@ class Tenant(NamedTuple):
 
     def access(self, address: Address) -> ServerAccess:
         stream = not address.path
-        return ServerAccess(address, hello(self.layout.fingerprint, SLOT, stream=stream, namespace=self.namespace))
+        return ServerAccess(
+            address, hello(self.layout.fingerprint, SLOT, stream=stream, namespace=self.namespace)
+        )
 
 
 SALT, ACME, EVIL = "s3cret", of_namespace("acme"), of_namespace("evil")
@@ -88,7 +102,9 @@ class Place(NamedTuple):
         """Wait until all saves are below; then leave them only there (nothing to do for RAM)."""
         if self.tier != "ram":
             with attached(VICTIM.access(self.server.address)) as client:
-                wait_for(lambda: held(client.stats(), self.tier) >= client.stats()["saved"], "spilled")
+                wait_for(
+                    lambda: held(client.stats(), self.tier) >= client.stats()["saved"], "spilled"
+                )
             assert self.server.stop() == 0
             self.server.start()
 
@@ -103,7 +119,10 @@ def placed(stack: ExitStack, tier: str, slots: int = 64, **settings: Any) -> Pla
         settings |= {"nvme_path": folder / "nvme", "nvme_bytes": room(slots)}
     elif tier == "redis":
         redis = stack.enter_context(RedisServer())
-        settings |= {"redis_url": redis.url, "redis_bytes": slots * Form("kvtier", bytes(8)).room(SLOT)}
+        settings |= {
+            "redis_url": redis.url,
+            "redis_bytes": slots * Form("kvtier", bytes(8)).room(SLOT),
+        }
     server = ServerProcess(folder, f"tcp://127.0.0.1:{port}", flags=("--insecure",), **settings)
     return Place(stack.enter_context(server), Address("", "127.0.0.1", port), tier, folder)
 
@@ -115,7 +134,8 @@ def stack() -> Iterator[ExitStack]:
 
 
 def gets(place: Place, tenant: Tenant) -> list[str]:
-    """What a tenant's engine on the server's host is served of the prompt, after it asked from another host too."""
+    """What a tenant's engine on the server's host is served of the prompt, after it asked from
+    another host too."""
     keys = tenant.keys(TOKENS)
     cache_server = RemoteTier(tenant.access(place.cache_server))
     found = cache_server.find(keys)
@@ -131,7 +151,9 @@ def gets(place: Place, tenant: Tenant) -> list[str]:
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_who_knows_the_prompt_but_not_the_salt_or_namespace_gets_nothing(stack: ExitStack, tier: str) -> None:
+def test_who_knows_the_prompt_but_not_the_salt_or_namespace_gets_nothing(
+    stack: ExitStack, tier: str
+) -> None:
     place = placed(stack, tier)
     with attached(VICTIM.access(place.server.address)) as client:
         assert save(client, VICTIM.keys(TOKENS)) == len(TOKENS)
@@ -144,7 +166,8 @@ def test_who_knows_the_prompt_but_not_the_salt_or_namespace_gets_nothing(stack: 
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_who_has_even_the_keys_can_take_nothing_away(stack: ExitStack, tier: str) -> None:
-    """By every call that makes a server forget: near and far, and by writing other bytes under the same key."""
+    """By every call that makes a server forget: near and far, and by writing other bytes under the
+    same key."""
     place, keys = placed(stack, tier), VICTIM.keys(TOKENS)
     with attached(VICTIM.access(place.server.address)) as client:
         save(client, keys)
@@ -152,7 +175,9 @@ def test_who_has_even_the_keys_can_take_nothing_away(stack: ExitStack, tier: str
             wait_for(lambda: held(client.stats(), tier) == len(keys), "spilled")
         for tenant in (HOSTILE["without its namespace"], HOSTILE["in a namespace of its own"]):
             cache_server = RemoteTier(tenant.access(place.cache_server))
-            assert cache_server.write(keys[0], memoryview(bytes(SLOT))), "it is held: that is all it learns"
+            assert cache_server.write(keys[0], memoryview(bytes(SLOT))), (
+                "it is held: that is all it learns"
+            )
             for key in keys:
                 cache_server.delete(key)
             cache_server.close()
@@ -160,7 +185,9 @@ def test_who_has_even_the_keys_can_take_nothing_away(stack: ExitStack, tier: str
                 hostile.invalidate(keys)
                 hostile.invalidate_all()
                 assert save(hostile, keys) == 0
-                assert sum(hostile.lookup(tenant.keys(TOKENS)).progress) == 0, "its calls have arrived"
+                assert sum(hostile.lookup(tenant.keys(TOKENS)).progress) == 0, (
+                    "its calls have arrived"
+                )
         assert load(client, keys) == ["ram"] * len(keys)
     place.settle()
     with attached(VICTIM.access(place.server.address)) as client:
@@ -171,7 +198,10 @@ def test_who_has_even_the_keys_can_take_nothing_away(stack: ExitStack, tier: str
 def test_who_floods_pushes_nobody_else_out_of_a_tier(stack: ExitStack, tier: str) -> None:
     place, quiet = placed(stack, tier, slots=12, namespace_percent=50), VICTIM.keys(TOKENS)
     loud = HOSTILE["in a namespace of its own"]
-    with attached(VICTIM.access(place.server.address)) as client, attached(loud.access(place.server.address)) as flood:
+    with (
+        attached(VICTIM.access(place.server.address)) as client,
+        attached(loud.access(place.server.address)) as flood,
+    ):
         save(client, quiet)
         wait_for(lambda: held(client.stats(), tier) == len(quiet), "spilled")
         for prompt in range(100, 120):
@@ -179,21 +209,33 @@ def test_who_floods_pushes_nobody_else_out_of_a_tier(stack: ExitStack, tier: str
         wait_for(lambda: client.stats()[f"{tier}_stored"] >= len(quiet) + 6, "flooded")
         assert place.server.stop() == 0
     place.server.start()
-    with attached(loud.access(place.server.address)) as flood, attached(VICTIM.access(place.server.address)) as client:
+    with (
+        attached(loud.access(place.server.address)) as flood,
+        attached(VICTIM.access(place.server.address)) as client,
+    ):
         assert load(client, quiet) == [tier] * len(quiet)
-        assert sum(len(load(flood, loud.keys([prompt, 1, 2, 3]))) for prompt in range(100, 120)) <= 6, "half of 12"
+        assert (
+            sum(len(load(flood, loud.keys([prompt, 1, 2, 3]))) for prompt in range(100, 120)) <= 6
+        ), "half of 12"
 
 
 @pytest.mark.redis
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
-def test_one_tenant_is_erased_from_ram_nvme_and_redis_at_once(stack: ExitStack, encrypted: bool) -> None:
+def test_one_tenant_is_erased_from_ram_nvme_and_redis_at_once(
+    stack: ExitStack, encrypted: bool
+) -> None:
     folder, redis = stack.enter_context(short_folder()), stack.enter_context(RedisServer())
-    settings = {"redis_url": redis.url, "redis_bytes": 1 << 20} | ({"encryption_key": "7e" * 32} if encrypted else {})
+    settings = {"redis_url": redis.url, "redis_bytes": 1 << 20} | (
+        {"encryption_key": "7e" * 32} if encrypted else {}
+    )
     server = stack.enter_context(AdminServer(folder, **settings))
     other = HOSTILE["in a namespace of its own"]
     theirs, others = VICTIM.keys(TOKENS), other.keys(TOKENS)
     tiers = ("ram", "nvme", "redis")
-    with attached(VICTIM.access(server.address)) as client, attached(other.access(server.address)) as neighbour:
+    with (
+        attached(VICTIM.access(server.address)) as client,
+        attached(other.access(server.address)) as neighbour,
+    ):
         save(client, theirs)
         save(neighbour, others)
         for tier in tiers[1:]:
@@ -207,7 +249,10 @@ def test_one_tenant_is_erased_from_ram_nvme_and_redis_at_once(stack: ExitStack, 
     assert server.stop() == 0
     assert check(folder / "nvme" / f"slots-{SLOT}").good == len(others)
     server.start()
-    with attached(VICTIM.access(server.address)) as client, attached(other.access(server.address)) as neighbour:
+    with (
+        attached(VICTIM.access(server.address)) as client,
+        attached(other.access(server.address)) as neighbour,
+    ):
         assert load(client, theirs) == []
         assert load(neighbour, others) == ["nvme"] * len(others)
 
@@ -218,11 +263,16 @@ def test_after_a_restart_one_tenant_is_erased_and_the_other_is_served(
     stack: ExitStack, end: str, encrypted: bool
 ) -> None:
     folder, redis = stack.enter_context(short_folder()), stack.enter_context(RedisServer())
-    settings = {"redis_url": redis.url, "redis_bytes": 1 << 20} | ({"encryption_key": "7e" * 32} if encrypted else {})
+    settings = {"redis_url": redis.url, "redis_bytes": 1 << 20} | (
+        {"encryption_key": "7e" * 32} if encrypted else {}
+    )
     server = stack.enter_context(AdminServer(folder, **settings))
     other = HOSTILE["in a namespace of its own"]
     theirs, others = VICTIM.keys(TOKENS), other.keys(TOKENS)
-    with attached(VICTIM.access(server.address)) as client, attached(other.access(server.address)) as neighbour:
+    with (
+        attached(VICTIM.access(server.address)) as client,
+        attached(other.access(server.address)) as neighbour,
+    ):
         save(client, theirs)
         save(neighbour, others)
         for tier in ("nvme", "redis"):
@@ -239,7 +289,10 @@ def test_after_a_restart_one_tenant_is_erased_and_the_other_is_served(
         if lost == "nvme":
             shutil.rmtree(folder / "nvme")
         server.start()
-        with attached(VICTIM.access(server.address)) as client, attached(other.access(server.address)) as neighbour:
+        with (
+            attached(VICTIM.access(server.address)) as client,
+            attached(other.access(server.address)) as neighbour,
+        ):
             assert load(client, theirs) == []
             assert load(neighbour, others) == ["redis" if lost == "nvme" else "nvme"] * len(others)
 
@@ -248,8 +301,16 @@ def test_after_a_restart_one_tenant_is_erased_and_the_other_is_served(
 def test_a_tenant_is_erased_in_a_redis_where_another_server_wrote(stack: ExitStack) -> None:
     """Of these chunks this server has never heard: more came after its start than it asked for."""
     redis = stack.enter_context(RedisServer())
-    settings = {"redis_url": redis.url, "redis_bytes": 1 << 20, "nvme_path": None, "nvme_bytes": None}
-    writer, eraser = (stack.enter_context(AdminServer(stack.enter_context(short_folder()), **settings)) for _ in "12")
+    settings = {
+        "redis_url": redis.url,
+        "redis_bytes": 1 << 20,
+        "nvme_path": None,
+        "nvme_bytes": None,
+    }
+    writer, eraser = (
+        stack.enter_context(AdminServer(stack.enter_context(short_folder()), **settings))
+        for _ in "12"
+    )
     other = HOSTILE["in a namespace of its own"]
     theirs, others = VICTIM.keys(TOKENS), other.keys(TOKENS)
     with (
@@ -265,7 +326,9 @@ def test_a_tenant_is_erased_in_a_redis_where_another_server_wrote(stack: ExitSta
         assert (done["complete"], done["chunks"]) == (True, len(theirs))
         assert names_in(redis, theirs + others) == [False] * len(theirs) + [True] * len(others)
         again = eraser.ask("POST", "/v1/clear", {"namespace": "acme"})
-        assert (again.status, "no chunk of it was found" in again.text) == (404, True), "nothing is left to forget"
+        assert (again.status, "no chunk of it was found" in again.text) == (404, True), (
+            "nothing is left to forget"
+        )
         assert load(here, others) == ["ram"] * 2 + ["redis"] * 4
         assert eraser.clear(everything=True)["complete"]
         assert names_in(redis, theirs + others) == [False] * 12
@@ -278,7 +341,7 @@ def names_in(redis: RedisServer, keys: list[ChunkKey]) -> list[bool]:
     return [key.hex() in names for key in keys]
 
 
-# ---- what a lookup costs ---------------------------------------------------------------------------------------------
+# ---- what a lookup costs -------------------------------------------------------------------------
 
 
 def lines(call: Callable[[], object]) -> list[tuple[str, int]]:
@@ -302,19 +365,20 @@ def lines(call: Callable[[], object]) -> list[tuple[str, int]]:
 
 
 QUESTIONS: dict[str, Callable[[bytes], wire.Question]] = {
-    "match": lambda keys: wire.Lookup(1, keys),
+    "wire lookup": lambda keys: wire.Lookup(1, keys),
     "load": lambda keys: wire.Load(1, keys, 0),
     "save": lambda keys: wire.Save(1, keys),
 }
 
 
-@pytest.mark.parametrize("question", [*QUESTIONS, "forecast", "reach"])
+@pytest.mark.parametrize("question", [*QUESTIONS, "lookup", "lookup by tier"])
 @pytest.mark.parametrize("who", HOSTILE)
 def test_asking_for_anothers_prompt_takes_the_same_steps_as_asking_for_one_that_nobody_had(
     tmp_path: Path, question: str, who: str
 ) -> None:
-    """No clock: the lines that run are the same, one by one. What is compared is a key of 40 bytes with a table of all
-    tenants' keys; a key of another namespace or salt differs from its first bytes on, wherever it is stored."""
+    """No clock: the lines that run are the same, one by one. What is compared is a key of 40 bytes
+    with a table of all tenants' keys; a key of another namespace or salt differs from its first
+    bytes on, wherever it is stored."""
     lane = ManualLane()
     store = Store(Pool(32, SLOT), [(NvmeTier(tmp_path / "nvme", room(32), SLOT), lane)])
     hostile = Session(store, 2)
@@ -324,9 +388,9 @@ def test_asking_for_anothers_prompt_takes_the_same_steps_as_asking_for_one_that_
     assert store.stats()["nvme_held"] == len(held)
 
     def ask(keys: list[ChunkKey]) -> Callable[[], object]:
-        if question == "forecast":
+        if question == "lookup":
             return lambda: store.lookup(keys)
-        if question == "reach":
+        if question == "lookup by tier":
             return lambda: store.lookup_by_tier(keys)
         made = QUESTIONS[question](wire.joined(keys))
         return lambda: hostile.answer(made)
@@ -348,5 +412,7 @@ def test_tenants_are_named_here_as_the_connector_names_them() -> None:
         requests = importlib.import_module("kvtier.connectors.vllm.requests")
     assert layout.of_namespace(LAYOUT, "acme") == ACME
     for salt in ("", SALT):
-        request = SimpleNamespace(prompt_embeds=None, lora_request=None, cache_salt=salt, kv_transfer_params=None)
+        request = SimpleNamespace(
+            prompt_embeds=None, lora_request=None, cache_salt=salt, kv_transfer_params=None
+        )
         assert requests.request_extra(request, requests.Adapters()) == extra(salt)

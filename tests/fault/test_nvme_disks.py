@@ -1,4 +1,5 @@
-"""Full, failing, limited and unsuitable disks under NvmeTier: real file systems, mounted where the machine allows."""
+"""Full, failing, limited and unsuitable disks under NvmeTier: real file systems, mounted where the
+machine allows."""
 
 from __future__ import annotations
 
@@ -25,13 +26,16 @@ Mount = Callable[..., Path]
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Mount]:
-    """``mount(*arguments)``: a file system mounted on a new folder, unmounted afterwards; skips where not allowed."""
+    """``mount(*arguments)``: a file system mounted on a new folder, unmounted afterwards; skips
+    where not allowed."""
     mounted: list[Path] = []
 
     def mount_one(*arguments: str) -> Path:
         target = tmp_path / f"mount{len(mounted)}"
         target.mkdir()
-        done = subprocess.run(["mount", *arguments, str(target)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["mount", *arguments, str(target)], capture_output=True, text=True, check=False
+        )
         if done.returncode:
             pytest.skip(f"mount {' '.join(arguments)}: {done.stderr.strip()}")
         mounted.append(target)
@@ -64,7 +68,9 @@ def test_a_disk_without_room_is_refused_and_left_as_it_was(mount: Mount) -> None
     NvmeTier(disk / "tier", 900_000, SLOT).close()
 
 
-def test_a_full_disk_refuses_writes_and_recovers(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_refuses_writes_and_recovers(
+    mount: Mount, caplog: pytest.LogCaptureFixture
+) -> None:
     """Preallocation makes this impossible, until somebody truncates the file."""
     disk = mount("-t", "tmpfs", "-o", "size=1m", "tmpfs")
     tier = NvmeTier(disk / "tier", ROOM, SLOT)
@@ -82,8 +88,8 @@ def test_a_full_disk_refuses_writes_and_recovers(mount: Mount, caplog: pytest.Lo
 
 
 def test_a_device_that_fails_and_tears_writes_costs_only_those(mount: Mount) -> None:
-    """A loop device over a sparse image on a tmpfs without room for more of the image: it fails most writes, and
-    acknowledges some of which only a part has arrived."""
+    """A loop device over a sparse image on a tmpfs without room for more of the image: it fails
+    most writes, and acknowledges some of which only a part has arrived."""
     outer = mount("-t", "tmpfs", "-o", "size=8m", "tmpfs")
     image = outer / "image"
     with image.open("wb") as file:
@@ -118,7 +124,9 @@ def test_a_file_size_limit_refuses_writes(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_without_o_direct_it_works_and_warns_once(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_o_direct_it_works_and_warns_once(
+    mount: Mount, caplog: pytest.LogCaptureFixture
+) -> None:
     tier = NvmeTier(mount("-t", "ramfs", "ramfs") / "tier", ROOM, SLOT)
     assert not tier.direct
     warned = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]

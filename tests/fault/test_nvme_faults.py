@@ -17,7 +17,13 @@ from kvtier.core.errors import TierError
 from kvtier.core.tenant import NOBODY, owner_of
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.files import SlotFiles
-from kvtier.tiers.nvme.index import EMPTY_RECORD, RECORD_BYTES, Superblock, pack_record, payload_checksum
+from kvtier.tiers.nvme.index import (
+    EMPTY_RECORD,
+    RECORD_BYTES,
+    Superblock,
+    pack_record,
+    payload_checksum,
+)
 from kvtier.tiers.nvme.tier import NvmeTier
 from tests.nvme_place import LAYOUT, SLOT, fill, flip, held, holds, room
 
@@ -55,11 +61,13 @@ def record_at(slot: int) -> int:
     return PAGE_BYTES + slot * RECORD_BYTES
 
 
-# -- damage on the disk -------------------------------------------------------------------------------------------
+# -- damage on the disk ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [0, 4095, 4096, SLOT - 1])
-def test_a_flipped_bit_of_a_payload_costs_that_chunk(place: Path, at: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flipped_bit_of_a_payload_costs_that_chunk(
+    place: Path, at: int, caplog: pytest.LogCaptureFixture
+) -> None:
     flip(place / "slots.kvtier", 3 * SLOT + at)
     tier = NvmeTier(place, ROOM, SLOT)
     assert recovered(tier) == set(range(SLOTS))
@@ -110,7 +118,9 @@ def test_records_from_before_there_were_owners_are_nobodys(place: Path) -> None:
     check, seed = struct.Struct("<Q"), SLOT << 32
     with (place / "index.kvtier").open("r+b") as table:
         for slot, key in enumerate(KEYS):
-            body = struct.pack("<40s16sQ56x", key, payload_checksum(key, content(key, SLOT)), slot + 1)
+            body = struct.pack(
+                "<40s16sQ56x", key, payload_checksum(key, content(key, SLOT)), slot + 1
+            )
             table.seek(record_at(slot))
             table.write(body + check.pack(xxh3_64_intdigest(body, seed=seed + slot)))
     tier = NvmeTier(place, ROOM, SLOT)
@@ -136,7 +146,9 @@ def test_owners_outlive_a_crash_and_a_name_cannot_be_read_from_the_disk(tmp_path
     tier.close()
 
 
-def test_a_foreign_version_is_emptied_with_one_warning(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_foreign_version_is_emptied_with_one_warning(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with (place / "index.kvtier").open("r+b") as table:
         table.write(Superblock(SLOT, SLOTS, 1, clean=True, version=2).pack())
     tier = NvmeTier(place, ROOM, SLOT)
@@ -158,7 +170,9 @@ def test_a_foreign_version_is_emptied_with_one_warning(place: Path, caplog: pyte
         ("slots.kvtier", 7 * SLOT + SLOT - 1, {0, 1, 2, 3, 4, 5, 6}),
     ],
 )
-def test_a_truncated_file_costs_what_was_cut(place: Path, name: str, size: int, left: set[int]) -> None:
+def test_a_truncated_file_costs_what_was_cut(
+    place: Path, name: str, size: int, left: set[int]
+) -> None:
     os.truncate(place / name, size)
     tier = NvmeTier(place, ROOM, SLOT)
     assert recovered(tier) == held(tier, KEYS) == left
@@ -234,7 +248,9 @@ def test_a_payload_is_not_believed_under_another_key(place: Path) -> None:
     stranger = ChunkKey(KEYS[3][::-1])
     with (place / "index.kvtier").open("r+b") as table:
         table.seek(record_at(3))
-        table.write(pack_record(3, SLOT, stranger, payload_checksum(KEYS[3], content(KEYS[3], SLOT)), 100))
+        table.write(
+            pack_record(3, SLOT, stranger, payload_checksum(KEYS[3], content(KEYS[3], SLOT)), 100)
+        )
     tier = NvmeTier(place, ROOM, SLOT)
     assert stranger in tier.recovered()
     assert not tier.read(stranger, memoryview(bytearray(SLOT)))
@@ -244,7 +260,10 @@ def test_a_payload_is_not_believed_under_another_key(place: Path) -> None:
 def test_of_two_records_for_a_key_the_newer_counts(place: Path) -> None:
     """A power cut that lost the delete, after the key was written again elsewhere."""
     data = content(KEYS[1], SLOT)
-    with (place / "index.kvtier").open("r+b") as table, (place / "slots.kvtier").open("r+b") as slots:
+    with (
+        (place / "index.kvtier").open("r+b") as table,
+        (place / "slots.kvtier").open("r+b") as slots,
+    ):
         table.seek(record_at(5))
         table.write(pack_record(5, SLOT, KEYS[1], payload_checksum(KEYS[1], data), 100))
         slots.seek(5 * SLOT)
@@ -280,7 +299,7 @@ def test_random_damage_is_never_a_lie(place: Path, seed: int) -> None:
     tier.close()
 
 
-# -- kill -9 ------------------------------------------------------------------------------------------------------
+# -- kill -9 ---------------------------------------------------------------------------------------
 
 WRITER = """
 import os, random, sys
@@ -309,7 +328,8 @@ for turn in range(5000):
 
 
 def run_and_kill(path: Path, size: int, seed: int) -> bytes:
-    """Let a writer work in ``path``, kill -9 it at a random point, return all it had told by then."""
+    """Let a writer work in ``path``, kill -9 it at a random point, return all it had told by
+    then."""
     command = [sys.executable, "-c", WRITER, str(path), str(size), str(SLOT), str(seed)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
@@ -343,9 +363,11 @@ def test_kill_9_at_random_points_costs_nothing_that_was_acknowledged(tmp_path: P
         del tier
 
 
-def test_a_slot_is_free_only_when_its_record_is_off_the_disk(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread writes a chunk while a record is erased. In the wrong order its own record is erased: after a
-    crash a chunk that was acknowledged is gone."""
+def test_a_slot_is_free_only_when_its_record_is_off_the_disk(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread writes a chunk while a record is erased. In the wrong order its own record is
+    erased: after a crash a chunk that was acknowledged is gone."""
     tier = NvmeTier(place, ROOM, SLOT)
     new, acknowledged = LAYOUT.keys([9]), []
 
@@ -365,7 +387,7 @@ def test_a_slot_is_free_only_when_its_record_is_off_the_disk(place: Path, monkey
     tier.close()
 
 
-# -- a second owner -----------------------------------------------------------------------------------------------
+# -- a second owner --------------------------------------------------------------------------------
 
 HOLDER = """
 import sys

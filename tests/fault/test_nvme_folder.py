@@ -1,4 +1,5 @@
-"""Whose an NVMe tier's folder and files are: a stranger's are refused and left alone. A lost folder is told."""
+"""Whose an NVMe tier's folder and files are: a stranger's are refused and left alone. A lost folder
+is told."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def open_place() -> Iterator[Path]:
 
 
 def nobody(code: str, *words: object, imports: str = "") -> str:
-    """Run Python as a user who has nothing to do with us; what it prints. He may not be able to import anything."""
+    """Run Python as a user who has nothing to do with us; what it prints. He may not be able to
+    import anything."""
     become = f"import os, sys; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
     command = [sys.executable, "-c", imports + become + code, *map(str, words)]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -61,12 +63,18 @@ def refused(folder: Path, words: str) -> None:
     """By the tier, by a store that is made from the configuration, by the check and by an erase."""
     with pytest.raises(TierError, match=words):
         NvmeTier(folder, ROOM, SLOT)
-    settings = {"KVTIER_NVME_PATH": str(folder), "KVTIER_NVME_BYTES": str(ROOM), "KVTIER_RAM_BYTES": str(8 * SLOT)}
+    settings = {
+        "KVTIER_NVME_PATH": str(folder),
+        "KVTIER_NVME_BYTES": str(ROOM),
+        "KVTIER_RAM_BYTES": str(8 * SLOT),
+    }
     with pytest.raises(TierError, match=words):
         assemble(load_config(env=settings), LAYOUT)
     with pytest.raises(TierError, match=words):
         check(folder)
-    if SLOTS_NAME not in words:  # an erase removes the payloads' name in our own folder, whatever is behind it
+    if (
+        SLOTS_NAME not in words
+    ):  # an erase removes the payloads' name in our own folder, whatever is behind it
         with pytest.raises(TierError, match=words):
             discard(folder)
 
@@ -77,12 +85,17 @@ def closed_tier(folder: Path) -> None:
     tier.close()
 
 
-# ---- whose it is -----------------------------------------------------------------------------------------------------
+# ---- whose it is ---------------------------------------------------------------------------------
 
 
 @as_root
-def test_a_folder_that_another_user_has_made_is_refused_with_all_that_is_in_it(open_place: Path) -> None:
-    nobody(f"path = sys.argv[1]; os.mkdir(path, 0o700); open(path + '/{INDEX_NAME}', 'w')", open_place / "tier")
+def test_a_folder_that_another_user_has_made_is_refused_with_all_that_is_in_it(
+    open_place: Path,
+) -> None:
+    nobody(
+        f"path = sys.argv[1]; os.mkdir(path, 0o700); open(path + '/{INDEX_NAME}', 'w')",
+        open_place / "tier",
+    )
     refused(open_place / "tier", f"the folder has owner {NOBODY}, expected 0")
     assert [file.name for file in (open_place / "tier").iterdir()] == [INDEX_NAME]
     assert (open_place / "tier" / INDEX_NAME).stat().st_size == 0
@@ -104,7 +117,10 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path: Path, mode: int) ->
     (tmp_path / "tier").mkdir()
     closed_tier(tmp_path / "tier")
     (tmp_path / "tier").chmod(mode)
-    refused(tmp_path / "tier", f"the folder has mode {mode:04o}, expected no write access for others; look who")
+    refused(
+        tmp_path / "tier",
+        f"the folder has mode {mode:04o}, expected no write access for others; look who",
+    )
     assert "chmod 700" in checked(tmp_path / "tier").stderr
 
 
@@ -130,7 +146,9 @@ def test_a_strangers_file_is_neither_believed_nor_changed(tmp_path: Path, name: 
 
 @FILES
 @pytest.mark.parametrize("mode", [0o640, 0o620, 0o610, 0o604, 0o602, 0o601])
-def test_a_file_that_others_may_have_opened_is_refused_and_keeps_its_mode(tmp_path: Path, name: str, mode: int) -> None:
+def test_a_file_that_others_may_have_opened_is_refused_and_keeps_its_mode(
+    tmp_path: Path, name: str, mode: int
+) -> None:
     closed_tier(tmp_path / "tier")
     (tmp_path / "tier" / name).chmod(mode)
     refused(tmp_path / "tier", f"{name} has mode {mode:04o}, expected 0600")
@@ -138,7 +156,9 @@ def test_a_file_that_others_may_have_opened_is_refused_and_keeps_its_mode(tmp_pa
 
 
 @FILES
-def test_through_a_symbolic_link_nothing_is_opened_and_no_mode_changed(tmp_path: Path, name: str) -> None:
+def test_through_a_symbolic_link_nothing_is_opened_and_no_mode_changed(
+    tmp_path: Path, name: str
+) -> None:
     closed_tier(tmp_path / "tier")
     (tmp_path / "victim").write_text("mine")
     (tmp_path / "victim").chmod(0o644)
@@ -180,14 +200,18 @@ def test_files_that_a_narrow_umask_made_can_be_opened_again(tmp_path: Path) -> N
     assert modes == {0o600}
 
 
-# ---- the way there ---------------------------------------------------------------------------------------------------
+# ---- the way there -------------------------------------------------------------------------------
 
 
 def test_a_folder_that_kvtier_makes_itself_may_lie_where_everybody_writes(open_place: Path) -> None:
     closed_tier(open_place / "deep" / "tier")
-    assert [stat.S_IMODE(each.stat().st_mode) for each in (open_place / "deep", open_place / "deep" / "tier")] == [
-        0o700, 0o700,
-    ]  # fmt: skip
+    assert [
+        stat.S_IMODE(each.stat().st_mode)
+        for each in (open_place / "deep", open_place / "deep" / "tier")
+    ] == [
+        0o700,
+        0o700,
+    ]
     assert check(open_place / "deep" / "tier").good == len(KEYS)
 
 
@@ -196,7 +220,9 @@ def test_a_strangers_link_on_the_way_leads_nowhere(open_place: Path, tmp_path: P
     (tmp_path / "victim").mkdir()
     nobody("os.symlink(sys.argv[2], sys.argv[1])", open_place / "link", tmp_path / "victim")
     for place in (open_place / "link", open_place / "link" / "tier"):
-        with pytest.raises(TierError, match=f"user {NOBODY} made the symbolic link to {tmp_path / 'victim'}"):
+        with pytest.raises(
+            TierError, match=f"user {NOBODY} made the symbolic link to {tmp_path / 'victim'}"
+        ):
             NvmeTier(place, ROOM, SLOT)
         with pytest.raises(TierError, match=f"user {NOBODY} made the symbolic link"):
             check(place)
@@ -237,7 +263,7 @@ def test_a_refusal_leaves_nothing_of_its_own_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- a folder that is lost while it is in use ------------------------------------------------------------------------
+# ---- a folder that is lost while it is in use ----------------------------------------------------
 
 
 def remove(folder: Path) -> None:
@@ -304,7 +330,9 @@ def test_when_the_folder_is_back_it_is_written_again(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_disk_that_cannot_be_asked_is_no_lost_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_cannot_be_asked_is_no_lost_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "simulated")
 
@@ -313,7 +341,9 @@ def test_a_disk_that_cannot_be_asked_is_no_lost_folder(tmp_path: Path, monkeypat
         assert leads_to(tmp_path / "file", file.fileno())
 
 
-def test_who_opens_the_same_path_next_is_told_of_the_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_opens_the_same_path_next_is_told_of_the_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first = NvmeTier(tmp_path / "tier", ROOM, SLOT)
     fill(first, KEYS[:1])
     remove(tmp_path / "tier")
@@ -329,7 +359,9 @@ def test_who_opens_the_same_path_next_is_told_of_the_first(tmp_path: Path, caplo
 def test_a_servers_health_names_a_lost_folder_and_the_server_goes_on() -> None:
     with short_folder() as folder:
         port = free_port()
-        server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=1 << 20, admin=f"http://127.0.0.1:{port}")
+        server = ServerProcess(
+            folder, nvme_path=folder / "nvme", nvme_bytes=1 << 20, admin=f"http://127.0.0.1:{port}"
+        )
 
         def trouble() -> list[str]:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as answer:
@@ -343,7 +375,10 @@ def test_a_servers_health_names_a_lost_folder_and_the_server_goes_on() -> None:
             shutil.rmtree(folder / "nvme")
             save(client, run(2, 1))
             wait_for(lambda: bool(trouble()), "the lost folder is told")
-            assert f"nvme: its folder {folder / 'nvme' / f'slots-{SERVED_SLOT}'} was removed" in trouble()[0]
+            assert (
+                f"nvme: its folder {folder / 'nvme' / f'slots-{SERVED_SLOT}'} was removed"
+                in trouble()[0]
+            )
             save(client, run(3, 2))
             assert load(client, run(3, 2)) == ["ram", "ram"]
             assert server.said().count("was removed or replaced") == 1

@@ -1,4 +1,5 @@
-"""What a Redis that is gone, hangs, is full, loses or changes bytes does to RedisTier: it may forget, it never lies."""
+"""What a Redis that is gone, hangs, is full, loses or changes bytes does to RedisTier: it may
+forget, it never lies."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def write(tier: RedisTier, index: int) -> bool:
     return tier.write(KEYS[index], chunk(KEYS[index]))
 
 
-# ---- gone, hung, back again ------------------------------------------------------------------------------------------
+# ---- gone, hung, back again ----------------------------------------------------------------------
 
 
 def test_a_server_that_is_not_there_is_no_error_and_is_used_once_it_is(mortal: RedisServer) -> None:
@@ -84,7 +85,9 @@ def test_a_server_that_is_not_there_is_no_error_and_is_used_once_it_is(mortal: R
     assert tier.open_breakers == 0
 
 
-def test_a_server_that_hangs_is_left_alone_and_tried_again_after_a_while(mortal: RedisServer) -> None:
+def test_a_server_that_hangs_is_left_alone_and_tried_again_after_a_while(
+    mortal: RedisServer,
+) -> None:
     clock = Clock()
     tier = mortal.tier(clock=clock, timeout_s=SHORT_S)
     assert write(tier, 0)
@@ -93,9 +96,15 @@ def test_a_server_that_hangs_is_left_alone_and_tried_again_after_a_while(mortal:
     assert tier.find(KEYS) == 0
     assert not write(tier, 1)
     assert tier.open_breakers == 1
-    assert tier.counts["failed_reads"] == tier.counts["failed_finds"] == tier.counts["failed_writes"] == 1
+    assert (
+        tier.counts["failed_reads"]
+        == tier.counts["failed_finds"]
+        == tier.counts["failed_writes"]
+        == 1
+    )
     mortal.resume()
-    # The server answers again, and the tier does not ask: that is how we know that nobody waits for it.
+    # The server answers again, and the tier does not ask: that is how we know that nobody waits for
+    # it.
     assert (holds(tier, KEYS[0]), tier.find(KEYS), write(tier, 1)) == (None, 0, False)
     assert tier.counts["refused"] == 3
     mortal.pause()
@@ -131,7 +140,9 @@ def test_one_dead_node_of_a_cluster_costs_its_own_chunks_only() -> None:
             with server.admin() as admin:
                 admin.config_set("cluster-require-full-coverage", "no")
         clock = Clock()
-        tier = servers[0].tier(f"redis+cluster://127.0.0.1:{servers[0].port}", clock=clock, timeout_s=1.0)
+        tier = servers[0].tier(
+            f"redis+cluster://127.0.0.1:{servers[0].port}", clock=clock, timeout_s=1.0
+        )
         assert all(write(tier, index) for index in range(len(KEYS)))
         with servers[2].admin() as admin:
             names = list(admin.scan_iter())
@@ -166,7 +177,7 @@ def owned_slots(admin: Any) -> set[int]:
     return {slot for first, last in mine["slots"] for slot in range(int(first), int(last) + 1)}
 
 
-# ---- deletes that could not be made ----------------------------------------------------------------------------------
+# ---- deletes that could not be made --------------------------------------------------------------
 
 
 def test_a_delete_while_it_hangs_is_made_good_later(mortal: RedisServer) -> None:
@@ -198,7 +209,8 @@ def test_a_write_cancels_the_delete_that_is_owed(mortal: RedisServer) -> None:
 
 
 def test_a_write_waits_for_no_delete_and_is_not_hit_by_one(mortal: RedisServer) -> None:
-    """While an owed delete of a key is under way, a new chunk under that key would fall with the old one."""
+    """While an owed delete of a key is under way, a new chunk under that key would fall with the
+    old one."""
     tier = mortal.tier(timeout_s=1.0)
     assert write(tier, 0)
     mortal.pause()
@@ -230,7 +242,7 @@ def test_a_write_that_broke_off_leaves_nothing_for_good(mortal: RedisServer) -> 
     assert not holds(tier, KEYS[0])
 
 
-# ---- full, or refusing -----------------------------------------------------------------------------------------------
+# ---- full, or refusing ---------------------------------------------------------------------------
 
 
 def fill(admin: Any, room: int) -> None:
@@ -251,14 +263,18 @@ def test_a_full_server_refuses_writes_whole_and_still_serves_reads(mortal: Redis
         assert tier.open_breakers == 0
         fill(admin, 100 << 20)
         assert not write(tier, 1)
-        assert tier.counts["refused"] == 1, "nobody sends megabytes to a full server again and again"
+        assert tier.counts["refused"] == 1, (
+            "nobody sends megabytes to a full server again and again"
+        )
         clock.now += LONG_WAIT_S
         assert write(tier, 1)
         assert write(tier, 2), "and it is full no longer"
     assert holds(tier, KEYS[1])
 
 
-def test_a_server_that_fills_up_in_the_middle_of_a_chunk_keeps_no_part_and_is_sent_no_more(mortal: RedisServer) -> None:
+def test_a_server_that_fills_up_in_the_middle_of_a_chunk_keeps_no_part_and_is_sent_no_more(
+    mortal: RedisServer,
+) -> None:
     chunk_bytes = 16 << 20
     with mortal.admin() as admin:
         fill(admin, 4 << 20)
@@ -272,7 +288,7 @@ def test_a_server_that_fills_up_in_the_middle_of_a_chunk_keeps_no_part_and_is_se
     assert 0 < told["rejected_calls"] <= 2, "only what was under way when the first refusal came"
 
 
-# ---- bytes that are not what was written -----------------------------------------------------------------------------
+# ---- bytes that are not what was written ---------------------------------------------------------
 
 
 def flip(admin: Any, name: bytes, at: int) -> None:
@@ -291,7 +307,10 @@ HURTS: dict[str, tuple[Callable[[Any], object], str]] = {
     "bit of the checksum": (lambda admin: flip(admin, NAMES[0], -1), "corrupt"),
     "foreign magic": (lambda admin: flip(admin, NAMES[0], 0), "corrupt"),
     "foreign version": (lambda admin: flip(admin, NAMES[0], 8), "corrupt"),
-    "another key's header": (lambda admin: admin.copy(FORM.header_name(KEYS[1]), NAMES[0], replace=True), "corrupt"),
+    "another key's header": (
+        lambda admin: admin.copy(FORM.header_name(KEYS[1]), NAMES[0], replace=True),
+        "corrupt",
+    ),
     "short header": (lambda admin: admin.set(NAMES[0], b"kvtier/R"), "corrupt"),
     "empty header": (lambda admin: admin.set(NAMES[0], b""), "corrupt"),
     "long header": (lambda admin: admin.append(NAMES[0], b"x"), "corrupt"),
@@ -306,7 +325,9 @@ HURTS: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize("hurt", HURTS)
-def test_what_redis_lost_or_changed_is_a_miss_counted_and_dropped(server: RedisServer, hurt: str) -> None:
+def test_what_redis_lost_or_changed_is_a_miss_counted_and_dropped(
+    server: RedisServer, hurt: str
+) -> None:
     harm, count = HURTS[hurt]
     tier = server.tier()
     assert write(tier, 0)
@@ -333,7 +354,7 @@ def test_a_key_of_another_type_is_a_fault_not_a_crash(server: RedisServer) -> No
     assert holds(tier, KEYS[0])
 
 
-# ---- a server that is none -------------------------------------------------------------------------------------------
+# ---- a server that is none -----------------------------------------------------------------------
 
 
 @contextmanager
@@ -350,7 +371,9 @@ def impostor(answer: Callable[[socket.socket], None]) -> Iterator[str]:
             with client:
                 try:
                     asked = client.recv(1 << 16)
-                    if b"\r\nINFO\r\n" not in asked:  # how every start begins; not this test's affair
+                    if (
+                        b"\r\nINFO\r\n" not in asked
+                    ):  # how every start begins; not this test's affair
                         answer(client)
                 except OSError:
                     continue
@@ -366,7 +389,8 @@ def impostor(answer: Callable[[socket.socket], None]) -> Iterator[str]:
 
 
 def dripping(client: socket.socket) -> None:
-    """The header as asked for, then the first part a byte at a time: slower than any time-out of a single byte."""
+    """The header as asked for, then the first part a byte at a time: slower than any time-out of a
+    single byte."""
     header = FORM.header(KEYS[0], CHUNK_BYTES, bytes(CHECKSUM_BYTES), NOBODY)
     client.sendall(b"$%d\r\n%s\r\n$%d\r\n" % (len(header), header, PART_BYTES))
     stop = threading.Event()
@@ -383,7 +407,9 @@ def endless_line(client: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("answer", [dripping, babbling, endless_line])
-def test_a_server_that_answers_nonsense_is_a_miss_in_bounded_time(answer: Callable[[socket.socket], None]) -> None:
+def test_a_server_that_answers_nonsense_is_a_miss_in_bounded_time(
+    answer: Callable[[socket.socket], None],
+) -> None:
     with impostor(answer) as url:
         servers = RedisServers(url, timeout_s=SHORT_S)
         into = memoryview(bytearray(CHUNK_BYTES))
@@ -393,10 +419,12 @@ def test_a_server_that_answers_nonsense_is_a_miss_in_bounded_time(answer: Callab
         tier.close()
 
 
-# ---- logins and TLS --------------------------------------------------------------------------------------------------
+# ---- logins and TLS ------------------------------------------------------------------------------
 
 
-def test_a_refused_login_is_said_at_the_start_without_the_password(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_login_is_said_at_the_start_without_the_password(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with RedisServer(requirepass="right-word") as server:
         for url in (f"redis://:wrong-word@127.0.0.1:{server.port}", server.url):
             with pytest.raises(TierError, match="correct user and password in redis_url") as raised:
@@ -411,7 +439,9 @@ def test_a_refused_login_is_said_at_the_start_without_the_password(caplog: pytes
 def test_a_right_that_is_missing_is_said_at_the_start(server: RedisServer, missing: str) -> None:
     with server.admin() as admin:
         rights = [f"-{missing}" if missing in right else right for right in RIGHTS]
-        admin.acl_setuser("kv", reset=True, enabled=True, passwords=["+word"], commands=rights, keys=["kvtier:*"])
+        admin.acl_setuser(
+            "kv", reset=True, enabled=True, passwords=["+word"], commands=rights, keys=["kvtier:*"]
+        )
     with pytest.raises(TierError, match=f"to run the '{missing}' command"):
         server.tier(f"redis://kv:word@127.0.0.1:{server.port}")
 
@@ -421,7 +451,9 @@ RIGHTS = ["+set", "+get", "+exists", "+unlink", "+scan", "+info", "+object|idlet
 
 def test_the_rights_it_asks_for_are_enough(server: RedisServer) -> None:
     with server.admin() as admin:
-        admin.acl_setuser("kv", reset=True, enabled=True, passwords=["+word"], commands=RIGHTS, keys=["kvtier:*"])
+        admin.acl_setuser(
+            "kv", reset=True, enabled=True, passwords=["+word"], commands=RIGHTS, keys=["kvtier:*"]
+        )
         admin.acl_log_reset()
         tier = server.tier(f"redis://kv:word@127.0.0.1:{server.port}")
         assert write(tier, 0)
@@ -432,10 +464,14 @@ def test_the_rights_it_asks_for_are_enough(server: RedisServer) -> None:
         assert admin.acl_log() == []
 
 
-def test_a_user_without_info_works_and_is_told_nothing(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_user_without_info_works_and_is_told_nothing(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
     with server.admin() as admin:
         rights = [right for right in RIGHTS if right != "+info"]
-        admin.acl_setuser("kv", reset=True, enabled=True, passwords=["+word"], commands=rights, keys=["kvtier:*"])
+        admin.acl_setuser(
+            "kv", reset=True, enabled=True, passwords=["+word"], commands=rights, keys=["kvtier:*"]
+        )
     with caplog.at_level(logging.INFO):
         assert write(server.tier(f"redis://kv:word@127.0.0.1:{server.port}"), 0)
     assert "maxmemory" not in caplog.text
@@ -446,8 +482,11 @@ def test_tls_with_a_ca_that_did_not_sign_the_server_is_refused() -> None:
         other, _ = make_certificate(server.folder, "other")
         good = f"rediss://127.0.0.1:{server.port}?ssl_ca_certs={server.certificate}"
         assert write(server.tier(good), 0)
-        for url in (good.replace(str(server.certificate), str(other)), good.partition("?")[0],
-                    good.replace("127.0.0.1", "localhost")):  # fmt: skip
+        for url in (
+            good.replace(str(server.certificate), str(other)),
+            good.partition("?")[0],
+            good.replace("127.0.0.1", "localhost"),
+        ):
             with pytest.raises(TierError, match="give the server's CA"):
                 server.tier(url)
 
@@ -459,7 +498,11 @@ def test_a_cluster_url_to_a_server_that_is_none_is_said_at_the_start(server: Red
 
 def test_a_cluster_that_is_not_there_is_no_error() -> None:
     tier = RedisTier(
-        RedisServers(f"redis+cluster://127.0.0.1:{free_port()}"), FORM, 1 << 20, CHUNK_BYTES, clock=Clock()
+        RedisServers(f"redis+cluster://127.0.0.1:{free_port()}"),
+        FORM,
+        1 << 20,
+        CHUNK_BYTES,
+        clock=Clock(),
     )
     assert not write(tier, 0)
     assert tier.recovered() == []
@@ -467,5 +510,8 @@ def test_a_cluster_that_is_not_there_is_no_error() -> None:
 
 
 def test_parts_that_hold_redis_for_long_are_not_sent() -> None:
-    assert max(part.nbytes for part in Form("kvtier", NAMESPACE).split(memoryview(bytes(64 << 20)))) <= 1 << 20
+    assert (
+        max(part.nbytes for part in Form("kvtier", NAMESPACE).split(memoryview(bytes(64 << 20))))
+        <= 1 << 20
+    )
     assert PART_BYTES < CHUNK_BYTES

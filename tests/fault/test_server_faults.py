@@ -1,4 +1,5 @@
-"""Engines and servers killed with -9 at random points under load: nothing leaks, no wrong byte, nobody else stops."""
+"""Engines and servers killed with -9 at random points under load: nothing leaks, no wrong byte,
+nobody else stops."""
 
 from __future__ import annotations
 
@@ -43,7 +44,14 @@ class EngineProcess:
     """tests.engine_process, and what it says."""
 
     def __init__(self, mode: str, server: ServerProcess, seed: int = 0) -> None:
-        command = [sys.executable, "-m", "tests.engine_process", mode, str(server.socket), str(seed)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.engine_process",
+            mode,
+            str(server.socket),
+            str(seed),
+        ]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def hear(self, count: int = 1) -> bytes:
@@ -124,7 +132,10 @@ def test_engines_killed_at_random_points_leave_nothing_behind(nvme: bool) -> Non
         with ServerProcess(folder, **more) as server, attached(server.access()) as client:
             with churning(server, 1) as (witness,):
                 for round_ in range(12):
-                    victims = [EngineProcess("churn", server, 100 + 2 * round_ + which) for which in range(2)]
+                    victims = [
+                        EngineProcess("churn", server, 100 + 2 * round_ + which)
+                        for which in range(2)
+                    ]
                     for victim in victims:
                         victim.hear(draw.randint(1, 3 * _BUSY))
                     for victim in victims:
@@ -150,13 +161,19 @@ def test_a_worker_that_outlives_its_scheduler_keeps_its_slots_until_it_ends() ->
         finally:
             os.kill(worker, signal.SIGKILL)
         at_rest(client)
-        assert client.lookup(run(1000, 4)).progress == Progress(0, 0), "a half-filled chunk is never served"
+        assert client.lookup(run(1000, 4)).progress == Progress(0, 0), (
+            "a half-filled chunk is never served"
+        )
         assert client.stats()["ram_filling"] == 0
 
 
 def test_an_engine_that_loses_its_connection_keeps_its_slots_until_it_lets_go() -> None:
     """The server lives, and so may a copy that is under way: nobody else may have these slots."""
-    with serving() as server, attached(server.access()) as engine, attached(server.access()) as other:
+    with (
+        serving() as server,
+        attached(server.access()) as engine,
+        attached(server.access()) as other,
+    ):
         save(engine, run(1, 4))
         reading, writing = engine.load(run(1, 4)), engine.save(run(2, 4))
         served = [bytes(view) for view in reading.views()]

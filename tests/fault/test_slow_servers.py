@@ -1,4 +1,5 @@
-"""Servers that give one byte at a time, or take one: every call ends in a time of its own, however many bytes move."""
+"""Servers that give one byte at a time, or take one: every call ends in a time of its own, however
+many bytes move."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def access(address: Address, stream: bool = True) -> ServerAccess:
     return ServerAccess(address, hello(LAYOUT.fingerprint, SLOT, stream=stream))
 
 
-# ---- greetings -------------------------------------------------------------------------------------------------------
+# ---- greetings -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["unix", "tcp"])
@@ -82,7 +83,10 @@ def test_a_greeting_that_is_too_long() -> None:
         client.sendall((1025).to_bytes(4, "little") + bytes(1025))
         hear(client, wire.Inbox(wire.Hello))
 
-    with rogue(None, script) as address, pytest.raises(TierError, match="a frame of 1025 bytes, expected at most 1024"):
+    with (
+        rogue(None, script) as address,
+        pytest.raises(TierError, match="a frame of 1025 bytes, expected at most 1024"),
+    ):
         enter(access(address))
 
 
@@ -141,7 +145,9 @@ def test_a_host_with_many_addresses_that_do_not_answer(monkeypatch: pytest.Monke
             one.close()
 
 
-def test_a_host_whose_first_address_refuses_is_reached_by_its_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_whose_first_address_refuses_is_reached_by_its_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with rogue(None, greet) as address, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         places = [closed.getsockname(), (address.host, address.port)]
@@ -150,10 +156,12 @@ def test_a_host_whose_first_address_refuses_is_reached_by_its_second(monkeypatch
         enter(access(Address("", "localhost", 1))).socket.close()
 
 
-# ---- a tier's calls --------------------------------------------------------------------------------------------------
+# ---- a tier's calls ------------------------------------------------------------------------------
 
 
-def slow_answer(answer: Callable[[int], wire.Message]) -> Callable[[socket.socket, wire.Message], None]:
+def slow_answer(
+    answer: Callable[[int], wire.Message],
+) -> Callable[[socket.socket, wire.Message], None]:
     def reply(client: socket.socket, asked: wire.Message) -> None:
         frame = wire.frame(answer(asked.id))  # type: ignore[attr-defined]
         dribble(client, frame, 2 * BOUND_S / len(frame))
@@ -173,7 +181,9 @@ def slow_seal(client: socket.socket, asked: wire.Message) -> None:
     assert isinstance(asked, wire.Get)
     data = content(KEY, SLOT).tobytes()
     client.sendall(wire.frame(wire.Chunk(asked.id, SLOT)) + data)
-    dribble(client, wire.frame(wire.Seal(xxhash.xxh3_128(asked.key + data).digest())), 2 * BOUND_S / 22)
+    dribble(
+        client, wire.frame(wire.Seal(xxhash.xxh3_128(asked.key + data).digest())), 2 * BOUND_S / 22
+    )
 
 
 def slow_taker(client: socket.socket, asked: wire.Message) -> None:
@@ -188,7 +198,10 @@ def slow_taker(client: socket.socket, asked: wire.Message) -> None:
     client.sendall(wire.frame(wire.Stored(asked.id, True)))
 
 
-SLOW: dict[str, tuple[Callable[[RemoteTier], object], object, Callable[[socket.socket, wire.Message], None]]] = {
+SLOW: dict[
+    str,
+    tuple[Callable[[RemoteTier], object], object, Callable[[socket.socket, wire.Message], None]],
+] = {
     "find": (lambda tier: tier.find([KEY]), 0, slow_answer(lambda number: wire.Found(number, 1))),
     "read": (lambda tier: tier.read(KEY, memoryview(bytearray(SLOT))), None, slow_chunk),
     "a read's end": (lambda tier: tier.read(KEY, memoryview(bytearray(SLOT))), None, slow_seal),
@@ -277,7 +290,8 @@ def test_an_answer_that_is_too_long_is_not_read(caplog: pytest.LogCaptureFixture
 
 
 def test_one_byte_a_second_gives_lane_and_slot_back_in_seconds() -> None:
-    """With the bounds that engines have: a server that says it has the chunk, and would need two hours to give it."""
+    """With the bounds that engines have: a server that says it has the chunk, and would need two
+    hours to give it."""
 
     def script(client: socket.socket) -> None:
         greet(client)

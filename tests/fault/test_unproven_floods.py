@@ -1,4 +1,5 @@
-"""Clients of other hosts that have not shown that they may come in: however many, they keep no engine out."""
+"""Clients of other hosts that have not shown that they may come in: however many, they keep no
+engine out."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def token_file(tmp_path: Path) -> Path:
 
 @contextmanager
 def flood(port: int, host: str, count: int, again: bool) -> Iterator[None]:
-    """``count`` sockets of a process that say nothing; ``again``: each that is closed is opened anew."""
+    """``count`` sockets of a process that say nothing; ``again``: each that is closed is opened
+    anew."""
     words = [sys.executable, "-c", FLOOD, host, str(port), str(count), "again" if again else "once"]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -70,12 +72,21 @@ def flood(port: int, host: str, count: int, again: bool) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("host", "again"), [("127.0.0.2", True), ("127.0.0.1", False)], ids=["another host, for ever", "the same host"]
+    ("host", "again"),
+    [("127.0.0.2", True), ("127.0.0.1", False)],
+    ids=["another host, for ever", "the same host"],
 )
-def test_a_flood_of_silent_sockets_keeps_no_engine_out(port: int, token_file: Path, host: str, again: bool) -> None:
-    with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file) as server, attached(server.access()) as near:
+def test_a_flood_of_silent_sockets_keeps_no_engine_out(
+    port: int, token_file: Path, host: str, again: bool
+) -> None:
+    with (
+        serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file) as server,
+        attached(server.access()) as near,
+    ):
         save(near, run(1, 3))
-        access = ServerAccess(Address("", "127.0.0.1", port), hello(LAYOUT.fingerprint, SLOT, stream=True), TOKEN)
+        access = ServerAccess(
+            Address("", "127.0.0.1", port), hello(LAYOUT.fingerprint, SLOT, stream=True), TOKEN
+        )
         with flood(port, host, 600, again):
             for _ in range(20):
                 enter(access).socket.close()
@@ -86,18 +97,30 @@ def test_a_flood_of_silent_sockets_keeps_no_engine_out(port: int, token_file: Pa
 
 def test_a_flood_of_silent_sockets_before_tls(port: int, token_file: Path, tmp_path: Path) -> None:
     folder = make_certificates(tmp_path)
-    keys: dict[str, Any] = {"server_cert": folder / "ours-host.pem", "server_key": folder / "ours-host.key"}
+    keys: dict[str, Any] = {
+        "server_cert": folder / "ours-host.pem",
+        "server_key": folder / "ours-host.key",
+    }
     tls = client_tls(str(folder / "ours.pem"))
-    access = ServerAccess(Address("", "localhost", port), hello(LAYOUT.fingerprint, SLOT, stream=True), TOKEN, tls)
-    with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file, **keys), flood(port, "127.0.0.2", 600, True):
+    access = ServerAccess(
+        Address("", "localhost", port), hello(LAYOUT.fingerprint, SLOT, stream=True), TOKEN, tls
+    )
+    with (
+        serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file, **keys),
+        flood(port, "127.0.0.2", 600, True),
+    ):
         for _ in range(10):
             enter(access).socket.close()
 
 
 @pytest.mark.parametrize(
-    ("places", "hosts"), [(PLACES_OF_ONE, 1), (PLACES, PLACES + 1)], ids=["of one address", "of all"]
+    ("places", "hosts"),
+    [(PLACES_OF_ONE, 1), (PLACES, PLACES + 1)],
+    ids=["of one address", "of all"],
 )
-def test_the_places_are_bounded_and_the_oldest_leaves(port: int, token_file: Path, places: int, hosts: int) -> None:
+def test_the_places_are_bounded_and_the_oldest_leaves(
+    port: int, token_file: Path, places: int, hosts: int
+) -> None:
     with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file), ExitStack() as stack:
         sockets = []
         for number in range(places + 1):
@@ -111,7 +134,9 @@ def test_the_places_are_bounded_and_the_oldest_leaves(port: int, token_file: Pat
 
 
 def test_those_who_were_let_in_take_no_place_of_the_others(port: int, token_file: Path) -> None:
-    access = ServerAccess(Address("", "127.0.0.1", port), hello(LAYOUT.fingerprint, SLOT, stream=True), TOKEN)
+    access = ServerAccess(
+        Address("", "127.0.0.1", port), hello(LAYOUT.fingerprint, SLOT, stream=True), TOKEN
+    )
     with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file):
         inside = [enter(access).socket for _ in range(2 * PLACES_OF_ONE)]
         for one in inside:
@@ -123,7 +148,10 @@ def test_those_who_were_let_in_take_no_place_of_the_others(port: int, token_file
 
 def test_a_greeting_that_comes_byte_by_byte_has_seconds(port: int, token_file: Path) -> None:
     said = wire.frame(hello(LAYOUT.fingerprint, SLOT, stream=True))
-    with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file) as server, dialled(port) as sock:
+    with (
+        serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file) as server,
+        dialled(port) as sock,
+    ):
         sock.settimeout(0.25)
         sock.recv(100)
         for at in range(len(said)):

@@ -1,4 +1,5 @@
-"""The copy tests of ``tests/unit`` on a CUDA device, and what exists there only: streams, events, locked memory."""
+"""The copy tests of ``tests/unit`` on a CUDA device, and what exists there only: streams, events,
+locked memory."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=WAYS)
 def place(request: pytest.FixtureRequest) -> Any:
-    """What is said to be locked and is not is copied by the driver through a buffer of its own: right, only slower."""
+    """What is said to be locked and is not is copied by the driver through a buffer of its own:
+    right, only slower."""
     given = WAYS[request.param]
     return CUDA, lambda: given | ({"streams": given["streams"](CUDA)} if "streams" in given else {})
 
@@ -98,7 +100,9 @@ def keep_busy() -> None:
 
 def engine(value: int, pinning: Pinning) -> tuple[torch.Tensor, PagedBlocks]:
     cache = torch.full((BLOCKS, ROW_BYTES), value, dtype=torch.uint8, device="cuda")
-    return cache, PagedBlocks(regions_of({"layer.0": cache}, BLOCKS), BLOCKS_PER_CHUNK, locked=pinning.cuts)
+    return cache, PagedBlocks(
+        regions_of({"layer.0": cache}, BLOCKS), BLOCKS_PER_CHUNK, locked=pinning.cuts
+    )
 
 
 def test_save_sees_what_the_current_stream_wrote_before_it(pool: Pool, pinning: Pinning) -> None:
@@ -150,7 +154,9 @@ def test_load_waits_for_earlier_readers_of_its_blocks(pool: Pool, pinning: Pinni
     assert int(total) == 3 * BLOCKS_PER_CHUNK * ROW_BYTES
 
 
-def test_a_copy_is_done_when_its_stream_got_there_and_not_before(pool: Pool, pinning: Pinning) -> None:
+def test_a_copy_is_done_when_its_stream_got_there_and_not_before(
+    pool: Pool, pinning: Pinning
+) -> None:
     _, paged = engine(1, pinning)
     keep_busy()
     copy = paged.save([(slot_tensor(pool.view(0)), 0, CHUNK)])
@@ -188,7 +194,7 @@ def test_a_lane_locks_while_copies_run_and_a_refusal_harms_nothing(pool: Pool) -
     assert bool((part == 4).all())
 
 
-# ---- launches, staging memory, addresses ----------------------------------------------------------------------------
+# ---- launches, staging memory, addresses ---------------------------------------------------------
 
 
 def layers(count: int = 28, row: int = 4096, blocks: int = 2048) -> PagedBlocks:
@@ -252,7 +258,13 @@ def test_layers_more_than_4_gib_apart_are_reached() -> None:
     for layer in range(2):
         rows = cache[layer, 140:145].to(torch.int64)
         assert rows.amin(1).tolist() == rows.amax(1).tolist()
-        assert rows.amin(1).tolist() == [4 + 10 * layer, 1 + 10 * layer, 3 + 10 * layer, 2 + 10 * layer, 0]
+        assert rows.amin(1).tolist() == [
+            4 + 10 * layer,
+            1 + 10 * layer,
+            3 + 10 * layer,
+            2 + 10 * layer,
+            0,
+        ]
 
 
 def test_nothing_is_locked_while_a_graph_is_captured(pool: Pool) -> None:
@@ -264,7 +276,9 @@ def test_nothing_is_locked_while_a_graph_is_captured(pool: Pool) -> None:
         pinning.look()
         lane.run()
         numbers.add_(1)
-    assert not any(pinning.cuts(slot_tensor(pool.view(slot))) is not None for slot in range(pool.slots))
+    assert not any(
+        pinning.cuts(slot_tensor(pool.view(slot))) is not None for slot in range(pool.slots)
+    )
     pinning.look()
     lane.run()
     graph.replay()

@@ -18,8 +18,9 @@ Forks = Callable[[bool], ForkServer]
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    """``forks(old)``: the fork server of the vLLM in .venv, or of the older one, started when first asked for.
-    ``TEST_ENGINE_VLLM`` names the folder of another vLLM to take in the place of .venv's."""
+    """``forks(old)``: the fork server of the vLLM in .venv, or of the older one, started when first
+    asked for. ``TEST_ENGINE_VLLM`` names the folder of another vLLM to take in the place of
+    .venv's."""
     given = os.environ.get("TEST_ENGINE_VLLM")
     with ExitStack() as running:
 

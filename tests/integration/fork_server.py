@@ -1,8 +1,10 @@
-"""A fork server for engines: ``python -m tests.integration.fork_server``. It imports vLLM once, which takes longer than
-most of what the tests do with an engine, and forks a process of its own for every program that it is asked to run.
+"""A fork server for engines: ``python -m tests.integration.fork_server``. It imports vLLM once,
+which takes longer than most of what the tests do with an engine, and forks a process of its own for
+every program that it is asked to run.
 
-A line of JSON on standard input names the ``module`` whose ``main()`` is run, its ``words``, its ``environment`` and
-the ``log`` for what it prints. It answers with the process's id, and when that has ended, with its exit status.
+A line of JSON on standard input names the ``module`` whose ``main()`` is run, its ``words``, its
+``environment`` and the ``log`` for what it prints. It answers with the process's id, and when that
+has ended, with its exit status.
 
 :class:`ForkServer` is the other end of the pipes.
 """
@@ -22,10 +24,16 @@ from types import TracebackType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-IMPORTED_ONCE = ("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor",
-                 "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama")  # fmt: skip
+IMPORTED_ONCE = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+)
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-"""A process with several threads must not be forked. Libraries read the number when they are loaded."""
+"""A process with several threads must not be forked. Libraries read the number when they are
+loaded."""
 
 
 class ForkServer:
@@ -34,19 +42,37 @@ class ForkServer:
     def __init__(self, python: str, vllm: Path | None = None) -> None:
         environment = os.environ | _ONE_THREAD | ({"PYTHONPATH": str(vllm)} if vllm else {})
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen([python, "-m", __name__], cwd=ROOT, env=environment, bufsize=0, **pipes)
+        self._process = subprocess.Popen(
+            [python, "-m", __name__], cwd=ROOT, env=environment, bufsize=0, **pipes
+        )
 
     def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._process.communicate()
 
-    def run(self, module: str, words: Sequence[str], environment: Mapping[str, str], log: Path, limit_s: float) -> int:
-        """The exit status of ``module``'s ``main()``, which is killed with all its processes after ``limit_s``."""
-        asked = {"module": module, "words": list(words), "environment": dict(environment), "log": str(log)}
+    def run(
+        self,
+        module: str,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        limit_s: float,
+    ) -> int:
+        """The exit status of ``module``'s ``main()``, which is killed with all its processes after
+        ``limit_s``."""
+        asked = {
+            "module": module,
+            "words": list(words),
+            "environment": dict(environment),
+            "log": str(log),
+        }
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(asked).encode() + b"\n")
         self._process.stdin.flush()
@@ -57,11 +83,14 @@ class ForkServer:
 
 
 def serve(answers: int) -> dict[str, Any] | None:
-    """Fork a process for every line. Return in each what it shall run; None in the server itself, at the end."""
+    """Fork a process for every line. Return in each what it shall run; None in the server itself,
+    at the end."""
     for name in IMPORTED_ONCE:
         importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"vLLM's import started {len(threads) - 1} threads: it cannot be forked"
+    assert len(threads) == 1, (
+        f"vLLM's import started {len(threads) - 1} threads: it cannot be forked"
+    )
     for line in sys.stdin.buffer:
         asked: dict[str, Any] = json.loads(line)
         pid = os.fork()
@@ -75,9 +104,13 @@ def serve(answers: int) -> dict[str, Any] | None:
 
 
 def become(asked: Mapping[str, Any]) -> None:
-    """In the forked process: lead a group of its own, with the environment, the words and the log asked for."""
+    """In the forked process: lead a group of its own, with the environment, the words and the log
+    asked for."""
     os.setsid()
-    nothing, log = os.open(os.devnull, os.O_RDONLY), os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing, log = (
+        os.open(os.devnull, os.O_RDONLY),
+        os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+    )
     for descriptor, number in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(descriptor, number)
     place = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
@@ -93,7 +126,9 @@ def main() -> None:
     if task is not None:
         become(task)
         program = importlib.import_module(task["module"])
-        sys.modules["__main__"] = program  # processes that vLLM spawns import it, as if it had been started by its name
+        sys.modules["__main__"] = (
+            program  # processes that vLLM spawns import it, as if it had been started by its name
+        )
         sys.exit(program.main())
 
 

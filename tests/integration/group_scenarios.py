@@ -24,7 +24,12 @@ def made(model: str, **arguments: Any) -> Engine:
     if name in _BF16:
         settings["dtype"] = "bfloat16"
     if name in _STATES:  # vLLM makes blocks as long as a state is large
-        settings |= {"block_size": None, "max_model_len": 2200, "blocks": 40, "enable_prefix_caching": True}
+        settings |= {
+            "block_size": None,
+            "max_model_len": 2200,
+            "blocks": 40,
+            "enable_prefix_caching": True,
+        }
     os.environ["VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"] = "1"
     return Engine(model, **(settings | arguments))
 
@@ -46,8 +51,9 @@ def facts(engine: Engine) -> dict[str, Any]:
 
 
 def life(model: str, **arguments: Any) -> Any:
-    """Documents, then documents again, one with more behind it, and one that leaves it in the middle. With kvtier
-    vLLM forgets its own cache before each asking, so that a hit can only be kvtier's."""
+    """Documents, then documents again, one with more behind it, and one that leaves it in the
+    middle. With kvtier vLLM forgets its own cache before each asking, so that a hit can only be
+    kvtier's."""
     engine, told = made(model, **arguments), dict[str, Any]()
     ours = os.environ.get("WITH_KVTIER") == "1"
     told["facts"] = facts(engine) if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else {}
@@ -78,7 +84,9 @@ def room(model: str) -> Any:
     return facts(made(model, num_gpu_blocks_override=100))
 
 
-SCENARIOS: dict[str, Callable[[str], Any]] = {each.__name__: each for each in (life, tensor_parallel, room)}
+SCENARIOS: dict[str, Callable[[str], Any]] = {
+    each.__name__: each for each in (life, tensor_parallel, room)
+}
 
 
 def main() -> None:

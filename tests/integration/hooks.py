@@ -1,8 +1,10 @@
-"""kvtier's connector in vLLM's own scheduler and worker lifecycle, with a stand-in for the model only.
+"""kvtier's connector in vLLM's own scheduler and worker lifecycle, with a stand-in for the model
+only.
 
-``python -m tests.integration.hooks MODEL`` prints as JSON what the vLLM on the path makes of it. It needs no compiled
-code of vLLM's, so it also runs for a version that has no build for CPUs. The stand-in writes into each position's KV a
-digest of all tokens up to there, and before it computes it compares what a request has as computed.
+``python -m tests.integration.hooks MODEL`` prints as JSON what the vLLM on the path makes of it. It
+needs no compiled code of vLLM's, so it also runs for a version that has no build for CPUs. The
+stand-in writes into each position's KV a digest of all tokens up to there, and before it computes
+it compares what a request has as computed.
 """
 
 from __future__ import annotations
@@ -40,19 +42,34 @@ class Rig:
     """One engine's scheduler and its only worker, in this process."""
 
     def __init__(self, model: str) -> None:
-        transfer = {"kv_connector": "KVTierConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+        transfer = {
+            "kv_connector": "KVTierConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+        }
         arguments = EngineArgs(
-            model, dtype="float32", max_model_len=512, enforce_eager=True, block_size=BLOCK, max_num_batched_tokens=512,
-            load_format="dummy", enable_prefix_caching=False, kv_transfer_config=transfer,
-        )  # fmt: skip
+            model,
+            dtype="float32",
+            max_model_len=512,
+            enforce_eager=True,
+            block_size=BLOCK,
+            max_num_batched_tokens=512,
+            load_format="dummy",
+            enable_prefix_caching=False,
+            kv_transfer_config=transfer,
+        )
         self.config = arguments.create_engine_config()
         self.config.cache_config.num_gpu_blocks = BLOCKS
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=WIDTH // 2, dtype=torch.float32)
+        spec = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=1, head_size=WIDTH // 2, dtype=torch.float32
+        )
         names = [f"layer.{index}" for index in range(LAYERS)]
         caches = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(names, spec)])
         self.kv = {name: torch.zeros(BLOCKS, BLOCK, WIDTH) for name in names}
         with set_current_vllm_config(self.config):
-            self.scheduler = Scheduler(self.config, caches, StructuredOutputManager(self.config), BLOCK, log_stats=True)
+            self.scheduler = Scheduler(
+                self.config, caches, StructuredOutputManager(self.config), BLOCK, log_stats=True
+            )
             kv_transfer_state._KV_CONNECTOR_AGENT = KVConnectorFactory.create_connector(
                 self.config, _worker_role(), caches
             )
@@ -85,14 +102,20 @@ class Rig:
         if not output.total_num_scheduled_tokens:
             result = mixin.kv_connector_no_forward(output, self.config)
         else:
-            with set_forward_context(None, self.config), mixin.maybe_get_kv_connector_output(output) as told:
+            with (
+                set_forward_context(None, self.config),
+                mixin.maybe_get_kv_connector_output(output) as told,
+            ):
                 for name, tokens in output.num_scheduled_tokens.items():
                     self.compute(requests[name], tokens)
             names = list(output.num_scheduled_tokens)
             places = {name: index for index, name in enumerate(names)}
             sampled = [[7] if self.reaches_end(requests[name]) else [] for name in names]
             result = ModelRunnerOutput(
-                req_ids=names, req_id_to_index=places, sampled_token_ids=sampled, kv_connector_output=told
+                req_ids=names,
+                req_id_to_index=places,
+                sampled_token_ids=sampled,
+                kv_connector_output=told,
             )
         for told in self.scheduler.update_from_output(output, result).values():
             if told.scheduler_stats is not None:
@@ -113,7 +136,9 @@ class Rig:
                 if position >= end - tokens:
                     row[:] = expected
                 elif not torch.equal(row, expected):
-                    raise AssertionError(f"position {position} of {request.request_id} has other KV")
+                    raise AssertionError(
+                        f"position {position} of {request.request_id} has other KV"
+                    )
         self.checked += end - tokens
 
 
@@ -129,7 +154,8 @@ def _worker_role() -> Any:
 
 
 def differences(ours: type) -> list[str]:
-    """Hooks of vLLM's that ours would not answer as vLLM calls them: other parameters, or abstract and missing."""
+    """Hooks of vLLM's that ours would not answer as vLLM calls them: other parameters, or abstract
+    and missing."""
     found = [f"{name}: abstract" for name in sorted(getattr(ours, "__abstractmethods__", ()))]
     for name, hook in vars(KVConnectorBase_V1).items():
         own = inspect.getattr_static(ours, name)
@@ -157,8 +183,13 @@ def main() -> None:
     prompt = [token % 250 + 10 for token in range(PROMPT)]
     cached = [rig.ask(name, prompt) for name in ("first", "second")]
     cached.append(rig.ask("other", [token + 1 for token in prompt]))
-    said = {"vllm": vllm.__version__, "differences": differences(ours), "cached": cached, "checked": rig.checked,
-            "counts": rig.counts}  # fmt: skip
+    said = {
+        "vllm": vllm.__version__,
+        "differences": differences(ours),
+        "cached": cached,
+        "checked": rig.checked,
+        "counts": rig.counts,
+    }
     print(json.dumps(said))  # noqa: T201 - read by the test
     rig.worker.shutdown()
     rig.scheduler.shutdown()

@@ -1,5 +1,6 @@
-"""Engines whose configuration says less than what decides their KV: run as ``python -m tests.integration.key_scenarios
-NAME OUT MODEL``, as :mod:`tests.integration.scenarios` is, whose engine they use.
+"""Engines whose configuration says less than what decides their KV: run as ``python -m
+tests.integration.key_scenarios NAME OUT MODEL``, as :mod:`tests.integration.scenarios` is, whose
+engine they use.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ def long(model: str) -> Any:
 
 
 def streamed(model: str) -> Any:
-    """The model's folder has a configuration only. Its weights come from elsewhere (``TEST_WEIGHTS``)."""
+    """The model's folder has a configuration only. Its weights come from elsewhere
+    (``TEST_WEIGHTS``)."""
     weights = SCHEME + os.environ["TEST_WEIGHTS"]
     register_streamer()
     os.environ["TEST_PATCH"] = register_streamer.__name__
-    return rounds(Engine(model, load_format="test_streamer", model_weights=weights, disable_log_stats=False))
+    return rounds(
+        Engine(model, load_format="test_streamer", model_weights=weights, disable_log_stats=False)
+    )
 
 
 def dummy(model: str) -> Any:
@@ -54,12 +58,17 @@ def modes(model: str) -> Any:
 
 def reloaded(model: str) -> Any:
     """Other weights (``TEST_WEIGHTS``) are loaded into a running engine by vLLM's own call."""
-    return _replaced(model, lambda engine: engine.llm.collective_rpc(
-        "reload_weights", kwargs={"weights_path": os.environ["TEST_WEIGHTS"]}))  # fmt: skip
+    return _replaced(
+        model,
+        lambda engine: engine.llm.collective_rpc(
+            "reload_weights", kwargs={"weights_path": os.environ["TEST_WEIGHTS"]}
+        ),
+    )
 
 
 def written(model: str) -> Any:
-    """The running engine's embeddings are written over in place, past everything that vLLM or torch counts."""
+    """The running engine's embeddings are written over in place, past everything that vLLM or torch
+    counts."""
     return _replaced(model, lambda engine: engine.llm.collective_rpc("write_embeddings"))
 
 
@@ -83,7 +92,8 @@ class Writer:
 
 
 def register_streamer() -> None:
-    """A loader that takes weights from where ``model_weights`` says, as vLLM's object-storage streamer does."""
+    """A loader that takes weights from where ``model_weights`` says, as vLLM's object-storage
+    streamer does."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -100,7 +110,8 @@ def register_streamer() -> None:
 
 
 SCENARIOS: dict[str, Callable[[str], Any]] = {
-    function.__name__: function for function in (short, long, streamed, dummy, modes, reloaded, written)
+    function.__name__: function
+    for function in (short, long, streamed, dummy, modes, reloaded, written)
 }
 
 

@@ -1,10 +1,12 @@
-"""Real LMCache engines that a test leads, without CUDA: ``python -m tests.integration.lmcache_engine``.
+"""Real LMCache engines that a test leads, without CUDA: ``python -m
+tests.integration.lmcache_engine``.
 
-The "GPU" is one CPU tensor, filled from a seed. A line on standard input, a JSON line back: ``start NAME CONFIG`` makes
-an engine from an LMCache YAML, ``close NAME`` ends it; ``store NAME SEED TOKENS`` saves a prompt; ``hold NAME SEED
-TOKENS`` waits until its last chunk can be looked up; ``load NAME SEED TOKENS`` looks it up and retrieves it into an
-empty tensor: how many tokens were found and retrieved, and whether every byte of those is what was stored; ``counts
-NAME`` are the connector's own; ``give_up NAME SEED TOKENS`` see there. It ends with its input.
+The "GPU" is one CPU tensor, filled from a seed. A line on standard input, a JSON line back: ``start
+NAME CONFIG`` makes an engine from an LMCache YAML, ``close NAME`` ends it; ``store NAME SEED
+TOKENS`` saves a prompt; ``hold NAME SEED TOKENS`` waits until its last chunk can be looked up;
+``load NAME SEED TOKENS`` looks it up and retrieves it into an empty tensor: how many tokens were
+found and retrieved, and whether every byte of those is what was stored; ``counts NAME`` are the
+connector's own; ``give_up NAME SEED TOKENS`` see there. It ends with its input.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ HOLD_S = 20.0
 
 
 class TensorCopies(GPUConnectorInterface):  # type: ignore[misc]  # derives from Any here
-    """``kv``: (2, layers, tokens, hidden), token by token in order: the paging is not what is tested."""
+    """``kv``: (2, layers, tokens, hidden), token by token in order: the paging is not what is
+    tested."""
 
     def __init__(self) -> None:
         self.kv = torch.zeros(self.get_shape(LONGEST), dtype=torch.bfloat16)
@@ -40,7 +43,9 @@ class TensorCopies(GPUConnectorInterface):  # type: ignore[misc]  # derives from
     def from_gpu(self, memory_obj: Any, start: int, end: int, **_: Any) -> None:
         memory_obj.tensor.copy_(self.kv[:, :, start:end])
 
-    def batched_to_gpu(self, memory_objs: Any = None, starts: Any = None, ends: Any = None, **more: Any) -> None:
+    def batched_to_gpu(
+        self, memory_objs: Any = None, starts: Any = None, ends: Any = None, **more: Any
+    ) -> None:
         for one, start, end in zip(memory_objs, starts, ends, strict=True):
             self.to_gpu(one, start, end, **more)
 
@@ -83,7 +88,9 @@ class Engine:
 
     def hold(self, seed: int, length: int) -> dict[str, Any]:
         until = time.monotonic() + HOLD_S
-        while (found := self._cache.lookup(prompt(seed, length))) < length and time.monotonic() < until:
+        while (
+            found := self._cache.lookup(prompt(seed, length))
+        ) < length and time.monotonic() < until:
             time.sleep(0.01)
         return {"found": found}
 
@@ -91,7 +98,9 @@ class Engine:
         tokens = prompt(seed, length)
         self._copies.kv.zero_()
         found = self._cache.lookup(tokens, lookup_id="one", pin=True)
-        mask = self._cache.retrieve(torch.tensor(tokens), slot_mapping=torch.arange(length), req_id="one")
+        mask = self._cache.retrieve(
+            torch.tensor(tokens), slot_mapping=torch.arange(length), req_id="one"
+        )
         self._cache.lookup_unpin("one")
         got = int(mask.sum())
         same = torch.equal(self._copies.kv[:, :, :got], content(seed)[:, :, :got])
@@ -106,9 +115,16 @@ class Engine:
         return {"made": remote is not None} | dict(remote.counts if remote else {})
 
     def give_up(self, seed: int, length: int) -> dict[str, Any]:
-        """Cancel a get and a put that the lanes have not begun, as LMCache does after its time-out."""
-        storage, remote, lane = self._cache.storage_manager, self._remote(), self._remote()._lanes.move
-        keys = [key for _, _, key in self._cache.token_database.process_tokens(prompt(seed, length))]
+        """Cancel a get and a put that the lanes have not begun, as LMCache does after its
+        time-out."""
+        storage, remote, lane = (
+            self._cache.storage_manager,
+            self._remote(),
+            self._remote()._lanes.move,
+        )
+        keys = [
+            key for _, _, key in self._cache.token_database.process_tokens(prompt(seed, length))
+        ]
         memory = storage.local_cpu_backend.allocate(self.get_shape(CHUNK), torch.bfloat16)
         held = [self._free_bytes(), memory.get_ref_count()]
         resume, ended = threading.Event(), threading.Barrier(3)
@@ -116,7 +132,9 @@ class Engine:
             lane.submit(resume.wait, urgent=True)
         asked = [remote.batched_get(keys), remote.batched_put(keys[:1], [memory])]
         futures = [asyncio.run_coroutine_threadsafe(one, storage.loop) for one in asked]
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), storage.loop).result()  # both wait for the lane
+        asyncio.run_coroutine_threadsafe(
+            asyncio.sleep(0), storage.loop
+        ).result()  # both wait for the lane
         references = memory.get_ref_count()
         for future in futures:
             future.cancel()
@@ -147,7 +165,9 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def content(seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn([2, LAYERS, LONGEST, HEADS * HEAD_SIZE], generator=generator).to(torch.bfloat16)
+    return torch.randn([2, LAYERS, LONGEST, HEADS * HEAD_SIZE], generator=generator).to(
+        torch.bfloat16
+    )
 
 
 def main() -> None:

@@ -1,9 +1,11 @@
-"""Engines in each of vLLM's modes: run as :mod:`tests.integration.scenarios` is, whose engine they use.
+"""Engines in each of vLLM's modes: run as :mod:`tests.integration.scenarios` is, whose engine they
+use.
 
-What a hit gives is compared with what *the same engine* gives from its own prefix cache, at the same place in its
-batches: :func:`thrice` asks cold, again at once, and again when only kvtier has the prompt. A second engine over the
-same disk does the same: what it answers cold comes from NVMe. A scenario also tells what shows that its mode is in
-force, from the schedules of vLLM's own scheduler.
+What a hit gives is compared with what *the same engine* gives from its own prefix cache, at the
+same place in its batches: :func:`thrice` asks cold, again at once, and again when only kvtier has
+the prompt. A second engine over the same disk does the same: what it answers cold comes from NVMe.
+A scenario also tells what shows that its mode is in force, from the schedules of vLLM's own
+scheduler.
 """
 
 from __future__ import annotations
@@ -59,7 +61,11 @@ class Watched(Engine):
 
     def loaded(self) -> dict[str, int]:
         """Chunks that were loaded, by place."""
-        return {name: count for name, count in counts(self).items() if name.startswith("loaded") and count}
+        return {
+            name: count
+            for name, count in counts(self).items()
+            if name.startswith("loaded") and count
+        }
 
     def metric(self, name: str) -> int:
         """A counter of vLLM's own."""
@@ -68,8 +74,9 @@ class Watched(Engine):
 
 
 def thrice(engine: Watched, ask: Ask, seed: int) -> dict[str, Any]:
-    """``ask`` a prompt cold, from vLLM's own prefix cache, and when only kvtier has it. ``loaded``: chunks that kvtier
-    had loaded after each; ``plans``: tokens that each step computed for each request, while only kvtier had it."""
+    """``ask`` a prompt cold, from vLLM's own prefix cache, and when only kvtier has it. ``loaded``:
+    chunks that kvtier had loaded after each; ``plans``: tokens that each step computed for each
+    request, while only kvtier had it."""
     answers, loaded = {"cold": ask(seed)}, [engine.loaded()]
     answers["own"] = ask(seed)
     loaded.append(engine.loaded())
@@ -77,15 +84,20 @@ def thrice(engine: Watched, ask: Ask, seed: int) -> dict[str, Any]:
     begun = len(engine.plans)
     answers["warm"] = ask(seed)
     loaded.append(engine.loaded())
-    plans = [list(plan.num_scheduled_tokens.values()) for plan in engine.plans[begun:] if plan.num_scheduled_tokens]
+    plans = [
+        list(plan.num_scheduled_tokens.values())
+        for plan in engine.plans[begun:]
+        if plan.num_scheduled_tokens
+    ]
     return answers | {"loaded": loaded, "plans": plans}
 
 
-# ---- scenarios: name -> answers ------------------------------------------------------------------------------------
+# ---- scenarios: name -> answers ------------------------------------------------------------------
 
 
 def ways(model: str) -> Any:
-    """Prompts in pieces, several answers to one, beams, structured output and logprobs of the prompt."""
+    """Prompts in pieces, several answers to one, beams, structured output and logprobs of the
+    prompt."""
     from vllm import SamplingParams
     from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
@@ -94,15 +106,21 @@ def ways(model: str) -> Any:
     assert config.enable_chunked_prefill and config.max_num_batched_tokens == 16
 
     def several(seed: int) -> list[dict[str, Any]]:
-        # Only the best token may be sampled: greedy gives one answer, and vLLM's CPU runner dies of a seed here.
-        settings = SamplingParams(n=3, temperature=1.0, top_k=1, max_tokens=8, ignore_eos=True, logprobs=0)
+        # Only the best token may be sampled: greedy gives one answer, and vLLM's CPU runner dies of
+        # a seed here.
+        settings = SamplingParams(
+            n=3, temperature=1.0, top_k=1, max_tokens=8, ignore_eos=True, logprobs=0
+        )
         (output,) = engine.llm.generate([_prompt(seed)], settings, use_tqdm=False)
         return [answer(output, one) for one in output.outputs]
 
     def beams(seed: int) -> list[dict[str, Any]]:
         settings = BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True)
         (output,) = engine.llm.beam_search([_prompt(seed)], settings)
-        return [{"tokens": list(one.tokens[-4:]), "logprobs": [one.cum_logprob]} for one in output.sequences]
+        return [
+            {"tokens": list(one.tokens[-4:]), "logprobs": [one.cum_logprob]}
+            for one in output.sequences
+        ]
 
     def structured(seed: int) -> list[dict[str, Any]]:
         only = StructuredOutputsParams(choice=["yes", "no", "perhaps"])
@@ -146,30 +164,43 @@ def preemption(model: str) -> Any:
         allocated(request, blocks, tokens)
 
     scheduler.connector.update_state_after_alloc = noted
-    told = thrice(engine, lambda _: engine.ask([document(seed, 9 * BLOCK - 1) for seed in range(4)], max_tokens=160), 0)
+    told = thrice(
+        engine,
+        lambda _: engine.ask([document(seed, 9 * BLOCK - 1) for seed in range(4)], max_tokens=160),
+        0,
+    )
     return told | {"preemptions": engine.metric("num_preemptions"), "resumed": resumed}
 
 
 def ngram(model: str) -> Any:
-    return _speculative(model, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}, PROMPT)
+    return _speculative(
+        model, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}, PROMPT
+    )
 
 
 def eagle(model: str) -> Any:
-    """vLLM takes one block less from its own cache with such a draft, so prompts are longer by one."""
+    """vLLM takes one block less from its own cache with such a draft, so prompts are longer by
+    one."""
     draft = make_draft(
-        Path(os.environ["TEST_FOLDER"]) / "draft", Path(model), [document(seed, PROMPT + BLOCK) for seed in (0, 1)], 72
+        Path(os.environ["TEST_FOLDER"]) / "draft",
+        Path(model),
+        [document(seed, PROMPT + BLOCK) for seed in (0, 1)],
+        72,
     )
     return _speculative(model, {"method": "eagle", "model": str(draft)}, PROMPT + BLOCK)
 
 
 def _speculative(model: str, how: dict[str, Any], tokens: int) -> Any:
-    """Answers long enough that chunks are saved from what was drafted, and a next turn that is hit as far as these."""
+    """Answers long enough that chunks are saved from what was drafted, and a next turn that is hit
+    as far as these."""
     engine = Watched(model, speculative_config=how | {"num_speculative_tokens": 3})
     prompt = document(0, tokens)
     told = {"answers": thrice(engine, lambda _: engine.ask([prompt], max_tokens=2 * CHUNK + 8), 0)}
     turn = (prompt + told["answers"]["own"][0]["tokens"])[: tokens + 2 * CHUNK]
     told["turn"] = thrice(engine, lambda _: engine.ask([turn]), 0)
-    drafted = {name: engine.metric(f"spec_decode_num_{name}_tokens") for name in ("draft", "accepted")}
+    drafted = {
+        name: engine.metric(f"spec_decode_num_{name}_tokens") for name in ("draft", "accepted")
+    }
     return told | {"tokens": drafted}
 
 
@@ -191,7 +222,9 @@ def _one_and_several(engine: Watched) -> Any:
     """One prompt, then four at the same time."""
     told = {
         "one": thrice(engine, lambda seed: engine.ask([_tokens(seed)]), 0),
-        "several": thrice(engine, lambda seed: engine.ask([_tokens(seed + index) for index in range(4)]), 1),
+        "several": thrice(
+            engine, lambda seed: engine.ask([_tokens(seed + index) for index in range(4)]), 1
+        ),
     }
     return told | {"most in flight": engine.most_in_flight}
 
@@ -214,7 +247,10 @@ def seeing(model: str) -> Any:
         assert len(output.prompt_token_ids) == PROMPT
         return [answer(output)]
 
-    return {f"image {number}": thrice(engine, lambda _, number=number: ask(number), 0) for number in range(2)}  # type: ignore[misc]
+    return {
+        f"image {number}": thrice(engine, lambda _, number=number: ask(number), 0)  # type: ignore[misc]
+        for number in range(2)
+    }
 
 
 def _tokens(seed: int) -> list[int]:

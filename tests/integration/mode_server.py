@@ -1,9 +1,10 @@
-"""vLLM's OpenAI server as the tests lead it: ``python -m tests.integration.mode_server``, with the server's arguments.
+"""vLLM's OpenAI server as the tests lead it: ``python -m tests.integration.mode_server``, with the
+server's arguments.
 
-The engine's processes import this file, and are patched then: while the file ``shut`` lies in the folder
-``TEST_FOLDER``, a load is not through, and each that begins adds a byte to ``loads``. Each step that a data-parallel
-rank takes only because another one works adds a byte to ``dummies``. The CPU backend gets the two collectives that a
-mixture of experts needs under data parallelism.
+The engine's processes import this file, and are patched then: while the file ``shut`` lies in the
+folder ``TEST_FOLDER``, a load is not through, and each that begins adds a byte to ``loads``. Each
+step that a data-parallel rank takes only because another one works adds a byte to ``dummies``. The
+CPU backend gets the two collectives that a mixture of experts needs under data parallelism.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def _note(name: str) -> None:
 
 
 def gate() -> None:
-    """Loads are told to be through as a device's are: later. Those of a CPU are over when their call returns."""
+    """Loads are told to be through as a device's are: later. Those of a CPU are over when their
+    call returns."""
     from kvtier.gpu import Copy, PagedBlocks
 
     class Gated(Copy):
@@ -54,7 +56,8 @@ def note_dummies() -> None:
 
 
 def gather_of_unequal_ranks() -> None:
-    """Experts need these under data parallelism. vLLM's CPU backend has neither: an engine dies in its first step."""
+    """Experts need these under data parallelism. vLLM's CPU backend has neither: an engine dies in
+    its first step."""
     import torch
     from torch import distributed
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
@@ -69,7 +72,9 @@ def gather_of_unequal_ranks() -> None:
         distributed.all_gather(parts, padded, group=self.device_group)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
-    def reduce_scatterv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+    def reduce_scatterv(
+        self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None
+    ) -> Any:
         whole = input_.clone()
         distributed.all_reduce(whole, group=self.device_group)
         counts = sizes or [len(whole) // self.world_size] * self.world_size

@@ -1,10 +1,11 @@
-"""What the integration tests make a real vLLM do: run as ``python -m tests.integration.scenarios NAME OUT MODEL``, or
-by a fork server.
+"""What the integration tests make a real vLLM do: run as ``python -m tests.integration.scenarios
+NAME OUT MODEL``, or by a fork server.
 
-A scenario runs the same prompts on one engine, with or without kvtier (the environment decides: ``WITH_KVTIER=1``), and
-writes every answer's tokens, logprobs and cached token count as JSON. The tests compare the two files. Nothing leaks
-from one run to the next: each has processes of its own. As in production these are vLLM's three (its front end, engine
-core and worker), or one that does all, when ``VLLM_ENABLE_V1_MULTIPROCESSING=0``.
+A scenario runs the same prompts on one engine, with or without kvtier (the environment decides:
+``WITH_KVTIER=1``), and writes every answer's tokens, logprobs and cached token count as JSON. The
+tests compare the two files. Nothing leaks from one run to the next: each has processes of its own.
+As in production these are vLLM's three (its front end, engine core and worker), or one that does
+all, when ``VLLM_ENABLE_V1_MULTIPROCESSING=0``.
 """
 
 from __future__ import annotations
@@ -22,20 +23,24 @@ from typing import Any
 BLOCK = 32
 CHUNK = 64
 SMALL, PLENTY = 24, 1024
-"""Blocks of an engine that cannot keep two documents of :func:`document` size, and of one that keeps them all."""
+"""Blocks of an engine that cannot keep two documents of :func:`document` size, and of one that
+keeps them all."""
 
 
 def document(seed: int, tokens: int = 16 * BLOCK + 1) -> list[int]:
-    """A prompt whose longest reusable prefix ends at a chunk: hits are as long as those of vLLM's own cache."""
+    """A prompt whose longest reusable prefix ends at a chunk: hits are as long as those of vLLM's
+    own cache."""
     draw = random.Random(seed)
     return [draw.randrange(10, 400) for _ in range(tokens)]
 
 
 class Engine:
-    """A vLLM engine as the tests want it: float32, so that a different split of a prefill cannot change an answer."""
+    """A vLLM engine as the tests want it: float32, so that a different split of a prefill cannot
+    change an answer."""
 
     def __init__(self, model: str, blocks: int = SMALL, **arguments: Any) -> None:
-        """``blocks`` of KV cache with kvtier; the plain engine gets enough to keep everything in its own cache."""
+        """``blocks`` of KV cache with kvtier; the plain engine gets enough to keep everything in
+        its own cache."""
         from vllm import LLM
 
         if Path(model).name == "mla":  # vLLM's MLA kernel on CPU has blocks of half the size
@@ -58,16 +63,27 @@ class Engine:
             settings["num_gpu_blocks_override"] = PLENTY
         self.llm = LLM(model, **(settings | arguments))
 
-    def ask(self, prompts: Iterable[list[int]], salt: str | None = None, **more: Any) -> list[dict[str, Any]]:
-        """Answers in order: ``tokens``, ``logprobs`` of each, ``cached`` tokens, ``prompt_logprobs`` when asked."""
+    def ask(
+        self, prompts: Iterable[list[int]], salt: str | None = None, **more: Any
+    ) -> list[dict[str, Any]]:
+        """Answers in order: ``tokens``, ``logprobs`` of each, ``cached`` tokens,
+        ``prompt_logprobs`` when asked."""
         from vllm import SamplingParams
 
         lora = more.pop("lora", None)
-        settings: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
+        settings: dict[str, Any] = {
+            "temperature": 0,
+            "max_tokens": 8,
+            "ignore_eos": True,
+            "logprobs": 0,
+        }
         inputs: list[Any] = [
-            {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {}) for prompt in prompts
+            {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+            for prompt in prompts
         ]
-        outputs = self.llm.generate(inputs, SamplingParams(**(settings | more)), use_tqdm=False, lora_request=lora)
+        outputs = self.llm.generate(
+            inputs, SamplingParams(**(settings | more)), use_tqdm=False, lora_request=lora
+        )
         return [answer(output) for output in outputs]
 
 
@@ -75,7 +91,10 @@ def answer(output: Any, one: Any = None) -> dict[str, Any]:
     """``one`` of several answers; else the first."""
     best = one or output.outputs[0]
     logprobs = [next(iter(step.values())).logprob for step in best.logprobs or ()]
-    prompt = [None if step is None else next(iter(step.values())).logprob for step in output.prompt_logprobs or ()]
+    prompt = [
+        None if step is None else next(iter(step.values())).logprob
+        for step in output.prompt_logprobs or ()
+    ]
     return {
         "tokens": list(best.token_ids),
         "text": best.text,
@@ -86,13 +105,17 @@ def answer(output: Any, one: Any = None) -> dict[str, Any]:
 
 
 def rounds(engine: Engine, documents: int = 3, times: int = 2, **more: Any) -> list[dict[str, Any]]:
-    """The documents one by one, all of them ``times`` times: from the second time on they can be hits."""
+    """The documents one by one, all of them ``times`` times: from the second time on they can be
+    hits."""
     return [
-        answer for _ in range(times) for seed in range(documents) for answer in engine.ask([document(seed)], **more)
+        answer
+        for _ in range(times)
+        for seed in range(documents)
+        for answer in engine.ask([document(seed)], **more)
     ]
 
 
-# ---- scenarios: name -> answers ------------------------------------------------------------------------------------
+# ---- scenarios: name -> answers ------------------------------------------------------------------
 
 
 def plain(model: str) -> Any:
@@ -100,7 +123,8 @@ def plain(model: str) -> Any:
 
 
 def features(model: str) -> Any:
-    """What one default engine must get right: salts, prompt logprobs, batches, multi-turn, chunked prefill."""
+    """What one default engine must get right: salts, prompt logprobs, batches, multi-turn, chunked
+    prefill."""
     engine = Engine(model, max_num_batched_tokens=256, blocks=64, disable_log_stats=False)
     engine.ask([document(seed) for seed in range(6)])
     result: dict[str, Any] = {"batch": engine.ask([document(seed) for seed in range(6)])}
@@ -123,8 +147,9 @@ def features(model: str) -> Any:
 
 
 def ways_to_ask(model: str) -> Any:
-    """Several answers to a prompt, beam search, structured output, and many requests at once, each asked cold and again
-    when only kvtier has the prompt. Answers by way, and how many tokens of the second asking were hits."""
+    """Several answers to a prompt, beam search, structured output, and many requests at once, each
+    asked cold and again when only kvtier has the prompt. Answers by way, and how many tokens of the
+    second asking were hits."""
     from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
     engine = Engine(model, blocks=128, max_num_batched_tokens=192)
@@ -132,9 +157,12 @@ def ways_to_ask(model: str) -> Any:
     def several(seed: int) -> Any:
         from vllm import SamplingParams
 
-        # Only the best token may be sampled: greedy gives one answer, and vLLM's CPU runner dies of a seed here.
+        # Only the best token may be sampled: greedy gives one answer, and vLLM's CPU runner dies of
+        # a seed here.
         settings = SamplingParams(n=3, temperature=1.0, top_k=1, max_tokens=6, ignore_eos=True)
-        (output,) = engine.llm.generate([{"prompt_token_ids": document(seed)}], settings, use_tqdm=False)
+        (output,) = engine.llm.generate(
+            [{"prompt_token_ids": document(seed)}], settings, use_tqdm=False
+        )
         return [list(one.token_ids) for one in output.outputs], output.num_cached_tokens
 
     def beams(seed: int) -> Any:
@@ -144,7 +172,13 @@ def ways_to_ask(model: str) -> Any:
 
     def structured(seed: int) -> Any:
         only = StructuredOutputsParams(choice=["yes", "no", "perhaps"])
-        (told,) = engine.ask([document(seed)], structured_outputs=only, ignore_eos=False, logprobs=None, max_tokens=12)
+        (told,) = engine.ask(
+            [document(seed)],
+            structured_outputs=only,
+            ignore_eos=False,
+            logprobs=None,
+            max_tokens=12,
+        )
         return told["tokens"], told["cached"]
 
     def at_once(seed: int) -> Any:
@@ -162,7 +196,8 @@ def ways_to_ask(model: str) -> Any:
 
 
 def filler(engine: Engine) -> None:
-    """Push everything out of the engine's own prefix cache, so that the next hit can only be kvtier's."""
+    """Push everything out of the engine's own prefix cache, so that the next hit can only be
+    kvtier's."""
     for seed in range(100, 106):
         engine.ask([document(seed)], max_tokens=1)
 
@@ -202,12 +237,17 @@ def no_prefix_caching(model: str) -> Any:
 def bare_name(model: str) -> Any:
     """Without naming kvtier's module: the entry point must have made the connector's name known."""
     transfer = {"kv_connector": "KVTierConnector", "kv_role": "kv_both"}
-    more: dict[str, Any] = {"kv_transfer_config": transfer} if os.environ.get("WITH_KVTIER") == "1" else {}
+    more: dict[str, Any] = (
+        {"kv_transfer_config": transfer} if os.environ.get("WITH_KVTIER") == "1" else {}
+    )
     return rounds(Engine(model, **more))
 
 
 def speculative(model: str) -> Any:
-    engine = Engine(model, speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3})
+    engine = Engine(
+        model,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
+    )
     return rounds(engine, max_tokens=2 * CHUNK + 8)
 
 
@@ -227,7 +267,8 @@ def pipeline_parallel(model: str) -> Any:
 
 
 def lora(model: str) -> Any:
-    """Base model and two adapters on one prompt: three different answers, each a hit only of its own."""
+    """Base model and two adapters on one prompt: three different answers, each a hit only of its
+    own."""
     from vllm.lora.request import LoRARequest
 
     from kvtier.bench.model import make_lora
@@ -252,7 +293,9 @@ def abort(model: str) -> Any:
     first = rounds(engine, times=1)
     core = engine.llm.llm_engine
     for seed in range(3):
-        core.add_request(f"aborted-{seed}", {"prompt_token_ids": document(seed)}, SamplingParams(max_tokens=64))
+        core.add_request(
+            f"aborted-{seed}", {"prompt_token_ids": document(seed)}, SamplingParams(max_tokens=64)
+        )
     core.step()
     core.abort_request([f"aborted-{seed}" for seed in range(3)])
     while core.has_unfinished_requests():
@@ -261,11 +304,13 @@ def abort(model: str) -> Any:
 
 
 def continued(model: str) -> Any:
-    """Each prompt is asked again with its answer's first token: what follows must be what followed before.
+    """Each prompt is asked again with its answer's first token: what follows must be what followed
+    before.
 
-    The one way to check MLA on the CPU backend to the bit: there vLLM's decode kernel differs from its own prefill, so
-    an answer after a hit may only be compared with a decoded one. That is why vLLM turns prefix caching off there and
-    kvtier declines. Here it is turned on again, as it is on GPUs.
+    The one way to check MLA on the CPU backend to the bit: there vLLM's decode kernel differs from
+    its own prefill, so an answer after a hit may only be compared with a decoded one. That is why
+    vLLM turns prefix caching off there and kvtier declines. Here it is turned on again, as it is on
+    GPUs.
     """
     allow_prefixes()
     engine = Engine(model)
@@ -293,19 +338,22 @@ def allow_prefixes() -> None:
 
 
 def load_failure(model: str) -> Any:
-    """A third of the loads scribble over their blocks and fail; answers must not change. And how many did."""
+    """A third of the loads scribble over their blocks and fail; answers must not change. And how
+    many did."""
     answers = rounds(_with_patch("failing_loads", model), times=4)
     return {"answers": answers, "failures": _noted()}
 
 
 def device(model: str) -> Any:
-    """KV moves as on a GPU, by streams and staging buffers, which here are threads. And how many chunks were loaded."""
+    """KV moves as on a GPU, by streams and staging buffers, which here are threads. And how many
+    chunks were loaded."""
     answers = rounds(_with_patch("threaded_streams", model), times=3)
     return {"answers": answers, "chunks": _noted()}
 
 
 def _with_patch(patch: str, model: str, **arguments: Any) -> Engine:
-    """vLLM spawns the engine's processes on CPUs: they are patched when they import this file (:data:`PATCHES`)."""
+    """vLLM spawns the engine's processes on CPUs: they are patched when they import this file
+    (:data:`PATCHES`)."""
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
         PATCHES[patch]()
     os.environ["TEST_PATCH"] = patch
@@ -327,7 +375,8 @@ def _notes() -> Path:
 
 
 def failing_loads() -> None:
-    """The worker copies a chunk a call, and a document has eight: of three loads one fails, half way."""
+    """The worker copies a chunk a call, and a document has eight: of three loads one fails, half
+    way."""
     from kvtier.gpu import PagedBlocks
 
     calls, load = [0], PagedBlocks.load
@@ -365,7 +414,8 @@ def threaded_streams() -> None:
 
 
 def pipeline_buffers() -> None:
-    """vLLM's CPU worker skips the dummy run that makes the buffers in which a later stage receives. It dies without."""
+    """vLLM's CPU worker skips the dummy run that makes the buffers in which a later stage receives.
+    It dies without."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     gather = GPUModelRunner.sync_and_gather_intermediate_tensors
@@ -380,11 +430,14 @@ def pipeline_buffers() -> None:
     GPUModelRunner.sync_and_gather_intermediate_tensors = repaired
 
 
-PATCHES = {function.__name__: function for function in (failing_loads, threaded_streams, pipeline_buffers)}
+PATCHES = {
+    function.__name__: function for function in (failing_loads, threaded_streams, pipeline_buffers)
+}
 
 
 def stalled(model: str) -> Any:
-    """A Redis that stops answering and then goes on: answers, and the connector's counts, before, meanwhile, after."""
+    """A Redis that stops answering and then goes on: answers, and the connector's counts, before,
+    meanwhile, after."""
     redis, engine = int(os.environ["TEST_REDIS_PID"]), Engine(model, disable_log_stats=False)
 
     def phase(answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -396,7 +449,11 @@ def stalled(model: str) -> Any:
         result["stalled"] = phase(rounds(engine, times=3))
     finally:
         os.kill(redis, signal.SIGCONT)
-    loaded, until, answers = counts(engine)["loaded_redis"], time.monotonic() + 120, list[dict[str, Any]]()
+    loaded, until, answers = (
+        counts(engine)["loaded_redis"],
+        time.monotonic() + 120,
+        list[dict[str, Any]](),
+    )
     while counts(engine)["loaded_redis"] == loaded and time.monotonic() < until:
         answers += rounds(engine, times=1)
     return result | {"after": phase(answers)}
@@ -407,7 +464,10 @@ def lost_node(model: str) -> Any:
     engine = Engine(model, disable_log_stats=False)
     before = {"answers": rounds(engine, times=3), "counts": counts(engine)}
     os.kill(int(os.environ["TEST_REDIS_PID"]), signal.SIGKILL)
-    return {"before": before, "after": {"answers": rounds(engine, times=4), "counts": counts(engine)}}
+    return {
+        "before": before,
+        "after": {"answers": rounds(engine, times=4), "counts": counts(engine)},
+    }
 
 
 def counts(engine: Engine) -> dict[str, int]:
@@ -416,12 +476,15 @@ def counts(engine: Engine) -> dict[str, int]:
     for metric in engine.llm.get_metrics():
         kind, _, rest = metric.name.removeprefix("vllm:kvtier_").partition("_")
         if rest == "chunks" and metric.value:
-            found[f"{kind}_{metric.labels.get('reason') or metric.labels.get('place')}"] = int(metric.value)
+            found[f"{kind}_{metric.labels.get('reason') or metric.labels.get('place')}"] = int(
+                metric.value
+            )
     return found
 
 
 def refused(model: str) -> Any:
-    """A recurrent model where vLLM caches no prefixes, so that kvtier cannot keep it: the engine must not start."""
+    """A recurrent model where vLLM caches no prefixes, so that kvtier cannot keep it: the engine
+    must not start."""
     Engine(model, enable_prefix_caching=False)
     return "started"
 

@@ -1,7 +1,9 @@
-"""A real vLLM engine that a test leads: ``python -m tests.integration.served_engine OUT MODEL [TENSOR_PARALLEL]``.
+"""A real vLLM engine that a test leads: ``python -m tests.integration.served_engine OUT MODEL
+[TENSOR_PARALLEL]``.
 
-For every line on standard input it asks all documents once, appends the answers to the JSON list in OUT, and prints
-``round``. It ends with its input. What vLLM prints goes to standard error at once, whether somebody listens or not.
+For every line on standard input it asks all documents once, appends the answers to the JSON list in
+OUT, and prints ``round``. It ends with its input. What vLLM prints goes to standard error at once,
+whether somebody listens or not.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from tests.integration.tiny_models import IMAGE_TOKENS, image_token, picture
 FIRST = 3 * CHUNK + 8
 """Tokens of a session's first turn."""
 SECOND = 17 * BLOCK - 1 - FIRST - 3
-"""Tokens of its second, with the image: of four that were answered before, three are kept, so that the whole is as
-long as the prompts of :mod:`tests.integration.mode_scenarios`."""
+"""Tokens of its second, with the image: of four that were answered before, three are kept, so that
+the whole is as long as the prompts of :mod:`tests.integration.mode_scenarios`."""
 
 
 class Streaming:
@@ -32,16 +32,27 @@ class Streaming:
             "kv_connector_module_path": "kvtier.connectors.vllm",
             "kv_role": "kv_both",
         }
-        more: dict[str, Any] = {"kv_transfer_config": transfer} if os.environ.get("WITH_KVTIER") == "1" else {}
-        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(
-            model, dtype="float32", max_model_len=736, enforce_eager=True, block_size=BLOCK, seed=0,
-            num_gpu_blocks_override=PLENTY, **more,
-        ))  # fmt: skip
+        more: dict[str, Any] = (
+            {"kv_transfer_config": transfer} if os.environ.get("WITH_KVTIER") == "1" else {}
+        )
+        self.engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model,
+                dtype="float32",
+                max_model_len=736,
+                enforce_eager=True,
+                block_size=BLOCK,
+                seed=0,
+                num_gpu_blocks_override=PLENTY,
+                **more,
+            )
+        )
         self._image = image_token(model)
         self._asked = 0
 
     async def session(self, number: int) -> dict[str, Any]:
-        """A turn of text and, after its answer, another with a picture. ``whole``: the prompt that came of it."""
+        """A turn of text and, after its answer, another with a picture. ``whole``: the prompt that
+        came of it."""
         from vllm.engine.protocol import StreamingInput
 
         answered = asyncio.Event()
@@ -88,7 +99,11 @@ class Streaming:
         from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
-            temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0, output_kind=RequestOutputKind.DELTA
+            temperature=0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            logprobs=0,
+            output_kind=RequestOutputKind.DELTA,
         )
 
     def _name(self) -> str:
@@ -120,12 +135,14 @@ async def _image_later(model: str) -> Any:
 
 
 def image_later(model: str) -> Any:
-    """Sessions that add an image to what was text; what they leave is then asked as one prompt, with that image and
-    with another."""
+    """Sessions that add an image to what was text; what they leave is then asked as one prompt,
+    with that image and with another."""
     return asyncio.run(_image_later(model))
 
 
-SCENARIOS: dict[str, Callable[[str], Any]] = {function.__name__: function for function in (image_later,)}
+SCENARIOS: dict[str, Callable[[str], Any]] = {
+    function.__name__: function for function in (image_later,)
+}
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""The admin surface of real servers: what it tells, what it forgets, whom it lets in, and its OpenAPI document."""
+"""The admin surface of real servers: what it tells, what it forgets, whom it lets in, and its
+OpenAPI document."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def server() -> Iterator[AdminServer]:
         yield server
 
 
-# ---- what it tells ---------------------------------------------------------------------------------------------------
+# ---- what it tells -------------------------------------------------------------------------------
 
 
 def test_every_answer_is_what_the_document_says(server: AdminServer) -> None:
@@ -56,10 +57,24 @@ def test_every_answer_is_what_the_document_says(server: AdminServer) -> None:
     evil = {"Host": "evil.example"}
     tokens = {"fingerprint": LAYOUT.fingerprint.hex(), "tokens": [1, 0, 1], "chunk_tokens": 1}
     asked: list[tuple[str, str, Body | bytes | None, str | None, dict[str, str], int]] = [
-        *[("GET", path, None, None, {}, 200) for path in document["paths"] if path.startswith("/healthz")],
-        *[("GET", path, None, None, {}, 200) for path in ("/", "/metrics", "/v1/stats", "/openapi.json")],
-        *[(m.upper(), path, None, None, evil, 421) for path, ms in document["paths"].items() for m in ms],
-        *[("GET", "/v1/namespaces", None, token, {}, status) for token, status in ((TOKEN, 200), ("guess", 401))],
+        *[
+            ("GET", path, None, None, {}, 200)
+            for path in document["paths"]
+            if path.startswith("/healthz")
+        ],
+        *[
+            ("GET", path, None, None, {}, 200)
+            for path in ("/", "/metrics", "/v1/stats", "/openapi.json")
+        ],
+        *[
+            (m.upper(), path, None, None, evil, 421)
+            for path, ms in document["paths"].items()
+            for m in ms
+        ],
+        *[
+            ("GET", "/v1/namespaces", None, token, {}, status)
+            for token, status in ((TOKEN, 200), ("guess", 401))
+        ],
         ("POST", "/v1/lookup", {"keys": [key]}, TOKEN, {}, 200),
         ("POST", "/v1/lookup", tokens, TOKEN, {}, 200),
         ("POST", "/v1/lookup", tokens | {"salt": "user-7"}, TOKEN, {}, 200),
@@ -85,7 +100,7 @@ def test_every_answer_is_what_the_document_says(server: AdminServer) -> None:
         ("POST", "/v1/clear", b"x" * (5 << 20), TOKEN, {}, 413),
         ("POST", "/v1/clear", b"{}", TOKEN, {"Content-Type": "text/plain"}, 415),
         ("POST", "/v1/clear", {"everything": True}, TOKEN, {}, 200),
-    ]  # fmt: skip
+    ]
     seen = set()
     for method, path, body, token, headers, status in asked:
         answer = server.ask(method, path, body, token=token, **headers)
@@ -95,7 +110,9 @@ def test_every_answer_is_what_the_document_says(server: AdminServer) -> None:
         assert not rest
         assert answer.headers["content-type"].startswith(kind)
         shown = answer.body if kind == "application/json" else answer.text
-        Draft202012Validator(form["schema"] | {"components": document["components"]}).validate(shown)
+        Draft202012Validator(form["schema"] | {"components": document["components"]}).validate(
+            shown
+        )
         seen.add((method, path, status))
     promised = {
         (method.upper(), path, int(status))
@@ -103,10 +120,15 @@ def test_every_answer_is_what_the_document_says(server: AdminServer) -> None:
         for method, operation in methods.items()
         for status in operation["responses"]
     }
-    unseen = {what for what in promised - seen if what[2] not in {403, 500, 503} and what[1:] != ("/v1/stats", 401)}
-    assert {(path, status) for _, path, status in unseen} == {("/metrics", 401), ("/openapi.json", 401)}, (
-        "beyond loopback"
-    )
+    unseen = {
+        what
+        for what in promised - seen
+        if what[2] not in {403, 500, 503} and what[1:] != ("/v1/stats", 401)
+    }
+    assert {(path, status) for _, path, status in unseen} == {
+        ("/metrics", 401),
+        ("/openapi.json", 401),
+    }, "beyond loopback"
     assert seen <= promised
 
 
@@ -131,7 +153,9 @@ def test_metrics_and_stats_follow_engines(server: AdminServer) -> None:
             assert stats["connections"]["open"] == stats["connections"]["leases"] == 1
             (size_class,) = stats["size_classes"]
             assert (size_class["slots"], size_class["filling"], size_class["asked"]) == (32, 3, 8)
-            assert [(tier["tier"], tier["loads"], tier["stores"]) for tier in size_class["tiers"]] == [
+            assert [
+                (tier["tier"], tier["loads"], tier["stores"]) for tier in size_class["tiers"]
+            ] == [
                 ("ram", 5, 5),
                 ("nvme", 0, 5),
             ]
@@ -157,25 +181,43 @@ def test_lookup_says_how_far_each_place_reaches(server: AdminServer) -> None:
         assert (size_class["ready"], size_class["coming"]) == (0, 4)
         assert size_class["tiers"] == [{"tier": "ram", "chunks": 0}, {"tier": "nvme", "chunks": 4}]
         (here,) = server.ask("GET", "/v1/namespaces").body["namespaces"]
-        assert here == {"slot_bytes": SLOT, "fingerprint": LAYOUT.fingerprint.hex(), "namespace": "tenant"}
+        assert here == {
+            "slot_bytes": SLOT,
+            "fingerprint": LAYOUT.fingerprint.hex(),
+            "namespace": "tenant",
+        }
         told = server.lookup(fingerprint=here["fingerprint"], tokens=[1, *range(7)], chunk_tokens=1)
         assert (told["chunks"], told["size_classes"][0]["coming"]) == (8, 4)
-        salted = server.lookup(fingerprint=here["fingerprint"], tokens=[1, *range(7)], chunk_tokens=1, salt="x")
+        salted = server.lookup(
+            fingerprint=here["fingerprint"], tokens=[1, *range(7)], chunk_tokens=1, salt="x"
+        )
         assert salted["size_classes"][0]["coming"] == 0
 
 
-# ---- what it forgets -------------------------------------------------------------------------------------------------
+# ---- what it forgets -----------------------------------------------------------------------------
 
 
 def test_a_tenant_is_erased_and_the_others_are_not(server: AdminServer) -> None:
     theirs, others = run(1, 4), run(1, 4, OTHER)
-    with attached(server.access(namespace="acme")) as client, attached(server.access(OTHER, "else")) as other:
+    with (
+        attached(server.access(namespace="acme")) as client,
+        attached(server.access(OTHER, "else")) as other,
+    ):
         save(client, theirs)
         save(other, others)
         spilled(server, 8)
         done = server.clear(namespace="acme")
-        assert done == {"complete": True, "chunks": 4, "left": 0, "owed_deletes": 0, "untouched": []}
-        assert (client.lookup(theirs).progress, other.lookup(others).progress) == (Progress(0, 0), Progress(4, 0))
+        assert done == {
+            "complete": True,
+            "chunks": 4,
+            "left": 0,
+            "owed_deletes": 0,
+            "untouched": [],
+        }
+        assert (client.lookup(theirs).progress, other.lookup(others).progress) == (
+            Progress(0, 0),
+            Progress(4, 0),
+        )
         spilled(server, 4)
         assert server.stop() == 0
         server.start()
@@ -185,9 +227,14 @@ def test_a_tenant_is_erased_and_the_others_are_not(server: AdminServer) -> None:
 
 
 @pytest.mark.parametrize("end", ["kill", "stop"])
-def test_after_a_restart_just_the_tenant_is_erased_and_no_engine_of_it_need_come(server: AdminServer, end: str) -> None:
+def test_after_a_restart_just_the_tenant_is_erased_and_no_engine_of_it_need_come(
+    server: AdminServer, end: str
+) -> None:
     theirs, others = run(1, 4), run(1, 4, OTHER)
-    with attached(server.access(namespace="acme")) as client, attached(server.access(OTHER, "else")) as other:
+    with (
+        attached(server.access(namespace="acme")) as client,
+        attached(server.access(OTHER, "else")) as other,
+    ):
         save(client, theirs)
         save(other, others)
         spilled(server, 8)
@@ -195,29 +242,52 @@ def test_after_a_restart_just_the_tenant_is_erased_and_no_engine_of_it_need_come
     server.start()
     with attached(server.access(OTHER, "else")) as other:
         done = server.clear(namespace="acme")
-        assert done == {"complete": True, "chunks": 4, "left": 0, "owed_deletes": 0, "untouched": []}
+        assert done == {
+            "complete": True,
+            "chunks": 4,
+            "left": 0,
+            "owed_deletes": 0,
+            "untouched": [],
+        }
         assert load(other, others) == ["nvme"] * 4
     getattr(server, end)()
     server.start()
-    with attached(server.access(namespace="acme")) as client, attached(server.access(OTHER, "else")) as other:
+    with (
+        attached(server.access(namespace="acme")) as client,
+        attached(server.access(OTHER, "else")) as other,
+    ):
         assert client.lookup(theirs).progress == Progress(0, 0)
         assert other.lookup(others).progress == Progress(0, 4)
 
 
-def test_what_no_engine_has_asked_for_since_the_start_is_erased_on_disk(server: AdminServer) -> None:
+def test_what_no_engine_has_asked_for_since_the_start_is_erased_on_disk(
+    server: AdminServer,
+) -> None:
     theirs, others = run(1, 4), run(1, 3, OTHER)
-    with attached(server.access(namespace="acme")) as client, attached(server.access(OTHER, "else")) as other:
+    with (
+        attached(server.access(namespace="acme")) as client,
+        attached(server.access(OTHER, "else")) as other,
+    ):
         save(client, theirs)
         save(other, others)
         spilled(server, 7)
     server.stop()
     server.start()
     assert server.clear(namespace="acme") == {
-        "complete": True, "chunks": 4, "left": 0, "owed_deletes": 0, "untouched": [],
-    }  # fmt: skip
+        "complete": True,
+        "chunks": 4,
+        "left": 0,
+        "owed_deletes": 0,
+        "untouched": [],
+    }
     for namespace in ("unknown", "acme"):
-        assert server.ask("POST", "/v1/clear", {"namespace": namespace}).status == 404, "nothing of it, nobody came"
-    with attached(server.access(namespace="acme")) as client, attached(server.access(OTHER, "else")) as other:
+        assert server.ask("POST", "/v1/clear", {"namespace": namespace}).status == 404, (
+            "nothing of it, nobody came"
+        )
+    with (
+        attached(server.access(namespace="acme")) as client,
+        attached(server.access(OTHER, "else")) as other,
+    ):
         assert client.lookup(theirs).progress == Progress(0, 0)
         assert load(other, others) == ["nvme"] * 3
     server.stop()
@@ -234,7 +304,9 @@ def test_a_save_in_progress_is_waited_for(server: AdminServer) -> None:
         with client.save(run(2, 3)) as lease:
             clearing = threading.Thread(target=lambda: done.append(server.clear(namespace="acme")))
             clearing.start()
-            wait_for(lambda: client.lookup(run(1, 2)).progress == Progress(0, 0), "clear is at work")
+            wait_for(
+                lambda: client.lookup(run(1, 2)).progress == Progress(0, 0), "clear is at work"
+            )
             lease.commit()
         clearing.join(DEADLINE_S)
         assert (done[0]["complete"], done[0]["chunks"]) == (True, 5)
@@ -249,7 +321,11 @@ def test_everything_is_cleared_and_only_with_a_token() -> None:
             assert refused.status == 403
             assert "admin_token_file" in refused.body["expected"]
         assert client.lookup(run(1, 2)).progress == Progress(2, 0)
-    with administered() as server, attached(server.access()) as client, attached(server.access(OTHER, "t")) as other:
+    with (
+        administered() as server,
+        attached(server.access()) as client,
+        attached(server.access(OTHER, "t")) as other,
+    ):
         save(client, run(1, 2))
         save(other, run(1, 2, OTHER))
         assert server.ask("POST", "/v1/clear", {"everything": True}, token=None).status == 401
@@ -265,7 +341,9 @@ def test_everything_is_cleared_and_only_with_a_token() -> None:
 def test_redis_erased_then_away() -> None:
     with (
         RedisServer() as redis,
-        administered(nvme_path=None, nvme_bytes=None, redis_url=redis.url, redis_bytes=NVME) as server,
+        administered(
+            nvme_path=None, nvme_bytes=None, redis_url=redis.url, redis_bytes=NVME
+        ) as server,
     ):
         with attached(server.access(namespace="acme")) as client, redis.admin() as behind:
             save(client, run(1, 4))
@@ -277,9 +355,14 @@ def test_redis_erased_then_away() -> None:
             wait_for(lambda: server.metric("kvtier_held_chunks", tier="redis") == 4, "in Redis")
         redis.kill()
         with attached(server.access(namespace="acme")) as client:
-            wait_for(lambda: knocks(client) and server.metric("kvtier_open_breakers", tier="redis") == 1, "given up")
+            wait_for(
+                lambda: knocks(client) and server.metric("kvtier_open_breakers", tier="redis") == 1,
+                "given up",
+            )
             health = server.ask("GET", "/healthz/ready", token=None)
-            assert (health.status, health.body["ready"]) == (200, True), "a tier that is away is misses"
+            assert (health.status, health.body["ready"]) == (200, True), (
+                "a tier that is away is misses"
+            )
             assert "redis" in health.body["trouble"][0]
             done = server.clear(namespace="acme")
             assert not done["complete"]
@@ -295,10 +378,12 @@ def knocks(client: Client) -> bool:
     return True
 
 
-# ---- whom it lets in -------------------------------------------------------------------------------------------------
+# ---- whom it lets in -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "127.evil.example", "[", ""])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example:80", "127.evil.example", "[", ""]
+)
 def test_a_page_whose_name_was_rebound_gets_nothing(server: AdminServer, host: str) -> None:
     refused = server.ask("GET", "/v1/stats", Host=host, Origin="http://evil.example")
     assert refused.status in {400, 421}
@@ -356,11 +441,15 @@ def test_beyond_loopback_there_is_a_token_and_tls() -> None:
         certificate, key = make_certificate(folder, "server")
         port = free_port()
         secure = {"admin": f"https://0.0.0.0:{port}", "server_cert": certificate, "server_key": key}
-        assert "set admin_token_file" in AdminServer(folder, admin_token_file=None, **secure).refusal()
+        assert (
+            "set admin_token_file" in AdminServer(folder, admin_token_file=None, **secure).refusal()
+        )
         assert "needs a certificate" in AdminServer(folder, admin=secure["admin"]).refusal()
         trusting = ssl.create_default_context(cafile=str(certificate))
         with AdminServer(folder, server_ca=None, **secure) as server:
-            line = http.client.HTTPSConnection("127.0.0.1", port, context=trusting, timeout=DEADLINE_S)
+            line = http.client.HTTPSConnection(
+                "127.0.0.1", port, context=trusting, timeout=DEADLINE_S
+            )
             told = []
             for path, headers in (
                 ("/healthz", {}),
@@ -376,15 +465,20 @@ def test_beyond_loopback_there_is_a_token_and_tls() -> None:
             assert told == [200, 401, 404, 200]
             config = folder / "client.yaml"
             config.write_text(
-                f"server_ca: {certificate}\nadmin: https://127.0.0.1:{port}\nadmin_token_file: {server.token}\n"
+                f"server_ca: {certificate}\nadmin: https://127.0.0.1:{port}\nadmin_token_file: "
+                f"{server.token}\n"
             )
-            server._env = {name: value for name, value in server._env.items() if not name.startswith("KVTIER_")}
+            server._env = {
+                name: value for name, value in server._env.items() if not name.startswith("KVTIER_")
+            }
             shown = server.cli("stats", "--config", config)
             assert shown.returncode == 0, shown
             assert "no engine has come yet" in shown.stdout
 
 
-def test_a_port_that_is_taken_costs_the_surface_and_only_when_nobody_asked_for_it_the_error() -> None:
+def test_a_port_that_is_taken_costs_the_surface_and_only_when_nobody_asked_for_it_the_error() -> (
+    None
+):
     with socket.socket() as holder, short_folder() as folder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -392,9 +486,15 @@ def test_a_port_that_is_taken_costs_the_surface_and_only_when_nobody_asked_for_i
             holder.listen()
         except OSError:
             pass  # somebody else has it, which is as good
-        with AdminServer(folder, admin="", admin_token_file=None) as server, attached(server.access()) as client:
+        with (
+            AdminServer(folder, admin="", admin_token_file=None) as server,
+            attached(server.access()) as client,
+        ):
             assert save(client, run(1, 2)) == 2
-            assert "no admin surface: admin=http://127.0.0.1:9588: cannot listen there" in server.said()
+            assert (
+                "no admin surface: admin=http://127.0.0.1:9588: cannot listen there"
+                in server.said()
+            )
             assert server.stop() == 0
         assert "cannot listen there" in AdminServer(folder, admin="http://127.0.0.1:9588").refusal()
 
@@ -406,7 +506,7 @@ def test_a_token_others_can_read_is_refused() -> None:
         assert f"admin_token_file={server.token} is open to every user" in server.refusal()
 
 
-# ---- the commands ----------------------------------------------------------------------------------------------------
+# ---- the commands --------------------------------------------------------------------------------
 
 
 def test_stats_and_clear_from_a_terminal(server: AdminServer) -> None:
@@ -418,7 +518,9 @@ def test_stats_and_clear_from_a_terminal(server: AdminServer) -> None:
         assert re.search(r"^nvme +4 ", shown.stdout, re.MULTILINE)
         assert json.loads(server.cli("stats", "--json").stdout)["size_classes"][0]["slots"] == 32
         assert server.cli("clear").returncode == 2, "it has to be told what"
-        done = server.cli("clear", "--namespace", "acme", "--admin", server.url, "--token-file", server.token)
+        done = server.cli(
+            "clear", "--namespace", "acme", "--admin", server.url, "--token-file", server.token
+        )
         assert (done.returncode, done.stdout) == (0, "4 chunks forgotten\n")
         assert client.lookup(run(1, 4)).progress == Progress(0, 0)
         guess = server.token.with_name("guess")
@@ -447,6 +549,9 @@ def test_watch_goes_on_until_it_is_interrupted(server: AdminServer) -> None:
 
 
 def test_layouts_of_the_document_keys_are_the_engines() -> None:
-    """chunk_tokens and fingerprint are all of a layout that keys depend on: lookup needs no more."""
-    sizes = [ChunkLayout(LAYOUT.fingerprint, 4, block, (rank,)) for block in (1, 2) for rank in (1, 4096)]
+    """chunk_tokens and fingerprint are all of a layout that keys depend on: lookup needs no
+    more."""
+    sizes = [
+        ChunkLayout(LAYOUT.fingerprint, 4, block, (rank,)) for block in (1, 2) for rank in (1, 4096)
+    ]
     assert len({tuple(layout.keys(range(8), b"x")) for layout in sizes}) == 1

@@ -1,4 +1,5 @@
-"""The admin surface of real servers and those who should not get anything from it: crowds, guessers, impostors."""
+"""The admin surface of real servers and those who should not get anything from it: crowds,
+guessers, impostors."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def server() -> Iterator[AdminServer]:
         yield server
 
 
-# ---- crowds ----------------------------------------------------------------------------------------------------------
+# ---- crowds --------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -39,7 +40,9 @@ def crowd(server: AdminServer, members: int, says: bytes = b"") -> Iterator[list
     with ExitStack() as stack:
         every = []
         for _ in range(members):
-            one = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), DEADLINE_S))
+            one = stack.enter_context(
+                socket.create_connection(("127.0.0.1", server.port), DEADLINE_S)
+            )
             one.sendall(says)
             every.append(one)
         yield every
@@ -76,7 +79,9 @@ def test_who_is_being_served_keeps_its_place(server: AdminServer) -> None:
         with client.save(run(2, 3)) as lease:
             clearing = threading.Thread(target=lambda: done.append(server.clear(namespace="acme")))
             clearing.start()
-            wait_for(lambda: client.lookup(run(1, 2)).progress == Progress(0, 0), "clear is at work")
+            wait_for(
+                lambda: client.lookup(run(1, 2)).progress == Progress(0, 0), "clear is at work"
+            )
             with crowd(server, 80):
                 assert server.ask("GET", LIVE, token=None).status == 200
                 lease.commit()
@@ -91,7 +96,9 @@ def test_a_probe_finds_a_place_beside_more_work_than_is_done_at_once(server: Adm
         with client.save(run(2, 3)) as lease:
             clears = [
                 threading.Thread(
-                    target=lambda: told.append(server.ask("POST", "/v1/clear", {"namespace": "acme"}).status)
+                    target=lambda: told.append(
+                        server.ask("POST", "/v1/clear", {"namespace": "acme"}).status
+                    )
                 )
                 for _ in range(60)
             ]
@@ -110,7 +117,11 @@ def test_a_probe_finds_a_place_beside_more_work_than_is_done_at_once(server: Adm
 def test_what_is_no_http_costs_the_log_a_few_lines(server: AdminServer) -> None:
     for number in range(200):
         with crowd(
-            server, 1, b"GET / HTTP/1.1\r\nbad header \xff line\r\n\r\n" if number % 2 else b"\x00\n\x16\x03\r\n\r\n"
+            server,
+            1,
+            b"GET / HTTP/1.1\r\nbad header \xff line\r\n\r\n"
+            if number % 2
+            else b"\x00\n\x16\x03\r\n\r\n",
         ):
             pass
     assert server.ask("GET", LIVE, token=None).status == 200
@@ -119,14 +130,30 @@ def test_what_is_no_http_costs_the_log_a_few_lines(server: AdminServer) -> None:
     assert 1 <= said.count("kvtier.admin.http") <= 20
 
 
-# ---- guessers --------------------------------------------------------------------------------------------------------
+# ---- guessers ------------------------------------------------------------------------------------
 
 _WRONG = (
-    None, "", "Bearer", "Bearer ", "Bearer   ", "bearer", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}x",
-    f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN} {TOKEN}", f"Bearer,{TOKEN}", f"Bearer {TOKEN.upper()}", "Bearer \xe9\xff",
-    "Bearer null", "Bearer 0", admin_proof.SCHEME, f"{admin_proof.SCHEME} {TOKEN}", f"{admin_proof.SCHEME} 0 0 0 0",
+    None,
+    "",
+    "Bearer",
+    "Bearer ",
+    "Bearer   ",
+    "bearer",
+    TOKEN,
+    f"Basic {TOKEN}",
+    f"Bearer {TOKEN}x",
+    f"Bearer {TOKEN[:-1]}",
+    f"Bearer {TOKEN} {TOKEN}",
+    f"Bearer,{TOKEN}",
+    f"Bearer {TOKEN.upper()}",
+    "Bearer \xe9\xff",
+    "Bearer null",
+    "Bearer 0",
+    admin_proof.SCHEME,
+    f"{admin_proof.SCHEME} {TOKEN}",
+    f"{admin_proof.SCHEME} 0 0 0 0",
     f"{admin_proof.SCHEME} 1 {'0' * 32} {'0' * 64} {'0' * 64}",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
@@ -148,10 +175,19 @@ def test_no_token_and_no_malformed_one_is_taken(
             assert (answer.status, answer.headers.get("www-authenticate")) == (401, "Bearer"), wrong
             assert admin_proof.ANSWER_HEADER.lower() not in answer.headers
         assert client.lookup(run(1, 2)).progress == Progress(2, 0), "nothing was cleared"
-        assert server.ask(method, path, body, token=None, Authorization=f"BEARER {TOKEN}").status == 200
+        assert (
+            server.ask(method, path, body, token=None, Authorization=f"BEARER {TOKEN}").status
+            == 200
+        )
 
 
-def _sent(server: AdminServer, credentials: str, body: bytes, path: str = "/v1/clear", method: str = "POST") -> Answer:
+def _sent(
+    server: AdminServer,
+    credentials: str,
+    body: bytes,
+    path: str = "/v1/clear",
+    method: str = "POST",
+) -> Answer:
     return server.ask(method, path, body or None, token=None, Authorization=credentials)
 
 
@@ -159,7 +195,9 @@ def test_a_signed_request_holds_for_itself_alone(server: AdminServer) -> None:
     everything, other = b'{"everything": true}', b'{"namespace": "acme"}'
     now = time.time()
 
-    def sign(body: bytes = everything, token: bytes = SECRET, at: float = now, path: str = "/v1/clear") -> str:
+    def sign(
+        body: bytes = everything, token: bytes = SECRET, at: float = now, path: str = "/v1/clear"
+    ) -> str:
         return admin_proof.signed(token, "POST", path, body, at)
 
     right = sign()
@@ -171,23 +209,33 @@ def test_a_signed_request_holds_for_itself_alone(server: AdminServer) -> None:
     assert _sent(server, sign(other), everything).status == 401, "another body"
     assert _sent(server, sign(token=b"x" * 32), everything).status == 401, "another token"
     swapped = sign(other).replace(sha256(other).hexdigest(), sha256(everything).hexdigest())
-    assert _sent(server, swapped, everything).status == 401, "another body, and its digest in the header"
+    assert _sent(server, swapped, everything).status == 401, (
+        "another body, and its digest in the header"
+    )
     assert _sent(server, sign(at=now - 300), everything).status == 401, "an old one"
     assert _sent(server, sign(at=now + 300), everything).status == 401, "one for later"
     assert _sent(server, sign(path="/v1/lookup"), everything).status == 401, "another path"
     assert _sent(server, sign(), everything, "/v1/lookup").status == 401, "for another path"
     asked = admin_proof.signed(SECRET, "GET", "/v1/namespaces", b"", now)
     assert _sent(server, asked, b"", "/v1/namespaces", "GET").status == 200
-    assert _sent(server, sign(b"", path="/v1/namespaces"), b"", "/v1/namespaces", "GET").status == 401, "another method"
+    assert (
+        _sent(server, sign(b"", path="/v1/namespaces"), b"", "/v1/namespaces", "GET").status == 401
+    ), "another method"
 
 
-# ---- impostors -------------------------------------------------------------------------------------------------------
+# ---- impostors -----------------------------------------------------------------------------------
 
 
 class Impostor:
-    """Has the port. Answers with ``answer``, or with what ``behind`` answers to the same request, changed or not."""
+    """Has the port. Answers with ``answer``, or with what ``behind`` answers to the same request,
+    changed or not."""
 
-    def __init__(self, answer: bytes = b"", behind: AdminServer | None = None, swap: tuple[bytes, bytes] = (b"", b"")):
+    def __init__(
+        self,
+        answer: bytes = b"",
+        behind: AdminServer | None = None,
+        swap: tuple[bytes, bytes] = (b"", b""),
+    ):
         self.heard: list[tuple[str, dict[str, str], bytes]] = []
         impostor = self
 
@@ -208,7 +256,10 @@ class Impostor:
                         line.request(self.command, self.path, body, dict(self.headers))
                         real = line.getresponse()
                         status, said = real.status, real.read().replace(*swap)
-                        headers = {admin_proof.ANSWER_HEADER: real.getheader(admin_proof.ANSWER_HEADER) or ""}
+                        headers = {
+                            admin_proof.ANSWER_HEADER: real.getheader(admin_proof.ANSWER_HEADER)
+                            or ""
+                        }
                 self.send_response(status)
                 for name, value in {**headers, "Content-Length": str(len(said))}.items():
                     self.send_header(name, value)
@@ -238,7 +289,9 @@ FORGED = b'{"complete":true,"chunks":7,"left":0,"owed_deletes":0,"untouched":[]}
 
 def test_an_impostor_gets_no_token_and_is_not_believed(server: AdminServer) -> None:
     with Impostor(FORGED) as impostor:
-        told = server.cli("clear", "--everything", "--admin", impostor.url, "--token-file", server.token)
+        told = server.cli(
+            "clear", "--everything", "--admin", impostor.url, "--token-file", server.token
+        )
         assert (told.returncode, told.stdout) == (2, "")
         assert "does not show that it knows the token" in told.stderr
         assert len(impostor.heard) == 1
@@ -263,7 +316,9 @@ def test_a_relay_can_neither_change_an_answer_nor_use_a_request_again(server: Ad
             assert server.cli(*words, liar.url).returncode == 2
 
 
-def test_the_right_server_is_believed_and_a_tokenless_one_only_without_a_token(server: AdminServer) -> None:
+def test_the_right_server_is_believed_and_a_tokenless_one_only_without_a_token(
+    server: AdminServer,
+) -> None:
     assert server.cli("stats", "--admin", server.url, "--token-file", server.token).returncode == 0
     with administered(admin_token_file=None) as tokenless:
         assert tokenless.cli("stats", "--admin", tokenless.url).returncode == 0
@@ -271,18 +326,27 @@ def test_the_right_server_is_believed_and_a_tokenless_one_only_without_a_token(s
         assert "another admin_token_file" in refused.stderr
 
 
-# ---- names that are wrong --------------------------------------------------------------------------------------------
+# ---- names that are wrong ------------------------------------------------------------------------
 
 
 def test_a_misspelt_namespace_is_told_which_there_are(server: AdminServer) -> None:
-    with attached(server.access(namespace="acme")) as client, attached(server.access(namespace="else")):
+    with (
+        attached(server.access(namespace="acme")) as client,
+        attached(server.access(namespace="else")),
+    ):
         save(client, run(1, 2))
         told = server.cli("clear", "--namespace", "acne", "--token-file", server.token)
         assert (told.returncode, told.stdout) == (2, "")
-        assert "'acne'" in told.stderr and "'acme', 'else'" in told.stderr and "did you mean 'acme'?" in told.stderr
+        assert (
+            "'acne'" in told.stderr
+            and "'acme', 'else'" in told.stderr
+            and "did you mean 'acme'?" in told.stderr
+        )
         answer = server.ask("POST", "/v1/clear", {"namespace": "nosuch"})
         assert answer.status == 404
         assert "'acme', 'else'" in json.loads(answer.text)["expected"]
         assert client.lookup(run(1, 2)).progress == Progress(2, 0)
         done = server.cli("clear", "--namespace", "else", "--token-file", server.token)
-        assert (done.returncode, done.stdout) == (0, "0 chunks forgotten\n"), "it is known, and has nothing"
+        assert (done.returncode, done.stdout) == (0, "0 chunks forgotten\n"), (
+            "it is known, and has nothing"
+        )

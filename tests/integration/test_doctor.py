@@ -1,4 +1,5 @@
-"""``kvtier doctor`` on real tiers: sound, missing, full, slow to answer, and with bytes changed behind their back."""
+"""``kvtier doctor`` on real tiers: sound, missing, full, slow to answer, and with bytes changed
+behind their back."""
 
 from __future__ import annotations
 
@@ -57,14 +58,19 @@ def tiers(**settings: object) -> list[Finding]:
     return list(doctor.tiers(load(env={}, flags=settings)))
 
 
-# -- the command ---------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 @pytest.mark.redis
-def test_a_sound_installation_is_0_and_left_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sound_installation_is_0_and_left_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "kvtier.yaml"
     with RedisServer(maxmemory="64mb") as redis:
-        file.write_text(f"ram_bytes: 64MiB\nnvme_path: {tmp_path}/not/yet\nnvme_bytes: 64MiB\nredis_url: {redis.url}\n")
+        file.write_text(
+            f"ram_bytes: 64MiB\nnvme_path: {tmp_path}/not/yet\nnvme_bytes: 64MiB\nredis_url: "
+            f"{redis.url}\n"
+        )
         assert cli.main(["doctor", "--no-engine", "--config", str(file)]) == 0
         with redis.admin() as admin:
             assert admin.dbsize() == 0
@@ -79,7 +85,9 @@ def test_what_is_wrong_is_1_with_what_to_do_and_the_rest_is_looked_at_all_the_sa
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "kvtier.yaml"
-    file.write_text(f"redis_url: redis://127.0.0.1:{free_port()}\nserver: unix://{tmp_path}/none.sock\n")
+    file.write_text(
+        f"redis_url: redis://127.0.0.1:{free_port()}\nserver: unix://{tmp_path}/none.sock\n"
+    )
     assert cli.main(["doctor", "--no-engine", "--json", "--config", str(file)]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["status"] == 1
@@ -90,12 +98,16 @@ def test_what_is_wrong_is_1_with_what_to_do_and_the_rest_is_looked_at_all_the_sa
     assert "self-test ram" in {row["check"] for row in told["findings"]}
 
 
-def test_a_configuration_that_cannot_be_read_is_a_finding(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_configuration_that_cannot_be_read_is_a_finding(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     file = tmp_path / "kvtier.yaml"
     file.write_text("ram_bites: 1GiB\n")
     assert cli.main(["doctor", "--no-engine", "--config", str(file)]) == 1
     said = capsys.readouterr().out
-    assert "fail  config             unknown key 'ram_bites'" in said and "ok    self-test ram" in said
+    assert (
+        "fail  config             unknown key 'ram_bites'" in said and "ok    self-test ram" in said
+    )
 
 
 def test_more_ram_than_there_is_and_a_model_that_does_not_fit(
@@ -104,19 +116,32 @@ def test_more_ram_than_there_is_and_a_model_that_does_not_fit(
     (tmp_path / "config.json").write_text(json.dumps({**PRESETS["demo"], "torch_dtype": "float32"}))
     monkeypatch.setenv("KVTIER_RAM_BYTES", "900GiB")
     assert cli.main(["doctor", "--no-engine"]) == 1
-    assert "fail  ram                ram_bytes 900 GiB (environment KVTIER_RAM_BYTES) of" in capsys.readouterr().out
+    assert (
+        "fail  ram                ram_bytes 900 GiB (environment KVTIER_RAM_BYTES) of"
+        in capsys.readouterr().out
+    )
     monkeypatch.setenv("KVTIER_RAM_BYTES", "256MiB")
     assert cli.main(["doctor", "--no-engine", "--model", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "warn  model              16 KiB of KV a token, 4 MiB a chunk; the RAM tier holds 16,384 tokens" in said
+    assert (
+        "warn  model              16 KiB of KV a token, 4 MiB a chunk; the RAM tier holds "
+        "16,384 tokens" in said
+    )
     assert "needs ram_bytes 512 MiB" in said
 
 
 def test_ram_is_judged_as_a_start_judges_it(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limit, free, _ = ram_room()
-    assert limit is not None and limit.value is not None and free is not None and free.value is not None
+    assert (
+        limit is not None
+        and limit.value is not None
+        and free is not None
+        and free.value is not None
+    )
     between, above = (limit.value + free.value) // 2, limit.value + 1
     monkeypatch.setenv("KVTIER_RAM_BYTES", str(between))
     assert cli.main(["doctor", "--no-engine"]) == 0
@@ -138,7 +163,10 @@ def test_huge_pages_are_told_and_never_an_error(monkeypatch: pytest.MonkeyPatch)
     populated(1).close()
     assert huge_pages()[1:3] == ("ok", "the kernel makes them of ordinary memory")
     with reserved_pages(2):
-        assert huge_pages()[1:3] == ("ok", "reserved: an engine's own pool takes them; 4 MiB of reserved ones are free")
+        assert huge_pages()[1:3] == (
+            "ok",
+            "reserved: an engine's own pool takes them; 4 MiB of reserved ones are free",
+        )
     monkeypatch.setattr(region, "_COLLAPSE", 999)  # an advice that no kernel knows
     found = huge_pages()
     assert (found.state, found.seen) == ("warn", "none; a disk needs a second copy")
@@ -152,15 +180,29 @@ SERVE = ("python", "-m", API_SERVER, "--model", "M")
     ("words", "env", "state", "seen"),
     [
         (SERVE, {}, "ok", "KVTierConnector added"),
-        ((*SERVE, "--kv-transfer-config", '{"kv_connector":"KVTierConnector"}'), {}, "ok", "as the command says"),
-        ((*SERVE, "--kv-transfer-config", '{"kv_connector":"NixlConnector"}'), {}, "fail", "'NixlConnector'"),
+        (
+            (*SERVE, "--kv-transfer-config", '{"kv_connector":"KVTierConnector"}'),
+            {},
+            "ok",
+            "as the command says",
+        ),
+        (
+            (*SERVE, "--kv-transfer-config", '{"kv_connector":"NixlConnector"}'),
+            {},
+            "fail",
+            "'NixlConnector'",
+        ),
         ((*SERVE, "--kv-offloading-size", "4"), {}, "fail", "vLLM's own offloading"),
         (("vllm", "bench", "M"), {}, "fail", "expected vllm serve MODEL"),
         ((), {"OPTION_KV_OFFLOADING_SIZE": "4"}, "fail", "vLLM's own offloading"),
     ],
 )
 def test_the_command_that_starts_the_engine_is_judged(
-    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], env: dict[str, str], state: str, seen: str
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    env: dict[str, str],
+    state: str,
+    seen: str,
 ) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -176,11 +218,17 @@ def test_without_a_command_nothing_is_said_of_one() -> None:
 def test_an_engine_is_looked_at_with_its_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Behind ``--`` on doctor's own command line; a host without an engine has no command to judge."""
-    monkeypatch.setattr(sys, "executable", "/no/python")  # its own tests look at vLLM, which takes seconds to load
+    """Behind ``--`` on doctor's own command line; a host without an engine has no command to
+    judge."""
+    monkeypatch.setattr(
+        sys, "executable", "/no/python"
+    )  # its own tests look at vLLM, which takes seconds to load
     command = ["--", *SERVE, "--kv-offloading-size", "4"]
     assert cli.main(["doctor", *command]) == 1
-    assert "fail  command            --kv-offloading-size asks for vLLM's own" in capsys.readouterr().out
+    assert (
+        "fail  command            --kv-offloading-size asks for vLLM's own"
+        in capsys.readouterr().out
+    )
     cli.main(["doctor", "--no-engine", *command])
     assert " command " not in capsys.readouterr().out
 
@@ -195,7 +243,11 @@ def test_what_was_not_foreseen_is_a_finding_too() -> None:
     def broken() -> list[Finding]:
         raise RuntimeError("no such luck")
 
-    assert next(iter(doctor.guarded("nvme", broken)))[:3] == ("nvme", "fail", "RuntimeError: no such luck")
+    assert next(iter(doctor.guarded("nvme", broken)))[:3] == (
+        "nvme",
+        "fail",
+        "RuntimeError: no such luck",
+    )
 
 
 def test_a_vllm_that_does_not_load_fails(tmp_path: Path) -> None:
@@ -210,7 +262,10 @@ def test_a_vllm_that_does_not_load_fails(tmp_path: Path) -> None:
     findings = [Finding(**row) for row in json.loads(done.stdout)["findings"]]
     assert done.returncode == 1
     assert one(findings, "vllm").seen == "vLLM 0.32.0"
-    assert one(findings, "connector").state == "fail" and "no libcuda.so.1" in one(findings, "connector").seen
+    assert (
+        one(findings, "connector").state == "fail"
+        and "no libcuda.so.1" in one(findings, "connector").seen
+    )
 
 
 @pytest.mark.vllm
@@ -219,10 +274,16 @@ def test_a_vllm_that_does_not_load_fails(tmp_path: Path) -> None:
     ("plug_ins", "state", "seen"),
     [
         ({}, "ok", "vLLM loads KVTierConnector, also for LMCacheConnectorV1"),
-        ({"VLLM_PLUGINS": "others"}, "fail", "vLLM loads no plug-in of kvtier's: LMCacheConnectorV1 is LMCache's"),
+        (
+            {"VLLM_PLUGINS": "others"},
+            "fail",
+            "vLLM loads no plug-in of kvtier's: LMCacheConnectorV1 is LMCache's",
+        ),
     ],
 )
-def test_the_real_vllm_loads_the_connector_in_lmcaches_place(plug_ins: dict[str, str], state: str, seen: str) -> None:
+def test_the_real_vllm_loads_the_connector_in_lmcaches_place(
+    plug_ins: dict[str, str], state: str, seen: str
+) -> None:
     command = [sys.executable, "-m", "kvtier", "doctor", "--json"]
     env = os.environ | {"KVTIER_REPLACE_LMCACHE": "1", **plug_ins}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
@@ -231,7 +292,7 @@ def test_the_real_vllm_loads_the_connector_in_lmcaches_place(plug_ins: dict[str,
     assert done.returncode == (state == "fail")
 
 
-# -- disks ---------------------------------------------------------------------------------------------------------
+# -- disks -----------------------------------------------------------------------------------------
 
 
 @needs_root
@@ -241,14 +302,17 @@ def test_a_full_tmpfs_is_named_twice(tmp_path: Path) -> None:
         found = tiers(nvme_path=str(point / "kvtier"), nvme_bytes="64MiB", ram_bytes="8MiB")
         assert not (point / "kvtier").exists()
     states = {finding.state: finding for finding in of(found, "nvme")}
-    assert states["fail"].seen == "64 MiB (flag) of 12 MiB on tmpfs" and "12 MiB" in states["fail"].do
+    assert (
+        states["fail"].seen == "64 MiB (flag) of 12 MiB on tmpfs" and "12 MiB" in states["fail"].do
+    )
     assert "counted twice" in states["warn"].seen
     assert of(found, "self-test nvme") == []
 
 
 @needs_root
 def test_a_disk_that_fills_up_under_the_trial_fails(tmp_path: Path) -> None:
-    """Room enough for what is asked, none for the trial's own file: what doctor must find out by doing it."""
+    """Room enough for what is asked, none for the trial's own file: what doctor must find out by
+    doing it."""
     with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=16m", "kvtier-test") as point:
         (point / "others").write_bytes(bytes(13 * MIB))
         wrong = selftest.try_nvme(Config(nvme_path=str(point / "kvtier")))
@@ -268,11 +332,15 @@ def test_a_path_without_direct_io_is_to_mind(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_ours_fails(tmp_path: Path) -> None:
-    refused = replace(probe.probe_disk(str(tmp_path)), writable=known(False, f"no right to write in {tmp_path}"))
+    refused = replace(
+        probe.probe_disk(str(tmp_path)), writable=known(False, f"no right to write in {tmp_path}")
+    )
     (found,) = disk_findings(Config(nvme_path=str(tmp_path)), refused)
     assert (found.state, found.seen) == ("fail", f"no right to write in {tmp_path}")
     tmp_path.chmod(0o777)
-    assert [f.seen for f in tiers(nvme_path=str(tmp_path), nvme_bytes="64MiB") if "every user" in f.seen]
+    assert [
+        f.seen for f in tiers(nvme_path=str(tmp_path), nvme_bytes="64MiB") if "every user" in f.seen
+    ]
 
 
 def test_bytes_changed_on_disk_between_the_two_processes_are_seen(tmp_path: Path) -> None:
@@ -293,15 +361,19 @@ def test_slots_that_another_process_sees_otherwise_are_seen() -> None:
     said = selftest.run("map", selftest.trial(pool.path, Config()))
     pool.close()
     assert said == f"map: {selftest.CHUNKS} of {selftest.CHUNKS} slots have other bytes here"
-    assert "cannot map the shared pool" in selftest.run("map", selftest.trial("/proc/1/fd/9999", Config()))
+    assert "cannot map the shared pool" in selftest.run(
+        "map", selftest.trial("/proc/1/fd/9999", Config())
+    )
 
 
 def test_a_tier_that_writes_late_or_little_is_tried_all_the_same(tmp_path: Path) -> None:
-    found = tiers(nvme_path=f"{tmp_path}/t", nvme_bytes="64MiB", nvme_write="evict", nvme_write_limit="1MiB")
+    found = tiers(
+        nvme_path=f"{tmp_path}/t", nvme_bytes="64MiB", nvme_write="evict", nvme_write_limit="1MiB"
+    )
     assert one(found, "self-test nvme").state == "ok", found
 
 
-# -- at the start: the key self_test -------------------------------------------------------------------------------
+# -- at the start: the key self_test ---------------------------------------------------------------
 
 
 def test_a_start_with_self_test_tries_every_place(tmp_path: Path) -> None:
@@ -311,21 +383,28 @@ def test_a_start_with_self_test_tries_every_place(tmp_path: Path) -> None:
     ):
         said = server.log.read_text()
         for place in ("ram", "nvme"):
-            assert f"self-test of {place}: saved by one process, loaded and compared by another" in said
+            assert (
+                f"self-test of {place}: saved by one process, loaded and compared by another"
+                in said
+            )
         selftest.at_start(load(env={}, flags={"server": str(server.address)}), engines.SLOT)
         assert engine.stats()["load_asked"] == selftest.CHUNKS
 
 
 def test_a_start_ends_when_its_self_test_fails(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    own = engines.ServerProcess(tmp_path, self_test=True, nvme_path=tmp_path / "file/t", nvme_bytes=MIB)
+    own = engines.ServerProcess(
+        tmp_path, self_test=True, nvme_path=tmp_path / "file/t", nvme_bytes=MIB
+    )
     assert "self-test of nvme: save: " in own.refusal()
     nobody = {"server": f"unix://{tmp_path}/none.sock", "self_test": True}
-    with pytest.raises(TierError, match=r"self-test of server: save: .*self_test=false starts without"):
+    with pytest.raises(
+        TierError, match=r"self-test of server: save: .*self_test=false starts without"
+    ):
         selftest.at_start(load(env={}, flags=nobody), engines.SLOT)
 
 
-# -- Redis ---------------------------------------------------------------------------------------------------------
+# -- Redis -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.redis
@@ -360,11 +439,12 @@ def test_a_full_redis_fails_the_trial_and_a_changed_value_is_seen() -> None:
     assert said.startswith("load: ") and said.endswith("chunks came back")
 
 
-# -- servers -------------------------------------------------------------------------------------------------------
+# -- servers ---------------------------------------------------------------------------------------
 
 
 def test_a_server_is_not_disturbed_before_an_engine_is_there_and_tried_afterwards() -> None:
-    """Each chunk size that a server is asked for takes a part of its room: doctor must not be the one who asks."""
+    """Each chunk size that a server is asked for takes a part of its room: doctor must not be the
+    one who asks."""
     with serving() as server:
         found = tiers(server=str(server.address))
         assert one(found, "server").state == "ok"
@@ -384,7 +464,9 @@ def test_a_server_whose_chunks_are_never_hit_says_why() -> None:
             assert engines.load(engine, engines.run(number, 20)) == []
         found = one(tiers(server=str(server.address)), "hits")
         assert found.state == "warn"
-        assert found.seen.startswith("0 of 2,000 chunks asked for were hits since the start: 100% cold: ")
+        assert found.seen.startswith(
+            "0 of 2,000 chunks asked for were hits since the start: 100% cold: "
+        )
         for _ in range(20):
             assert engines.load(engine, engines.run(1, 2)) == ["ram"] * 2
         assert one(tiers(server=str(server.address)), "hits").state == "ok"
@@ -396,11 +478,20 @@ def test_a_server_on_another_host_with_and_without_its_token(tmp_path: Path) -> 
         file.write_text(f"{file.name} of thirty-two characters or so")
         file.chmod(0o600)
     address = f"tcp://127.0.0.1:{free_port()}"
-    with serving(address, server_token_file=token) as server, attached(server.access()), attached(server.access(OTHER)):
+    with (
+        serving(address, server_token_file=token) as server,
+        attached(server.access()),
+        attached(server.access(OTHER)),
+    ):
         found = tiers(server=address, server_token_file=str(token))
-        assert [one(found, check).state for check in ("token", "server", "self-test server")] == ["ok"] * 3, found
+        assert [one(found, check).state for check in ("token", "server", "self-test server")] == [
+            "ok"
+        ] * 3, found
         found = tiers(server=address, server_token_file=str(wrong))
-        assert one(found, "server").state == "fail" and "does not know the server's token" in one(found, "server").seen
+        assert (
+            one(found, "server").state == "fail"
+            and "does not know the server's token" in one(found, "server").seen
+        )
     wrong.chmod(0o644)
     found = tiers(server=address, server_token_file=str(wrong))
     assert "open to every user" in one(found, "token").seen

@@ -1,4 +1,5 @@
-"""The fork server of the tests on engines: what it runs is as if it had been started by its name."""
+"""The fork server of the tests on engines: what it runs is as if it had been started by its
+name."""
 
 from __future__ import annotations
 
@@ -30,10 +31,18 @@ def run(forks: Forks, log: Path) -> Run:
     return once
 
 
-def test_each_has_the_environment_that_was_asked_for_and_a_process_of_its_own(run: Run, log: Path) -> None:
-    shown = ("-s", "import os, sys", "print(os.getpid(), sorted(os.environ), 'vllm' in sys.modules)")
+def test_each_has_the_environment_that_was_asked_for_and_a_process_of_its_own(
+    run: Run, log: Path
+) -> None:
+    shown = (
+        "-s",
+        "import os, sys",
+        "print(os.getpid(), sorted(os.environ), 'vllm' in sys.modules)",
+    )
     assert run(*shown, ONE="1") == run(*shown, TWO="2") == 0
-    (first, *one), (second, *two) = (line.split(" ", 1) for line in log.read_text().splitlines() if "[" in line)
+    (first, *one), (second, *two) = (
+        line.split(" ", 1) for line in log.read_text().splitlines() if "[" in line
+    )
     assert (one, two) == (["['ONE'] True"], ["['TWO'] True"])
     assert first != second
 

@@ -1,4 +1,5 @@
-"""``kvtier check`` on folders of a real tier and a real server: flipped bits, crashes, repair, and a folder in use."""
+"""``kvtier check`` on folders of a real tier and a real server: flipped bits, crashes, repair, and
+a folder in use."""
 
 from __future__ import annotations
 
@@ -50,7 +51,12 @@ def test_a_whole_folder(tmp_path: Path) -> None:
     before = bytes_of(tmp_path / "nvme")
     report = check(tmp_path / "nvme")
     assert counts(report) == (6, 0, 0, 0, 2)
-    assert (report.slots, report.slot_bytes, report.closed, report.bad) == (SLOTS, SLOT, True, False)
+    assert (report.slots, report.slot_bytes, report.closed, report.bad) == (
+        SLOTS,
+        SLOT,
+        True,
+        False,
+    )
     assert bytes_of(tmp_path / "nvme") == before
 
 
@@ -176,4 +182,7 @@ def test_after_kill_9_under_load_nothing_is_corrupt() -> None:
             assert told["good"] > 0
             assert (told["corrupt"], told["damaged"], told["closed"]) == (0, 0, False)
             server.start()
-            wait_for(lambda: client.stats().get("nvme_held") == told["good"], "what check counted is what came back")
+            wait_for(
+                lambda: client.stats().get("nvme_held") == told["good"],
+                "what check counted is what came back",
+            )

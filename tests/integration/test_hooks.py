@@ -1,5 +1,6 @@
-"""Every vLLM that is here calls kvtier's hooks as kvtier understands them: its own scheduler and worker lifecycle, a
-stand-in for the model. Also 0.33, which has no build for CPUs (``make vllm-next`` sets it up)."""
+"""Every vLLM that is here calls kvtier's hooks as kvtier understands them: its own scheduler and
+worker lifecycle, a stand-in for the model. Also 0.33, which has no build for CPUs (``make
+vllm-next`` sets it up)."""
 
 from __future__ import annotations
 
@@ -27,13 +28,19 @@ HERE: dict[str, Path | None] = (
 @pytest.mark.parametrize("version", sorted(HERE))
 def test_a_save_and_a_load_through_vllms_own_scheduler(version: str, tmp_path: Path) -> None:
     model = make_model(tmp_path / "tiny", "tiny")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("KVTIER_", "LMCACHE_"))}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("KVTIER_", "LMCACHE_"))
+    }
     env |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     env |= {"KVTIER_CHUNK_TOKENS": "64", "KVTIER_RAM_BYTES": "4MiB", "KVTIER_TAKE_HITS": "always"}
     if HERE[version] is not None:
         env["PYTHONPATH"] = str(HERE[version])
     command = [engine_python(), "-m", "tests.integration.hooks", str(model)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["vllm"].startswith(version) or HERE[version] is None
@@ -42,5 +49,7 @@ def test_a_save_and_a_load_through_vllms_own_scheduler(version: str, tmp_path: P
     assert said["cached"] == [0, 128, 0]
     assert said["checked"] > 128, "no KV was compared"
     ours = {name: count for name, count in said["counts"].items() if "|" not in name}
-    assert ours == {"missed_cold": 4, "loaded_ram": 2}, "what vLLM's metrics are told of hits and misses"
+    assert ours == {"missed_cold": 4, "loaded_ram": 2}, (
+        "what vLLM's metrics are told of hits and misses"
+    )
     assert "counter|loads|ram" in said["counts"], "and of the store"

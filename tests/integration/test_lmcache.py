@@ -1,4 +1,5 @@
-"""The real LMCache (in an environment of its own) over a kvtier server, by its own remote storage plug-in interface."""
+"""The real LMCache (in an environment of its own) over a kvtier server, by its own remote storage
+plug-in interface."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ CHUNK_BYTES = 4096 + 2 * 2 * CHUNK * 32 * 2
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not (PYTHON.parents[1] / "ready").exists(), reason="lmcache is not installed: make peers"),
+    pytest.mark.skipif(
+        not (PYTHON.parents[1] / "ready").exists(), reason="lmcache is not installed: make peers"
+    ),
 ]
 
 
@@ -43,13 +46,23 @@ def settings_of(**ours: object) -> dict[str, object]:
         "local_cpu": False,  # nothing is served from LMCache's own memory
         "max_local_cpu_size": 0.05,
         "remote_storage_plugins": ["kvtier"],
-        "extra_config": {f"remote_storage_plugin.kvtier.{key}": value for key, value in extra.items()},
+        "extra_config": {
+            f"remote_storage_plugin.kvtier.{key}": value for key, value in extra.items()
+        },
     }
 
 
 def clean_environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVTIER_", "LMCACHE"))}
-    return kept | {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("KVTIER_", "LMCACHE"))
+    }
+    return kept | {
+        "PYTHONHASHSEED": "0",
+        "LMCACHE_TRACK_USAGE": "false",
+        "LMCACHE_DISABLE_BANNER": "1",
+    }
 
 
 class Process:
@@ -92,7 +105,9 @@ class Engine:
         self._name = folder.name
         self._said = len(process.said())
         folder.mkdir()
-        (folder / "lmcache.yaml").write_text(json.dumps(settings_of(**settings) | {"save_unfull_chunk": True}))
+        (folder / "lmcache.yaml").write_text(
+            json.dumps(settings_of(**settings) | {"save_unfull_chunk": True})
+        )
         process.ask("start", self._name, folder / "lmcache.yaml")
 
     def store(self, seed: int) -> None:
@@ -177,13 +192,28 @@ def vllm(server: ServerProcess, folder: Path, model: Path) -> Iterator[list[dict
     """An engine that has asked all documents; its answers. It lives as long as the context."""
     folder.mkdir()
     (folder / "lmcache.yaml").write_text(json.dumps(settings_of(**near(server))))
-    environment = clean_environment() | {"LMCACHE_CONFIG_FILE": str(folder / "lmcache.yaml"), "HF_HUB_OFFLINE": "1"}
+    environment = clean_environment() | {
+        "LMCACHE_CONFIG_FILE": str(folder / "lmcache.yaml"),
+        "HF_HUB_OFFLINE": "1",
+    }
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
-    command = [str(PYTHON), "-m", "tests.integration.lmcache_vllm", str(folder / "answers.json"), str(model)]
+    command = [
+        str(PYTHON),
+        "-m",
+        "tests.integration.lmcache_vllm",
+        str(folder / "answers.json"),
+        str(model),
+    ]
     with (
         (folder / "engine.log").open("w") as log,
         subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         ) as process,
     ):
         try:
@@ -199,7 +229,9 @@ def near(server: ServerProcess) -> dict[str, object]:
     return {"server": str(server.address), "server_timeout_ms": 5000}
 
 
-def test_a_second_engine_hits_what_the_first_stored_and_every_byte_is_right(engines: Engines) -> None:
+def test_a_second_engine_hits_what_the_first_stored_and_every_byte_is_right(
+    engines: Engines,
+) -> None:
     with serving(ram_bytes="8MiB") as server:
         one, two = engines(**near(server)), engines(**near(server))
         assert one.load(1) == (0, 0, True)
@@ -282,7 +314,10 @@ def test_an_engine_without_its_server_starts_and_misses(engines: Engines, tmp_pa
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({}, "server is missing"), ({"server": "unix:///x", "ram_bytes": 1}, "unknown key remote_storage_plugin.kvtier.")],
+    [
+        ({}, "server is missing"),
+        ({"server": "unix:///x", "ram_bytes": 1}, "unknown key remote_storage_plugin.kvtier."),
+    ],
 )
 def test_a_wrong_setting_is_said_and_the_engine_goes_on(
     engines: Engines, settings: dict[str, object], words: str

@@ -13,7 +13,15 @@ from kvtier.connectors.lmcache import packing
 from kvtier.connectors.lmcache.cache_server import Attached, CacheServer, Streamed
 from kvtier.core.chunk import ChunkKey
 from kvtier.testing.check_tier import content
-from tests.server_process import LAYOUT, SLOT, ServerProcess, attached, serving, short_folder, wait_for
+from tests.server_process import (
+    LAYOUT,
+    SLOT,
+    ServerProcess,
+    attached,
+    serving,
+    short_folder,
+    wait_for,
+)
 
 
 def run(prompt: int, length: int) -> list[ChunkKey]:
@@ -21,9 +29,13 @@ def run(prompt: int, length: int) -> list[ChunkKey]:
 
 
 @contextmanager
-def place(transport: str, slots: int = 32, **settings: object) -> Iterator[tuple[CacheServer, ServerProcess]]:
+def place(
+    transport: str, slots: int = 32, **settings: object
+) -> Iterator[tuple[CacheServer, ServerProcess]]:
     port = free_port()
-    with serving(f"tcp://127.0.0.1:{port}", flags=("--insecure",), ram_bytes=slots * SLOT, **settings) as server:
+    with serving(
+        f"tcp://127.0.0.1:{port}", flags=("--insecure",), ram_bytes=slots * SLOT, **settings
+    ) as server:
         if transport == "unix":
             cache_server: CacheServer = Attached(server.access(), 5.0, 20.0)
         else:
@@ -103,7 +115,11 @@ def test_without_a_server_nothing_is_found_saved_or_loaded(transport: str) -> No
     with place(transport) as (cache_server, server):
         save(cache_server, run(1, 3))
         server.kill()
-        assert (cache_server.find(run(1, 3)), save(cache_server, run(2, 3)), load(cache_server, run(1, 3))) == (
+        assert (
+            cache_server.find(run(1, 3)),
+            save(cache_server, run(2, 3)),
+            load(cache_server, run(1, 3)),
+        ) == (
             0,
             0,
             [],

@@ -1,4 +1,5 @@
-"""Long Doc QA on real vLLM servers, small: the whole command, its arms, its files; and the servers it starts."""
+"""Long Doc QA on real vLLM servers, small: the whole command, its arms, its files; and the servers
+it starts."""
 
 from __future__ import annotations
 
@@ -20,17 +21,44 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS, TOKENS = 4, 512
 ASKED = DOCUMENTS * 2 * TOKENS
 SHAPE = [
-    *("--num-documents", str(DOCUMENTS), "--document-length", str(TOKENS), "--question-length", "32"),
-    *("--output-len", "8", "--repeat-count", "2", "--max-inflight-requests", "2", "--dtype", "float32"),
-    *("--block-size", "32", "--chunk-tokens", "64", "--settle-seconds", "1", "--require-same-tokens"),
+    *(
+        "--num-documents",
+        str(DOCUMENTS),
+        "--document-length",
+        str(TOKENS),
+        "--question-length",
+        "32",
+    ),
+    *(
+        "--output-len",
+        "8",
+        "--repeat-count",
+        "2",
+        "--max-inflight-requests",
+        "2",
+        "--dtype",
+        "float32",
+    ),
+    *(
+        "--block-size",
+        "32",
+        "--chunk-tokens",
+        "64",
+        "--settle-seconds",
+        "1",
+        "--require-same-tokens",
+    ),
 ]
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
-    """A model this small may be computed sooner than loaded: whether hits are right is tested, not whether they pay."""
+    """A model this small may be computed sooner than loaded: whether hits are right is tested, not
+    whether they pay."""
     environment = os.environ | {"KVTIER_TAKE_HITS": "always"}
     command = (sys.executable, "-m", *command)
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +70,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def hits_of_arms(model: Path, folder: Path, *words: str) -> dict[str, dict[str, int]]:
-    """The whole command: for each arm the tokens of its hits by tier. It leaves files, and neither processes nor
-    folders."""
-    done = run("kvtier.bench.long_doc_qa", "--model", str(model), "--output-dir", str(folder), *SHAPE, *words)
+    """The whole command: for each arm the tokens of its hits by tier. It leaves files, and neither
+    processes nor folders."""
+    done = run(
+        "kvtier.bench.long_doc_qa",
+        "--model",
+        str(model),
+        "--output-dir",
+        str(folder),
+        *SHAPE,
+        *words,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All arms gave the same greedy tokens as none" in done.stdout
     arms: dict[str, dict[str, Any]] = json.loads((folder / "long_doc_qa.json").read_text())["arms"]
@@ -52,7 +88,10 @@ def hits_of_arms(model: Path, folder: Path, *words: str) -> dict[str, dict[str, 
     assert {path.suffix for path in folder.glob("long_doc_qa.*")} == {".json", ".csv", ".png"}
     assert not list(folder.glob("servers/*/nvme")), "the arms' NVMe folders are gone"
     assert alive(folder) == []
-    return {name: {tier: tokens for tier, tokens in arm["hit_tokens"].items() if tokens} for name, arm in arms.items()}
+    return {
+        name: {tier: tokens for tier, tokens in arm["hit_tokens"].items() if tokens}
+        for name, arm in arms.items()
+    }
 
 
 def alive(mark: Path) -> list[int]:
@@ -71,18 +110,27 @@ def alive(mark: Path) -> list[int]:
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_arms_answer_as_none_and_hit_where_they_should(model: Path, tmp_path: Path) -> None:
-    """Those of which each has something that no other has: a restart with a disk, and a server with two engines."""
+    """Those of which each has something that no other has: a restart with a disk, and a server with
+    two engines."""
     hits = hits_of_arms(model, tmp_path, "--arms", "none,kvtier-nvme-restart,kvtier-server")
-    assert hits["none"] == {}, "documents must not fit the small GPU cache, else nothing is measured"
-    assert hits["kvtier-nvme-restart"] == {"nvme": ASKED // 2, "ram": ASKED // 2}, "first from disk, then from RAM"
+    assert hits["none"] == {}, (
+        "documents must not fit the small GPU cache, else nothing is measured"
+    )
+    assert hits["kvtier-nvme-restart"] == {"nvme": ASKED // 2, "ram": ASKED // 2}, (
+        "first from disk, then from RAM"
+    )
     assert hits["kvtier-server"] == {"ram": ASKED}, "what the first engine computed, and no other"
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.extended
-def test_every_other_arm_answers_as_none_and_hits_where_it_should(model: Path, tmp_path: Path) -> None:
-    others = [arm.name for arm in installed() if arm.name not in ("kvtier-nvme-restart", "kvtier-server")]
+def test_every_other_arm_answers_as_none_and_hits_where_it_should(
+    model: Path, tmp_path: Path
+) -> None:
+    others = [
+        arm.name for arm in installed() if arm.name not in ("kvtier-nvme-restart", "kvtier-server")
+    ]
     hits = hits_of_arms(model, tmp_path, "--arms", ",".join(others))
     assert hits["vllm-prefix-cache"] == {"gpu": ASKED}
     assert hits["kvtier-ram"] == {"ram": ASKED}
@@ -97,7 +145,15 @@ def test_every_other_arm_answers_as_none_and_hits_where_it_should(model: Path, t
 @pytest.mark.slow
 @pytest.mark.extended
 def test_a_server_is_restarted_and_leaves_no_process_behind(model: Path, tmp_path: Path) -> None:
-    args = ["--max-model-len", "512", "--enforce-eager", "--num-gpu-blocks-override", "8", "--block-size", "128"]
+    args = [
+        "--max-model-len",
+        "512",
+        "--enforce-eager",
+        "--num-gpu-blocks-override",
+        "8",
+        "--block-size",
+        "128",
+    ]
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "MARK": str(tmp_path)}
     with VllmServer(str(model), args, environment, tmp_path / "log") as server:
         assert len(alive(tmp_path)) > 1, "the engine is a process of its own"
@@ -110,8 +166,18 @@ def test_a_server_is_restarted_and_leaves_no_process_behind(model: Path, tmp_pat
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_cache_too_small_for_the_model_is_refused_with_vllms_own_reason(model: Path, tmp_path: Path) -> None:
-    args = ["--max-model-len", "8192", "--enforce-eager", "--num-gpu-blocks-override", "2", "--block-size", "128"]
+def test_a_cache_too_small_for_the_model_is_refused_with_vllms_own_reason(
+    model: Path, tmp_path: Path
+) -> None:
+    args = [
+        "--max-model-len",
+        "8192",
+        "--enforce-eager",
+        "--num-gpu-blocks-override",
+        "2",
+        "--block-size",
+        "128",
+    ]
     with (
         pytest.raises(ServerError, match="KV cache"),
         VllmServer(str(model), args, {"VLLM_CPU_KVCACHE_SPACE": "1"}, tmp_path / "log"),

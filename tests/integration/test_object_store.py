@@ -1,4 +1,5 @@
-"""The object tier as README switches it on: `kvtier config`, `doctor` and `serve` in front of a real S3 server."""
+"""The object tier as README switches it on: `kvtier config`, `doctor` and `serve` in front of a
+real S3 server."""
 
 from __future__ import annotations
 
@@ -27,15 +28,27 @@ def server() -> Iterator[S3Server]:
 
 def snippet() -> str:
     """README's own lines."""
-    (block,) = re.findall(r"```bash\n(export KVTIER_OBJECT_URL=.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (block,) = re.findall(
+        r"```bash\n(export KVTIER_OBJECT_URL=.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )
     return str(block)
 
 
 def ran(script: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVTIER_", "AWS_"))}
-    env = kept | environment | {"PATH": path, "PYTHONPATH": str(ROOT), "KVTIER_RAM_BYTES": "64MiB", "COLUMNS": "400"}
-    return subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=240, check=False)
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("KVTIER_", "AWS_"))
+    }
+    env = (
+        kept
+        | environment
+        | {"PATH": path, "PYTHONPATH": str(ROOT), "KVTIER_RAM_BYTES": "64MiB", "COLUMNS": "400"}
+    )
+    return subprocess.run(
+        ["bash", "-c", script], env=env, capture_output=True, text=True, timeout=240, check=False
+    )
 
 
 def doctor(script: str) -> str:
@@ -46,7 +59,10 @@ def doctor(script: str) -> str:
 def test_the_readmes_lines_switch_it_on_and_leave_nothing_behind(server: S3Server) -> None:
     done = ran(doctor(snippet()), server.environment)
     rows = [line for line in done.stdout.splitlines() if "object" in line]
-    assert any("s3://bucket/prefix: written, read, listed and deleted; 2 TiB are ours" in row for row in rows), done
+    assert any(
+        "s3://bucket/prefix: written, read, listed and deleted; 2 TiB are ours" in row
+        for row in rows
+    ), done
     assert any("self-test object" in row and "ok" in row for row in rows), done.stdout
     assert SECRET not in done.stdout + done.stderr
     with operated(server.environment):
@@ -61,10 +77,14 @@ def test_the_doctor_says_what_is_wrong_with_it(server: S3Server) -> None:
 
 def test_config_shows_it() -> None:
     script = f"{sys.executable} -m kvtier config --object-url s3://bucket/prefix"
-    rows = [line.split() for line in ran(script, {}).stdout.splitlines() if line.startswith("object_")]
+    rows = [
+        line.split() for line in ran(script, {}).stdout.splitlines() if line.startswith("object_")
+    ]
     assert [row[:2] for row in rows] == [
-        ["object_url", "s3://bucket/prefix"], ["object_bytes", "256"], ["object_threads", "8"],
-    ]  # fmt: skip
+        ["object_url", "s3://bucket/prefix"],
+        ["object_bytes", "256"],
+        ["object_threads", "8"],
+    ]
 
 
 def test_a_server_that_can_never_use_it_does_not_start(server: S3Server, tmp_path: Path) -> None:
@@ -81,6 +101,9 @@ def test_a_bucket_that_is_only_away_is_trouble_and_no_error(server: S3Server) ->
     with operated(away.environment):
         (name, why), *others = try_everything(Config(**settings)).items()  # type: ignore[arg-type]
     assert (name, others) == ("object", [])
-    assert "s3://bucket/prefix cannot be reached: no connection; its chunks are misses until it can" in why
+    assert (
+        "s3://bucket/prefix cannot be reached: no connection; its chunks are misses until it can"
+        in why
+    )
     with operated(server.environment):
         assert try_everything(Config(**settings)) == {}  # type: ignore[arg-type]

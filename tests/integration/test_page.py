@@ -1,4 +1,5 @@
-"""The page at the admin port's ``/`` in a real Chromium: what it shows is what the server counts."""
+"""The page at the admin port's ``/`` in a real Chromium: what it shows is what the server
+counts."""
 
 from __future__ import annotations
 
@@ -45,18 +46,30 @@ def text(place: str) -> str:
     return f"document.getElementById('{place}').innerText"
 
 
-def test_it_shows_what_the_server_counts_and_goes_on_by_itself(server: AdminServer, tmp_path: Path) -> None:
+def test_it_shows_what_the_server_counts_and_goes_on_by_itself(
+    server: AdminServer, tmp_path: Path
+) -> None:
     use(server, 0)
     spilled(server, 12)
 
     with opened(server.url, tmp_path) as tab:
         ready(tab)
         tiers = tab.value(text("tier-tables"))
-        assert "Chunks of 8.0 KiB; tenants and models: 1" in tiers and "nvme" in tiers and "96 KiB" in tiers
-        assert tab.value("document.querySelector('meter').getAttribute('aria-label')") == "ram is 38 % full"
+        assert (
+            "Chunks of 8.0 KiB; tenants and models: 1" in tiers
+            and "nvme" in tiers
+            and "96 KiB" in tiers
+        )
+        assert (
+            tab.value("document.querySelector('meter').getAttribute('aria-label')")
+            == "ram is 38 % full"
+        )
         assert tab.value(text("misses")) and "cold" in tab.value(text("misses"))
         times = tab.value(text("times"))
-        assert all(what in times for what in ("lookup", "load ram", "load nvme", "save", "promotion nvme", "spill"))
+        assert all(
+            what in times
+            for what in ("lookup", "load ram", "load nvme", "save", "promotion nvme", "spill")
+        )
         assert "≤" in times
         accepted = server.ask("GET", "/v1/stats").body["connections"]["accepted"]
         assert f"accepted so far\t{accepted}" in tab.value(text("engines"))
@@ -111,20 +124,33 @@ def test_it_is_used_by_keyboard_and_read_aloud(server: AdminServer, tmp_path: Pa
         heads = [name for role, name in found if role == "heading"]
         assert heads[:2] == ["kvtier", "Tiers"] and "Why chunks were computed" in heads
         roles = {role for role, _ in found}
-        assert {"main", "banner", "table", "columnheader", "rowheader", "status", "button", "meter"} <= roles
-        assert all(name for role, name in found if role in {"button", "link", "meter", "image", "textbox"})
+        assert {
+            "main",
+            "banner",
+            "table",
+            "columnheader",
+            "rowheader",
+            "status",
+            "button",
+            "meter",
+        } <= roles
+        assert all(
+            name for role, name in found if role in {"button", "link", "meter", "image", "textbox"}
+        )
 
 
 def test_light_and_dark_can_both_be_read(server: AdminServer, tmp_path: Path) -> None:
     """Text against its background: at least 4.5 to 1 everywhere (WCAG's AA)."""
     use(server, 0)
     contrast = """(() => {
-      const light = (c) => { const [r, g, b] = c.lookup(/[0-9.]+/g).progress.map(Number).map((v) => v / 255)
+      const light = (c) => { const [r, g, b] = c.match(/[0-9.]+/g).map(Number).map((v) => v / 255)
         .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
         return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-      const under = (e) => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
+      const under = (e) => { for (; e; e = e.parentElement) {
+        const c = getComputedStyle(e).backgroundColor;
         if (c !== 'rgba(0, 0, 0, 0)') return c; } return 'rgb(255, 255, 255)'; };
-      return Math.min(...[...document.querySelectorAll('h1, h2, p, th, td, caption, a, span, li, label')]
+      const words = 'h1, h2, p, th, td, caption, a, span, li, label';
+      return Math.min(...[...document.querySelectorAll(words)]
         .filter((e) => e.checkVisibility() && e.textContent.trim())
         .map((e) => { const [a, b] = [light(getComputedStyle(e).color), light(under(e))];
           return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05); }));
@@ -136,7 +162,10 @@ def test_light_and_dark_can_both_be_read(server: AdminServer, tmp_path: Path) ->
         tab.wait("document.querySelectorAll('#hits polygon').length === 2")
         use(server, 200)
         tab.wait("history.length > 2")
-        cut = "[...document.querySelectorAll('.wide')].filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.id)"
+        cut = (
+            "[...document.querySelectorAll('.wide')].filter((e) => e.scrollWidth > "
+            "e.clientWidth).map((e) => e.id)"
+        )
         assert tab.value(cut) == [], "there is room for every table"
         backs = []
         for scheme in ("light", "dark"):
@@ -145,7 +174,13 @@ def test_light_and_dark_can_both_be_read(server: AdminServer, tmp_path: Path) ->
             assert tab.value(contrast) >= 4.5, scheme
             tab.picture(tmp_path / f"{scheme}.png")
         assert backs[0] != backs[1]
-        tab.call("Emulation.setDeviceMetricsOverride", width=400, height=800, deviceScaleFactor=1, mobile=True)
+        tab.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=400,
+            height=800,
+            deviceScaleFactor=1,
+            mobile=True,
+        )
         wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
         assert tab.value(wide) <= 0, "on a small screen only tables move sideways"
 

@@ -20,10 +20,15 @@ from kvtier.tiers.nvme.check import check
 from tests.server_process import SLOT, ServerProcess, attached, run, save, short_folder, wait_for
 
 MADE = {
-    "run", "run/kvtier.sock", "run/kvtier.sock.lock",
-    "deep", "deep/er", f"deep/er/slots-{SLOT}",
-    f"deep/er/slots-{SLOT}/index.kvtier", f"deep/er/slots-{SLOT}/slots.kvtier",
-}  # fmt: skip
+    "run",
+    "run/kvtier.sock",
+    "run/kvtier.sock.lock",
+    "deep",
+    "deep/er",
+    f"deep/er/slots-{SLOT}",
+    f"deep/er/slots-{SLOT}/index.kvtier",
+    f"deep/er/slots-{SLOT}/slots.kvtier",
+}
 
 
 @pytest.fixture(params=[0o000, 0o002, 0o022, 0o077], ids=oct)
@@ -34,7 +39,10 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def modes(folder: Path) -> dict[str, int]:
-    return {path.relative_to(folder).as_posix(): stat.S_IMODE(path.lstat().st_mode) for path in folder.rglob("*")}
+    return {
+        path.relative_to(folder).as_posix(): stat.S_IMODE(path.lstat().st_mode)
+        for path in folder.rglob("*")
+    }
 
 
 @pytest.mark.usefixtures("umask")
@@ -48,7 +56,11 @@ def test_a_server_makes_nothing_that_others_may_read_write_or_enter() -> None:
             del found["server.log"]  # the test's own
             assert found.keys() == MADE, "a new file? then it belongs in this list"
             assert {name for name, mode in found.items() if mode & 0o077} == set()
-            assert {name: mode for name, mode in found.items() if not (folder / name).is_dir() and mode != 0o600} == {}
+            assert {
+                name: mode
+                for name, mode in found.items()
+                if not (folder / name).is_dir() and mode != 0o600
+            } == {}
             assert server.stop() == 0
         assert check(folder / "deep" / "er" / f"slots-{SLOT}").good == 2
         after = modes(folder)
@@ -69,20 +81,31 @@ def test_a_folder_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     make_folder(tmp_path / "a")
     make_folder(tmp_path / "a")
-    assert [stat.S_IMODE(each.stat().st_mode) for each in (tmp_path, tmp_path / "a")] == [0o755, 0o700]
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (tmp_path, tmp_path / "a")] == [
+        0o755,
+        0o700,
+    ]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 @pytest.mark.parametrize("what", ["pool", "witness"])
 def test_another_user_cannot_open_what_has_no_name(what: str) -> None:
-    """Pool and witness are reached by /proc/PID/fd, which the kernel lets nobody else of lower rank enter."""
+    """Pool and witness are reached by /proc/PID/fd, which the kernel lets nobody else of lower rank
+    enter."""
     pool = Pool(1, 4096)
     read_end, write_end = os.pipe()
     path = pool.path if what == "pool" else f"/proc/{os.getpid()}/fd/{write_end}"
     knock = f"import os; os.setuid(65534); os.open({path!r}, os.O_WRONLY)"
-    refused = subprocess.run([sys.executable, "-c", knock], capture_output=True, text=True, check=False)
+    refused = subprocess.run(
+        [sys.executable, "-c", knock], capture_output=True, text=True, check=False
+    )
     assert "PermissionError" in refused.stderr
-    assert subprocess.run([sys.executable, "-c", knock.replace("os.setuid(65534); ", "")], check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", knock.replace("os.setuid(65534); ", "")], check=False
+        ).returncode
+        == 0
+    )
     os.close(read_end)
     os.close(write_end)
     pool.close()

@@ -1,4 +1,5 @@
-"""The looks, against real mounts, a real cgroup and a real Redis, and against made-up /proc and /sys trees."""
+"""The looks, against real mounts, a real cgroup and a real Redis, and against made-up /proc and
+/sys trees."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def plant(root: Path, **files: str) -> Path:
     return root
 
 
-# -- cgroups -----------------------------------------------------------------------------------------------------
+# -- cgroups ---------------------------------------------------------------------------------------
 
 V2 = "30 20 0:26 {top} /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate\n"
 V1 = "36 31 0:32 {top} /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory\n"
@@ -50,23 +51,40 @@ V1 = "36 31 0:32 {top} /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memo
 
 def test_cgroup_v2_takes_the_tightest_level_and_forgives_file_cache(tmp_path: Path) -> None:
     base = "sys__fs__cgroup__"
-    root = plant(tmp_path, proc__self__cgroup="0::/pod/box/leaf\n", proc__self__mountinfo=V2.format(top="/"), **{
-        f"{base}pod__memory_dot_max": str(8 * GIB), f"{base}pod__memory_dot_current": str(7 * GIB),
-        f"{base}pod__memory_dot_stat": f"anon 1\ninactive_file {2 * GIB}\n",
-        f"{base}pod__box__memory_dot_max": str(5 * GIB), f"{base}pod__box__memory_dot_current": str(GIB),
-        f"{base}pod__box__leaf__memory_dot_max": "max", f"{base}pod__box__leaf__memory_dot_high": str(6 * GIB),
-    })  # fmt: skip
+    root = plant(
+        tmp_path,
+        proc__self__cgroup="0::/pod/box/leaf\n",
+        proc__self__mountinfo=V2.format(top="/"),
+        **{
+            f"{base}pod__memory_dot_max": str(8 * GIB),
+            f"{base}pod__memory_dot_current": str(7 * GIB),
+            f"{base}pod__memory_dot_stat": f"anon 1\ninactive_file {2 * GIB}\n",
+            f"{base}pod__box__memory_dot_max": str(5 * GIB),
+            f"{base}pod__box__memory_dot_current": str(GIB),
+            f"{base}pod__box__leaf__memory_dot_max": "max",
+            f"{base}pod__box__leaf__memory_dot_high": str(6 * GIB),
+        },
+    )
     memory = probe.probe_memory(root)
     assert memory.cgroup_headroom.value == 3 * GIB  # 8 - (7 - 2) of /pod, not 4 of /pod/box
     assert "memory.max of cgroup /pod less use" in memory.cgroup_headroom.source
-    assert (memory.cgroup_limit.value, memory.cgroup_limit.source) == (5 * GIB, "memory.max of cgroup /pod/box")
+    assert (memory.cgroup_limit.value, memory.cgroup_limit.source) == (
+        5 * GIB,
+        "memory.max of cgroup /pod/box",
+    )
 
 
 def test_the_limit_that_only_slows_down_does_not_kill(tmp_path: Path) -> None:
     base = "sys__fs__cgroup__"
-    root = plant(tmp_path, proc__self__cgroup="0::/pod\n", proc__self__mountinfo=V2.format(top="/"), **{
-        f"{base}pod__memory_dot_max": "max", f"{base}pod__memory_dot_high": str(2 * GIB),
-    })  # fmt: skip
+    root = plant(
+        tmp_path,
+        proc__self__cgroup="0::/pod\n",
+        proc__self__mountinfo=V2.format(top="/"),
+        **{
+            f"{base}pod__memory_dot_max": "max",
+            f"{base}pod__memory_dot_high": str(2 * GIB),
+        },
+    )
     memory = probe.probe_memory(root)
     assert (memory.cgroup_headroom.value, memory.cgroup_limit.value) == (2 * GIB, UNLIMITED)
 
@@ -74,22 +92,30 @@ def test_the_limit_that_only_slows_down_does_not_kill(tmp_path: Path) -> None:
 def test_cgroup_v1_in_a_container_whose_mount_starts_at_its_own_group(tmp_path: Path) -> None:
     base = "sys__fs__cgroup__memory__"
     root = plant(
-        tmp_path, proc__self__cgroup="5:cpu:/\n4:memory:/docker/abc\n0::/\n",
-        proc__self__mountinfo=V1.format(top="/docker/abc"), **{
-            f"{base}memory_dot_limit_in_bytes": str(4 * GIB), f"{base}memory_dot_usage_in_bytes": str(GIB),
+        tmp_path,
+        proc__self__cgroup="5:cpu:/\n4:memory:/docker/abc\n0::/\n",
+        proc__self__mountinfo=V1.format(top="/docker/abc"),
+        **{
+            f"{base}memory_dot_limit_in_bytes": str(4 * GIB),
+            f"{base}memory_dot_usage_in_bytes": str(GIB),
             f"{base}memory_dot_stat": f"inactive_file 0\ntotal_inactive_file {GIB // 2}\n",
         },
-    )  # fmt: skip
+    )
     assert probe.probe_memory(root).cgroup_headroom.value == 4 * GIB - GIB // 2
-    pod = f"hierarchical_memory_limit {3 * GIB}\ntotal_inactive_file 0\n"  # set above what is mounted here
+    # set above what is mounted here
+    pod = f"hierarchical_memory_limit {3 * GIB}\ntotal_inactive_file 0\n"
     plant(root, **{f"{base}memory_dot_stat": pod})
     assert probe.probe_memory(root).cgroup_headroom.value == 2 * GIB
     assert probe.probe_memory(root).cgroup_limit.value == 3 * GIB
 
 
 def test_no_limit_is_known_and_no_proc_is_unknown(tmp_path: Path) -> None:
-    unlimited = plant(tmp_path, proc__self__cgroup="4:memory:/\n", proc__self__mountinfo=V1.format(top="/"),
-                      sys__fs__cgroup__memory__memory_dot_limit_in_bytes="9223372036854771712")  # fmt: skip
+    unlimited = plant(
+        tmp_path,
+        proc__self__cgroup="4:memory:/\n",
+        proc__self__mountinfo=V1.format(top="/"),
+        sys__fs__cgroup__memory__memory_dot_limit_in_bytes="9223372036854771712",
+    )
     assert probe.probe_memory(unlimited).cgroup_headroom.value == UNLIMITED
     blind = probe.probe_memory(tmp_path / "nothing")
     assert blind.cgroup_headroom.value is blind.available.value is blind.numa_nodes.value is None
@@ -100,16 +126,19 @@ def test_real_cgroup_limit_of_an_outer_group_is_found() -> None:
     with memory_cgroup(512 * MIB) as group:
         code = (
             "from kvtier.autoconfig.probe.probe import probe_memory\n"
-            "for fact in (probe_memory().cgroup_headroom, probe_memory().cgroup_limit): print(fact.value, fact.source)"
+            "for fact in (probe_memory().cgroup_headroom, probe_memory().cgroup_limit): "
+            "print(fact.value, fact.source)"
         )
         command = entering(group, [sys.executable, "-c", code])
-        headroom, limit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        headroom, limit = subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
     assert 256 * MIB < int(headroom.split()[0]) <= 512 * MIB
     assert int(limit.split()[0]) == 512 * MIB
     assert group.parent.name in headroom and group.parent.name in limit
 
 
-# -- paths -------------------------------------------------------------------------------------------------------
+# -- paths -----------------------------------------------------------------------------------------
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
@@ -140,14 +169,20 @@ def test_real_nearly_full_disk_counts_free_not_total_and_own_files_as_free(tmp_p
             (point / name).write_bytes(os.urandom(MIB) * (size // MIB))
         os.sync()
         disk = probe.probe_disk(str(point / "kvtier"))
-        assert (disk.filesystem.value, disk.writable.value, disk.o_direct.value) == ("ext4", True, True)
+        assert (disk.filesystem.value, disk.writable.value, disk.o_direct.value) == (
+            "ext4",
+            True,
+            True,
+        )
         assert disk.device.value == "virtual"
         assert before.free.value and disk.free.value is not None and disk.own.value is not None
         assert before.free.value - disk.free.value == pytest.approx(220 * MIB, rel=0.02)
         assert disk.own.value == pytest.approx(120 * MIB, rel=0.01)
         plan = make_plan(Facts(memory=ROOMY, disks=(disk,), model=SMALL))
         assert "too small" in dict(plan.left_out)[f"nvme {point}/kvtier"]
-        assert [entry.name for entry in point.iterdir() if entry.name.startswith("kvtier-probe")] == []
+        assert [
+            entry.name for entry in point.iterdir() if entry.name.startswith("kvtier-probe")
+        ] == []
 
 
 def test_a_path_that_is_not_there_yet_is_judged_by_what_holds_it(tmp_path: Path) -> None:
@@ -198,7 +233,9 @@ def test_device_of_a_partition_and_of_a_raid_is_the_slowest_disk_below(tmp_path:
     (raid / "slaves/none").unlink()
     fast = block_device(tmp_path, "259:2", "nvme1n1", device__model="Instance Storage")
     for name in ("a", "b"):
-        (raid / "slaves" / name).symlink_to(fast if name == "a" else tmp_path / "sys/devices/nvme0n1")
+        (raid / "slaves" / name).symlink_to(
+            fast if name == "a" else tmp_path / "sys/devices/nvme0n1"
+        )
     plant(tmp_path, proc__self__mountinfo=mount_line("9:0", tmp_path))
     assert probe.probe_disk(str(tmp_path), tmp_path).device.value == "ebs"
 
@@ -208,7 +245,9 @@ def test_the_longest_and_latest_mount_holds_a_path_and_escapes_are_undone(tmp_pa
     place.mkdir()
     escaped = Path(str(place).replace(" ", "\\040"))
     lines = mount_line("0:1", Path("/"), "ext4") + mount_line("0:2", escaped, "overlay", "overlay")
-    plant(tmp_path, proc__self__mountinfo=lines + mount_line("0:3", escaped, "nfs4", "host:/export"))
+    plant(
+        tmp_path, proc__self__mountinfo=lines + mount_line("0:3", escaped, "nfs4", "host:/export")
+    )
     disk = probe.probe_disk(str(place), tmp_path)
     assert disk.filesystem.value == "nfs4"
     assert disk.device.value is None and "not a block device" in disk.device.source
@@ -222,7 +261,9 @@ def test_default_candidates_are_one_of_each_file_system() -> None:
     assert len(set(devices)) == len(devices)
 
 
-def test_a_folder_that_the_tier_would_refuse_is_no_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_the_tier_would_refuse_is_no_candidate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a folder for everybody another user may have been first."""
     monkeypatch.setattr(probe, "CANDIDATES", ())
     monkeypatch.setattr(probe, "_ALWAYS", (str(tmp_path),))
@@ -233,12 +274,19 @@ def test_a_folder_that_the_tier_would_refuse_is_no_candidate(tmp_path: Path, mon
     assert probe.probe_disks() == ()
 
 
-# -- NUMA, GPUs --------------------------------------------------------------------------------------------------
+# -- NUMA, GPUs ------------------------------------------------------------------------------------
 
 
 def test_numa_nodes_without_memory_do_not_count(tmp_path: Path) -> None:
     for node, kib in ((0, 1000), (1, 2000), (2, 0)):
-        plant(tmp_path, **{f"sys__devices__system__node__node{node}__meminfo": f"Node {node} MemTotal: {kib} kB"})
+        plant(
+            tmp_path,
+            **{
+                f"sys__devices__system__node__node{node}__meminfo": (
+                    f"Node {node} MemTotal: {kib} kB"
+                )
+            },
+        )
     assert probe.probe_memory(tmp_path).numa_nodes.value == 2
 
 
@@ -248,21 +296,44 @@ def test_gpus_from_the_driver_none_and_amd(tmp_path: Path) -> None:
     amd = probe.probe_gpus(tmp_path / "amd")
     assert amd.count.value is None and amd.pin_charged.value is None
     for slot in "01":
-        plant(tmp_path, **{f"proc__driver__nvidia__gpus__{slot}__information": "Model: \t NVIDIA L40S\nIRQ: 1\n"})
+        plant(
+            tmp_path,
+            **{
+                f"proc__driver__nvidia__gpus__{slot}__information": (
+                    "Model: \t NVIDIA L40S\nIRQ: 1\n"
+                )
+            },
+        )
     gpus = probe.probe_gpus(tmp_path)
-    assert (gpus.count.value, gpus.kind.value, gpus.bytes_each.value) == (2, "NVIDIA L40S", 46 * GIB)
+    assert (gpus.count.value, gpus.kind.value, gpus.bytes_each.value) == (
+        2,
+        "NVIDIA L40S",
+        46 * GIB,
+    )
     assert gpus.pin_charged.value is False
 
 
-# -- Redis, model, engine, timing --------------------------------------------------------------------------------
+# -- Redis, model, engine, timing ------------------------------------------------------------------
 
 
 @pytest.fixture
 def redis_url(tmp_path: Path) -> Iterator[str]:
     if shutil.which("redis-server") is None:
         pytest.skip("no redis-server")
-    command = ["redis-server", "--port", "0", "--unixsocket", str(tmp_path / "s"), "--save", "", "--maxmemory", "64mb"]
-    with subprocess.Popen([*command, "--maxmemory-policy", "allkeys-random"], stdout=subprocess.PIPE) as server:
+    command = [
+        "redis-server",
+        "--port",
+        "0",
+        "--unixsocket",
+        str(tmp_path / "s"),
+        "--save",
+        "",
+        "--maxmemory",
+        "64mb",
+    ]
+    with subprocess.Popen(
+        [*command, "--maxmemory-policy", "allkeys-random"], stdout=subprocess.PIPE
+    ) as server:
         assert server.stdout
         for line in server.stdout:
             if b"eady to accept connections" in line:
@@ -307,12 +378,21 @@ def test_model_folder_index_files_and_errors(tmp_path: Path) -> None:
 def test_engine_facts_come_from_its_own_configuration() -> None:
     hf_config = SimpleNamespace(to_dict=lambda: MODELS["llama-3.1-8b"])
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=4, pipeline_parallel_size=2, data_parallel_size_local=3),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=4, pipeline_parallel_size=2, data_parallel_size_local=3
+        ),
         cache_config=SimpleNamespace(block_size=16, cache_dtype="fp8", num_gpu_blocks=1000),
-        model_config=SimpleNamespace(model="a/b", max_model_len=8192, dtype="torch.bfloat16", hf_config=hf_config),
+        model_config=SimpleNamespace(
+            model="a/b", max_model_len=8192, dtype="torch.bfloat16", hf_config=hf_config
+        ),
     )
     engine, model = probe.probe_engine(config, engines=2)
-    numbers = (engine.tensor_parallel, engine.pipeline_parallel, engine.data_parallel, engine.engines)
+    numbers = (
+        engine.tensor_parallel,
+        engine.pipeline_parallel,
+        engine.data_parallel,
+        engine.engines,
+    )
     assert [fact.value for fact in numbers] == [4, 2, 3, 2]
     assert (engine.block_tokens.value, engine.max_model_len.value) == (16, 8192)
     assert (engine.kv_cache_tokens.value, engine.started.value) == (16_000, True)
@@ -326,7 +406,11 @@ def test_measuring_fills_speeds_and_leaves_nothing_behind(tmp_path: Path) -> Non
         pytest.skip(f"no O_DIRECT in the test folder: {disk.o_direct.source}")
     slow = replace(disk, filesystem=known("tmpfs", "test"))
     facts = measure(Facts(disks=(disk, slow)), seconds=0.5)
-    assert facts.copy_speed.value and facts.disks[0].read_speed.value and facts.disks[0].write_speed.value
+    assert (
+        facts.copy_speed.value
+        and facts.disks[0].read_speed.value
+        and facts.disks[0].write_speed.value
+    )
     assert facts.disks[1].read_speed.value is None
     assert list(tmp_path.iterdir()) == []
 

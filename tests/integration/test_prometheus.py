@@ -1,5 +1,5 @@
-"""deploy/prometheus and deploy/grafana by a real Prometheus that scrapes a real server: every rule is evaluated, and
-every panel has data."""
+"""deploy/prometheus and deploy/grafana by a real Prometheus that scrapes a real server: every rule
+is evaluated, and every panel has data."""
 
 from __future__ import annotations
 
@@ -47,10 +47,15 @@ class Prometheus:
 
 @contextmanager
 def scraping(port: int, folder: Path) -> Iterator[Prometheus]:
-    """Prometheus with the configuration of deploy/prometheus, faster, and without the engine that is not there."""
+    """Prometheus with the configuration of deploy/prometheus, faster, and without the engine that
+    is not there."""
     config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
     assert config["rule_files"] == ["alerts.yml"]
-    config["global"] = {"scrape_interval": "200ms", "scrape_timeout": "200ms", "evaluation_interval": "500ms"}
+    config["global"] = {
+        "scrape_interval": "200ms",
+        "scrape_timeout": "200ms",
+        "evaluation_interval": "500ms",
+    }
     config["rule_files"] = [str(DEPLOY / "prometheus/alerts.yml")]
     kvtier, vllm = config["scrape_configs"]
     assert (kvtier["job_name"], vllm["job_name"]) == ("kvtier", "vllm")
@@ -87,10 +92,18 @@ def test_every_rule_is_evaluated_and_every_panel_has_data(tmp_path: Path) -> Non
     board = json.loads((DEPLOY / "grafana/kvtier.json").read_text())
     with administered(slot_bytes=8192) as server, scraping(server.port, tmp_path) as prometheus:
         use(server, 20)
-        wait_for(lambda: prometheus.value(f"count_over_time(kvtier_ready[{WINDOW}]) > 3") != [], "some scrapes")
-        wait_for(lambda: all(rule["health"] == "ok" for rule in prometheus.rules()), "rules were evaluated")
+        wait_for(
+            lambda: prometheus.value(f"count_over_time(kvtier_ready[{WINDOW}]) > 3") != [],
+            "some scrapes",
+        )
+        wait_for(
+            lambda: all(rule["health"] == "ok" for rule in prometheus.rules()),
+            "rules were evaluated",
+        )
         rules = prometheus.rules()
-        wrong = [rule["name"] for rule in rules if rule["health"] != "ok" or rule["state"] == "firing"]
+        wrong = [
+            rule["name"] for rule in rules if rule["health"] != "ok" or rule["state"] == "firing"
+        ]
         assert len(rules) > 10 and wrong == []
         there = set(prometheus.ask("label/__name__/values"))
         for rule in rules:
@@ -100,7 +113,9 @@ def test_every_rule_is_evaluated_and_every_panel_has_data(tmp_path: Path) -> Non
                 found = prometheus.value(filled(target["expr"]))
                 assert found, f"{panel['title']}: {target['expr']}"
         assert prometheus.value("sum(kvtier_lookup_seconds_count)")[0] >= 20
-        (slowest,) = prometheus.value("histogram_quantile(1, sum by (le) (kvtier_lookup_seconds_bucket))")
+        (slowest,) = prometheus.value(
+            "histogram_quantile(1, sum by (le) (kvtier_lookup_seconds_bucket))"
+        )
         assert 0 < slowest < 5
         (room,) = board["templating"]["list"][1:]
         variable = re.fullmatch(r"label_values\((\w+), instance\)", room["query"])

@@ -1,5 +1,5 @@
-"""Real clusters and a real Sentinel, as an operator has them: by ``redis_url``, through ``kvtier serve`` and a client,
-and through the commands."""
+"""Real clusters and a real Sentinel, as an operator has them: by ``redis_url``, through ``kvtier
+serve`` and a client, and through the commands."""
 
 from __future__ import annotations
 
@@ -32,7 +32,17 @@ from tests.redis_server import (
     redis_cluster,
     redis_sentinel,
 )
-from tests.server_process import LAYOUT, SLOT, ServerProcess, attached, load, run, save, short_folder, wait_for
+from tests.server_process import (
+    LAYOUT,
+    SLOT,
+    ServerProcess,
+    attached,
+    load,
+    run,
+    save,
+    short_folder,
+    wait_for,
+)
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
@@ -52,7 +62,11 @@ def nodes() -> Iterator[list[RedisServer]]:
 def served(url: str, **settings: object) -> Iterator[ServerProcess]:
     """A kvtier server whose RAM holds few of the chunks."""
     with short_folder() as folder:
-        few = {"ram_bytes": 8 * SLOT, "redis_bytes": "32MiB", "redis_prefix": folder.name} | settings
+        few = {
+            "ram_bytes": 8 * SLOT,
+            "redis_bytes": "32MiB",
+            "redis_prefix": folder.name,
+        } | settings
         with ServerProcess(folder, flags=(), redis_url=url, **few) as server:
             yield server
 
@@ -82,7 +96,9 @@ def on_node(server: RedisServer) -> set[int]:
     return {index for index, (key,) in enumerate(RUNS) if slot_of(key.hex().encode()) in slots}
 
 
-def test_a_server_shares_a_cluster_and_a_node_that_dies_takes_its_own_chunks_only(nodes: list[RedisServer]) -> None:
+def test_a_server_shares_a_cluster_and_a_node_that_dies_takes_its_own_chunks_only(
+    nodes: list[RedisServer],
+) -> None:
     url = f"redis+cluster://127.0.0.1:{free_port()},127.0.0.1:{nodes[0].port},127.0.0.1:{nodes[1].port}"
     theirs = on_node(nodes[2])
     others = set(range(CHUNKS)) - theirs
@@ -93,18 +109,25 @@ def test_a_server_shares_a_cluster_and_a_node_that_dies_takes_its_own_chunks_onl
         server.kill()
         server.start()
         with attached(server.access()) as client:
-            assert had(client) == list(range(CHUNKS)), "found by a server that starts, with one seed dead"
+            assert had(client) == list(range(CHUNKS)), (
+                "found by a server that starts, with one seed dead"
+            )
             nodes[2].pause()
             assert others <= set(had(client)), "the others go on"
             wait_for(lambda: not theirs & set(had(client)) - in_ram(client), "its chunks are away")
             nodes[2].resume()
             wait_for(lambda: had(client) == list(range(CHUNKS)), "away is not lost: they are back")
             nodes[2].kill()
-            wait_for(lambda: not theirs & set(had(client)) - in_ram(client), "its chunks are away again")
+            wait_for(
+                lambda: not theirs & set(had(client)) - in_ram(client), "its chunks are away again"
+            )
             assert others <= set(had(client))
             nodes[2].start()
             more = [run(100 + prompt, 1) for prompt in range(CHUNKS)]
-            wait_for(lambda: [save(client, keys) for keys in more] != [] and dbsize(nodes[2]) > 0, "it is written to")
+            wait_for(
+                lambda: [save(client, keys) for keys in more] != [] and dbsize(nodes[2]) > 0,
+                "it is written to",
+            )
 
 
 def in_ram(client: Client) -> set[int]:
@@ -118,7 +141,9 @@ def dbsize(server: RedisServer) -> int:
 
 def test_slots_that_move_while_they_are_read_lose_nothing() -> None:
     with ExitStack() as stack:
-        servers = stack.enter_context(redis_cluster(cluster_require_full_coverage="no", maxmemory="64mb"))
+        servers = stack.enter_context(
+            redis_cluster(cluster_require_full_coverage="no", maxmemory="64mb")
+        )
         server = stack.enter_context(served(cluster_url(servers)))
         client = stack.enter_context(attached(server.access()))
         saved(client)
@@ -142,9 +167,22 @@ def node_id(server: RedisServer) -> str:
 
 def reshard(server: RedisServer, source: str, target: str) -> None:
     subprocess.run(
-        ["redis-cli", "--cluster", "reshard", f"127.0.0.1:{server.port}", "--cluster-from", source, "--cluster-to",
-         target, "--cluster-slots", "3000", "--cluster-yes"], check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "redis-cli",
+            "--cluster",
+            "reshard",
+            f"127.0.0.1:{server.port}",
+            "--cluster-from",
+            source,
+            "--cluster-to",
+            target,
+            "--cluster-slots",
+            "3000",
+            "--cluster-yes",
+        ],
+        check=True,
+        capture_output=True,
+    )
 
 
 def test_one_full_node_pauses_writes_to_itself_only(nodes: list[RedisServer]) -> None:
@@ -153,7 +191,11 @@ def test_one_full_node_pauses_writes_to_itself_only(nodes: list[RedisServer]) ->
             admin.flushall()
     clock = Clock()
     tier = nodes[0].tier(cluster_url(nodes), clock=clock)
-    theirs = {key for key in KEYS if tier._servers.node_of(FORM.header_name(key)) == f"127.0.0.1:{nodes[1].port}"}
+    theirs = {
+        key
+        for key in KEYS
+        if tier._servers.node_of(FORM.header_name(key)) == f"127.0.0.1:{nodes[1].port}"
+    }
     assert 0 < len(theirs) < len(KEYS)
     with nodes[1].admin() as admin:
         limit = admin.config_get("maxmemory")["maxmemory"]
@@ -163,7 +205,10 @@ def test_one_full_node_pauses_writes_to_itself_only(nodes: list[RedisServer]) ->
                 assert {key for key in KEYS if not tier.write(key, chunk(key))} == theirs
             assert tier.full_nodes == 1
             assert tier.open_breakers == 0
-            assert (tier.counts["failed_writes"], tier.counts["refused"]) == (1, 2 * len(theirs) - 1), "not asked again"
+            assert (tier.counts["failed_writes"], tier.counts["refused"]) == (
+                1,
+                2 * len(theirs) - 1,
+            ), "not asked again"
         finally:
             admin.config_set("maxmemory", limit)
     clock.now += 100.0
@@ -178,7 +223,10 @@ def test_a_full_node_leaves_the_rest_of_a_server_s_redis_at_work(nodes: list[Red
         limit = admin.config_get("maxmemory")["maxmemory"]
         admin.config_set("maxmemory", 1)
         try:
-            with served(cluster_url(nodes), ram_bytes=2 * CHUNKS * SLOT) as server, attached(server.access()) as client:
+            with (
+                served(cluster_url(nodes), ram_bytes=2 * CHUNKS * SLOT) as server,
+                attached(server.access()) as client,
+            ):
                 for keys in RUNS:
                     save(client, keys)
                 wait_for(lambda: held(client) == len(others), "the others' chunks are in Redis")
@@ -188,19 +236,31 @@ def test_a_full_node_leaves_the_rest_of_a_server_s_redis_at_work(nodes: list[Red
 
 @contextmanager
 def watched_pair() -> Iterator[tuple[RedisServer, RedisServer, str]]:
-    """A primary, its replica, and the URL by which a Sentinel is asked; one of its two seeds is down."""
+    """A primary, its replica, and the URL by which a Sentinel is asked; one of its two seeds is
+    down."""
     with ExitStack() as stack:
         primary = stack.enter_context(RedisServer(maxmemory="64mb"))
-        replica = stack.enter_context(RedisServer(maxmemory="64mb", replicaof=f"127.0.0.1 {primary.port}"))
+        replica = stack.enter_context(
+            RedisServer(maxmemory="64mb", replicaof=f"127.0.0.1 {primary.port}")
+        )
         with primary.admin() as admin:
-            wait_for(lambda: "state=online" in str(admin.execute_command("INFO", "replication")) or
-                     admin.info("replication").get("slave0", {}).get("state") == "online", "replicated")  # fmt: skip
+            wait_for(
+                lambda: (
+                    "state=online" in str(admin.execute_command("INFO", "replication"))
+                    or admin.info("replication").get("slave0", {}).get("state") == "online"
+                ),
+                "replicated",
+            )
         port = stack.enter_context(redis_sentinel(primary, "main"))
         yield primary, replica, f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{port}/main"
 
 
 def test_a_failover_by_sentinel_is_followed() -> None:
-    with watched_pair() as (primary, replica, url), served(url) as server, attached(server.access()) as client:
+    with (
+        watched_pair() as (primary, replica, url),
+        served(url) as server,
+        attached(server.access()) as client,
+    ):
         saved(client)
         wait_for(lambda: dbsize(replica) == dbsize(primary), "replicated")
         wait_for(lambda: knows_replica(url), "Sentinel knows the replica")
@@ -216,7 +276,9 @@ def test_a_failover_by_sentinel_is_followed() -> None:
 
 def knows_replica(url: str) -> bool:
     port = url.rpartition(":")[2].partition("/")[0]
-    told = subprocess.run(["redis-cli", "-p", port, "SENTINEL", "REPLICAS", "main"], capture_output=True, check=True)
+    told = subprocess.run(
+        ["redis-cli", "-p", port, "SENTINEL", "REPLICAS", "main"], capture_output=True, check=True
+    )
     return b"127.0.0.1" in told.stdout
 
 
@@ -251,7 +313,9 @@ def test_doctor_plan_and_config_know_a_cluster(nodes: list[RedisServer], command
     url = cluster_url(nodes)
     _, told = command(url, "doctor", "--no-engine", "--json")
     found = {finding["check"]: finding for finding in json.loads(told)["findings"]}
-    assert found["redis"]["state"] == "ok" and "maxmemory 24 GiB" in found["redis"]["seen"], found["redis"]
+    assert found["redis"]["state"] == "ok" and "maxmemory 24 GiB" in found["redis"]["seen"], found[
+        "redis"
+    ]
     assert found["self-test redis"]["state"] == "ok", found["self-test redis"]
     _, told = command(url, "plan", "--redis", url, "--no-measure", "--ram", "210GiB", "--json")
     values = json.loads(told)["values"]
@@ -261,7 +325,9 @@ def test_doctor_plan_and_config_know_a_cluster(nodes: list[RedisServer], command
     assert url in told
 
 
-def test_one_node_of_a_cluster_is_refused_in_words_everywhere(nodes: list[RedisServer], command: Any) -> None:
+def test_one_node_of_a_cluster_is_refused_in_words_everywhere(
+    nodes: list[RedisServer], command: Any
+) -> None:
     url, words = nodes[1].url, "this is a node of a Redis Cluster; write redis+cluster://"
     _, told = command(url, "doctor", "--no-engine", "--json")
     found = {finding["check"]: finding for finding in json.loads(told)["findings"]}

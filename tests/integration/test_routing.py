@@ -1,4 +1,5 @@
-"""deploy/routing: the routers with the files that lie there, real processes in front of two engines that are stubs."""
+"""deploy/routing: the routers with the files that lie there, real processes in front of two engines
+that are stubs."""
 
 from __future__ import annotations
 
@@ -36,15 +37,22 @@ class Asker:
     def ask(self, prompt: str = "ba", headers: dict[str, str] | None = None, **body: Any) -> str:
         """One completion; who the router says answered."""
         data = json.dumps(body | {"model": "stub", "prompt": prompt, "max_tokens": 1}).encode()
-        request = urllib.request.Request(self._url, data, {"Content-Type": "application/json"} | (headers or {}))  # noqa: S310
+        request = urllib.request.Request(  # noqa: S310
+            self._url, data, {"Content-Type": "application/json"} | (headers or {})
+        )
         with self._opener.open(request, timeout=20) as reply:
             reply.read()
             return str(reply.headers.get("X-Engine", ""))
 
 
 @contextmanager
-def routed(command: list[str], folder: Path, arm: str = "sticky") -> Iterator[tuple[str, list[StubEngine]]]:
-    with stub_engines(2) as engines, router(command, ARMS[arm], engines, folder / "router.log") as url:
+def routed(
+    command: list[str], folder: Path, arm: str = "sticky"
+) -> Iterator[tuple[str, list[StubEngine]]]:
+    with (
+        stub_engines(2) as engines,
+        router(command, ARMS[arm], engines, folder / "router.log") as url,
+    ):
         yield url, engines
 
 
@@ -96,7 +104,9 @@ def test_a_conversation_keeps_its_engine_and_new_ones_are_spread(
     assert [len(engine.asked) for engine in engines] == [CONVERSATIONS * TURNS // 2] * 2
 
 
-def test_one_clients_cookie_does_not_tie_its_conversations_together(haproxy: tuple[str, list[StubEngine]]) -> None:
+def test_one_clients_cookie_does_not_tie_its_conversations_together(
+    haproxy: tuple[str, list[StubEngine]],
+) -> None:
     """A gateway asks for many conversations with one cookie jar: the header decides."""
     url, _ = haproxy
     gateway = Asker(url)
@@ -143,7 +153,10 @@ def test_vllm_router_keeps_a_conversation_and_moves_it_when_its_engine_dies(
         homes = {}
         for number in range(CONVERSATIONS):
             headers = {"X-Session-Id": f"c{number}"}
-            asked = [answered_by(engines, lambda h=headers: Asker(url).ask(headers=h)) for _ in range(TURNS)]  # type: ignore[misc]
+            asked = [
+                answered_by(engines, lambda h=headers: Asker(url).ask(headers=h))  # type: ignore[misc]
+                for _ in range(TURNS)
+            ]
             assert len(set(asked)) == 1, (number, asked)
             homes[number] = asked[0]
         assert set(homes.values()) == {0, 1}

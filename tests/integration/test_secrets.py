@@ -1,5 +1,6 @@
-"""No secret in an error, a log line, a name or a file: every kind is planted in a whole run of every command that has
-it, rightly and wrongly, and then looked for in all that was said and written."""
+"""No secret in an error, a log line, a name or a file: every kind is planted in a whole run of
+every command that has it, rightly and wrongly, and then looked for in all that was said and
+written."""
 
 from __future__ import annotations
 
@@ -46,16 +47,27 @@ def secret_file(folder: Path, name: str, text: str) -> str:
 
 def secrets_in(folder: Path) -> list[str]:
     """Everything that must not be told, those in files line by line."""
-    lines = [line for file in folder.glob("*.key") for line in file.read_text().splitlines() if "---" not in line]
+    lines = [
+        line
+        for file in folder.glob("*.key")
+        for line in file.read_text().splitlines()
+        if "---" not in line
+    ]
     return [KEY.hex(), TOKEN, ADMIN_TOKEN, PASSWORD, *OTHERS, *lines]
 
 
 def said(words: tuple[str, ...], env: Mapping[str, str]) -> str:
     """All that a command says until it ends, or serves."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("KVTIER_", "LMCACHE_"))}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("KVTIER_", "LMCACHE_"))
+    }
     command = [sys.executable, "-m", "kvtier", *words]
     with tempfile.NamedTemporaryFile("r") as log:
-        with subprocess.Popen(command, env=clean | dict(env), stdout=log.fileno(), stderr=subprocess.STDOUT) as process:
+        with subprocess.Popen(
+            command, env=clean | dict(env), stdout=log.fileno(), stderr=subprocess.STDOUT
+        ) as process:
 
             def done() -> bool:
                 return process.poll() is not None or "serving at" in Path(log.name).read_text()
@@ -101,7 +113,9 @@ def tells(folder: Path, env: Mapping[str, str], *only: str) -> None:
     for words in commands(folder):
         if not only or words[0] in only:
             text = said(words, env)
-            assert [one for one in secrets_in(folder) if one in text] == [], f"{words} tells a secret: {text[:2000]}"
+            assert [one for one in secrets_in(folder) if one in text] == [], (
+                f"{words} tells a secret: {text[:2000]}"
+            )
 
 
 @pytest.mark.redis
@@ -111,7 +125,9 @@ def test_a_whole_run_with_every_secret_tells_none(place: Path) -> None:
         env = settings(place, url)
         tells(place, env)
         assert "***" in said(("config",), env)
-        server = ServerProcess(place, **{name.removeprefix("KVTIER_").lower(): value for name, value in env.items()})
+        server = ServerProcess(
+            place, **{name.removeprefix("KVTIER_").lower(): value for name, value in env.items()}
+        )
         with server, attached(replace(server.access(), token=TOKEN.encode())) as client:
             save(client, run(1, 2))
             wait_for(lambda: client.stats().get("redis_held") == 2, "spilled, with the password")
@@ -156,7 +172,11 @@ def test_a_secret_file_that_is_refused_is_not_told(place: Path, name: str, harm:
     words = ("serve", "--listen", f"tcp://127.0.0.1:{free_port()}")
     told = said(words, env)
     assert "kvtier: " in told or harm == "lengthened", told
-    parts = {one[at : at + 8] for one in [*known, *text.split()] for at in range(0, max(1, len(one) - 8), 4)}
+    parts = {
+        one[at : at + 8]
+        for one in [*known, *text.split()]
+        for at in range(0, max(1, len(one) - 8), 4)
+    }
     assert [one for one in parts if len(one) == 8 and "----" not in one and one in told] == []
 
 
@@ -167,7 +187,9 @@ def test_lmcaches_secrets_are_not_told(place: Path, way: str) -> None:
     env: dict[str, str] = {"LMCACHE_REMOTE_URL": f"redis://u:{password}@127.0.0.1:1"}
     if way == "file":
         file = place / "lmcache.yaml"
-        file.write_text(f"remote_url: redis://u:{password}@127.0.0.1:1\nextra_config: {json.dumps(extra)}\n")
+        file.write_text(
+            f"remote_url: redis://u:{password}@127.0.0.1:1\nextra_config: {json.dumps(extra)}\n"
+        )
         env["LMCACHE_CONFIG_FILE"] = str(file)
     else:
         env |= {"KVTIER_REPLACE_LMCACHE": "1", "LMCACHE_EXTRA_CONFIG": json.dumps(extra)}
@@ -188,14 +210,21 @@ def test_a_tls_key_that_every_user_may_read_is_refused(place: Path) -> None:
     """At a server, and at an engine that shows a certificate."""
     certificate, key = make_certificate(place, "server")
     key.chmod(0o644)
-    files: dict[str, Any] = {"server_ca": str(certificate), "server_cert": str(certificate), "server_key": str(key)}
+    files: dict[str, Any] = {
+        "server_ca": str(certificate),
+        "server_cert": str(certificate),
+        "server_key": str(key),
+    }
     server = ServerProcess(place, f"tcp://127.0.0.1:{free_port()}", **files)
     assert "server_key" in server.refusal()
     with pytest.raises(ConfigError, match=r"server_key=.* is open to every user: chmod 600"):
-        assemble(Config(ram_bytes=8 * SLOT, server="tcp://127.0.0.1:1", **files), ChunkLayout(bytes(32), 1, 1, (SLOT,)))
+        assemble(
+            Config(ram_bytes=8 * SLOT, server="tcp://127.0.0.1:1", **files),
+            ChunkLayout(bytes(32), 1, 1, (SLOT,)),
+        )
 
 
-# ---- the encryption key ----------------------------------------------------------------------------------------------
+# ---- the encryption key --------------------------------------------------------------------------
 
 
 def windows(secret: bytes, size: int = 4) -> list[bytes]:
@@ -208,20 +237,30 @@ def test_the_name_of_a_key_is_the_digest_that_chunks_of_earlier_versions_carry()
 
 @pytest.mark.redis
 def test_no_four_bytes_of_the_key_are_in_what_is_written_named_or_logged(place: Path) -> None:
-    """Raw or in hexadecimal. Of the ciphertext itself, which holds any four bytes by chance, eight in a row."""
+    """Raw or in hexadecimal. Of the ciphertext itself, which holds any four bytes by chance, eight
+    in a row."""
     with RedisServer() as redis:
-        where: dict[str, Any] = {"nvme_path": place / "nvme", "nvme_bytes": 1 << 20, "log_level": "DEBUG"}
+        where: dict[str, Any] = {
+            "nvme_path": place / "nvme",
+            "nvme_bytes": 1 << 20,
+            "log_level": "DEBUG",
+        }
         where |= {"redis_url": redis.url, "redis_bytes": 1 << 20, "encryption_key": KEY.hex()}
         server = ServerProcess(place, **where)
         with server, redis.admin() as behind, attached(server.access()) as client:
             save(client, run(1, 4))
-            wait_for(lambda: client.stats().get("redis_held") == client.stats().get("nvme_held") == 4, "spilled")
+            wait_for(
+                lambda: client.stats().get("redis_held") == client.stats().get("nvme_held") == 4,
+                "spilled",
+            )
             names = [bytes(name) for name in behind.scan_iter()]
             values = [bytes(behind.get(name) or b"") for name in names]
             assert server.stop() == 0
         folder = place / "nvme" / f"slots-{SLOT}"
         plain = b"".join([*names, (folder / "index.kvtier").read_bytes(), server.log.read_bytes()])
-        tails = [value[:200] + value[SLOT:] for value in values]  # headers, and what lies behind the ciphertext
+        tails = [
+            value[:200] + value[SLOT:] for value in values
+        ]  # headers, and what lies behind the ciphertext
         sealed = b"".join([*values, (folder / "slots.kvtier").read_bytes()])
         assert len(sealed) > 8 * SLOT
         told = [*windows(KEY), *(part.hex().encode() for part in windows(KEY))]
@@ -230,12 +269,16 @@ def test_no_four_bytes_of_the_key_are_in_what_is_written_named_or_logged(place: 
         assert [part for part in windows(KEY, 8) if part in sealed] == []
 
 
-def test_an_embedded_store_says_which_key_and_not_the_key(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_embedded_store_says_which_key_and_not_the_key(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("DEBUG")
     config = Config(
-        ram_bytes=8 * SLOT, nvme_path=str(place / "nvme"), nvme_bytes=1 << 20,
+        ram_bytes=8 * SLOT,
+        nvme_path=str(place / "nvme"),
+        nvme_bytes=1 << 20,
         encryption_key_file=secret_file(place, "encryption", KEY.hex()),
-    )  # fmt: skip
+    )
     store = assemble(config, ChunkLayout(bytes(32), 1, 1, (SLOT,)))
     assert isinstance(store, Store)
     assert store.close()

@@ -1,4 +1,5 @@
-"""The start of a real ``kvtier serve``: what it tries before it lets engines in, and what it tells systemd."""
+"""The start of a real ``kvtier serve``: what it tries before it lets engines in, and what it tells
+systemd."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def refused(**settings: Any) -> str:
         return ServerProcess(folder, **settings).refusal()
 
 
-# ---- what does not start ---------------------------------------------------------------------------------------------
+# ---- what does not start -------------------------------------------------------------------------
 
 
 def test_a_disk_that_has_no_room_fails_the_start(tmp_path: Path) -> None:
@@ -55,7 +56,9 @@ def test_a_folder_that_is_none_fails_the_start(tmp_path: Path) -> None:
 
 
 def test_a_key_that_cannot_be_read_fails_the_start(tmp_path: Path) -> None:
-    said = refused(nvme_path=tmp_path / "nvme", nvme_bytes=MIB, encryption_key_file=tmp_path / "no-such-key")
+    said = refused(
+        nvme_path=tmp_path / "nvme", nvme_bytes=MIB, encryption_key_file=tmp_path / "no-such-key"
+    )
     assert f"encryption_key_file={tmp_path}/no-such-key cannot be read" in said
 
 
@@ -67,7 +70,11 @@ def test_a_slot_that_is_no_whole_pages_fails_the_start() -> None:
 @pytest.mark.parametrize(
     ("there", "given", "expected"),
     [
-        ({"cluster_enabled": "yes"}, {"redis_bytes": MIB}, "this is a node of a Redis Cluster; write redis+cluster://"),
+        (
+            {"cluster_enabled": "yes"},
+            {"redis_bytes": MIB},
+            "this is a node of a Redis Cluster; write redis+cluster://",
+        ),
         ({"requirepass": "secret"}, {"redis_bytes": MIB}, "login refused"),
         ({}, {}, "redis_bytes is not given and the server sets no maxmemory; give redis_bytes"),
     ],
@@ -86,10 +93,12 @@ def test_a_redis_that_is_away_and_gave_no_size_fails_the_start() -> None:
 
 
 def test_more_ram_than_there_is_fails_the_start_at_once() -> None:
-    assert "ram_bytes=10 TiB (environment KVTIER_RAM_BYTES) is more RAM" in refused(ram_bytes="10TiB", slot_bytes=4096)
+    assert "ram_bytes=10 TiB (environment KVTIER_RAM_BYTES) is more RAM" in refused(
+        ram_bytes="10TiB", slot_bytes=4096
+    )
 
 
-# ---- what the kernel would have killed -------------------------------------------------------------------------------
+# ---- what the kernel would have killed -----------------------------------------------------------
 
 
 def _in_words(done: subprocess.CompletedProcess[str], group: Path) -> None:
@@ -99,10 +108,13 @@ def _in_words(done: subprocess.CompletedProcess[str], group: Path) -> None:
 
 
 def test_ram_beyond_the_cgroup_is_an_error_in_serve_launch_and_engine() -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")
+    }
     environment |= {"KVTIER_RAM_BYTES": "1GiB", "KVTIER_ADMIN": "off"}
     engine = (
-        "import sys; from kvtier.assemble import assemble; from kvtier.core.chunk import ChunkLayout\n"
+        "import sys; from kvtier.assemble import assemble; from kvtier.core.chunk import "
+        "ChunkLayout\n"
         "from kvtier.config.keys import load; from kvtier.core.errors import ConfigError\n"
         "try: assemble(load(), ChunkLayout(bytes(32), 1, 1, (1 << 20,)))\n"
         "except ConfigError as error: sys.exit(print(error, file=sys.stderr) or 2)"
@@ -116,15 +128,22 @@ def test_ram_beyond_the_cgroup_is_an_error_in_serve_launch_and_engine() -> None:
             command = entering(group, [sys.executable, *words])
             _in_words(
                 subprocess.run(
-                    command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+                    command,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    timeout=DEADLINE_S,
+                    check=False,
                 ),
                 group,
             )
 
 
 def test_ram_within_the_cgroup_is_touched_to_the_last_page() -> None:
-    with memory_cgroup(512 * MIB) as group, administered(ram_bytes=256 * MIB, slot_bytes=MIB, nvme_path=None,
-                                                         nvme_bytes=None) as plain:  # fmt: skip
+    with (
+        memory_cgroup(512 * MIB) as group,
+        administered(ram_bytes=256 * MIB, slot_bytes=MIB, nvme_path=None, nvme_bytes=None) as plain,
+    ):
         plain.stop()
         plain._command = entering(group, plain._command)
         plain.start()
@@ -133,7 +152,7 @@ def test_ram_within_the_cgroup_is_touched_to_the_last_page() -> None:
         assert plain.stop() == 0
 
 
-# ---- a size of chunk that is known -----------------------------------------------------------------------------------
+# ---- a size of chunk that is known ---------------------------------------------------------------
 
 
 def test_with_a_size_everything_is_there_before_the_first_engine() -> None:
@@ -141,7 +160,10 @@ def test_with_a_size_everything_is_there_before_the_first_engine() -> None:
         wait_for(lambda: server.ask("GET", "/healthz/ready").status == 200, "ready")
         stats = server.ask("GET", "/v1/stats").body
         (size_class,) = stats["size_classes"]
-        assert (size_class["slot_bytes"], [tier["tier"] for tier in size_class["tiers"]]) == (SLOT, ["ram", "nvme"])
+        assert (size_class["slot_bytes"], [tier["tier"] for tier in size_class["tiers"]]) == (
+            SLOT,
+            ["ram", "nvme"],
+        )
         assert stats["memory"]["pools"] >= 32 * SLOT, "touched"
         with attached(server.access()) as client:
             assert save(client, run(1, 2)) == 2
@@ -162,7 +184,7 @@ def test_without_a_size_the_log_says_who_decides_it() -> None:
         assert "slot_bytes is not set: the first engine decides it" in server.said()
 
 
-# ---- a Redis that is only away ---------------------------------------------------------------------------------------
+# ---- a Redis that is only away -------------------------------------------------------------------
 
 
 @pytest.mark.redis
@@ -170,12 +192,22 @@ def test_without_a_size_the_log_says_who_decides_it() -> None:
 def test_a_redis_that_is_away_is_trouble_until_it_is_back(slot_bytes: int | None) -> None:
     with RedisServer() as redis:
         redis.kill()
-        settings = {"redis_url": redis.url, "redis_bytes": MIB, "nvme_path": None, "nvme_bytes": None}
+        settings = {
+            "redis_url": redis.url,
+            "redis_bytes": MIB,
+            "nvme_path": None,
+            "nvme_bytes": None,
+        }
         with administered(slot_bytes=slot_bytes, **settings) as server:
-            wait_for(lambda: server.ask("GET", "/healthz/ready").status == 200, "RAM serves: engines are let in")
+            wait_for(
+                lambda: server.ask("GET", "/healthz/ready").status == 200,
+                "RAM serves: engines are let in",
+            )
             (words, *_) = server.ask("GET", "/healthz").body["trouble"]
             assert "redis cannot be reached" in words
-            assert str(redis.port) not in words, "anybody may ask for it; where Redis is says the log"
+            assert str(redis.port) not in words, (
+                "anybody may ask for it; where Redis is says the log"
+            )
             assert f"redis 127.0.0.1:{redis.port} cannot be reached" in server.said()
             assert server.metric("kvtier_ready") == 1
             assert server.metric("kvtier_trouble") >= 1
@@ -184,7 +216,9 @@ def test_a_redis_that_is_away_is_trouble_until_it_is_back(slot_bytes: int | None
                 assert save(client, run(1, 2)) == 2
                 assert load(client, run(1, 2)) == ["ram"] * 2
             redis.start()
-            with attached(server.access()) as client:  # a tier that was given up is tried again when it is asked for
+            with attached(
+                server.access()
+            ) as client:  # a tier that was given up is tried again when it is asked for
 
                 def well() -> bool:
                     load(client, run(99, 1))
@@ -195,7 +229,7 @@ def test_a_redis_that_is_away_is_trouble_until_it_is_back(slot_bytes: int | None
             assert server.metric("kvtier_trouble") == 0
 
 
-# ---- what is said of it ----------------------------------------------------------------------------------------------
+# ---- what is said of it --------------------------------------------------------------------------
 
 
 def test_the_configuration_is_logged_once_and_without_passwords() -> None:
@@ -207,7 +241,7 @@ def test_the_configuration_is_logged_once_and_without_passwords() -> None:
         assert "S3cret" not in server.said()
 
 
-# ---- systemd ---------------------------------------------------------------------------------------------------------
+# ---- systemd -------------------------------------------------------------------------------------
 
 
 @contextmanager

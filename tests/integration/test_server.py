@@ -1,4 +1,5 @@
-"""Real server processes and their clients on this host: sharing, isolation, quotas, bounds in time, socket files."""
+"""Real server processes and their clients on this host: sharing, isolation, quotas, bounds in time,
+socket files."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def client(server: ServerProcess) -> Iterator[Client]:
         yield client
 
 
-# ---- the Store's surface ---------------------------------------------------------------------------------------------
+# ---- the Store's surface -------------------------------------------------------------------------
 
 
 def test_what_one_engine_saved_another_loads(server: ServerProcess, client: Client) -> None:
@@ -98,7 +99,10 @@ def test_forget_and_clear(client: Client) -> None:
     save(client, run(1, 3))
     save(client, run(2, 3))
     client.invalidate(run(1, 3)[1:])
-    assert (client.lookup(run(1, 3)).progress, client.lookup(run(2, 3)).progress) == (Progress(1, 0), Progress(3, 0))
+    assert (client.lookup(run(1, 3)).progress, client.lookup(run(2, 3)).progress) == (
+        Progress(1, 0),
+        Progress(3, 0),
+    )
     client.invalidate_all()
     assert client.lookup(run(2, 3)).progress == Progress(0, 0)
     assert client.stats()["ram_free"] == 32
@@ -108,7 +112,8 @@ def test_a_worker_maps_the_pool_by_its_path(client: Client) -> None:
     pool = client.pool
     assert pool is not None
     worker = (
-        "from kvtier.client.attachment import SharedPool; import sys; path, witness, slot = sys.argv[1:];"
+        "from kvtier.client.attachment import SharedPool; import sys; path, witness, slot = "
+        "sys.argv[1:];"
         "SharedPool.join(path, witness, 32, 8192).view(int(slot))[:4] = b'mine'"
     )
     with client.save(run(1, 1)) as lease:
@@ -124,7 +129,10 @@ def test_chunks_come_back_from_nvme_after_a_restart_and_say_so() -> None:
             save(client, run(1, 6))
             assert server.stop() == 0
             server.start()
-            wait_for(lambda: client.pool is not None or client.lookup(run(1, 6)).ready > 0, "attached again")
+            wait_for(
+                lambda: client.pool is not None or client.lookup(run(1, 6)).ready > 0,
+                "attached again",
+            )
             wait_for(lambda: client.lookup(run(1, 6)).progress == Progress(0, 6), "warm")
             with client.load(run(1, 6)) as lease:
                 while lease.poll().coming:
@@ -152,7 +160,7 @@ def test_wait_returns_early_when_a_promotion_ends() -> None:
             patient.close()
 
 
-# ---- who may have what -----------------------------------------------------------------------------------------------
+# ---- who may have what ---------------------------------------------------------------------------
 
 
 def test_namespaces_do_not_touch_each_other(server: ServerProcess, client: Client) -> None:
@@ -200,41 +208,54 @@ def of_size(slot_bytes: int) -> ChunkLayout:
 
 
 def test_another_chunk_size_is_served_beside_the_first_out_of_the_same_bytes() -> None:
-    """Whoever comes first decides nothing: half of RAM and of the disk, which nobody uses, go to the second size."""
+    """Whoever comes first decides nothing: half of RAM and of the disk, which nobody uses, go to
+    the second size."""
     with short_folder() as folder:
         disk = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
         with disk as server, attached(server.access(of_size(4096))) as first:
             save(first, run(1, 12, of_size(4096)))
             with attached(server.access()) as engine:
                 assert engine.pool is not None and first.pool is not None
-                assert (first.pool.slots, engine.pool.slots) == (64, 32), "as many as it can ever get"
+                assert (first.pool.slots, engine.pool.slots) == (64, 32), (
+                    "as many as it can ever get"
+                )
                 assert engine.stats()["ram_free"] == 16
                 assert save(engine, run(1, 9)) == 9
                 assert load(engine, run(1, 9)) == ["ram"] * 9
-                assert load(first, run(1, 12, of_size(4096))) == ["ram"] * 12, "the coldest leave, not these"
+                assert load(first, run(1, 12, of_size(4096))) == ["ram"] * 12, (
+                    "the coldest leave, not these"
+                )
                 stats = first.stats()
                 assert stats["ram_free"] + stats["ram_ready"] == 32
                 assert stats["nvme_held"] <= 128, "half of what it had"
                 first.check()
                 at_rest(engine)
-            assert disk_usage(folder / "nvme") < NVME + (64 << 10), "nvme_bytes, and half of one index too much"
+            assert disk_usage(folder / "nvme") < NVME + (64 << 10), (
+                "nvme_bytes, and half of one index too much"
+            )
 
 
 def disk_usage(folder: Path) -> int:
     return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
 
 
-def test_the_configured_size_is_there_before_anybody_asks_and_a_restart_is_warm_for_every_size() -> None:
+def test_the_configured_size_is_there_at_once_and_a_restart_is_warm_for_every_size() -> None:
     with short_folder() as folder:
         server = ServerProcess(folder, slot_bytes=SLOT, nvme_path=folder / "nvme", nvme_bytes=NVME)
         with server:
             wait_for((folder / "nvme" / f"slots-{SLOT}").is_dir, "opened")
-            with attached(server.access(of_size(4096))) as stranger, attached(server.access()) as engine:
+            with (
+                attached(server.access(of_size(4096))) as stranger,
+                attached(server.access()) as engine,
+            ):
                 save(stranger, run(1, 5, of_size(4096)))
                 save(engine, run(1, 5))
             server.stop()
             server.start()
-            with attached(server.access(of_size(4096))) as stranger, attached(server.access()) as engine:
+            with (
+                attached(server.access(of_size(4096))) as stranger,
+                attached(server.access()) as engine,
+            ):
                 assert sum(stranger.lookup(run(1, 5, of_size(4096))).progress) == 5
                 assert sum(engine.lookup(run(1, 5)).progress) == 5
             assert "of 4096 bytes from before" not in server.said()
@@ -255,18 +276,22 @@ def test_another_user_may_not_attach(server: ServerProcess, client: Client) -> N
         "import os, socket; os.setuid(65534); sock = socket.socket(socket.AF_UNIX);"
         f"sock.connect({str(server.socket)!r}); print(sock.recv(9))"
     )
-    refused = subprocess.run([sys.executable, "-c", knock], capture_output=True, text=True, check=False)
+    refused = subprocess.run(
+        [sys.executable, "-c", knock], capture_output=True, text=True, check=False
+    )
     assert "PermissionError" in refused.stderr, "the file's mode"
     server.socket.parent.chmod(0o755)
     server.socket.parent.parent.chmod(0o755)
     server.socket.chmod(0o666)
-    refused = subprocess.run([sys.executable, "-c", knock], capture_output=True, text=True, check=False)
+    refused = subprocess.run(
+        [sys.executable, "-c", knock], capture_output=True, text=True, check=False
+    )
     assert refused.stdout == "b''\n" or "ConnectionReset" in refused.stderr, "the credentials"
     assert "user 65534 may not attach" in server.said()
     assert client.lookup(run(1, 1)).progress == Progress(0, 0)
 
 
-# ---- socket files ----------------------------------------------------------------------------------------------------
+# ---- socket files --------------------------------------------------------------------------------
 
 
 def test_the_socket_is_ours_only(server: ServerProcess) -> None:
@@ -290,7 +315,12 @@ def test_a_stale_socket_is_replaced_and_a_live_one_is_not() -> None:
 
 @pytest.mark.parametrize(
     ("mode", "mend"),
-    [(0o777, "or chmod 700"), (0o770, "or chmod 700"), (0o707, "or chmod 700"), (0o1777, "a folder of its own\n")],
+    [
+        (0o777, "or chmod 700"),
+        (0o770, "or chmod 700"),
+        (0o707, "or chmod 700"),
+        (0o1777, "a folder of its own\n"),
+    ],
 )
 def test_a_folder_that_others_may_write_is_refused(mode: int, mend: str) -> None:
     """The sticky bit, as of /tmp, does not keep others from being there first."""
@@ -322,7 +352,7 @@ def test_a_folder_that_others_may_enter_only_will_do(mode: int) -> None:
             assert client.pool is not None
 
 
-# ---- bounded in time -------------------------------------------------------------------------------------------------
+# ---- bounded in time -----------------------------------------------------------------------------
 
 
 def test_an_engine_starts_without_its_server_and_gets_it_later() -> None:
@@ -338,8 +368,11 @@ def test_an_engine_starts_without_its_server_and_gets_it_later() -> None:
                 assert load(client, run(1, 2)) == ["ram"] * 2
 
 
-def test_a_server_that_hangs_costs_one_deadline_and_then_nothing(server: ServerProcess, client: Client) -> None:
-    """Nothing is lost by it either: the leases of late answers go back, and the connection stays."""
+def test_a_server_that_hangs_costs_one_deadline_and_then_nothing(
+    server: ServerProcess, client: Client
+) -> None:
+    """Nothing is lost by it either: the leases of late answers go back, and the connection
+    stays."""
     save(client, run(1, 4))
     hasty = Client(server.access(), timeout_s=0.05)
     held = hasty.load(run(1, 4))
@@ -358,7 +391,9 @@ def test_a_server_that_hangs_costs_one_deadline_and_then_nothing(server: ServerP
     hasty.close()
 
 
-def test_a_late_answer_goes_back_although_the_engine_is_idle(server: ServerProcess, client: Client) -> None:
+def test_a_late_answer_goes_back_although_the_engine_is_idle(
+    server: ServerProcess, client: Client
+) -> None:
     save(client, run(1, 4))
     hasty = Client(server.access(), timeout_s=0.05)
     with server.paused():
@@ -388,7 +423,9 @@ def test_a_late_answer_to_a_lease_that_was_closed_meanwhile() -> None:
             hasty.close()
 
 
-def test_a_load_that_was_ready_stays_readable_without_the_server(server: ServerProcess, client: Client) -> None:
+def test_a_load_that_was_ready_stays_readable_without_the_server(
+    server: ServerProcess, client: Client
+) -> None:
     save(client, run(1, 3))
     lease, filling = client.load(run(1, 3)), client.save(run(2, 3))
     server.kill()
@@ -409,7 +446,9 @@ def test_a_new_server_means_a_new_pool(server: ServerProcess, client: Client) ->
     assert client.lookup(run(1, 3)).progress == Progress(0, 0)
     wait_for(lambda: client.pool is not None, "attached again")
     assert client.pool is not before
-    assert Pool.attach(before.path, before.slots, before.slot_bytes).slots == 32, "its lease still needs it"
+    assert Pool.attach(before.path, before.slots, before.slot_bytes).slots == 32, (
+        "its lease still needs it"
+    )
     lease.commit()
     assert client.lookup(run(1, 3)).progress == Progress(0, 0), "that was another server's"
     with pytest.raises(OSError, match="Bad file descriptor"):

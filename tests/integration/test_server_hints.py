@@ -29,7 +29,10 @@ def test_what_an_engine_says_is_over_leaves_first() -> None:
 def test_a_session_is_closed_over_http_for_its_tenant_and_salt_alone() -> None:
     with administered() as server, attached(server.access(namespace="tenant")) as client:
         ended, other = run(1, 10), run(2, 10)
-        for keys, name in ((other, session_name(None, "mine")), (ended, session_name("salt", "mine"))):
+        for keys, name in (
+            (other, session_name(None, "mine")),
+            (ended, session_name("salt", "mine")),
+        ):
             client.load(keys, session=name).close()
             save(client, keys)
         wait_for(lambda: client.stats().get("followed_prompts", 0) == 2, "followed")

@@ -16,7 +16,10 @@ def test_a_servers_forecast_and_what_was_declined_cross_the_wire() -> None:
             save(client, keys)
             wait_for(lambda: client.stats().get("nvme_stored", 0) == 6, "written")
             assert client.lookup(keys).steps == [(6, 0.0)]
-            for prompt in (2, 3):  # push the first out of RAM; one save may pin no more than an attachment's share
+            for prompt in (
+                2,
+                3,
+            ):  # push the first out of RAM; one save may pin no more than an attachment's share
                 assert save(client, run(prompt, RAM_CHUNKS // 2)) == RAM_CHUNKS // 2
             result = client.lookup(keys)
             assert (result.ready, result.known) == (0, 6)

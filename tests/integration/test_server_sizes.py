@@ -37,7 +37,9 @@ class Watched:
 
     def look(self) -> None:
         self.most_ram = max(self.most_ram, self._pools())
-        self.most_disk = max(self.most_disk, sum(_blocks(file) for file in self._folder.rglob("*.kvtier")))
+        self.most_disk = max(
+            self.most_disk, sum(_blocks(file) for file in self._folder.rglob("*.kvtier"))
+        )
 
     def _pools(self) -> int:
         """Bytes of the pages that the pools have."""
@@ -55,18 +57,22 @@ def _blocks(file: Path) -> int:
 
 
 def busy(client: Client, slot_bytes: int, watched: Watched) -> dict[str, float]:
-    """Save prompt after prompt until nine tenths of RAM and disk are this size's; how much is at the end."""
+    """Save prompt after prompt until nine tenths of RAM and disk are this size's; how much is at
+    the end."""
     until, parts = time.monotonic() + SHIFT_S, {"ram": 0.0, "nvme": 0.0}
     while min(parts.values()) < 0.9 and time.monotonic() < until:
         keys = run(next(_PROMPTS), 8, of_size(slot_bytes))
         save(client, keys)
         watched.look()
         stats = client.stats()
-        parts = {"ram": stats["ram_ready"] * slot_bytes / RAM, "nvme": stats["nvme_held"] * slot_bytes / NVME}
+        parts = {
+            "ram": stats["ram_ready"] * slot_bytes / RAM,
+            "nvme": stats["nvme_held"] * slot_bytes / NVME,
+        }
     return parts
 
 
-def test_a_load_that_goes_from_one_size_to_another_and_back_has_nine_tenths_of_the_bytes_each_time() -> None:
+def test_a_load_that_moves_between_sizes_has_nine_tenths_of_the_bytes_each_time() -> None:
     with (
         short_folder() as folder,
         ServerProcess(folder, ram_bytes=RAM, nvme_path=folder / "nvme", nvme_bytes=NVME) as server,
@@ -113,7 +119,9 @@ def test_two_sizes_share_the_bytes_of_redis_too() -> None:
             while held < 0.9 * budget and time.monotonic() < until:
                 save(client, run(next(_PROMPTS), 8, of_size(size)))
                 held = client.stats()["redis_held"] * unit[size]
-                other = (large if client is small else small).stats()["redis_held"] * (sum(unit.values()) - unit[size])
+                other = (large if client is small else small).stats()["redis_held"] * (
+                    sum(unit.values()) - unit[size]
+                )
                 assert held + other <= budget
             assert held >= 0.9 * budget
         for client in (small, large):

@@ -1,4 +1,5 @@
-"""Engines on another host, here over loopback: what a tier promises, tokens, TLS, and what is refused."""
+"""Engines on another host, here over loopback: what a tier promises, tokens, TLS, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -46,7 +47,10 @@ INSECURE = ("--insecure",)
 
 
 def cache_server(
-    port: int, layout: ChunkLayout = LAYOUT, token: bytes | None = None, tls: ssl.SSLContext | None = None
+    port: int,
+    layout: ChunkLayout = LAYOUT,
+    token: bytes | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> ServerAccess:
     own = hello(layout.fingerprint, layout.chunk_bytes, stream=True, client="far")
     return ServerAccess(Address("", "localhost" if tls else "127.0.0.1", port), own, token, tls)
@@ -74,12 +78,14 @@ def server(port: int) -> Iterator[ServerProcess]:
         yield server
 
 
-# ---- chunks ----------------------------------------------------------------------------------------------------------
+# ---- chunks --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk_bytes", [SLOT, 5000, 3 << 20])
 def test_a_server_keeps_the_promises_of_a_tier(port: int, chunk_bytes: int) -> None:
-    with serving(f"tcp://127.0.0.1:{port}", flags=INSECURE, ram_bytes=32 * max(SLOT, chunk_bytes)) as server:
+    with serving(
+        f"tcp://127.0.0.1:{port}", flags=INSECURE, ram_bytes=32 * max(SLOT, chunk_bytes)
+    ) as server:
 
         def make() -> RemoteTier:
             """A tier that holds nothing: the server forgets what the test before left."""
@@ -93,7 +99,11 @@ def test_a_server_keeps_the_promises_of_a_tier(port: int, chunk_bytes: int) -> N
 
 
 def test_engines_near_and_far_share_what_they_saved(server: ServerProcess, port: int) -> None:
-    with attached(server.access()) as near, engine(cache_server(port)) as one, engine(cache_server(port)) as two:
+    with (
+        attached(server.access()) as near,
+        engine(cache_server(port)) as one,
+        engine(cache_server(port)) as two,
+    ):
         save(near, run(1, 4))
         assert load(one, run(1, 4)) == ["remote"] * 4
         save(two, run(2, 5))
@@ -106,7 +116,11 @@ def test_engines_near_and_far_share_what_they_saved(server: ServerProcess, port:
 def test_what_the_server_has_on_nvme_only_is_found_and_read(port: int) -> None:
     with short_folder() as folder, ExitStack() as stack:
         server = ServerProcess(
-            folder, f"tcp://127.0.0.1:{port}", flags=INSECURE, nvme_path=folder / "nvme", nvme_bytes=1 << 20
+            folder,
+            f"tcp://127.0.0.1:{port}",
+            flags=INSECURE,
+            nvme_path=folder / "nvme",
+            nvme_bytes=1 << 20,
         )
         stack.enter_context(server)
         with attached(server.access()) as near:
@@ -161,7 +175,9 @@ def test_a_restart_between_two_calls_costs_no_call(server: ServerProcess, port: 
     assert tier.find([key]) == 0
     assert server.stop() == 0
     server.start()
-    assert tier.write(key, content(key, SLOT)), "the kept connection was dead; a new one took the call"
+    assert tier.write(key, content(key, SLOT)), (
+        "the kept connection was dead; a new one took the call"
+    )
     tier.close()
 
 
@@ -179,7 +195,9 @@ def test_a_bit_flipped_on_the_way_is_a_miss_at_either_end(server: ServerProcess,
         with attached(server.access()) as near:
             assert near.lookup([key]).progress == (0, 0)
             save(near, [key])
-            assert tier.read(key, memoryview(bytearray(SLOT))) is None, "the server has the right bytes"
+            assert tier.read(key, memoryview(bytearray(SLOT))) is None, (
+                "the server has the right bytes"
+            )
             assert tier.counts["corrupt"] == 1
             at_rest(near)
         tier.close()
@@ -189,14 +207,16 @@ def test_a_bit_flipped_on_the_way_is_a_miss_at_either_end(server: ServerProcess,
 def flipping(port: int) -> Iterator[int]:
     """A relay that flips one bit in the middle of every chunk, in both directions."""
     middle = content(run(1, 1)[0], SLOT)[SLOT // 2 : SLOT // 2 + 16].tobytes()
-    with relay(port, lambda data, _: data.replace(middle, bytes([middle[0] ^ 1]) + middle[1:])) as bad:
+    with relay(
+        port, lambda data, _: data.replace(middle, bytes([middle[0] ^ 1]) + middle[1:])
+    ) as bad:
         yield bad
 
 
 @contextmanager
 def relay(port: int, change: Callable[[bytes, bool], bytes]) -> Iterator[int]:
-    """Somebody between an engine and ``port``. Passes on what ``change`` makes of the bytes; it is also told whether
-    they come from the server."""
+    """Somebody between an engine and ``port``. Passes on what ``change`` makes of the bytes; it is
+    also told whether they come from the server."""
 
     def pipe(source: socket.socket, sink: socket.socket, away: bool) -> None:
         with source, sink:
@@ -213,7 +233,7 @@ def relay(port: int, change: Callable[[bytes, bool], bytes]) -> Iterator[int]:
         yield address.port
 
 
-# ---- who is let in ---------------------------------------------------------------------------------------------------
+# ---- who is let in -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "[::]"])  # noqa: S104
@@ -271,7 +291,9 @@ def test_a_proof_is_of_one_connection_only(port: int, token_file: Path) -> None:
         assert isinstance(said[-1], wire.Refused) and "token" in said[-1].reason
 
 
-def test_what_an_impostor_recorded_of_a_server_convinces_no_engine(port: int, token_file: Path) -> None:
+def test_what_an_impostor_recorded_of_a_server_convinces_no_engine(
+    port: int, token_file: Path
+) -> None:
     """The server's proof is about this engine's own nonce, too."""
     recorded = bytearray()
 
@@ -280,7 +302,10 @@ def test_what_an_impostor_recorded_of_a_server_convinces_no_engine(port: int, to
             recorded.extend(data)
         return data
 
-    with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file), relay(port, record) as tapped:
+    with (
+        serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file),
+        relay(port, record) as tapped,
+    ):
         RemoteTier(cache_server(tapped, token=TOKEN)).close()
     inbox: wire.Inbox[wire.Challenge | wire.Welcome] = wire.Inbox(wire.Challenge | wire.Welcome)
     said = list(inbox.feed(bytes(recorded)))
@@ -291,17 +316,27 @@ def test_what_an_impostor_recorded_of_a_server_convinces_no_engine(port: int, to
         hear(client, wire.Inbox(wire.Hello))
         client.sendall(wire.frame(said[1]))
 
-    with rogue(None, replay) as address, pytest.raises(ConfigError, match="does not know our token"):
+    with (
+        rogue(None, replay) as address,
+        pytest.raises(ConfigError, match="does not know our token"),
+    ):
         RemoteTier(cache_server(address.port, token=TOKEN))
 
 
-@pytest.mark.parametrize(("mode", "content_", "what"), [(0o644, TOKEN, "chmod 600"), (0o600, b"short", "16 or more")])
-def test_a_token_must_be_long_and_private(port: int, tmp_path: Path, mode: int, content_: bytes, what: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "content_", "what"), [(0o644, TOKEN, "chmod 600"), (0o600, b"short", "16 or more")]
+)
+def test_a_token_must_be_long_and_private(
+    port: int, tmp_path: Path, mode: int, content_: bytes, what: str
+) -> None:
     file = tmp_path / "token"
     file.write_bytes(content_)
     file.chmod(mode)
     with short_folder() as folder:
-        assert what in ServerProcess(folder, f"tcp://127.0.0.1:{port}", server_token_file=file).refusal()
+        assert (
+            what
+            in ServerProcess(folder, f"tcp://127.0.0.1:{port}", server_token_file=file).refusal()
+        )
 
 
 def test_a_far_namespace_is_its_own(server: ServerProcess, port: int) -> None:

@@ -1,4 +1,5 @@
-"""TLS between engines and servers, and what goes beyond loopback without it: nothing, unless somebody gave that up."""
+"""TLS between engines and servers, and what goes beyond loopback without it: nothing, unless
+somebody gave that up."""
 
 from __future__ import annotations
 
@@ -71,7 +72,11 @@ def tls_server(port: int, certificates: Path) -> Iterator[ServerProcess]:
 
 
 def context(certificates: Path, trusted: str, shown: str | None) -> ssl.SSLContext:
-    files = [str(certificates / f"{shown}-host.{kind}") for kind in ("pem", "key")] if shown else [None, None]
+    files = (
+        [str(certificates / f"{shown}-host.{kind}") for kind in ("pem", "key")]
+        if shown
+        else [None, None]
+    )
     return client_tls(str(certificates / f"{trusted}.pem"), *files)
 
 
@@ -91,7 +96,9 @@ def test_one_line_of_configuration_makes_the_client_that_the_address_needs(
     keys["server_token_file"] = str(token_file)
     with serving(f"tcp://127.0.0.1:{port}", **keys) as server:
         near = assemble(Config(server=str(server.address), **keys), LAYOUT)
-        far_away = assemble(Config(server=f"tcp://localhost:{port}", ram_bytes=8 * SLOT, **keys), LAYOUT)
+        far_away = assemble(
+            Config(server=f"tcp://localhost:{port}", ram_bytes=8 * SLOT, **keys), LAYOUT
+        )
         assert isinstance(near, Client) and isinstance(far_away, Store)
         save(near, run(1, 4))
         assert load(far_away, run(1, 4)) == ["remote"] * 4
@@ -99,7 +106,9 @@ def test_one_line_of_configuration_makes_the_client_that_the_address_needs(
         far_away.close()
 
 
-@pytest.mark.parametrize(("trusted", "shown"), [("theirs", "ours"), ("ours", "theirs"), ("ours", None)])
+@pytest.mark.parametrize(
+    ("trusted", "shown"), [("theirs", "ours"), ("ours", "theirs"), ("ours", None)]
+)
 def test_a_wrong_certificate_of_either_side_is_refused(
     tls_server: ServerProcess, port: int, certificates: Path, trusted: str, shown: str | None
 ) -> None:
@@ -113,7 +122,9 @@ def test_a_wrong_certificate_of_either_side_is_refused(
     tier.close()
 
 
-def test_a_client_without_tls_gets_nothing_from_a_server_with_it(tls_server: ServerProcess, port: int) -> None:
+def test_a_client_without_tls_gets_nothing_from_a_server_with_it(
+    tls_server: ServerProcess, port: int
+) -> None:
     tier = RemoteTier(cache_server(port))
     assert tier.find([ChunkKey(bytes(40))]) == 0
     assert tier.counts["failed"] > 0
@@ -122,12 +133,20 @@ def test_a_client_without_tls_gets_nothing_from_a_server_with_it(tls_server: Ser
 
 def test_a_server_that_asks_clients_for_nothing_is_refused(port: int, certificates: Path) -> None:
     """Encrypted, and to anybody."""
-    keys: dict[str, Any] = {"server_cert": certificates / "ours-host.pem", "server_key": certificates / "ours-host.key"}
+    keys: dict[str, Any] = {
+        "server_cert": certificates / "ours-host.pem",
+        "server_key": certificates / "ours-host.key",
+    }
     with short_folder() as folder:
-        assert "would serve KV to anybody" in ServerProcess(folder, f"tcp://127.0.0.1:{port}", **keys).refusal()
+        assert (
+            "would serve KV to anybody"
+            in ServerProcess(folder, f"tcp://127.0.0.1:{port}", **keys).refusal()
+        )
 
 
-def test_a_certificate_for_another_host_is_refused(port: int, certificates: Path, token_file: Path) -> None:
+def test_a_certificate_for_another_host_is_refused(
+    port: int, certificates: Path, token_file: Path
+) -> None:
     """Whoever has any certificate of our authority could else stand in for the server."""
     with serving(
         f"tcp://127.0.0.1:{port}",
@@ -141,10 +160,15 @@ def test_a_certificate_for_another_host_is_refused(port: int, certificates: Path
         tier.close()
 
 
-def test_a_server_speaks_no_older_tls(tls_server: ServerProcess, port: int, certificates: Path) -> None:
+def test_a_server_speaks_no_older_tls(
+    tls_server: ServerProcess, port: int, certificates: Path
+) -> None:
     old = context(certificates, "ours", "ours")
     old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_2
-    with socket.create_connection(("127.0.0.1", port)) as sock, pytest.raises((ssl.SSLError, ConnectionResetError)):
+    with (
+        socket.create_connection(("127.0.0.1", port)) as sock,
+        pytest.raises((ssl.SSLError, ConnectionResetError)),
+    ):
         old.wrap_socket(sock, server_hostname="localhost").recv(1)
 
 
@@ -177,33 +201,52 @@ def test_who_sees_the_network_reads_nothing_of_a_chunk(
     assert content(key, SLOT)[100:116].tobytes() not in seen
 
 
-# ---- beyond loopback -------------------------------------------------------------------------------------------------
+# ---- beyond loopback -----------------------------------------------------------------------------
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - as an address to listen at; who connects to it means this host
 
 
-def test_a_server_with_a_token_alone_does_not_listen_beyond_loopback(port: int, token_file: Path) -> None:
+def test_a_server_with_a_token_alone_does_not_listen_beyond_loopback(
+    port: int, token_file: Path
+) -> None:
     with short_folder() as folder:
-        refusal = ServerProcess(folder, f"tcp://{EVERYWHERE}:{port}", server_token_file=token_file).refusal()
+        refusal = ServerProcess(
+            folder, f"tcp://{EVERYWHERE}:{port}", server_token_file=token_file
+        ).refusal()
     assert "is beyond this host and not encrypted" in refusal
     assert "set server_cert and server_key for TLS" in refusal
 
 
-@pytest.mark.parametrize("host", [EVERYWHERE, "192.0.2.7", "[2001:db8::1]", "cache.example", "127.0.0.1.example"])
-def test_an_engine_with_a_token_alone_does_not_connect_beyond_loopback(host: str, token_file: Path) -> None:
-    config = load_config(env={"KVTIER_SERVER": f"tcp://{host}:7", "KVTIER_SERVER_TOKEN_FILE": str(token_file)})
-    with pytest.raises(ConfigError, match=r"not encrypted: .* set server_ca for TLS\. server_unencrypted=true"):
+@pytest.mark.parametrize(
+    "host", [EVERYWHERE, "192.0.2.7", "[2001:db8::1]", "cache.example", "127.0.0.1.example"]
+)
+def test_an_engine_with_a_token_alone_does_not_connect_beyond_loopback(
+    host: str, token_file: Path
+) -> None:
+    config = load_config(
+        env={"KVTIER_SERVER": f"tcp://{host}:7", "KVTIER_SERVER_TOKEN_FILE": str(token_file)}
+    )
+    with pytest.raises(
+        ConfigError, match=r"not encrypted: .* set server_ca for TLS\. server_unencrypted=true"
+    ):
         assemble(config, LAYOUT)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "[::1]", "localhost"])
 def test_on_loopback_a_token_alone_will_do(host: str) -> None:
-    ServerAccess(Address.parse(f"tcp://{host}:7"), hello(LAYOUT.fingerprint, SLOT, stream=True), TOKEN)
+    ServerAccess(
+        Address.parse(f"tcp://{host}:7"), hello(LAYOUT.fingerprint, SLOT, stream=True), TOKEN
+    )
 
 
 def test_an_engine_without_a_token_sends_nothing_in_plain(token_file: Path) -> None:
-    config = load_config(env={"KVTIER_SERVER": f"tcp://{EVERYWHERE}:7", "KVTIER_SERVER_UNENCRYPTED": "true"})
-    with pytest.raises(ConfigError, match="set server_token_file, because server_unencrypted gives up encryption only"):
+    config = load_config(
+        env={"KVTIER_SERVER": f"tcp://{EVERYWHERE}:7", "KVTIER_SERVER_UNENCRYPTED": "true"}
+    )
+    with pytest.raises(
+        ConfigError,
+        match="set server_token_file, because server_unencrypted gives up encryption only",
+    ):
         assemble(config, LAYOUT)
 
 
@@ -211,14 +254,21 @@ def test_both_go_without_encryption_when_told_so_and_say_it_once(
     port: int, token_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys: dict[str, Any] = {"server_token_file": str(token_file), "server_unencrypted": True}
-    warning = f"tcp://{EVERYWHERE}:{port} is not encrypted (server_unencrypted): who sees the network between can read"
+    warning = (
+        f"tcp://{EVERYWHERE}:{port} is not encrypted (server_unencrypted): who sees the "
+        "network between can read"
+    )
     with serving(f"tcp://{EVERYWHERE}:{port}", **keys) as server, attached(server.access()) as near:
-        store = assemble(Config(server=f"tcp://{EVERYWHERE}:{port}", ram_bytes=8 * SLOT, **keys), LAYOUT)
+        store = assemble(
+            Config(server=f"tcp://{EVERYWHERE}:{port}", ram_bytes=8 * SLOT, **keys), LAYOUT
+        )
         save(near, run(1, 4))
         assert load(store, run(1, 4)) == ["remote"] * 4
         store.close()
         assert server.said().count(warning) == 1
-    assert [record.levelno for record in caplog.records if warning in record.getMessage()] == [logging.WARNING]
+    assert [record.levelno for record in caplog.records if warning in record.getMessage()] == [
+        logging.WARNING
+    ]
 
 
 def test_on_loopback_nothing_is_said_of_encryption(port: int, token_file: Path) -> None:

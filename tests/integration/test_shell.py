@@ -19,7 +19,9 @@ from tests.server_process import ServerProcess, attached, serving, wait_for
 ROOT = Path(__file__).parents[2]
 MODELS = json.loads((ROOT / "tests/data/model_configs.json").read_text(encoding="utf-8"))
 ENV = {
-    name: value for name, value in os.environ.items() if not name.startswith(("KVTIER_", "LMCACHE_", "HF_", "PYTHON"))
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(("KVTIER_", "LMCACHE_", "HF_", "PYTHON"))
 }
 
 
@@ -29,7 +31,9 @@ def kvtier(
     """Run the command; whatever it is asked, nobody sees a traceback."""
     done = subprocess.run(
         [sys.executable, "-m", "kvtier", *map(str, words)],
-        env=ENV | {"PYTHONPATH": str(ROOT)} | {name: str(value) for name, value in (env or {}).items()},
+        env=ENV
+        | {"PYTHONPATH": str(ROOT)}
+        | {name: str(value) for name, value in (env or {}).items()},
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -40,7 +44,8 @@ def kvtier(
 
 
 def without(folder: Path, *modules: str) -> dict[str, object]:
-    """An environment in which these modules cannot be imported, as in one that lacks their packages."""
+    """An environment in which these modules cannot be imported, as in one that lacks their
+    packages."""
     blocked = "".join(f"sys.modules[{module!r}] = None\n" for module in modules)
     (folder / "sitecustomize.py").write_text(f"import sys\n{blocked}")
     return {"PYTHONPATH": f"{folder}:{ROOT}"}
@@ -51,7 +56,12 @@ def test_the_version_is_a_flag_and_a_command() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "near"), [(("sevre",), "serve"), (("bench", "long-doc"), "long-doc-qa"), (("conifg", "--yaml"), "config")]
+    ("words", "near"),
+    [
+        (("sevre",), "serve"),
+        (("bench", "long-doc"), "long-doc-qa"),
+        (("conifg", "--yaml"), "config"),
+    ],
 )
 def test_a_mistyped_command_names_the_nearest(words: tuple[str, ...], near: str) -> None:
     done = kvtier(*words)
@@ -75,57 +85,94 @@ def test_config_takes_a_file_by_a_relative_path_and_shows_what_is_in_effect(tmp_
     shown = {row.split()[0]: row for row in rows}
     assert list(shown) == list(KEYS)
     for key, row in shown.items():
-        assert row[unit - 2 : unit] == row[source - 2 : source] == "  ", "columns are as wide as their widest cell"
+        assert row[unit - 2 : unit] == row[source - 2 : source] == "  ", (
+            "columns are as wide as their widest cell"
+        )
         assert row[unit:].startswith(KEYS[key]["unit"])
     assert shown["ram_bytes"].split("  ")[1].strip() or "100 GiB" in shown["ram_bytes"]
     assert "100 GiB" in shown["ram_bytes"] and "file k.yaml" in shown["ram_bytes"]
     assert " evict " in shown["nvme_write"] and "2 TiB" in shown["nvme_write_limit"]
-    assert shown["nvme_bytes"].split()[2] == "GiB", "what would be taken, not what the key says when it is not there"
+    assert shown["nvme_bytes"].split()[2] == "GiB", (
+        "what would be taken, not what the key says when it is not there"
+    )
     assert not [row for row in rows if row[: heads.index("what for")].split()[1] == "none"]
 
 
 def test_config_as_json_has_what_was_set_and_what_comes_of_it() -> None:
-    rows = {row["key"]: row for row in json.loads(kvtier("config", "--json", "--chunk-tokens", "512").stdout)}
+    rows = {
+        row["key"]: row
+        for row in json.loads(kvtier("config", "--json", "--chunk-tokens", "512").stdout)
+    }
     assert (rows["chunk_tokens"]["value"], rows["chunk_tokens"]["source"]) == (512, "flag")
     assert rows["ram_bytes"]["value"] is None and rows["ram_bytes"]["effective"] > 1 << 20
-    served = json.loads(kvtier("config", "--json", "--server", "unix:///run/kvtier/kvtier.sock").stdout)
+    served = json.loads(
+        kvtier("config", "--json", "--server", "unix:///run/kvtier/kvtier.sock").stdout
+    )
     assert next(row for row in served if row["key"] == "ram_bytes")["effective"] is None
 
 
 def test_a_password_is_in_neither_form_of_config() -> None:
     for form in ((), ("--json",), ("--yaml",)):
-        assert "Sup3rSecret" not in kvtier("config", *form, "--redis-url", "redis://u:Sup3rSecret@h:1/0").stdout
+        assert (
+            "Sup3rSecret"
+            not in kvtier("config", *form, "--redis-url", "redis://u:Sup3rSecret@h:1/0").stdout
+        )
 
 
-@pytest.mark.parametrize("words", [("config",), ("--help",), ("plan", "--no-measure"), ("version",)])
+@pytest.mark.parametrize(
+    "words", [("config",), ("--help",), ("plan", "--no-measure"), ("version",)]
+)
 def test_a_reader_that_goes_away_ends_it_quietly(words: tuple[str, ...]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "kvtier", *words]
-    done = subprocess.run(command, env=ENV, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        command, env=ENV, stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+    )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_a_missing_extra_of_a_benchmark_is_named_before_anything_is_measured(tmp_path: Path) -> None:
+def test_a_missing_extra_of_a_benchmark_is_named_before_anything_is_measured(
+    tmp_path: Path,
+) -> None:
     lacks = without(tmp_path, "rich", "matplotlib")
-    done = kvtier("bench", "long-doc-qa", "--base-url", "http://127.0.0.1:1", env=lacks, cwd=tmp_path)
-    assert done.returncode == 2 and "rich" in done.stderr and "pip install 'kvtier[bench]'" in done.stderr
+    done = kvtier(
+        "bench", "long-doc-qa", "--base-url", "http://127.0.0.1:1", env=lacks, cwd=tmp_path
+    )
+    assert (
+        done.returncode == 2
+        and "rich" in done.stderr
+        and "pip install 'kvtier[bench]'" in done.stderr
+    )
     assert not (tmp_path / "build").exists()
 
 
 def test_doctor_blames_a_missing_cipher_on_no_disk(tmp_path: Path) -> None:
-    settings = {"KVTIER_ENCRYPTION_KEY": "ab" * 32, "KVTIER_NVME_PATH": tmp_path / "n", "KVTIER_NVME_BYTES": "256MiB"}
+    settings = {
+        "KVTIER_ENCRYPTION_KEY": "ab" * 32,
+        "KVTIER_NVME_PATH": tmp_path / "n",
+        "KVTIER_NVME_BYTES": "256MiB",
+    }
     done = kvtier("doctor", "--no-engine", env=without(tmp_path, "cryptography") | settings)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("fail")]
-    assert done.returncode == 1 and "encryption" in line and "pip install 'kvtier[encryption]'" in line
+    assert (
+        done.returncode == 1 and "encryption" in line and "pip install 'kvtier[encryption]'" in line
+    )
     assert "dmesg" not in done.stdout
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ("bench", "long-doc-qa", "--base-url", "http://127.0.0.1:1", "--output-dir", "/proc/nothing/here"),
+        (
+            "bench",
+            "long-doc-qa",
+            "--base-url",
+            "http://127.0.0.1:1",
+            "--output-dir",
+            "/proc/nothing/here",
+        ),
         ("bench", "long-doc-qa", "--arms", "none", "--model", "/no/such/model"),
         ("bench", "long-doc-qa", "--num-documents", "many"),
         ("bench", "long-doc-qa", "--base-url", "nonsense"),
@@ -148,11 +195,15 @@ def test_doctor_blames_a_missing_cipher_on_no_disk(tmp_path: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_an_operators_mistake_is_2_and_told_in_words(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_operators_mistake_is_2_and_told_in_words(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
     done = kvtier(*words, cwd=tmp_path)
     assert done.returncode == 2, done
     assert done.stderr.strip() and "_positive" not in done.stderr
-    assert words[0] == "bench" or done.stderr.count("\n") <= 12, "a mistake is not answered with a page"
+    assert words[0] == "bench" or done.stderr.count("\n") <= 12, (
+        "a mistake is not answered with a page"
+    )
 
 
 def test_paths_typed_at_a_shell_may_be_relative(tmp_path: Path) -> None:
@@ -160,14 +211,25 @@ def test_paths_typed_at_a_shell_may_be_relative(tmp_path: Path) -> None:
     token.write_text("a" * 64)
     token.chmod(0o600)
     with ServerProcess(tmp_path, admin="http://127.0.0.1:0", admin_token_file=token) as server:
-        wait_for(lambda: "admin surface at" in server.log.read_text(encoding="utf-8"), "its admin surface")
-        url = re.findall(r"admin surface at (http://[\d.:]+)", server.log.read_text(encoding="utf-8"))[0]
-        cleared = kvtier("clear", "--everything", "--admin", url, "--token-file", "tok", cwd=tmp_path)
+        wait_for(
+            lambda: "admin surface at" in server.log.read_text(encoding="utf-8"),
+            "its admin surface",
+        )
+        url = re.findall(
+            r"admin surface at (http://[\d.:]+)", server.log.read_text(encoding="utf-8")
+        )[0]
+        cleared = kvtier(
+            "clear", "--everything", "--admin", url, "--token-file", "tok", cwd=tmp_path
+        )
         assert (cleared.returncode, cleared.stdout) == (0, "0 chunks forgotten\n"), cleared.stderr
-        again = kvtier("clear", "--everything", "--json", "--admin", url, "--token-file", "tok", cwd=tmp_path)
+        again = kvtier(
+            "clear", "--everything", "--json", "--admin", url, "--token-file", "tok", cwd=tmp_path
+        )
         assert json.loads(again.stdout)["complete"] is True
     shown = kvtier("config", "--nvme-path", "n", "--json", cwd=tmp_path).stdout
-    assert next(row["value"] for row in json.loads(shown) if row["key"] == "nvme_path") == str(tmp_path / "n")
+    assert next(row["value"] for row in json.loads(shown) if row["key"] == "nvme_path") == str(
+        tmp_path / "n"
+    )
     refused = kvtier("config", env={"KVTIER_NVME_PATH": "n"})
     assert refused.returncode == 2 and "expected an absolute path" in refused.stderr
 
@@ -189,7 +251,7 @@ def test_a_benchmarks_help_gives_every_default_and_the_preset() -> None:
     assert "--preset {lmi}" in shown
 
 
-# ---- plan ------------------------------------------------------------------------------------------------------------
+# ---- plan ----------------------------------------------------------------------------------------
 
 
 def hub(folder: Path, name: str, config: object) -> Path:
@@ -209,7 +271,17 @@ def test_plan_finds_a_hub_name_in_the_local_cache(variable: str, tmp_path: Path)
     files = hub(tmp_path / below, "Qwen/Qwen2.5-72B-Instruct", MODELS["qwen2.5-72b"])
     (files / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 1000000000}}')
     env = {variable: tmp_path, "XDG_CACHE_HOME": ""}
-    what_if = ("--no-measure", "--ram", "1130GiB", "--gpu", "A100-80GB:8", "--tp", "4", "--disk", "7TiB")
+    what_if = (
+        "--no-measure",
+        "--ram",
+        "1130GiB",
+        "--gpu",
+        "A100-80GB:8",
+        "--tp",
+        "4",
+        "--disk",
+        "7TiB",
+    )
     done = kvtier("plan", "--model", "Qwen/Qwen2.5-72B-Instruct", *what_if, env=env)
     assert done.returncode == 0, done.stderr
     assert "320 KiB" in done.stdout and "hub cache, commit 0123456789ab" in done.stdout
@@ -218,7 +290,10 @@ def test_plan_finds_a_hub_name_in_the_local_cache(variable: str, tmp_path: Path)
 
 def test_plan_says_what_was_looked_for_when_the_cache_has_no_such_model(tmp_path: Path) -> None:
     done = kvtier("plan", "--model", "Qwen/Qwen2.5-7B-Instruct", env={"HF_HUB_CACHE": tmp_path})
-    assert done.returncode == 2 and f"{tmp_path}/models--Qwen--Qwen2.5-7B-Instruct/snapshots" in done.stderr
+    assert (
+        done.returncode == 2
+        and f"{tmp_path}/models--Qwen--Qwen2.5-7B-Instruct/snapshots" in done.stderr
+    )
     assert "hf download Qwen/Qwen2.5-7B-Instruct" in done.stderr and "Errno" not in done.stderr
 
 
@@ -236,10 +311,14 @@ def test_the_plans_tables_have_even_columns_each_key_once_and_units(tmp_path: Pa
     for part in (found, settings):
         _, heads, *rows = part.splitlines()
         starts = [heads.index(head) for head in ("value", "source", "reason")]
-        assert all(row[start - 2 : start] == "  " and row[start] != " " for row in rows for start in starts)
+        assert all(
+            row[start - 2 : start] == "  " and row[start] != " " for row in rows for start in starts
+        )
         keys = [row.split()[0] for row in rows]
         assert len(keys) == len(set(keys)) and all(key.replace("_", "").isalnum() for key in keys)
-    assert "kv_bytes_per_token" in found and "5 GB/s " in found and "nvme_break_even_tokens" in found
+    assert (
+        "kv_bytes_per_token" in found and "5 GB/s " in found and "nvme_break_even_tokens" in found
+    )
     assert text.splitlines()[-1].startswith("Next: KVTIER_AUTO=true")
 
 
@@ -267,7 +346,19 @@ def test_measuring_does_not_overrule_the_speed_that_was_given(tmp_path: Path) ->
 def test_gpu_names_are_listed_and_a_size_that_matters_must_be_said(tmp_path: Path) -> None:
     shown = " ".join(kvtier("plan", "--help").stdout.split())
     wrong = kvtier("plan", "--gpu", "H1000:8").stderr
-    for kind in ("A100-40GB", "A100-80GB", "H100", "H200", "B200", "GB200", "B300", "L4", "L40S", "A10G", "T4"):
+    for kind in (
+        "A100-40GB",
+        "A100-80GB",
+        "H100",
+        "H200",
+        "B200",
+        "GB200",
+        "B300",
+        "L4",
+        "L40S",
+        "A10G",
+        "T4",
+    ):
         assert f"{kind}," in shown and kind in wrong
     unclear = kvtier("plan", "--gpu", "A100:8")
     assert unclear.returncode == 2 and "A100-40GB and A100-80GB; say which" in unclear.stderr

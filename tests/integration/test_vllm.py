@@ -1,8 +1,8 @@
 """Real vLLM, with and without kvtier: the same answers to the last bit, and real hits.
 
-The plain engine has room for everything, so its second answers are hits of vLLM's own prefix cache of the same length
-as kvtier's; float32 keeps a split prefill from changing an answer. Where both runs split prefills alike, logprobs are
-compared bit by bit, else to 1e-4.
+The plain engine has room for everything, so its second answers are hits of vLLM's own prefix cache
+of the same length as kvtier's; float32 keeps a split prefill from changing an answer. Where both
+runs split prefills alike, logprobs are compared bit by bit, else to 1e-4.
 """
 
 from __future__ import annotations
@@ -43,11 +43,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def run(forks: Forks, models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """``run(scenario, kvtier=True, model="tiny", old=False, processes=False, **config)``: the scenario's answers, or
-    its log on failure.
+def run(
+    forks: Forks, models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Run:
+    """``run(scenario, kvtier=True, model="tiny", old=False, processes=False, **config)``: the
+    scenario's answers, or its log on failure.
 
-    ``processes``: as many as in production, instead of one. ``config`` are kvtier's keys. Runs are remembered: several
+    ``processes``: as many as in production, instead of one. ``config`` are kvtier's keys. Runs are
+      remembered: several
     tests look at one engine's life.
     """
     seen: dict[str, Any] = {}
@@ -61,11 +64,15 @@ def run(forks: Forks, models: Callable[[str], Path], tmp_path_factory: pytest.Te
         processes: bool = False,
         **config: Any,
     ) -> Any:
-        call = json.dumps([name, kvtier, model, old, processes, config], sort_keys=True, default=str)
+        call = json.dumps(
+            [name, kvtier, model, old, processes, config], sort_keys=True, default=str
+        )
         if call not in seen:
             out = tmp_path_factory.mktemp("run") / "answers.json"
             keys = config if kvtier else None
-            seen[call] = start(forks(old), f"scenarios {name}", out, models(model), keys, processes=processes)
+            seen[call] = start(
+                forks(old), f"scenarios {name}", out, models(model), keys, processes=processes
+            )
         return seen[call]
 
     return once
@@ -81,13 +88,22 @@ def start(
     processes: bool = False,
     more: Mapping[str, str] | None = None,
 ) -> Any:
-    """``scenario`` is a module of ``tests.integration`` and a name in it. ``config``: kvtier's keys; None: without
-    kvtier. ``more`` goes into its environment. Its log lies beside ``out``."""
+    """``scenario`` is a module of ``tests.integration`` and a name in it. ``config``: kvtier's
+    keys; None: without kvtier. ``more`` goes into its environment. Its log lies beside ``out``."""
     module, name = scenario.split()
-    processes = processes or "TEST_ENGINE_PYTHON" in os.environ  # that vLLM has not been tried in one
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("KVTIER_", "LMCACHE_"))}
+    processes = (
+        processes or "TEST_ENGINE_PYTHON" in os.environ
+    )  # that vLLM has not been tried in one
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("KVTIER_", "LMCACHE_"))
+    }
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    environment |= {"TEST_FOLDER": str(out.parent), "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))}
+    environment |= {
+        "TEST_FOLDER": str(out.parent),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
+    }
     # The thread count decides the last bits of a sum.
     if name in ("tensor_parallel", "pipeline_parallel"):
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
@@ -96,20 +112,27 @@ def start(
     if config is not None:
         # Most tests ask what is served, not how fast it would have been computed.
         settings = {"chunk_tokens": CHUNK, "ram_bytes": "64MiB", "take_hits": "always"} | config
-        environment |= {f"KVTIER_{key.upper()}": str(value) for key, value in settings.items()} | {"WITH_KVTIER": "1"}
+        environment |= {f"KVTIER_{key.upper()}": str(value) for key, value in settings.items()} | {
+            "WITH_KVTIER": "1"
+        }
     environment |= more or {}
     log = out.with_suffix(".log")
-    status = forks.run(f"tests.integration.{module}", [name, str(out), str(model)], environment, log, TIMEOUT_S)
+    status = forks.run(
+        f"tests.integration.{module}", [name, str(out), str(model)], environment, log, TIMEOUT_S
+    )
     return EngineFailed(log.read_text()) if status else json.loads(out.read_text())
 
 
 class EngineFailed(str):
-    """The log of an engine that did not get through; comparing it with answers fails and shows it."""
+    """The log of an engine that did not get through; comparing it with answers fails and shows
+    it."""
 
     __slots__ = ()
 
 
-def assert_same(ours: list[dict[str, Any]], plain: list[dict[str, Any]], tolerance: float = 0.0) -> None:
+def assert_same(
+    ours: list[dict[str, Any]], plain: list[dict[str, Any]], tolerance: float = 0.0
+) -> None:
     assert isinstance(ours, list), str(ours)[-4000:]
     assert isinstance(plain, list), str(plain)[-4000:]
     assert [answer["tokens"] for answer in ours] == [answer["tokens"] for answer in plain]
@@ -120,7 +143,9 @@ def assert_same(ours: list[dict[str, Any]], plain: list[dict[str, Any]], toleran
 def corrupt(folder: Path) -> int:
     """Chunks of a tier's folder that do not match their checksums."""
     check = [sys.executable, "-m", "kvtier", "check", "--nvme", str(folder), "--json"]
-    told = subprocess.run(check, check=False, capture_output=True, text=True, timeout=TIMEOUT_S).stdout
+    told = subprocess.run(
+        check, check=False, capture_output=True, text=True, timeout=TIMEOUT_S
+    ).stdout
     return sum(int(report["corrupt"]) for report in json.loads(told))
 
 
@@ -146,11 +171,15 @@ def test_an_answer_goes_on_after_a_hit_as_it_did_before(run: Run, model: str) ->
 
 
 class TestOlderVllm:
-    """What decides about a version, on the oldest that every change is tested with: hits, a restart, failed loads, and
-    two ranks. The rest is the same code on both; ``make test-engines`` runs all of it there too."""
+    """What decides about a version, on the oldest that every change is tested with: hits, a
+    restart, failed loads, and two ranks. The rest is the same code on both; ``make test-engines``
+    runs all of it there too."""
 
     def test_older_vllm_is_served_alike(self, run: Run, disk: dict[str, Any]) -> None:
-        ours, plain = run("plain", old=True, **disk, ram_bytes="64MiB"), run("plain", old=True, kvtier=False)
+        ours, plain = (
+            run("plain", old=True, **disk, ram_bytes="64MiB"),
+            run("plain", old=True, kvtier=False),
+        )
         assert_same(ours, plain)
         assert hits(ours) == hits(plain) == [0, 0, 0, DOCUMENT_HIT, DOCUMENT_HIT, DOCUMENT_HIT]
         again = run("plain", old=True, **disk, ram_bytes="65MiB")
@@ -158,7 +187,9 @@ class TestOlderVllm:
         assert hits(again) == [DOCUMENT_HIT] * 6, "it was restarted"
 
     def test_older_vllm_recomputes_failed_loads(self, run: Run) -> None:
-        assert_failed_loads_are_recomputed(run("load_failure", old=True), run("plain", old=True, kvtier=False))
+        assert_failed_loads_are_recomputed(
+            run("load_failure", old=True), run("plain", old=True, kvtier=False)
+        )
 
     def test_older_vllm_with_two_ranks(self, run: Run) -> None:
         ours = run("tensor_parallel", old=True, processes=True)
@@ -209,7 +240,8 @@ def test_engine_settings_and_the_bare_name(run: Run, scenario: str) -> None:
 
 
 def test_every_way_to_ask_gets_the_same_answer_from_a_hit(run: Run) -> None:
-    """Several answers to a prompt, beam search, structured output, and more requests at once than fit in a step."""
+    """Several answers to a prompt, beam search, structured output, and more requests at once than
+    fit in a step."""
     ours, plain = run("ways_to_ask"), run("ways_to_ask", kvtier=False)
     assert isinstance(ours, dict), str(ours)[-4000:]
     assert ours["first"] == ours["again"] == plain["first"]
@@ -245,12 +277,16 @@ def test_aborted_requests_leave_nothing_behind(run: Run) -> None:
 def test_lora_adapters_never_share(run: Run) -> None:
     ours, plain = run("lora"), run("lora", kvtier=False)
     assert isinstance(ours, dict), str(ours)[-4000:]
-    assert len({tuple(answer["tokens"]) for answer in plain["first"]}) == 3, "the adapters make no difference"
+    assert len({tuple(answer["tokens"]) for answer in plain["first"]}) == 3, (
+        "the adapters make no difference"
+    )
     for which in ("first", "second"):
         assert_same(ours[which], plain[which], tolerance=1e-4)
     assert hits(ours["first"]) == [0, 0, 0]
     assert hits(ours["second"]) == [DOCUMENT_HIT] * 3
-    assert ours["counts"]["missed_adapter"] == 2 * DOCUMENT_HIT // CHUNK, "the same tokens under two more adapters"
+    assert ours["counts"]["missed_adapter"] == 2 * DOCUMENT_HIT // CHUNK, (
+        "the same tokens under two more adapters"
+    )
 
 
 class TestFeatures:
@@ -273,16 +309,24 @@ class TestFeatures:
     def test_salts_never_share(self, ours: Any, plain: Any) -> None:
         for name in ("salt_a", "salt_b", "salt_a_again"):
             assert_same(ours[name], plain[name], tolerance=1e-4)
-        assert [hits(ours[name]) for name in ("salt_a", "salt_b", "salt_a_again")] == [[0], [0], [DOCUMENT_HIT]]
+        assert [hits(ours[name]) for name in ("salt_a", "salt_b", "salt_a_again")] == [
+            [0],
+            [0],
+            [DOCUMENT_HIT],
+        ]
 
-    def test_a_request_that_keeps_kvtier_out_is_not_kept_and_not_served(self, ours: Any, plain: Any) -> None:
+    def test_a_request_that_keeps_kvtier_out_is_not_kept_and_not_served(
+        self, ours: Any, plain: Any
+    ) -> None:
         assert_same(ours["apart"], plain["apart"], tolerance=1e-4)
         assert hits(ours["apart"]) == [0, 0, 0]
 
     def test_misses_are_told_by_reason_in_vllms_metrics(self, ours: Any) -> None:
         skip_if_broken("every count")
         chunks = DOCUMENT_HIT // CHUNK
-        missed = {name: count for name, count in ours["counts"].items() if name.startswith("missed")}
+        missed = {
+            name: count for name, count in ours["counts"].items() if name.startswith("missed")
+        }
         assert missed == {"missed_cold": 6 * chunks, "missed_salt": 2 * chunks}
 
     def test_prompt_logprobs_are_computed_not_loaded(self, ours: Any, plain: Any) -> None:
@@ -298,22 +342,30 @@ class TestFeatures:
 
 
 def test_failed_loads_are_recomputed_and_never_poison_the_cache(run: Run) -> None:
-    assert_failed_loads_are_recomputed(run("load_failure", processes=True), run("plain", kvtier=False))
+    assert_failed_loads_are_recomputed(
+        run("load_failure", processes=True), run("plain", kvtier=False)
+    )
 
 
 def assert_failed_loads_are_recomputed(ours: dict[str, Any], plain: list[dict[str, Any]]) -> None:
-    """In four rounds every third load fails after it wrote garbage: all answers stay what they were."""
+    """In four rounds every third load fails after it wrote garbage: all answers stay what they
+    were."""
     assert isinstance(ours, dict), str(ours)[-4000:]
     for start in range(0, 12, 3):
         answers = ours["answers"][start : start + 3]
-        assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in plain[:3]]
+        assert [answer["tokens"] for answer in answers] == [
+            answer["tokens"] for answer in plain[:3]
+        ]
     assert hits(ours["answers"]).count(DOCUMENT_HIT) >= 3
     assert ours["failures"] >= 3, "no load failed, so nothing was tested"
 
 
 @pytest.mark.parametrize("ram", ["64MiB", "9MiB"])
-def test_as_on_a_gpu_copies_run_beside_the_engines_steps(run: Run, tmp_path: Path, ram: str) -> None:
-    """Streams and staging buffers under a real engine. With little RAM its slots change hands all the time."""
+def test_as_on_a_gpu_copies_run_beside_the_engines_steps(
+    run: Run, tmp_path: Path, ram: str
+) -> None:
+    """Streams and staging buffers under a real engine. With little RAM its slots change hands all
+    the time."""
     below = {} if ram == "64MiB" else {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
     ours = run("device", model="demo", ram_bytes=ram, **below)
     assert isinstance(ours, dict), str(ours)[-4000:]
@@ -330,8 +382,15 @@ def test_a_stalled_tier_is_left_after_one_deadline_and_used_again_later(
 ) -> None:
     with RedisServer() as server:
         monkeypatch.setenv("TEST_REDIS_PID", str(server.pid))
-        phases = run("stalled", model="demo", processes=True, take_hits="auto", redis_url=server.url,
-                     redis_bytes="256MiB", ram_bytes=8 * DEMO_CHUNK_BYTES)  # fmt: skip
+        phases = run(
+            "stalled",
+            model="demo",
+            processes=True,
+            take_hits="auto",
+            redis_url=server.url,
+            redis_bytes="256MiB",
+            ram_bytes=8 * DEMO_CHUNK_BYTES,
+        )
     assert isinstance(phases, dict), str(phases)[-4000:]
     plain = phases["before"]["answers"][:3]
     for phase in phases.values():
@@ -339,8 +398,13 @@ def test_a_stalled_tier_is_left_after_one_deadline_and_used_again_later(
             assert answer["tokens"] == plain[index % 3]["tokens"]
     before, stalled, after = (phases[name]["counts"] for name in ("before", "stalled", "after"))
     assert before["loaded_redis"] > 0
-    assert stalled.get("declined_deadline", 0) - before.get("declined_deadline", 0) <= DOCUMENT_HIT // CHUNK
-    assert stalled["declined_slower"] > before.get("declined_slower", 0), "it was asked for, and known to be slow"
+    assert (
+        stalled.get("declined_deadline", 0) - before.get("declined_deadline", 0)
+        <= DOCUMENT_HIT // CHUNK
+    )
+    assert stalled["declined_slower"] > before.get("declined_slower", 0), (
+        "it was asked for, and known to be slow"
+    )
     assert after["loaded_redis"] > stalled["loaded_redis"]
 
 
@@ -353,11 +417,18 @@ def test_pipeline_stages_each_keep_their_part_of_a_chunk(run: Run) -> None:
 
 @pytest.mark.redis
 @pytest.mark.slow
-def test_an_engine_over_a_cluster_loses_a_node_and_no_answer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_over_a_cluster_loses_a_node_and_no_answer(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with redis_cluster(cluster_require_full_coverage="no") as nodes:
         monkeypatch.setenv("TEST_REDIS_PID", str(nodes[2].pid))
-        phases = run("lost_node", model="demo", redis_url=cluster_url(nodes), redis_bytes="256MiB",
-                     ram_bytes=8 * DEMO_CHUNK_BYTES)  # fmt: skip
+        phases = run(
+            "lost_node",
+            model="demo",
+            redis_url=cluster_url(nodes),
+            redis_bytes="256MiB",
+            ram_bytes=8 * DEMO_CHUNK_BYTES,
+        )
         with nodes[0].admin() as admin:
             assert admin.dbsize() > 0
     assert isinstance(phases, dict), str(phases)[-4000:]
@@ -367,10 +438,14 @@ def test_an_engine_over_a_cluster_loses_a_node_and_no_answer(run: Run, monkeypat
             assert answer["tokens"] == plain[index % 3]["tokens"]
     before, after = (phases[name]["counts"] for name in ("before", "after"))
     assert before["loaded_redis"] > 0
-    assert after["loaded_redis"] > before["loaded_redis"], "the other nodes' chunks still come from there"
+    assert after["loaded_redis"] > before["loaded_redis"], (
+        "the other nodes' chunks still come from there"
+    )
 
 
-@pytest.mark.skipif(engine_vllm().startswith("0.32."), reason="it keeps windows as they are: test_vllm_groups.py")
+@pytest.mark.skipif(
+    engine_vllm().startswith("0.32."), reason="it keeps windows as they are: test_vllm_groups.py"
+)
 def test_sliding_window_beside_full_attention_works(run: Run) -> None:
     ours = run("plain", model="swa")
     assert_same(ours, run("plain", kvtier=False, model="swa"), tolerance=1e-4)
@@ -380,7 +455,12 @@ def test_sliding_window_beside_full_attention_works(run: Run) -> None:
 def test_recurrent_models_without_prefix_caching_are_refused_by_name(run: Run) -> None:
     log = run("refused", model="mamba")
     assert isinstance(log, EngineFailed)
-    if engine_vllm().startswith("0.23."):  # which ends in words of its own before it asks the connector
-        assert "ValueError: Hybrid KV cache manager is disabled but failed to convert the KV cache specs" in log
+    if engine_vllm().startswith(
+        "0.23."
+    ):  # which ends in words of its own before it asks the connector
+        assert (
+            "ValueError: Hybrid KV cache manager is disabled but failed to convert the KV "
+            "cache specs" in log
+        )
     else:
         assert "LayoutError: Lfm2ForCausalLM keeps a recurrent state" in log

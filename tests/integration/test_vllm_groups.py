@@ -1,5 +1,6 @@
-"""Models with several KV cache groups on a real vLLM, with and without kvtier: windows, local attention, states. Equal
-answers, real hits, from RAM and after a restart from NVMe, and as much KV memory as without kvtier."""
+"""Models with several KV cache groups on a real vLLM, with and without kvtier: windows, local
+attention, states. Equal answers, real hits, from RAM and after a restart from NVMe, and as much KV
+memory as without kvtier."""
 
 from __future__ import annotations
 
@@ -21,13 +22,19 @@ KINDS = {
     "qwen3next": ["FullAttentionSpec", "MambaSpec"],
 }
 LESS = pytest.mark.extended
-MODELS = ["swa", "qwen3next", *(pytest.param(model, marks=LESS) for model in ("gptoss", "window", "llama4"))]
+MODELS = [
+    "swa",
+    "qwen3next",
+    *(pytest.param(model, marks=LESS) for model in ("gptoss", "window", "llama4")),
+]
 LONG = 1280
 """Tokens of a hit of a document where blocks, and so chunks, have 640."""
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(not engine_vllm().startswith("0.32."), reason="groups are kept from vLLM 0.32 on"),
+    pytest.mark.skipif(
+        not engine_vllm().startswith("0.32."), reason="groups are kept from vLLM 0.32 on"
+    ),
 ]
 
 
@@ -38,7 +45,9 @@ class Lives:
         self._forks, self._factory, self._seen = forks, factory, dict[Any, Any]()
         self._models = factory.mktemp("models")
 
-    def __call__(self, model: str, scenario: str = "life", *, kvtier: bool = True, **config: Any) -> Any:
+    def __call__(
+        self, model: str, scenario: str = "life", *, kvtier: bool = True, **config: Any
+    ) -> Any:
         call = model, scenario, kvtier, *sorted(config.items())
         if call not in self._seen:
             out = self._factory.mktemp("run") / "answers.json"
@@ -47,7 +56,14 @@ class Lives:
                 keys |= {"chunk_tokens": 640}
             made = make_model(self._models / model, model)
             parallel = scenario == "tensor_parallel"
-            told = start(self._forks(False), f"group_scenarios {scenario}", out, made, keys, processes=parallel)
+            told = start(
+                self._forks(False),
+                f"group_scenarios {scenario}",
+                out,
+                made,
+                keys,
+                processes=parallel,
+            )
             assert isinstance(told, dict), str(told)[-4000:]
             self._seen[call] = told
         return self._seen[call]
@@ -62,7 +78,9 @@ def assert_equal(ours: Any, plain: Any, model: str) -> None:
     """Where both have hits of the same length, the answers are equal to the last bit."""
     for part in ("first", "again"):
         assert_same(ours[part], plain[part], tolerance=1e-4 if model == "swa" else 0.0)
-    assert [answer["tokens"] for answer in ours["longer"]] == [answer["tokens"] for answer in plain["longer"]]
+    assert [answer["tokens"] for answer in ours["longer"]] == [
+        answer["tokens"] for answer in plain["longer"]
+    ]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -79,8 +97,12 @@ def test_every_group_comes_back_from_ram_and_answers_are_equal(lives: Lives, mod
     assert not any(name.startswith("missed_corrupt") for name in ours["counts"])
 
 
-@pytest.mark.parametrize("model", ["swa", pytest.param("qwen3next", marks=LESS), pytest.param("gptoss", marks=LESS)])
-def test_a_prompt_that_goes_on_is_hit_where_the_answer_before_it_ended(lives: Lives, model: str) -> None:
+@pytest.mark.parametrize(
+    "model", ["swa", pytest.param("qwen3next", marks=LESS), pytest.param("gptoss", marks=LESS)]
+)
+def test_a_prompt_that_goes_on_is_hit_where_the_answer_before_it_ended(
+    lives: Lives, model: str
+) -> None:
     ours = lives(model)
     first, second = hits(ours["longer"])
     least = LONG if model == "qwen3next" else 512
@@ -89,8 +111,12 @@ def test_a_prompt_that_goes_on_is_hit_where_the_answer_before_it_ended(lives: Li
     assert ours["longer"][0]["tokens"] == ours["longer"][1]["tokens"]
 
 
-@pytest.mark.parametrize("model", [pytest.param("swa", marks=LESS), pytest.param("qwen3next", marks=LESS)])
-def test_every_group_comes_back_from_nvme_after_a_restart(lives: Lives, model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "model", [pytest.param("swa", marks=LESS), pytest.param("qwen3next", marks=LESS)]
+)
+def test_every_group_comes_back_from_nvme_after_a_restart(
+    lives: Lives, model: str, tmp_path: Path
+) -> None:
     plain, folder = lives(model, kvtier=False), tmp_path / "nvme"
     disk: dict[str, Any] = {"nvme_path": str(folder), "nvme_bytes": "256MiB"}
     lives(model, **disk)
@@ -103,7 +129,8 @@ def test_every_group_comes_back_from_nvme_after_a_restart(lives: Lives, model: s
 
 @pytest.mark.extended
 def test_two_tensor_ranks_keep_their_parts_of_every_group(lives: Lives) -> None:
-    """Not with a state: there vLLM 0.32 has no prefix-cache hits with two ranks on CPUs, with or without kvtier."""
+    """Not with a state: there vLLM 0.32 has no prefix-cache hits with two ranks on CPUs, with or
+    without kvtier."""
     ours = lives("swa", "tensor_parallel")
     plain = lives("swa", "tensor_parallel", kvtier=False)
     assert_equal(ours, plain, "swa")

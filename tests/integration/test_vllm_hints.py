@@ -1,5 +1,5 @@
-"""A real vLLM server with the middleware: what a client says in its own words arrives in the scheduler, and a client
-that says something odd is served like any other."""
+"""A real vLLM server with the middleware: what a client says in its own words arrives in the
+scheduler, and a client that says something odd is served like any other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def asked(server: Server, body: dict[str, Any], **headers: str) -> int:
-    said = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    said = {"Content-Type": "application/json"} | {
+        name.replace("_", "-"): value for name, value in headers.items()
+    }
     data = json.dumps(body).encode()
     request = urllib.request.Request(f"{server.base_url}/v1/completions", data, said)  # noqa: S310 - a server of ours
     with urllib.request.urlopen(request, timeout=120) as reply:  # noqa: S310
@@ -47,7 +49,10 @@ def test_hints_arrive_and_bad_ones_fail_nothing(server: Server) -> None:
     said = {"prompt_cache_options": {"ttl": "30m"}, "nvext": {"agent_hints": {"priority": 3}}}
     assert asked(server, body | said, X_Session_ID="one", X_Dynamo_Session_Final="true") == 200
     asked(server, body_of(2))  # numbers are told with the steps of an engine
-    wait_for(lambda: [hints(server, kind) for kind in ("over", "keep", "priority")] == [1, 1, 1], "counted")
+    wait_for(
+        lambda: [hints(server, kind) for kind in ("over", "keep", "priority")] == [1, 1, 1],
+        "counted",
+    )
     odd = {"prompt_cache_options": "for ever", "nvext": [1], "kv_hints": {"actions": [{}]}}
     assert asked(server, body | odd, X_Dynamo_Session_Final="perhaps") == 200
     asked(server, body_of(2))

@@ -1,7 +1,9 @@
-"""Real vLLM behind its OpenAI server: requests that are aborted and caches that are reset while loads are under way and
-answers are being computed, adapters that are loaded when somebody asks, and data-parallel ranks of which one is idle.
+"""Real vLLM behind its OpenAI server: requests that are aborted and caches that are reset while
+loads are under way and answers are being computed, adapters that are loaded when somebody asks, and
+data-parallel ranks of which one is idle.
 
-Answers are compared with those of the same engine's own prefix cache. A load's end is held back by the test.
+Answers are compared with those of the same engine's own prefix cache. A load's end is held back by
+the test.
 """
 
 from __future__ import annotations
@@ -38,20 +40,44 @@ START_S = 300.0
 
 
 class Server(VllmServer):
-    """:mod:`tests.integration.mode_server` on a model, with kvtier: tiers of its own, or a server's (``cache``)."""
+    """:mod:`tests.integration.mode_server` on a model, with kvtier: tiers of its own, or a server's
+    (``cache``)."""
 
-    def __init__(self, model: Path, folder: Path, *more: str, cache: ServerProcess | None = None) -> None:
+    def __init__(
+        self, model: Path, folder: Path, *more: str, cache: ServerProcess | None = None
+    ) -> None:
         self.folder = folder
         args = [
-            "--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager",
-            "--block-size", "32", "--num-gpu-blocks-override", "512", "--seed", "0", "--enable-prompt-tokens-details",
-            "--shutdown-timeout", "10", "--kv-transfer-config", json.dumps(TRANSFER), *more,
-        ]  # fmt: skip
+            "--served-model-name",
+            "tiny",
+            "--dtype",
+            "float32",
+            "--max-model-len",
+            "2048",
+            "--enforce-eager",
+            "--block-size",
+            "32",
+            "--num-gpu-blocks-override",
+            "512",
+            "--seed",
+            "0",
+            "--enable-prompt-tokens-details",
+            "--shutdown-timeout",
+            "10",
+            "--kv-transfer-config",
+            json.dumps(TRANSFER),
+            *more,
+        ]
         env = {
-            "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "TEST_FOLDER": str(folder),
-            "KVTIER_CHUNK_TOKENS": str(CHUNK), "KVTIER_TAKE_HITS": "always",
-        }  # fmt: skip
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "TEST_FOLDER": str(folder),
+            "KVTIER_CHUNK_TOKENS": str(CHUNK),
+            "KVTIER_TAKE_HITS": "always",
+        }
         if cache is not None:
             env |= {"KVTIER_SERVER": str(cache.address), "KVTIER_SERVER_TIMEOUT_MS": "5000"}
         else:
@@ -61,7 +87,9 @@ class Server(VllmServer):
         self._command[:3] = [sys.executable, "-m", "tests.integration.mode_server"]
 
     def post(self, path: str, body: dict[str, Any] | None = None, rank: int | None = None) -> Any:
-        headers = {"Content-Type": "application/json"} | ({} if rank is None else {"X-data-parallel-rank": str(rank)})
+        headers = {"Content-Type": "application/json"} | (
+            {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        )
         data = json.dumps(body or {}).encode()
         request = urllib.request.Request(f"{self.base_url}{path}", data, headers)  # noqa: S310 - a server of ours
         with urllib.request.urlopen(request, timeout=120) as reply:  # noqa: S310
@@ -79,10 +107,13 @@ class Server(VllmServer):
 
     @contextmanager
     def begun(self, seed: int, **more: Any) -> Iterator[http.client.HTTPConnection]:
-        """A request whose answer is a stream; its connection is closed at the end, whether that was read or not."""
+        """A request whose answer is a stream; its connection is closed at the end, whether that was
+        read or not."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         body = body_of(seed) | {"stream": True} | more
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
         try:
             yield connection
         finally:
@@ -96,7 +127,11 @@ class Server(VllmServer):
         with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=60) as reply:  # noqa: S310
             lines = reply.read().decode().splitlines()
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        found = [line for line in lines if re.match(rf"vllm:{name}[{{ ]", line) and all(one in line for one in wanted)]
+        found = [
+            line
+            for line in lines
+            if re.match(rf"vllm:{name}[{{ ]", line) and all(one in line for one in wanted)
+        ]
         return sum(float(line.split()[-1]) for line in found)
 
     def loaded(self, **labels: str) -> float:
@@ -121,9 +156,14 @@ class Server(VllmServer):
 
 def body_of(seed: int, model: str = "tiny") -> dict[str, Any]:
     return {
-        "model": model, "prompt": document(seed), "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 0,
+        "model": model,
+        "prompt": document(seed),
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 0,
         "return_token_ids": True,
-    }  # fmt: skip
+    }
 
 
 def streamed(connection: http.client.HTTPConnection) -> Iterator[int]:
@@ -166,7 +206,9 @@ class TestOneServer:
         with server.shut():
             with server.begun(0):
                 wait_for(lambda: server.loads() > loads, "a load begins")
-                wait_for(lambda: server.metric("num_requests_waiting") == 1, "the request waits for it")
+                wait_for(
+                    lambda: server.metric("num_requests_waiting") == 1, "the request waits for it"
+                )
             wait_for(lambda: server.metric("num_requests_waiting") == 0, "the request is aborted")
             assert not server.reset(), "its blocks are held until the load is through"
         wait_for(server.reset, "its blocks are free")
@@ -203,7 +245,8 @@ class TestOneServer:
         assert server.loaded() - loaded == CHUNKS, "and keeps it anew"
 
     def test_resets_during_a_load_never_touch_what_is_loaded(self, server: Server) -> None:
-        """vLLM refuses to preempt a request that loads. A reset of kvtier forgets the chunks, and lets the load end."""
+        """vLLM refuses to preempt a request that loads. A reset of kvtier forgets the chunks, and
+        lets the load end."""
         own, loads = self.kept(server, 3), server.loads()
         with server.shut(), server.begun(3) as connection:
             wait_for(lambda: server.loads() > loads, "a load begins")
@@ -217,7 +260,9 @@ class TestOneServer:
         wait_for(server.reset, "all blocks are free")
 
 
-def test_adapters_loaded_while_the_server_runs_are_known_by_what_they_are(tiny: Path, tmp_path: Path) -> None:
+def test_adapters_loaded_while_the_server_runs_are_known_by_what_they_are(
+    tiny: Path, tmp_path: Path
+) -> None:
     """After a restart one of them comes under another name, and the other under its name."""
     folders = [make_lora(tmp_path / f"adapter{seed}", tiny, seed=seed) for seed in (1, 2)]
 
@@ -249,7 +294,8 @@ def test_adapters_loaded_while_the_server_runs_are_known_by_what_they_are(tiny: 
 
 
 def test_data_parallel_engines_of_a_dense_model_share_a_server(tiny: Path, tmp_path: Path) -> None:
-    """Each is asked while the other is idle. What one has computed, the other then loads from the server."""
+    """Each is asked while the other is idle. What one has computed, the other then loads from the
+    server."""
     with serving(ram_bytes="64MiB") as cache:
         server = Server(tiny, tmp_path, "--data-parallel-size", "2", cache=cache)
         with server:
@@ -270,7 +316,9 @@ def check_engines_that_share(server: Server) -> None:
         assert same(warm, own)
         assert warm["cached"] == DOCUMENT_HIT
         assert server.loaded(engine=there) - loaded == CHUNKS
-        assert server.metric("prompt_tokens_total", engine=idle) == idle_before, "the other engine was idle"
+        assert server.metric("prompt_tokens_total", engine=idle) == idle_before, (
+            "the other engine was idle"
+        )
         owns.append(own)
     for rank in (0, 1):
         loaded = server.loaded(engine=str(rank))
@@ -281,7 +329,8 @@ def check_engines_that_share(server: Server) -> None:
 
 
 def test_data_parallel_ranks_of_which_one_is_idle(tmp_path: Path) -> None:
-    """A mixture of experts: the idle rank takes the other's steps, with nothing of its own in them."""
+    """A mixture of experts: the idle rank takes the other's steps, with nothing of its own in
+    them."""
     model = make_experts(tmp_path / "experts")
     server = Server(model, tmp_path, "--data-parallel-size", "2")
     with server:
@@ -296,7 +345,9 @@ def test_data_parallel_ranks_of_which_one_is_idle(tmp_path: Path) -> None:
             assert same(warm, own)
             assert warm["cached"] == DOCUMENT_HIT
             assert server.loaded(engine=there) - loaded == CHUNKS
-            assert server.metric("prompt_tokens_total", engine=idle) == idle_before, "the other rank was idle"
+            assert server.metric("prompt_tokens_total", engine=idle) == idle_before, (
+                "the other rank was idle"
+            )
         assert (tmp_path / "dummies").stat().st_size > 0, "and took steps"
         server.restart()
         again = server.ask(1, rank=1)

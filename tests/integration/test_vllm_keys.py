@@ -1,5 +1,6 @@
-"""Real vLLM engines over one NVMe folder that look alike to kvtier and compute other KV for the same tokens: they
-never meet. And engines that change while they run: what was kept before is never served.
+"""Real vLLM engines over one NVMe folder that look alike to kvtier and compute other KV for the
+same tokens: they never meet. And engines that change while they run: what was kept before is never
+served.
 
 Each is compared with the same engine without kvtier.
 """
@@ -26,14 +27,17 @@ WEIGHTS = ".safetensors"
 
 @pytest.fixture
 def run(forks: Forks, tmp_path: Path) -> Run:
-    """``run(scenario, model, kvtier=True, **environment)``: its answers. All runs have one NVMe folder."""
+    """``run(scenario, model, kvtier=True, **environment)``: its answers. All runs have one NVMe
+    folder."""
     numbers = itertools.count()
     disk = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
 
     def once(name: str, model: Path, *, kvtier: bool = True, **more: str) -> Any:
         out = tmp_path / f"run{next(numbers)}" / "answers.json"
         out.parent.mkdir()
-        answers = start(forks(False), f"key_scenarios {name}", out, model, disk if kvtier else None, more=more)
+        answers = start(
+            forks(False), f"key_scenarios {name}", out, model, disk if kvtier else None, more=more
+        )
         assert not isinstance(answers, str), str(answers)[-4000:]
         return answers
 
@@ -51,8 +55,13 @@ def second(tmp_path: Path) -> Path:
 
 
 def without_weights(model: Path, into: Path) -> Path:
-    """A copy of the model's folder as vLLM's object-storage streamer makes it: no file of weights."""
-    return Path(shutil.copytree(model, into, ignore=lambda _, names: [name for name in names if WEIGHTS in name]))
+    """A copy of the model's folder as vLLM's object-storage streamer makes it: no file of
+    weights."""
+    return Path(
+        shutil.copytree(
+            model, into, ignore=lambda _, names: [name for name in names if WEIGHTS in name]
+        )
+    )
 
 
 def differ(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
@@ -73,7 +82,9 @@ def test_longrope_engines_of_two_lengths_never_meet_and_of_one_do(run: Run, tmp_
         assert_same(again, [*before[3:], *before[3:]])
 
 
-def test_checkpoints_without_local_weights_never_meet(run: Run, first: Path, second: Path, tmp_path: Path) -> None:
+def test_checkpoints_without_local_weights_never_meet(
+    run: Run, first: Path, second: Path, tmp_path: Path
+) -> None:
     """Both are streamed from elsewhere, under configurations that are equal to the byte."""
     folder = without_weights(first, tmp_path / "folder")
     one = run("streamed", folder, TEST_WEIGHTS=str(first))
@@ -110,7 +121,9 @@ def test_weights_replaced_under_a_running_engine_are_never_answered_with_old_kv(
 ) -> None:
     ours = run(scenario, first, TEST_WEIGHTS=str(second))
     plain = run(scenario, first, kvtier=False, TEST_WEIGHTS=str(second))
-    assert differ(plain["before"][:3], plain["after"][:3]), "the weights make no difference, so nothing was tested"
+    assert differ(plain["before"][:3], plain["after"][:3]), (
+        "the weights make no difference, so nothing was tested"
+    )
     assert_same(ours["before"], plain["before"])
     assert_same(ours["after"], plain["after"], tolerance=1e-4)
     assert hits(ours["after"])[6:] == [DOCUMENT_HIT] * 3, "the cache goes on with the new weights"
@@ -119,7 +132,9 @@ def test_weights_replaced_under_a_running_engine_are_never_answered_with_old_kv(
     assert hits(restarted) == [DOCUMENT_HIT] * 6, "what the old weights computed is there for them"
 
 
-def test_mla_on_a_cpu_is_left_alone_where_vllm_has_turned_prefixes_off(run: Run, tmp_path: Path) -> None:
+def test_mla_on_a_cpu_is_left_alone_where_vllm_has_turned_prefixes_off(
+    run: Run, tmp_path: Path
+) -> None:
     model = make_model(tmp_path / "mla", "mla")
     ours, plain = run("modes", model), run("modes", model, kvtier=False)
     if plain["prefix_caching"]:
@@ -131,7 +146,9 @@ def test_mla_on_a_cpu_is_left_alone_where_vllm_has_turned_prefixes_off(run: Run,
     assert log.count("MLA on this CPU: kvtier keeps and serves nothing in this engine") == 1
 
 
-def test_the_cpu_backend_turns_async_scheduling_off_whatever_is_asked_for(run: Run, first: Path) -> None:
+def test_the_cpu_backend_turns_async_scheduling_off_whatever_is_asked_for(
+    run: Run, first: Path
+) -> None:
     """So no test here can say anything of it. When this fails, they can."""
     ours = run("modes", first)
     assert ours["async_scheduling"] is False

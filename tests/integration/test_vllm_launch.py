@@ -1,4 +1,5 @@
-"""The operator's first five minutes on a real vLLM: one variable and one word; LMCache's place taken as LMI has it."""
+"""The operator's first five minutes on a real vLLM: one variable and one word; LMCache's place
+taken as LMI has it."""
 
 from __future__ import annotations
 
@@ -43,9 +44,11 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def fence(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A machine of 8 GiB with a disk of 6 GiB: a real memory cgroup, and a real ext4 where disks are looked for.
+    """A machine of 8 GiB with a disk of 6 GiB: a real memory cgroup, and a real ext4 where disks
+    are looked for.
 
-    Gives the disk, which a process inside sees as ``/tmp``, and the shell words that put a process inside.
+    Gives the disk, which a process inside sees as ``/tmp``, and the shell words that put a process
+    inside.
     """
     group = Path("/sys/fs/cgroup/memory")
     limit = "memory.limit_in_bytes"
@@ -61,8 +64,12 @@ def fence(tmp_path: Path) -> Iterator[tuple[Path, str]]:
             image.touch()
             os.truncate(image, DISK)
             disk.mkdir()
-            subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True, capture_output=True)
-            subprocess.run(["mount", "-o", "loop", str(image), str(disk)], check=True, capture_output=True)
+            subprocess.run(
+                ["mkfs.ext4", "-q", "-m", "0", str(image)], check=True, capture_output=True
+            )
+            subprocess.run(
+                ["mount", "-o", "loop", str(image), str(disk)], check=True, capture_output=True
+            )
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"no cgroup or mount can be made here: {error}")
         undo.callback(subprocess.run, ["umount", str(disk)], check=True)
@@ -78,10 +85,23 @@ def fence(tmp_path: Path) -> Iterator[tuple[Path, str]]:
 class Launched(VllmServer):
     """``kvtier launch -- vllm serve MODEL ...`` behind the fence."""
 
-    def __init__(self, enter: str, model: str, args: list[str], env: dict[str, str], log: Path) -> None:
+    def __init__(
+        self, enter: str, model: str, args: list[str], env: dict[str, str], log: Path
+    ) -> None:
         super().__init__(model, args, env, log, START_S)
         vllm = Path(engine_python()).parent / "vllm"
-        launch = [engine_python(), "-m", "kvtier", "launch", "--", str(vllm), "serve", model, "--host", "127.0.0.1"]
+        launch = [
+            engine_python(),
+            "-m",
+            "kvtier",
+            "launch",
+            "--",
+            str(vllm),
+            "serve",
+            model,
+            "--host",
+            "127.0.0.1",
+        ]
         self._command = ["unshare", "-m", "sh", "-c", f'{enter} && exec "$@"', "sh", *launch, *args]
 
     def asked(self, path: str, body: dict[str, Any] | None = None) -> str:
@@ -93,7 +113,13 @@ class Launched(VllmServer):
 
     def answer(self, prompt: list[int]) -> tuple[list[int], int]:
         """(token ids, cached prompt tokens)."""
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": 8,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         reply = json.loads(self.asked("/v1/completions", body | {"return_token_ids": True}))
         cached = (reply["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0)
         return reply["choices"][0]["token_ids"], cached
@@ -104,14 +130,34 @@ class Launched(VllmServer):
 
 
 def test_one_variable_and_one_word_are_all(tmp_path: Path) -> None:
-    """A document asked twice, with others in between that push it out of the engine's own cache: the second time is a
-    hit of kvtier's, whose sizes auto-config took from the cgroup and the disk."""
+    """A document asked twice, with others in between that push it out of the engine's own cache:
+    the second time is a hit of kvtier's, whose sizes auto-config took from the cgroup and the
+    disk."""
     with fence(tmp_path) as (disk, enter):
         make_model(disk / "tiny", "tiny")
-        args = ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "736", "--enforce-eager"]
-        args += ["--block-size", "32", "--num-gpu-blocks-override", "24", "--enable-prompt-tokens-details"]
-        (disk / "lmcache.yaml").write_text("chunk_size: 256\nmax_local_cpu_size: 900\nenable_p2p: true\n")
-        env = QUIET | {"OPTION_LMCACHE_AUTO_CONFIG": "true", "LMCACHE_CONFIG_FILE": "/tmp/lmcache.yaml"}
+        args = [
+            "--served-model-name",
+            "tiny",
+            "--dtype",
+            "float32",
+            "--max-model-len",
+            "736",
+            "--enforce-eager",
+        ]
+        args += [
+            "--block-size",
+            "32",
+            "--num-gpu-blocks-override",
+            "24",
+            "--enable-prompt-tokens-details",
+        ]
+        (disk / "lmcache.yaml").write_text(
+            "chunk_size: 256\nmax_local_cpu_size: 900\nenable_p2p: true\n"
+        )
+        env = QUIET | {
+            "OPTION_LMCACHE_AUTO_CONFIG": "true",
+            "LMCACHE_CONFIG_FILE": "/tmp/lmcache.yaml",
+        }
         log = tmp_path / "server.log"
         server = Launched(enter, "/tmp/tiny", args, env, log)
         with server:
@@ -131,18 +177,25 @@ def test_one_variable_and_one_word_are_all(tmp_path: Path) -> None:
     assert_told_once(said, "INFO", "LMCache key chunk_size=256 -> chunk_tokens=256")
     assert_told_once(said, "WARNING", "LMCache keys that kvtier does not serve: enable_p2p=True")
     assert_told_once(
-        said, "WARNING", "environment LMCACHE_CONFIG_FILE names /tmp/lmcache.yaml: sizes are auto-config's"
+        said,
+        "WARNING",
+        "environment LMCACHE_CONFIG_FILE names /tmp/lmcache.yaml: sizes are auto-config's",
     )
 
 
 def assert_told_once(said: str, level: str, text: str) -> None:
-    """In the log of an engine's three processes there is one such line, as vLLM writes its own: level, time, file."""
+    """In the log of an engine's three processes there is one such line, as vLLM writes its own:
+    level, time, file."""
     (line,) = [line for line in said.splitlines() if text in line]
     assert re.search(rf"\b{level} \d\d-\d\d [\d:]+ \[\w+\.py:\d+\]", line), line
 
 
 def test_lmcaches_connector_is_served_by_kvtier_as_lmi_configures_it(tmp_path: Path) -> None:
-    model, out, disk = make_model(tmp_path / "tiny", "tiny"), tmp_path / "answers.json", tmp_path / "lmcache"
+    model, out, disk = (
+        make_model(tmp_path / "tiny", "tiny"),
+        tmp_path / "answers.json",
+        tmp_path / "lmcache",
+    )
     djl = {
         "OPTION_LMCACHE_AUTO_CONFIG": "True",
         "LMCACHE_MAX_LOCAL_CPU_SIZE": "1.0",
@@ -154,16 +207,22 @@ def test_lmcaches_connector_is_served_by_kvtier_as_lmi_configures_it(tmp_path: P
     }
     command = [engine_python(), "-m", "tests.integration.lmi_engine", str(out), str(model)]
     env = os.environ | QUIET | djl | {"KVTIER_REPLACE_LMCACHE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_S, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_S, check=False
+    )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-6000:]
     answers = json.loads(out.read_text())
     assert [answer["cached"] for answer in answers] == [0, 0, 0, HIT, HIT, HIT]
-    assert [answer["tokens"] for answer in answers[:3]] == [answer["tokens"] for answer in answers[3:]]
+    assert [answer["tokens"] for answer in answers[:3]] == [
+        answer["tokens"] for answer in answers[3:]
+    ]
     assert "kv_connector LMCacheConnectorV1 is served by kvtier" in said
     assert "RAM 2048 chunks (1 GiB)" in said
     (shown,) = re.findall(r"auto-config:\s+ram_bytes\s+(.*)", said)
-    assert re.match(r"1 GiB\s+environment LMCACHE_MAX_LOCAL_CPU_SIZE\s+yours; the plan would be ", shown), shown
+    assert re.match(
+        r"1 GiB\s+environment LMCACHE_MAX_LOCAL_CPU_SIZE\s+yours; the plan would be ", shown
+    ), shown
     (used,) = re.findall(r"configuration: (.*)", said)
     assert "ram_bytes=1 GiB (environment LMCACHE_MAX_LOCAL_CPU_SIZE)" in used
     assert list(disk.glob("*.kvtier")), "LMCACHE_LOCAL_DISK was not read"

@@ -1,4 +1,5 @@
-"""A real vLLM server's /metrics: kvtier's own series are there before the first request, and follow what it does."""
+"""A real vLLM server's /metrics: kvtier's own series are there before the first request, and follow
+what it does."""
 
 from __future__ import annotations
 
@@ -37,9 +38,25 @@ MISSES = ("kvtier_missed", "kvtier_declined", "kvtier_zero_hits")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     folder = tmp_path_factory.mktemp("metrics")
     model = make_model(folder / "tiny", "tiny")
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "KVTIER_RAM_BYTES": "1MiB", "KVTIER_CHUNK_TOKENS": str(CHUNK)}
-    env |= {"KVTIER_NVME_PATH": str(folder / "nvme"), "KVTIER_NVME_BYTES": "16MiB", "KVTIER_TAKE_HITS": "always"}
-    command = ["--max-model-len", "512", "--block-size", "32", "--num-gpu-blocks-override", "18", "--enforce-eager"]
+    env = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "KVTIER_RAM_BYTES": "1MiB",
+        "KVTIER_CHUNK_TOKENS": str(CHUNK),
+    }
+    env |= {
+        "KVTIER_NVME_PATH": str(folder / "nvme"),
+        "KVTIER_NVME_BYTES": "16MiB",
+        "KVTIER_TAKE_HITS": "always",
+    }
+    command = [
+        "--max-model-len",
+        "512",
+        "--block-size",
+        "32",
+        "--num-gpu-blocks-override",
+        "18",
+        "--enforce-eager",
+    ]
     command += ["--served-model-name", "tiny", "--kv-transfer-config", json.dumps(TRANSFER)]
     with VllmServer(str(model), command, env, folder / "log") as server:
         yield server
@@ -53,14 +70,23 @@ def samples(engine: VllmServer) -> dict[tuple[str, str], float]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if "kvtier" in sample.name and "le" not in sample.labels:
-                label = next((sample.labels[one] for one in ("tier", "place", "reason") if one in sample.labels), "")
+                label = next(
+                    (
+                        sample.labels[one]
+                        for one in ("tier", "place", "reason")
+                        if one in sample.labels
+                    ),
+                    "",
+                )
                 found[sample.name, label] = sample.value
     return found
 
 
 def ask(engine: VllmServer, seed: int) -> None:
     prompt = [100 + (seed * 97 + place * 31) % 1500 for place in range(CHUNKS * CHUNK + 1)]
-    body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0}).encode()
+    body = json.dumps(
+        {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0}
+    ).encode()
     request = urllib.request.Request(  # noqa: S310
         f"{engine.base_url}/v1/completions", body, {"Content-Type": "application/json"}
     )
@@ -70,9 +96,19 @@ def ask(engine: VllmServer, seed: int) -> None:
 
 def test_series_are_there_from_the_start_and_follow_the_engine(engine: VllmServer) -> None:
     before = samples(engine)
-    for name in ("loads_total", "stores_total", "evictions_total", "read_bytes_total", "load_seconds_count"):
+    for name in (
+        "loads_total",
+        "stores_total",
+        "evictions_total",
+        "read_bytes_total",
+        "load_seconds_count",
+    ):
         assert before[f"kvtier_{name}", "ram"] == before[f"kvtier_{name}", "nvme"] == 0
-    assert before["kvtier_lookup_seconds_count", ""] == before["vllm:kvtier_missed_chunks_total", "cold"] == 0
+    assert (
+        before["kvtier_lookup_seconds_count", ""]
+        == before["vllm:kvtier_missed_chunks_total", "cold"]
+        == 0
+    )
     for seed in range(8):  # more than RAM and the GPU cache hold
         ask(engine, seed)
     for seed in range(8):
@@ -82,28 +118,45 @@ def test_series_are_there_from_the_start_and_follow_the_engine(engine: VllmServe
         ask(engine, 0)  # an engine tells when it takes a step, at most once a second
         now = samples(engine)
         loads = now["kvtier_loads_total", "ram"] + now["kvtier_loads_total", "nvme"]
-        return loads > 0 and now["kvtier_lookup_seconds_count", ""] >= 16 and now["kvtier_evictions_total", "ram"] > 0
+        return (
+            loads > 0
+            and now["kvtier_lookup_seconds_count", ""] >= 16
+            and now["kvtier_evictions_total", "ram"] > 0
+        )
 
     wait_for(told, "the engine has told", 60)
     now = samples(engine)
     assert now["kvtier_capacity_bytes", "ram"] > 0 and now["kvtier_held_bytes", "nvme"] > 0
-    assert now["kvtier_written_bytes_total", "nvme"] > 0 and now["kvtier_spill_seconds_count", "nvme"] > 0
+    assert (
+        now["kvtier_written_bytes_total", "nvme"] > 0
+        and now["kvtier_spill_seconds_count", "nvme"] > 0
+    )
     assert now["kvtier_load_seconds_sum", "ram"] + now["kvtier_load_seconds_sum", "nvme"] > 0
 
 
-def test_a_real_prometheus_fills_the_dashboard_from_an_engine(engine: VllmServer, tmp_path: Path) -> None:
+def test_a_real_prometheus_fills_the_dashboard_from_an_engine(
+    engine: VllmServer, tmp_path: Path
+) -> None:
     if shutil.which("prometheus") is None:
         pytest.skip("there is no prometheus")
     board = json.loads((DEPLOY / "grafana/kvtier.json").read_text())
     ask(engine, 50)
     with scraping(engine.port, tmp_path) as prometheus:
-        wait_for(lambda: prometheus.value(f"count_over_time(kvtier_loads_total[{WINDOW}]) > 3") != [], "some scrapes")
-        wait_for(lambda: all(rule["health"] == "ok" for rule in prometheus.rules()), "rules were evaluated")
+        wait_for(
+            lambda: prometheus.value(f"count_over_time(kvtier_loads_total[{WINDOW}]) > 3") != [],
+            "some scrapes",
+        )
+        wait_for(
+            lambda: all(rule["health"] == "ok" for rule in prometheus.rules()),
+            "rules were evaluated",
+        )
         assert [rule["name"] for rule in prometheus.rules() if rule["state"] == "firing"] == []
         shown = 0
         for panel in board["panels"]:
             for target in panel["targets"]:
                 if not any(name in target["expr"] for name in (*ONLY_SERVERS, *MISSES)):
-                    assert prometheus.value(filled(target["expr"])), f"{panel['title']}: {target['expr']}"
+                    assert prometheus.value(filled(target["expr"])), (
+                        f"{panel['title']}: {target['expr']}"
+                    )
                     shown += 1
         assert shown > 25

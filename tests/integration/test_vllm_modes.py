@@ -1,5 +1,5 @@
-"""Real vLLM in each of its modes: what kvtier loads gives the same tokens and logprobs, to the last bit, as a hit of
-the same engine's own prefix cache. In RAM, and after a restart from NVMe.
+"""Real vLLM in each of its modes: what kvtier loads gives the same tokens and logprobs, to the last
+bit, as a hit of the same engine's own prefix cache. In RAM, and after a restart from NVMe.
 
 Every test also says what shows that its mode was in force, and fails when nothing was loaded.
 """
@@ -37,14 +37,24 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(forks: Forks, tmp_path: Path) -> Run:
-    """``run(scenario, model, **environment)``: what it tells. All engines of a test have one NVMe folder."""
+    """``run(scenario, model, **environment)``: what it tells. All engines of a test have one NVMe
+    folder."""
     numbers = itertools.count()
     disk = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
 
-    def once(name: str, model: Path, *, module: str = "mode_scenarios", processes: bool = False, **more: str) -> Any:
+    def once(
+        name: str,
+        model: Path,
+        *,
+        module: str = "mode_scenarios",
+        processes: bool = False,
+        **more: str,
+    ) -> Any:
         out = tmp_path / f"run{next(numbers)}" / "answers.json"
         out.parent.mkdir()
-        told = start(forks(False), f"{module} {name}", out, model, disk, processes=processes, more=more)
+        told = start(
+            forks(False), f"{module} {name}", out, model, disk, processes=processes, more=more
+        )
         assert isinstance(told, dict), str(told)[-4000:]
         return told
 
@@ -62,7 +72,8 @@ def assert_as_own(told: dict[str, Any], hit: int = DOCUMENT_HIT, prompts: int = 
 
 
 def assert_restarted(again: dict[str, Any], told: dict[str, Any], chunks: int = CHUNKS) -> None:
-    """What another engine answers first comes from NVMe, and is what the first engine's own cache gave."""
+    """What another engine answers first comes from NVMe, and is what the first engine's own cache
+    gave."""
     assert again["loaded"][0].get("loaded_nvme", 0) >= chunks
     assert hits(again["cold"]) == hits(told["own"])
     assert_same(again["cold"], told["own"])
@@ -73,10 +84,15 @@ class TestWays:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def lives(cls, forks: Forks, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    def lives(
+        cls, forks: Forks, tiny: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("ways")
         disk = {"nvme_path": folder / "nvme", "nvme_bytes": "64MiB"}
-        told = [start(forks(False), "mode_scenarios ways", folder / f"{life}.json", tiny, disk) for life in range(2)]
+        told = [
+            start(forks(False), "mode_scenarios ways", folder / f"{life}.json", tiny, disk)
+            for life in range(2)
+        ]
         for life in told:
             assert isinstance(life, dict), str(life)[-4000:]
         return told
@@ -85,7 +101,9 @@ class TestWays:
         told, again = (life["in pieces"] for life in lives)
         assert_as_own(told)
         assert_restarted(again, told)
-        assert told["plans"][:2] == [[16], [15]], "what is left of the prompt is computed in two steps"
+        assert told["plans"][:2] == [[16], [15]], (
+            "what is left of the prompt is computed in two steps"
+        )
 
     def test_several_answers_to_one_prompt(self, lives: list[dict[str, Any]]) -> None:
         told, again = (life["several"] for life in lives)
@@ -110,7 +128,8 @@ class TestWays:
         assert told["own"][0]["text"] in ("yes", "no", "perhaps")
 
     def test_prompt_logprobs(self, lives: list[dict[str, Any]]) -> None:
-        """They need the whole prompt computed, so nothing is loaded for them, and the cache serves others meanwhile."""
+        """They need the whole prompt computed, so nothing is loaded for them, and the cache serves
+        others meanwhile."""
         told, again = (life["prompt logprobs"] for life in lives)
         for one in (told["cold"], told["own"], told["warm"], again["cold"]):
             assert hits(one)[1] == 0
@@ -129,7 +148,9 @@ def test_without_vllms_prefix_caching_every_hit_is_loaded(run: Run, tiny: Path) 
     for answers in (told["own"], told["warm"], own["cold"]):
         assert hits(answers) == [DOCUMENT_HIT]
         assert_same(answers, own["own"])
-    assert own["loaded"][0]["loaded_nvme"] == CHUNKS, "with the cache on it is the same engine to kvtier"
+    assert own["loaded"][0]["loaded_nvme"] == CHUNKS, (
+        "with the cache on it is the same engine to kvtier"
+    )
 
 
 def test_preempted_requests_resume_from_what_kvtier_kept(run: Run, tiny: Path) -> None:
@@ -179,8 +200,11 @@ def test_images_are_part_of_a_prompts_name(run: Run, seeing: Path) -> None:
         assert_restarted(again[name], told[name])
 
 
-def test_a_session_that_adds_an_image_later_saves_it_under_that_image(run: Run, seeing: Path) -> None:
-    """What a session has saved is then asked as one prompt, of an engine whose own cache is empty."""
+def test_a_session_that_adds_an_image_later_saves_it_under_that_image(
+    run: Run, seeing: Path
+) -> None:
+    """What a session has saved is then asked as one prompt, of an engine whose own cache is
+    empty."""
     told = run("image_later", seeing, module="session_scenarios", processes=True)
     again = run("image_later", seeing, module="session_scenarios", processes=True)
     before_the_image = 3 * CHUNK

@@ -1,4 +1,5 @@
-"""Real vLLM engines over one server: the second hits what the first saved, and nobody's crash is anybody else's."""
+"""Real vLLM engines over one server: the second hits what the first saved, and nobody's crash is
+anybody else's."""
 
 from __future__ import annotations
 
@@ -37,22 +38,42 @@ class LedEngine:
         self._out = folder / "answers.json"
         self._log = folder / "engine.log"
         environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(("KVTIER_", "LMCACHE_"))
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("KVTIER_", "LMCACHE_"))
         }
         environment |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        environment |= {"WITH_KVTIER": "1", "KVTIER_SERVER": str(server.address), "KVTIER_CHUNK_TOKENS": "64"}
-        # The tests ask what is served, not how fast: two ranks and a server on two cores keep each other waiting.
+        environment |= {
+            "WITH_KVTIER": "1",
+            "KVTIER_SERVER": str(server.address),
+            "KVTIER_CHUNK_TOKENS": "64",
+        }
+        # The tests ask what is served, not how fast: two ranks and a server on two cores keep each
+        # other waiting.
         environment["KVTIER_TAKE_HITS"] = "always"
         environment["KVTIER_SERVER_TIMEOUT_MS"] = "5000"
         if ranks > 1:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
         else:  # its front end, core and worker are one process: that is up in a third of the time
             environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-        command = [engine_python(), "-m", "tests.integration.served_engine", str(self._out), str(model), str(ranks)]
+        command = [
+            engine_python(),
+            "-m",
+            "tests.integration.served_engine",
+            str(self._out),
+            str(model),
+            str(ranks),
+        ]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         with self._log.open("a") as log:
             self._process: subprocess.Popen[str] = subprocess.Popen(
-                command, cwd=ROOT, env=environment, **pipes, stderr=log, start_new_session=True, text=True
+                command,
+                cwd=ROOT,
+                env=environment,
+                **pipes,
+                stderr=log,
+                start_new_session=True,
+                text=True,
             )
         self._hear("ready")
 
@@ -76,7 +97,8 @@ class LedEngine:
         return self._log.read_text()
 
     def wait_attached_again(self) -> None:
-        """Return once its client has reconnected, which it logs; the first connection it does not."""
+        """Return once its client has reconnected, which it logs; the first connection it does
+        not."""
         wait_for(lambda: "attached to the server" in self.said(), "attached again")
 
     def kill(self) -> None:
@@ -132,7 +154,11 @@ def test_a_second_engine_hits_what_the_first_saved(model: Path, tmp_path: Path) 
         with engine(server, tmp_path / "two", model) as two:
             third = two.round()
         assert hits(third) == [HIT] * 3
-        assert [a["tokens"] for a in third] == [a["tokens"] for a in second] == [a["tokens"] for a in first]
+        assert (
+            [a["tokens"] for a in third]
+            == [a["tokens"] for a in second]
+            == [a["tokens"] for a in first]
+        )
         assert [a["logprobs"] for a in third] == [a["logprobs"] for a in second]
 
 
@@ -152,13 +178,17 @@ def test_two_ranks_map_the_server_s_pool_and_survive_its_crash(model: Path, tmp_
         assert [a["tokens"] for a in answers] == [a["tokens"] for a in first]
 
 
-def test_an_engine_goes_on_through_a_crash_of_the_server_and_hits_again(model: Path, tmp_path: Path) -> None:
+def test_an_engine_goes_on_through_a_crash_of_the_server_and_hits_again(
+    model: Path, tmp_path: Path
+) -> None:
     with short_folder() as folder:
         server = ServerProcess(folder, ram_bytes=RAM, nvme_path=folder / "nvme", nvme_bytes=RAM)
         with server, engine(server, tmp_path / "one", model) as one:
             first, second = one.round(), one.round()
             with beside(server) as client:
-                wait_for(lambda: client.stats().get("nvme_stored", 0) >= 3 * HIT // CHUNK, "written")
+                wait_for(
+                    lambda: client.stats().get("nvme_stored", 0) >= 3 * HIT // CHUNK, "written"
+                )
             server.kill()
             without = one.round()
             server.start()

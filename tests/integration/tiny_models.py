@@ -1,4 +1,5 @@
-"""Small models of random weights that only tests need: one that sees, and a draft that guesses right."""
+"""Small models of random weights that only tests need: one that sees, and a draft that guesses
+right."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _AROUND_IMAGES = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_
 
 
 def make_seeing(directory: Path) -> Path:
-    """An Idefics3 over the tiny preset. Of vLLM's models that see it is one of the few that do without torchvision."""
+    """An Idefics3 over the tiny preset. Of vLLM's models that see it is one of the few that do
+    without torchvision."""
     import torch
 
     transformers: Any = importlib.import_module("transformers")
@@ -27,19 +29,31 @@ def make_seeing(directory: Path) -> Path:
     tokenizer.add_special_tokens({"additional_special_tokens": list(_AROUND_IMAGES)})
     text = {name: value for name, value in PRESETS["tiny"].items() if name != "model_type"}
     text |= {"vocab_size": len(tokenizer), "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = transformers.Idefics3Config(
-        text_config=transformers.LlamaConfig(**text), scale_factor=SHUFFLE, image_token_id=vocabulary, pad_token_id=2,
+        text_config=transformers.LlamaConfig(**text),
+        scale_factor=SHUFFLE,
+        image_token_id=vocabulary,
+        pad_token_id=2,
         vision_config=vision | {"image_size": IMAGE_SIDE, "patch_size": PATCH},
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     model = transformers.Idefics3ForConditionalGeneration(config)
     _draw(model, 0)
     model.to(torch.bfloat16).save_pretrained(directory)
     edge = {"longest_edge": IMAGE_SIDE}
-    images = transformers.Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+    images = transformers.Idefics3ImageProcessorPil(
+        size=edge, max_image_size=edge, do_image_splitting=False
+    )
     tokens = (IMAGE_SIDE // PATCH // SHUFFLE) ** 2
-    transformers.Idefics3Processor(images, tokenizer, image_seq_len=tokens).save_pretrained(directory)
+    transformers.Idefics3Processor(images, tokenizer, image_seq_len=tokens).save_pretrained(
+        directory
+    )
     return directory
 
 
@@ -53,21 +67,27 @@ def picture(number: int) -> Any:
     import numpy as np
     from PIL import Image
 
-    pixels = np.random.default_rng(number).integers(0, 256, (IMAGE_SIDE, IMAGE_SIDE, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(number).integers(
+        0, 256, (IMAGE_SIDE, IMAGE_SIDE, 3), dtype=np.uint8
+    )
     return Image.fromarray(pixels)
 
 
 def make_experts(directory: Path) -> Path:
     """A mixture of experts, which makes vLLM's data-parallel ranks take their steps together."""
     directory.mkdir(parents=True)
-    config = PRESETS["tiny"] | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = PRESETS["tiny"] | {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     _write_weights(directory, config | {"vocab_size": _write_tokenizer(directory, seed=0)}, seed=0)
     return directory
 
 
 def make_draft(directory: Path, target: Path, prompts: Iterable[list[int]], tokens: int) -> Path:
-    """An EAGLE draft of one layer for a Llama: fitted to the ``tokens`` that the target answers to each of these
-    prompts, so that some of what it drafts for them is accepted."""
+    """An EAGLE draft of one layer for a Llama: fitted to the ``tokens`` that the target answers to
+    each of these prompts, so that some of what it drafts for them is accepted."""
     import torch
     from safetensors.torch import save_file
 
@@ -97,10 +117,14 @@ def make_draft(directory: Path, target: Path, prompts: Iterable[list[int]], toke
             "mlp.down_proj": (size, inner),
         }
         weights = {
-            f"layers.0.{name}.weight": torch.randn(shape, generator=generator) * (0.05 / shape[1] ** 0.5)
+            f"layers.0.{name}.weight": torch.randn(shape, generator=generator)
+            * (0.05 / shape[1] ** 0.5)
             for name, shape in shapes.items()
         }
-    weights |= {"fc.weight": first.contiguous(), "layers.0.post_attention_layernorm.weight": torch.ones(size)}
+    weights |= {
+        "fc.weight": first.contiguous(),
+        "layers.0.post_attention_layernorm.weight": torch.ones(size),
+    }
     directory.mkdir(parents=True)
     save_file(weights, directory / "model.safetensors")
     draft = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": 1}

@@ -15,7 +15,9 @@ from kvtier import __version__
 
 ROOT = Path(__file__).parents[2]
 LINKED = ("connectors", "autoconfig", "bench")
-IMPORTS = "import kvtier, kvtier.connectors, kvtier.autoconfig, kvtier.bench; print(kvtier.__file__)"
+IMPORTS = (
+    "import kvtier, kvtier.connectors, kvtier.autoconfig, kvtier.bench; print(kvtier.__file__)"
+)
 
 
 def build(target: str, source: Path, into: Path) -> Path:
@@ -53,17 +55,29 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def empty_python(tmp_path: Path) -> Path:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True
+    )
     return tmp_path / "venv" / "bin" / "python"
 
 
 def install(python: Path, archive: Path) -> None:
-    command = ["--python", str(python), "install", "--quiet", "--no-deps", "--no-index", str(archive)]
+    command = [
+        "--python",
+        str(python),
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        str(archive),
+    ]
     subprocess.run([sys.executable, "-m", "pip", *command], check=True, capture_output=True)
 
 
 def ask(program: list[str | Path], cwd: Path) -> str:
-    return subprocess.run(program, cwd=cwd, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        program, cwd=cwd, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def test_the_sdist_holds_real_files_and_no_links(sdist: Path) -> None:
@@ -83,14 +97,19 @@ def test_the_wheel_holds_kvtier_and_nothing_beside_it(wheel: Path) -> None:
     assert {name for name in inside if name.startswith("kvtier/")} == sources()
 
 
-def test_the_wheel_works_in_an_empty_environment(wheel: Path, empty_python: Path, tmp_path: Path) -> None:
+def test_the_wheel_works_in_an_empty_environment(
+    wheel: Path, empty_python: Path, tmp_path: Path
+) -> None:
     install(empty_python, wheel)
     assert ask([empty_python, "-c", IMPORTS], tmp_path).startswith(str(tmp_path))
     assert ask([empty_python.with_name("kvtier"), "version"], tmp_path).startswith("kvtier ")
 
 
-def test_make_wheel_builds_one_that_an_empty_environment_installs_and_runs(empty_python: Path, tmp_path: Path) -> None:
-    """With this Python in the place of the build's own environment, which would be filled from an index."""
+def test_make_wheel_builds_one_that_an_empty_environment_installs_and_runs(
+    empty_python: Path, tmp_path: Path
+) -> None:
+    """With this Python in the place of the build's own environment, which would be filled from an
+    index."""
     build_env = tmp_path / "build-env" / "bin"
     build_env.mkdir(parents=True)
     (build_env / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
@@ -103,7 +122,11 @@ def test_make_wheel_builds_one_that_an_empty_environment_installs_and_runs(empty
     (wheel,) = dist.iterdir()
     install(empty_python, wheel)
     command = empty_python.with_name("kvtier")
-    assert ask([command, "--version"], tmp_path) == ask([command, "version"], tmp_path) == f"kvtier {__version__}"
+    assert (
+        ask([command, "--version"], tmp_path)
+        == ask([command, "version"], tmp_path)
+        == f"kvtier {__version__}"
+    )
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"./{wheel.name}[vllm]" in readme, "the install section names the file that is built"
 
@@ -111,7 +134,9 @@ def test_make_wheel_builds_one_that_an_empty_environment_installs_and_runs(empty
 def test_no_command_of_the_documents_installs_kvtier_from_an_index() -> None:
     """Until it is there, its name on an index is anybody's."""
     for document in [ROOT / "README.md", *(ROOT / "deploy").rglob("*.md")]:
-        for block in re.findall(r"```bash\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL):
+        for block in re.findall(
+            r"```bash\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL
+        ):
             assert not re.search(r"pip install [\"']?kvtier\b", block), document
 
 

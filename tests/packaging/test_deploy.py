@@ -43,7 +43,11 @@ def documents(path: str) -> list[dict[str, Any]]:
 def found(value: Any, key: str) -> list[Any]:
     """Every value of ``key`` anywhere in a document."""
     if isinstance(value, dict):
-        return [one for name, inner in value.items() for one in ([inner] if name == key else []) + found(inner, key)]
+        return [
+            one
+            for name, inner in value.items()
+            for one in ([inner] if name == key else []) + found(inner, key)
+        ]
     return [one for inner in value for one in found(inner, key)] if isinstance(value, list) else []
 
 
@@ -59,9 +63,16 @@ def test_yaml_is_yaml(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_variables_and_commands_exist(path: Path) -> None:
-    variables = {word for word in re.findall(r"\bKVTIER_[A-Z_]*[A-Z]", TEXT[path]) if "SERVICE_HOST" not in word}
+    variables = {
+        word
+        for word in re.findall(r"\bKVTIER_[A-Z_]*[A-Z]", TEXT[path])
+        if "SERVICE_HOST" not in word
+    }
     assert variables - {f"KVTIER_{key.upper()}" for key in KEYS} <= set(NO_KEYS)
-    lmcaches = {word.removeprefix("LMCACHE_").lower() for word in re.findall(r"\bLMCACHE_[A-Z_]*[A-Z]", TEXT[path])}
+    lmcaches = {
+        word.removeprefix("LMCACHE_").lower()
+        for word in re.findall(r"\bLMCACHE_[A-Z_]*[A-Z]", TEXT[path])
+    }
     known = {"config_file", *lmcache.ENVIRONMENT_KEYS}
     assert all(lmcache.is_known(key) or key in known for key in lmcaches)
     options = set(re.findall(r"\bOPTION_LMCACHE_\w+", TEXT[path]))
@@ -79,7 +90,8 @@ def test_configuration_files_are_read_whole(tmp_path: Path) -> None:
     assert daemon_set["kind"] == "DaemonSet"
     compose = documents("docker/compose.yaml")[0]["services"]
     server = {
-        name: value.replace("${REDIS_PASSWORD:?}", "5ec3e7") for name, value in compose["kvtier"]["environment"].items()
+        name: value.replace("${REDIS_PASSWORD:?}", "5ec3e7")
+        for name, value in compose["kvtier"]["environment"].items()
     }
     assert load(env=server).redis_url == "redis://:5ec3e7@redis:6379/0"
     assert load(env=compose["engine-2"]["environment"]).server == "unix:///run/kvtier/kvtier.sock"
@@ -94,7 +106,8 @@ def test_lmis_file_is_read_as_lmi_writes_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_lmis_image_has_a_vllm_that_kvtier_runs_with() -> None:
-    """Which LMI has which vLLM is the README's table; the image of the Dockerfile is in its first row."""
+    """Which LMI has which vLLM is the README's table; the image of the Dockerfile is in its first
+    row."""
     (image,) = re.findall(r"ARG LMI_IMAGE=\S*/(\S+)", TEXT[DEPLOY / "lmi/Dockerfile"])
     rows = [line for line in TEXT[DEPLOY / "lmi/README.md"].splitlines() if image in line]
     assert len(rows) == 1 and rows[0].endswith("| 0.23 and newer | runs |")
@@ -111,7 +124,7 @@ def test_server_and_engine_meet_at_one_socket_and_share_no_namespace() -> None:
     assert mounts == ["/run/kvtier", "/run/kvtier"]
 
 
-# ---- least rights ----------------------------------------------------------------------------------------------------
+# ---- least rights --------------------------------------------------------------------------------
 
 DOCKERFILES = [path for path in FILES if path.name.endswith("Dockerfile")]
 SERVICES = documents("docker/compose.yaml")[0]["services"]
@@ -136,9 +149,12 @@ def test_images_run_as_a_user_that_is_not_root(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=name)
 def test_what_an_image_is_made_of_is_pinned(path: Path) -> None:
-    """Bases by digest or by a whole version; packages by the lists in requirements/: nothing is of pip's choice."""
+    """Bases by digest or by a whole version; packages by the lists in requirements/: nothing is of
+    pip's choice."""
     bases = re.findall(r"^ARG \w+_IMAGE=(.*)$", TEXT[path], re.MULTILINE)
-    assert bases and all(re.search(r"@sha256:[0-9a-f]{64}$|:v?\d+\.\d+\.\d+[^/]*$", base) for base in bases), bases
+    assert bases and all(
+        re.search(r"@sha256:[0-9a-f]{64}$|:v?\d+\.\d+\.\d+[^/]*$", base) for base in bases
+    ), bases
     assert set(re.findall(r"^FROM (\S+)", TEXT[path], re.MULTILINE)) <= {
         "${PYTHON_IMAGE}",
         "${VLLM_IMAGE}",
@@ -154,9 +170,13 @@ def test_what_an_image_is_made_of_is_pinned(path: Path) -> None:
 
 
 def test_the_build_context_is_the_package_and_nothing_more(tmp_path: Path) -> None:
-    """What .dockerignore lets through, by Docker's rule (the last pattern that matches decides), builds a wheel.
-    Secrets, environments and results that lie in a checkout stay out."""
-    rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    """What .dockerignore lets through, by Docker's rule (the last pattern that matches decides),
+    builds a wheel. Secrets, environments and results that lie in a checkout stay out."""
+    rules = [
+        line
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
 
     def kept(path: str) -> bool:
         inside = True
@@ -178,19 +198,34 @@ def test_the_build_context_is_the_package_and_nothing_more(tmp_path: Path) -> No
         "dist/a.whl",
     ):
         assert not kept(secret), secret
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     for path in filter(kept, tracked):
         target = tmp_path / "context" / path
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, target, follow_symlinks=False)
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")]
+    command = [
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "-t",
+        "wheel",
+        "-d",
+        str(tmp_path / "dist"),
+    ]
     subprocess.run(command, cwd=tmp_path / "context", check=True, capture_output=True)
     (wheel,) = (tmp_path / "dist").iterdir()
     with zipfile.ZipFile(wheel) as archive:
-        assert {"kvtier/cli/main.py", "kvtier/bench/demo.py", "kvtier/connectors/vllm/worker.py"} <= set(
-            archive.namelist()
-        )
-    for copied in re.findall(r"^COPY (requirements\S+)", "\n".join(TEXT[path] for path in DOCKERFILES), re.MULTILINE):
+        assert {
+            "kvtier/cli/main.py",
+            "kvtier/bench/demo.py",
+            "kvtier/connectors/vllm/worker.py",
+        } <= set(archive.namelist())
+    for copied in re.findall(
+        r"^COPY (requirements\S+)", "\n".join(TEXT[path] for path in DOCKERFILES), re.MULTILINE
+    ):
         assert kept(copied)
 
 
@@ -200,7 +235,9 @@ def test_compose_gives_each_service_the_least(service: str) -> None:
     assert given["cap_drop"] == ["ALL"] and "cap_add" not in given
     assert given["security_opt"] == ["no-new-privileges:true"]
     if service.startswith("engine"):
-        assert "run:/run/kvtier:ro" in given["volumes"], "an engine must not put another socket there"
+        assert "run:/run/kvtier:ro" in given["volumes"], (
+            "an engine must not put another socket there"
+        )
         assert "networks" not in given
     else:
         assert given["read_only"] is True and given["networks"] == ["cache"]
@@ -219,16 +256,25 @@ def test_composes_redis_asks_for_the_password_that_the_server_gives() -> None:
     assert SERVICES["redis"]["environment"] == {"REDIS_PASSWORD": "${REDIS_PASSWORD:?}"}
     with tempfile.TemporaryDirectory() as folder:
         socket = Path(folder) / "sock"
-        script = script.replace("$$", "$").replace("END\n", f"END\nport 0\nunixsocket {socket}\n", 1)
+        script = script.replace("$$", "$").replace(
+            "END\n", f"END\nport 0\nunixsocket {socket}\n", 1
+        )
         env = os.environ | {"REDIS_PASSWORD": "5ec3e7"}
-        with subprocess.Popen([shell, flag, script], env=env, cwd=folder, stdout=subprocess.DEVNULL) as server:
+        with subprocess.Popen(
+            [shell, flag, script], env=env, cwd=folder, stdout=subprocess.DEVNULL
+        ) as server:
             try:
                 wait_for(socket.exists, "redis-server listens")
-                with Redis(unix_socket_path=str(socket)) as nobody, pytest.raises(AuthenticationError):
+                with (
+                    Redis(unix_socket_path=str(socket)) as nobody,
+                    pytest.raises(AuthenticationError),
+                ):
                     nobody.get("x")
                 with Redis(unix_socket_path=str(socket), password=env["REDIS_PASSWORD"]) as known:
                     assert known.config_get("maxmemory") == {"maxmemory": str(32 << 30)}
-                    assert known.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+                    assert known.config_get("maxmemory-policy") == {
+                        "maxmemory-policy": "noeviction"
+                    }
                     assert known.config_get("save") == {"save": ""}
             finally:
                 server.terminate()
@@ -239,17 +285,26 @@ def test_kubernetes_pods_have_the_least(manifest: dict[str, Any]) -> None:
     spec = pod(manifest)
     assert spec["automountServiceAccountToken"] is False
     assert spec["securityContext"]["runAsNonRoot"] is True
-    assert (spec["securityContext"]["runAsUser"], spec["securityContext"]["runAsGroup"]) == (USER, USER)
+    assert (spec["securityContext"]["runAsUser"], spec["securityContext"]["runAsGroup"]) == (
+        USER,
+        USER,
+    )
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     for container in spec["containers"]:
         rights = container["securityContext"]
-        assert rights["allowPrivilegeEscalation"] is False and rights["capabilities"] == {"drop": ["ALL"]}
+        assert rights["allowPrivilegeEscalation"] is False and rights["capabilities"] == {
+            "drop": ["ALL"]
+        }
         assert "runAsUser" not in rights and "runAsNonRoot" not in rights, "the pod's hold"
     for container in spec.get("initContainers", []):
         rights = container["securityContext"]
-        assert container["command"][0] == "install", "it gives two folders to the server's user, and ends"
+        assert container["command"][0] == "install", (
+            "it gives two folders to the server's user, and ends"
+        )
         assert rights["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN", "FOWNER"]}
-        assert rights["allowPrivilegeEscalation"] is False and rights["readOnlyRootFilesystem"] is True
+        assert (
+            rights["allowPrivilegeEscalation"] is False and rights["readOnlyRootFilesystem"] is True
+        )
     mounts = {mount["name"]: mount for mount in spec["containers"][0]["volumeMounts"]}
     assert mounts["run"].get("readOnly", False) == (manifest["metadata"]["name"] == "vllm")
 
@@ -272,26 +327,35 @@ def test_workflows_run_actions_of_known_commits_with_no_rights_to_write() -> Non
     for file in (ROOT / ".github" / "workflows").glob("*.yml"):
         text = file.read_text(encoding="utf-8")
         uses = re.findall(r"uses: (\S+)", text)
-        assert uses and all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", use) for use in uses), file.name
+        assert uses and all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", use) for use in uses), (
+            file.name
+        )
         assert yaml.safe_load(text)["permissions"] == {"contents": "read"}
 
 
-# ---- command lines ---------------------------------------------------------------------------------------------------
+# ---- command lines -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "words",
     [
         pytest.param(
-            shlex.split(re.findall(r"ExecStart=(.*)", TEXT[DEPLOY / "systemd/kvtier.service"])[0])[2:], id="unit"
+            shlex.split(re.findall(r"ExecStart=(.*)", TEXT[DEPLOY / "systemd/kvtier.service"])[0])[
+                2:
+            ],
+            id="unit",
         ),
         pytest.param(found(documents("kubernetes/server.yaml")[1], "args")[0], id="kubernetes"),
         pytest.param(["--listen", "unix:///run/kvtier/kvtier.sock"], id="docker"),
     ],
 )
 def test_the_servers_command_lines_are_understood(words: list[str], tmp_path: Path) -> None:
-    """With the paths moved to a folder of the test's, the server starts and tells where it listens."""
-    moved = [word.replace("/run/kvtier", str(tmp_path)).replace("/etc/kvtier", str(tmp_path)) for word in words]
+    """With the paths moved to a folder of the test's, the server starts and tells where it
+    listens."""
+    moved = [
+        word.replace("/run/kvtier", str(tmp_path)).replace("/etc/kvtier", str(tmp_path))
+        for word in words
+    ]
     (tmp_path / "kvtier.yaml").write_text("ram_bytes: 1MiB\nadmin: 'off'\n")
     command = [sys.executable, "-m", "kvtier", "serve", *moved]
     env = os.environ | {"KVTIER_RAM_BYTES": "1MiB", "KVTIER_ADMIN": "off"}
@@ -304,7 +368,9 @@ def test_the_servers_command_lines_are_understood(words: list[str], tmp_path: Pa
 
 
 def test_probes_ask_for_what_there_is() -> None:
-    asked = {path for text in TEXT.values() for path in re.findall(r"127\.0\.0\.1:9588(/[a-z/]+)", text)}
+    asked = {
+        path for text in TEXT.values() for path in re.findall(r"127\.0\.0\.1:9588(/[a-z/]+)", text)
+    }
     assert {"/healthz/live", "/healthz/ready"} <= asked <= {route.path for route in ROUTES}
     probes = found(documents("kubernetes/server.yaml")[1], "containers")[0][0]
     assert "ready" in str(probes["startupProbe"]) and "ready" in str(probes["readinessProbe"])
@@ -320,21 +386,31 @@ def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd-analyze")
     unit = tmp_path / "kvtier.service"
-    unit.write_text(TEXT[DEPLOY / "systemd/kvtier.service"].replace("/opt/kvtier/bin/kvtier", sys.executable))
-    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)
-    assert (done.returncode, [line for line in done.stderr.splitlines() if "kvtier" in line]) == (0, [])
+    unit.write_text(
+        TEXT[DEPLOY / "systemd/kvtier.service"].replace("/opt/kvtier/bin/kvtier", sys.executable)
+    )
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, [line for line in done.stderr.splitlines() if "kvtier" in line]) == (
+        0,
+        [],
+    )
 
 
 def test_an_engine_in_other_namespaces_maps_the_servers_memory() -> None:
-    """What the manifests rest on: another PID, IPC and network namespace, and only the socket in common, in a folder
-    that the engine's side mounts read-only."""
+    """What the manifests rest on: another PID, IPC and network namespace, and only the socket in
+    common, in a folder that the engine's side mounts read-only."""
     apart = ["unshare", "--mount", "--pid", "--ipc", "--net", "--fork", "--mount-proc"]
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no namespaces can be made here")
     with serving() as server, attached(server.access()):
         env = {key: value for key, value in os.environ.items() if not key.startswith("KVTIER_")}
         run = server.socket.parent
-        mount = f"mount --bind {run} {run} && mount -o remount,ro,bind {run} && ! touch {run}/x 2>/dev/null"
+        mount = (
+            f"mount --bind {run} {run} && mount -o remount,ro,bind {run} && ! touch {run}/x "
+            "2>/dev/null"
+        )
         engine = shlex.join([sys.executable, "-m", "kvtier", "doctor", "--no-engine"])
         command = [*apart, "sh", "-c", f"{mount} && exec {engine}"]
         env["KVTIER_SERVER"] = str(server.address)

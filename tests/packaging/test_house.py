@@ -32,7 +32,12 @@ ENVIRONMENT = ("kvtier/config/keys.py", "bench/")
 # Who may start threads: lanes, what hammers tiers in tests, and benchmarks.
 THREADS = ("kvtier/core/lanes.py", "kvtier/testing/", "bench/")
 READS = {"os.environ", "os.getenv", "os.environb"}
-STARTS = {"threading.Thread", "threading.Timer", "futures.ThreadPoolExecutor", "_thread.start_new_thread"}
+STARTS = {
+    "threading.Thread",
+    "threading.Timer",
+    "futures.ThreadPoolExecutor",
+    "_thread.start_new_thread",
+}
 
 
 def tree(file: str) -> ast.Module:

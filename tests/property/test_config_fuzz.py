@@ -1,4 +1,5 @@
-"""Whatever stands in a configuration file or variable: a Config or a ConfigError, never anything else."""
+"""Whatever stands in a configuration file or variable: a Config or a ConfigError, never anything
+else."""
 
 from __future__ import annotations
 
@@ -15,17 +16,51 @@ from hypothesis import strategies as st
 from kvtier.config.keys import KEYS, Config, describe, load
 from kvtier.core.errors import ConfigError
 
-FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-LMCACHES = ("chunk_size", "max_local_cpu_size", "local_disk", "max_local_disk_size", "remote_url", "extra_config",
-            "save_decode_cache", "blocking_timeout_secs", "cache_policy", "nixl_backends", "enable_p2p")  # fmt: skip
-SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.dates(), st.binary(),
-    st.sampled_from(["4GiB", "9" * 400, "1" + "0" * 400 + "TiB", "redis://:p@h", "/a", "unix:///s", "auto", "off"]),
-)  # fmt: skip
-VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+FUZZ = settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-YAMLISH = st.text(alphabet=string.ascii_lowercase[:6] + "0129.-_:,[]{}&*!|>'\"#%@`?~<=\n\t \\\x00\x85é", max_size=80)
+LMCACHES = (
+    "chunk_size",
+    "max_local_cpu_size",
+    "local_disk",
+    "max_local_disk_size",
+    "remote_url",
+    "extra_config",
+    "save_decode_cache",
+    "blocking_timeout_secs",
+    "cache_policy",
+    "nixl_backends",
+    "enable_p2p",
+)
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.dates(),
+    st.binary(),
+    st.sampled_from(
+        [
+            "4GiB",
+            "9" * 400,
+            "1" + "0" * 400 + "TiB",
+            "redis://:p@h",
+            "/a",
+            "unix:///s",
+            "auto",
+            "off",
+        ]
+    ),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+YAMLISH = st.text(
+    alphabet=string.ascii_lowercase[:6] + "0129.-_:,[]{}&*!|>'\"#%@`?~<=\n\t \\\x00\x85é",
+    max_size=80,
+)
 
 
 def outcome(path: Path, text: bytes, variable: str) -> Config | None:
@@ -41,7 +76,9 @@ def outcome(path: Path, text: bytes, variable: str) -> Config | None:
 @pytest.mark.parametrize("variable", ["KVTIER_CONFIG_FILE", "LMCACHE_CONFIG_FILE"])
 @given(
     text=st.one_of(
-        st.binary(max_size=80), YAMLISH.map(str.encode), YAMLISH.map(lambda end: b"ram_bytes: " + end.encode())
+        st.binary(max_size=80),
+        YAMLISH.map(str.encode),
+        YAMLISH.map(lambda end: b"ram_bytes: " + end.encode()),
     )
 )
 @example(text=b"ram_bytes: 2001-99-99")
@@ -53,7 +90,9 @@ def outcome(path: Path, text: bytes, variable: str) -> Config | None:
 @example(text=b"&a a: *a")
 @example(text=b"a: &b {c: *b}")
 @FUZZ
-def test_any_text_is_a_configuration_or_an_error_of_the_operator(tmp_path: Path, variable: str, text: bytes) -> None:
+def test_any_text_is_a_configuration_or_an_error_of_the_operator(
+    tmp_path: Path, variable: str, text: bytes
+) -> None:
     outcome(tmp_path / "fuzzed.yaml", text, variable)
 
 
@@ -61,7 +100,9 @@ def test_any_text_is_a_configuration_or_an_error_of_the_operator(tmp_path: Path,
 @example(content={"ram_bytes": "9" * 400})
 @FUZZ
 def test_any_value_of_any_key_is_read_or_refused(tmp_path: Path, content: dict[str, Any]) -> None:
-    config = outcome(tmp_path / "fuzzed.yaml", yaml.safe_dump(content).encode(), "KVTIER_CONFIG_FILE")
+    config = outcome(
+        tmp_path / "fuzzed.yaml", yaml.safe_dump(content).encode(), "KVTIER_CONFIG_FILE"
+    )
     assert config is None or "ram_byte" not in content
 
 
@@ -71,7 +112,11 @@ def test_any_value_of_lmcaches_keys_too(tmp_path: Path, content: dict[str, Any])
     outcome(tmp_path / "fuzzed.yaml", yaml.safe_dump(content).encode(), "LMCACHE_CONFIG_FILE")
 
 
-@given(values=st.dictionaries(st.sampled_from([f"KVTIER_{key.upper()}" for key in KEYS]), st.text(), max_size=3))
+@given(
+    values=st.dictionaries(
+        st.sampled_from([f"KVTIER_{key.upper()}" for key in KEYS]), st.text(), max_size=3
+    )
+)
 @FUZZ
 def test_any_text_of_any_variable_too(values: dict[str, str]) -> None:
     with suppress(ConfigError):

@@ -1,4 +1,5 @@
-"""For any facts, known or not: no size exceeds what is there, and no tier disappears without a reason."""
+"""For any facts, known or not: no size exceeds what is there, and no tier disappears without a
+reason."""
 
 from __future__ import annotations
 
@@ -39,28 +40,50 @@ SPEED = st.floats(0, 1e12)
 FEW = st.integers(0, 16)
 YES = st.booleans()
 
-MEMORY = st.builds(Memory, *map(maybe, (SIZE, SIZE, LIMIT, SIZE, LIMIT, FEW, st.integers(0, 400), SIZE)))
-GPUS = st.builds(Gpus, *map(maybe, (FEW, st.sampled_from(["NVIDIA H100", "NVIDIA L4", "odd"]), SIZE, YES)))
+MEMORY = st.builds(
+    Memory, *map(maybe, (SIZE, SIZE, LIMIT, SIZE, LIMIT, FEW, st.integers(0, 400), SIZE))
+)
+GPUS = st.builds(
+    Gpus, *map(maybe, (FEW, st.sampled_from(["NVIDIA H100", "NVIDIA L4", "odd"]), SIZE, YES))
+)
 KINDS = st.sampled_from(["xfs", "ext4", "tmpfs", "overlay", "nfs4", "fuse.s3fs"])
 DEVICES = st.sampled_from(["nvme", "ssd", "ebs", "virtual", "rotational"])
 DISK = st.builds(
-    Disk, st.sampled_from(["/a", "/b", "/c"]), *map(maybe, (SIZE, SIZE, SIZE, KINDS, YES, YES, DEVICES, SPEED, SPEED))
+    Disk,
+    st.sampled_from(["/a", "/b", "/c"]),
+    *map(maybe, (SIZE, SIZE, SIZE, KINDS, YES, YES, DEVICES, SPEED, SPEED)),
 )
 REDIS = st.builds(
-    Redis, st.just("redis://h"), *map(maybe, (YES, SIZE, SIZE, st.sampled_from(["noeviction", "allkeys-random"]))), YES,
+    Redis,
+    st.just("redis://h"),
+    *map(maybe, (YES, SIZE, SIZE, st.sampled_from(["noeviction", "allkeys-random"]))),
+    YES,
     maybe(SPEED),
-)  # fmt: skip
+)
 TOKEN_BYTES = st.one_of(st.integers(1, 1000), st.integers(1, 2_000_000))
 FLOPS = st.integers(0, 10**8)
 MODEL = st.builds(
     Model,
-    *map(maybe, (st.just("m"), TOKEN_BYTES, TOKEN_BYTES, FEW, SIZE, SIZE, FLOPS, st.integers(0, 10**7))),
+    *map(
+        maybe,
+        (st.just("m"), TOKEN_BYTES, TOKEN_BYTES, FEW, SIZE, SIZE, FLOPS, st.integers(0, 10**7)),
+    ),
 )
 ENGINE = st.builds(
-    Serving, *map(maybe, (FEW, FEW, FEW, YES, FEW, FEW, st.integers(0, 10**7), SIZE, YES, st.floats(0, 1e9)))
+    Serving,
+    *map(
+        maybe, (FEW, FEW, FEW, YES, FEW, FEW, st.integers(0, 10**7), SIZE, YES, st.floats(0, 1e9))
+    ),
 )
 FACTS = st.builds(
-    Facts, MEMORY, GPUS, st.lists(DISK, max_size=3).map(tuple), st.none() | REDIS, MODEL, ENGINE, maybe(SPEED)
+    Facts,
+    MEMORY,
+    GPUS,
+    st.lists(DISK, max_size=3).map(tuple),
+    st.none() | REDIS,
+    MODEL,
+    ENGINE,
+    maybe(SPEED),
 )
 
 
@@ -82,7 +105,9 @@ def stays_within_ram(facts: Facts, size: int) -> None:
     if facts.model.weight_bytes.value is not None:
         loaded = facts.gpus.count.value == 0 and facts.engine.started.value
         copies = 1 if loaded else 2
-        assert size * stores(facts) <= room - copies * facts.model.weight_bytes.value * stores(facts)
+        assert size * stores(facts) <= room - copies * facts.model.weight_bytes.value * stores(
+            facts
+        )
     redis = facts.redis
     if redis and redis.local and redis.maxmemory.value:
         growth = max(0, redis.maxmemory.value - (redis.used.value or 0))
@@ -94,11 +119,15 @@ def stays_within_ram(facts: Facts, size: int) -> None:
 
 def stays_within_disk(facts: Facts, path: str, size: int) -> None:
     fits = [
-        disk for disk in facts.disks
-        if disk.path == path and disk.filesystem.value not in RAM_FILESYSTEMS
-        and disk.writable.value is not False and disk.o_direct.value is not False and disk.free.value is not None
+        disk
+        for disk in facts.disks
+        if disk.path == path
+        and disk.filesystem.value not in RAM_FILESYSTEMS
+        and disk.writable.value is not False
+        and disk.o_direct.value is not False
+        and disk.free.value is not None
         and size * stores(facts) <= disk.free.value + (disk.own.value or 0) - 2 * GIB
-    ]  # fmt: skip
+    ]
     assert fits
 
 
@@ -139,28 +168,54 @@ ONE_TO_FOUR = sure(st.integers(1, 4))
 USABLE = st.builds(
     Facts,
     memory=st.builds(
-        Memory, total=sure(BIG), available=maybe(BIG), cgroup_headroom=sure(BIG), memlock=maybe(st.integers(1, 1 << 42))
+        Memory,
+        total=sure(BIG),
+        available=maybe(BIG),
+        cgroup_headroom=sure(BIG),
+        memlock=maybe(st.integers(1, 1 << 42)),
     ),
-    gpus=st.builds(Gpus, sure(st.integers(0, 8)), sure(st.just("NVIDIA L4")), maybe(BIG), maybe(YES)),
+    gpus=st.builds(
+        Gpus, sure(st.integers(0, 8)), sure(st.just("NVIDIA L4")), maybe(BIG), maybe(YES)
+    ),
     disks=st.lists(
         st.builds(
-            Disk, st.sampled_from(["/a", "/b"]), sure(BIG), maybe(BIG), maybe(st.integers(0, 1 << 40)),
-            sure(st.sampled_from(["xfs", "ext4", "tmpfs"])), o_direct=maybe(st.just(True)), device=maybe(DEVICES),
+            Disk,
+            st.sampled_from(["/a", "/b"]),
+            sure(BIG),
+            maybe(BIG),
+            maybe(st.integers(0, 1 << 40)),
+            sure(st.sampled_from(["xfs", "ext4", "tmpfs"])),
+            o_direct=maybe(st.just(True)),
+            device=maybe(DEVICES),
         ),
-        max_size=2, unique_by=lambda disk: disk.path,
+        max_size=2,
+        unique_by=lambda disk: disk.path,
     ).map(tuple),
     redis=st.builds(
-        Redis, st.just("redis://h"), sure(st.just(True)), sure(BIG), maybe(SIZE), maybe(st.just("noeviction")), YES
+        Redis,
+        st.just("redis://h"),
+        sure(st.just(True)),
+        sure(BIG),
+        maybe(SIZE),
+        maybe(st.just("noeviction")),
+        YES,
     ),
     model=st.builds(
-        Model, kv_bytes_per_token=sure(st.integers(1, 100_000)), weight_bytes=sure(st.integers(0, 4 * GIB)),
+        Model,
+        kv_bytes_per_token=sure(st.integers(1, 100_000)),
+        weight_bytes=sure(st.integers(0, 4 * GIB)),
         kv_heads=maybe(st.integers(1, 8)),
     ),
     engine=st.builds(
-        Serving, ONE_TO_FOUR, ONE_TO_FOUR, ONE_TO_FOUR, engines=ONE_TO_FOUR,
-        max_model_len=sure(st.integers(64, 40_000)), prefill_rate=sure(st.floats(10, 2000)),
+        Serving,
+        ONE_TO_FOUR,
+        ONE_TO_FOUR,
+        ONE_TO_FOUR,
+        engines=ONE_TO_FOUR,
+        max_model_len=sure(st.integers(64, 40_000)),
+        prefill_rate=sure(st.floats(10, 2000)),
     ),
-)  # fmt: skip
+)
 
 
 @given(USABLE)

@@ -1,4 +1,5 @@
-"""coldest_first: any stamps, any set of chunks, any links: each key once, no parent before its child, else by stamp."""
+"""coldest_first: any stamps, any set of chunks, any links: each key once, no parent before its
+child, else by stamp."""
 
 from __future__ import annotations
 
@@ -19,14 +20,20 @@ def test_no_parent_leaves_before_its_child_and_stamps_decide_the_rest(
     keys = sorted({key for prompt in prompts for key in LAYOUT.keys(prompt)})
     held = data.draw(st.lists(st.sampled_from(keys), unique=True)) if keys else []
     stamps = dict(
-        zip(held, data.draw(st.lists(st.integers(0, 5), min_size=len(held), max_size=len(held))), strict=True)
+        zip(
+            held,
+            data.draw(st.lists(st.integers(0, 5), min_size=len(held), max_size=len(held))),
+            strict=True,
+        )
     )
     order = coldest_first(stamps.items())
     assert sorted(order) == sorted(held)
     place = {own_half(key): index for index, key in enumerate(order)}
     assert all(place[own_half(key)] < place.get(parent_half(key), len(order)) for key in order)
     lifted = {key: max(stamps[below] for below in held if key in line(below, held)) for key in held}
-    assert [lifted[key] for key in order] == sorted(lifted.values()), "a chunk is as hot as the hottest below it"
+    assert [lifted[key] for key in order] == sorted(lifted.values()), (
+        "a chunk is as hot as the hottest below it"
+    )
 
 
 def line(key: ChunkKey, held: list[ChunkKey]) -> list[ChunkKey]:
@@ -38,6 +45,10 @@ def line(key: ChunkKey, held: list[ChunkKey]) -> list[ChunkKey]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers()), max_size=12))
-def test_forged_links_and_double_keys_end_and_lose_nothing(forged: list[tuple[int, int, int]]) -> None:
-    stamped = [(ChunkKey(bytes([own]) * 32 + bytes([parent]) * 8), stamp) for own, parent, stamp in forged]
+def test_forged_links_and_double_keys_end_and_lose_nothing(
+    forged: list[tuple[int, int, int]],
+) -> None:
+    stamped = [
+        (ChunkKey(bytes([own]) * 32 + bytes([parent]) * 8), stamp) for own, parent, stamp in forged
+    ]
     assert sorted(coldest_first(stamped)) == sorted({key for key, _ in stamped})

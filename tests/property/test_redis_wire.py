@@ -1,6 +1,6 @@
-"""Wire against whatever bytes come back: it yields what a well-formed reply holds, or ends, or raises; never hangs,
-never writes outside, never makes more of a header than was asked for, never leaves a connection in use whose replies
-nobody read."""
+"""Wire against whatever bytes come back: it yields what a well-formed reply holds, or ends, or
+raises; never hangs, never writes outside, never makes more of a header than was asked for, never
+leaves a connection in use whose replies nobody read."""
 
 from __future__ import annotations
 
@@ -81,16 +81,23 @@ def on(data: bytes, step: int = 1000, secrets: tuple[str, ...] = ()) -> Wire:
 
 
 def values_in(data: bytes, names: int) -> list[bytes]:
-    """What a reader may take from the stream: whole values of the right size, up to the first other reply."""
+    """What a reader may take from the stream: whole values of the right size, up to the first other
+    reply."""
     values: list[bytes] = []
     head = GOOD[: GOOD.index(VALUE)]
-    while len(values) < names and data.startswith(head) and data[len(GOOD) - 2 : len(GOOD)] == b"\r\n":
+    while (
+        len(values) < names and data.startswith(head) and data[len(GOOD) - 2 : len(GOOD)] == b"\r\n"
+    ):
         values.append(data[len(head) : len(head) + SIZE])
         data = data[len(GOOD) :]
     return values
 
 
-@given(st.lists(st.sampled_from(PIECES) | st.binary(max_size=8), max_size=6), st.integers(1, 40), st.integers(1, 5))
+@given(
+    st.lists(st.sampled_from(PIECES) | st.binary(max_size=8), max_size=6),
+    st.integers(1, 40),
+    st.integers(1, 5),
+)
 def test_any_reply_is_taken_for_what_it_is(pieces: list[bytes], step: int, names: int) -> None:
     data = b"".join(pieces)
     room = memoryview(bytearray(b"\xee" * (names + 2) * SIZE))
@@ -102,7 +109,9 @@ def test_any_reply_is_taken_for_what_it_is(pieces: list[bytes], step: int, names
         arrived.extend(map(bytes, wire.get([b"name%d" % index for index in range(names)], into)))
         assert not socket.closed
         read = data[: len(data) - len(socket.data)]
-        assert len(arrived) == names or b"$-1\r\n" in read, "it ends early only where a name does not exist"
+        assert len(arrived) == names or b"$-1\r\n" in read, (
+            "it ends early only where a name does not exist"
+        )
     except (*FAULTS, WrongSizeError):
         assert socket.closed
     assert arrived == values_in(data, names)
@@ -147,7 +156,9 @@ def test_any_answer_to_a_scan_is_names_or_a_fault(pieces: list[bytes], step: int
 
 
 @given(st.lists(st.sampled_from(PIECES) | st.binary(max_size=8), max_size=6), st.integers(1, 40))
-def test_a_write_counts_as_done_only_when_every_part_was_acknowledged(pieces: list[bytes], step: int) -> None:
+def test_a_write_counts_as_done_only_when_every_part_was_acknowledged(
+    pieces: list[bytes], step: int
+) -> None:
     data = b"".join(pieces)
     with suppress(*FAULTS):
         refusal = on(data, step).put([(b"a", memoryview(b"1")), (b"b", memoryview(b"2"))], None)
@@ -174,8 +185,11 @@ def test_a_write_counts_as_done_only_when_every_part_was_acknowledged(pieces: li
         (b"$1\r\nab\r\n", SMALL),
     ],
 )
-def test_an_answer_of_more_than_was_asked_for_is_refused_at_its_header(answer: bytes, bounds: Bounds) -> None:
-    """At once: there is no more behind it, so whoever waits for more, or makes room for it, fails here."""
+def test_an_answer_of_more_than_was_asked_for_is_refused_at_its_header(
+    answer: bytes, bounds: Bounds
+) -> None:
+    """At once: there is no more behind it, so whoever waits for more, or makes room for it, fails
+    here."""
     tracemalloc.start()
     with pytest.raises(ProtocolError):
         on(answer, 1 << 20).ask([("EXISTS", b"name")], bounds)
@@ -205,7 +219,11 @@ def test_a_value_that_is_longer_than_it_says_ends_the_connection() -> None:
     with pytest.raises(ProtocolError):
         on(b"$1\r\naXX:1\r\n").ask([("GET", b"name")] * 2)
     with pytest.raises(WrongSizeError):
-        list(on(GOOD[:-2] + b"XX" + GOOD).get([b"a", b"b"], [memoryview(bytearray(SIZE)) for _ in range(2)]))
+        list(
+            on(GOOD[:-2] + b"XX" + GOOD).get(
+                [b"a", b"b"], [memoryview(bytearray(SIZE)) for _ in range(2)]
+            )
+        )
 
 
 @pytest.mark.parametrize(
@@ -233,7 +251,9 @@ def test_an_error_that_is_not_about_the_command_is_none_of_its_replies(
             wire.put([(b"a", memoryview(b"1"))], None)
         else:
             list(wire.get([b"a"], [memoryview(bytearray(1))]))
-    assert isinstance(raised.value, MovingError) == issubclass(fault, MovingError), "the node itself is well"
+    assert isinstance(raised.value, MovingError) == issubclass(fault, MovingError), (
+        "the node itself is well"
+    )
 
 
 @pytest.mark.parametrize(
@@ -255,14 +275,16 @@ def test_where_a_slot_moved_is_read_or_not_known(line: bytes, slot: int, address
 
 
 def test_an_error_of_the_server_is_printable_short_and_hides_the_password() -> None:
-    (refusal,) = on(b"-ERR \x1b[31m no 's3cret'\t" + b"x" * 300 + b"\r\n", secrets=("s3cret",)).ask([("INFO",)])
+    (refusal,) = on(b"-ERR \x1b[31m no 's3cret'\t" + b"x" * 300 + b"\r\n", secrets=("s3cret",)).ask(
+        [("INFO",)]
+    )
     assert isinstance(refusal, RefusedError) and refusal.code == "ERR"
     text = str(refusal)
     assert "s3cret" not in text and "***" in text
     assert text.isascii() and text.isprintable() and len(text) <= 200
 
 
-# ---- what replies mean ---------------------------------------------------------------------------------------------
+# ---- what replies mean ---------------------------------------------------------------------------
 
 REPLIES = st.recursive(
     st.none() | st.integers(-(10**18), 10**18) | st.binary(max_size=12) | st.integers(0, SLOTS),
@@ -271,7 +293,12 @@ REPLIES = st.recursive(
 )
 
 
-@given(REPLIES | st.lists(st.tuples(st.integers(0, SLOTS), st.integers(0, SLOTS), REPLIES).map(list), max_size=4))
+@given(
+    REPLIES
+    | st.lists(
+        st.tuples(st.integers(0, SLOTS), st.integers(0, SLOTS), REPLIES).map(list), max_size=4
+    )
+)
 def test_any_map_of_a_cluster_is_whole_or_refused(reply: Any) -> None:
     with suppress(ProtocolError):
         drawn = cluster_map(reply, "asked")
@@ -280,14 +307,19 @@ def test_any_map_of_a_cluster_is_whole_or_refused(reply: Any) -> None:
 
 
 def test_a_map_says_which_node_has_a_slot() -> None:
-    reply = [[0, 99, [b"a", 7000, b"id"], [b"replica", 7001, b"id"]], [100, 100, [b"", 7002, b"id"]]]
+    reply = [
+        [0, 99, [b"a", 7000, b"id"], [b"replica", 7001, b"id"]],
+        [100, 100, [b"", 7002, b"id"]],
+    ]
     drawn = cluster_map(reply, "asked")
     assert drawn[0] == drawn[99] == ("a", 7000)
     assert drawn[100] == ("asked", 7002), "a node that does not know its own name"
     assert set(drawn[101:]) == {None}
 
 
-@pytest.mark.parametrize("line", [[0, SLOTS, [b"a", 1]], [5, 4, [b"a", 1]], [-1, 4, [b"a", 1]], [0, 1, [b"a", 0]], [0]])
+@pytest.mark.parametrize(
+    "line", [[0, SLOTS, [b"a", 1]], [5, 4, [b"a", 1]], [-1, 4, [b"a", 1]], [0, 1, [b"a", 0]], [0]]
+)
 def test_a_map_with_a_line_that_is_none_is_refused(line: list[Any]) -> None:
     with pytest.raises(ProtocolError):
         cluster_map([line], "asked")
@@ -295,16 +327,26 @@ def test_a_map_with_a_line_that_is_none_is_refused(line: list[Any]) -> None:
 
 def test_a_map_of_very_many_nodes_is_refused() -> None:
     with pytest.raises(ProtocolError, match="more than"):
-        cluster_map([[slot, slot, [b"host%d" % slot, 1]] for slot in range(MOST_NODES + 2)], "asked")
+        cluster_map(
+            [[slot, slot, [b"host%d" % slot, 1]] for slot in range(MOST_NODES + 2)], "asked"
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "same_as"),
-    [(b"a{tag}b", b"tag"), (b"{tag}", b"tag"), (b"a{}b", b"a{}b"), (b"a{tag}{x}", b"tag"), (b"a{b", b"a{b")],
+    [
+        (b"a{tag}b", b"tag"),
+        (b"{tag}", b"tag"),
+        (b"a{}b", b"a{}b"),
+        (b"a{tag}{x}", b"tag"),
+        (b"a{b", b"a{b"),
+    ],
 )
 def test_a_hash_tag_alone_decides_the_slot(name: bytes, same_as: bytes) -> None:
     assert slot_of(b"123456789") == 12739, "the specification's example"
-    assert slot_of(name) == (slot_of(b"{" + same_as + b"}") if b"{" not in same_as else slot_of(same_as))
+    assert slot_of(name) == (
+        slot_of(b"{" + same_as + b"}") if b"{" not in same_as else slot_of(same_as)
+    )
 
 
 @given(st.binary(max_size=200) | st.none() | st.integers())
@@ -313,9 +355,9 @@ def test_any_answer_to_info_is_facts(info: Any) -> None:
 
 
 def test_numbers_and_words_of_info_that_make_no_sense_are_none() -> None:
-    assert facts_of(b"maxmemory:100\r\nmaxmemory_policy:noeviction\r\ncluster_enabled:1\r\nused_memory:7\r\n") == Facts(
-        100, 7, "noeviction", True
-    )
+    assert facts_of(
+        b"maxmemory:100\r\nmaxmemory_policy:noeviction\r\ncluster_enabled:1\r\nused_memory:7\r\n"
+    ) == Facts(100, 7, "noeviction", True)
     garbage = b"maxmemory:many\r\nmaxmemory_policy:\x1b[31m\nWARNING forged\r\nused_memory:-1\r\n"
     assert facts_of(garbage) == Facts()
     assert facts_of(b"maxmemory:" + b"9" * 5000) == Facts()

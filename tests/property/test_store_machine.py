@@ -1,5 +1,5 @@
-"""A model of the Store driven at random: whatever the order of saves, loads, evictions, faults and lane work, no byte
-is served that was not saved for that key, and nothing leaks."""
+"""A model of the Store driven at random: whatever the order of saves, loads, evictions, faults and
+lane work, no byte is served that was not saved for that key, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,18 @@ from kvtier.testing import DictTier, ManualLane
 SLOT = 4096
 LAYOUT = ChunkLayout(fingerprint({"model": "machine"}), 4, 4, (SLOT,))
 PROMPTS = st.sampled_from(
-    [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0], [0, 1], [0, 1, 1], [1, 0, 1], [1, 1, 1, 1, 1], [2], [3, 3]]
+    [
+        [0],
+        [0, 0],
+        [0, 0, 0],
+        [0, 0, 0, 0],
+        [0, 1],
+        [0, 1, 1],
+        [1, 0, 1],
+        [1, 1, 1, 1, 1],
+        [2],
+        [3, 3],
+    ]
 )
 
 
@@ -35,9 +46,11 @@ def content(key: ChunkKey) -> bytes:
 
 
 class RottenTier(DictTier):
-    """Fails as the test says: a read or write that fails, as a value; content is never wrong when it says True.
+    """Fails as the test says: a read or write that fails, as a value; content is never wrong when
+    it says True.
 
-    ``during`` is called in the middle of every call, where a real tier takes its time and other threads run.
+    ``during`` is called in the middle of every call, where a real tier takes its time and other
+    threads run.
     """
 
     def __init__(self, capacity: int, shared: bool) -> None:
@@ -85,15 +98,27 @@ class StoreMachine(RuleBasedStateMachine):
         setting=st.sampled_from(SETTINGS),
     )
     def start(
-        self, *, slots: int, capacity: int, tiers: int, bound: int, on_evict: bool, budgeted: bool, setting: Setting
+        self,
+        *,
+        slots: int,
+        capacity: int,
+        tiers: int,
+        bound: int,
+        on_evict: bool,
+        budgeted: bool,
+        setting: Setting,
     ) -> None:
         self.tiers = [RottenTier(capacity + index, shared=index == 1) for index in range(tiers)]
         self.lanes = [ManualLane(urgent_bound=bound, bound=bound) for _ in self.tiers]
         self.now = 0.0
-        budget = WriteBudget(86_400 * SLOT // 60, SLOT) if budgeted else None  # ten chunks, then one a minute
+        budget = (
+            WriteBudget(86_400 * SLOT // 60, SLOT) if budgeted else None
+        )  # ten chunks, then one a minute
         places = [Place(*each) for each in zip(self.tiers, self.lanes, strict=True)]
         places[0] = places[0]._replace(budget=budget, on_evict=on_evict)
-        self.store = Store(Pool(slots, SLOT), places, lambda room: Segments(room, setting), clock=lambda: self.now)
+        self.store = Store(
+            Pool(slots, SLOT), places, lambda room: Segments(room, setting), clock=lambda: self.now
+        )
         self.saved: set[ChunkKey] = set()
         self.meanwhile: list[list[int]] = []
         for tier in self.tiers:
@@ -222,7 +247,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert bytes(view) == content(key)
 
     def teardown(self) -> None:
-        """Whatever happened: when every owner has let go and the lanes are empty, nothing is left in between."""
+        """Whatever happened: when every owner has let go and the lanes are empty, nothing is left
+        in between."""
         if not hasattr(self, "store"):
             return
         for lane in [*self.lanes, *self.lanes]:

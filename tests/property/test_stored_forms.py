@@ -1,5 +1,5 @@
-"""Headers as they lie on a disk, in Redis and in a sealed chunk, with anything in them: what is believed is just what
-was written, and nothing else is more than a miss."""
+"""Headers as they lie on a disk, in Redis and in a sealed chunk, with anything in them: what is
+believed is just what was written, and nothing else is more than a miss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from kvtier.core.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey
 from kvtier.testing import DictTier
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME
-from kvtier.tiers.nvme.index import FORMAT_VERSION, RECORD_BYTES, Superblock, pack_record, read_records, table_bytes
+from kvtier.tiers.nvme.index import (
+    FORMAT_VERSION,
+    RECORD_BYTES,
+    Superblock,
+    pack_record,
+    read_records,
+    table_bytes,
+)
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.redis.layout import HEADER_BYTES
 from kvtier.tiers.redis.tier import RedisTier
@@ -25,11 +32,18 @@ from tests.redis_server import CHUNK_BYTES, FORM, KEYS, RedisServer, chunk
 from tests.redis_server import holds as redis_holds
 
 SLOTS = 8
-FUZZ = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 U64 = st.integers(0, 2**64 - 1)
 NEAR_U64 = st.one_of(U64, st.sampled_from([0, 1, SLOTS, SLOTS + 1, SLOT, 2**32, 2**63, 2**64 - 1]))
 SUPERBLOCKS = st.builds(
-    Superblock, slot_bytes=NEAR_U64, slots=NEAR_U64, pid=U64, clean=st.booleans(), version=st.integers(0, 2**32 - 1)
+    Superblock,
+    slot_bytes=NEAR_U64,
+    slots=NEAR_U64,
+    pid=U64,
+    clean=st.booleans(),
+    version=st.integers(0, 2**32 - 1),
 )
 ROWS = st.one_of(
     st.tuples(st.just("free"), st.just(b"")),
@@ -46,10 +60,15 @@ def places(tmp_path: Path) -> Iterator[Path]:
     return (tmp_path / str(number) for number in count())
 
 
-# ---- NVMe ------------------------------------------------------------------------------------------------------------
+# ---- NVMe ----------------------------------------------------------------------------------------
 
 
-@given(superblock=SUPERBLOCKS, bit=st.integers(0, 48 * 8 - 1), cut=st.integers(0, 47), noise=st.binary(max_size=200))
+@given(
+    superblock=SUPERBLOCKS,
+    bit=st.integers(0, 48 * 8 - 1),
+    cut=st.integers(0, 47),
+    noise=st.binary(max_size=200),
+)
 @FUZZ
 def test_a_superblock_is_read_as_written_or_not_at_all(
     superblock: Superblock, bit: int, cut: int, noise: bytes
@@ -66,12 +85,16 @@ def test_a_superblock_is_read_as_written_or_not_at_all(
 
 @given(rows=st.lists(ROWS, min_size=1, max_size=SLOTS), bit=st.integers(0, 120 * 8 - 1))
 @FUZZ
-def test_of_any_table_just_the_good_records_are_believed(rows: list[tuple[str, bytes]], bit: int) -> None:
+def test_of_any_table_just_the_good_records_are_believed(
+    rows: list[tuple[str, bytes]], bit: int
+) -> None:
     table, good = bytearray(), []
     for slot, (kind, given_) in enumerate(rows):
         record = bytearray(given_ if kind == "rubbish" else RECORD_BYTES)
         if kind in {"good", "moved", "flipped"}:
-            record[:] = pack_record(slot + (kind == "moved"), SLOT, ChunkKey(given_), bytes(16), slot + 1)
+            record[:] = pack_record(
+                slot + (kind == "moved"), SLOT, ChunkKey(given_), bytes(16), slot + 1
+            )
         if kind == "flipped":
             record[bit // 8] ^= 1 << bit % 8
         if kind == "good":
@@ -92,7 +115,8 @@ def test_of_any_table_just_the_good_records_are_believed(rows: list[tuple[str, b
 def test_a_folder_with_anything_in_it_is_opened_and_holds_no_lie(
     places: Iterator[Path], head: bytes, ours: bool, table: bytes, payload: int
 ) -> None:
-    """``ours``: the superblock is one of this tier's own, so that the records behind it are looked at."""
+    """``ours``: the superblock is one of this tier's own, so that the records behind it are looked
+    at."""
     folder = next(places)
     folder.mkdir()
     head = Superblock(SLOT, SLOTS, 1, True, FORMAT_VERSION).pack() if ours else head
@@ -109,7 +133,7 @@ def test_a_folder_with_anything_in_it_is_opened_and_holds_no_lie(
     tier.close()
 
 
-# ---- Redis -----------------------------------------------------------------------------------------------------------
+# ---- Redis ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -127,13 +151,17 @@ def redis_tier(server: RedisServer) -> RedisTier:
 @given(
     header=st.one_of(
         st.binary(max_size=2 * HEADER_BYTES),
-        st.binary(min_size=16, max_size=16).map(lambda checksum: FORM.header(KEYS[0], CHUNK_BYTES, checksum, 1)),
+        st.binary(min_size=16, max_size=16).map(
+            lambda checksum: FORM.header(KEYS[0], CHUNK_BYTES, checksum, 1)
+        ),
         st.integers(0, 2**63).map(lambda length: FORM.header(KEYS[0], length, bytes(16), 1)),
         st.sampled_from(KEYS[1:]).map(lambda key: FORM.header(key, CHUNK_BYTES, bytes(16), 1)),
     )
 )
 @FUZZ
-def test_any_other_header_in_redis_is_a_miss(server: RedisServer, redis_tier: RedisTier, header: bytes) -> None:
+def test_any_other_header_in_redis_is_a_miss(
+    server: RedisServer, redis_tier: RedisTier, header: bytes
+) -> None:
     key = KEYS[0]
     assert redis_tier.write(key, chunk(key))
     with server.admin() as behind:
@@ -142,16 +170,23 @@ def test_any_other_header_in_redis_is_a_miss(server: RedisServer, redis_tier: Re
         assert not behind.exists(*FORM.names(key, CHUNK_BYTES)), "dropped, header and parts"
 
 
-@given(name=st.one_of(st.binary(max_size=200), st.binary(max_size=60).map(lambda end: FORM.header_name(KEYS[0]) + end)))
+@given(
+    name=st.one_of(
+        st.binary(max_size=200),
+        st.binary(max_size=60).map(lambda end: FORM.header_name(KEYS[0]) + end),
+    )
+)
 @FUZZ
 def test_a_name_in_redis_is_a_chunks_or_nobodys(name: bytes) -> None:
     parsed = FORM.parse(name)
     if parsed is not None:
         key, is_header = parsed
-        assert name.lower() == (FORM.header_name(key) if is_header else FORM.part_names(key, CHUNK_BYTES)[0])
+        assert name.lower() == (
+            FORM.header_name(key) if is_header else FORM.part_names(key, CHUNK_BYTES)[0]
+        )
 
 
-# ---- a sealed chunk --------------------------------------------------------------------------------------------------
+# ---- a sealed chunk ------------------------------------------------------------------------------
 
 
 @given(
@@ -171,7 +206,9 @@ def test_a_sealed_chunk_with_anything_in_it_opens_as_written_or_not_at_all(
     changed = (before[:at] + written + before[at + len(written) :])[: len(before)][:cut]
     below.held[key] = changed
     signed = SLOT + 16 + 24
-    assert holds_sealed(tier, key) == (len(changed) == len(before) and changed[:signed] == before[:signed])
+    assert holds_sealed(tier, key) == (
+        len(changed) == len(before) and changed[:signed] == before[:signed]
+    )
 
 
 def holds_sealed(tier: SealedTier, key: ChunkKey) -> bool:

@@ -1,4 +1,5 @@
-"""Whatever arrives in whatever pieces: a message or a WireError. Whatever is asked in whatever order: nothing leaks."""
+"""Whatever arrives in whatever pieces: a message or a WireError. Whatever is asked in whatever
+order: nothing leaks."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ FIELDS = {
     "keep_s": st.floats(0, 86_400),
     "session": st.text(max_size=64),
 }
-UNANSWERED = wire.Commit | wire.End | wire.Invalidate | wire.InvalidateAll | wire.Decline | wire.Hint
+UNANSWERED = (
+    wire.Commit | wire.End | wire.Invalidate | wire.InvalidateAll | wire.Decline | wire.Hint
+)
 FIELDS |= {"checksum": st.binary(min_size=16, max_size=16)}
 
 
@@ -41,7 +44,10 @@ def messages(union: Any) -> st.SearchStrategy[Any]:
     """Any message of a union, with fields that often make sense."""
     kinds = union.__args__
     return st.one_of(
-        *(st.builds(kind, *(FIELDS.get(name, NUMBERS) for name in kind.__struct_fields__)) for kind in kinds)
+        *(
+            st.builds(kind, *(FIELDS.get(name, NUMBERS) for name in kind.__struct_fields__))
+            for kind in kinds
+        )
     )
 
 
@@ -50,10 +56,17 @@ def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
     return [data[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-@given(st.lists(messages(wire.Question | wire.StreamQuestion), max_size=8), st.lists(st.integers(0, 2000), max_size=8))
+@given(
+    st.lists(messages(wire.Question | wire.StreamQuestion), max_size=8),
+    st.lists(st.integers(0, 2000), max_size=8),
+)
 def test_messages_survive_any_cut(sent: list[wire.Message], cuts: list[int]) -> None:
     inbox: Inbox[wire.Message] = Inbox(wire.Question | wire.StreamQuestion)
-    got = [message for piece in pieces(b"".join(map(frame, sent)), cuts) for message in inbox.feed(piece)]
+    got = [
+        message
+        for piece in pieces(b"".join(map(frame, sent)), cuts)
+        for message in inbox.feed(piece)
+    ]
     assert got == sent
 
 
@@ -71,7 +84,9 @@ def test_rubbish_is_a_wire_error_or_nothing(data: bytes, cuts: list[int]) -> Non
 
 @given(messages(wire.Question), st.integers(0, 10_000), st.integers(1, 255))
 @settings(max_examples=500)
-def test_a_damaged_message_is_a_wire_error_another_message_or_not_complete(sent: Any, at: int, flip: int) -> None:
+def test_a_damaged_message_is_a_wire_error_another_message_or_not_complete(
+    sent: Any, at: int, flip: int
+) -> None:
     data = bytearray(frame(sent))
     data[at % len(data)] ^= flip
     try:
@@ -81,12 +96,19 @@ def test_a_damaged_message_is_a_wire_error_another_message_or_not_complete(sent:
     assert len(got) <= 1
 
 
-@given(st.lists(messages(wire.Question).filter(lambda one: not isinstance(one, wire.Wait)), max_size=40), st.data())
+@given(
+    st.lists(
+        messages(wire.Question).filter(lambda one: not isinstance(one, wire.Wait)), max_size=40
+    ),
+    st.data(),
+)
 @settings(max_examples=300, deadline=None)
 def test_a_session_may_ask_anything(asked: list[Any], data: st.DataObject) -> None:
     """What it should not ask is a WireError and the end of it; then nothing of it remains."""
     lane = ManualLane(urgent_bound=4, bound=4)
-    store = Store(Pool(3, SLOT), [(DictTier(4), lane)], share=data.draw(st.sampled_from([None, 0.5])))
+    store = Store(
+        Pool(3, SLOT), [(DictTier(4), lane)], share=data.draw(st.sampled_from([None, 0.5]))
+    )
     session = Session(store, 1)
     for question in asked:
         try:

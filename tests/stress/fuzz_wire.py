@@ -1,9 +1,11 @@
-"""Frames at random against a live server: ``python -m tests.stress.fuzz_wire --frames 1000000 [--seed N]``.
+"""Frames at random against a live server: ``python -m tests.stress.fuzz_wire --frames 1000000
+[--seed N]``.
 
-Server and attackers share one process and loop, so that a bug is seen as what it is (an exception) and not only by its
-traces. Attackers connect through a Unix socket and TCP; some never greet, some greet and then ask at random, with
-frames that are right, odd, damaged or cut. A frame counts when the server's decoder has judged it. In between and at
-the end a client that behaves must be served, byte for byte; at the end nothing of anybody may be left.
+Server and attackers share one process and loop, so that a bug is seen as what it is (an exception)
+and not only by its traces. Attackers connect through a Unix socket and TCP; some never greet, some
+greet and then ask at random, with frames that are right, odd, damaged or cut. A frame counts when
+the server's decoder has judged it. In between and at the end a client that behaves must be served,
+byte for byte; at the end nothing of anybody may be left.
 
 Prints one line of JSON; exit status 1 when a promise was broken.
 """
@@ -72,14 +74,28 @@ class Bugs(logging.Handler):
 
 
 def corpus(draw: random.Random, union: Any, size: int) -> list[bytes]:
-    """Frames of a union's messages with fields that often make sense, and damaged copies of them."""
-    frames = [wire.frame(message(draw, kind)) for kind in union.__args__ for _ in range(size // len(union.__args__))]
+    """Frames of a union's messages with fields that often make sense, and damaged copies of
+    them."""
+    frames = [
+        wire.frame(message(draw, kind))
+        for kind in union.__args__
+        for _ in range(size // len(union.__args__))
+    ]
     return frames + [damaged(draw, draw.choice(frames)) for _ in range(size // 4)]
 
 
 def calm(draw: random.Random) -> list[bytes]:
     """Questions that a session survives, so that the others meet one in the middle of its work."""
-    kinds = [wire.Lookup, wire.Save, wire.Load, wire.Load, wire.Stats, wire.Check, wire.Invalidate, wire.InvalidateAll]
+    kinds = [
+        wire.Lookup,
+        wire.Save,
+        wire.Load,
+        wire.Load,
+        wire.Stats,
+        wire.Check,
+        wire.Invalidate,
+        wire.InvalidateAll,
+    ]
     kinds += [wire.Decline, wire.Hint]
     return [wire.frame(message(draw, draw.choice(kinds), odd=False)) for _ in range(2000)]
 
@@ -87,7 +103,9 @@ def calm(draw: random.Random) -> list[bytes]:
 def message(draw: random.Random, kind: Any, odd: bool = True) -> wire.Message:
     keys = LAYOUT.keys([draw.randrange(3) for _ in range(draw.randrange(6))])
     fields: dict[str, Any] = {
-        "keys": draw.randbytes(draw.randrange(90)) if odd and draw.random() < 0.3 else wire.joined(keys),
+        "keys": draw.randbytes(draw.randrange(90))
+        if odd and draw.random() < 0.3
+        else wire.joined(keys),
         "key": bytes(LAYOUT.keys([draw.randrange(3)])[0]),
         "idle": draw.random() < 0.5,
         "checksum": draw.randbytes(16),
@@ -125,7 +143,9 @@ class Attack:
             True: corpus(draw, wire.StreamQuestion, 2000),
         }
         self._calm = calm(draw)
-        self._greetings = [damaged(draw, draw.choice(list(self._hellos.values()))) for _ in range(2000)]
+        self._greetings = [
+            damaged(draw, draw.choice(list(self._hellos.values()))) for _ in range(2000)
+        ]
         self.connections = 0
 
     async def run(self, frames: int) -> None:
@@ -139,7 +159,9 @@ class Attack:
         cache_server = stream and draw.random() < 0.5
         with socket.socket(socket.AF_INET if cache_server else socket.AF_UNIX) as sock:
             sock.setblocking(False)
-            await loop.sock_connect(sock, (self._tcp.host, self._tcp.port) if cache_server else self._unix.path)
+            await loop.sock_connect(
+                sock, (self._tcp.host, self._tcp.port) if cache_server else self._unix.path
+            )
             if draw.random() < 0.2:
                 sent = draw.choice(self._greetings) + draw.randbytes(draw.randrange(9))
             else:
@@ -151,15 +173,22 @@ class Attack:
                 sent = sent[len(self._hellos[stream]) :]
             await self._talk(loop, sock, sent)
 
-    async def _welcomed(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, greeting: bytes) -> None:
+    async def _welcomed(
+        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, greeting: bytes
+    ) -> None:
         """Past the greeting; descriptors that are passed are closed by not being received."""
         await loop.sock_sendall(sock, greeting)
         seen = b""
-        while seen.count(b"\x93\x01") + seen.count(b"\x96\x03") < 2 and (data := await loop.sock_recv(sock, 4096)):
+        while seen.count(b"\x93\x01") + seen.count(b"\x96\x03") < 2 and (
+            data := await loop.sock_recv(sock, 4096)
+        ):
             seen += data
 
-    async def _talk(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, sent: bytes) -> None:
-        """Say it in two pieces and listen until the server has nothing more to say, or half close in the middle."""
+    async def _talk(
+        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, sent: bytes
+    ) -> None:
+        """Say it in two pieces and listen until the server has nothing more to say, or half close
+        in the middle."""
         cut = self._draw.randint(0, len(sent))
         try:
             for piece in (sent[:cut], sent[cut:]):
@@ -179,7 +208,9 @@ async def behave(address: Address) -> None:
     from kvtier.client.connect import ServerAccess
 
     def talk() -> None:
-        client = Client(ServerAccess(address, hello(bytes([7]) * 32, SLOT, stream=False, client="good")), 5.0)
+        client = Client(
+            ServerAccess(address, hello(bytes([7]) * 32, SLOT, stream=False, client="good")), 5.0
+        )
         with client.save(GOOD) as lease:
             for key, view in zip(lease.keys, lease.views(), strict=True):
                 view[:] = content(key, SLOT)
@@ -200,7 +231,9 @@ async def fuzz(frames: int, seed: int) -> dict[str, Any]:
     judged, bugs = Judged(), Bugs()
     logging.getLogger().addHandler(bugs)
     logging.getLogger("kvtier").setLevel(logging.ERROR)
-    store = Store(Pool(16, SLOT), [(DictTier(32), Lane("dict", 2, urgent_bound=64, bound=64))], share=0.5)
+    store = Store(
+        Pool(16, SLOT), [(DictTier(32), Lane("dict", 2, urgent_bound=64, bound=64))], share=0.5
+    )
     with tempfile.TemporaryDirectory(prefix="kvt") as folder:
         unix = listen_unix(Address(f"{folder}/run/sock", "", 0))
         tcp = listen_tcp(Address("", "127.0.0.1", 0), token=False, tls=None, insecure=True)
@@ -235,7 +268,9 @@ def memory_kib() -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--frames", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
     given = parser.parse_args()

@@ -1,4 +1,5 @@
-"""RedisTier under load while its server hangs, dies and comes back empty: it forgets, never lies, and heals."""
+"""RedisTier under load while its server hangs, dies and comes back empty: it forgets, never lies,
+and heals."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ SHORT_S = 0.05
 
 
 def test_a_storm_of_stops_and_crashes_never_gives_wrong_bytes() -> None:
-    """Every read is compared byte by byte (:func:`holds`). At the end the tier works and nothing is left behind."""
+    """Every read is compared byte by byte (:func:`holds`). At the end the tier works and nothing is
+    left behind."""
     clock = Clock()
     with RedisServer() as server:
         tier = server.tier(clock=clock, timeout_s=SHORT_S)
@@ -42,7 +44,9 @@ def test_a_storm_of_stops_and_crashes_never_gives_wrong_bytes() -> None:
             tier.delete(key)
         assert tier.counts["corrupt"] == 0
         with server.admin() as admin:
-            assert admin.dbsize() == 0, "what broke off, and what could not be deleted, was cleaned up"
+            assert admin.dbsize() == 0, (
+                "what broke off, and what could not be deleted, was cleaned up"
+            )
 
 
 class Load:
@@ -59,7 +63,9 @@ class Load:
                 return
             key = KEYS[2 * number + turn % 2]
             self.tier.write(key, chunk(key))
-            self.served[number] += sum(bool(holds(self.tier, each)) for each in (key, KEYS[turn % len(KEYS)]))
+            self.served[number] += sum(
+                bool(holds(self.tier, each)) for each in (key, KEYS[turn % len(KEYS)])
+            )
             self.tier.find(KEYS)
             if turn % 3 == 0:
                 self.tier.delete(key)

@@ -1,8 +1,9 @@
-"""``python -m tests.trust [--slice | --full] [--out FILE] [--compare FILE]``: every suite, one table, one results file.
+"""``python -m tests.trust [--slice | --full] [--out FILE] [--compare FILE]``: every suite, one
+table, one results file.
 
-Exit status 1 when a promise was broken or a mutant survived, or when a figure is not that of ``--compare FILE``, an
-earlier results file. ``--slice`` is for every change and leaves out what needs
-a real engine (``python -m tests.trust.stuck``, five minutes); ``--full`` is for a release.
+Exit status 1 when a promise was broken or a mutant survived, or when a figure is not that of
+``--compare FILE``, an earlier results file. ``--slice`` is for every change and leaves out what
+needs a real engine (``python -m tests.trust.stuck``, five minutes); ``--full`` is for a release.
 """
 
 from __future__ import annotations
@@ -58,9 +59,11 @@ class Extent:
 
 SLICE = Extent(2_500, 7_000, 4_000, 50_000, 240, 4_000, 600, ("--every", "10"))
 STUCK_TESTS = (
-    "tests/trust/test_stuck.py", "tests/fault/test_nvme_disks.py", "tests/fault/test_redis_faults.py",
+    "tests/trust/test_stuck.py",
+    "tests/fault/test_nvme_disks.py",
+    "tests/fault/test_redis_faults.py",
     "tests/fault/test_hostile_clients.py",
-)  # fmt: skip
+)
 FULL = Extent(100_000, 100_000, 50_000, 1_000_000, 5_000, 100_000, 20_000, ("--full",))
 
 
@@ -70,14 +73,24 @@ def simulation(extent: Extent) -> Finding:
     deaths = sum(told["events"].get(name, 0) for name in ("crashes", "power cuts", "engines died"))
     faults = deaths + sum(told["injected"].values())
     detail = {"events": told["events"], "injected": told["injected"]}
-    return Finding("simulation", told["steps"], "steps", told["seeds"], faults, told["violations"], detail=detail)
+    return Finding(
+        "simulation",
+        told["steps"],
+        "steps",
+        told["seeds"],
+        faults,
+        told["violations"],
+        detail=detail,
+    )
 
 
 def corrupt_nvme(extent: Extent) -> Finding:
     """Damaged files of the NVMe tier."""
     with tempfile.TemporaryDirectory(prefix="kvtier-trust-") as folder:
         tally = corruption.nvme(Path(folder), extent.nvme_bits)
-    return Finding("corruption: NVMe", tally.cases, "damaged chunks", 1, tally.bits, tally.violations)
+    return Finding(
+        "corruption: NVMe", tally.cases, "damaged chunks", 1, tally.bits, tally.violations
+    )
 
 
 def corrupt_redis(extent: Extent) -> Finding:
@@ -85,7 +98,9 @@ def corrupt_redis(extent: Extent) -> Finding:
     if shutil.which("redis-server") is None:
         return Finding("corruption: Redis", detail={"skipped": "there is no redis-server"})
     tally = corruption.redis(extent.redis_bits)
-    return Finding("corruption: Redis", tally.cases, "damaged chunks", 1, tally.bits, tally.violations)
+    return Finding(
+        "corruption: Redis", tally.cases, "damaged chunks", 1, tally.bits, tally.violations
+    )
 
 
 def kills(extent: Extent) -> Finding:
@@ -94,7 +109,13 @@ def kills(extent: Extent) -> Finding:
         return Finding("kill -9", detail={"skipped": "there is no redis-server"})
     told = asked("tests.trust.crash", "--kills", str(extent.kills))
     return Finding(
-        "kill -9", told["restarts"], "restarts", told["seeds"], told["kills"], told["violations"], detail=told
+        "kill -9",
+        told["restarts"],
+        "restarts",
+        told["seeds"],
+        told["kills"],
+        told["violations"],
+        detail=told,
     )
 
 
@@ -102,7 +123,13 @@ def cuts(extent: Extent) -> Finding:
     """Power cuts on what the NVMe tier has written."""
     told = asked("tests.trust.power", "--cuts", str(extent.cuts))
     return Finding(
-        "power cuts", told["cuts"], "images", told["seeds"], told["sectors"], told["violations"], detail=told
+        "power cuts",
+        told["cuts"],
+        "images",
+        told["seeds"],
+        told["sectors"],
+        told["violations"],
+        detail=told,
     )
 
 
@@ -112,7 +139,9 @@ def stuck_parts(extent: Extent) -> Finding:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     passed = re.search(r"(\d+) passed", done.stdout)
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    violations = failed or ([] if done.returncode == 0 else [f"pytest ended with status {done.returncode}"])
+    violations = failed or (
+        [] if done.returncode == 0 else [f"pytest ended with status {done.returncode}"]
+    )
     cases = int(passed[1]) if passed else 0
     return Finding("stuck parts", cases, "tests", 0, cases + len(failed), violations)
 
@@ -121,47 +150,79 @@ def stuck(extent: Extent) -> Finding:
     """A real engine whose Redis is paused, slow, dead or flapping."""
     told = asked("tests.trust.stuck")
     return Finding(
-        "stuck, real engine", told["questions"], "questions", 1, told["faults"], told["missed"], detail=told
+        "stuck, real engine",
+        told["questions"],
+        "questions",
+        1,
+        told["faults"],
+        told["missed"],
+        detail=told,
     )
 
 
 def engines(extent: Extent) -> Finding:
-    """vLLM's own schedulers with both halves of the connector, over a fake model whose KV is checked at every read."""
+    """vLLM's own schedulers with both halves of the connector, over a fake model whose KV is
+    checked at every read."""
     if importlib.util.find_spec("vllm") is None:
         return Finding("engines", detail={"skipped": "vLLM is not installed"})
     told = asked("tests.trust.engine", "--steps", str(extent.engine_steps))
-    return Finding("engines", told["steps"], "steps", told["seeds"], told["faults"], told["violations"], detail=told)
+    return Finding(
+        "engines",
+        told["steps"],
+        "steps",
+        told["seeds"],
+        told["faults"],
+        told["violations"],
+        detail=told,
+    )
 
 
 def wire(extent: Extent) -> Finding:
     """Frames at random against a live server."""
     told = asked("tests.stress.fuzz_wire", "--frames", str(extent.frames), "--seed", "1")
-    return Finding("wire fuzz", told["frames"], "frames", 1, told["refused"], told["bugs"], detail=told)
+    return Finding(
+        "wire fuzz", told["frames"], "frames", 1, told["refused"], told["bugs"], detail=told
+    )
 
 
 def parsers(extent: Extent) -> Finding:
     """Anything at all to whatever reads what others wrote, and how much of that code it reached."""
     told = asked("tests.trust.fuzzed")
-    return Finding("fuzz", told["tests"], "properties", 0, told["tests"], fuzzed.violations(told), detail=told)
+    return Finding(
+        "fuzz", told["tests"], "properties", 0, told["tests"], fuzzed.violations(told), detail=told
+    )
 
 
 def defects(extent: Extent) -> Finding:
     """Mutants of the product, each of which a suite must notice."""
     told = asked("tests.trust.mutants", "--jobs", "2", *extent.mutants)
     violations = [f"survived: {name}" for name in told["survivors"]]
-    return Finding("mutants", told["mutants"], "defects", 0, told["mutants"], violations, detail=told)
+    return Finding(
+        "mutants", told["mutants"], "defects", 0, told["mutants"], violations, detail=told
+    )
 
 
 SUITES: dict[str, Callable[[Extent], Finding]] = {
-    "simulation": simulation, "engines": engines, "kills": kills, "cuts": cuts, "nvme": corrupt_nvme,
-    "redis": corrupt_redis, "wire": wire, "fuzz": parsers, "parts": stuck_parts, "mutants": defects, "stuck": stuck,
-}  # fmt: skip
+    "simulation": simulation,
+    "engines": engines,
+    "kills": kills,
+    "cuts": cuts,
+    "nvme": corrupt_nvme,
+    "redis": corrupt_redis,
+    "wire": wire,
+    "fuzz": parsers,
+    "parts": stuck_parts,
+    "mutants": defects,
+    "stuck": stuck,
+}
 NOT_IN_A_SLICE = {"stuck"}
 
 
 def asked(module: str, *words: str) -> dict[str, Any]:
     """The last line a suite in a process of its own prints: one object of JSON."""
-    done = subprocess.run([sys.executable, "-m", module, *words], stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words], stdout=subprocess.PIPE, text=True, check=False
+    )
     try:
         told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
@@ -171,13 +232,22 @@ def asked(module: str, *words: str) -> dict[str, Any]:
 
 def table(findings: list[Finding]) -> str:
     """For people."""
-    lines = [f"{'suite':20} {'cases':>12} {'':15} {'seeds':>8} {'faults':>10} {'violations':>11} {'seconds':>8}"]
+    lines = [
+        (
+            f"{'suite':20} {'cases':>12} {'':15} {'seeds':>8} {'faults':>10} {'violations':>11} "
+            f"{'seconds':>8}"
+        )
+    ]
     lines += [
-        f"{each.suite:20} {each.cases:12,} {each.unit:15} {each.seeds:8,} {each.faults:10,} {len(each.violations):11} "
-        f"{each.seconds:8.1f}" + ("   skipped: " + each.detail["skipped"] if "skipped" in each.detail else "")
+        f"{each.suite:20} {each.cases:12,} {each.unit:15} {each.seeds:8,} {each.faults:10,} "
+        f"{len(each.violations):11} "
+        f"{each.seconds:8.1f}"
+        + ("   skipped: " + each.detail["skipped"] if "skipped" in each.detail else "")
         for each in findings
     ]
-    return "\n".join(lines + [f"  {each.suite}: {text}" for each in findings for text in each.violations[:20]])
+    return "\n".join(
+        lines + [f"  {each.suite}: {text}" for each in findings for text in each.violations[:20]]
+    )
 
 
 def rows(findings: list[Finding]) -> list[Row]:
@@ -195,13 +265,17 @@ def rows(findings: list[Finding]) -> list[Row]:
 
 def main() -> int:
     """See the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--slice", action="store_true", help="minutes (the default)")
     size.add_argument("--full", action="store_true", help="an hour or so")
     parser.add_argument("--only", nargs="*", choices=SUITES)
     parser.add_argument("--out", type=Path, help="results file")
-    parser.add_argument("--compare", type=Path, help="results file that must have the same figures (those that can)")
+    parser.add_argument(
+        "--compare", type=Path, help="results file that must have the same figures (those that can)"
+    )
     given = parser.parse_args()
     logging.getLogger("kvtier").setLevel(logging.CRITICAL + 1)
     findings = []

@@ -1,4 +1,5 @@
-"""The engines of the simulation: clients that save, load, hold leases long, forget, clear and die."""
+"""The engines of the simulation: clients that save, load, hold leases long, forget, clear and
+die."""
 
 from __future__ import annotations
 
@@ -19,8 +20,19 @@ if TYPE_CHECKING:
 SLOT = 2 * PAGE_BYTES
 LAYOUT = ChunkLayout(fingerprint({"model": "simulation"}), 1, 1, (SLOT,))
 PROMPTS = (
-    [0], [0, 0], [0, 0, 0], [0, 0, 0, 0], [0, 1], [0, 1, 1], [1, 0, 1], [1, 1, 1, 1, 1], [2], [3, 3], [4], [5, 5],
-)  # fmt: skip
+    [0],
+    [0, 0],
+    [0, 0, 0],
+    [0, 0, 0, 0],
+    [0, 1],
+    [0, 1, 1],
+    [1, 0, 1],
+    [1, 1, 1, 1, 1],
+    [2],
+    [3, 3],
+    [4],
+    [5, 5],
+)
 RUNS = [LAYOUT.keys(prompt) for prompt in PROMPTS]
 FRESH = [LAYOUT.keys([100 + number]) for number in range(8)]
 
@@ -51,7 +63,9 @@ class Client:
                 self.process = process
                 self._drop_all()
             try:
-                (verb,) = rng.choices((self.save, self.load, self.look, self.drop, self.erase), (8, 9, 3, 2, 1))
+                (verb,) = rng.choices(
+                    (self.save, self.load, self.look, self.drop, self.erase), (8, 9, 3, 2, 1)
+                )
                 verb(store)
             except Dead:
                 if self.world.over:
@@ -122,15 +136,15 @@ class Client:
 
     def look(self, store: Store) -> None:
         keys = self.sim.run_of_keys()
-        with self.call("match", len(keys)):
+        with self.call("lookup", len(keys)):
             ready, coming = store.lookup(keys).progress
-        with self.call("forecast", len(keys)):
-            store.lookup(keys)
         if self.world.rng.random() < 0.7:
             with self.call("decline", len(keys)):
                 store.decline(keys, "slower")
-        if not 0 <= ready <= ready + coming <= len(keys) or not self.sim.computed.issuperset(keys[:ready]):
-            raise ViolationError(f"match of {ready} + {coming} of {len(keys)} chunks")
+        if not 0 <= ready <= ready + coming <= len(keys) or not self.sim.computed.issuperset(
+            keys[:ready]
+        ):
+            raise ViolationError(f"lookup of {ready} + {coming} of {len(keys)} chunks")
 
     def drop(self, store: Store) -> None:
         """Let go of one lease, or die with all."""

@@ -1,8 +1,9 @@
-"""Damage to everything that is kept: every bit of every header, thousands of bits of payloads, whole files and values.
+"""Damage to everything that is kept: every bit of every header, thousands of bits of payloads,
+whole files and values.
 
-Whatever is done to NVMe files and Redis values, each damaged chunk is one counted miss and is dropped, every other
-chunk is still served whole, nothing raises, and the place can be written again. A case is one damaged chunk (or one
-damaged file).
+Whatever is done to NVMe files and Redis values, each damaged chunk is one counted miss and is
+dropped, every other chunk is still served whole, nothing raises, and the place can be written
+again. A case is one damaged chunk (or one damaged file).
 """
 
 from __future__ import annotations
@@ -53,25 +54,36 @@ class Reader:
 
     def read(self, tier: Tier, key: ChunkKey) -> bool:
         held = bool(tier.read(key, self._into))
-        self.tally.expect(not held or self._into == self.right[key], f"{tier.name} serves wrong bytes")
+        self.tally.expect(
+            not held or self._into == self.right[key], f"{tier.name} serves wrong bytes"
+        )
         return held
 
     def expect_lost(self, tier: Any, lost: Iterable[int], what: str) -> None:
-        """Exactly these are missed, each counted once; a second look finds them gone, and they can be written anew."""
+        """Exactly these are missed, each counted once; a second look finds them gone, and they can
+        be written anew."""
         gone = set(lost)
         before = sum(tier.counts.get(name, 0) for name in _LOSSES)
         missed = {index for index, key in enumerate(self.keys) if not self.read(tier, key)}
         after = sum(tier.counts.get(name, 0) for name in _LOSSES)
         self.tally.cases += len(gone)
-        self.tally.expect(missed == gone, f"{what}: missed {sorted(missed)}, damaged {sorted(gone)}")
-        self.tally.expect(after - before == len(gone), f"{what}: {after - before} counted, {len(gone)} damaged")
-        self.tally.expect(all(tier.find([self.keys[index]]) == 0 for index in missed), f"{what}: kept")
+        self.tally.expect(
+            missed == gone, f"{what}: missed {sorted(missed)}, damaged {sorted(gone)}"
+        )
+        self.tally.expect(
+            after - before == len(gone), f"{what}: {after - before} counted, {len(gone)} damaged"
+        )
+        self.tally.expect(
+            all(tier.find([self.keys[index]]) == 0 for index in missed), f"{what}: kept"
+        )
         for index in missed:
             stored = tier.write(self.keys[index], memoryview(self.right[self.keys[index]]))
-            self.tally.expect(stored and self.read(tier, self.keys[index]), f"{what}: its place takes no chunk")
+            self.tally.expect(
+                stored and self.read(tier, self.keys[index]), f"{what}: its place takes no chunk"
+            )
 
 
-# ---- NVMe ------------------------------------------------------------------------------------------------------------
+# ---- NVMe ----------------------------------------------------------------------------------------
 
 
 class Place:
@@ -133,18 +145,24 @@ def every_bit_of_the_superblock(place: Place) -> None:
         with place.opened() as tier:
             place.tally.cases += 1
             place.tally.expect(list(tier.recovered()) == [], f"superblock bit {bit}: believed")
-            place.tally.expect(not place.reader.read(tier, place.keys[bit % SLOTS]), f"superblock bit {bit}: served")
+            place.tally.expect(
+                not place.reader.read(tier, place.keys[bit % SLOTS]),
+                f"superblock bit {bit}: served",
+            )
             place.tally.expect(tier.counts["misses"] == 1, f"superblock bit {bit}: not counted")
 
 
 def every_bit_of_the_records(place: Place) -> None:
-    """Bit ``32 * turn + slot`` in the record of each slot, first of the even slots, then of the odd ones."""
+    """Bit ``32 * turn + slot`` in the record of each slot, first of the even slots, then of the odd
+    ones."""
     for turn in range(RECORD_BYTES * 8 // SLOTS):
         for chosen in (range(0, SLOTS, 2), range(1, SLOTS, 2)):
             place.restore()
             place.flip(INDEX, [record_at(slot) * 8 + turn * SLOTS + slot for slot in chosen])
             with place.opened() as tier:
-                place.tally.expect(tier.counts["corrupt"] == len(chosen), f"records, turn {turn}: not counted")
+                place.tally.expect(
+                    tier.counts["corrupt"] == len(chosen), f"records, turn {turn}: not counted"
+                )
                 place.reader.expect_lost(tier, chosen, f"records, turn {turn}")
 
 
@@ -155,10 +173,15 @@ def random_bits_of_payloads(place: Place, bits: int, draw: random.Random) -> Non
             where = dict.fromkeys(draw.sample(range(SLOTS), SLOTS // 2))
             # Rewritten chunks have moved: ask the tier's own index where they lie.
             slots = {index: tier._places[place.keys[index]] % tier.capacity for index in where}
-            place.flip(PAYLOAD, [slot * SLOT * 8 + draw.randrange(SLOT * 8) for slot in slots.values()])
+            place.flip(
+                PAYLOAD, [slot * SLOT * 8 + draw.randrange(SLOT * 8) for slot in slots.values()]
+            )
             before = tier.counts["corrupt"]
             place.reader.expect_lost(tier, where, f"payloads, turn {turn}")
-            place.tally.expect(tier.counts["corrupt"] - before == len(where), f"payloads, turn {turn}: not as corrupt")
+            place.tally.expect(
+                tier.counts["corrupt"] - before == len(where),
+                f"payloads, turn {turn}: not as corrupt",
+            )
 
 
 def truncated_files(place: Place) -> None:
@@ -186,12 +209,18 @@ def swapped_and_stale(place: Place) -> None:
         (place.path / name).write_bytes(data)
 
     for slot in range(1, SLOTS):
-        for name, at, size in ((PAYLOAD, SLOT, SLOT), (INDEX, RECORD_BYTES, RECORD_BYTES), (PAYLOAD, SLOT, 512)):
+        for name, at, size in (
+            (PAYLOAD, SLOT, SLOT),
+            (INDEX, RECORD_BYTES, RECORD_BYTES),
+            (PAYLOAD, SLOT, 512),
+        ):
             place.restore()
             base = PAGE_BYTES if name == INDEX else 0
             exchange(name, base, base + slot * at, size)
             with place.opened() as tier:
-                place.reader.expect_lost(tier, {0, slot}, f"{name}: {size} bytes of slots 0 and {slot} swapped")
+                place.reader.expect_lost(
+                    tier, {0, slot}, f"{name}: {size} bytes of slots 0 and {slot} swapped"
+                )
     for name in (INDEX, PAYLOAD):
         place.restore()
         old = (place.path / name).read_bytes()
@@ -203,7 +232,9 @@ def swapped_and_stale(place: Place) -> None:
         (place.path / name).write_bytes(old)
         stale = Reader(place.tally, others, SLOT)
         with place.opened() as tier:
-            place.tally.expect(not any(stale.read(tier, key) for key in others), f"{name} is stale: served")
+            place.tally.expect(
+                not any(stale.read(tier, key) for key in others), f"{name} is stale: served"
+            )
             for other in others:
                 tier.delete(other)
             place.reader.expect_lost(tier, range(8), f"{name} is stale")
@@ -211,8 +242,12 @@ def swapped_and_stale(place: Place) -> None:
 
 def foreign_files(place: Place) -> None:
     pages: dict[str, Callable[[], bytes]] = {
-        "version": lambda: Superblock(SLOT, SLOTS, 1, clean=True, version=FORMAT_VERSION + 1).pack(),
-        "older version": lambda: Superblock(SLOT, SLOTS, 1, clean=True, version=FORMAT_VERSION - 1).pack(),
+        "version": lambda: Superblock(
+            SLOT, SLOTS, 1, clean=True, version=FORMAT_VERSION + 1
+        ).pack(),
+        "older version": lambda: Superblock(
+            SLOT, SLOTS, 1, clean=True, version=FORMAT_VERSION - 1
+        ).pack(),
         "slot size": lambda: Superblock(2 * SLOT, SLOTS // 2, 1, clean=True).pack(),
         "nothing of ours": lambda: random.Random(1).randbytes(PAGE_BYTES),
     }
@@ -228,8 +263,12 @@ def foreign_files(place: Place) -> None:
     with place.opened() as tier:
         before = tier.counts["misses"]
         strangers = Reader(place.tally, other, SLOT)
-        place.tally.expect(not any(strangers.read(tier, key) for key in other), "another model's file: served")
-        place.tally.expect(tier.counts["misses"] - before == SLOTS, "another model's file: not counted")
+        place.tally.expect(
+            not any(strangers.read(tier, key) for key in other), "another model's file: served"
+        )
+        place.tally.expect(
+            tier.counts["misses"] - before == SLOTS, "another model's file: not counted"
+        )
         place.tally.cases += SLOTS
     foreign = NvmeTier(place.path.with_name("foreign"), ROOM, SLOT, direct=False)
     for key in other:
@@ -239,11 +278,16 @@ def foreign_files(place: Place) -> None:
         place.restore()
         shutil.copy(place.path.with_name("foreign") / name, place.path / name)
         with place.opened() as tier:
-            place.tally.expect(not any(strangers.read(tier, key) for key in other), f"another model's {name}: served")
-            place.reader.expect_lost(tier, range(SLOTS), f"another model's {name} beside our other file")
+            place.tally.expect(
+                not any(strangers.read(tier, key) for key in other),
+                f"another model's {name}: served",
+            )
+            place.reader.expect_lost(
+                tier, range(SLOTS), f"another model's {name} beside our other file"
+            )
 
 
-# ---- Redis -----------------------------------------------------------------------------------------------------------
+# ---- Redis ---------------------------------------------------------------------------------------
 
 REDIS_CHUNK, REDIS_PART, REDIS_CHUNKS = 300, 128, 64
 
@@ -266,16 +310,23 @@ def redis(payload_bits: int, seed: int = 0) -> Tally:
             tier.write(key, content(key, REDIS_CHUNK))
         damage = RedisDamage(reader, form, tier, admin)
         for first in range(0, HEADER_BYTES * 8, REDIS_CHUNKS // 2):
-            damage.flip({index: (0, first + index) for index in range(REDIS_CHUNKS // 2)}, f"header from bit {first}")
+            damage.flip(
+                {index: (0, first + index) for index in range(REDIS_CHUNKS // 2)},
+                f"header from bit {first}",
+            )
         for turn in range(-(-payload_bits // (REDIS_CHUNKS // 2))):
             chosen = draw.sample(range(REDIS_CHUNKS), REDIS_CHUNKS // 2)
             bits = [divmod(draw.randrange(REDIS_CHUNK * 8), REDIS_PART * 8) for _ in chosen]
             damage.flip(
-                {index: (part + 1, bit) for index, (part, bit) in zip(chosen, bits, strict=True)}, f"turn {turn}"
+                {index: (part + 1, bit) for index, (part, bit) in zip(chosen, bits, strict=True)},
+                f"turn {turn}",
             )
         damage.values()
         foreign_names(tally, admin, servers, form, keys)
-        tally.expect(tier.counts["failed_reads"] == 0 and not tier.open_breakers, "damage counts as a server's fault")
+        tally.expect(
+            tier.counts["failed_reads"] == 0 and not tier.open_breakers,
+            "damage counts as a server's fault",
+        )
         tier.close()
     return tally
 
@@ -302,15 +353,21 @@ class RedisDamage:
         chunks = list(where)
         before = self.tier.counts[count]
         self.reader.expect_lost(self.tier, chunks, what)
-        self.reader.tally.expect(self.tier.counts[count] - before == len(chunks), f"{what}: not counted as {count}")
+        self.reader.tally.expect(
+            self.tier.counts[count] - before == len(chunks), f"{what}: not counted as {count}"
+        )
 
     def values(self) -> None:
-        """Every value of a chunk truncated to every other length, longer, swapped, lost; headers of other chunks."""
+        """Every value of a chunk truncated to every other length, longer, swapped, lost; headers of
+        other chunks."""
         admin, names = self.admin, self.names
         for value in range(len(names[0])):
             size = admin.strlen(names[0][value])
             for length in range(0, size, 7):
-                admin.set(names[0][value], admin.getrange(names[0][value], 0, length - 1) if length else b"")
+                admin.set(
+                    names[0][value],
+                    admin.getrange(names[0][value], 0, length - 1) if length else b"",
+                )
                 self.hurt([0], f"value {value} cut to {length}", "corrupt")
             admin.append(names[1][value], b"\0")
             self.hurt([1], f"value {value} one byte longer", "corrupt")
@@ -322,8 +379,11 @@ class RedisDamage:
         self.hurt([5], "parts swapped", "corrupt")
 
 
-def foreign_names(tally: Tally, admin: Any, servers: Any, form: Any, keys: Sequence[ChunkKey]) -> None:
-    """Another version's and another model's chunks under names of their own: not seen, not touched."""
+def foreign_names(
+    tally: Tally, admin: Any, servers: Any, form: Any, keys: Sequence[ChunkKey]
+) -> None:
+    """Another version's and another model's chunks under names of their own: not seen, not
+    touched."""
     from kvtier.tiers.redis.layout import Form
     from kvtier.tiers.redis.tier import RedisTier
     from tests.redis_server import NAMESPACE

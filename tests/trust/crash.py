@@ -1,21 +1,26 @@
-"""kill -9 of servers and engines at random moments under load, with real NVMe files and a real Redis.
+"""kill -9 of servers and engines at random moments under load, with real NVMe files and a real
+Redis.
 
 ``python -m tests.trust.crash [--kills 240] [--seed 0]`` prints one object of JSON.
 
-Two places are under load at once: a server (RAM, NVMe, Redis) with two engines attached, and an engine with a store of
-its own (RAM, NVMe, Redis). All tiers are smaller than what is saved, so that at any moment something is being written,
-deleted, spilled and promoted. A turn kills a server, an engine, all engines of a server, or the engine with a store of
-its own. Then, every time:
+Two places are under load at once: a server (RAM, NVMe, Redis) with two engines attached, and an
+    engine with a store of
+its own (RAM, NVMe, Redis). All tiers are smaller than what is saved, so that at any moment
+something is being written, deleted, spilled and promoted. A turn kills a server, an engine, all
+engines of a server, or the engine with a store of its own. Then, every time:
 
-- every record in the NVMe files is whole, and its payload is what the key stands for, byte by byte; after a server's
-  death both files are read while nobody has them, and ``kvtier check`` must agree;
-- the next server says in its log how many chunks it found after a stop without close, and it is that number;
-- engines that lived on miss, and hit again by themselves; each compares every byte it is served, at all times.
+- every record in the NVMe files is whole, and its payload is what the key stands for, byte by byte;
+  after a server's death both files are read while nobody has them, and ``kvtier check`` must agree;
+- the next server says in its log how many chunks it found after a stop without close, and it is
+  that number;
+- engines that lived on miss, and hit again by themselves; each compares every byte it is served, at
+  all times.
 
-At a rest (all engines dead): no slot is filling or pinned, no descriptor or shared memory of the dead is left in the
-server, and every prompt is loaded and compared. An own store that is opened again holds exactly what the files held and
-serves all that it claims. At the end both places are closed: nothing is left but the tiers' own files and the socket's
-lock, and in Redis no chunk lacks a part.
+At a rest (all engines dead): no slot is filling or pinned, no descriptor or shared memory of the
+dead is left in the server, and every prompt is loaded and compared. An own store that is opened
+again holds exactly what the files held and serves all that it claims. At the end both places are
+closed: nothing is left but the tiers' own files and the socket's lock, and in Redis no chunk lacks
+a part.
 """
 
 from __future__ import annotations
@@ -57,7 +62,8 @@ SPACES = {"served": fingerprint({"server": SLOT}), "alone": LAYOUT.fingerprint}
 """The places, and what their chunks' names in Redis begin with."""
 MOMENTS = ("save", "evict")
 _MORE_DESCRIPTORS = 6
-"""Connections to Redis that a server may have opened since we first looked, and the looker's own."""
+"""Connections to Redis that a server may have opened since we first looked, and the looker's
+own."""
 
 
 @dataclass
@@ -73,14 +79,17 @@ class Toll:
 
 
 def on_disk(folder: Path) -> set[ChunkKey]:
-    """Keys of the records in a tier's files that nobody has open; AssertionError if one of them is not whole."""
+    """Keys of the records in a tier's files that nobody has open; AssertionError if one of them is
+    not whole."""
     table = (folder / INDEX_NAME).read_bytes()[PAGE_BYTES:]
     records = read_records(memoryview(table), len(table) // RECORD_BYTES, SLOT)
     assert not records.damaged, f"{records.damaged} records are torn"
     with (folder / SLOTS_NAME).open("rb") as payloads:
         for key, slot in zip(records.keys, np.asarray(records.slots).tolist(), strict=True):
             payloads.seek(slot * SLOT)
-            assert payloads.read(SLOT) == content(key, SLOT), f"slot {slot} is not what its record says"
+            assert payloads.read(SLOT) == content(key, SLOT), (
+                f"slot {slot} is not what its record says"
+            )
     assert len(set(records.keys)) == len(records.keys), "two records of one key"
     return set(records.keys)
 
@@ -88,9 +97,15 @@ def on_disk(folder: Path) -> set[ChunkKey]:
 def settings(folder: Path, redis: RedisServer, moment: str = "save") -> dict[str, Any]:
     """Configuration keys of a place; ``moment``: when chunks are written to NVMe."""
     return {
-        "nvme_path": str(folder / "nvme"), "nvme_bytes": TIGHT, "nvme_write": moment, "ram_bytes": 24 * SLOT,
-        "redis_url": f"unix://{redis.path}", "redis_bytes": TIGHT, "redis_prefix": folder.name, "admin": "off",
-    }  # fmt: skip
+        "nvme_path": str(folder / "nvme"),
+        "nvme_bytes": TIGHT,
+        "nvme_write": moment,
+        "ram_bytes": 24 * SLOT,
+        "redis_url": f"unix://{redis.path}",
+        "redis_bytes": TIGHT,
+        "redis_prefix": folder.name,
+        "admin": "off",
+    }
 
 
 class Served:
@@ -104,7 +119,9 @@ class Served:
         self.open_files = 0
 
     def strike(self) -> None:
-        (blow,) = self.draw.choices((self.kill_server, self.kill_engine, self.kill_engines), (5, 4, 1))
+        (blow,) = self.draw.choices(
+            (self.kill_server, self.kill_engine, self.kill_engines), (5, 4, 1)
+        )
         for engine in self.engines:
             engine.hear_until(self.draw.choice((b"h", b"s", b"c")))
         self.draw.choice(self.engines).hear(self.draw.randint(1, MOST_LETTERS))
@@ -116,12 +133,21 @@ class Served:
         files = self.folder / "nvme" / f"slots-{SLOT}"
         held = on_disk(files)
         report = check(files)
-        assert (report.good, report.corrupt, report.damaged, report.stale) == (len(held), 0, 0, 0), str(report)
+        assert (report.good, report.corrupt, report.damaged, report.stale) == (
+            len(held),
+            0,
+            0,
+            0,
+        ), str(report)
         said = len(self.server.said())
         self.server.start()
         for engine in self.engines:
             engine.hear_until(b"h")
-        expected = f"{len(held)} chunks found after a stop without close, 0 records damaged" if held else ""
+        expected = (
+            f"{len(held)} chunks found after a stop without close, 0 records damaged"
+            if held
+            else ""
+        )
         assert expected in self.server.said()[said:], f"not said: {expected}"
         self.toll.restarts += 1
         self.toll.recovered["server"] += len(held)
@@ -146,9 +172,13 @@ class Served:
             for prompt in range(PROMPTS):
                 load(client, run(prompt, LONGEST))
         opened = descriptors(self.server.pid)
-        assert len({inode for inode, name in opened if "memfd" in name}) == 1, "the server keeps memory of the dead"
+        assert len({inode for inode, name in opened if "memfd" in name}) == 1, (
+            "the server keeps memory of the dead"
+        )
         self.open_files = self.open_files or len(opened)
-        assert len(opened) <= self.open_files + _MORE_DESCRIPTORS, f"descriptors are left in the server: {opened}"
+        assert len(opened) <= self.open_files + _MORE_DESCRIPTORS, (
+            f"descriptors are left in the server: {opened}"
+        )
         self.engines = [self._engine() for _ in range(2)]
 
     def end(self) -> None:
@@ -159,7 +189,12 @@ class Served:
             at_rest(client)
         assert self.server.stop() == 0, self.server.said()
         tier = f"nvme/slots-{SLOT}"
-        left = {"server.log", "run/kvtier.sock.lock", f"{tier}/{INDEX_NAME}", f"{tier}/{SLOTS_NAME}"}
+        left = {
+            "server.log",
+            "run/kvtier.sock.lock",
+            f"{tier}/{INDEX_NAME}",
+            f"{tier}/{SLOTS_NAME}",
+        }
         assert files_in(self.folder) == left, f"left: {files_in(self.folder)}"
 
     def abandon(self) -> None:
@@ -196,7 +231,9 @@ class Alone:
     def end(self) -> None:
         self.engine.kill()
         self._open_and_compare(on_disk(self.folder / "nvme"))
-        assert files_in(self.folder) == {f"nvme/{INDEX_NAME}", f"nvme/{SLOTS_NAME}"}, str(files_in(self.folder))
+        assert files_in(self.folder) == {f"nvme/{INDEX_NAME}", f"nvme/{SLOTS_NAME}"}, str(
+            files_in(self.folder)
+        )
 
     def abandon(self) -> None:
         """After a violation."""
@@ -205,7 +242,10 @@ class Alone:
 
     def _open_and_compare(self, held: set[ChunkKey]) -> None:
         with self.redis.admin() as admin:
-            wait_for(lambda: admin.info("clients")["connected_clients"] == 1, "Redis has done all that the dead asked")
+            wait_for(
+                lambda: admin.info("clients")["connected_clients"] == 1,
+                "Redis has done all that the dead asked",
+            )
         store = assemble(Config(**self.config), LAYOUT)
         assert isinstance(store, Store)
         try:
@@ -249,15 +289,22 @@ def files_in(folder: Path) -> set[str]:
 def redis_is_whole(redis: RedisServer, form: Form) -> None:
     """Every chunk that has a header has all its parts, and they are what its key stands for."""
     with redis.admin() as admin:
-        headers = [key for key, is_header in filter(None, map(form.parse, admin.scan_iter())) if is_header]
+        headers = [
+            key for key, is_header in filter(None, map(form.parse, admin.scan_iter())) if is_header
+        ]
         assert headers, "Redis holds nothing"
         for key in headers:
             parts = admin.mget(form.part_names(key, SLOT))
-            assert b"".join(part or b"" for part in parts) == content(key, SLOT), "a chunk in Redis is torn"
+            assert b"".join(part or b"" for part in parts) == content(key, SLOT), (
+                "a chunk in Redis is torn"
+            )
 
 
-def campaign(folder: Path, servers: Sequence[RedisServer], seed: int, kills: int, toll: Toll) -> None:
-    """Until ``kills`` more have died, or a promise was broken. Each place has a Redis of its own."""
+def campaign(
+    folder: Path, servers: Sequence[RedisServer], seed: int, kills: int, toll: Toll
+) -> None:
+    """Until ``kills`` more have died, or a promise was broken. Each place has a Redis of its
+    own."""
     draw, wanted, places = random.Random(seed), toll.kills.total() + kills, list[Served | Alone]()
     try:
         for name in SPACES:
@@ -272,17 +319,24 @@ def campaign(folder: Path, servers: Sequence[RedisServer], seed: int, kills: int
             redis_is_whole(redis, Form(name, space[:8]))
         assert not any("kvt" in name for name in os.listdir("/dev/shm")), "shared memory is left"
     except Exception as error:  # noqa: BLE001 - whatever broke is the campaign's result
-        toll.violations.append(f"seed {seed}, kill {toll.kills.total()}: {type(error).__name__}: {error}")
+        toll.violations.append(
+            f"seed {seed}, kill {toll.kills.total()}: {type(error).__name__}: {error}"
+        )
         for place in places:
             place.abandon()
 
 
-def many(kills: int, seed: int = 0, at_once: int = 60, told: Callable[[str], object] = lambda text: None) -> Toll:
+def many(
+    kills: int, seed: int = 0, at_once: int = 60, told: Callable[[str], object] = lambda text: None
+) -> Toll:
     """Campaigns of ``at_once`` kills, each in a folder of its own and on a Redis of its own."""
     toll = Toll()
     for turn in range(-(-kills // at_once)):
         with ExitStack() as stack:
-            folder, servers = stack.enter_context(short_folder()), [stack.enter_context(RedisServer()) for _ in SPACES]
+            folder, servers = (
+                stack.enter_context(short_folder()),
+                [stack.enter_context(RedisServer()) for _ in SPACES],
+            )
             campaign(folder, servers, seed + turn, min(at_once, kills - turn * at_once), toll)
             toll.seeds += 1
         told(f"{toll.kills.total()} killed, {len(toll.violations)} violations")
@@ -291,17 +345,23 @@ def many(kills: int, seed: int = 0, at_once: int = 60, told: Callable[[str], obj
 
 def main() -> int:
     """See the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=240)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     begun = time.monotonic()
     toll = many(given.kills, given.seed, told=lambda text: sys.stderr.write(text + "\n"))
     result = {
-        "kills": toll.kills.total(), "seeds": toll.seeds, "by_kind": dict(toll.kills), "restarts": toll.restarts,
-        "chunks_recovered": dict(toll.recovered), "seconds": round(time.monotonic() - begun, 1),
+        "kills": toll.kills.total(),
+        "seeds": toll.seeds,
+        "by_kind": dict(toll.kills),
+        "restarts": toll.restarts,
+        "chunks_recovered": dict(toll.recovered),
+        "seconds": round(time.monotonic() - begun, 1),
         "violations": toll.violations,
-    }  # fmt: skip
+    }
     sys.stdout.write(json.dumps(result) + "\n")
     return bool(toll.violations)
 

@@ -1,9 +1,10 @@
 """A simulated disk under the real NvmeTier: its files' ``os`` and ``fcntl`` lead here.
 
-Sectors of 512 bytes. A write reaches the page cache and is durable with the next fdatasync of its file. A process that
-is killed loses nothing that was written; a power cut leaves of each unsynced sector any one of the contents it has had
-since the last sync, independently of all other sectors, or, rarely, a mix of two - so unsynced writes are lost, torn
-and reordered in every way a device may do it.
+Sectors of 512 bytes. A write reaches the page cache and is durable with the next fdatasync of its
+file. A process that is killed loses nothing that was written; a power cut leaves of each unsynced
+sector any one of the contents it has had since the last sync, independently of all other sectors,
+or, rarely, a mix of two - so unsynced writes are lost, torn and reordered in every way a device may
+do it.
 """
 
 from __future__ import annotations
@@ -34,17 +35,22 @@ class SimFile:
 
     def write(self, at: int, data: bytes) -> None:
         for sector in range(at // SECTOR, -(-(at + len(data)) // SECTOR)):
-            self.unsynced.setdefault(sector, []).append(bytes(self.data[sector * SECTOR : (sector + 1) * SECTOR]))
+            self.unsynced.setdefault(sector, []).append(
+                bytes(self.data[sector * SECTOR : (sector + 1) * SECTOR])
+            )
         self.data[at : at + len(data)] = data
 
     def resize(self, size: int) -> None:
         """At once durable."""
         del self.data[size:]
         self.data.extend(bytes(size - len(self.data)))
-        self.unsynced = {sector: held for sector, held in self.unsynced.items() if (sector + 1) * SECTOR <= size}
+        self.unsynced = {
+            sector: held for sector, held in self.unsynced.items() if (sector + 1) * SECTOR <= size
+        }
 
     def power_cut(self, rng: random.Random, keep: float) -> int:
-        """Lose unsynced sectors, each kept with probability ``keep``; how many are not what was written last."""
+        """Lose unsynced sectors, each kept with probability ``keep``; how many are not what was
+        written last."""
         lost = 0
         for sector, before in self.unsynced.items():
             start = sector * SECTOR
@@ -68,7 +74,8 @@ class Handle:
 
 
 class SimDisk:
-    """Files by name, and the ``os`` and ``fcntl`` that reach them. The medium outlives processes."""
+    """Files by name, and the ``os`` and ``fcntl`` that reach them. The medium outlives
+    processes."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -89,7 +96,7 @@ class SimDisk:
             if len(file.data) > 4096 and self.world.fault("bit rot"):
                 file.data[rng.randrange(4096, len(file.data))] ^= 1 << rng.randrange(8)
 
-    # ---- os ------------------------------------------------------------------------------------------------------
+    # ---- os --------------------------------------------------------------------------------------
 
     def _handle(self, fd: int, what: str) -> SimFile:
         handle = self.handles[fd]
@@ -123,7 +130,8 @@ class SimDisk:
         return fd2
 
     def pwritev(self, fd: int, parts: Sequence[memoryview], at: int) -> int:
-        """In two halves, with steps between: the memory is read when the bytes go, as a device does it."""
+        """In two halves, with steps between: the memory is read when the bytes go, as a device does
+        it."""
         file, world, process = self._handle(fd, "disk write"), self.world, self.handles[fd].process
         if world.fault("disk write fails"):
             world.current.failed = True
@@ -200,9 +208,14 @@ class SimDisk:
     def _state(self, file: SimFile | None) -> SimpleNamespace:
         size = len(file.data) if file else 0
         return SimpleNamespace(
-            st_size=size, st_blocks=-(-size // SECTOR), st_nlink=1, st_mode=stat.S_IFREG | 0o600, st_uid=os.geteuid(),
-            st_dev=0, st_ino=id(file),
-        )  # fmt: skip
+            st_size=size,
+            st_blocks=-(-size // SECTOR),
+            st_nlink=1,
+            st_mode=stat.S_IFREG | 0o600,
+            st_uid=os.geteuid(),
+            st_dev=0,
+            st_ino=id(file),
+        )
 
     def fchmod(self, fd: int, mode: int) -> None:
         """They have that mode."""
@@ -214,7 +227,7 @@ class SimDisk:
         """Constants and what is no I/O."""
         return getattr(os, name)
 
-    # ---- fcntl ---------------------------------------------------------------------------------------------------
+    # ---- fcntl -----------------------------------------------------------------------------------
 
     LOCK_EX, LOCK_NB = 2, 4
 

@@ -1,10 +1,13 @@
-"""What the fuzz tests reach: ``python -m tests.trust.fuzzed`` runs them under coverage, with branches.
+"""What the fuzz tests reach: ``python -m tests.trust.fuzzed`` runs them under coverage, with
+branches.
 
-They feed anything to the parts that read what somebody else may have written: configuration, frames of the wire and
-what a session is asked, the NVMe tier's files, headers in Redis and replies of its protocol, sealed chunks. A parser
-that they do not get through is not fuzzed, so a part below :data:`LEAST_PERCENT` is a violation, as a test that fails.
+They feed anything to the parts that read what somebody else may have written: configuration, frames
+of the wire and what a session is asked, the NVMe tier's files, headers in Redis and replies of its
+protocol, sealed chunks. A parser that they do not get through is not fuzzed, so a part below
+:data:`LEAST_PERCENT` is a violation, as a test that fails.
 
-Prints one object of JSON on its last line: ``tests``, ``failed``, and percent of lines and branches by part.
+Prints one object of JSON on its last line: ``tests``, ``failed``, and percent of lines and branches
+    by part.
 """
 
 from __future__ import annotations
@@ -18,14 +21,24 @@ from pathlib import Path
 from typing import Any
 
 FUZZ_TESTS = (
-    "tests/property/test_config_fuzz.py", "tests/property/test_wire_fuzz.py", "tests/property/test_stored_forms.py",
-    "tests/property/test_redis_wire.py", "tests/unit/config/test_redis_url.py",
-)  # fmt: skip
+    "tests/property/test_config_fuzz.py",
+    "tests/property/test_wire_fuzz.py",
+    "tests/property/test_stored_forms.py",
+    "tests/property/test_redis_wire.py",
+    "tests/unit/config/test_redis_url.py",
+)
 PARTS = (
-    "kvtier/config/keys.py", "kvtier/config/redis_url.py", "kvtier/protocol/wire.py", "kvtier/server/session.py",
-    "kvtier/server/stream.py", "kvtier/tiers/nvme/index.py", "kvtier/tiers/nvme/files.py",
-    "kvtier/tiers/redis/layout.py", "kvtier/tiers/redis/wire.py", "kvtier/tiers/sealed.py",
-)  # fmt: skip
+    "kvtier/config/keys.py",
+    "kvtier/config/redis_url.py",
+    "kvtier/protocol/wire.py",
+    "kvtier/server/session.py",
+    "kvtier/server/stream.py",
+    "kvtier/tiers/nvme/index.py",
+    "kvtier/tiers/nvme/files.py",
+    "kvtier/tiers/redis/layout.py",
+    "kvtier/tiers/redis/wire.py",
+    "kvtier/tiers/sealed.py",
+)
 LEAST_PERCENT = 70.0
 """What is left are the halves that write, and that open connections."""
 
@@ -46,14 +59,19 @@ def fuzzed() -> dict[str, Any]:
     percent = {part: round(one["summary"]["percent_covered"], 1) for part, one in reached.items()}
     return {
         "tests": int(passed[1]) if passed else 0,
-        "failed": failed or ([] if run.returncode == 0 else [f"pytest ended with status {run.returncode}"]),
+        "failed": failed
+        or ([] if run.returncode == 0 else [f"pytest ended with status {run.returncode}"]),
         "percent": dict.fromkeys(PARTS, 0.0) | percent,
     }
 
 
 def violations(told: dict[str, Any]) -> list[str]:
     """Tests that failed, and parts that were hardly reached."""
-    low = [f"{part}: {percent} % reached" for part, percent in told["percent"].items() if percent < LEAST_PERCENT]
+    low = [
+        f"{part}: {percent} % reached"
+        for part, percent in told["percent"].items()
+        if percent < LEAST_PERCENT
+    ]
     return [*told["failed"], *low]
 
 

@@ -1,6 +1,8 @@
-"""Simulated media: a plain tier that does everything wrong a tier may do, and a Redis under the real RedisTier.
+"""Simulated media: a plain tier that does everything wrong a tier may do, and a Redis under the
+real RedisTier.
 
-Both outlive the processes that use them, and others use them too: what is *shared* is written and deleted by peers.
+Both outlive the processes that use them, and others use them too: what is *shared* is written and
+    deleted by peers.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from tests.trust.scheduler import Process, ViolationError, World
 
 
 class Medium:
-    """Chunks by key with a checksum each; unsynced changes may be lost, in any order, by a power cut."""
+    """Chunks by key with a checksum each; unsynced changes may be lost, in any order, by a power
+    cut."""
 
     def __init__(self, world: World, capacity: int, *, shared: bool) -> None:
         self.world = world
@@ -56,7 +59,8 @@ class Medium:
 
 
 class SimTier:
-    """The promises of :mod:`kvtier.tiers.base`, kept over a medium that fails, tears, shortens, delays and repeats."""
+    """The promises of :mod:`kvtier.tiers.base`, kept over a medium that fails, tears, shortens,
+    delays and repeats."""
 
     def __init__(self, world: World, medium: Medium, name: str) -> None:
         self.world, self.medium, self.name = world, medium, name
@@ -118,7 +122,9 @@ class SimTier:
         self._io("find")
         if self.world.fault("find fails"):
             return 0
-        held = next((count for count, key in enumerate(keys) if key not in self.medium.held), len(keys))
+        held = next(
+            (count for count, key in enumerate(keys) if key not in self.medium.held), len(keys)
+        )
         self._io("found")
         return held
 
@@ -138,7 +144,8 @@ class SimTier:
 
 
 class Watched:
-    """A tier whose caller is held to its part of :class:`kvtier.tiers.base.Tier`, and which is held to its word."""
+    """A tier whose caller is held to its part of :class:`kvtier.tiers.base.Tier`, and which is held
+    to its word."""
 
     def __init__(self, world: World, inner: Tier) -> None:
         self.world, self.inner = world, inner
@@ -187,7 +194,8 @@ class Watched:
 
 
 class SimRedis:
-    """One Redis server's values. It may be away, full, evict by itself, and do late what nobody waits for any more."""
+    """One Redis server's values. It may be away, full, evict by itself, and do late what nobody
+    waits for any more."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -250,7 +258,8 @@ class SimLink:
 
 
 class SimWire:
-    """One connection for one call: each command is a step, and may be lost before or after the server did it."""
+    """One connection for one call: each command is a step, and may be lost before or after the
+    server did it."""
 
     def __init__(self, world: World, server: SimRedis, process: Process | None) -> None:
         self.world, self.server, self.process = world, server, process
@@ -283,7 +292,9 @@ class SimWire:
     def ask(self, commands: Iterable[tuple[Any, ...]], bounds: object = None) -> list[Any]:
         return [self._one(command) for command in list(commands)]
 
-    def put(self, items: Iterable[tuple[bytes, memoryview]], ttl_ms: int | None) -> RefusedError | None:
+    def put(
+        self, items: Iterable[tuple[bytes, memoryview]], ttl_ms: int | None
+    ) -> RefusedError | None:
         for name, data in items:
             if self.world.fault("redis full"):
                 self.world.current.failed = True

@@ -1,8 +1,10 @@
-"""Mutants: one-line defects of the rooms that decide about trust, each of which a suite must notice.
+"""Mutants: one-line defects of the rooms that decide about trust, each of which a suite must
+notice.
 
-``python -m tests.trust.mutants`` applies one after the other to a copy of the package (never to the tree), runs the
-suites of its room there until one fails, and prints which suite noticed. Survivors are the suites' blind spots. The
-mutants lie in ``tests/trust/mutations``, one file a room. ``--every 10`` takes every tenth of each room.
+``python -m tests.trust.mutants`` applies one after the other to a copy of the package (never to the
+tree), runs the suites of its room there until one fails, and prints which suite noticed. Survivors
+are the suites' blind spots. The mutants lie in ``tests/trust/mutations``, one file a room.
+``--every 10`` takes every tenth of each room.
 """
 
 from __future__ import annotations
@@ -27,12 +29,24 @@ from tests.trust import mutations
 from tests.trust.mutations.room import Mutant, Room
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("kvtier", "connectors", "autoconfig", "bench", "tests", "deploy", "pyproject.toml", "README.md", ".github")
+COPIED = (
+    "kvtier",
+    "connectors",
+    "autoconfig",
+    "bench",
+    "tests",
+    "deploy",
+    "pyproject.toml",
+    "README.md",
+    ".github",
+)
 SUITE_S = 240
 
 
 def _rooms() -> dict[str, Room]:
-    names = sorted(each.name for each in pkgutil.iter_modules(mutations.__path__) if each.name != "room")
+    names = sorted(
+        each.name for each in pkgutil.iter_modules(mutations.__path__) if each.name != "room"
+    )
     return {name: importlib.import_module(f"{mutations.__name__}.{name}").ROOM for name in names}
 
 
@@ -64,12 +78,19 @@ def copy_package(into: Path) -> None:
 
 
 def failure(arguments: Sequence[str], place: Path) -> str:
-    """Why this suite fails in ``place``: the end of what it prints. Empty if it passes. A suite that hangs fails."""
+    """Why this suite fails in ``place``: the end of what it prints. Empty if it passes. A suite
+    that hangs fails."""
     environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, *arguments]
     try:
         done = subprocess.run(
-            command, cwd=place, env=environment, capture_output=True, text=True, timeout=SUITE_S, check=False
+            command,
+            cwd=place,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=SUITE_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return f"it takes longer than {SUITE_S} s"
@@ -94,7 +115,9 @@ def try_mutant(mutant: Mutant, place: Path, suites: dict[str, tuple[str, ...]]) 
 
 
 def _room_verdicts(name: str, only: str, every: int, *, full: bool) -> Iterator[Verdict]:
-    chosen = [each for each in ROOMS[name].mutants[::every] if only in f"{name} {each.file} {each.breaks}"]
+    chosen = [
+        each for each in ROOMS[name].mutants[::every] if only in f"{name} {each.file} {each.breaks}"
+    ]
     if not chosen:
         return
     with tempfile.TemporaryDirectory(prefix="kvtier-mutants-") as folder:
@@ -106,23 +129,38 @@ def _room_verdicts(name: str, only: str, every: int, *, full: bool) -> Iterator[
         for mutant in chosen:
             verdict = try_mutant(mutant, place, suites)
             fate = f"noticed by {verdict.killer}" if verdict.killer else "SURVIVED"
-            sys.stdout.write(f"{fate:24} {verdict.seconds:6.1f} s  {mutant.file}: {mutant.breaks}\n")
+            sys.stdout.write(
+                f"{fate:24} {verdict.seconds:6.1f} s  {mutant.file}: {mutant.breaks}\n"
+            )
             sys.stdout.flush()
             yield verdict
 
 
 def main() -> int:
     """See the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--room", nargs="*", choices=ROOMS, default=list(ROOMS), help="only the mutants of these rooms")
-    parser.add_argument("--only", default="", help="only mutants whose room, file or effect contains this")
-    parser.add_argument("--every", type=int, default=1, help="take one in so many mutants of each room")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--room",
+        nargs="*",
+        choices=ROOMS,
+        default=list(ROOMS),
+        help="only the mutants of these rooms",
+    )
+    parser.add_argument(
+        "--only", default="", help="only mutants whose room, file or effect contains this"
+    )
+    parser.add_argument(
+        "--every", type=int, default=1, help="take one in so many mutants of each room"
+    )
     parser.add_argument("--full", action="store_true", help="with the slow suites too")
     parser.add_argument("--jobs", type=int, default=1, help="rooms at a time")
     given = parser.parse_args()
     with ThreadPoolExecutor(given.jobs) as threads:
         found = threads.map(
-            lambda name: list(_room_verdicts(name, given.only, given.every, full=given.full)), given.room
+            lambda name: list(_room_verdicts(name, given.only, given.every, full=given.full)),
+            given.room,
         )
         verdicts = [verdict for each in found for verdict in each]
     sys.stdout.write(json.dumps(score(verdicts)) + "\n")
@@ -131,8 +169,17 @@ def main() -> int:
 
 def score(verdicts: Sequence[Verdict]) -> dict[str, object]:
     killers = Counter(verdict.killer for verdict in verdicts if verdict.killer)
-    survivors = [f"{verdict.mutant.file}: {verdict.mutant.breaks}" for verdict in verdicts if not verdict.killer]
-    return {"mutants": len(verdicts), "killed": len(verdicts) - len(survivors), "by": killers, "survivors": survivors}
+    survivors = [
+        f"{verdict.mutant.file}: {verdict.mutant.breaks}"
+        for verdict in verdicts
+        if not verdict.killer
+    ]
+    return {
+        "mutants": len(verdicts),
+        "killed": len(verdicts) - len(survivors),
+        "by": killers,
+        "survivors": survivors,
+    }
 
 
 if __name__ == "__main__":

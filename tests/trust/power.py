@@ -1,19 +1,22 @@
-"""Power cuts on the NVMe tier's real files: every write is recorded, and images are rebuilt without some of them.
+"""Power cuts on the NVMe tier's real files: every write is recorded, and images are rebuilt without
+some of them.
 
 ``python -m tests.trust.power [--cuts 1000] [--seed 0]`` prints one object of JSON.
 
-A store with real lanes and a real :class:`NvmeTier` saves, loads, evicts and forgets, is closed or dies and is opened
-again, while a layer between it and its two files notes what is written where, and which writes a completed
-``fdatasync`` has made durable. A cut takes the journal up to any write. What was durable stays; of every 512-byte
-sector that was not, any of its contents since then is left, independently of all others (see
-:class:`tests.trust.disk.SimFile`), so writes are lost, torn and reordered in every way a device may do it. The image
-is written to real files, and then:
+A store with real lanes and a real :class:`NvmeTier` saves, loads, evicts and forgets, is closed or
+dies and is opened again, while a layer between it and its two files notes what is written where,
+and which writes a completed ``fdatasync`` has made durable. A cut takes the journal up to any
+write. What was durable stays; of every 512-byte sector that was not, any of its contents since then
+is left, independently of all others (see :class:`tests.trust.disk.SimFile`), so writes are lost,
+torn and reordered in every way a device may do it. The image is written to real files, and then:
 
 - ``kvtier check`` and the tier agree how many chunks are whole, and how many are not;
-- the tier serves the right bytes or misses; each chunk that it had found and cannot serve is counted as corrupt;
-- a chunk that was durable, and whose slot nobody has written to since, is served (unless the one page that says what
-  the files are was cut through);
-- its log says how many chunks were found, after a stop without close, and how many records were damaged;
+- the tier serves the right bytes or misses; each chunk that it had found and cannot serve is
+  counted as corrupt;
+- a chunk that was durable, and whose slot nobody has written to since, is served (unless the one
+  page that says what the files are was cut through);
+- its log says how many chunks were found, after a stop without close, and how many records were
+  damaged;
 - it takes as many chunks as it has room for, and holds exactly these after the next start.
 """
 
@@ -74,7 +77,8 @@ class Step(NamedTuple):
 class Recorder:
     """Stands in for ``os`` in the tier's modules: notes what changes, and has the real one do it.
 
-    A write is noted before it is done, a sync after: between the two anything may have reached the device.
+    A write is noted before it is done, a sync after: between the two anything may have reached the
+        device.
     """
 
     def __init__(self) -> None:
@@ -141,7 +145,8 @@ def journal(folder: Path, draw: random.Random) -> list[Step]:
                 draw.choice((save, save, load))(store, keys)
                 if draw.random() < 0.1:
                     store.invalidate(keys[-1:])
-            # Closed, or dead: then the next one finds the records as they are, and descriptors go with their objects.
+            # Closed, or dead: then the next one finds the records as they are, and descriptors go
+            # with their objects.
             assert lane.close(5.0) if draw.random() < _DEATHS else store.close()
             del store, place
             gc.collect()
@@ -177,11 +182,15 @@ class Platter:
         return left, sum(file.power_cut(draw, keep) for file in left.values())
 
     def _doubt(self, name: str, at: int, size: int) -> None:
-        """A sector that is written again may be left with anything: so may all records in it, and its slot."""
+        """A sector that is written again may be left with anything: so may all records in it, and
+        its slot."""
         if name == SLOTS_NAME:
             slots = range(at // SLOT, -(-(at + size) // SLOT))
         else:
-            first, end = at // SECTOR * SECTOR - PAGE_BYTES, -(-(at + size) // SECTOR) * SECTOR - PAGE_BYTES
+            first, end = (
+                at // SECTOR * SECTOR - PAGE_BYTES,
+                -(-(at + size) // SECTOR) * SECTOR - PAGE_BYTES,
+            )
             slots = range(max(0, first // RECORD_BYTES), max(0, end // RECORD_BYTES))
         for slot in slots:
             self._certain.pop(slot, None)
@@ -220,7 +229,9 @@ class Said(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def examine(folder: Path, files: dict[str, SimFile], certain: set[ChunkKey], damage: Damage, said: Said) -> None:
+def examine(
+    folder: Path, files: dict[str, SimFile], certain: set[ChunkKey], damage: Damage, said: Said
+) -> None:
     """Open the image; AssertionError when a promise is broken."""
     for name, file in files.items():
         (folder / name).touch(0o600)
@@ -230,8 +241,12 @@ def examine(folder: Path, files: dict[str, SimFile], certain: set[ChunkKey], dam
     tier = NvmeTier(folder, room(SLOTS), SLOT, direct=False)
     found = tier.recovered()
     served = {key for key in found if reads(tier, key)}
-    assert (len(served), len(found) - len(served)) == (report.good, report.corrupt), f"check says {report}"
-    assert tier.counts["corrupt"] == len(found) - len(served) + report.damaged, "a loss is not counted"
+    assert (len(served), len(found) - len(served)) == (report.good, report.corrupt), (
+        f"check says {report}"
+    )
+    assert tier.counts["corrupt"] == len(found) - len(served) + report.damaged, (
+        "a loss is not counted"
+    )
     whole = Superblock.unpack(bytes(files[INDEX_NAME].data[:PAGE_BYTES])) is not None
     assert not whole or certain <= served, f"{len(certain - served)} durable chunks are lost"
     if found or report.damaged:
@@ -240,13 +255,17 @@ def examine(folder: Path, files: dict[str, SimFile], certain: set[ChunkKey], dam
         assert any(line in each for each in said.lines), f"not said: {line}"
     fresh = LAYOUT.keys(range(1000, 1000 + SLOTS + 1))
     taken = [key for key in fresh if tier.write(key, memoryview(right(key)))]
-    assert len(served) + len(taken) == SLOTS, f"room for {len(served) + len(taken)} chunks of {SLOTS}"
+    assert len(served) + len(taken) == SLOTS, (
+        f"room for {len(served) + len(taken)} chunks of {SLOTS}"
+    )
     tier.close(taken)
     again = NvmeTier(folder, room(SLOTS), SLOT, direct=False)
     assert set(again.recovered()) == served | set(taken), "another start finds other chunks"
     assert all(reads(again, key) for key in (*served, *taken)), "what was whole is not any more"
     again.close()
-    damage.counts.update(found=len(found), served=len(served), corrupt=tier.counts["corrupt"], certain=len(certain))
+    damage.counts.update(
+        found=len(found), served=len(served), corrupt=tier.counts["corrupt"], certain=len(certain)
+    )
     damage.counts["superblock cut through"] += not whole
 
 
@@ -291,12 +310,16 @@ def _cut_one_journal(cuts: int, seed: int, damage: Damage, said: Said) -> None:
             try:
                 examine(image, files, platter.certain(), damage, said)
             except AssertionError as error:
-                damage.violations.append(f"seed {seed}, after {where} of {len(steps)} steps: {error}")
+                damage.violations.append(
+                    f"seed {seed}, after {where} of {len(steps)} steps: {error}"
+                )
 
 
 def main() -> int:
     """See the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cuts", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
@@ -304,9 +327,13 @@ def main() -> int:
     begun = time.monotonic()
     damage = many(given.cuts, given.seed)
     result = {
-        "cuts": damage.cuts, "seeds": damage.seeds, "sectors": damage.sectors, "chunks": dict(damage.counts),
-        "seconds": round(time.monotonic() - begun, 1), "violations": damage.violations,
-    }  # fmt: skip
+        "cuts": damage.cuts,
+        "seeds": damage.seeds,
+        "sectors": damage.sectors,
+        "chunks": dict(damage.counts),
+        "seconds": round(time.monotonic() - begun, 1),
+        "violations": damage.violations,
+    }
     sys.stdout.write(json.dumps(result) + "\n")
     return bool(damage.violations)
 

@@ -1,15 +1,19 @@
-"""World: one seeded scheduler with virtual time, under which real product code runs in any order of its steps.
+"""World: one seeded scheduler with virtual time, under which real product code runs in any order of
+its steps.
 
-Every task is a real thread, but only the one that holds the baton runs. The baton changes hands at *steps*: before a
-lock is taken, at a wait, and inside every simulated I/O. Who goes next is drawn from the seed, so a seed is a whole
-history: the same order of steps, faults and deaths every time (with a fixed PYTHONHASHSEED, because sets of keys are
-walked here and there). The product's own ``threading`` and ``time`` are replaced module by module while a world lasts;
-nothing of the product is changed for it.
+Every task is a real thread, but only the one that holds the baton runs. The baton changes hands at
+*steps*: before a lock is taken, at a wait, and inside every simulated I/O. Who goes next is drawn
+from the seed, so a seed is a whole history: the same order of steps, faults and deaths every time
+(with a fixed PYTHONHASHSEED, because sets of keys are walked here and there). The product's own
+``threading`` and ``time`` are replaced module by module while a world lasts; nothing of the product
+is changed for it.
 
-A process is what dies at once: from then on each of its primitives raises :class:`Dead`, so that nothing it was doing
+A process is what dies at once: from then on each of its primitives raises :class:`Dead`, so that
+    nothing it was doing
 goes on, whatever its ``finally`` clauses try.
 
-After the simulation testing of FoundationDB (Zhou et al., SIGMOD 2021, section 4) and TigerBeetle's VOPR.
+After the simulation testing of FoundationDB (Zhou et al., SIGMOD 2021, section 4) and TigerBeetle's
+VOPR.
 """
 
 from __future__ import annotations
@@ -62,7 +66,8 @@ class Task:
 
 
 class _Runner(threading.Thread):
-    """A thread that is lent to one task after the other, over all worlds: starting threads is what costs."""
+    """A thread that is lent to one task after the other, over all worlds: starting threads is what
+    costs."""
 
     idle: list[_Runner] = []  # noqa: RUF012 - shared on purpose
 
@@ -114,7 +119,7 @@ class World:
         self.main = self.current = Task("main", None, baton)
         self.tasks = [self.main]
 
-    # ---- for product code, through the primitives below ----------------------------------------------------------
+    # ---- for product code, through the primitives below ------------------------------------------
 
     def step(self, process: Process | None, what: str) -> None:
         """Somebody else may go now. Raises Dead when ``process`` has died."""
@@ -171,7 +176,7 @@ class World:
         if self.trace is not None:
             self.trace.append(f"{self.steps:5} {self.now:8.3f} {self.current.name:12} - {what}")
 
-    # ---- for the simulation --------------------------------------------------------------------------------------
+    # ---- for the simulation ----------------------------------------------------------------------
 
     def spawn(self, name: str, body: Callable[[], object], process: Process | None = None) -> Task:
         runner = _Runner.idle.pop() if _Runner.idle else _Runner()
@@ -201,7 +206,9 @@ class World:
     def settle(self, longest_s: float = 10_000.0) -> None:
         """Return when every other task waits for something that will not come by itself."""
         until = self.now + longest_s
-        while any(not task.parked or task.wake_at < _NEVER for task in self.tasks if task is not self.main):
+        while any(
+            not task.parked or task.wake_at < _NEVER for task in self.tasks if task is not self.main
+        ):
             if self.now > until:
                 raise ViolationError("work that never ends")
             self.sleep(1.0)
@@ -222,7 +229,7 @@ class World:
         while len(self.tasks) > 1:
             self._switch()
 
-    # ---- the baton -----------------------------------------------------------------------------------------------
+    # ---- the baton -------------------------------------------------------------------------------
 
     def _alive(self, process: Process | None) -> None:
         if self.current is self.main:
@@ -248,7 +255,9 @@ class World:
         if not ready:
             soonest = min(self.tasks, key=lambda task: task.wake_at)
             if soonest.wake_at == _NEVER:
-                raise ViolationError("everybody waits for ever: " + ", ".join(task.name for task in self.tasks))
+                raise ViolationError(
+                    "everybody waits for ever: " + ", ".join(task.name for task in self.tasks)
+                )
             self.now = soonest.wake_at
             return soonest
         return ready[int(self.rng.random() * len(ready))] if len(ready) > 1 else ready[0]
@@ -280,7 +289,9 @@ class Lock:
         if not world.current.locks:
             world.step(self.process, "lock")
         if self.owner is not None:
-            raise ViolationError(f"{world.current.name} waits for a lock that {self.owner.name} holds across a step")
+            raise ViolationError(
+                f"{world.current.name} waits for a lock that {self.owner.name} holds across a step"
+            )
         self.owner = world.current
         world.current.locks += 1
         return True

@@ -1,19 +1,25 @@
-"""The production Store, Directory, leases, lanes and tiers in a :class:`~tests.trust.scheduler.World` of faults.
+"""The production Store, Directory, leases, lanes and tiers in a
+:class:`~tests.trust.scheduler.World` of faults.
 
-``python -m tests.trust.simulation --seed N`` replays one seed and prints its trace; ``--seeds N`` runs many.
+``python -m tests.trust.simulation --seed N`` replays one seed and prints its trace; ``--seeds N``
+runs many.
 
-A seed draws a machine (slots, tiers, lanes, quotas), engines, faults and deaths. Engines save chunks whose bytes follow
-from their key alone, load, hold leases long, forget, clear and die; servers die between any two steps and open again on
-what their media kept; other servers use the shared media. After every step that may have changed something:
+A seed draws a machine (slots, tiers, lanes, quotas), engines, faults and deaths. Engines save
+chunks whose bytes follow from their key alone, load, hold leases long, forget, clear and die;
+servers die between any two steps and open again on what their media kept; other servers use the
+shared media. After every step that may have changed something:
 
-- every READY chunk, and every byte under an open load lease, is exactly what was computed for its key;
-- the Directory's own rules hold (slots, capacities, quotas; see :mod:`kvtier.store.directory`), no lane work has
-  raised;
-- no call of an engine waits for a lock or does I/O, and each ends within a number of steps that its keys bound.
+- every READY chunk, and every byte under an open load lease, is exactly what was computed for its
+  key;
+- the Directory's own rules hold (slots, capacities, quotas; see :mod:`kvtier.store.directory`), no
+  lane work has raised;
+- no call of an engine waits for a lock or does I/O, and each ends within a number of steps that its
+  keys bound.
 
-A kill (no power cut, no fault) loses nothing that was stored and brings back nothing that was deleted. At rest: nothing
-is FILLING, pinned, being written or deleted; NVMe and index agree; after faults end every tier can be filled to its
-capacity again; a clear leaves nothing behind; a close ends in time.
+A kill (no power cut, no fault) loses nothing that was stored and brings back nothing that was
+deleted. At rest: nothing is FILLING, pinned, being written or deleted; NVMe and index agree; after
+faults end every tier can be filled to its capacity again; a clear leaves nothing behind; a close
+ends in time.
 """
 
 from __future__ import annotations
@@ -58,9 +64,16 @@ from tests.trust.scheduler import Process, Threading, Time, ViolationError, Worl
 
 FORM = Form("sim", b"model", SLOT // 2)
 KINDS = (
-    ("plain",), ("nvme",), ("nvme",), ("redis",), ("nvme", "redis"), ("nvme", "redis"), ("plain", "shared"),
-    ("nvme", "shared"), (),
-)  # fmt: skip
+    ("plain",),
+    ("nvme",),
+    ("nvme",),
+    ("redis",),
+    ("nvme", "redis"),
+    ("nvme", "redis"),
+    ("plain", "shared"),
+    ("nvme", "shared"),
+    (),
+)
 CLOSE_S = 2.0
 
 
@@ -102,10 +115,14 @@ class Simulation:
         """Few, so that they meet again."""
         self.crashes = rng.choice((0, 0, 1, 2))
         self.on_evict, self.a_day = rng.random() < 0.3, rng.choice((None, None, None, 10**6))
-        """Of tiers of our own: when they are written, and how much: a chunk, then one in six minutes."""
+        """Of tiers of our own: when they are written, and how much: a chunk, then one in six
+        minutes."""
         self.setting = rng.choice((LRU_SETTING, *SETTINGS))
         self.disk, self.redis = SimDisk(world), SimRedis(world)
-        self.media = {name: Medium(world, self.capacity, shared=name == "shared") for name in ("plain", "shared")}
+        self.media = {
+            name: Medium(world, self.capacity, shared=name == "shared")
+            for name in ("plain", "shared")
+        }
         self.computed: set[ChunkKey] = set()
         self.filling: set[int] = set()
         self.loads: list[LoadLease] = []
@@ -123,7 +140,7 @@ class Simulation:
     def run_of_keys(self) -> list[ChunkKey]:
         return self.runs[int(self.world.rng.random() * len(self.runs))]
 
-    # ---- invariants ----------------------------------------------------------------------------------------------
+    # ---- invariants ------------------------------------------------------------------------------
 
     def observe(self) -> None:
         store = self.store
@@ -133,7 +150,9 @@ class Simulation:
         directory.check()
         for entry in directory._entries.values():
             if entry.state is READY and bytes(store.pool.view(entry.slot)) != right(entry.key):
-                raise ViolationError(f"READY, but not whole: {entry.key.hex()[:8]} in slot {entry.slot}")
+                raise ViolationError(
+                    f"READY, but not whole: {entry.key.hex()[:8]} in slot {entry.slot}"
+                )
         for lease in self.loads:
             self.verify(lease)
         for lane in self.lanes:
@@ -148,7 +167,7 @@ class Simulation:
             if key not in self.computed or bytes(view) != right(key):
                 raise ViolationError(f"wrong bytes served for {key.hex()[:8]}")
 
-    # ---- birth and death -----------------------------------------------------------------------------------------
+    # ---- birth and death -------------------------------------------------------------------------
 
     def open(self) -> None:
         while self.store is None:
@@ -170,7 +189,9 @@ class Simulation:
         self.lanes = []
         tiers = [Watched(self.world, self.tier(kind)) for kind in self.kinds]
         for tier in tiers:
-            self.lanes.append(Lane(tier.name, self.threads, urgent_bound=self.bound, bound=self.bound))
+            self.lanes.append(
+                Lane(tier.name, self.threads, urgent_bound=self.bound, bound=self.bound)
+            )
         clock = Time(self.world).monotonic
         places = [self.place(tier, lane) for tier, lane in zip(tiers, self.lanes, strict=True)]
         store = Store(Pool(self.slots, SLOT), places, self.policy, self.share, clock=clock)
@@ -185,11 +206,15 @@ class Simulation:
     def place(self, tier: Watched, lane: Lane) -> Place:
         if tier.shared:
             return Place(tier, lane)
-        return Place(tier, lane, WriteBudget(self.a_day, SLOT) if self.a_day else None, self.on_evict)
+        return Place(
+            tier, lane, WriteBudget(self.a_day, SLOT) if self.a_day else None, self.on_evict
+        )
 
     def tier(self, kind: str) -> Tier:
         if kind == "nvme":
-            self.disks.append(NvmeTier(folder(), table_bytes(self.capacity) + self.capacity * SLOT, SLOT))
+            self.disks.append(
+                NvmeTier(folder(), table_bytes(self.capacity) + self.capacity * SLOT, SLOT)
+            )
             return self.disks[-1]
         if kind == "redis":
             link: Any = SimLink(self.world, self.redis)
@@ -202,7 +227,8 @@ class Simulation:
         return self.store
 
     def crash(self) -> float:
-        """The server dies now, in the middle of whatever it does. Returns the step at which to do it again."""
+        """The server dies now, in the middle of whatever it does. Returns the step at which to do
+        it again."""
         assert self.process is not None
         if self.store is None:
             return self.world.steps + 20
@@ -232,7 +258,8 @@ class Simulation:
                 raise ViolationError(f"a kill made {len(held)} chunks on disk {len(found)}")
 
     def on_disk(self) -> tuple[set[ChunkKey], set[ChunkKey]]:
-        """What the NVMe tier holds, and what is on its way there or away; nothing where there is none."""
+        """What the NVMe tier holds, and what is on its way there or away; nothing where there is
+        none."""
         if "nvme" not in self.kinds:
             return set(), set()
         return set(self.disks[-1]._places), self.tiers[self.kinds.index("nvme")].moving
@@ -247,7 +274,7 @@ class Simulation:
                 queue.clear()
         self.disk.handles.clear()
 
-    # ---- the walk ------------------------------------------------------------------------------------------------
+    # ---- the walk --------------------------------------------------------------------------------
 
     def run(self) -> None:
         world, rng = self.world, self.world.rng
@@ -256,7 +283,10 @@ class Simulation:
         world.fault_rate = self.rate
         if self.crashes:
             world.alarm_at = world.steps + rng.randint(1, 400)
-        working = [world.spawn(f"engine{number}", Client(self, number).run) for number in range(self.engines)]
+        working = [
+            world.spawn(f"engine{number}", Client(self, number).run)
+            for number in range(self.engines)
+        ]
         if "shared" in self.kinds or "redis" in self.kinds:
             world.spawn("peer", self.peer)
         while any(task in world.tasks for task in working):
@@ -309,7 +339,9 @@ class Simulation:
         if not world.injected and not self.events["crashes"] and "plain" in self.kinds:
             held = store.stats()["plain_held"]
             if held != len(self.media["plain"].held):
-                raise ViolationError(f"the tier holds {len(self.media['plain'].held)} chunks, the index {held}")
+                raise ViolationError(
+                    f"the tier holds {len(self.media['plain'].held)} chunks, the index {held}"
+                )
 
     def idle(self, store: Store) -> None:
         self.world.quiet = True
@@ -321,16 +353,24 @@ class Simulation:
         directory = store._directory
         for order in (directory._order, *(tier.order for tier in directory._tiers)):
             parts = {key: owner for owner, part in (order._parts or {}).items() for key in part}
-            if order._parts is not None and parts != {key: order.owner(key) for key in order if order.owner(key)}:
-                raise ViolationError("an owner's own order is not the part of all that is the owner's")
+            if order._parts is not None and parts != {
+                key: order.owner(key) for key in order if order.owner(key)
+            }:
+                raise ViolationError(
+                    "an owner's own order is not the part of all that is the owner's"
+                )
         if "nvme" in self.kinds:
             tier, known = self.disks[-1], set(directory.order(self.kinds.index("nvme")))
             if known != set(tier._places) or len(tier._places) + len(tier._free) != tier.capacity:
                 raise ViolationError(
-                    f"NVMe: {len(tier._places)} held and {len(tier._free)} free of {tier.capacity}, {len(known)} known"
+                    f"NVMe: {len(tier._places)} held and {len(tier._free)} free of "
+                    f"{tier.capacity}, {len(known)} known"
                 )
             owners = directory._tiers[self.kinds.index("nvme")].order.owner
-            if any(owners(key) != whose for key, whose in zip(known, tier.owners(list(known)), strict=True)):
+            if any(
+                owners(key) != whose
+                for key, whose in zip(known, tier.owners(list(known)), strict=True)
+            ):
                 raise ViolationError("NVMe: the disk says other owners than the index")
 
     def close_in_the_middle(self) -> None:
@@ -401,7 +441,9 @@ class Simulation:
         for kind in eager & set(self.kinds):
             held = store.stats()[f"{kind}_held"]
             if held != self.capacity:
-                raise ViolationError(f"{kind} takes {held} chunks, not {self.capacity}: room is lost")
+                raise ViolationError(
+                    f"{kind} takes {held} chunks, not {self.capacity}: room is lost"
+                )
         self.events["filled again"] += 1
 
 
@@ -464,15 +506,20 @@ def many(seeds: Sequence[int], *, stop: bool = False) -> list[Outcome]:
 
 def main() -> int:
     """See the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, help="replay one seed and print its trace")
     parser.add_argument("--seeds", type=int, default=1000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--stop", action="store_true", help="stop at the first violation")
     given = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
-        os.execve(sys.executable, [sys.executable, "-m", "tests.trust.simulation", *sys.argv[1:]],  # noqa: S606
-                  {**os.environ, "PYTHONHASHSEED": "0"})  # fmt: skip
+        os.execve(  # noqa: S606
+            sys.executable,
+            [sys.executable, "-m", "tests.trust.simulation", *sys.argv[1:]],
+            {**os.environ, "PYTHONHASHSEED": "0"},
+        )
     logging.getLogger("kvtier").setLevel(logging.CRITICAL + 1)
     if given.seed is not None:
         outcome = simulate(given.seed, trace=True)
@@ -495,7 +542,9 @@ def summary(outcomes: Sequence[Outcome], seconds: float) -> str:
             "seconds": round(seconds, 1),
             "events": dict(sum((outcome.events for outcome in outcomes), Counter())),
             "injected": dict(sum((outcome.injected for outcome in outcomes), Counter())),
-            "violations": [f"seed {each.seed}: {each.violation}" for each in outcomes if each.violation],
+            "violations": [
+                f"seed {each.seed}: {each.violation}" for each in outcomes if each.violation
+            ],
         }
     )
 

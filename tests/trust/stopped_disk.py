@@ -1,8 +1,10 @@
-"""A disk that can be stopped under real processes: ext4 on a loop device, throttled for one control group.
+"""A disk that can be stopped under real processes: ext4 on a loop device, throttled for one control
+group.
 
-While it is stopped the kernel lets a byte a second through, for reads and writes of whoever is in the group: calls with
-O_DIRECT then stay in the kernel, as on a hung device or a lost network volume, and not even SIGKILL ends them. Needs
-root and version 1 of the kernel's blkio controller, which tells readers and writers apart by their group.
+While it is stopped the kernel lets a byte a second through, for reads and writes of whoever is in
+the group: calls with O_DIRECT then stay in the kernel, as on a hung device or a lost network
+volume, and not even SIGKILL ends them. Needs root and version 1 of the kernel's blkio controller,
+which tells readers and writers apart by their group.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def obstacle() -> str:
 
 
 class Disk:
-    """``folder`` lies on it. Processes are stopped with it, and their children, once they are in :meth:`take`."""
+    """``folder`` lies on it. Processes are stopped with it, and their children, once they are in
+    :meth:`take`."""
 
     def __init__(self, folder: Path, group: Path) -> None:
         self.folder, self._group = folder, group
@@ -52,8 +55,9 @@ class Disk:
 
 @contextmanager
 def disk(place: Path, size: int) -> Iterator[Disk]:
-    """One of ``size`` bytes, in an image in the folder ``place``. Whoever was taken must have ended before the block
-    does. Raises CalledProcessError or OSError where it cannot be made (see :func:`obstacle`)."""
+    """One of ``size`` bytes, in an image in the folder ``place``. Whoever was taken must have ended
+    before the block does. Raises CalledProcessError or OSError where it cannot be made (see
+    :func:`obstacle`)."""
     image, folder, group = place / "image", place / "disk", _GROUPS / f"kvtier-{os.getpid()}"
     with image.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, size)

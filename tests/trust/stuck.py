@@ -1,17 +1,20 @@
-"""Never stuck: vLLM's time to first token while what is below kvtier's RAM is stuck: a Redis that is paused, slow to a
-byte a second, dead or flapping, a disk that has stopped.
+"""Never stuck: vLLM's time to first token while what is below kvtier's RAM is stuck: a Redis that
+is paused, slow to a byte a second, dead or flapping, a disk that has stopped.
 
     python -m tests.trust.stuck [--rounds 2] [--faults paused dead disk]
 
-Two engines are asked for the same documents in turn, in an order that is drawn anew for each question: one without
-kvtier, and one with kvtier as it comes, whose RAM keeps one document and whose lower tier keeps all: a Redis behind a
-proxy, then a disk of its own (:mod:`tests.trust.stopped_disk`). First each document is computed, then served from
-there. Then that comes to each fault in turn and stays in it for all rounds (two of them: about 45 s): the question
-during which it happens may wait for one deadline; those after it must stay within 5 % of the engine without kvtier (the
-two processes' own difference in speed is measured before each fault, on requests that keep kvtier out, and divided
-out). When it ends, nothing is restarted: how many questions until one is served from the tier again is counted.
+Two engines are asked for the same documents in turn, in an order that is drawn anew for each
+question: one without kvtier, and one with kvtier as it comes, whose RAM keeps one document and
+whose lower tier keeps all: a Redis behind a proxy, then a disk of its own
+(:mod:`tests.trust.stopped_disk`). First each document is computed, then served from there. Then
+that comes to each fault in turn and stays in it for all rounds (two of them: about 45 s): the
+question during which it happens may wait for one deadline; those after it must stay within 5 % of
+the engine without kvtier (the two processes' own difference in speed is measured before each fault,
+on requests that keep kvtier out, and divided out). When it ends, nothing is restarted: how many
+questions until one is served from the tier again is counted.
 
-A benchmark, with its limits in the results; the exit status is 1 when one is not met or a tier is not used again.
+A benchmark, with its limits in the results; the exit status is 1 when one is not met or a tier is
+not used again.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ from tests.trust.tier_faults import REDIS_FAULTS, Passage
 
 GOAL = 1.05
 MOST_ANSWERS = 30
-"""Until a tier must be used again: with a rest before each about a minute, and a breaker waits 30 s at most."""
+"""Until a tier must be used again: with a rest before each about a minute, and a breaker waits 30 s
+at most."""
 DISK = "disk"
 _DISK_BYTES = 1 << 30
 _ARMS = ("none", "auto")
@@ -60,7 +64,9 @@ def over_redis(given: argparse.Namespace) -> Iterator[tuple[Engines, Faults]]:
         redis = stack.enter_context(RedisServer())
         passage = Passage(redis.port)
         stack.callback(passage.close)
-        engines = stack.enter_context(started(given, lambda arm: redis_tier(arm, passage.port), folder))
+        engines = stack.enter_context(
+            started(given, lambda arm: redis_tier(arm, passage.port), folder)
+        )
         named = [name for name in given.faults if name in REDIS_FAULTS]
         yield engines, {name: partial(REDIS_FAULTS[name], redis, passage) for name in named}
 
@@ -70,7 +76,9 @@ def over_disk(given: argparse.Namespace) -> Iterator[tuple[Engines, Faults]]:
     """The disk, and both engines."""
     with ExitStack() as stack:
         place = Path(given.disk_folder).resolve()
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-stuck-", dir=place)))
+        folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-stuck-", dir=place))
+        )
         disk = stack.enter_context(stopped_disk.disk(folder, _DISK_BYTES))
         tier = {"KVTIER_NVME_PATH": str(disk.folder / "kvtier"), "KVTIER_NVME_BYTES": "512MiB"}
         engines = stack.enter_context(started(given, lambda _arm: tier, folder, disk.take))
@@ -103,25 +111,39 @@ def rows_for(fault: str, heard: Phase, recovered: int) -> list[Row]:
     later = heard.later()
     return [
         *rows_of(fault, later, "none", GOAL),
-        Row(f"{fault}: sum of all later TTFT, auto / none", sum_ratio(later, "auto", "none"), "", GOAL),
+        Row(
+            f"{fault}: sum of all later TTFT, auto / none",
+            sum_ratio(later, "auto", "none"),
+            "",
+            GOAL,
+        ),
         Row(f"{fault}: first question, more than none", first["auto"] - first["none"], "s"),
         Row(f"{fault}: answers until the tier is used again", recovered, "answers", MOST_ANSWERS),
     ]
 
 
-def measured(given: argparse.Namespace, engines: Engines, faults: Faults) -> tuple[list[Row], dict[str, Phase]]:
+def measured(
+    given: argparse.Namespace, engines: Engines, faults: Faults
+) -> tuple[list[Row], dict[str, Phase]]:
     """Every fault in turn, and the same engines' answers before it."""
     rows: list[Row] = []
     heard: dict[str, Phase] = {}
     tell("cold:")
     ask_all(engines, given.documents, 1, _ARMS)
     tell("served from below:")
-    rows += rows_of(f"well before {next(iter(faults))}", ask_all(engines, given.documents, 1, _ARMS), "none", None)
+    rows += rows_of(
+        f"well before {next(iter(faults))}",
+        ask_all(engines, given.documents, 1, _ARMS),
+        "none",
+        None,
+    )
     for name, fault in faults.items():
         tell(f"{name}:")
         apart = asked_apart(engines, _ARMS)
         with fault():
-            heard[name] = Phase(asked(engines, [*range(given.documents)] * given.rounds, _ARMS), apart)
+            heard[name] = Phase(
+                asked(engines, [*range(given.documents)] * given.rounds, _ARMS), apart
+            )
         rows += rows_for(name, heard[name], until_hit(engines, given.documents, MOST_ANSWERS))
         engines["auto"].ask(given.documents - 1)  # so that RAM has not the one that is asked next
     return rows, heard
@@ -133,7 +155,9 @@ def run(given: argparse.Namespace) -> int:
     counts: dict[str, dict[str, int]] = {}
     skipped = stopped_disk.obstacle() if DISK in given.faults else ""
     for name, setting in ((DISK, over_disk), ("redis", over_redis)):
-        if not [one for one in given.faults if (one == DISK) == (name == DISK)] or (name == DISK and skipped):
+        if not [one for one in given.faults if (one == DISK) == (name == DISK)] or (
+            name == DISK and skipped
+        ):
             continue
         with setting(given) as (engines, faults):
             found, answers = measured(given, engines, faults)
@@ -158,7 +182,11 @@ def run(given: argparse.Namespace) -> int:
     if skipped:
         tell(f"no stopped disk: {skipped}")
     questions = len(_ARMS) * given.documents * given.rounds * len(heard)
-    tell(json.dumps({"questions": questions, "faults": len(heard), "missed": missed, "counts": counts}))
+    tell(
+        json.dumps(
+            {"questions": questions, "faults": len(heard), "missed": missed, "counts": counts}
+        )
+    )
     return bool(missed)
 
 
@@ -174,11 +202,17 @@ def within(row: Row) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2, help="times every document is asked in a fault")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="times every document is asked in a fault"
+    )
     parser.add_argument("--documents", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=2048 + 64, help="a document")
-    parser.add_argument("--faults", nargs="*", choices=[*REDIS_FAULTS, DISK], default=[*REDIS_FAULTS, DISK])
+    parser.add_argument(
+        "--faults", nargs="*", choices=[*REDIS_FAULTS, DISK], default=[*REDIS_FAULTS, DISK]
+    )
     parser.add_argument("--preset", default="demo", help="model, see kvtier.bench.model")
     parser.add_argument("--models", default="build/models")
     parser.add_argument("--disk-folder", default="build", help="where the image of the disk lies")

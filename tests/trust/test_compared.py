@@ -1,4 +1,5 @@
-"""The README's figures of the trust suites are those of the code beside it: ``--compare``, as the checks run it."""
+"""The README's figures of the trust suites are those of the code beside it: ``--compare``, as the
+checks run it."""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ def told(results: Path, *suites: dict[str, Any]) -> None:
 def test_the_same_figures_are_right_whatever_else_the_file_has(
     results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told(results, {"suite": "simulation", "cases": 1000, "seeds": 10, "faults": 50, "seconds": 1.0}, {"suite": "fuzz"})
+    told(
+        results,
+        {"suite": "simulation", "cases": 1000, "seeds": 10, "faults": 50, "seconds": 1.0},
+        {"suite": "fuzz"},
+    )
     assert run(monkeypatch, FOUND, "--compare", results) == 0
     assert MEND not in capsys.readouterr().err
 
@@ -50,7 +55,9 @@ def test_another_figure_fails_and_names_the_command_that_mends_it(
     assert f"Measure again: {MEND}" in said
 
 
-def test_a_suite_that_the_file_does_not_have_fails(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suite_that_the_file_does_not_have_fails(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told(results, {"suite": "fuzz"})
     assert run(monkeypatch, FOUND, "--compare", results) == 1
 
@@ -71,13 +78,25 @@ def test_what_time_decides_or_was_skipped_is_not_compared(
     assert run(monkeypatch, found, "--compare", results) == 0
 
 
-def test_how_many_sectors_a_cut_takes_is_not_compared(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_sectors_a_cut_takes_is_not_compared(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told(results, {"suite": "power cuts", "cases": 4000, "seeds": 16, "faults": 1})
-    assert run(monkeypatch, trust.Finding("power cuts", 4000, "images", 16, 363_000), "--compare", results) == 0
+    assert (
+        run(
+            monkeypatch,
+            trust.Finding("power cuts", 4000, "images", 16, 363_000),
+            "--compare",
+            results,
+        )
+        == 0
+    )
 
 
 def test_the_checks_compare_with_the_results_that_the_readme_is_made_of() -> None:
-    (line,) = (line for line in (ROOT / ".ci" / "run").read_text().splitlines() if "trust TRUST=" in line)
+    (line,) = (
+        line for line in (ROOT / ".ci" / "run").read_text().splitlines() if "trust TRUST=" in line
+    )
     assert "--compare bench/results/trust.json" in line
     suites = json.loads((ROOT / "bench" / "results" / "trust.json").read_text())["suites"]
     assert EXACT.keys() - {"mutants"} <= {suite["suite"] for suite in suites}

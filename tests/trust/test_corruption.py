@@ -1,4 +1,5 @@
-"""Damage to NVMe files and Redis values: every header bit, more than 10,000 payload bits, files, values, strangers."""
+"""Damage to NVMe files and Redis values: every header bit, more than 10,000 payload bits, files,
+values, strangers."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from tests.trust import corruption
 NVME_BITS, REDIS_BITS = 7_000, 4_000
 
 
-def test_no_damage_to_nvme_files_is_served_or_goes_uncounted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_damage_to_nvme_files_is_served_or_goes_uncounted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.CRITICAL)
     tally = corruption.nvme(tmp_path, NVME_BITS)
     assert tally.violations == []
@@ -22,7 +25,9 @@ def test_no_damage_to_nvme_files_is_served_or_goes_uncounted(tmp_path: Path, cap
 
 
 @pytest.mark.redis
-def test_no_damage_to_redis_values_is_served_or_goes_uncounted(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_damage_to_redis_values_is_served_or_goes_uncounted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.CRITICAL)
     tally = corruption.redis(REDIS_BITS)
     assert tally.violations == []

@@ -14,6 +14,8 @@ def test_kill_9_at_random_moments_leaves_only_right_bytes_and_nothing_else() -> 
     toll = many(KILLS)
     assert toll.violations == []
     assert toll.kills.total() >= KILLS
-    assert toll.kills.keys() == {"server", "engine of a server", "engine with a store"}, "who never died is not tested"
+    assert toll.kills.keys() == {"server", "engine of a server", "engine with a store"}, (
+        "who never died is not tested"
+    )
     assert toll.recovered["server"] > 0
     assert toll.recovered["engine with a store"] > 0

@@ -22,4 +22,6 @@ def test_every_cell_answers_what_the_model_says() -> None:
     for name, counts in told["cells"].items():
         assert counts["loads"] and counts["finished"], f"{name}: nothing was loaded or answered"
         assert "failing" not in name or counts["faults"], f"{name}: no load failed"
-    assert sum(counts["preempted"] for name, counts in told["cells"].items() if "few blocks" in name)
+    assert sum(
+        counts["preempted"] for name, counts in told["cells"].items() if "few blocks" in name
+    )

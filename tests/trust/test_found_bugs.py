@@ -25,7 +25,8 @@ OWN, OTHER = LAYOUT.keys([1, 1]), LAYOUT.keys([2, 2])
 
 
 def full_shared_tier() -> tuple[Store, DictTier, ManualLane]:
-    """A Store whose share of a shared tier is full, while another server has written a run of its own there."""
+    """A Store whose share of a shared tier is full, while another server has written a run of its
+    own there."""
     tier, lane = DictTier(2, shared=True), ManualLane()
     store = Store(Pool(4, SLOT), [(tier, lane)])
     with store.save(OWN) as lease:
@@ -38,7 +39,8 @@ def full_shared_tier() -> tuple[Store, DictTier, ManualLane]:
 
 
 def test_a_full_share_makes_room_for_what_another_server_wrote() -> None:
-    """It was given up instead: a server with a full share never hit on others' chunks, and deleted them for all."""
+    """It was given up instead: a server with a full share never hit on others' chunks, and deleted
+    them for all."""
     store, tier, lane = full_shared_tier()
     with store.load(OTHER) as lease:
         lane.run()
@@ -49,7 +51,8 @@ def test_a_full_share_makes_room_for_what_another_server_wrote() -> None:
 
 
 def test_what_left_for_it_is_deleted_by_itself() -> None:
-    """It stayed until the tier's next write or delete: a store that only loads never came to rest."""
+    """It stayed until the tier's next write or delete: a store that only loads never came to
+    rest."""
     store, tier, lane = full_shared_tier()
     store.load(OTHER).close()
     lane.run()
@@ -58,7 +61,8 @@ def test_what_left_for_it_is_deleted_by_itself() -> None:
 
 
 class Meanwhile(DictTier):
-    """The next read misses, because of what others do in the middle of it, or cannot be made then."""
+    """The next read misses, because of what others do in the middle of it, or cannot be made
+    then."""
 
     during: Callable[[], None] | None = None
     answer: bool | None = False
@@ -96,7 +100,8 @@ def test_a_probe_that_misses_does_not_disown_what_was_written_meanwhile() -> Non
 
 
 def test_a_clear_reaches_what_a_tier_could_not_read() -> None:
-    """A chunk that a shared tier could not read for a moment outlived the clear, and was found by asking again."""
+    """A chunk that a shared tier could not read for a moment outlived the clear, and was found by
+    asking again."""
     tier, lane = Meanwhile(2, shared=True), ManualLane()
     store = Store(Pool(1, SLOT), [(tier, lane)])
     for keys in (OWN[:1], OTHER[:1]):
@@ -114,7 +119,8 @@ def test_a_clear_reaches_what_a_tier_could_not_read() -> None:
 
 
 def test_loads_given_up_behind_a_tier_that_hangs_leave_its_room_to_others() -> None:
-    """What nobody waited for any more kept its slots until the tier went on: all of RAM, and no chunk was cached."""
+    """What nobody waited for any more kept its slots until the tier went on: all of RAM, and no
+    chunk was cached."""
     tier, lane = DictTier(8, held={key: right(key) for key in OWN}), ManualLane()
     store = Store(Pool(2, SLOT), [(tier, lane)])
     with store.load(OWN) as load:
@@ -127,7 +133,8 @@ def test_loads_given_up_behind_a_tier_that_hangs_leave_its_room_to_others() -> N
 
 @pytest.mark.parametrize("work", ["a probe", "a look at what leaves next"])
 def test_what_is_forgotten_while_a_lane_is_full_of_other_work_is_deleted(work: str) -> None:
-    """The sweep was refused, and nothing but the tier's next write made up for it: an erase that erased nothing."""
+    """The sweep was refused, and nothing but the tier's next write made up for it: an erase that
+    erased nothing."""
     tier, lane = DictTier(8, held={key: right(key) for key in (*OWN, *OTHER)}), ManualLane(bound=1)
     store = Store(Pool(2, SLOT), [Place(tier, lane, on_evict=work != "a probe")])
     if work == "a probe":
@@ -143,7 +150,7 @@ def test_what_is_forgotten_while_a_lane_is_full_of_other_work_is_deleted(work: s
     store.check(idle=True)
 
 
-# ---- out of descriptors ----------------------------------------------------------------------------------------------
+# ---- out of descriptors --------------------------------------------------------------------------
 
 
 def descriptors() -> int:
@@ -152,16 +159,23 @@ def descriptors() -> int:
 
 
 @pytest.mark.parametrize("free", range(4))
-def test_a_tier_that_gets_no_descriptor_says_so_in_its_own_words_and_keeps_none(tmp_path: Path, free: int) -> None:
+def test_a_tier_that_gets_no_descriptor_says_so_in_its_own_words_and_keeps_none(
+    tmp_path: Path, free: int
+) -> None:
     """It raised a bare OSError, from letting go of what it had, which needed one more."""
     before = descriptors()
-    with nothing_more_to_open(os.getpid(), free), pytest.raises(TierError, match="Too many open files"):
+    with (
+        nothing_more_to_open(os.getpid(), free),
+        pytest.raises(TierError, match="Too many open files"),
+    ):
         NvmeTier(tmp_path / "tier", room(4, SLOT), SLOT)
     assert descriptors() == before
     NvmeTier(tmp_path / "tier", room(4, SLOT), SLOT).close()
 
 
-def test_a_tier_closed_without_a_free_descriptor_keeps_nobody_out_of_its_folder(tmp_path: Path) -> None:
+def test_a_tier_closed_without_a_free_descriptor_keeps_nobody_out_of_its_folder(
+    tmp_path: Path,
+) -> None:
     """It kept the lock until the process ended, because letting go needed one more descriptor."""
     tier = NvmeTier(tmp_path / "tier", room(4, SLOT), SLOT)
     assert tier.write(OWN[0], memoryview(right(OWN[0])))

@@ -1,4 +1,5 @@
-"""The mutants still fit the source, and the simulation kills one; ``python -m tests.trust.mutants`` tries them all."""
+"""The mutants still fit the source, and the simulation kills one; ``python -m tests.trust.mutants``
+tries them all."""
 
 from __future__ import annotations
 
@@ -24,5 +25,12 @@ def test_each_fits_the_source_exactly_once(mutant: Mutant) -> None:
 def test_the_simulation_kills_one(tmp_path: Path) -> None:
     """Else every green run of it may mean nothing."""
     copy_package(tmp_path)
-    mutant = next(mutant for mutant in MUTANTS if mutant.breaks == "a load serves chunks that have not arrived")
-    assert try_mutant(mutant, tmp_path, {"simulation": ROOMS["decisions"].suites["simulation"]}).killer == "simulation"
+    mutant = next(
+        mutant
+        for mutant in MUTANTS
+        if mutant.breaks == "a load serves chunks that have not arrived"
+    )
+    assert (
+        try_mutant(mutant, tmp_path, {"simulation": ROOMS["decisions"].suites["simulation"]}).killer
+        == "simulation"
+    )

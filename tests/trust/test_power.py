@@ -11,7 +11,9 @@ from tests.trust.power import many
 CUTS = 500
 
 
-def test_a_power_cut_may_cost_chunks_and_never_makes_a_lie(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_power_cut_may_cost_chunks_and_never_makes_a_lie(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.CRITICAL)
     damage = many(CUTS)
     assert damage.violations == []

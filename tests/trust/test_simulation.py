@@ -1,5 +1,5 @@
-"""A slice of the fault simulation; ``make trust`` runs five times as many seeds, and so does every change's run in CI.
-``python -m tests.trust.simulation --seeds 100000`` for a long run."""
+"""A slice of the fault simulation; ``make trust`` runs five times as many seeds, and so does every
+change's run in CI. ``python -m tests.trust.simulation --seeds 100000`` for a long run."""
 
 from __future__ import annotations
 
@@ -9,16 +9,47 @@ import sys
 
 SEEDS = 500
 EVENTS = {
-    "saved", "aborted saves", "served", "served from below", "erased", "engines died", "crashes", "power cuts",
-    "closed in the middle", "clean restarts", "kept over a restart", "filled again", "opening refused",
-}  # fmt: skip
+    "saved",
+    "aborted saves",
+    "served",
+    "served from below",
+    "erased",
+    "engines died",
+    "crashes",
+    "power cuts",
+    "closed in the middle",
+    "clean restarts",
+    "kept over a restart",
+    "filled again",
+    "opening refused",
+}
 FAULTS = {
-    "write fails", "write short", "write torn", "write repeated", "read fails", "read damaged", "find fails",
-    "plain slow", "bit rot", "disk slow", "disk full", "sync fails", "disk write fails", "disk write short",
-    "disk write damaged", "disk read fails", "disk read short", "disk read damaged", "record write fails",
-    "record write short", "redis connection lost", "redis answers too late", "redis goes away", "redis full",
+    "write fails",
+    "write short",
+    "write torn",
+    "write repeated",
+    "read fails",
+    "read damaged",
+    "find fails",
+    "plain slow",
+    "bit rot",
+    "disk slow",
+    "disk full",
+    "sync fails",
+    "disk write fails",
+    "disk write short",
+    "disk write damaged",
+    "disk read fails",
+    "disk read short",
+    "disk read damaged",
+    "record write fails",
+    "record write short",
+    "redis connection lost",
+    "redis answers too late",
+    "redis goes away",
+    "redis full",
     "redis evicts",
-}  # fmt: skip
+}
 
 
 def simulation(*words: str) -> subprocess.CompletedProcess[str]:

@@ -1,9 +1,11 @@
-"""Stuck backends under a whole store, and hosts out of descriptors: no call waits for them, all comes back by itself.
+"""Stuck backends under a whole store, and hosts out of descriptors: no call waits for them, all
+comes back by itself.
 
-What single parts do about it is tested beside them: full and failing disks in ``tests/fault/test_nvme_disks.py``, a
-Redis that hangs, dies, is full or talks nonsense in ``tests/fault/test_redis_faults.py``, clients that stall in
-``tests/fault/test_hostile_clients.py``, a server that hangs in ``tests/integration/test_server.py``. What it costs a
-real engine is measured by ``python -m tests.trust.stuck``.
+What single parts do about it is tested beside them: full and failing disks in
+``tests/fault/test_nvme_disks.py``, a Redis that hangs, dies, is full or talks nonsense in
+``tests/fault/test_redis_faults.py``, clients that stall in ``tests/fault/test_hostile_clients.py``,
+a server that hangs in ``tests/integration/test_server.py``. What it costs a real engine is measured
+by ``python -m tests.trust.stuck``.
 """
 
 from __future__ import annotations
@@ -28,20 +30,32 @@ from tests.clock import Clock
 from tests.mounts import mounted
 from tests.nvme_place import room
 from tests.redis_server import NAMESPACE, RedisServer
-from tests.server_process import DEADLINE_S, SLOT, at_rest, attached, load, run, save, short_folder, wait_for
+from tests.server_process import (
+    DEADLINE_S,
+    SLOT,
+    at_rest,
+    attached,
+    load,
+    run,
+    save,
+    short_folder,
+    wait_for,
+)
 from tests.trust.crash import TIGHT, descriptors, is_idle, settings
 from tests.trust.tier_faults import REDIS_FAULTS, Fault, Passage, hanging_disk, nothing_more_to_open
 from tests.trust.victims import Engine, ForkedServer
 
 TIMEOUT_S = 0.3
-"""Of a call to Redis. All verbs of :func:`use` together would take far more than DEADLINE_S if each waited so long."""
+"""Of a call to Redis. All verbs of :func:`use` together would take far more than DEADLINE_S if each
+waited so long."""
 ROUNDS = 60
 SLOTS = 12
 HOT, COLD = run(1, 2), run(2, 3)
 
 
 def use(store: Store) -> None:
-    """Every verb, many times; AssertionError when they do not come to an end. ``HOT`` stays in RAM and is served."""
+    """Every verb, many times; AssertionError when they do not come to an end. ``HOT`` stays in RAM
+    and is served."""
     lane = Lane("engine", 1, urgent_bound=1, bound=1)
     served: list[int] = []
 
@@ -80,7 +94,9 @@ def test_no_call_waits_for_a_stuck_redis_and_it_is_used_again(fault: Fault) -> N
     clock = Clock()
     with RedisServer() as redis:
         passage = Passage(redis.port)
-        servers = RedisServers(f"redis://127.0.0.1:{passage.port}", connections=2, timeout_s=TIMEOUT_S)
+        servers = RedisServers(
+            f"redis://127.0.0.1:{passage.port}", connections=2, timeout_s=TIMEOUT_S
+        )
         tier = RedisTier(servers, Form("kvtier", NAMESPACE), 1 << 20, SLOT, clock=clock)
         store = Store(Pool(SLOTS, SLOT), [(tier, Lane("redis", 2, urgent_bound=16, bound=16))])
         push_out(store)
@@ -131,7 +147,9 @@ def freezable(tmp_path: Path) -> Iterator[Path]:
 def test_engines_go_on_while_their_servers_disk_is_frozen(freezable: Path) -> None:
     with ExitStack() as stack:
         folder = stack.enter_context(short_folder())
-        server = stack.enter_context(ForkedServer(folder, nvme_path=freezable / "nvme", nvme_bytes=TIGHT))
+        server = stack.enter_context(
+            ForkedServer(folder, nvme_path=freezable / "nvme", nvme_bytes=TIGHT)
+        )
         engine = Engine(server.socket, 1)
         engine.hear_until(b"h")
         with frozen(freezable), attached(server.access()) as client:
@@ -158,13 +176,15 @@ def frozen(disk: Path) -> Iterator[None]:
         subprocess.run(["fsfreeze", "--unfreeze", str(disk)], check=True)
 
 
-# ---- out of descriptors ----------------------------------------------------------------------------------------------
+# ---- out of descriptors --------------------------------------------------------------------------
 
 
 def test_a_server_out_of_descriptors_serves_those_it_has_and_then_the_others() -> None:
     with ExitStack() as stack:
         folder = stack.enter_context(short_folder())
-        server = stack.enter_context(ForkedServer(folder, nvme_path=folder / "nvme", nvme_bytes=TIGHT))
+        server = stack.enter_context(
+            ForkedServer(folder, nvme_path=folder / "nvme", nvme_bytes=TIGHT)
+        )
         with attached(server.access()) as client:
             save(client, run(1, 3))
             with nothing_more_to_open(server.pid):

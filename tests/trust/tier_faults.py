@@ -1,5 +1,6 @@
-"""What backends come to while they are used: a Redis that is paused, slow to a byte a second, dead or flapping; a disk
-that hangs; a process without free descriptors. Each is a context; when it ends, the backend is well again."""
+"""What backends come to while they are used: a Redis that is paused, slow to a byte a second, dead
+or flapping; a disk that hangs; a process without free descriptors. Each is a context; when it ends,
+the backend is well again."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ _ON_S, _OFF_S = 0.3, 0.7
 
 
 class Passage(Throttle):
-    """A proxy before Redis. ``rate``: single bytes a second of its answers; None: all there is. A Redis that is not
-    there is one that refuses: the connection is closed."""
+    """A proxy before Redis. ``rate``: single bytes a second of its answers; None: all there is. A
+    Redis that is not there is one that refuses: the connection is closed."""
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -32,7 +33,9 @@ class Passage(Throttle):
         except OSError:
             writer.close()
 
-    async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slowed: bool) -> None:
+    async def _pipe(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slowed: bool
+    ) -> None:
         try:
             while piece := await reader.read(_PIECE):
                 while slowed and piece and (rate := self.rate) is not None:
@@ -101,12 +104,16 @@ def flapping(redis: RedisServer, passage: Passage) -> Iterator[None]:
 
 Fault = Callable[[RedisServer, Passage], contextlib.AbstractContextManager[None]]
 REDIS_FAULTS: dict[str, Fault] = {
-    "paused": paused, "1 byte/s": dripping, "dead": dead, "flapping": flapping,
-}  # fmt: skip
+    "paused": paused,
+    "1 byte/s": dripping,
+    "dead": dead,
+    "flapping": flapping,
+}
 
 
 class HangingDisk:
-    """Stands in for ``os`` in :mod:`kvtier.tiers.nvme.files`: while ``hangs``, no payload comes or goes."""
+    """Stands in for ``os`` in :mod:`kvtier.tiers.nvme.files`: while ``hangs``, no payload comes or
+    goes."""
 
     def __init__(self) -> None:
         self._goes = threading.Event()
@@ -145,7 +152,8 @@ def hanging_disk() -> Iterator[HangingDisk]:
 
 @contextmanager
 def nothing_more_to_open(pid: int, free: int = 0) -> Iterator[None]:
-    """The process keeps what it has open and may have so many descriptors more; then it gets EMFILE."""
+    """The process keeps what it has open and may have so many descriptors more; then it gets
+    EMFILE."""
     gc.collect()  # if it is this one: nothing that was forgotten shall free any meanwhile
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     folder = f"/proc/{pid}/fd"

@@ -1,7 +1,9 @@
-"""Processes to be killed, forked from one that has imported everything: a start takes a hundredth of a second.
+"""Processes to be killed, forked from one that has imported everything: a start takes a hundredth
+of a second.
 
-They are the product's own (``kvtier serve`` through its command line; engines with a Client or with a Store of their
-own under the load of :mod:`tests.engine_process`), with real files and sockets, each with a process id of its own.
+They are the product's own (``kvtier serve`` through its command line; engines with a Client or with
+a Store of their own under the load of :mod:`tests.engine_process`), with real files and sockets,
+each with a process id of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from tests.server_process import DEADLINE_S, LAYOUT, ServerProcess
 
 _FORK = multiprocessing.get_context("forkserver")
 _FORK.set_forkserver_preload(
-    ["kvtier.cli.serve", "kvtier.tiers.nvme.tier", "kvtier.tiers.redis.tier", "kvtier.tiers.nvme.check", __name__]
+    [
+        "kvtier.cli.serve",
+        "kvtier.tiers.nvme.tier",
+        "kvtier.tiers.redis.tier",
+        "kvtier.tiers.nvme.check",
+        __name__,
+    ]
 )
 
 
@@ -71,7 +79,8 @@ class Engine:
         self.pid = self._process.pid
 
     def hear(self, count: int = 1) -> bytes:
-        """The next letters, at least ``count``; AssertionError when it says nothing or has died by itself."""
+        """The next letters, at least ``count``; AssertionError when it says nothing or has died by
+        itself."""
         heard = b""
         while len(heard) < count:
             ready, _, _ = select.select([self._ear], [], [], DEADLINE_S)
@@ -110,7 +119,9 @@ def _serve(environment: Mapping[str, str], words: list[str], log: str) -> None:
 
 def _engine(place: Path | Mapping[str, Any], seed: int, mouth: Connection) -> None:
     os.dup2(mouth.fileno(), 1)
-    logging.getLogger("kvtier").setLevel(logging.CRITICAL + 1)  # that it loses its server is why it is here
+    logging.getLogger("kvtier").setLevel(
+        logging.CRITICAL + 1
+    )  # that it loses its server is why it is here
     if isinstance(place, Path):
         churn(client_at(str(place)), seed)
         return

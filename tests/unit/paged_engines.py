@@ -1,4 +1,5 @@
-"""Small engines in every memory layout that vLLM's backends use, for the tests of copies and regions."""
+"""Small engines in every memory layout that vLLM's backends use, for the tests of copies and
+regions."""
 
 from __future__ import annotations
 
@@ -9,12 +10,18 @@ import torch
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 9, 2, 4, 6
 BLOCKS_PER_CHUNK = 4
-ORDERS = {"LBHNC": (0, 1, 2, 3, 4), "LBNHC": (0, 1, 3, 2, 4), "LHBNC": (0, 2, 1, 3, 4), "BLHNC": (1, 0, 2, 3, 4)}
+ORDERS = {
+    "LBHNC": (0, 1, 2, 3, 4),
+    "LBNHC": (0, 1, 3, 2, 4),
+    "LHBNC": (0, 2, 1, 3, 4),
+    "BLHNC": (1, 0, 2, 3, 4),
+}
 
 
 @dataclass
 class Engine:
-    """KV tensors by layer, each with the blocks on ``axis`` (``kernel_blocks`` of them a block), over ``backings``."""
+    """KV tensors by layer, each with the blocks on ``axis`` (``kernel_blocks`` of them a block),
+    over ``backings``."""
 
     caches: dict[str, torch.Tensor]
     backings: list[torch.Tensor]
@@ -30,8 +37,11 @@ class Engine:
         return [backing.cpu().clone() for backing in self.backings]
 
 
-def one_backing(order: Sequence[int], device: torch.device, padding: int = 0, blocks: int = BLOCKS) -> Engine:
-    """All layers in one allocation, logical [L, B, H, N, C] stored in ``order``; ``padding`` elements after a page."""
+def one_backing(
+    order: Sequence[int], device: torch.device, padding: int = 0, blocks: int = BLOCKS
+) -> Engine:
+    """All layers in one allocation, logical [L, B, H, N, C] stored in ``order``; ``padding``
+    elements after a page."""
     shape = (LAYERS, blocks, HEADS, TOKENS, CONTENT)
     strides, step = [0] * 5, 1
     for axis in reversed(order):
@@ -56,19 +66,32 @@ def kernel_blocks(device: torch.device) -> Engine:
 
 
 def keys_and_values_apart(device: torch.device) -> Engine:
-    caches = [torch.zeros(2, BLOCKS, TOKENS, HEADS, CONTENT, dtype=torch.int16, device=device) for _ in range(LAYERS)]
+    caches = [
+        torch.zeros(2, BLOCKS, TOKENS, HEADS, CONTENT, dtype=torch.int16, device=device)
+        for _ in range(LAYERS)
+    ]
     return Engine({f"layer.{index}": cache for index, cache in enumerate(caches)}, caches, axis=1)
 
 
 def keys_and_values_inside(device: torch.device) -> Engine:
     """Shape (2, blocks, ...) whose memory has the blocks outermost."""
-    caches = [torch.zeros(BLOCKS, 2, TOKENS, HEADS, CONTENT, dtype=torch.int16, device=device) for _ in range(LAYERS)]
-    return Engine({f"layer.{index}": cache.transpose(0, 1) for index, cache in enumerate(caches)}, caches, axis=1)
+    caches = [
+        torch.zeros(BLOCKS, 2, TOKENS, HEADS, CONTENT, dtype=torch.int16, device=device)
+        for _ in range(LAYERS)
+    ]
+    return Engine(
+        {f"layer.{index}": cache.transpose(0, 1) for index, cache in enumerate(caches)},
+        caches,
+        axis=1,
+    )
 
 
 def unequal_layers(device: torch.device) -> Engine:
     """Latent layers and odd-sized byte layers, each in an allocation of its own."""
-    caches = [torch.zeros(BLOCKS, TOKENS, width, dtype=torch.uint8, device=device) for width in (36, 36, 5, 7)]
+    caches = [
+        torch.zeros(BLOCKS, TOKENS, width, dtype=torch.uint8, device=device)
+        for width in (36, 36, 5, 7)
+    ]
     return Engine({f"layer.{index}": cache for index, cache in enumerate(caches)}, caches)
 
 
@@ -79,7 +102,10 @@ def uneven_distances(device: torch.device) -> Engine:
 
 
 ENGINES: dict[str, Callable[[torch.device], Engine]] = {
-    **{name: lambda device, order=order: one_backing(order, device) for name, order in ORDERS.items()},  # type: ignore[misc]
+    **{
+        name: lambda device, order=order: one_backing(order, device)  # type: ignore[misc]
+        for name, order in ORDERS.items()
+    },
     "padded": lambda device: one_backing(ORDERS["LBHNC"], device, padding=8),
     "kernel_blocks": kernel_blocks,
     "keys_and_values_apart": keys_and_values_apart,

@@ -1,4 +1,5 @@
-"""Streams for tests of staged copies on CPU tensors: one kind that runs work at once, one that holds it back."""
+"""Streams for tests of staged copies on CPU tensors: one kind that runs work at once, one that
+holds it back."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import torch
 
 
 class Inline:
-    """Streams whose work runs when it is queued, so every event has happened when it is recorded."""
+    """Streams whose work runs when it is queued, so every event has happened when it is
+    recorded."""
 
     room = free = 1 << 20
 
@@ -75,14 +77,17 @@ class HeldStream:
     def blocked(self) -> bool:
         """Nothing to run, or an event to wait for that has not happened."""
         head = self.queue[0] if self.queue else None
-        return head is None or (getattr(head, "__func__", None) is HeldEvent.query and not head.__self__.happened)
+        return head is None or (
+            getattr(head, "__func__", None) is HeldEvent.query and not head.__self__.happened
+        )
 
 
 class Held:
-    """Streams that run one thing a turn, in any order a device could: each stream's own order, and its waits, hold.
+    """Streams that run one thing a turn, in any order a device could: each stream's own order, and
+    its waits, hold.
 
-    ``dice`` picks which stream is next; without, the first that can go on. Work that raises fails its stream and every
-    stream that waits for it, as on a device.
+    ``dice`` picks which stream is next; without, the first that can go on. Work that raises fails
+    its stream and every stream that waits for it, as on a device.
     """
 
     def __init__(self, room: int = 1 << 20, dice: random.Random | None = None) -> None:
@@ -112,7 +117,7 @@ class Held:
         self.host_buffers += 1
         return torch.zeros(size, dtype=torch.uint8)
 
-    # ---- the test's hands ----------------------------------------------------------------------------------------
+    # ---- the test's hands ------------------------------------------------------------------------
 
     def turn(self, *streams: HeldStream) -> bool:
         """Run one thing of one stream (of the given ones). False: none can go on."""

@@ -1,4 +1,5 @@
-"""vLLM's own Scheduler with kvtier's connector in it, and no model: steps are answered as workers would."""
+"""vLLM's own Scheduler with kvtier's connector in it, and no model: steps are answered as workers
+would."""
 
 from __future__ import annotations
 
@@ -25,28 +26,50 @@ class Core:
 
         settings = {"chunk_tokens": CHUNK, "ram_bytes": "8MiB", "take_hits": "always"}
         transfer = KVTransferConfig(
-            kv_connector="KVTierConnector", kv_connector_module_path="kvtier.connectors.vllm", kv_role="kv_both",
-            kv_load_failure_policy="recompute", kv_connector_extra_config=settings,
-        )  # fmt: skip
+            kv_connector="KVTierConnector",
+            kv_connector_module_path="kvtier.connectors.vllm",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=settings,
+        )
         arguments = EngineArgs(
-            model=str(model), block_size=BLOCK, max_model_len=736, kv_transfer_config=transfer, dtype="float32",
-            enforce_eager=True, max_num_batched_tokens=1024,
-        )  # fmt: skip
+            model=str(model),
+            block_size=BLOCK,
+            max_model_len=736,
+            kv_transfer_config=transfer,
+            dtype="float32",
+            enforce_eager=True,
+            max_num_batched_tokens=1024,
+        )
         config = arguments.create_engine_config()
         config.cache_config.num_gpu_blocks = 64
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        spec = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32
+        )
         groups = [KVCacheGroupSpec(["layer"], spec)]
         cache = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups)
-        self.scheduler: Any = Scheduler(config, cache, StructuredOutputManager(config), BLOCK, log_stats=False)
-        self.scheduler._try_schedule_encoder_inputs = lambda request, start, tokens, budget, *_, **__: (
-            [], tokens, budget, [], None,
-        )  # fmt: skip
+        self.scheduler: Any = Scheduler(
+            config, cache, StructuredOutputManager(config), BLOCK, log_stats=False
+        )
+        self.scheduler._try_schedule_encoder_inputs = (
+            lambda request, start, tokens, budget, *_, **__: (
+                [],
+                tokens,
+                budget,
+                [],
+                None,
+            )
+        )
         self.connector: Any = self.scheduler.connector
-        self.rank = RankLayout((4096,), {"device": "cpu", "row_bytes": [4096]}, model={"attention": "", "rotary": ""})
+        self.rank = RankLayout(
+            (4096,), {"device": "cpu", "row_bytes": [4096]}, model={"attention": "", "rotary": ""}
+        )
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.rank})
         self.replacements = 0
 
-    def request(self, name: str, tokens: list[int], media: dict[int, str] | None = None, **more: Any) -> Any:
+    def request(
+        self, name: str, tokens: list[int], media: dict[int, str] | None = None, **more: Any
+    ) -> Any:
         """``media``: for each image its first token and its name. Each is 8 tokens long."""
         from vllm import SamplingParams
         from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -56,19 +79,23 @@ class Core:
 
         init_none_hash(sha256)
         features = [
-            MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset=offset, length=8))
+            MultiModalFeatureSpec(
+                None, "image", identifier, PlaceholderRange(offset=offset, length=8)
+            )
             for offset, identifier in (media or {}).items()
         ]
         limits = SamplingParams(max_tokens=more.pop("max_tokens", 1), ignore_eos=True)
         hasher = get_request_block_hasher(BLOCK, sha256)
-        return Request(name, tokens, limits, None, mm_features=features, block_hasher=hasher, **more)
+        return Request(
+            name, tokens, limits, None, mm_features=features, block_hasher=hasher, **more
+        )
 
     def add(self, request: Any) -> None:
         self.scheduler.add_request(request)
 
     def step(self, *, replaced: bool = False, failed: bool = False) -> Any:
-        """One step of the engine: what was scheduled. Workers do every job, or their loads have ``failed``, or they
-        have ``replaced`` weights and do no job."""
+        """One step of the engine: what was scheduled. Workers do every job, or their loads have
+        ``failed``, or they have ``replaced`` weights and do no job."""
         self.begin()
         return self.end(replaced=replaced, failed=failed)
 
@@ -83,22 +110,28 @@ class Core:
         from kvtier.connectors.vllm.metadata import StepReport
 
         output, metadata = self.output, self.output.kv_connector_metadata
-        loads, saves = (Counter({job.number: 1 for job in jobs}) for jobs in (metadata.loads, metadata.saves))
+        loads, saves = (
+            Counter({job.number: 1 for job in jobs}) for jobs in (metadata.loads, metadata.saves)
+        )
         self.replacements += replaced
-        told = StepReport(step=metadata.number, replacements={0: self.replacements} if replaced else {})
+        told = StepReport(
+            step=metadata.number, replacements={0: self.replacements} if replaced else {}
+        )
         for jobs, fails in ((loads, failed or replaced), (saves, replaced)):
             (told.failed if fails else told.done).update(jobs)
         waiting = {job.request_id for job in metadata.loads}
         names = list(output.num_scheduled_tokens)
         sampled = [[7] if self._ends(name) else [] for name in names]
         answer = ModelRunnerOutput(
-            req_ids=names, req_id_to_index={name: index for index, name in enumerate(names)}, sampled_token_ids=sampled,
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=sampled,
             kv_connector_output=KVConnectorOutput(
                 kv_connector_worker_meta=told,
                 finished_recving=waiting,
                 failed_recving=waiting if failed or replaced else set(),
             ),
-        )  # fmt: skip
+        )
         self.scheduler.update_from_output(output, answer)
         return output
 

@@ -12,10 +12,12 @@ import pytest
 
 @cache
 def interpreted() -> ModuleType:
-    """A second :mod:`kvtier.gpu.kernel`, which Triton's interpreter runs; skips the test where Triton is not installed.
-    Triton looks at the variable when a kernel is declared, so it is set for that long only, and the module that a CUDA
-    device is served by is another one."""
-    pytest.importorskip("triton.experimental.gluon", exc_type=ImportError)  # Triton's own kernels stay as they are
+    """A second :mod:`kvtier.gpu.kernel`, which Triton's interpreter runs; skips the test where
+    Triton is not installed. Triton looks at the variable when a kernel is declared, so it is set
+    for that long only, and the module that a CUDA device is served by is another one."""
+    pytest.importorskip(
+        "triton.experimental.gluon", exc_type=ImportError
+    )  # Triton's own kernels stay as they are
     spec = importlib.util.find_spec("kvtier.gpu.kernel")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

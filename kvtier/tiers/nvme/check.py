@@ -1,9 +1,12 @@
-"""``kvtier check``: is all true that an NVMe tier's folder says? Reads every slot; only ``--repair`` changes any.
+"""``kvtier check``: is all true that an NVMe tier's folder says? Reads every slot; only
+``--repair`` changes any.
 
-What is compared: the superblock with both files' sizes, every record with its own checksum, every payload with the
-checksum in its record, and keys with each other. The Store writes whole slots, so a payload is as long as its slot.
-Payloads are dropped from the page cache before they are read: the answer is the disk's.
-Encrypted chunks are compared as they lie there, without the key; that they open is not checked.
+What is compared: the superblock with both files' sizes, every record with its own checksum, every
+    payload with the
+checksum in its record, and keys with each other. The Store writes whole slots, so a payload is as
+long as its slot. Payloads are dropped from the page cache before they are read: the answer is the
+disk's. Encrypted chunks are compared as they lie there, without the key; that they open is not
+checked.
 
 A folder in use is refused: it changes under the reader, and its owner checks what it reads anyway.
 """
@@ -57,7 +60,8 @@ class Report(msgspec.Struct):
     damaged: int = 0
     """Records that do not match their own checksum."""
     stale: int = 0
-    """Older records of a key that has a newer one: a power cut undid their deletion. No tier believes them."""
+    """Older records of a key that has a newer one: a power cut undid their deletion. No tier
+    believes them."""
     free: int = 0
     repaired: int = 0
     """Slots that this check made free."""
@@ -71,14 +75,23 @@ class Report(msgspec.Struct):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nvme", metavar="FOLDER", help="a tier's folder, or one that has some; none: nvme_path")
+    parser.add_argument(
+        "--nvme", metavar="FOLDER", help="a tier's folder, or one that has some; none: nvme_path"
+    )
     parser.add_argument("--config", metavar="YAML", help="configuration file that has nvme_path")
-    parser.add_argument("--repair", action="store_true", help="make every bad slot free; without it nothing is changed")
-    parser.add_argument("--json", action="store_true", help="print one JSON list, an object a folder")
+    parser.add_argument(
+        "--repair",
+        action="store_true",
+        help="make every bad slot free; without it nothing is changed",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON list, an object a folder"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status: 0 nothing bad is left, 1 something is, 2 (by errors) the folders cannot be checked."""
+    """Exit status: 0 nothing bad is left, 1 something is, 2 (by errors) the folders cannot be
+    checked."""
     place = arguments.nvme or load(arguments.config).nvme_path
     if place is None:
         raise ConfigError("no folder to check: give --nvme /path, or the key nvme_path")
@@ -93,34 +106,49 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def tier_folders(place: Path) -> list[Path]:
-    """``place``, if it is a tier's folder, and those directly in it: a server's size classes, an engine's replicas.
+    """``place``, if it is a tier's folder, and those directly in it: a server's size classes, an
+    engine's replicas.
 
     Raises ConfigError when there is none.
     """
-    found = [folder for folder in (place, *sorted(place.glob("*/"))) if (folder / INDEX_NAME).exists()]
+    found = [
+        folder for folder in (place, *sorted(place.glob("*/"))) if (folder / INDEX_NAME).exists()
+    ]
     if not found:
-        raise ConfigError(f"{place}: no NVMe tier's folder (none has {INDEX_NAME}); give the folder in nvme_path")
+        raise ConfigError(
+            f"{place}: no NVMe tier's folder (none has {INDEX_NAME}); give the folder in nvme_path"
+        )
     return found
 
 
 def check(folder: Path, *, repair: bool = False) -> Report:
-    """Look at every slot. ``repair``: make bad ones free. About as fast as one thread reads the disk.
+    """Look at every slot. ``repair``: make bad ones free. About as fast as one thread reads the
+    disk.
 
-    Raises TierError when the folder is in use, not this user's alone, not readable, or of a newer format (which is not
-    ours to repair).
+    Raises TierError when the folder is in use, not this user's alone, not readable, or of a newer
+    format (which is not ours to repair).
     """
     with _locked(folder, os.O_RDWR if repair else os.O_RDONLY) as (files, index):
         report = Report(str(folder), problems=[])
         superblock = Superblock.unpack(os.pread(index, PAGE_BYTES, 0))
         if superblock is None:
-            report.problems.append("the superblock is not readable: the next start drops everything here")
+            report.problems.append(
+                "the superblock is not readable: the next start drops everything here"
+            )
             if repair:
                 os.ftruncate(index, 0)
                 report.repaired, report.problems = 1, []
             return report
         if superblock.version != FORMAT_VERSION:
-            raise TierError(f"{folder}: format version {superblock.version}, expected {FORMAT_VERSION}; use its kvtier")
-        report.slot_bytes, report.slots, report.closed = superblock.slot_bytes, superblock.slots, superblock.clean
+            raise TierError(
+                f"{folder}: format version {superblock.version}, expected {FORMAT_VERSION}; use "
+                "its kvtier"
+            )
+        report.slot_bytes, report.slots, report.closed = (
+            superblock.slot_bytes,
+            superblock.slots,
+            superblock.clean,
+        )
         table = _table(index, superblock.slots)
         records = read_records(table, superblock.slots, superblock.slot_bytes)
         bad = _count(report, files, table, records)
@@ -132,8 +160,9 @@ def check(folder: Path, *, repair: bool = False) -> Report:
 
 
 def discard(folder: Path, owner: int | None = None) -> int:
-    """Remove a tier's folder that is not in use, or of its chunks ``owner``'s (see :func:`kvtier.core.tenant.may`); how
-    many chunks went. A folder of another format is removed in any case. Raises TierError when it is in use."""
+    """Remove a tier's folder that is not in use, or of its chunks ``owner``'s (see
+    :func:`kvtier.core.tenant.may`); how many chunks went. A folder of another format is removed in
+    any case. Raises TierError when it is in use."""
     with _locked(folder, os.O_RDWR) as (files, index):
         superblock = Superblock.unpack(os.pread(index, PAGE_BYTES, 0))
         chunks = 0
@@ -195,7 +224,9 @@ def _count(report: Report, files: TierFolder, table: memoryview, records: Record
     used = set(np.flatnonzero(words[:, 7] | words[:, -1]).tolist())  # sequence number and checksum
     believed = records.slots.tolist()
     newest = dict(zip(records.keys, range(len(believed)), strict=True))
-    corrupt = _corrupt(files, records, sorted(newest.values(), key=believed.__getitem__), report.slot_bytes)
+    corrupt = _corrupt(
+        files, records, sorted(newest.values(), key=believed.__getitem__), report.slot_bytes
+    )
     damaged = used.difference(believed)
     stale = set(believed).difference(believed[at] for at in newest.values())
     report.good, report.corrupt = len(newest) - len(corrupt), len(corrupt)
@@ -203,7 +234,9 @@ def _count(report: Report, files: TierFolder, table: memoryview, records: Record
     return sorted({*corrupt, *damaged, *stale})
 
 
-def _corrupt(files: TierFolder, records: Records, order: Sequence[int], slot_bytes: int) -> list[int]:
+def _corrupt(
+    files: TierFolder, records: Records, order: Sequence[int], slot_bytes: int
+) -> list[int]:
     """Slots whose payload is not what its record says."""
     if not order:
         return []
@@ -236,7 +269,9 @@ def _compare_sizes(report: Report, files: TierFolder) -> None:
         with suppress(FileNotFoundError), _descriptor(files.open(name, os.O_RDONLY)) as fd:
             found = os.fstat(fd).st_size
         if found < size:
-            report.problems.append(f"{name} has {found:,} bytes, expected {size:,}: the next start reserves the rest")
+            report.problems.append(
+                f"{name} has {found:,} bytes, expected {size:,}: the next start reserves the rest"
+            )
 
 
 def _make_free(index: int, slots: Sequence[int]) -> None:
@@ -248,7 +283,9 @@ def _make_free(index: int, slots: Sequence[int]) -> None:
 def _told(report: Report) -> str:
     end = "closed cleanly" if report.closed else "not closed by its last owner"
     counts = ", ".join(f"{getattr(report, count):,} {count}" for count in _COUNTS)
-    lines = [f"{report.path}: {report.slots:,} slots of {size_text(report.slot_bytes)}, {end}: {counts}"]
+    lines = [
+        f"{report.path}: {report.slots:,} slots of {size_text(report.slot_bytes)}, {end}: {counts}"
+    ]
     if report.repaired:
         lines.append(f"{report.repaired:,} made free")
     return "\n  ".join([*lines, *report.problems])

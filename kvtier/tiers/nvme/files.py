@@ -1,12 +1,16 @@
-"""The two files of one NVMe tier: found or made, locked, reserved in full, and read and written by slot.
+"""The two files of one NVMe tier: found or made, locked, reserved in full, and read and written by
+slot.
 
-Nothing here knows keys or checksums. Positioned I/O only, so any number of threads may use one :class:`SlotFiles`.
+Nothing here knows keys or checksums. Positioned I/O only, so any number of threads may use one
+:class:`SlotFiles`.
 
-Payloads go through O_DIRECT: they bypass the page cache, which would push out the host's own pages. A disk reads and
-writes huge pages up to twice as fast as small ones that lie anywhere. So memory in huge pages goes to and from the disk
-as it is. Other memory passes through a buffer of the thread's own, in huge pages: the copy takes a tenth of the time
-that it saves (``bench/NOTES.md``). Records go through the page cache: a 128-byte buffered write takes 3 us where a
-direct one takes 100 us, and it outlives the process all the same; for a power cut see :mod:`kvtier.tiers.nvme.index`.
+Payloads go through O_DIRECT: they bypass the page cache, which would push out the host's own pages.
+    A disk reads and
+writes huge pages up to twice as fast as small ones that lie anywhere. So memory in huge pages goes
+to and from the disk as it is. Other memory passes through a buffer of the thread's own, in huge
+pages: the copy takes a tenth of the time that it saves (``bench/NOTES.md``). Records go through the
+page cache: a 128-byte buffered write takes 3 us where a direct one takes 100 us, and it outlives
+the process all the same; for a power cut see :mod:`kvtier.tiers.nvme.index`.
 """
 
 from __future__ import annotations
@@ -27,7 +31,13 @@ import numpy as np
 
 from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.errors import TierError
-from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME, TierFolder, holders_of_removed, leads_to
+from kvtier.tiers.nvme.folder import (
+    INDEX_NAME,
+    SLOTS_NAME,
+    TierFolder,
+    holders_of_removed,
+    leads_to,
+)
 from kvtier.tiers.nvme.index import FORMAT_VERSION, RECORD_BYTES, Superblock, table_bytes
 
 _LOG = logging.getLogger(__name__)
@@ -40,7 +50,8 @@ _STAGING_BYTES, _HUGE_BYTES = 4 << 20, 2 << 20
 
 
 class SlotFiles:
-    """Opened, exclusively locked and wholly reserved files for ``slots`` payloads of at most ``slot_bytes`` bytes;
+    """Opened, exclusively locked and wholly reserved files for ``slots`` payloads of at most
+    ``slot_bytes`` bytes;
     ``lent``: what has no blocks gets none before :meth:`reserve`, but for the records.
 
     ``in_huge_pages`` tells of a payload's memory whether the disk may have it as it is.
@@ -50,8 +61,9 @@ class SlotFiles:
         kept: this many leading slots and their records are from before; the others are empty.
         clean: the last owner closed them (True too for new files).
 
-    Raises TierError, with nothing left behind, when another process holds the folder, the file system has no room,
-    or the folder cannot be written or is not this user's alone (:mod:`kvtier.tiers.nvme.folder`).
+    Raises TierError, with nothing left behind, when another process holds the folder, the file
+    system has no room, or the folder cannot be written or is not this user's alone
+    (:mod:`kvtier.tiers.nvme.folder`).
     """
 
     def __init__(
@@ -71,12 +83,15 @@ class SlotFiles:
         self._index = self._payload = self._null = -1
         self._locked = False
         try:
-            self._null = os.open(os.devnull, os.O_RDONLY)  # now: letting go must not need one more descriptor
+            self._null = os.open(
+                os.devnull, os.O_RDONLY
+            )  # now: letting go must not need one more descriptor
             with TierFolder(path, make=True) as folder:
                 self._open(folder, direct=direct)
         except OSError as error:
             raise TierError(
-                f"NVMe tier {path}: cannot be opened and reserved ({error}); give a local folder that this user may "
+                f"NVMe tier {path}: cannot be opened and reserved ({error}); give a local folder "
+                "that this user may "
                 f"write, with room for {self._wanted() / _GIB:.2f} GiB"
             ) from error
 
@@ -108,7 +123,10 @@ class SlotFiles:
         for start, part, room in _pieces(data):
             room[: part.nbytes] = part
             room[part.nbytes :] = 0
-            if os.pwritev(self._payload, [room.data], slot * self.slot_bytes + start) != room.nbytes:
+            if (
+                os.pwritev(self._payload, [room.data], slot * self.slot_bytes + start)
+                != room.nbytes
+            ):
                 raise OSError(errno.ENOSPC, "short write")
 
     def read_payload(self, slot: int, into: memoryview, start: int = 0) -> None:
@@ -118,7 +136,10 @@ class SlotFiles:
                 raise OSError(errno.EIO, "short read")
             return
         for begin, part, room in _pieces(into):
-            if os.preadv(self._payload, [room.data], slot * self.slot_bytes + start + begin) != room.nbytes:
+            if (
+                os.preadv(self._payload, [room.data], slot * self.slot_bytes + start + begin)
+                != room.nbytes
+            ):
                 raise OSError(errno.EIO, "short read")
             part[:] = room[: part.nbytes]
 
@@ -131,8 +152,12 @@ class SlotFiles:
             raise OSError(errno.ENOSPC, "short write")
 
     def give_back(self, slot: int, count: int) -> None:
-        """Return the blocks of free slots, so many from ``slot`` on, to the file system. Raises OSError."""
-        start, size = ctypes.c_int64(slot * self.slot_bytes), ctypes.c_int64(count * self.slot_bytes)
+        """Return the blocks of free slots, so many from ``slot`` on, to the file system. Raises
+        OSError."""
+        start, size = (
+            ctypes.c_int64(slot * self.slot_bytes),
+            ctypes.c_int64(count * self.slot_bytes),
+        )
         if _LIBC.fallocate(self._payload, _PUNCH_HOLE, start, size):
             raise OSError(ctypes.get_errno(), "cannot give blocks back")
 
@@ -154,13 +179,14 @@ class SlotFiles:
         return table
 
     def in_place(self) -> bool:
-        """Whether the folder's path still leads to both files, so that what is written will be found by the next start.
-        Takes microseconds."""
+        """Whether the folder's path still leads to both files, so that what is written will be
+        found by the next start. Takes microseconds."""
         names = ((INDEX_NAME, self._index), (SLOTS_NAME, self._payload))
         return not self._locked or all(leads_to(self.path / name, fd) for name, fd in names)
 
     def close(self, table: memoryview | None) -> None:
-        """Replace all records by ``table`` if given, make everything durable, mark it clean, let go. Raises OSError."""
+        """Replace all records by ``table`` if given, make everything durable, mark it clean, let
+        go. Raises OSError."""
         try:
             if table is not None:
                 for start in range(0, len(table), _READ_STEP):
@@ -179,22 +205,31 @@ class SlotFiles:
             holder = Superblock.unpack(os.pread(self._index, PAGE_BYTES, 0))
             who = f"process {holder.pid}" if holder else "another process"
             raise TierError(
-                f"NVMe tier {self.path}: in use by {who}; stop it, or give this one a folder of its own"
+                f"NVMe tier {self.path}: in use by {who}; stop it, or give this one a folder "
+                "of its own"
             ) from None
         if not os.fstat(self._index).st_nlink:
-            raise FileNotFoundError(errno.ENOENT, "another process has just removed it; start again")
+            raise FileNotFoundError(
+                errno.ENOENT, "another process has just removed it; start again"
+            )
         self._locked = True
 
     def _tell_of_removed(self) -> None:
         for pid in holders_of_removed(self.path / INDEX_NAME):
-            _LOG.warning("NVMe tier %s: process %d still uses the files that were removed from here; their room is not "
-                         "free before it ends", self.path, pid)  # fmt: skip
+            _LOG.warning(
+                "NVMe tier %s: process %d still uses the files that were removed from here; their "
+                "room is not "
+                "free before it ends",
+                self.path,
+                pid,
+            )
 
     def _wanted(self) -> int:
         return table_bytes(self.slots) + (0 if self._lent else self.slots * self.slot_bytes)
 
     def _check_room(self) -> None:
-        """The files never take the last of a file system: a margin of 5 %, at most 1 GiB, stays free."""
+        """The files never take the last of a file system: a margin of 5 %, at most 1 GiB, stays
+        free."""
         system = os.fstatvfs(self._index)
         free = system.f_bavail * system.f_frsize
         margin = min(_GIB, system.f_blocks * system.f_frsize // 20)
@@ -203,7 +238,8 @@ class SlotFiles:
         # A file system that tells no size (ramfs, some FUSE) is asked by reserving alone.
         if system.f_blocks and needed > 0 and needed + margin > free:
             raise TierError(
-                f"NVMe tier {self.path}: needs {needed / _GIB:.2f} GiB more, but of {free / _GIB:.2f} GiB free "
+                f"NVMe tier {self.path}: needs {needed / _GIB:.2f} GiB more, but of "
+                f"{free / _GIB:.2f} GiB free "
                 f"{margin / _GIB:.2f} GiB must stay free; free some, or reserve at most "
                 f"{max(0, held + free - margin) / _GIB:.2f} GiB"
             )
@@ -216,25 +252,46 @@ class SlotFiles:
             self.clean = old.clean
             if old.slots > self.slots:
                 _LOG.warning(
-                    "NVMe tier %s: shrinks from %d to %d slots; chunks in the slots beyond are dropped",
-                    self.path, old.slots, self.slots,
-                )  # fmt: skip
+                    "NVMe tier %s: shrinks from %d to %d slots; chunks in the slots beyond "
+                    "are dropped",
+                    self.path,
+                    old.slots,
+                    self.slots,
+                )
             return
         if os.fstat(self._index).st_size:
-            was = f"version {old.version}, {old.slots} {old.slot_bytes}-byte slots" if old else "not readable"
+            was = (
+                f"version {old.version}, {old.slots} {old.slot_bytes}-byte slots"
+                if old
+                else "not readable"
+            )
             _LOG.warning(
-                "NVMe tier %s: all chunks kept here are dropped: the format is %s, needed is version %d, %d-byte slots",
-                self.path, was, FORMAT_VERSION, self.slot_bytes,
-            )  # fmt: skip
+                "NVMe tier %s: all chunks kept here are dropped: the format is %s, needed is "
+                "version %d, %d-byte slots",
+                self.path,
+                was,
+                FORMAT_VERSION,
+                self.slot_bytes,
+            )
 
     def _reserve(self) -> None:
-        """Cut both files to what is kept, so that all else reads as zeros, then give them their full size in allocated
-        blocks, so that no later write runs out of room; payloads that are lent their size alone."""
+        """Cut both files to what is kept, so that all else reads as zeros, then give them their
+        full size in allocated blocks, so that no later write runs out of room; payloads that are
+        lent their size alone."""
         for fd, kept, size, give in (
-            (self._index, PAGE_BYTES + self.kept * RECORD_BYTES, table_bytes(self.slots), _allocate),
-            (self._payload, self.kept * self.slot_bytes, self.slots * self.slot_bytes,
-             os.ftruncate if self._lent else _allocate),
-        ):  # fmt: skip
+            (
+                self._index,
+                PAGE_BYTES + self.kept * RECORD_BYTES,
+                table_bytes(self.slots),
+                _allocate,
+            ),
+            (
+                self._payload,
+                self.kept * self.slot_bytes,
+                self.slots * self.slot_bytes,
+                os.ftruncate if self._lent else _allocate,
+            ),
+        ):
             os.ftruncate(fd, kept)
             try:
                 give(fd, size)
@@ -246,7 +303,8 @@ class SlotFiles:
         fd = -1
         try:
             fd = folder.open(SLOTS_NAME, os.O_RDWR | os.O_DIRECT)
-            # Some file systems accept the flag and refuse the first I/O, or want larger blocks than a page.
+            # Some file systems accept the flag and refuse the first I/O, or want larger blocks than
+            # a page.
             os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
@@ -254,19 +312,24 @@ class SlotFiles:
             if fd >= 0:
                 os.close(fd)
             _LOG.warning(
-                "NVMe tier %s: this file system refuses O_DIRECT; chunks pass through the page cache, which costs a "
-                "copy and host memory. Give a folder on ext4 or XFS on a local disk", self.path,
-            )  # fmt: skip
+                "NVMe tier %s: this file system refuses O_DIRECT; chunks pass through the page "
+                "cache, which costs a "
+                "copy and host memory. Give a folder on ext4 or XFS on a local disk",
+                self.path,
+            )
             return
         os.close(self._payload)
         self._payload, self.direct = fd, True
 
     def _write_superblock(self, *, clean: bool) -> None:
-        os.pwrite(self._index, Superblock(self.slot_bytes, self.slots, os.getpid(), clean).pack(), 0)
+        os.pwrite(
+            self._index, Superblock(self.slot_bytes, self.slots, os.getpid(), clean).pack(), 0
+        )
 
     def _release(self) -> None:
-        """Let go of files and lock but keep the descriptors' numbers: a call that comes late, from a thread that hung
-        in an I/O, gets an error instead of whichever file has the number next. The numbers go with this object."""
+        """Let go of files and lock but keep the descriptors' numbers: a call that comes late, from
+        a thread that hung in an I/O, gets an error instead of whichever file has the number next.
+        The numbers go with this object."""
         self._locked = False
         for fd in (self._index, self._payload):
             if fd >= 0:
@@ -283,7 +346,8 @@ def _allocate(fd: int, size: int) -> None:
 
 
 class _Staging(threading.local):
-    """A thread's own memory between slots and the disk: in huge pages where the kernel has them to give."""
+    """A thread's own memory between slots and the disk: in huge pages where the kernel has them to
+    give."""
 
     def __init__(self) -> None:
         region = mmap.mmap(-1, _STAGING_BYTES + _HUGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -298,7 +362,8 @@ _staging = _Staging()
 
 
 def _pieces(view: memoryview) -> Iterator[tuple[int, Bytes, Bytes]]:
-    """``(first byte, piece, room)``: a view cut into what this thread's buffer holds; whole pages of that buffer."""
+    """``(first byte, piece, room)``: a view cut into what this thread's buffer holds; whole pages
+    of that buffer."""
     for start in range(0, view.nbytes, _STAGING_BYTES):
         part = np.frombuffer(view[start : start + _STAGING_BYTES], np.uint8)
         yield start, part, _staging.room[: -(-part.nbytes // PAGE_BYTES) * PAGE_BYTES]

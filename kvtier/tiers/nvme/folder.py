@@ -1,9 +1,10 @@
 """The folder of an NVMe tier: opened once, and its files only when they are this user's alone.
 
-A file whose owner is somebody else can be read and forged by him, whatever its mode says later, because he may have it
-open. So nothing in a folder is believed, changed or written before the descriptor (never the path) shows whose it is.
-A folder that others may write could get such a file at any time. Its parents may be open to everybody, as /tmp is: who
-writes there can take the folder away, which :meth:`leads_to` notices, but cannot put his own in its place.
+A file whose owner is somebody else can be read and forged by him, whatever its mode says later,
+because he may have it open. So nothing in a folder is believed, changed or written before the
+descriptor (never the path) shows whose it is. A folder that others may write could get such a file
+at any time. Its parents may be open to everybody, as /tmp is: who writes there can take the folder
+away, which :meth:`leads_to` notices, but cannot put his own in its place.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class TierFolder:
-    """``path``, open until the ``with`` block ends. ``make``: it and its parents are made, mode 0700, where missing.
+    """``path``, open until the ``with`` block ends. ``make``: it and its parents are made, mode
+    0700, where missing.
 
     Raises TierError for a folder that is another user's or that others may write, and OSError.
     """
@@ -39,12 +41,15 @@ class TierFolder:
         state = os.fstat(self._fd)
         wrong, do = _not_ours(state), "run as that user"
         if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            wrong.append(f"mode {stat.S_IMODE(state.st_mode):04o}, expected no write access for others")
+            wrong.append(
+                f"mode {stat.S_IMODE(state.st_mode):04o}, expected no write access for others"
+            )
             do = f"look who wrote there, then chmod 700 {path}"
         if wrong:
             os.close(self._fd)
             raise TierError(
-                f"NVMe tier {path}: the folder has {' and '.join(wrong)}; {do}, or give a folder that does not exist "
+                f"NVMe tier {path}: the folder has {' and '.join(wrong)}; {do}, or give a folder "
+                "that does not exist "
                 "yet: kvtier makes it"
             )
 
@@ -52,19 +57,27 @@ class TierFolder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         os.close(self._fd)
 
     def open(self, name: str, flags: int, *, make: bool = False) -> int:
-        """A descriptor of the file ``name``, which is regular, this user's alone and has no other name.
+        """A descriptor of the file ``name``, which is regular, this user's alone and has no other
+        name.
 
         ``make``: make it, with mode 0600, where it is missing. Raises TierError and OSError.
         """
         if make:
             with suppress(FileExistsError):
-                made = os.open(name, flags | _FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd)
-                os.fchmod(made, 0o600)  # a umask may have left fewer rights than the next start needs
+                made = os.open(
+                    name, flags | _FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd
+                )
+                os.fchmod(
+                    made, 0o600
+                )  # a umask may have left fewer rights than the next start needs
                 os.close(made)
                 self.made_files.append(name)
         try:
@@ -95,7 +108,8 @@ class TierFolder:
 
     def _refusal(self, name: str, what: str) -> TierError:
         return TierError(
-            f"NVMe tier {self.path}: {name} {what}. Another user could read or forge what is in it: find out who made "
+            f"NVMe tier {self.path}: {name} {what}. Another user could read or forge what is in "
+            "it: find out who made "
             f"it, then remove {self.path / name}; the tier starts empty without it"
         )
 
@@ -112,8 +126,8 @@ def may_take(path: Path) -> bool:
 
 
 def leads_to(path: Path, fd: int) -> bool:
-    """Whether ``path`` is still a name of the open file. True as well where nobody can tell now, as on a disk that
-    fails: then each I/O says so itself."""
+    """Whether ``path`` is still a name of the open file. True as well where nobody can tell now, as
+    on a disk that fails: then each I/O says so itself."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
     except (FileNotFoundError, NotADirectoryError):
@@ -123,7 +137,8 @@ def leads_to(path: Path, fd: int) -> bool:
 
 
 def holders_of_removed(path: Path) -> list[int]:
-    """Processes of this user (for root: of all) that have a file open which was removed from ``path``.
+    """Processes of this user (for root: of all) that have a file open which was removed from
+    ``path``.
 
     Looks at every open file of theirs: some 0.1 s on a busy host.
     """
@@ -136,7 +151,11 @@ def holders_of_removed(path: Path) -> list[int]:
 
 
 def _not_ours(state: os.stat_result) -> list[str]:
-    return [] if state.st_uid == os.geteuid() else [f"owner {state.st_uid}, expected {os.geteuid()} (this process)"]
+    return (
+        []
+        if state.st_uid == os.geteuid()
+        else [f"owner {state.st_uid}, expected {os.geteuid()} (this process)"]
+    )
 
 
 def _wrong_with_file(state: os.stat_result) -> list[str]:

@@ -1,16 +1,19 @@
-"""The NVMe tier's table as bytes: what a record and a superblock are, which of them to believe, in which order.
+"""The NVMe tier's table as bytes: what a record and a superblock are, which of them to believe, in
+which order.
 
-No I/O. ``index.kvtier`` is one page of superblock, then one 128-byte record for every slot of ``slots.kvtier``, in
-slot order. A record never crosses a page, so one small write replaces it whole.
+No I/O. ``index.kvtier`` is one page of superblock, then one 128-byte record for every slot of
+``slots.kvtier``, in slot order. A record never crosses a page, so one small write replaces it
+whole.
 
 What is believed, and why it is enough after ``kill -9`` and after a power cut:
 
-- A record carries a checksum over itself, seeded with its slot number and the slot size. A torn, flipped, moved or
-  swapped record is no record. So its owner (:mod:`kvtier.core.tenant`) is never another one's; records from before
-  there were owners have zeros there, which is nobody.
-- A record carries the checksum of key and payload (and so of its length, which is stored nowhere). The payload is
-  written before its record, but nothing forces the device to keep that order in a power cut; a payload that did not
-  arrive, arrived in part, or was overwritten under a stale record fails that checksum when read, and is a miss.
+- A record carries a checksum over itself, seeded with its slot number and the slot size. A torn,
+  flipped, moved or swapped record is no record. So its owner (:mod:`kvtier.core.tenant`) is never
+  another one's; records from before there were owners have zeros there, which is nobody.
+- A record carries the checksum of key and payload (and so of its length, which is stored nowhere).
+  The payload is written before its record, but nothing forces the device to keep that order in a
+  power cut; a payload that did not arrive, arrived in part, or was overwritten under a stale record
+  fails that checksum when read, and is a miss.
 
 So the order of writes decides only how much survives, never whether what survives is true.
 """
@@ -50,7 +53,8 @@ _SUPERBLOCK = struct.Struct("<8sIIQQQ")
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """The table's first page. ``pid`` is the process that has (or last had) it open; ``clean``: it closed it."""
+    """The table's first page. ``pid`` is the process that has (or last had) it open; ``clean``: it
+    closed it."""
 
     slot_bytes: int
     slots: int
@@ -60,7 +64,9 @@ class Superblock:
 
     def pack(self) -> bytes:
         """One page."""
-        body = _SUPERBLOCK.pack(_MAGIC, self.version, self.clean, self.slot_bytes, self.slots, self.pid)
+        body = _SUPERBLOCK.pack(
+            _MAGIC, self.version, self.clean, self.slot_bytes, self.slots, self.pid
+        )
         return (body + _CHECK.pack(xxh3_64_intdigest(body))).ljust(PAGE_BYTES, b"\0")
 
     @classmethod
@@ -91,21 +97,25 @@ def slots_within(bytes_: int, slot_bytes: int) -> int:
 def payload_checksum(key: ChunkKey, payload: memoryview) -> bytes:
     """16 bytes over key and payload. Releases the GIL; about 30 GB/s a core from memory.
 
-    XXH3-128 (https://github.com/Cyan4973/xxHash) finds damage, not forgery: who can write the files can write a
-    matching checksum, hence mode 0600.
+    XXH3-128 (https://github.com/Cyan4973/xxHash) finds damage, not forgery: who can write the files
+    can write a matching checksum, hence mode 0600.
     """
     return xxh3_128_digest(payload, seed=int.from_bytes(own_half(key), "little"))
 
 
-def pack_record(slot: int, slot_bytes: int, key: ChunkKey, checksum: bytes, seq: int, owner: int = NOBODY) -> bytes:
-    """The 128 bytes of one record; ``seq`` orders records by age, larger is newer, and is never 0."""
+def pack_record(
+    slot: int, slot_bytes: int, key: ChunkKey, checksum: bytes, seq: int, owner: int = NOBODY
+) -> bytes:
+    """The 128 bytes of one record; ``seq`` orders records by age, larger is newer, and is never
+    0."""
     body = _BODY.pack(key, checksum, seq, owner.to_bytes(OWNER_BYTES, "little"))
     return body + _CHECK.pack(xxh3_64_intdigest(body, seed=_seed(slot, slot_bytes)))
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The believed records of a table, oldest first, as columns; ``damaged`` counts those that were not believed."""
+    """The believed records of a table, oldest first, as columns; ``damaged`` counts those that were
+    not believed."""
 
     keys: list[ChunkKey]
     slots: NDArray[np.intp]
@@ -118,7 +128,8 @@ class Records:
 
 
 def read_records(table: memoryview, slots: int, slot_bytes: int) -> Records:
-    """Believe what deserves it among the first ``slots`` records of ``table`` (records only, no superblock).
+    """Believe what deserves it among the first ``slots`` records of ``table`` (records only, no
+    superblock).
 
     100,000 records take about 60 ms.
     """
@@ -126,7 +137,9 @@ def read_records(table: memoryview, slots: int, slot_bytes: int) -> Records:
     used = np.flatnonzero((rows["seq"] != 0) | (rows["check"] != 0))
     seed = _seed(0, slot_bytes)
     checks = [
-        xxh3_64_intdigest(table[slot * RECORD_BYTES : slot * RECORD_BYTES + _BODY_BYTES], seed=seed + slot)
+        xxh3_64_intdigest(
+            table[slot * RECORD_BYTES : slot * RECORD_BYTES + _BODY_BYTES], seed=seed + slot
+        )
         for slot in used.tolist()
     ]
     good = used[rows["check"][used] == np.array(checks, dtype=np.uint64)]
@@ -136,8 +149,12 @@ def read_records(table: memoryview, slots: int, slot_bytes: int) -> Records:
         keys=[ChunkKey(names[at : at + KEY_BYTES]) for at in range(0, len(names), KEY_BYTES)],
         slots=good,
         seqs=rows["seq"][good],
-        checksums=np.frombuffer(rows["checksum"][good].tobytes(), dtype=np.uint8).reshape(-1, CHECKSUM_BYTES),
-        owners=np.frombuffer(rows["owner"][good].tobytes(), dtype=np.uint8).reshape(-1, OWNER_BYTES),
+        checksums=np.frombuffer(rows["checksum"][good].tobytes(), dtype=np.uint8).reshape(
+            -1, CHECKSUM_BYTES
+        ),
+        owners=np.frombuffer(rows["owner"][good].tobytes(), dtype=np.uint8).reshape(
+            -1, OWNER_BYTES
+        ),
         damaged=len(used) - len(good),
     )
 
@@ -145,8 +162,9 @@ def read_records(table: memoryview, slots: int, slot_bytes: int) -> Records:
 def leaf_first(oldest_first: Sequence[ChunkKey]) -> list[ChunkKey]:
     """The same keys, coldest first, no parent colder than its child.
 
-    Records are as old as their writes, and a prompt's first chunk is written first; but a run is only as useful as
-    its first chunk, so a parent is made as recent as the most recent chunk below it.
+    Records are as old as their writes, and a prompt's first chunk is written first; but a run is
+    only as useful as its first chunk, so a parent is made as recent as the most recent chunk below
+    it.
     """
     by_link = {own_half(key): key for key in oldest_first}
     placed: set[ChunkKey] = set()

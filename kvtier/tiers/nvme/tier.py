@@ -1,8 +1,8 @@
 """NvmeTier: chunks on a local disk, in preallocated slots, found again after a restart or a crash.
 
-The index lives in memory (one dict entry and 36 packed bytes a chunk) and, record by record, on disk. See
-:mod:`kvtier.tiers.nvme.index` for what is believed after a crash, :mod:`kvtier.tiers.nvme.files` for the files and how
-payloads get there.
+The index lives in memory (one dict entry and 36 packed bytes a chunk) and, record by record, on
+disk. See :mod:`kvtier.tiers.nvme.index` for what is believed after a crash,
+:mod:`kvtier.tiers.nvme.files` for the files and how payloads get there.
 """
 
 from __future__ import annotations
@@ -35,9 +35,17 @@ _LOG = logging.getLogger(__name__)
 _MAX_SLOT_BYTES = 1 << 30
 _NEIGHBOURS = 64
 _COUNTS = (
-    "writes", "reads", "misses", "bytes_written", "bytes_read", "failed_writes", "failed_reads", "corrupt", "refused",
+    "writes",
+    "reads",
+    "misses",
+    "bytes_written",
+    "bytes_read",
+    "failed_writes",
+    "failed_reads",
+    "corrupt",
+    "refused",
     "evicted_unread",
-)  # fmt: skip
+)
 
 
 def _in_small_pages(_memory: memoryview) -> bool:
@@ -53,19 +61,23 @@ class NvmeTier:
         bytes_: room the tier may take there, both files together; never exceeded.
         slot_bytes: the largest chunk, a multiple of 4096, at most 1 GiB.
         direct: bypass the page cache where the file system allows it.
-        lent: others have the room; only what holds chunks from before keeps its blocks until :meth:`resize`. Else all
-            of it is reserved at once.
-        in_huge_pages: whether a chunk's memory is page-aligned and lies in huge pages, and needs no copy on its way.
+        lent: others have the room; only what holds chunks from before keeps its blocks until
+            :meth:`resize`. Else all of it is reserved at once.
+        in_huge_pages: whether a chunk's memory is page-aligned and lies in huge pages, and needs no
+            copy on its way.
 
-    Raises TierError when the folder is in use, not this user's alone, not writable, or without room; then nothing is
-    left behind.
+    Raises TierError when the folder is in use, not this user's alone, not writable, or without
+    room; then nothing is left behind.
 
-    Threads: any number of lane threads. ``_lock`` guards the index and the counts, and is never held during I/O.
-    A slot has one owner at any time: the free list, the write that fills it, the index, or the call that empties it.
-    ``counts`` holds plain integers since the start, for reading at any time; ``evicted_unread``: chunks that were
-    written and deleted and never read between, what a disk wore out for. ``trouble``: empty, or in words why nothing
-    is written now, because the folder was removed or another put in its place while it was in use. Each write and read
-    looks. Chunks are served as before, and writing goes on when the folder is back.
+    Threads: any number of lane threads. ``_lock`` guards the index and the counts, and is never
+        held during I/O.
+    A slot has one owner at any time: the free list, the write that fills it, the index, or the call
+        that empties it.
+    ``counts`` holds plain integers since the start, for reading at any time; ``evicted_unread``:
+    chunks that were written and deleted and never read between, what a disk wore out for.
+    ``trouble``: empty, or in words why nothing is written now, because the folder was removed or
+    another put in its place while it was in use. Each write and read looks. Chunks are served as
+    before, and writing goes on when the folder is back.
     """
 
     shared = False
@@ -81,7 +93,10 @@ class NvmeTier:
         in_huge_pages: Callable[[memoryview], bool] = _in_small_pages,
     ) -> None:
         if not 0 < slot_bytes <= _MAX_SLOT_BYTES or slot_bytes % PAGE_BYTES:
-            raise StateError(f"slot_bytes={slot_bytes}: expected a multiple of {PAGE_BYTES} up to {_MAX_SLOT_BYTES}")
+            raise StateError(
+                f"slot_bytes={slot_bytes}: expected a multiple of {PAGE_BYTES} up to "
+                f"{_MAX_SLOT_BYTES}"
+            )
         slots = slots_within(bytes_, slot_bytes)
         if not slots:
             raise TierError(
@@ -92,13 +107,19 @@ class NvmeTier:
         self.chunk_room, self.fixed_room = slot_bytes, table_bytes(slots)
         self.counts = dict.fromkeys(_COUNTS, 0)
         self._files = SlotFiles(
-            Path(path).absolute(), slots, slot_bytes, direct=direct, in_huge_pages=in_huge_pages, lent=lent
+            Path(path).absolute(),
+            slots,
+            slot_bytes,
+            direct=direct,
+            in_huge_pages=in_huge_pages,
+            lent=lent,
         )
         self.direct = self._files.direct
         self._lock = threading.Lock()
         self._logged: set[str] = set()
         self.trouble = ""
-        # key -> place = seq * capacity + slot: one integer says where, and tells this filling of the slot from others.
+        # key -> place = seq * capacity + slot: one integer says where, and tells this filling of
+        # the slot from others.
         self._places: dict[ChunkKey, int] = {}
         self._checksums = bytearray(CHECKSUM_BYTES * slots)
         self._owners = bytearray(OWNER_BYTES * slots)
@@ -120,10 +141,13 @@ class NvmeTier:
         """See :class:`~kvtier.tiers.base.OwnerKeeper`."""
         with self._lock:
             places = [self._places.get(key) for key in keys]
-            return [NOBODY if place is None else self._owner(place % self.capacity) for place in places]
+            return [
+                NOBODY if place is None else self._owner(place % self.capacity) for place in places
+            ]
 
     def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
-        """See :meth:`Tier.write`. A key that is held is not written again. Raises StateError for a wrong size."""
+        """See :meth:`Tier.write`. A key that is held is not written again. Raises StateError for a
+        wrong size."""
         if not 0 < data.nbytes <= self.slot_bytes:
             raise StateError(f"a chunk of {data.nbytes} bytes for slots of {self.slot_bytes} bytes")
         with self._lock:
@@ -159,7 +183,8 @@ class NvmeTier:
             slot = place % self.capacity
             checksum = self._checksum(slot)
         self._look()
-        # From here on the slot may be freed and filled with another chunk: then the checksum does not match.
+        # From here on the slot may be freed and filled with another chunk: then the checksum does
+        # not match.
         try:
             self._files.read_payload(slot, into)
             if payload_checksum(key, into) == checksum:
@@ -172,8 +197,8 @@ class NvmeTier:
         return False
 
     def resize(self, chunks: int) -> int:
-        """See :class:`~kvtier.tiers.base.RoomGiver`: blocks of free slots, the last of the file first, go back to the
-        file system; or are reserved again, as far as it has room."""
+        """See :class:`~kvtier.tiers.base.RoomGiver`: blocks of free slots, the last of the file
+        first, go back to the file system; or are reserved again, as far as it has room."""
         with self._lock:
             going = list[int]()
             if (surplus := self.capacity - len(self._given) - chunks) > 0:
@@ -210,8 +235,8 @@ class NvmeTier:
             self._empty(place % self.capacity)
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        """See :meth:`Tier.close`. Held keys that ``coldest_first`` does not name count as colder than those it names.
-        The lanes are closed before; a later call is a miss or a refusal."""
+        """See :meth:`Tier.close`. Held keys that ``coldest_first`` does not name count as colder
+        than those it names. The lanes are closed before; a later call is a miss or a refusal."""
         with self._lock:
             places, self._places = self._places, {}
             self._free = array("I")
@@ -221,7 +246,9 @@ class NvmeTier:
         table = bytearray(RECORD_BYTES * self.capacity)
         for seq, key in enumerate(order, start=1):
             slot = places[key] % self.capacity
-            record = pack_record(slot, self.slot_bytes, key, self._checksum(slot), seq, self._owner(slot))
+            record = pack_record(
+                slot, self.slot_bytes, key, self._checksum(slot), seq, self._owner(slot)
+            )
             table[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES] = record
         try:
             self._files.close(memoryview(table))
@@ -231,22 +258,39 @@ class NvmeTier:
     def _recover(self) -> list[ChunkKey]:
         """Build the index from the table; returns its keys, coldest first."""
         records = read_records(self._read_table(), self._files.kept, self.slot_bytes)
-        # A key with two records (its delete was lost in a power cut) keeps the newer: later entries win.
+        # A key with two records (its delete was lost in a power cut) keeps the newer: later entries
+        # win.
         self._places = dict(
-            zip(records.keys, (records.seqs.astype(np.int64) * self.capacity + records.slots).tolist(), strict=True)
+            zip(
+                records.keys,
+                (records.seqs.astype(np.int64) * self.capacity + records.slots).tolist(),
+                strict=True,
+            )
         )
-        np.frombuffer(self._checksums, dtype=np.uint8).reshape(-1, CHECKSUM_BYTES)[records.slots] = records.checksums
-        np.frombuffer(self._owners, dtype=np.uint8).reshape(-1, OWNER_BYTES)[records.slots] = records.owners
+        np.frombuffer(self._checksums, dtype=np.uint8).reshape(-1, CHECKSUM_BYTES)[
+            records.slots
+        ] = records.checksums
+        np.frombuffer(self._owners, dtype=np.uint8).reshape(-1, OWNER_BYTES)[records.slots] = (
+            records.owners
+        )
         self._seq = int(records.seqs[-1]) if len(records.seqs) else 0
         unused = np.ones(self.capacity, dtype=bool)
-        unused[np.fromiter(self._places.values(), dtype=np.int64, count=len(self._places)) % self.capacity] = False
+        unused[
+            np.fromiter(self._places.values(), dtype=np.int64, count=len(self._places))
+            % self.capacity
+        ] = False
         # Popped from the end: the first chunks go to the first slots.
         self._free = array("I", np.flatnonzero(unused)[::-1].astype(np.uint32).tobytes())
         self.counts["corrupt"] += records.damaged
         if self._places or records.damaged:
             how = "" if self._files.clean else " after a stop without close"
-            _LOG.info("NVMe tier %s: %d chunks found%s, %d records damaged",
-                      self._files.path, len(self._places), how, records.damaged)  # fmt: skip
+            _LOG.info(
+                "NVMe tier %s: %d chunks found%s, %d records damaged",
+                self._files.path,
+                len(self._places),
+                how,
+                records.damaged,
+            )
         return leaf_first(list(self._places))
 
     def _read_table(self) -> memoryview:
@@ -258,9 +302,10 @@ class NvmeTier:
             return memoryview(b"")
 
     def _fill(self, key: ChunkKey, place: int, data: memoryview, owner: int) -> bool:
-        """Payload, then record. The slot's old record is gone or (power cut) names a payload that is no longer there,
-        so at no moment can anybody believe something false about this slot. The order of the two decides nothing but
-        a count: a record without its payload fails the payload's checksum and is counted as corrupt."""
+        """Payload, then record. The slot's old record is gone or (power cut) names a payload that
+        is no longer there, so at no moment can anybody believe something false about this slot. The
+        order of the two decides nothing but a count: a record without its payload fails the
+        payload's checksum and is counted as corrupt."""
         if not self._look():
             with self._lock:
                 self.counts["refused"] += 1
@@ -269,14 +314,18 @@ class NvmeTier:
         checksum = payload_checksum(key, data)
         try:
             self._files.write_payload(slot, data)
-            self._files.write_record(slot, pack_record(slot, self.slot_bytes, key, checksum, seq, owner))
+            self._files.write_record(
+                slot, pack_record(slot, self.slot_bytes, key, checksum, seq, owner)
+            )
         except OSError as error:
             self._log_first("write", error)
             with self._lock:
                 self.counts["failed_writes"] += 1
             return False
         self._checksums[slot * CHECKSUM_BYTES : (slot + 1) * CHECKSUM_BYTES] = checksum
-        self._owners[slot * OWNER_BYTES : (slot + 1) * OWNER_BYTES] = owner.to_bytes(OWNER_BYTES, "little")
+        self._owners[slot * OWNER_BYTES : (slot + 1) * OWNER_BYTES] = owner.to_bytes(
+            OWNER_BYTES, "little"
+        )
         return True
 
     def _look(self) -> bool:
@@ -285,8 +334,10 @@ class NvmeTier:
             self.trouble = ""
             return True
         self.trouble = (
-            f"{self.name}: its folder {self._files.path} was removed or replaced while in use: what it holds is served "
-            "until the end of this process and then lost, nothing more is written; restart to begin with a new one"
+            f"{self.name}: its folder {self._files.path} was removed or replaced while in use: "
+            "what it holds is served "
+            "until the end of this process and then lost, nothing more is written; restart to "
+            "begin with a new one"
         )
         self._log_first("folder", self.trouble)
         return False
@@ -298,7 +349,8 @@ class NvmeTier:
             self.counts["bytes_read"] += chunk.nbytes
 
     def _drop(self, key: ChunkKey, place: int, count: str) -> None:
-        """Forget a bad chunk, unless it is not bad but was deleted, and maybe written anew, since we looked."""
+        """Forget a bad chunk, unless it is not bad but was deleted, and maybe written anew, since
+        we looked."""
         with self._lock:
             if self._places.get(key) != place:
                 self.counts["misses"] += 1
@@ -309,8 +361,9 @@ class NvmeTier:
         self._empty(place % self.capacity)
 
     def _empty(self, slot: int) -> None:
-        """Take the record off the disk, then free the slot; between the two it belongs to this call alone. In the other
-        order a new chunk's record could be there first, and be erased in this one's place."""
+        """Take the record off the disk, then free the slot; between the two it belongs to this call
+        alone. In the other order a new chunk's record could be there first, and be erased in this
+        one's place."""
         try:
             self._files.write_record(slot, EMPTY_RECORD)
         except OSError as error:
@@ -327,8 +380,12 @@ class NvmeTier:
     def _log_first(self, kind: str, what: object) -> None:
         if kind not in self._logged:
             self._logged.add(kind)
-            _LOG.warning("NVMe tier %s: first fault of kind %s: %s (only counted from now on)",
-                         self._files.path, kind, what)  # fmt: skip
+            _LOG.warning(
+                "NVMe tier %s: first fault of kind %s: %s (only counted from now on)",
+                self._files.path,
+                kind,
+                what,
+            )
 
 
 def _neighbours(slots: Sequence[int]) -> Iterator[Sequence[int]]:

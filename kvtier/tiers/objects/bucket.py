@@ -1,7 +1,8 @@
-"""A bucket: the requests that a tier makes of it through ``obstore``, and what went wrong with one, in words.
+"""A bucket: the requests that a tier makes of it through ``obstore``, and what went wrong with one,
+in words.
 
-The words are ours. What a store or a library says of an error can hold a signed URL or a key's name, so of it only the
-store's error code and the HTTP status are ever shown.
+The words are ours. What a store or a library says of an error can hold a signed URL or a key's
+name, so of it only the store's error code and the HTTP status are ever shown.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ _SLOWEST = 8 << 20
 _RETRIES = 1
 _RETRY_S = 5
 _MULTIPART_BYTES = 64 << 20
-"""From here on a chunk is written in several requests at once. Below, their overhead (three requests more, each of
-which costs money) is more than what they save, because several chunks are on their way at once anyway."""
+"""From here on a chunk is written in several requests at once. Below, their overhead (three
+requests more, each of which costs money) is more than what they save, because several chunks are on
+their way at once anyway."""
 _PART_BYTES = 16 << 20
 
 _ENVIRONMENT = {
@@ -80,10 +82,12 @@ class Bucket:
 
     Args:
         url: where it is; credentials, region and endpoint are the environment's.
-        chunk_bytes: the largest chunk; a request may take as long as one needs at 8 MiB/s, and five seconds more.
+        chunk_bytes: the largest chunk; a request may take as long as one needs at 8 MiB/s, and five
+            seconds more.
 
     Raises ConfigError for a URL that is none, TierError for an environment that can never do.
-    Threads: any; every method blocks until the store has answered or time is over, and raises FAULTS.
+    Threads: any; every method blocks until the store has answered or time is over, and raises
+    FAULTS.
     """
 
     def __init__(self, url: str, chunk_bytes: int) -> None:
@@ -98,22 +102,37 @@ class Bucket:
         retry: RetryConfig = {
             "max_retries": _RETRIES,
             "retry_timeout": timedelta(seconds=min(limit, _RETRY_S)),
-            "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(milliseconds=500)},
+            "backoff": {
+                "init_backoff": timedelta(milliseconds=50),
+                "max_backoff": timedelta(milliseconds=500),
+            },
         }
         try:
-            self._store = from_url(f"{self.url.scheme}://{self.url.bucket}", client_options=client, retry_config=retry)
+            self._store = from_url(
+                f"{self.url.scheme}://{self.url.bucket}", client_options=client, retry_config=retry
+            )
         except (*FAULTS, ValueError) as error:
-            reason = self.hopeless(error) or f"{_ENVIRONMENT[self.url.scheme]} make no store ({words(error)})"
+            reason = (
+                self.hopeless(error)
+                or f"{_ENVIRONMENT[self.url.scheme]} make no store ({words(error)})"
+            )
             raise TierError(f"object store {self.label}: {reason}") from None
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> int:
         """Write an object whole, or not at all. Its bytes."""
         length = sum(memoryview(part).nbytes for part in parts)
-        obstore.put(self._store, name, parts, use_multipart=length >= _MULTIPART_BYTES, chunk_size=_PART_BYTES)
+        obstore.put(
+            self._store,
+            name,
+            parts,
+            use_multipart=length >= _MULTIPART_BYTES,
+            chunk_size=_PART_BYTES,
+        )
         return length
 
     def get(self, name: str, length: int) -> memoryview | None:
-        """The bytes of an object; no bytes when it is of another length; None when there is none."""
+        """The bytes of an object; no bytes when it is of another length; None when there is
+        none."""
         try:
             answer = obstore.get(self._store, name)
         except FileNotFoundError:
@@ -130,19 +149,22 @@ class Bucket:
     def delete(self, names: Sequence[str]) -> int:
         """How many names were given. One that is not there is no fault."""
         for name in names:
-            with suppress(FileNotFoundError):  # S3 says nothing of a name that is not there, others do
+            with suppress(
+                FileNotFoundError
+            ):  # S3 says nothing of a name that is not there, others do
                 obstore.delete(self._store, name)
         return len(names)
 
     def listed(self, folder: str) -> Iterator[tuple[str, int, datetime]]:
-        """Name, bytes and time of the last write of every object below ``folder``, in no order, page by page."""
+        """Name, bytes and time of the last write of every object below ``folder``, in no order,
+        page by page."""
         for page in obstore.list(self._store, prefix=folder):
             for meta in page:
                 yield meta["path"], meta["size"], meta["last_modified"]
 
     def greet(self, folder: str) -> None:
-        """Try once what a tier does. Raises FAULTS when the store cannot be reached now, TierError for what only the
-        operator can mend."""
+        """Try once what a tier does. Raises FAULTS when the store cannot be reached now, TierError
+        for what only the operator can mend."""
         trial, text = f"{folder}/trial-{urandom(8).hex()}", b"kvtier"
         try:
             self.get(trial, 0)  # not a HEAD, whose answer could not say in a body what is wrong
@@ -155,24 +177,38 @@ class Bucket:
                 raise TierError(f"object store {self.label}: {reason}") from None
             raise
         if back is None or bytes(back) != text:
-            raise TierError(f"object store {self.label}: what was written is not what is read; look at the store")
+            raise TierError(
+                f"object store {self.label}: what was written is not what is read; look at "
+                "the store"
+            )
 
     def hopeless(self, error: BaseException) -> str | None:
         """What the operator has to mend, where waiting mends nothing."""
         text, code = str(error), _code(error)
         environment, rights = _ENVIRONMENT[self.url.scheme], _RIGHTS[self.url.scheme]
         if code in _HOPELESS:
-            return f"{_HOPELESS[code].format(environment=environment, rights=rights)} ({words(error)})"
+            return (
+                f"{_HOPELESS[code].format(environment=environment, rights=rights)} ({words(error)})"
+            )
         if _INSTANCE_ROLE.search(text):
-            return f"no credentials: the environment has none, and no role of this instance gave any; set {environment}"
+            return (
+                "no credentials: the environment has none, and no role of this instance gave "
+                f"any; set {environment}"
+            )
         if "MissingAccount" in text or "Account must be specified" in text:
             return f"no account: set {environment}"
         if "incorrectly configured region" in text:
             return _REGION
         if "BadScheme" in text:
-            return "the endpoint is http://, which the network can read and forge; set AWS_ALLOW_HTTP=true if it may be"
+            return (
+                "the endpoint is http://, which the network can read and forge; set "
+                "AWS_ALLOW_HTTP=true if it may be"
+            )
         if isinstance(error, (PermissionDeniedError, UnauthenticatedError, PermissionError)):
-            return f"the credentials are refused; correct {environment}, or allow {rights} ({words(error)})"
+            return (
+                f"the credentials are refused; correct {environment}, or allow {rights} "
+                f"({words(error)})"
+            )
         return None
 
 

@@ -4,7 +4,8 @@ A chunk is one object, written whole or not at all::
 
     <prefix>/kvtier-1/<namespace>/<key>          header, 80 bytes, then the payload
 
-The format's version is in the name, so that servers of different versions never read each other's bytes.
+The format's version is in the name, so that servers of different versions never read each other's
+bytes.
 """
 
 from __future__ import annotations
@@ -36,8 +37,12 @@ class Form:
 
     def __init__(self, prefix: str, namespace: bytes) -> None:
         if not 1 <= len(namespace) <= _NAMESPACE_BYTES:
-            raise ConfigError(f"a namespace of {len(namespace)} bytes, expected 1 to {_NAMESPACE_BYTES}")
-        self.folder = (f"{prefix}/" if prefix else "") + f"kvtier-{FORMAT_VERSION}/{namespace.hex()}"
+            raise ConfigError(
+                f"a namespace of {len(namespace)} bytes, expected 1 to {_NAMESPACE_BYTES}"
+            )
+        self.folder = (
+            f"{prefix}/" if prefix else ""
+        ) + f"kvtier-{FORMAT_VERSION}/{namespace.hex()}"
         """All chunks lie in it, and nothing else but trials."""
 
     def name(self, key: ChunkKey) -> str:
@@ -56,7 +61,8 @@ class Form:
 
 
 def header(key: ChunkKey, payload: memoryview) -> bytes:
-    """What stands in front of the payload: whose bytes these are, how many, and XXH3-128 over key and payload."""
+    """What stands in front of the payload: whose bytes these are, how many, and XXH3-128 over key
+    and payload."""
     digest = xxh3_128(key)
     digest.update(payload)
     return _HEAD.pack(_MAGIC, FORMAT_VERSION, 0, 0, payload.nbytes, key) + digest.digest()

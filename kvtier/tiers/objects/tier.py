@@ -1,15 +1,18 @@
-"""ObjectTier: chunks in a bucket that hosts share and that outlives them: a new host starts warm from it.
+"""ObjectTier: chunks in a bucket that hosts share and that outlives them: a new host starts warm
+from it.
 
-Every chunk is one object, which stores write whole or not at all. A reader compares XXH3-128 over key and payload, so a
-wrong byte is a miss and a count, and never served.
+Every chunk is one object, which stores write whole or not at all. A reader compares XXH3-128 over
+key and payload, so a wrong byte is a miss and a count, and never served.
 
-Looking a run up lists nothing. What leaves a run leaves it from its end, so that a run is held up to a point, and that
-point is found by bisection: one request where nothing is held, eight for 128 chunks. A run with a gap, such as one that
-a lifecycle rule has thinned out, may be told longer than it is. Its missing chunk is a miss when it is read.
+Looking a run up lists nothing. What leaves a run leaves it from its end, so that a run is held up
+to a point, and that point is found by bisection: one request where nothing is held, eight for 128
+chunks. A run with a gap, such as one that a lifecycle rule has thinned out, may be told longer than
+it is. Its missing chunk is a miss when it is read.
 
-Order and room are the Directory's, as for every tier: it deletes leaf first within ``capacity``. Several servers on one
-bucket: each owns a budget of its own and sees what the others wrote by asking. What one deletes is gone for all, and a
-miss for them. Chunks that no server remembers leave by a lifecycle rule of the bucket.
+Order and room are the Directory's, as for every tier: it deletes leaf first within ``capacity``.
+Several servers on one bucket: each owns a budget of its own and sees what the others wrote by
+asking. What one deletes is gone for all, and a miss for them. Chunks that no server remembers leave
+by a lifecycle rule of the bucket.
 
 A store that fails is left alone for a while, then tried by one call.
 """
@@ -37,9 +40,19 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 _COUNTS = (
-    "writes", "reads", "misses", "bytes_written", "bytes_read", "failed_writes", "failed_reads", "failed_finds",
-    "failed_deletes", "corrupt", "refused", "breaker_trips",
-)  # fmt: skip
+    "writes",
+    "reads",
+    "misses",
+    "bytes_written",
+    "bytes_read",
+    "failed_writes",
+    "failed_reads",
+    "failed_finds",
+    "failed_deletes",
+    "corrupt",
+    "refused",
+    "breaker_trips",
+)
 _MAX_CHUNK_BYTES = 1 << 30
 _ALL_ASKED = 8
 """So many chunks are asked for one by one: exact, and no more requests than a bisection of 128."""
@@ -61,10 +74,12 @@ class ObjectTier:
         chunk_bytes: the largest chunk, at most 1 GiB.
         clock: monotonic seconds.
 
-    A store that cannot be reached is no error: the tier misses and refuses, and is there once the store is. Raises
-    TierError for what does not heal by waiting: credentials, region, clock, no such bucket, no room for a chunk.
+    A store that cannot be reached is no error: the tier misses and refuses, and is there once the
+    store is. Raises TierError for what does not heal by waiting: credentials, region, clock, no
+    such bucket, no room for a chunk.
 
-    Threads: any number of lane threads; no thread of its own but the library's. ``_lock`` guards counts and owed
+    Threads: any number of lane threads; no thread of its own but the library's. ``_lock`` guards
+        counts and owed
     deletes and is never held during I/O. ``counts`` holds plain integers since the start.
     """
 
@@ -72,15 +87,22 @@ class ObjectTier:
     name = "object"
 
     def __init__(
-        self, bucket: Bucket, form: Form, bytes_: int, chunk_bytes: int, clock: Callable[[], float] = time.monotonic
+        self,
+        bucket: Bucket,
+        form: Form,
+        bytes_: int,
+        chunk_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not 0 < chunk_bytes <= _MAX_CHUNK_BYTES:
             raise StateError(f"chunk_bytes={chunk_bytes}: expected 1 to {_MAX_CHUNK_BYTES}")
         self.chunk_room, self.fixed_room = room(chunk_bytes), 0
         self.capacity = bytes_ // self.chunk_room
         if not self.capacity:
-            raise TierError(f"object tier {bucket.label}: {bytes_:,} bytes hold no chunk; give at least "
-                            f"object_bytes={self.chunk_room:,}")  # fmt: skip
+            raise TierError(
+                f"object tier {bucket.label}: {bytes_:,} bytes hold no chunk; give at least "
+                f"object_bytes={self.chunk_room:,}"
+            )
         self.chunk_bytes = chunk_bytes
         self.counts = dict.fromkeys(_COUNTS, 0)
         self._bucket, self._form, self._clock = bucket, form, clock
@@ -110,8 +132,9 @@ class ObjectTier:
         return chunks
 
     def recovered(self) -> Sequence[ChunkKey]:
-        """See :meth:`Tier.recovered`. At most ``capacity`` keys, those written last: the rest may be another server's,
-        and is found by asking. Bounded in time and number; on a fault, what was found so far."""
+        """See :meth:`Tier.recovered`. At most ``capacity`` keys, those written last: the rest may
+        be another server's, and is found by asking. Bounded in time and number; on a fault, what
+        was found so far."""
         stamps: dict[ChunkKey, datetime] = {}
         until, whole = self._clock() + _LIST_S, True
         with suppress(StopIteration):
@@ -121,34 +144,51 @@ class ObjectTier:
                 if not found:
                     break
                 for name, size, stamp in found:
-                    if (key := self._form.key(name)) is not None and HEADER_BYTES < size <= self.chunk_room:
+                    if (
+                        key := self._form.key(name)
+                    ) is not None and HEADER_BYTES < size <= self.chunk_room:
                         stamps[key] = stamp
                 whole = self._clock() < until and len(stamps) < _MOST_LISTED
         order = coldest_first(stamps.items())
         if stamps:
             more = max(0, len(order) - self.capacity)
-            text = "object tier %s: %d chunks found%s, %d more than our share are left to other servers"
-            _LOG.info(text, self._bucket.label, len(order), "" if whole else " in the time a start may take", more)
+            text = (
+                "object tier %s: %d chunks found%s, %d more than our share are left to "
+                "other servers"
+            )
+            _LOG.info(
+                text,
+                self._bucket.label,
+                len(order),
+                "" if whole else " in the time a start may take",
+                more,
+            )
         return order[-self.capacity :]
 
     def write(self, key: ChunkKey, data: memoryview) -> bool:
         """See :meth:`Tier.write`. Raises StateError for a wrong size."""
         if not 0 < data.nbytes <= self.chunk_bytes:
-            raise StateError(f"a chunk of {data.nbytes} bytes for a tier of chunks of {self.chunk_bytes} bytes")
+            raise StateError(
+                f"a chunk of {data.nbytes} bytes for a tier of chunks of {self.chunk_bytes} bytes"
+            )
         with self._lock:
             if key in self._settling:
                 self.counts["refused"] += 1
                 return False
             self._owed.pop(key, None)
         name = self._form.name(key)
-        if self._call("failed_writes", partial(self._bucket.put, name, [header(key, data), data])) is None:
+        if (
+            self._call("failed_writes", partial(self._bucket.put, name, [header(key, data), data]))
+            is None
+        ):
             self._owe([key])  # it may be there all the same: an answer that was lost
             return False
         self._count("writes", "bytes_written", data.nbytes)
         return True
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
-        """See :meth:`Tier.read`. ``into`` has exactly the size that was written. None while the store is away."""
+        """See :meth:`Tier.read`. ``into`` has exactly the size that was written. None while the
+        store is away."""
         name, length = self._form.name(key), room(into.nbytes)
         answer = self._call("failed_reads", lambda: [self._bucket.get(name, length)])
         if answer is None:
@@ -168,13 +208,16 @@ class ObjectTier:
         return False
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
-        """See :meth:`Tier.find`. Exact for up to 8 keys. Of more it believes that a run has no gaps: at most 8 requests
-        for 128 keys, and one where nothing is held."""
+        """See :meth:`Tier.find`. Exact for up to 8 keys. Of more it believes that a run has no
+        gaps: at most 8 requests for 128 keys, and one where nothing is held."""
         if len(keys) <= _ALL_ASKED:
             return next((index for index, key in enumerate(keys) if not self._has(key)), len(keys))
         if not self._has(keys[0]):
             return 0
-        held, missing = 1, len(keys) + 1  # of a run of `held` all are there, of a run of `missing` not all
+        held, missing = (
+            1,
+            len(keys) + 1,
+        )  # of a run of `held` all are there, of a run of `missing` not all
         while missing - held > 1:
             middle = (held + missing) // 2
             if (there := self._has(keys[middle - 1])) is None:
@@ -183,15 +226,17 @@ class ObjectTier:
         return held
 
     def delete(self, key: ChunkKey) -> None:
-        """See :meth:`Tier.delete`. While the store is away the delete is owed, and made good after the next call that
-        succeeds; of more than 65,536 the oldest is given up, and leaves by the bucket's lifecycle rule."""
+        """See :meth:`Tier.delete`. While the store is away the delete is owed, and made good after
+        the next call that succeeds; of more than 65,536 the oldest is given up, and leaves by the
+        bucket's lifecycle rule."""
         self._unlink([key])
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        """Nothing is kept but what is in the bucket: the order of the next start is that of the last writes."""
+        """Nothing is kept but what is in the bucket: the order of the next start is that of the
+        last writes."""
         self._closed = True
 
-    # ---- faults --------------------------------------------------------------------------------------------------
+    # ---- faults ----------------------------------------------------------------------------------
 
     def _has(self, key: ChunkKey) -> bool | None:
         """None where it cannot be asked."""
@@ -219,8 +264,14 @@ class ObjectTier:
         self._log_first(count, self._bucket.hopeless(error) or words(error))
         if self._breaker.fault():
             self._count("breaker_trips")
-            _LOG.warning("object tier %s: %d faults in a row; every call misses for %.1f s, then one tries again (%s)",
-                         self._bucket.label, FAULTS_TO_OPEN, self._breaker.wait_s, words(error))  # fmt: skip
+            _LOG.warning(
+                "object tier %s: %d faults in a row; every call misses for %.1f s, then one tries "
+                "again (%s)",
+                self._bucket.label,
+                FAULTS_TO_OPEN,
+                self._breaker.wait_s,
+                words(error),
+            )
 
     def _unlink(self, keys: Sequence[ChunkKey]) -> None:
         names = [self._form.name(key) for key in keys]
@@ -234,9 +285,12 @@ class ObjectTier:
                 del self._owed[next(iter(self._owed))]
 
     def _settle(self) -> None:
-        """Make good a few owed deletes. A key is refused to writers meanwhile: its new chunk must not fall too."""
+        """Make good a few owed deletes. A key is refused to writers meanwhile: its new chunk must
+        not fall too."""
         with self._lock:
-            keys = [key for key in islice(self._owed, _SETTLED_AT_ONCE) if key not in self._settling]
+            keys = [
+                key for key in islice(self._owed, _SETTLED_AT_ONCE) if key not in self._settling
+            ]
             for key in keys:
                 del self._owed[key]
             self._settling.update(keys)
@@ -255,5 +309,9 @@ class ObjectTier:
     def _log_first(self, kind: str, what: object) -> None:
         if kind not in self._logged:
             self._logged.add(kind)
-            _LOG.warning("object tier %s: first fault of kind %s: %s (only counted from now on)",
-                         self._bucket.label, kind, what)  # fmt: skip
+            _LOG.warning(
+                "object tier %s: first fault of kind %s: %s (only counted from now on)",
+                self._bucket.label,
+                kind,
+                what,
+            )

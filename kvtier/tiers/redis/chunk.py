@@ -1,4 +1,5 @@
-"""One chunk over one wire: its parts and its header, in the order that makes a torn chunk a miss."""
+"""One chunk over one wire: its parts and its header, in the order that makes a torn chunk a
+miss."""
 
 from __future__ import annotations
 
@@ -63,16 +64,18 @@ def get_chunk(wire: Wire, form: Form, key: ChunkKey, into: memoryview) -> str:
 
 
 def _is_still(wire: Wire, form: Form, key: ChunkKey, header: memoryview) -> bool:
-    """Is this the header now? If not, the chunk was written anew while it was read, and must not be dropped. Encryption
-    gives each write other bytes, so the old header does not fit the new parts."""
+    """Is this the header now? If not, the chunk was written anew while it was read, and must not be
+    dropped. Encryption gives each write other bytes, so the old header does not fit the new
+    parts."""
     (now,) = wire.ask([("GET", form.header_name(key))])
     return bool(now == header)
 
 
 def _is_torn(wire: Wire, form: Form, key: ChunkKey, length: int) -> bool:
-    """Is there a header without one of its parts? If not, the chunk was deleted, and maybe written anew, while it
-    was read, and must not be dropped. One command, because only one command is one moment: EXISTS counts a name
-    as often as it is given, so the header, given more often than there are parts, shows in the sum."""
+    """Is there a header without one of its parts? If not, the chunk was deleted, and maybe written
+    anew, while it was read, and must not be dropped. One command, because only one command is one
+    moment: EXISTS counts a name as often as it is given, so the header, given more often than there
+    are parts, shows in the sum."""
     parts = form.part_names(key, length)
     (count,) = wire.ask([("EXISTS", *[form.header_name(key)] * (len(parts) + 1), *parts)])
     return isinstance(count, int) and len(parts) < count < 2 * len(parts) + 1

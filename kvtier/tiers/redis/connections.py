@@ -1,4 +1,5 @@
-"""Connections to one Redis server: made, logged in, lent out one caller at a time, and kept for the next."""
+"""Connections to one Redis server: made, logged in, lent out one caller at a time, and kept for the
+next."""
 
 from __future__ import annotations
 
@@ -26,12 +27,15 @@ class ConnectionFactory:
         self._path, self._login, self._database = url.path, login, database
         self._tls = None if url.tls is None else _context(url.tls)
         self.secrets = tuple(
-            word for one in (url.login, url.sentinel_login) for word in (one.password,) if word is not None
+            word
+            for one in (url.login, url.sentinel_login)
+            for word in (one.password,)
+            if word is not None
         )
 
     def connect(self, address: Address | None, within_s: float | None = None) -> socket.socket:
-        """A socket that is logged in. None: the Unix socket. Takes ``timeout_s``, or ``within_s``, at most, and the
-        time that the system takes to look up a name. Raises FAULTS."""
+        """A socket that is logged in. None: the Unix socket. Takes ``timeout_s``, or ``within_s``,
+        at most, and the time that the system takes to look up a name. Raises FAULTS."""
         allowed = self.timeout_s if within_s is None else within_s
         until = time.monotonic() + allowed
         plain = self._unix(allowed) if address is None else _tcp(address, allowed)
@@ -86,7 +90,11 @@ def _context(tls: Tls) -> ssl.SSLContext:
         if tls.certificate is not None:
             context.load_cert_chain(tls.certificate, tls.key, password=lambda: b"")
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "no certificate or key"
+        reason = (
+            error.strerror
+            if isinstance(error, OSError) and error.strerror
+            else "no certificate or key"
+        )
         raise ConfigError(f"redis_url: its certificate files cannot be used: {reason}") from None
     return context
 
@@ -99,9 +107,12 @@ def _only(ca: str, like: ssl.SSLContext) -> ssl.SSLContext:
 
 
 class Pool:
-    """At most ``connections`` connections to one server. Threads: any; ``_lock`` is never held during I/O."""
+    """At most ``connections`` connections to one server. Threads: any; ``_lock`` is never held
+    during I/O."""
 
-    def __init__(self, factory: ConnectionFactory, address: Address | None, connections: int) -> None:
+    def __init__(
+        self, factory: ConnectionFactory, address: Address | None, connections: int
+    ) -> None:
         self._factory, self._address = factory, address
         self._places = threading.BoundedSemaphore(connections)
         self._lock = threading.Lock()
@@ -110,7 +121,8 @@ class Pool:
 
     @contextmanager
     def wire(self) -> Iterator[Wire]:
-        """A wire for one call. Raises FAULTS; a connection that failed is closed, not lent again."""
+        """A wire for one call. Raises FAULTS; a connection that failed is closed, not lent
+        again."""
         timeout_s = self._factory.timeout_s
         if not self._places.acquire(timeout=timeout_s):
             raise TimeoutError("every connection is in use")

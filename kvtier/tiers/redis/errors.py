@@ -18,7 +18,8 @@ class ProtocolError(RedisError):
 
 
 class MovingError(RedisError):
-    """The node is well, and these names are moving to another one just now. They are somewhere, so this is no miss."""
+    """The node is well, and these names are moving to another one just now. They are somewhere, so
+    this is no miss."""
 
 
 class MovedError(MovingError):

@@ -1,4 +1,5 @@
-"""Which nodes of a Redis are left alone now, because they fail or take no writes: each for itself."""
+"""Which nodes of a Redis are left alone now, because they fail or take no writes: each for
+itself."""
 
 from __future__ import annotations
 
@@ -16,14 +17,16 @@ _FULL_WAIT_S, _LONGEST_FULL_WAIT_S = 0.25, 8.0
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What is known of one node. Its capacity is its own: a full one says nothing about the others."""
+    """What is known of one node. Its capacity is its own: a full one says nothing about the
+    others."""
 
     away: Breaker
     full: Breaker
 
 
 class Health:
-    """The nodes of a servers, by where a name lies. Threads: any; ``_lock`` is never held during I/O."""
+    """The nodes of a servers, by where a name lies. Threads: any; ``_lock`` is never held during
+    I/O."""
 
     def __init__(self, servers: RedisServers, clock: Callable[[], float]) -> None:
         self._servers, self._clock = servers, clock
@@ -37,7 +40,9 @@ class Health:
             if place not in self._nodes:
                 self._nodes = dict(self._present())
                 away = Breaker(FAULTS_TO_OPEN, _WAIT_S, _LONGEST_WAIT_S, self._clock)
-                self._nodes[place] = Node(away, Breaker(1, _FULL_WAIT_S, _LONGEST_FULL_WAIT_S, self._clock))
+                self._nodes[place] = Node(
+                    away, Breaker(1, _FULL_WAIT_S, _LONGEST_FULL_WAIT_S, self._clock)
+                )
             return self._nodes[place]
 
     @property

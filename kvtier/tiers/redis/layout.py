@@ -1,14 +1,15 @@
-"""How a chunk lies in Redis: names, parts, header, room; and what Redis's own eviction means for it. Pure.
+"""How a chunk lies in Redis: names, parts, header, room; and what Redis's own eviction means for
+it. Pure.
 
 A chunk is one small header key and its payload in part keys, all named by content::
 
     kvtier:2:<namespace>:{<key>}                     header, 104 bytes, written last
     kvtier:2:<namespace>:{<key>}:<part bytes>:<i>    part i of the payload
 
-The braces are Redis Cluster's hash tag: header and parts of one chunk lie on one node. The format's version and the
-part size are in the names, so that servers of different versions or settings share a Redis without ever reading, or
-mixing, each other's bytes. Two servers that write one chunk at once write the same parts under the same names, and the
-later header stays.
+The braces are Redis Cluster's hash tag: header and parts of one chunk lie on one node. The format's
+version and the part size are in the names, so that servers of different versions or settings share
+a Redis without ever reading, or mixing, each other's bytes. Two servers that write one chunk at
+once write the same parts under the same names, and the later header stays.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from kvtier.core.tenant import NOBODY, OWNER_BYTES
 FORMAT_VERSION = 2
 CHECKSUM_BYTES = 16
 PART_BYTES = (1 << 20) - 64
-"""Payload bytes of a part. Measured from 64 KiB to 2 MiB: from 512 KiB on a lane is as fast as it gets, and a part of
-1 MiB holds Redis's one thread for a quarter of a millisecond. 64 bytes less than a power of two, because the value's
-own 12 bytes would otherwise push it into jemalloc's next size class, a quarter larger."""
+"""Payload bytes of a part. Measured from 64 KiB to 2 MiB: from 512 KiB on a lane is as fast as it
+gets, and a part of 1 MiB holds Redis's one thread for a quarter of a millisecond. 64 bytes less
+than a power of two, because the value's own 12 bytes would otherwise push it into jemalloc's next
+size class, a quarter larger."""
 
 _MAGIC = b"kvtier/R"
 _HEAD = struct.Struct(f"<8sHHIQ{KEY_BYTES}s")
@@ -48,8 +50,10 @@ class Form:
     """Names and headers of one model's chunks.
 
     Args:
-        prefix: first part of every name; letters, digits and ``. _ : -``, so that it can stand in patterns and ACLs.
-        namespace: 1 to 32 bytes that stand for the model and its layout (the first bytes of the fingerprint).
+        prefix: first part of every name; letters, digits and ``. _ : -``, so that it can stand in
+            patterns and ACLs.
+        namespace: 1 to 32 bytes that stand for the model and its layout (the first bytes of the
+            fingerprint).
         part_bytes: payload bytes of a part.
 
     Raises ConfigError for a prefix, namespace or size that is none.
@@ -60,7 +64,8 @@ class Form:
             raise ConfigError(f"Redis prefix {prefix!r}: use letters, digits and . _ : - only")
         if not 1 <= len(namespace) <= _NAMESPACE_BYTES or part_bytes < 1:
             raise ConfigError(
-                f"Redis names need a namespace of 1 to {_NAMESPACE_BYTES} bytes and a part size of at least 1 byte, "
+                f"Redis names need a namespace of 1 to {_NAMESPACE_BYTES} bytes and a part size of "
+                "at least 1 byte, "
                 f"got {len(namespace)} and {part_bytes}"
             )
         self.part_bytes = part_bytes
@@ -87,22 +92,30 @@ class Form:
 
     def split(self, chunk: memoryview) -> list[memoryview]:
         """The parts of a chunk, views of the same memory."""
-        return [chunk[start : start + self.part_bytes] for start in range(0, chunk.nbytes, self.part_bytes)]
+        return [
+            chunk[start : start + self.part_bytes]
+            for start in range(0, chunk.nbytes, self.part_bytes)
+        ]
 
     def header(self, key: ChunkKey, length: int, checksum: bytes, owner: int) -> bytes:
-        """``checksum``: XXH3-128 over key and payload. The owner may be told by a header alone, without the payload;
-        so a header has a checksum of its own."""
+        """``checksum``: XXH3-128 over key and payload. The owner may be told by a header alone,
+        without the payload; so a header has a checksum of its own."""
         body = self._head(key, length) + checksum + owner.to_bytes(OWNER_BYTES, "little")
         return body + _CHECK.pack(xxh3_64_intdigest(body))
 
     def checksum(self, header: bytes, key: ChunkKey, length: int) -> bytes | None:
-        """What key and payload have to match; None for a header that is not this chunk's, or damaged."""
+        """What key and payload have to match; None for a header that is not this chunk's, or
+        damaged."""
         whole = header.startswith(self._head(key, length)) and _is_whole(header)
         return header[_HEAD.size : _OWNER_AT] if whole else None
 
     def owner(self, header: object, key: ChunkKey) -> int:
         """Whose the chunk is; nobody's where the header is none, not its, or damaged."""
-        if not isinstance(header, bytes) or not header[: _HEAD.size].endswith(key) or not _is_whole(header):
+        if (
+            not isinstance(header, bytes)
+            or not header[: _HEAD.size].endswith(key)
+            or not _is_whole(header)
+        ):
             return NOBODY
         return int.from_bytes(header[_OWNER_AT:_CHECK_AT], "little")
 
@@ -110,10 +123,16 @@ class Form:
         return _HEAD.pack(_MAGIC, FORMAT_VERSION, 0, self.part_bytes, length, key)
 
     def parse(self, name: bytes) -> tuple[ChunkKey, bool] | None:
-        """Whose name this is, and whether it is the header's; None for parts but the first, and for strangers."""
+        """Whose name this is, and whether it is the header's; None for parts but the first, and for
+        strangers."""
         body = name.removeprefix(self._base)
         text, closing, rest = body[1:].partition(b"}")
-        if len(body) == len(name) or body[:1] != b"{" or not closing or rest not in (b"", self._suffix + b"0"):
+        if (
+            len(body) == len(name)
+            or body[:1] != b"{"
+            or not closing
+            or rest not in (b"", self._suffix + b"0")
+        ):
             return None
         try:
             key = bytes.fromhex(text.decode("ascii"))
@@ -122,19 +141,25 @@ class Form:
         return (ChunkKey(key), not rest) if len(key) == KEY_BYTES else None
 
     def room(self, length: int) -> int:
-        """Bytes of Redis's memory that a chunk of ``length`` bytes takes: jemalloc's size classes and the keys."""
+        """Bytes of Redis's memory that a chunk of ``length`` bytes takes: jemalloc's size classes
+        and the keys."""
         sizes = [self.part_bytes] * (length // self.part_bytes) + [length % self.part_bytes] * (
             length % self.part_bytes > 0
         )
-        return sum(_allocated(size + _VALUE_OVERHEAD) + _KEY_OVERHEAD for size in [HEADER_BYTES, *sizes])
+        return sum(
+            _allocated(size + _VALUE_OVERHEAD) + _KEY_OVERHEAD for size in [HEADER_BYTES, *sizes]
+        )
 
 
 def _is_whole(header: bytes) -> bool:
-    return len(header) == HEADER_BYTES and header[_CHECK_AT:] == _CHECK.pack(xxh3_64_intdigest(header[:_CHECK_AT]))
+    return len(header) == HEADER_BYTES and header[_CHECK_AT:] == _CHECK.pack(
+        xxh3_64_intdigest(header[:_CHECK_AT])
+    )
 
 
 def _allocated(size: int) -> int:
-    """What jemalloc takes for ``size`` bytes: four size classes to every doubling (jemalloc(3), table of classes)."""
+    """What jemalloc takes for ``size`` bytes: four size classes to every doubling (jemalloc(3),
+    table of classes)."""
     step = max(16, 1 << max(0, (size - 1).bit_length() - 3))
     return -(-size // step) * step
 
@@ -148,23 +173,38 @@ class Finding:
 
 
 def check_settings(policies: Sequence[str], maxmemory: int, bytes_: int, ttl: bool) -> Finding:
-    """What ``maxmemory-policy`` (of every node), ``maxmemory`` (together; 0: no limit) and our budget mean together.
+    """What ``maxmemory-policy`` (of every node), ``maxmemory`` (together; 0: no limit) and our
+    budget mean together.
 
-    The cost of Redis's own eviction was measured on real traces: it knows keys, not runs, so it takes heads of runs
-    and single parts; ``allkeys-lru`` lost 2 to 13 points of hit ratio against leaf-first order, ``allkeys-random``
-    two to six times as much.
+    The cost of Redis's own eviction was measured on real traces: it knows keys, not runs, so it
+    takes heads of runs and single parts; ``allkeys-lru`` lost 2 to 13 points of hit ratio against
+    leaf-first order, ``allkeys-random`` two to six times as much.
     """
     worst = max(policies, key=_harm, default="noeviction")
     if _harm(worst) == 0 or (_harm(worst) == 1 and not ttl):
         if 0 < maxmemory < bytes_:
-            return Finding(False, "the limit is less than our budget, so Redis will refuse writes before we make room; "
-                                  "lower redis_bytes or raise maxmemory")  # fmt: skip
+            return Finding(
+                False,
+                "the limit is less than our budget, so Redis will refuse writes before we "
+                "make room; "
+                "lower redis_bytes or raise maxmemory",
+            )
         return Finding(True, "good: kvtier alone decides what leaves, leaf first")
     if maxmemory == 0:
-        return Finding(True, "good as long as there is no limit; set maxmemory-policy noeviction before you set one")
-    cost = "hit ratio falls far" if worst.endswith("random") else "this cost 2 to 13 points of hit ratio on real traces"
-    return Finding(False, f"Redis may evict heads of runs and single parts of chunks by itself; {cost}; "
-                          "set maxmemory-policy noeviction, kvtier makes room by itself")  # fmt: skip
+        return Finding(
+            True,
+            "good as long as there is no limit; set maxmemory-policy noeviction before you set one",
+        )
+    cost = (
+        "hit ratio falls far"
+        if worst.endswith("random")
+        else "this cost 2 to 13 points of hit ratio on real traces"
+    )
+    return Finding(
+        False,
+        f"Redis may evict heads of runs and single parts of chunks by itself; {cost}; "
+        "set maxmemory-policy noeviction, kvtier makes room by itself",
+    )
 
 
 def _harm(policy: str) -> int:

@@ -1,7 +1,8 @@
-"""Which server holds a name: the only one, a cluster's node by its map of slots, or the primary that Sentinel names.
+"""Which server holds a name: the only one, a cluster's node by its map of slots, or the primary
+that Sentinel names.
 
-What a cluster or a Sentinel names is believed: who can answer in its place can send the tier anywhere, with its login.
-TLS with a verified certificate closes that.
+What a cluster or a Sentinel names is believed: who can answer in its place can send the tier
+anywhere, with its login. TLS with a verified certificate closes that.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Nodes(Protocol):
     """Where names lie. Threads: any."""
 
     def every(self) -> Sequence[Address | None]:
-        """Every server that takes writes; None is the Unix socket. May ask the servers; raises FAULTS."""
+        """Every server that takes writes; None is the Unix socket. May ask the servers; raises
+        FAULTS."""
         ...
 
     def of(self, name: bytes) -> Address | None:
@@ -79,10 +81,13 @@ class OneServer:
 class _Asked:
     """What is learnt by asking one of several servers, and is learnt anew after a fault.
 
-    ``_lock`` is held while they are asked, and waited for no longer than one answer may take. All servers together
-    get that time. One that fails is asked last from then on, so that a seed that is down costs one call."""
+    ``_lock`` is held while they are asked, and waited for no longer than one answer may take. All
+    servers together get that time. One that fails is asked last from then on, so that a seed that
+    is down costs one call."""
 
-    def __init__(self, seeds: Sequence[Address], factory: ConnectionFactory, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, seeds: Sequence[Address], factory: ConnectionFactory, clock: Callable[[], float]
+    ) -> None:
         self._candidates = list(seeds)
         self._factory, self._clock = factory, clock
         self._lock = threading.Lock()
@@ -92,8 +97,8 @@ class _Asked:
         self._stale = True
 
     def _renew(self, learn: Callable[[Wire, Address], None], *, known: bool) -> None:
-        """Ask, if there is reason to. What was known stays in use while nobody answers, and for a moment after each
-        question."""
+        """Ask, if there is reason to. What was known stays in use while nobody answers, and for a
+        moment after each question."""
         if not self._stale or (known and self._clock() < self._again_at):
             return
         if not self._lock.acquire(timeout=0 if known else self._factory.timeout_s):
@@ -137,7 +142,9 @@ class _Asked:
 class ClusterNodes(_Asked):
     """The primaries of a Redis Cluster, and the slots that each has."""
 
-    def __init__(self, url: RedisUrl, factory: ConnectionFactory, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, url: RedisUrl, factory: ConnectionFactory, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__(url.seeds, factory, clock)
         self._seeds = url.seeds
         self._map: list[Address | None] = []
@@ -177,10 +184,12 @@ class ClusterNodes(_Asked):
 
 
 class SentinelNodes(_Asked):
-    """The primary of one service, as Sentinel names it. Its failover is seen when the old primary fails, or refuses
-    writes because it is a replica now."""
+    """The primary of one service, as Sentinel names it. Its failover is seen when the old primary
+    fails, or refuses writes because it is a replica now."""
 
-    def __init__(self, url: RedisUrl, factory: ConnectionFactory, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, url: RedisUrl, factory: ConnectionFactory, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__(url.seeds, factory, clock)
         self._service = url.service
         self._primary: Address | None = None
@@ -205,15 +214,23 @@ class SentinelNodes(_Asked):
     def _name(self, wire: Wire, asked: Address) -> None:
         (reply,) = wire.ask([("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)], _PRIMARY)
         if isinstance(reply, RefusedError):
-            raise SetupError(f"{address_text(asked)} is no Sentinel, or may not answer us ({reply}); correct redis_url")
+            raise SetupError(
+                f"{address_text(asked)} is no Sentinel, or may not answer us ({reply}); correct "
+                "redis_url"
+            )
         if reply is None:
-            raise SetupError(f"Sentinel {address_text(asked)} knows no service {self._service!r}; correct redis_url")
+            raise SetupError(
+                f"Sentinel {address_text(asked)} knows no service {self._service!r}; correct "
+                "redis_url"
+            )
         self._primary = _address(reply, asked[0])
 
 
 def _refused_map(refusal: RefusedError) -> RedisError:
     if "cluster support disabled" in str(refusal):
-        return SetupError("this server is no Redis Cluster; write redis:// or rediss:// in redis_url")
+        return SetupError(
+            "this server is no Redis Cluster; write redis:// or rediss:// in redis_url"
+        )
     if refusal.code == "NOPERM":
         return SetupError(f"the user lacks a right ({refusal}); allow +cluster|slots")
     return RedisError(str(refusal))
@@ -230,7 +247,8 @@ def slot_of(name: bytes) -> int:
 def cluster_map(reply: Reply, asked: str) -> list[Address | None]:
     """Slot -> its primary, None where none has it, from a reply to CLUSTER SLOTS.
 
-    ``asked``: the host that answered, for nodes that do not know their own. Raises ProtocolError."""
+    ``asked``: the host that answered, for nodes that do not know their own. Raises
+      ProtocolError."""
     drawn: list[Address | None] = [None] * SLOTS
     if not isinstance(reply, list) or len(reply) > SLOTS:
         raise ProtocolError("the cluster's map is none")

@@ -16,16 +16,19 @@ from kvtier.tiers.redis.wire import Wire
 
 
 class RedisServers:
-    """Where Redis is and how to reach it. Connects when first used, and again by itself after a fault.
+    """Where Redis is and how to reach it. Connects when first used, and again by itself after a
+    fault.
 
     Args:
-        url: what :mod:`kvtier.config.redis_url` reads. The scheme says whether it is a cluster, because a server that
+        url: what :mod:`kvtier.config.redis_url` reads. The scheme says whether it is a cluster,
+            because a server that
         is down
             at the start cannot.
         connections: to each node, at most; as many as threads call.
-        timeout_s: longest wait for one reply, one send or one connect. A call that moves a chunk ends within twice
-            that; within three times, where it must connect first; within five times, where it must ask a cluster or
-            Sentinel first where the nodes are. Looking up a host's name is the system's affair.
+        timeout_s: longest wait for one reply, one send or one connect. A call that moves a chunk
+            ends within twice that; within three times, where it must connect first; within five
+            times, where it must ask a cluster or Sentinel first where the nodes are. Looking up a
+            host's name is the system's affair.
         clock: monotonic seconds, for how often a cluster or Sentinel is asked.
 
     Raises ConfigError for a URL that is none.
@@ -63,11 +66,13 @@ class RedisServers:
         return [self.label, *(known if self.kind == "cluster" else [])]
 
     def wire(self, name: bytes) -> AbstractContextManager[Wire]:
-        """A wire to the node that holds ``name``. Raises FAULTS; a wire that failed is closed, not reused."""
+        """A wire to the node that holds ``name``. Raises FAULTS; a wire that failed is closed, not
+        reused."""
         return self._borrowed(name)
 
     def wires(self) -> Generator[Wire]:
-        """A wire to every node that takes writes, one after the other. Raises FAULTS; close it when you stop early."""
+        """A wire to every node that takes writes, one after the other. Raises FAULTS; close it when
+        you stop early."""
         with self._watched():
             addresses = self._nodes.every()
         for address in addresses:
@@ -93,7 +98,8 @@ class RedisServers:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """A slot that moved or a node that went: both mean that what we know of the nodes may be old."""
+        """A slot that moved or a node that went: both mean that what we know of the nodes may be
+        old."""
         try:
             yield
         except MovedError as error:
@@ -127,7 +133,9 @@ def _understood(url: str) -> RedisUrl:
         raise ConfigError(f"redis_url: {error}") from None
 
 
-def _nodes(url: RedisUrl, factory: ConnectionFactory, timeout_s: float, clock: Callable[[], float]) -> Nodes:
+def _nodes(
+    url: RedisUrl, factory: ConnectionFactory, timeout_s: float, clock: Callable[[], float]
+) -> Nodes:
     if url.kind == "cluster":
         return ClusterNodes(url, factory, clock)
     if url.kind == "sentinel":

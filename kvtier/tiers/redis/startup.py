@@ -1,6 +1,8 @@
-"""What a Redis tier asks at its start: may it work here, and what does it hold? And later: what of it is whose?
+"""What a Redis tier asks at its start: may it work here, and what does it hold? And later: what of
+it is whose?
 
-Nothing that a server says here is believed to be well formed: an answer that makes no sense is as good as none.
+Nothing that a server says here is believed to be well formed: an answer that makes no sense is as
+    good as none.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _RIGHTS = "+get +set +exists +unlink +scan +info +object|idletime"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What one node says of itself (INFO); None for what it does not say, or says in no form that makes sense."""
+    """What one node says of itself (INFO); None for what it does not say, or says in no form that
+    makes sense."""
 
     maxmemory: int | None = None
     """Bytes; 0: no limit."""
@@ -45,8 +48,8 @@ class Facts:
 
 
 def node_facts(servers: RedisServers) -> list[Facts]:
-    """Facts of every node that takes writes. INFO and not CONFIG GET: it tells the same settings, and hosted Redis
-    often forbids CONFIG. Raises FAULTS."""
+    """Facts of every node that takes writes. INFO and not CONFIG GET: it tells the same settings,
+    and hosted Redis often forbids CONFIG. Raises FAULTS."""
     with closing(servers.wires()) as wires:
         return [facts_of(wire.ask([("INFO",)], INFO)[0]) for wire in wires]
 
@@ -54,10 +57,16 @@ def node_facts(servers: RedisServers) -> list[Facts]:
 def greet(servers: RedisServers, form: Form) -> list[Facts]:
     """Facts of every node, after trying there what the tier will do.
 
-    Raises FAULTS when the server cannot be reached now, TierError for what only the operator can mend.
+    Raises FAULTS when the server cannot be reached now, TierError for what only the operator can
+    mend.
     """
     probe = form.probe
-    trials = [("SET", probe, b"1", "PX", _PROBE_MS), ("GET", probe), ("EXISTS", probe), ("UNLINK", probe)]
+    trials = [
+        ("SET", probe, b"1", "PX", _PROBE_MS),
+        ("GET", probe),
+        ("EXISTS", probe),
+        ("UNLINK", probe),
+    ]
     try:
         facts = node_facts(servers)
         if (wrong := wrong_kind(servers, facts)) is not None:
@@ -68,32 +77,47 @@ def greet(servers: RedisServers, form: Form) -> list[Facts]:
         if (reason := hopeless(error)) is not None:
             raise TierError(f"Redis tier {servers.label}: {reason}") from error
         raise
-    denied = [reply for reply in replies if isinstance(reply, RefusedError) and reply.code == "NOPERM"]
+    denied = [
+        reply for reply in replies if isinstance(reply, RefusedError) and reply.code == "NOPERM"
+    ]
     if denied:
         names = probe.decode().removesuffix("probe") + "*"
         more = " +cluster|slots" if servers.kind == "cluster" else ""
         raise TierError(
-            f"Redis tier {servers.label}: the user lacks a right ({denied[0]}); allow {_RIGHTS}{more} on keys {names}"
+            f"Redis tier {servers.label}: the user lacks a right ({denied[0]}); allow "
+            f"{_RIGHTS}{more} on keys {names}"
         )
     return facts
 
 
-def room_for(label: str, room: int, bytes_: int | None, facts: Sequence[Facts], *, ttl: bool) -> int:
-    """Chunks of ``room`` bytes that our share holds; says in one line what the server's memory settings mean for them.
+def room_for(
+    label: str, room: int, bytes_: int | None, facts: Sequence[Facts], *, ttl: bool
+) -> int:
+    """Chunks of ``room`` bytes that our share holds; says in one line what the server's memory
+    settings mean for them.
 
-    ``bytes_`` None: nine tenths of ``maxmemory``. Raises TierError when that is not known, or is less than a chunk.
+    ``bytes_`` None: nine tenths of ``maxmemory``. Raises TierError when that is not known, or is
+      less than a chunk.
     """
     policies = sorted({fact.policy for fact in facts if fact.policy is not None})
     limit = limit_of(facts) or 0
     bytes_ = share_of(label, bytes_, facts)
     if bytes_ < room:
-        raise TierError(f"Redis tier {label}: {bytes_:,} bytes hold no chunk; give at least {room:,}")
+        raise TierError(
+            f"Redis tier {label}: {bytes_:,} bytes hold no chunk; give at least {room:,}"
+        )
     if policies:
         finding = check_settings(policies, limit, bytes_, ttl)
-        _LOG.log(logging.INFO if finding.good else logging.WARNING,
-                 "Redis tier %s: room for %d chunks (%.2f GiB); maxmemory-policy %s, maxmemory %s: %s",
-                 label, bytes_ // room, bytes_ / 2**30, "/".join(policies),
-                 f"{limit / 2**30:.2f} GiB" if limit else "not set", finding.text)  # fmt: skip
+        _LOG.log(
+            logging.INFO if finding.good else logging.WARNING,
+            "Redis tier %s: room for %d chunks (%.2f GiB); maxmemory-policy %s, maxmemory %s: %s",
+            label,
+            bytes_ // room,
+            bytes_ / 2**30,
+            "/".join(policies),
+            f"{limit / 2**30:.2f} GiB" if limit else "not set",
+            finding.text,
+        )
     return bytes_ // room
 
 
@@ -103,8 +127,14 @@ def share_of(label: str, bytes_: int | None, facts: Sequence[Facts]) -> int:
         return bytes_
     limit = limit_of(facts)
     if not limit:
-        reason = "the server sets no maxmemory" if facts else "the server cannot be asked for its maxmemory now"
-        raise TierError(f"Redis tier {label}: redis_bytes is not given and {reason}; give redis_bytes")
+        reason = (
+            "the server sets no maxmemory"
+            if facts
+            else "the server cannot be asked for its maxmemory now"
+        )
+        raise TierError(
+            f"Redis tier {label}: redis_bytes is not given and {reason}; give redis_bytes"
+        )
     return int(_SHARE_OF_MAXMEMORY * limit)
 
 
@@ -156,10 +186,15 @@ def hopeless(error: BaseException) -> str | None:
 
 
 def scan(
-    wire: Wire, form: Form, chunk_bytes: int, stamps: dict[ChunkKey, int], clock: Callable[[], float], label: str
+    wire: Wire,
+    form: Form,
+    chunk_bytes: int,
+    stamps: dict[ChunkKey, int],
+    clock: Callable[[], float],
+    label: str,
 ) -> None:
-    """Stamp the chunks of one node with minus the seconds since they were last used, and take away parts that
-    have had no header for a minute: their writer died."""
+    """Stamp the chunks of one node with minus the seconds since they were last used, and take away
+    parts that have had no header for a minute: their writer died."""
     until = clock() + _SCAN_S
     headless: set[ChunkKey] = set()
     for names in wire.scan(form.pattern, _SCAN_COUNT):
@@ -172,23 +207,32 @@ def scan(
                 headless.add(key)
         if clock() > until or len(stamps) + len(headless) > _MOST_SCANNED:
             _LOG.warning(
-                "Redis tier %s: only the first %d chunks were looked at in the time a start may take; the rest is "
-                "found by asking", label, len(stamps),
-            )  # fmt: skip
+                "Redis tier %s: only the first %d chunks were looked at in the time a start may "
+                "take; the rest is "
+                "found by asking",
+                label,
+                len(stamps),
+            )
             return
     orphans = list(headless - stamps.keys())
     for start in range(0, len(orphans), _AT_ONCE):
         wire.renew()
-        wire.ask([("UNLINK", *form.names(key, chunk_bytes)) for key in orphans[start : start + _AT_ONCE]])
+        wire.ask(
+            [("UNLINK", *form.names(key, chunk_bytes)) for key in orphans[start : start + _AT_ONCE]]
+        )
 
 
-def search(wire: Wire, form: Form, owner: int | None, found: list[ChunkKey], clock: Callable[[], float]) -> bool:
+def search(
+    wire: Wire, form: Form, owner: int | None, found: list[ChunkKey], clock: Callable[[], float]
+) -> bool:
     """Add the chunks of one node that ``owner`` may drop; False when there was no time for all."""
     until = clock() + _SEARCH_S
     for names in wire.scan(form.pattern, _SCAN_COUNT):
         if clock() > until:
             return False
-        keys = [parsed[0] for name in names if (parsed := form.parse(name)) is not None and parsed[1]]
+        keys = [
+            parsed[0] for name in names if (parsed := form.parse(name)) is not None and parsed[1]
+        ]
         headers = wire.ask(("GET", form.header_name(key)) for key in keys)
         for key, header in zip(keys, headers, strict=True):
             if may(owner, form.owner(header, key)):

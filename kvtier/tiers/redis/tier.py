@@ -1,19 +1,26 @@
-"""RedisTier: chunks on a Redis or a Redis Cluster that several servers share and that outlives them.
+"""RedisTier: chunks on a Redis or a Redis Cluster that several servers share and that outlives
+them.
 
-What is believed: a chunk counts as held when its header is there, and the header is written last, after every part was
-acknowledged. A reader takes header and parts, and compares XXH3-128 over key and payload; a part that Redis evicted
-or a writer never finished is a miss, a wrong byte is a miss and a count. See :mod:`kvtier.tiers.redis.layout` for the
-names and bytes, :mod:`kvtier.tiers.redis.servers` for the connections, :mod:`kvtier.tiers.redis.wire` for the protocol.
+What is believed: a chunk counts as held when its header is there, and the header is written last,
+    after every part was
+acknowledged. A reader takes header and parts, and compares XXH3-128 over key and payload; a part
+that Redis evicted or a writer never finished is a miss, a wrong byte is a miss and a count. See
+:mod:`kvtier.tiers.redis.layout` for the names and bytes, :mod:`kvtier.tiers.redis.servers` for the
+connections, :mod:`kvtier.tiers.redis.wire` for the protocol.
 
-Order and room are the Directory's, as for every tier: it deletes leaf first within ``capacity``. Redis's own eviction
-should be off (``maxmemory-policy noeviction``); what was found at the start is logged.
+Order and room are the Directory's, as for every tier: it deletes leaf first within ``capacity``.
+Redis's own eviction should be off (``maxmemory-policy noeviction``); what was found at the start is
+logged.
 
-A node that fails is left alone for a while, and one that takes no writes is sent none for a while: each node for
-itself, the others go on. Names that move between nodes of a cluster are "not now", never a miss.
+A node that fails is left alone for a while, and one that takes no writes is sent none for a while:
+each node for itself, the others go on. Names that move between nodes of a cluster are "not now",
+never a miss.
 
-Several servers on one Redis: each owns a budget of its own and sees what the others wrote by asking (``find``). What
-one deletes is gone for all, and a miss for them. With ``ttl_s`` chunks that no server remembers leave by themselves;
-without it they stay until a server of the same model starts and takes them over, as far as its budget goes.
+Several servers on one Redis: each owns a budget of its own and sees what the others wrote by asking
+    (``find``). What
+one deletes is gone for all, and a miss for them. With ``ttl_s`` chunks that no server remembers
+leave by themselves; without it they stay until a server of the same model starts and takes them
+over, as far as its budget goes.
 """
 
 from __future__ import annotations
@@ -43,9 +50,20 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 _COUNTS = (
-    "writes", "reads", "misses", "bytes_written", "bytes_read", "failed_writes", "failed_reads", "failed_finds",
-    "failed_deletes", "corrupt", "evicted", "refused", "breaker_trips",
-)  # fmt: skip
+    "writes",
+    "reads",
+    "misses",
+    "bytes_written",
+    "bytes_read",
+    "failed_writes",
+    "failed_reads",
+    "failed_finds",
+    "failed_deletes",
+    "corrupt",
+    "evicted",
+    "refused",
+    "breaker_trips",
+)
 _MAX_CHUNK_BYTES = 1 << 30
 _SETTLED_AT_ONCE = 32
 _MOST_OWED = 65_536
@@ -60,15 +78,19 @@ class RedisTier:
         form: names and part size.
         bytes_: our share of its memory; None: nine tenths of its ``maxmemory``.
         chunk_bytes: the largest chunk, at most 1 GiB.
-        ttl_s: chunks leave Redis this long after their last write, read or not; None: never by time.
+        ttl_s: chunks leave Redis this long after their last write, read or not; None: never by
+            time.
         clock: monotonic seconds.
 
-    A server that cannot be reached is no error: the tier misses and refuses, and is there once the server is.
-    Raises TierError for what does not heal by waiting: a refused login, a missing permission, a certificate that is
-    not trusted, a cluster where none was said or none where one was, no room for a chunk.
+    A server that cannot be reached is no error: the tier misses and refuses, and is there once the
+    server is. Raises TierError for what does not heal by waiting: a refused login, a missing
+    permission, a certificate that is not trusted, a cluster where none was said or none where one
+    was, no room for a chunk.
 
-    Threads: any number of lane threads, each for at most what :class:`RedisServers` promises; no thread of its own. ``_lock``
-    guards counts and owed deletes and is never held during I/O. ``counts`` holds plain integers since the start.
+    Threads: any number of lane threads, each for at most what :class:`RedisServers` promises; no
+        thread of its own. ``_lock``
+    guards counts and owed deletes and is never held during I/O. ``counts`` holds plain integers
+    since the start.
     """
 
     shared = True
@@ -99,7 +121,9 @@ class RedisTier:
         self.chunk_room, self.fixed_room = form.room(chunk_bytes), 0
         try:
             facts = self._greet()
-            self.capacity = room_for(servers.label, self.chunk_room, bytes_, facts, ttl=ttl_s is not None)
+            self.capacity = room_for(
+                servers.label, self.chunk_room, bytes_, facts, ttl=ttl_s is not None
+            )
         except TierError:
             servers.close()
             raise
@@ -128,20 +152,30 @@ class RedisTier:
         return self._servers.node_of(self._form.header_name(key))
 
     def recovered(self) -> Sequence[ChunkKey]:
-        """See :meth:`Tier.recovered`. At most ``capacity`` keys, the most recently used: the rest may be another
-        server's, and is found by asking. Bounded in time and number; on a fault, what was found so far."""
+        """See :meth:`Tier.recovered`. At most ``capacity`` keys, the most recently used: the rest
+        may be another server's, and is found by asking. Bounded in time and number; on a fault,
+        what was found so far."""
         stamps: dict[ChunkKey, int] = {}
         try:
             with closing(self._servers.wires()) as wires:
                 for wire in wires:
-                    scan(wire, self._form, self.chunk_bytes, stamps, self._clock, self._servers.label)
+                    scan(
+                        wire, self._form, self.chunk_bytes, stamps, self._clock, self._servers.label
+                    )
         except FAULTS as error:
             self._failed(self._health.of(b"").away, "failed_finds", error)
         order = coldest_first(stamps.items())
         if stamps:
             more = max(0, len(order) - self.capacity)
-            _LOG.info("Redis tier %s: %d chunks found, %d more than our share are left to other servers",
-                      self._servers.label, len(order), more)  # fmt: skip
+            _LOG.info(
+                (
+                    "Redis tier %s: %d chunks found, %d more than our share are left to "
+                    "other servers"
+                ),
+                self._servers.label,
+                len(order),
+                more,
+            )
         return order[-self.capacity :]
 
     def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
@@ -165,7 +199,9 @@ class RedisTier:
     def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         """See :meth:`Tier.write`. Raises StateError for a wrong size."""
         if not 0 < data.nbytes <= self.chunk_bytes:
-            raise StateError(f"a chunk of {data.nbytes} bytes for a tier of chunks of {self.chunk_bytes} bytes")
+            raise StateError(
+                f"a chunk of {data.nbytes} bytes for a tier of chunks of {self.chunk_bytes} bytes"
+            )
         name = self._form.header_name(key)
         full = self._health.of(name).full
         with self._lock:
@@ -174,7 +210,9 @@ class RedisTier:
                 return False
             self._owed.pop(key, None)
         refusal = self._call(
-            "failed_writes", name, lambda wire: [put_chunk(wire, self._form, (key, owner), data, self._ttl_ms)]
+            "failed_writes",
+            name,
+            lambda wire: [put_chunk(wire, self._form, (key, owner), data, self._ttl_ms)],
         )
         if refusal is None:  # a fault: parts of it may be there
             self._owe([key])
@@ -187,9 +225,12 @@ class RedisTier:
         return True
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
-        """See :meth:`Tier.read`. ``into`` has exactly the size that was written. None while its node is away."""
+        """See :meth:`Tier.read`. ``into`` has exactly the size that was written. None while its
+        node is away."""
         outcome = self._call(
-            "failed_reads", self._form.header_name(key), lambda wire: get_chunk(wire, self._form, key, into)
+            "failed_reads",
+            self._form.header_name(key),
+            lambda wire: get_chunk(wire, self._form, key, into),
         )
         if outcome is None:
             return None
@@ -200,7 +241,8 @@ class RedisTier:
         return outcome == "reads"
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
-        """See :meth:`Tier.find`: counts headers. Whether every part is there too shows when it is read."""
+        """See :meth:`Tier.find`: counts headers. Whether every part is there too shows when it is
+        read."""
         for start in range(0, len(keys), _FIND_AT_ONCE):
             run = keys[start : start + _FIND_AT_ONCE]
             held = self._held(run)
@@ -209,16 +251,17 @@ class RedisTier:
         return len(keys)
 
     def delete(self, key: ChunkKey) -> None:
-        """See :meth:`Tier.delete`. While Redis is away the delete is owed, and made good after the next call that
-        succeeds; of more than 65,536 the oldest is given up."""
+        """See :meth:`Tier.delete`. While Redis is away the delete is owed, and made good after the
+        next call that succeeds; of more than 65,536 the oldest is given up."""
         self._unlink([key], "failed_deletes")
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        """Give back the connections. The order is kept by Redis itself, as the time of last use of every key."""
+        """Give back the connections. The order is kept by Redis itself, as the time of last use of
+        every key."""
         self._closed = True
         self._servers.close()
 
-    # ---- many chunks -------------------------------------------------------------------------------
+    # ---- many chunks -----------------------------------------------------------------------------
 
     def _held(self, keys: Sequence[ChunkKey]) -> int:
         """How many of ``keys``, from the first on, have a header."""
@@ -241,10 +284,13 @@ class RedisTier:
             groups.setdefault(self._servers.node_of(name), []).append(index)
         return list(groups.values())
 
-    # ---- faults --------------------------------------------------------------------------------------------------
+    # ---- faults ----------------------------------------------------------------------------------
 
-    def _call(self, count: str, name: bytes, action: Callable[[Wire], T], *, settle: bool = True) -> T | None:
-        """``action`` on a wire to the node of ``name``; None when the node fails, or is left alone because it did."""
+    def _call(
+        self, count: str, name: bytes, action: Callable[[Wire], T], *, settle: bool = True
+    ) -> T | None:
+        """``action`` on a wire to the node of ``name``; None when the node fails, or is left alone
+        because it did."""
         breaker = self._health.of(name).away
         if self._closed or not breaker.allows():
             self._count("refused")
@@ -274,7 +320,9 @@ class RedisTier:
         with self._servers.wire(name) as wire:
             return action(wire)
 
-    def _ask(self, count: str, commands: list[tuple[Any, ...]], *, settle: bool = True) -> list[Reply] | None:
+    def _ask(
+        self, count: str, commands: list[tuple[Any, ...]], *, settle: bool = True
+    ) -> list[Reply] | None:
         """Small commands about names of one node."""
         return self._call(count, commands[0][1], lambda wire: wire.ask(commands), settle=settle)
 
@@ -283,11 +331,20 @@ class RedisTier:
         self._log_first(count, error)
         if breaker.fault():
             self._count("breaker_trips")
-            _LOG.warning("Redis tier %s: %d faults in a row; every call misses for %.1f s, then one tries again (%s)",
-                         self._servers.label, FAULTS_TO_OPEN, breaker.wait_s, error)  # fmt: skip
+            _LOG.warning(
+                (
+                    "Redis tier %s: %d faults in a row; every call misses for %.1f s, then "
+                    "one tries again (%s)"
+                ),
+                self._servers.label,
+                FAULTS_TO_OPEN,
+                breaker.wait_s,
+                error,
+            )
 
     def _refused(self, refusal: RefusedError, full: Breaker) -> None:
-        """The node answered, and does not take writes now (full, read-only, a disk of its own that fails)."""
+        """The node answered, and does not take writes now (full, read-only, a disk of its own that
+        fails)."""
         self._count("failed_writes")
         self._log_first("refused write", refusal)
         full.fault()
@@ -295,10 +352,13 @@ class RedisTier:
             self._servers.suspect()
 
     def _unlink(self, keys: Sequence[ChunkKey], count: str) -> None:
-        """Header and parts in one command a chunk, so that nobody sees one without the other; owed if it fails."""
+        """Header and parts in one command a chunk, so that nobody sees one without the other; owed
+        if it fails."""
         names = [self._form.header_name(key) for key in keys]
         for indices in self._by_node(names):
-            commands = [("UNLINK", *self._form.names(keys[index], self.chunk_bytes)) for index in indices]
+            commands = [
+                ("UNLINK", *self._form.names(keys[index], self.chunk_bytes)) for index in indices
+            ]
             replies = self._ask(count, commands, settle=False)
             if replies is None or any(isinstance(reply, RefusedError) for reply in replies):
                 self._owe([keys[index] for index in indices])
@@ -310,9 +370,12 @@ class RedisTier:
                 del self._owed[next(iter(self._owed))]
 
     def _settle(self) -> None:
-        """Make good a few owed deletes. A key is refused to writers meanwhile: its new chunk must not fall too."""
+        """Make good a few owed deletes. A key is refused to writers meanwhile: its new chunk must
+        not fall too."""
         with self._lock:
-            keys = [key for key in islice(self._owed, _SETTLED_AT_ONCE) if key not in self._settling]
+            keys = [
+                key for key in islice(self._owed, _SETTLED_AT_ONCE) if key not in self._settling
+            ]
             for key in keys:
                 del self._owed[key]
             self._settling.update(keys)
@@ -331,10 +394,14 @@ class RedisTier:
     def _log_first(self, kind: str, what: object) -> None:
         if kind not in self._logged:
             self._logged.add(kind)
-            _LOG.warning("Redis tier %s: first fault of kind %s: %s (only counted from now on)",
-                         self._servers.label, kind, what)  # fmt: skip
+            _LOG.warning(
+                "Redis tier %s: first fault of kind %s: %s (only counted from now on)",
+                self._servers.label,
+                kind,
+                what,
+            )
 
-    # ---- start ---------------------------------------------------------------------------------------------------
+    # ---- start -----------------------------------------------------------------------------------
 
     def _greet(self) -> list[Facts]:
         """What the servers say of themselves; [] when they cannot be reached now."""

@@ -1,8 +1,10 @@
-"""Wire: Redis's protocol over one connection, for one call. Every reply has a bound in bytes, in items and in time.
+"""Wire: Redis's protocol over one connection, for one call. Every reply has a bound in bytes, in
+items and in time.
 
-A reply's size is known before it is read: nothing is made of a header that promises more than the command can answer.
-So a server that is broken, or is none, costs a call its time and nothing else. :meth:`Wire.ask` reads small replies.
-The payload of parts goes past it: ``recv_into`` puts it where it belongs, without a copy.
+A reply's size is known before it is read: nothing is made of a header that promises more than the
+command can answer. So a server that is broken, or is none, costs a call its time and nothing else.
+:meth:`Wire.ask` reads small replies. The payload of parts goes past it: ``recv_into`` puts it where
+it belongs, without a copy.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from kvtier.tiers.redis.errors import (
 )
 
 IN_FLIGHT = 2
-"""Parts under way at once: one travels while Redis works on the other. More only fills socket buffers and caches."""
+"""Parts under way at once: one travels while Redis works on the other. More only fills socket
+buffers and caches."""
 
 _LINE_BYTES = 512
 _AT_ONCE = 1 << 16
@@ -44,7 +47,8 @@ Reply = Any
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Most that one reply may be: ``size`` bytes, ``items`` in all its lists, ``depth`` lists within each other."""
+    """Most that one reply may be: ``size`` bytes, ``items`` in all its lists, ``depth`` lists
+    within each other."""
 
     size: int
     items: int = 0
@@ -61,11 +65,14 @@ class Wire:
 
     Args:
         connection: a connected socket; the owner closes it when a method raised anything.
-        timeout_s: time for all that the call does; a transfer may wait once more as long for its last bytes.
+        timeout_s: time for all that the call does; a transfer may wait once more as long for its
+            last bytes.
         secrets: never shown in an error, whatever the server says.
     """
 
-    def __init__(self, connection: socket.socket, timeout_s: float, secrets: Sequence[str] = ()) -> None:
+    def __init__(
+        self, connection: socket.socket, timeout_s: float, secrets: Sequence[str] = ()
+    ) -> None:
         self._socket, self._timeout_s, self._secrets = connection, timeout_s, secrets
         self._scratch = memoryview(bytearray(_LINE_BYTES))
         self.renew()
@@ -78,7 +85,8 @@ class Wire:
     def ask(self, commands: Iterable[tuple[Any, ...]], bounds: Bounds = SMALL) -> list[Reply]:
         """Send small commands together; their replies, errors of the server among them as values.
 
-        Each reply must be within ``bounds``. Raises FAULTS: SetupError and MovingError among them."""
+        Each reply must be within ``bounds``. Raises FAULTS: SetupError and MovingError among
+        them."""
         listed = list(commands)
         self._socket.settimeout(self._left())
         self._socket.sendall(b"".join(map(_packed, listed)))
@@ -87,15 +95,22 @@ class Wire:
         replies.end()
         return told
 
-    def put(self, items: Iterable[tuple[bytes, memoryview]], ttl_ms: int | None) -> RefusedError | None:
-        """SET every name to its bytes, :data:`IN_FLIGHT` at a time; ``items`` is drawn from as the sending goes.
+    def put(
+        self, items: Iterable[tuple[bytes, memoryview]], ttl_ms: int | None
+    ) -> RefusedError | None:
+        """SET every name to its bytes, :data:`IN_FLIGHT` at a time; ``items`` is drawn from as the
+        sending goes.
 
         Returns the server's first refusal; what comes after it is not sent."""
         self._socket.settimeout(self._left())
         refusal: RefusedError | None = None
         waiting = 0
         head = b"*3\r\n" if ttl_ms is None else b"*5\r\n"
-        tail = b"\r\n" if ttl_ms is None else b"\r\n$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(str(ttl_ms)), ttl_ms)
+        tail = (
+            b"\r\n"
+            if ttl_ms is None
+            else b"\r\n$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(str(ttl_ms)), ttl_ms)
+        )
         for name, data in items:
             start = b"%s$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (head, len(name), name, data.nbytes)
             self._send((start, data, tail))
@@ -110,10 +125,11 @@ class Wire:
         return refusal
 
     def get(self, names: Sequence[bytes], into: Sequence[memoryview]) -> Generator[memoryview]:
-        """GET every name straight into its memory, :data:`IN_FLIGHT` at a time; yields each memory once it is full.
+        """GET every name straight into its memory, :data:`IN_FLIGHT` at a time; yields each memory
+        once it is full.
 
-        Ends early at the first name that does not exist; what follows it in ``into`` is undefined then. Raises
-        WrongSizeError for a value of another size, RefusedError for a refusal, FAULTS.
+        Ends early at the first name that does not exist; what follows it in ``into`` is undefined
+        then. Raises WrongSizeError for a value of another size, RefusedError for a refusal, FAULTS.
         """
         self._socket.settimeout(self._left())
         commands = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name) for name in names]
@@ -146,7 +162,9 @@ class Wire:
             if isinstance(answer, RefusedError):
                 raise RedisError(str(answer))
             match answer:
-                case [bytes(cursor), [*names]] if _NUMBER.fullmatch(cursor) and all(map(_is_name, names)):
+                case [bytes(cursor), [*names]] if _NUMBER.fullmatch(cursor) and all(
+                    map(_is_name, names)
+                ):
                     yield names
                 case _:
                     raise ProtocolError("the reply to SCAN is no cursor and names")
@@ -185,7 +203,8 @@ class Wire:
         return max(left, _LEAST_S)
 
     def _judged(self, reply: Reply) -> Reply:
-        """The reply; raises where it is about this connection, or the cluster, and not about the command."""
+        """The reply; raises where it is about this connection, or the cluster, and not about the
+        command."""
         if not isinstance(reply, RefusedError):
             return reply
         words = str(reply).split(" ")
@@ -201,8 +220,8 @@ class Wire:
         return reply
 
     def _send(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """All pieces in one system call where possible: one by one, each would wake Redis for itself, which costs a
-        lane a third more. TLS has no such call."""
+        """All pieces in one system call where possible: one by one, each would wake Redis for
+        itself, which costs a lane a third more. TLS has no such call."""
         if isinstance(self._socket, ssl.SSLSocket):
             for piece in pieces:
                 self._socket.sendall(piece)
@@ -226,7 +245,8 @@ class Wire:
     def _receive(self, memory: memoryview) -> bool:
         """One GET's reply into ``memory``; False when the name does not exist.
 
-        Every reply has at least four bytes, and the first four say whether it is the one expected."""
+        Every reply has at least four bytes, and the first four say whether it is the one
+        expected."""
         expected = b"$%d\r\n" % memory.nbytes
         line = self._scratch[: len(expected)]
         self.fill(line[:4])
@@ -242,7 +262,8 @@ class Wire:
         return True
 
     def _unexpected(self, have: int) -> bool:
-        """The reply is none of the expected size: False for a name that does not exist, else raises."""
+        """The reply is none of the expected size: False for a name that does not exist, else
+        raises."""
         line = self._line(have)
         if line == b"$-1\r\n":
             return False
@@ -275,7 +296,8 @@ class _Replies:
         self._size = self._items = 0
 
     def next(self) -> Reply:
-        """The next reply. Raises ProtocolError for one that is none, or is more than the bounds allow."""
+        """The next reply. Raises ProtocolError for one that is none, or is more than the bounds
+        allow."""
         del self._buffer[: self._at]
         self._at, self._size, self._items = 0, self._bounds.size, self._bounds.items
         return self._reply(self._bounds.depth)
@@ -319,7 +341,9 @@ class _Replies:
             return None
         self._items -= count
         if count < 0 or self._items < 0 or depth < 1:
-            raise ProtocolError(f"the server announces a list of {count} items where none of that size is expected")
+            raise ProtocolError(
+                f"the server announces a list of {count} items where none of that size is expected"
+            )
         return [self._reply(depth - 1) for _ in range(count)]
 
     def _line(self) -> bytes:
@@ -335,7 +359,9 @@ class _Replies:
     def _spend(self, size: int) -> None:
         self._size -= size
         if size < 0 or self._size < 0:
-            raise ProtocolError(f"a reply is larger than {self._bounds.size} bytes, the most expected")
+            raise ProtocolError(
+                f"a reply is larger than {self._bounds.size} bytes, the most expected"
+            )
 
 
 def _is_name(reply: Reply) -> bool:
@@ -350,7 +376,9 @@ def _number(text: bytes) -> int:
 
 def _packed(command: tuple[Any, ...]) -> bytes:
     words = [word if isinstance(word, bytes) else str(word).encode() for word in command]
-    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
+    return b"*%d\r\n" % len(words) + b"".join(
+        b"$%d\r\n%s\r\n" % (len(word), word) for word in words
+    )
 
 
 def _moved(words: Sequence[str]) -> MovedError:
@@ -358,11 +386,14 @@ def _moved(words: Sequence[str]) -> MovedError:
     if len(words) != 3 or not words[1].isdigit() or int(words[1]) >= _SLOTS:
         return MovedError(0, None)
     found = _ADDRESS.fullmatch(words[2])
-    return MovedError(int(words[1]), (found[1].strip("[]"), int(found[2])) if found and found[1] else None)
+    return MovedError(
+        int(words[1]), (found[1].strip("[]"), int(found[2])) if found and found[1] else None
+    )
 
 
 def arrived(wire: Wire, names: Sequence[bytes], into: Sequence[memoryview]) -> int:
-    """How many of ``names``, from the first on, exist and are of the right size, and are in their memories now."""
+    """How many of ``names``, from the first on, exist and are of the right size, and are in their
+    memories now."""
     count = 0
     with suppress(WrongSizeError), closing(wire.get(names, into)) as memories:
         for _ in memories:

@@ -1,7 +1,9 @@
-"""``python -m tests.trust.engine [--steps N] [--only TEXT]``: vLLM's schedulers and both halves of the connector.
+"""``python -m tests.trust.engine [--steps N] [--only TEXT]``: vLLM's schedulers and both halves of
+the connector.
 
-Each cell (:mod:`tests.trust.engine.cells`) runs random requests for so many steps: prompts that share beginnings,
-answers, aborts, resets, preemption. Exit status 1 on a violation; the line names cell and seed, which replay it.
+Each cell (:mod:`tests.trust.engine.cells`) runs random requests for so many steps: prompts that
+share beginnings, answers, aborts, resets, preemption. Exit status 1 on a violation; the line names
+cell and seed, which replay it.
 """
 
 from __future__ import annotations
@@ -38,14 +40,21 @@ def drive(engine: Engine, steps: int) -> None:
         if engine.violations:
             return
         if draw.random() < 0.25 and len(engine.live) < 14:
-            stem = draw.choice([*stems, *(talk for talk in engine.conversations if len(talk) < longest - 120)])
+            stem = draw.choice(
+                [*stems, *(talk for talk in engine.conversations if len(talk) < longest - 120)]
+            )
             tokens = stem[: draw.choice([len(stem), draw.randrange(20, len(stem) + 1)])]
             tokens += [draw.randrange(VOCABULARY) for _ in range(draw.choice([0, 1, 5, 40, 90]))]
             del tokens[longest - 2 :]
             answer = min(draw.choice([1, 2, 5, 20, 60]), longest - len(tokens) - 1)
             twins = draw.choice([1, 1, 1, 1, 3])
             for _ in range(twins):
-                engine.ask(tokens, answer, salt=draw.choice(["", "", "", "acme"]), priority=draw.randrange(3))
+                engine.ask(
+                    tokens,
+                    answer,
+                    salt=draw.choice(["", "", "", "acme"]),
+                    priority=draw.randrange(3),
+                )
         if engine.live and draw.random() < 0.01:
             engine.abort(draw.choice(engine.live))
         if draw.random() < 0.003:
@@ -89,7 +98,9 @@ def run(cell: Cell, model: Path, steps: int, seed: int) -> Told:
 
 def main() -> int:
     """See the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=1_000, help="steps a cell")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="cells whose name contains this")

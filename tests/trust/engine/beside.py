@@ -1,5 +1,5 @@
-"""A connector beside ours under vLLM's MultiConnector: as NIXL does it, it answers the handshake with something of its
-own, and brings the prompt of a request whose prefill was done elsewhere."""
+"""A connector beside ours under vLLM's MultiConnector: as NIXL does it, it answers the handshake
+with something of its own, and brings the prompt of a request whose prefill was done elsewhere."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PrefilledElsewhere(KVConnectorBase_V1):
         self._ended = set[str]()
         self.brought = 0
 
-    # ---- worker --------------------------------------------------------------------------------------------------
+    # ---- worker ----------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         return
@@ -63,7 +63,9 @@ class PrefilledElsewhere(KVConnectorBase_V1):
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         return
 
     def wait_for_save(self) -> None:
@@ -73,7 +75,7 @@ class PrefilledElsewhere(KVConnectorBase_V1):
         ended, self._ended = self._ended, set()
         return None, ended
 
-    # ---- scheduler -----------------------------------------------------------------------------------------------
+    # ---- scheduler -------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -82,7 +84,9 @@ class PrefilledElsewhere(KVConnectorBase_V1):
         if foreign:
             raise ValueError(f"expected an Address of every rank, got {foreign}")
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         if not (request.kv_transfer_params or {}).get("do_remote_prefill"):
             return 0, False
         count = (request.num_prompt_tokens - 1) // self._block * self._block - num_computed_tokens
@@ -100,7 +104,9 @@ class PrefilledElsewhere(KVConnectorBase_V1):
         wanted, self._wanted = self._wanted, Transfers()
         return wanted
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return False, None
 
     def take_events(self) -> Iterable[Any]:

@@ -65,9 +65,19 @@ CELLS = (
     Cell("slow copies, failing loads, tensor parallel", slow_copies=True, fails=0.2, tensor=2),
     Cell("slow copies, async, few blocks", slow_copies=True, async_scheduling=True, blocks=26),
     Cell("slow copies, pipeline, failing loads", slow_copies=True, pipeline=2, fails=0.2),
-    Cell("slow copies, nvme, by priority", slow_copies=True, lower="nvme", policy="priority", blocks=40),
+    Cell(
+        "slow copies, nvme, by priority",
+        slow_copies=True,
+        lower="nvme",
+        policy="priority",
+        blocks=40,
+    ),
     Cell("window beside full", groups=("full", "window 40")),
-    Cell("long window beside full, few blocks", groups=("full", "window 100", "window 100"), blocks=60),
+    Cell(
+        "long window beside full, few blocks",
+        groups=("full", "window 100", "window 100"),
+        blocks=60,
+    ),
     Cell("windows alone", groups=("window 70",)),
     Cell("windows alone, few blocks, failing loads", groups=("window 70",), blocks=26, fails=0.2),
     Cell("chunked local", groups=("full", "local 64", "local 64")),
@@ -75,7 +85,9 @@ CELLS = (
     Cell("states", groups=("full", "state", "state"), blocks=120),
     Cell("states, few blocks, failing loads", groups=("full", "state"), blocks=48, fails=0.2),
     Cell("states, tensor parallel", groups=("full", "state"), tensor=2),
-    Cell("states and windows, nvme", groups=("full", "window 40", "state"), blocks=120, lower="nvme"),
+    Cell(
+        "states and windows, nvme", groups=("full", "window 40", "state"), blocks=120, lower="nvme"
+    ),
     Cell("states, server", groups=("full", "state"), lower="server"),
     Cell("states, pipeline", groups=("full", "state"), pipeline=2),
     Cell("windows, async", groups=("full", "window 40"), async_scheduling=True),
@@ -86,13 +98,31 @@ CELLS = (
         drafts=3,
         fails=0.2,
     ),
-    Cell("windows, pipeline and tensor parallel", groups=("full", "window 40"), pipeline=2, tensor=2),
-    Cell("windows, nvme, by priority", groups=("full", "window 40"), lower="nvme", policy="priority", blocks=60),
+    Cell(
+        "windows, pipeline and tensor parallel", groups=("full", "window 40"), pipeline=2, tensor=2
+    ),
+    Cell(
+        "windows, nvme, by priority",
+        groups=("full", "window 40"),
+        lower="nvme",
+        policy="priority",
+        blocks=60,
+    ),
     Cell("windows, server, failing loads", groups=("full", "window 40"), lower="server", fails=0.2),
     Cell("windows, no prefix caching", groups=("full", "window 40"), prefix_caching=False),
     Cell("windows, slow copies", groups=("full", "window 40"), slow_copies=True),
     Cell("first of several connectors", beside="first"),
     Cell("last of several connectors, failing loads", beside="last", fails=0.2),
-    Cell("last of several connectors, async, tensor parallel", beside="last", async_scheduling=True, tensor=2),
-    Cell("first of several connectors, pipeline, slow copies", beside="first", pipeline=2, slow_copies=True),
+    Cell(
+        "last of several connectors, async, tensor parallel",
+        beside="last",
+        async_scheduling=True,
+        tensor=2,
+    ),
+    Cell(
+        "first of several connectors, pipeline, slow copies",
+        beside="first",
+        pipeline=2,
+        slow_copies=True,
+    ),
 )

@@ -1,7 +1,9 @@
-"""The fake model: what every position's KV must be, and the memory of one worker rank that holds it.
+"""The fake model: what every position's KV must be, and the memory of one worker rank that holds
+it.
 
-The KV of a position is a 64-bit hash of everything before it (tokens, salt), mixed with the layer and the rank. So a
-block that holds anything but the KV of its own prefix is seen at once, whatever put it there.
+The KV of a position is a 64-bit hash of everything before it (tokens, salt), mixed with the layer
+and the rank. So a block that holds anything but the KV of its own prefix is seen at once, whatever
+put it there.
 """
 
 from __future__ import annotations
@@ -20,9 +22,14 @@ _GARBAGE = np.uint64(0x6261643F6B763F21)
 
 
 def chain(salt: str, tokens: Sequence[int], known: list[int] | None = None) -> list[int]:
-    """For each position the hash of ``salt`` and of all tokens up to it. ``known``: the hashes of leading positions."""
+    """For each position the hash of ``salt`` and of all tokens up to it. ``known``: the hashes of
+    leading positions."""
     found = list(known or ())
-    state = found[-1] if found else int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest(), "little")
+    state = (
+        found[-1]
+        if found
+        else int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest(), "little")
+    )
     for token in tokens[len(found) :]:
         state = (state ^ (token + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 % (1 << 64)
         state ^= state >> 29
@@ -37,8 +44,8 @@ def next_token(state: int) -> int:
 
 @dataclass(frozen=True)
 class Need:
-    """What a cache group needs of the positions before one: ``full``, ``window`` and ``local`` with their reach, or a
-    ``state``, which a block holds for all positions up to its last."""
+    """What a cache group needs of the positions before one: ``full``, ``window`` and ``local`` with
+    their reach, or a ``state``, which a block holds for all positions up to its last."""
 
     kind: str
     reach: int = 0
@@ -57,24 +64,36 @@ class Need:
 
 
 class RankMemory:
-    """The paged KV cache of one rank: for each layer of a group a tensor ``[blocks, tokens a block, words]`` of int64.
-    As in vLLM the groups lie over one another: their layers of equal number share a tensor, and every block belongs to
-    one group at a time."""
+    """The paged KV cache of one rank: for each layer of a group a tensor ``[blocks, tokens a block,
+    words]`` of int64. As in vLLM the groups lie over one another: their layers of equal number
+    share a tensor, and every block belongs to one group at a time."""
 
     WORDS = 2
 
-    def __init__(self, groups: Sequence[tuple[Need, Sequence[str]]], rank: int, blocks: int, block_tokens: int) -> None:
+    def __init__(
+        self,
+        groups: Sequence[tuple[Need, Sequence[str]]],
+        rank: int,
+        blocks: int,
+        block_tokens: int,
+    ) -> None:
         self.block_tokens = block_tokens
         self._needs = [need for need, _ in groups]
         layers = max(len(names) for _, names in groups)
-        self._memory = [torch.zeros(blocks, block_tokens, self.WORDS, dtype=torch.int64) for _ in range(layers)]
+        self._memory = [
+            torch.zeros(blocks, block_tokens, self.WORDS, dtype=torch.int64) for _ in range(layers)
+        ]
         self._flat = [
-            tensor.numpy().view(np.uint64).reshape(blocks * block_tokens, self.WORDS) for tensor in self._memory
+            tensor.numpy().view(np.uint64).reshape(blocks * block_tokens, self.WORDS)
+            for tensor in self._memory
         ]
         self._marks = [
             [
                 np.array(
-                    [(rank * 1_000_003 + place * 104_729 + n * 7919 + word + 1) for word in range(self.WORDS)],
+                    [
+                        (rank * 1_000_003 + place * 104_729 + n * 7919 + word + 1)
+                        for word in range(self.WORDS)
+                    ],
                     np.uint64,
                 )
                 * np.uint64(0x9E3779B97F4A7C15)
@@ -87,12 +106,16 @@ class RankMemory:
             for need, names in groups
             for name, tensor in zip(names, self._memory, strict=True)
         }
-        """What is registered. A state is two tensors, which lie in the first tokens' places of a block."""
+        """What is registered. A state is two tensors, which lie in the first tokens' places of a
+        block."""
 
     def _places(self, blocks: Sequence[int], begin: int, end: int) -> Array:
         positions = np.arange(begin, end)
         table: Array = np.asarray(blocks, np.int64)
-        places: Array = table[positions // self.block_tokens] * self.block_tokens + positions % self.block_tokens
+        places: Array = (
+            table[positions // self.block_tokens] * self.block_tokens
+            + positions % self.block_tokens
+        )
         return places
 
     def _state(self, blocks: Sequence[int], end: int) -> int:
@@ -100,8 +123,8 @@ class RankMemory:
         return blocks[(end - 1) // self.block_tokens] * self.block_tokens
 
     def wrong(self, blocks: Sequence[Sequence[int]], states: Sequence[int], end: int) -> str:
-        """What is not what it must be of all that a step from position ``end`` on reads, else "". ``blocks``: by
-        group."""
+        """What is not what it must be of all that a step from position ``end`` on reads, else "".
+        ``blocks``: by group."""
         for need, marks, table in zip(self._needs, self._marks, blocks, strict=True):
             begin = need.first(end)
             if begin >= end:
@@ -113,7 +136,10 @@ class RankMemory:
                     if flat[place, 0] != wanted[0] or (flat[place + 1] != wanted).any():
                         return f"the state after position {end - 1}"
                 continue
-            places, wanted = self._places(table, begin, end), np.array(states[begin:end], np.uint64)[:, None]
+            places, wanted = (
+                self._places(table, begin, end),
+                np.array(states[begin:end], np.uint64)[:, None],
+            )
             bad = np.zeros(end - begin, bool)
             for flat, mark in zip(self._flat, marks, strict=False):
                 bad |= (flat[places] != (wanted ^ mark)).any(axis=1)
@@ -121,9 +147,11 @@ class RankMemory:
                 return f"position {begin + int(bad.argmax())} of a {need.kind} group"
         return ""
 
-    def write(self, blocks: Sequence[Sequence[int]], states: Sequence[int], begin: int, *, sound: bool) -> None:
-        """The forward pass writes the positions from ``begin`` on; garbage if it computed over garbage. A state goes to
-        the block of the last of them."""
+    def write(
+        self, blocks: Sequence[Sequence[int]], states: Sequence[int], begin: int, *, sound: bool
+    ) -> None:
+        """The forward pass writes the positions from ``begin`` on; garbage if it computed over
+        garbage. A state goes to the block of the last of them."""
         if begin == len(states):
             return
         garbage = np.uint64(0) if sound else _GARBAGE
@@ -134,7 +162,10 @@ class RankMemory:
                     flat[place, 0] = np.uint64(states[-1]) ^ mark[0] ^ garbage
                     flat[place + 1] = np.uint64(states[-1]) ^ mark ^ garbage
                 continue
-            places, new = self._places(table, begin, len(states)), np.array(states[begin:], np.uint64)[:, None]
+            places, new = (
+                self._places(table, begin, len(states)),
+                np.array(states[begin:], np.uint64)[:, None],
+            )
             for flat, mark in zip(self._flat, marks, strict=False):
                 flat[places] = new ^ mark ^ garbage
 

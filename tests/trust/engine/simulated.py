@@ -1,12 +1,14 @@
-"""One engine: vLLM's own scheduler, cache manager and output aggregation, both halves of the connector, a fake model.
+"""One engine: vLLM's own scheduler, cache manager and output aggregation, both halves of the
+connector, a fake model.
 
-Everything of vLLM that decides is real. Metadata is pickled on its way to every rank and back, as between processes.
-Before a step computes, all positions that each request claims as computed are read back on every rank and compared. A
-step that reads anything wrong computes something wrong: its KV is garbage and its token is another. It is a violation
-when such a token is given to the user, or when a sound request cannot end.
+Everything of vLLM that decides is real. Metadata is pickled on its way to every rank and back, as
+between processes. Before a step computes, all positions that each request claims as computed are
+read back on every rank and compared. A step that reads anything wrong computes something wrong: its
+KV is garbage and its token is another. It is a violation when such a token is given to the user, or
+when a sound request cannot end.
 
-With async scheduling the next step is planned before the last one's tokens are known. With pipeline parallelism the
-ranks of the second stage run one step behind those of the first.
+With async scheduling the next step is planned before the last one's tokens are known. With pipeline
+parallelism the ranks of the second stage run one step behind those of the first.
 """
 
 from __future__ import annotations
@@ -100,8 +102,8 @@ class Rank:
 
 @dataclass
 class Work:
-    """What one step computes for one request: positions ``[begin, end)`` over ``tokens``, of which the last ``drafts``
-    are drafts."""
+    """What one step computes for one request: positions ``[begin, end)`` over ``tokens``, of which
+    the last ``drafts`` are drafts."""
 
     request_id: str
     blocks: list[list[int]]
@@ -126,8 +128,11 @@ class Step:
 def engine_config(cell: Cell, model: Path, folder: Path) -> VllmConfig:
     """vLLM's configuration of a cell. What a CPU platform would turn off is set afterwards."""
     extra: dict[str, Any] = {
-        "ram_bytes": 256 * 1024, "chunk_tokens": BLOCK * CHUNK_BLOCKS, "take_hits": "always", "log_level": "ERROR",
-    } | cell.config  # fmt: skip
+        "ram_bytes": 256 * 1024,
+        "chunk_tokens": BLOCK * CHUNK_BLOCKS,
+        "take_hits": "always",
+        "log_level": "ERROR",
+    } | cell.config
     if cell.lower == "nvme":
         extra |= {"nvme_path": str(folder / "nvme"), "nvme_bytes": 4 << 20, "ram_bytes": 96 * 1024}
     if cell.lower == "server":
@@ -135,8 +140,10 @@ def engine_config(cell: Cell, model: Path, folder: Path) -> VllmConfig:
     arguments: dict[str, Any] = {}
     if cell.drafts:
         arguments["speculative_config"] = {
-            "method": "ngram", "num_speculative_tokens": cell.drafts, "prompt_lookup_max": 4,
-        }  # fmt: skip
+            "method": "ngram",
+            "num_speculative_tokens": cell.drafts,
+            "prompt_lookup_max": 4,
+        }
     config = EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
@@ -170,7 +177,11 @@ def transfer_config(cell: Cell, extra: dict[str, Any]) -> dict[str, Any]:
     }
     if not cell.beside:
         return ours
-    other = {"kv_connector": "PrefilledElsewhere", "kv_connector_module_path": beside.MODULE, "kv_role": "kv_both"}
+    other = {
+        "kv_connector": "PrefilledElsewhere",
+        "kv_connector_module_path": beside.MODULE,
+        "kv_role": "kv_both",
+    }
     both = [ours, other] if cell.beside == "first" else [other, ours]
     return {
         "kv_connector": "MultiConnector",
@@ -191,16 +202,24 @@ def layers_of(cell: Cell, stage: int) -> list[tuple[Need, list[str]]]:
 
 def spec(need: Need) -> KVCacheSpec:
     """As vLLM makes it of a layer: 256 bytes a block."""
-    attention: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.int64}
+    attention: dict[str, Any] = {
+        "block_size": BLOCK,
+        "num_kv_heads": 1,
+        "head_size": 1,
+        "dtype": torch.int64,
+    }
     if need.kind == "window":
         return SlidingWindowSpec(sliding_window=need.reach, **attention)
     if need.kind == "local":
         return ChunkedLocalAttentionSpec(attention_chunk_size=need.reach, **attention)
     if need.kind == "state":
         return MambaSpec(
-            block_size=BLOCK, shapes=((1,), (2,)), dtypes=(torch.int64, torch.int64), page_size_padded=256,
+            block_size=BLOCK,
+            shapes=((1,), (2,)),
+            dtypes=(torch.int64, torch.int64),
+            page_size_padded=256,
             mamba_cache_mode="align",
-        )  # fmt: skip
+        )
     return FullAttentionSpec(**attention)
 
 
@@ -219,7 +238,11 @@ def cache_config(groups: Sequence[tuple[Need, list[str]]], blocks: int) -> KVCac
 
 def ours(connector: Any) -> Any:
     """kvtier's own, which may be one of several."""
-    return next(one for one in getattr(connector, "_connectors", [connector]) if isinstance(one, KVTierConnector))
+    return next(
+        one
+        for one in getattr(connector, "_connectors", [connector])
+        if isinstance(one, KVTierConnector)
+    )
 
 
 class Engine:
@@ -228,14 +251,23 @@ class Engine:
     def __init__(self, cell: Cell, model: Path, folder: Path, draw: random.Random) -> None:
         self.cell, self.draw = cell, draw
         self.violations: list[str] = []
-        self.counts = {"steps": 0, "faults": 0, "loads": 0, "finished": 0, "refused": 0, "aborted": 0}
+        self.counts = {
+            "steps": 0,
+            "faults": 0,
+            "loads": 0,
+            "finished": 0,
+            "refused": 0,
+            "aborted": 0,
+        }
         self.counts |= {"preempted": 0, "resets": 0, "elsewhere": 0}
         self.config = engine_config(cell, model, folder)
         init_none_hash(sha256)
         with set_current_vllm_config(self.config):
             self.ranks = list(self._made_ranks())
             self.scheduler = self._made_scheduler()
-        self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, len(self.ranks))
+        self._aggregator = KVOutputAggregator.from_connector(
+            self.scheduler.connector, len(self.ranks)
+        )
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self._sequences: dict[str, Told] = {}
         self._in_flight: deque[Step] = deque()
@@ -266,7 +298,8 @@ class Engine:
             yield Rank(stage, memory, connector)
 
     def _slow_down(self, worker: Any) -> None:
-        """Time passes only while the worker copies, and a copy takes half of what a step may copy for, or all."""
+        """Time passes only while the worker copies, and a copy takes half of what a step may copy
+        for, or all."""
         now = [0.0]
 
         def slow(load: Callable[..., Any], jobs: Sequence[Any]) -> Any:
@@ -289,16 +322,21 @@ class Engine:
         told = {}
         for number, rank in enumerate(self.ranks):
             kv_transfer_state._KV_CONNECTOR_AGENT = rank.connector
-            told[rank.stage, number % self.cell.tensor] = _sent(rank.connector.get_handshake_metadata())
+            told[rank.stage, number % self.cell.tensor] = _sent(
+                rank.connector.get_handshake_metadata()
+            )
         kv_transfer_state._KV_CONNECTOR_AGENT = None
         scheduler.connector.set_xfer_handshake_metadata_pp_aware(told)
-        assert (ours(scheduler.connector)._scheduler is ours(scheduler.connector)._starting) is bool(self.cell.beside)
+        assert (
+            ours(scheduler.connector)._scheduler is ours(scheduler.connector)._starting
+        ) is bool(self.cell.beside)
         return scheduler
 
-    # ---- requests ------------------------------------------------------------------------------------------------
+    # ---- requests --------------------------------------------------------------------------------
 
     def ask(self, tokens: list[int], answer: int, salt: str = "", priority: int = 0) -> str:
-        """A new request; its name. Beside another connector some prompts were computed elsewhere."""
+        """A new request; its name. Beside another connector some prompts were computed
+        elsewhere."""
         self._next += 1
         name = f"r{self._next}"
         parameters = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
@@ -331,10 +369,11 @@ class Engine:
     def live(self) -> list[str]:
         return list(self.scheduler.requests)
 
-    # ---- steps ---------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """One turn of vLLM's core loop: plan and begin a step; when enough are in flight, take in the oldest."""
+        """One turn of vLLM's core loop: plan and begin a step; when enough are in flight, take in
+        the oldest."""
         self.counts["steps"] += 1
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
@@ -349,7 +388,8 @@ class Engine:
             self._take_in(self._in_flight.popleft())
 
     def _finish_stages(self) -> None:
-        """Ranks of later stages run all steps but the newest, whose first stage has only just been run."""
+        """Ranks of later stages run all steps but the newest, whose first stage has only just been
+        run."""
         newest = self._in_flight[-1] if self.cell.pipeline > 1 else None
         for step in self._in_flight:
             if step is not newest:
@@ -357,7 +397,11 @@ class Engine:
 
     def _run_rest(self, step: Step) -> None:
         for stage in range(1, self.cell.pipeline):
-            if any(number not in step.results for number, rank in enumerate(self.ranks) if rank.stage == stage):
+            if any(
+                number not in step.results
+                for number, rank in enumerate(self.ranks)
+                if rank.stage == stage
+            ):
                 self._run_stage(step, stage)
         if not step.sampled:
             self._sample(step)
@@ -382,15 +426,19 @@ class Engine:
             del sequence.tokens[prompt + cached.num_output_tokens[index] :]
         work = []
         for name, count in output.num_scheduled_tokens.items():
-            sequence, drafted = self._sequences[name], len(output.scheduled_spec_decode_tokens.get(name, ()))
+            sequence, drafted = (
+                self._sequences[name],
+                len(output.scheduled_spec_decode_tokens.get(name, ())),
+            )
             tables = [list(table) for table in sequence.blocks]
             work.append(Work(name, tables, begins[name], [], [], drafted, samples=False))
             work[-1].tokens = [count]
         return work
 
     def _resolved(self, work: Work) -> None:
-        """On the device: the tokens of the step, which under async scheduling only it knows, and where it begins: the
-        scheduler counts on all drafts of the step before, of which some were refused."""
+        """On the device: the tokens of the step, which under async scheduling only it knows, and
+        where it begins: the scheduler counts on all drafts of the step before, of which some were
+        refused."""
         sequence, (count,) = self._sequences[work.request_id], work.tokens
         if self.cell.async_scheduling and self.cell.drafts:
             work.begin = min(work.begin, len(sequence.tokens) - 1)
@@ -399,12 +447,15 @@ class Engine:
         tokens += sequence.drafts[: end - len(tokens)]
         tokens += [0] * (end - len(tokens))
         known = end - work.drafts
-        sequence.states = chain(sequence.salt, sequence.tokens[:known], sequence.states[: min(work.begin, known)])
+        sequence.states = chain(
+            sequence.salt, sequence.tokens[:known], sequence.states[: min(work.begin, known)]
+        )
         work.tokens, work.states = tokens, chain(sequence.salt, tokens, sequence.states)
         work.samples = known == len(sequence.tokens)
 
     def _run_stage(self, step: Step, stage: int) -> None:
-        """All ranks of a stage run a step: the hooks in the order in which vLLM's model runner calls them."""
+        """All ranks of a stage run a step: the hooks in the order in which vLLM's model runner
+        calls them."""
         if stage == 0:
             for work in step.work:
                 self._resolved(work)
@@ -426,7 +477,9 @@ class Engine:
             connector.wait_for_save()
             transferred = _transferred(connector, step.output.finished_req_ids)
             if transferred.get("failed_recving") and not self.cell.fails:
-                self.violations.append(f"loads of {transferred['failed_recving']} failed, and nothing made them fail")
+                self.violations.append(
+                    f"loads of {transferred['failed_recving']} failed, and nothing made them fail"
+                )
             step.results[number] = KVConnectorOutput(
                 **transferred,
                 invalid_block_ids=connector.get_block_ids_with_load_errors(),
@@ -441,7 +494,9 @@ class Engine:
         for work in step.work:
             place = rank.memory.wrong(work.blocks, work.states, work.begin)
             if place and not work.bad:
-                work.bad = f"{place} of {work.begin} computed ones of {work.request_id} is not its own"
+                work.bad = (
+                    f"{place} of {work.begin} computed ones of {work.request_id} is not its own"
+                )
             rank.memory.write(work.blocks, work.states, work.begin, sound=not work.bad)
 
     def _sample(self, step: Step) -> None:
@@ -507,7 +562,11 @@ class Engine:
         ]
         merged = self._aggregator.aggregate(outputs)
         before = {name: self.scheduler.requests.get(name) for name in names}
-        lengths = {name: request.num_output_tokens for name, request in before.items() if request is not None}
+        lengths = {
+            name: request.num_output_tokens
+            for name, request in before.items()
+            if request is not None
+        }
         self.scheduler.update_from_output(step.output, merged)
         bad = {work.request_id: work.bad for work in step.work if work.bad}
         for name, length in lengths.items():
@@ -531,10 +590,12 @@ class Engine:
         states = chain(request.cache_salt or "", tokens)
         for place in range(request.num_prompt_tokens, len(tokens)):
             if tokens[place] != next_token(states[place - 1]):
-                self.violations.append(f"{request.request_id}: answer token {place} is wrong; {bad or 'no bad read'}")
+                self.violations.append(
+                    f"{request.request_id}: answer token {place} is wrong; {bad or 'no bad read'}"
+                )
                 return
 
-    # ---- the end -------------------------------------------------------------------------------------------------
+    # ---- the end ---------------------------------------------------------------------------------
 
     def drain(self, most: int = 4_000) -> None:
         """Steps until nothing is asked any more; then nothing may be left anywhere."""
@@ -547,7 +608,9 @@ class Engine:
             return
         half = ours(self.scheduler.connector)._scheduler
         if half._pending or half._prompts:
-            self.violations.append(f"left behind: {len(half._pending)} jobs, {len(half._prompts)} prompts")
+            self.violations.append(
+                f"left behind: {len(half._pending)} jobs, {len(half._prompts)} prompts"
+            )
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         if free != self.cell.blocks - 1:
             self.violations.append(f"{self.cell.blocks - 1 - free} blocks are not free")

@@ -1,4 +1,5 @@
-"""The admin surface: who is let in, whose requests and answers are believed, what strangers may cost."""
+"""The admin surface: who is let in, whose requests and answers are believed, what strangers may
+cost."""
 
 from __future__ import annotations
 
@@ -12,19 +13,26 @@ ROOM = Room(
         "guessers": (*PYTEST, _STRANGERS, "-k", "malformed or signed"),
         "impostors": (*PYTEST, _STRANGERS, "-k", "impostor or relay or believed or misspelt"),
         "crowds": (*PYTEST, _STRANGERS, "-k", "crowd or place or sent_away or no_http"),
-        "surface": (*PYTEST, "tests/integration/test_admin.py", "-k", "loopback or rebound or many_connections"),
+        "surface": (
+            *PYTEST,
+            "tests/integration/test_admin.py",
+            "-k",
+            "loopback or rebound or many_connections",
+        ),
     },
     mutants=(
         # ---- tokens ---
         Mutant(
             "admin/http.py",
-            "            if signed is None and (route.secret or not (route.open or self._port.local)):",
+            "            if signed is None and (route.secret or not (route.open or "
+            "self._port.local)):",
             "            if signed is None and not (route.open or self._port.local):",
             "every process of the host clears without the token",
         ),
         Mutant(
             "admin/http.py",
-            "            if signed is None and (route.secret or not (route.open or self._port.local)):",
+            "            if signed is None and (route.secret or not (route.open or "
+            "self._port.local)):",
             "            if signed is None and route.secret:",
             "the network reads metrics and counts without the token",
         ),
@@ -68,7 +76,8 @@ ROOM = Room(
         # ---- signed requests ---
         Mutant(
             "admin/http.py",
-            "        return digest if digest is not None and self._seen.first(credentials, now) else None",
+            "        return digest if digest is not None and self._seen.first(credentials, now) "
+            "else None",
             "        return digest",
             "a signed request that was overheard can be sent again",
         ),
@@ -123,8 +132,12 @@ ROOM = Room(
         ),
         Mutant(
             "cli/operate.py",
-            'headers["Authorization"] = admin_proof.signed(self._token, method, path, sent or b"", time.time())',
-            'headers["Authorization"] = f"Bearer {self._token.decode()}"',
+            (
+                '            headers["Authorization"] = admin_proof.signed(\n'
+                '                self._token, method, path, sent or b"", time.time()\n'
+                "            )\n"
+            ),
+            '            headers["Authorization"] = f"Bearer {self._token.decode()}"\n',
             "whoever has the port gets the token",
         ),
         # ---- places ---
@@ -136,13 +149,15 @@ ROOM = Room(
         ),
         Mutant(
             "admin/places.py",
-            "            quiet = next((visit for visit in self._visits if not visit.working), None)",
+            "            quiet = next((visit for visit in self._visits if not "
+            "visit.working), None)",
             "            quiet = None",
             "a crowd keeps liveness probes out, and the server is restarted",
         ),
         Mutant(
             "admin/places.py",
-            "            quiet = next((visit for visit in self._visits if not visit.working), None)",
+            "            quiet = next((visit for visit in self._visits if not "
+            "visit.working), None)",
             "            quiet = next(iter(self._visits), None)",
             "a crowd cuts off a clear that is being done",
         ),

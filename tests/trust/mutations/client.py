@@ -148,7 +148,8 @@ ROOM = Room(
         Mutant(
             "client/connect.py",
             "        if len(descriptors) > _ATTACH_DESCRIPTORS:\n"
-            '            raise wire.WireError(f"the server passed {len(descriptors)} descriptors")\n'
+            '            raise wire.WireError(f"the server passed {len(descriptors)} '
+            'descriptors")\n'
             "        if not data",
             "        if not data",
             "a rogue server takes all descriptors of an engine",

@@ -1,4 +1,5 @@
-"""The connector's two halves: what is served and saved of a request, and what is not after something failed."""
+"""The connector's two halves: what is served and saved of a request, and what is not after
+something failed."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ _METADATA = "connectors/vllm/metadata.py"
 
 ROOM = Room(
     {
-        "rules": (*PYTEST, "tests/unit/connectors/test_vllm_rules.py", "tests/unit/connectors/test_vllm_sessions.py"),
+        "rules": (
+            *PYTEST,
+            "tests/unit/connectors/test_vllm_rules.py",
+            "tests/unit/connectors/test_vllm_sessions.py",
+        ),
         "worker": (*PYTEST, "tests/unit/gpu/test_gpu_worker.py"),
         "scheduler": (*PYTEST, "tests/unit/connectors/test_vllm_scheduler.py"),
         "hooks": (*PYTEST, "tests/unit/connectors/test_vllm_hooks.py"),
@@ -20,8 +25,13 @@ ROOM = Room(
         # ---- scheduler: what is served ---
         Mutant(
             _SCHEDULER,
-            "bool(request.skip_reading_prefix_cache or ",
-            "bool(",
+            (
+                "    return bool(\n"
+                "        request.skip_reading_prefix_cache\n"
+                '        or (request.kv_transfer_params or {}).get("do_remote_prefill")\n'
+                "    )\n"
+            ),
+            '    return bool((request.kv_transfer_params or {}).get("do_remote_prefill"))\n',
             "prompt logprobs are asked of a prompt that is not computed",
         ),
         Mutant(
@@ -162,8 +172,14 @@ ROOM = Room(
         ),
         Mutant(
             "connectors/vllm/scheduler.py",
-            "        if not self._duty.shares_blocks or not self._loading or",
-            "        if not self._loading or",
+            (
+                "        if (\n"
+                "            not self._duty.shares_blocks\n"
+                "            or not self._loading\n"
+                "            or len(keys) <= computed // self._layout.chunk_tokens\n"
+                "        ):\n"
+            ),
+            "        if not self._loading or len(keys) <= computed // self._layout.chunk_tokens:\n",
             "a request waits for blocks that vLLM does not share",
         ),
         Mutant(
@@ -186,7 +202,8 @@ ROOM = Room(
         ),
         Mutant(
             "connectors/vllm/claims.py",
-            "        if coming and self._load_policy.clock() < prompt.until:\n            return None\n",
+            "        if coming and self._load_policy.clock() < prompt.until:\n            "
+            "return None\n",
             "        if coming and self._load_policy.clock() < prompt.until:\n"
             "            ready, coming = ready + coming, 0\n",
             "chunks are promised that have not come",
@@ -199,8 +216,13 @@ ROOM = Room(
         ),
         Mutant(
             _WORKER,
-            "(max(BUSY_COPY_S, BUSY_COPY_PART * self._forward_s) if computes else _IDLE_COPY_S)",
-            "60.0",
+            (
+                "        until = begun + (\n"
+                "            max(BUSY_COPY_S, BUSY_COPY_PART * self._forward_s) if computes else "
+                "_IDLE_COPY_S\n"
+                "        )\n"
+            ),
+            "        until = begun + 60.0\n",
             "one long load stops all other requests",
         ),
         Mutant(
@@ -226,11 +248,13 @@ ROOM = Room(
             _WORKER,
             "        refused = metadata.replacements_seen.get(self._rank, 0) < self._replacements",
             "        refused = bool(self._report.replacements)",
-            "steps that were planned before the scheduler knew of new weights save what they computed",
+            "steps that were planned before the scheduler knew of new weights save what they "
+            "computed",
         ),
         Mutant(
             _WORKER,
-            "                self._ended(job, failed=True)\n            self._copying.clear()\n            return",
+            "                self._ended(job, failed=True)\n            self._copying.clear()\n    "
+            "        return",
             "                pass",
             "old KV is loaded into a model whose weights were replaced",
         ),

@@ -14,7 +14,13 @@ ROOM = Room(
             "tests/unit/store/test_store_writing.py",
             "tests/unit/core/test_chunk.py",
         ),
-        "nvme": (*PYTEST, "tests/trust/test_corruption.py", "tests/fault/test_nvme_faults.py", "-k", "not redis"),
+        "nvme": (
+            *PYTEST,
+            "tests/trust/test_corruption.py",
+            "tests/fault/test_nvme_faults.py",
+            "-k",
+            "not redis",
+        ),
         "machine": (*PYTEST, "tests/property/test_store_machine.py"),
     },
     slow=("machine",),
@@ -65,7 +71,8 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "            if entry is None or entry.state is not READY:\n                return index",
+            "            if entry is None or entry.state is not READY:\n                "
+            "return index",
             "            if entry is None:\n                return index",
             "a match counts chunks that are being filled",
         ),
@@ -83,7 +90,8 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "        if not entry.pins:\n            self._count_idle(entry, 1)\n\n    def fill_failed",
+            "        if not entry.pins:\n            self._count_idle(entry, 1)\n\n    def "
+            "fill_failed",
             "        self._count_idle(entry, 1)\n\n    def fill_failed",
             "a chunk that arrives under a waiter counts as evictable",
         ),
@@ -132,7 +140,8 @@ ROOM = Room(
         # ---- store ---
         Mutant(
             "store/store.py",
-            "            elif entry.state is FILLING and entry.origin is None:\n                break",
+            "            elif entry.state is FILLING and entry.origin is None:\n             "
+            "   break",
             "            elif False:\n                break",
             "a load waits for a chunk that an engine may never finish",
         ),
@@ -186,7 +195,8 @@ ROOM = Room(
         ),
         Mutant(
             "store/store.py",
-            "                    else:\n                        self._directory.fill_failed(entry)\n",
+            "                    else:\n                        "
+            "self._directory.fill_failed(entry)\n",
             "                    else:\n                        self._directory.filled(entry)\n",
             "an aborted save is served",
         ),
@@ -223,8 +233,13 @@ ROOM = Room(
         ),
         Mutant(
             "store/promotion.py",
-            "                again = next((other for other in directory.holders(entry.key) if other > index), None)",
-            "                again = next(directory.holders(entry.key), None)",
+            (
+                "                again = next(\n"
+                "                    (other for other in directory.holders(entry.key) if other > "
+                "index), None\n"
+                "                )\n"
+            ),
+            "                again = next(directory.holders(entry.key), None)\n",
             "a tier that is away is asked for one chunk for ever",
         ),
         Mutant(
@@ -278,8 +293,14 @@ ROOM = Room(
         ),
         Mutant(
             "tiers/nvme/tier.py",
-            "key, self._checksum(slot), seq, self._owner(slot))",
-            "key, self._checksum(slot), seq)",
+            (
+                "            record = pack_record(\n"
+                "                slot, self.slot_bytes, key, self._checksum(slot), seq, "
+                "self._owner(slot)\n"
+                "            )\n"
+            ),
+            "            record = pack_record(slot, self.slot_bytes, key, "
+            "self._checksum(slot), seq)\n",
             "a clean close makes every chunk nobody's",
         ),
         Mutant(
@@ -328,19 +349,27 @@ ROOM = Room(
         ),
         Mutant(
             "tiers/nvme/tier.py",
-            "count=len(self._places)) % self.capacity] = False",
-            "count=len(self._places)) % self.capacity] = True",
+            "        ] = False\n",
+            "        ] = True\n",
             "recovered chunks are written over",
         ),
         Mutant(
             "tiers/nvme/files.py",
-            "[room.data], slot * self.slot_bytes + start) != room.nbytes:",
-            "[room.data], slot * self.slot_bytes + start) < 0:",
+            (
+                "            if (\n"
+                "                os.pwritev(self._payload, [room.data], slot * self.slot_bytes + "
+                "start)\n"
+                "                != room.nbytes\n"
+                "            ):\n"
+            ),
+            "            if os.pwritev(self._payload, [room.data], slot * self.slot_bytes + "
+            "start) < 0:\n",
             "a short write counts as whole",
         ),
         Mutant(
             "tiers/nvme/files.py",
-            "        if old and old.version == FORMAT_VERSION and old.slot_bytes == self.slot_bytes:",
+            "        if old and old.version == FORMAT_VERSION and old.slot_bytes == "
+            "self.slot_bytes:",
             "        if old and old.slot_bytes == self.slot_bytes:",
             "a foreign version is believed",
         ),

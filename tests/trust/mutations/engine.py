@@ -1,4 +1,5 @@
-"""Loads and saves between vLLM's scheduler, the connector and the workers, as the simulated engines see them."""
+"""Loads and saves between vLLM's scheduler, the connector and the workers, as the simulated engines
+see them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ ROOM = Room(
         "failing loads": ("-m", "tests.trust.engine", "--steps", "500", "--only", "failing loads"),
         "few blocks": ("-m", "tests.trust.engine", "--steps", "500", "--only", "few blocks"),
         "slow copies": ("-m", "tests.trust.engine", "--steps", "500", "--only", "slow copies"),
-        "several connectors": ("-m", "tests.trust.engine", "--steps", "500", "--only", "several connectors"),
+        "several connectors": (
+            "-m",
+            "tests.trust.engine",
+            "--steps",
+            "500",
+            "--only",
+            "several connectors",
+        ),
         "all cells": ("-m", "tests.trust.engine", "--steps", "300"),
     },
     mutants=(
@@ -68,13 +76,19 @@ ROOM = Room(
         ),
         Mutant(
             _SCHEDULER,
-            ' or (request.kv_transfer_params or {}).get("do_remote_prefill"))',
-            ")",
+            (
+                "    return bool(\n"
+                "        request.skip_reading_prefix_cache\n"
+                '        or (request.kv_transfer_params or {}).get("do_remote_prefill")\n'
+                "    )\n"
+            ),
+            "    return bool(request.skip_reading_prefix_cache)\n",
             "two connectors load the same prompt",
         ),
         Mutant(
             _SCHEDULER,
-            "        known = request.num_tokens if self._duty.save_decode else request.num_prompt_tokens\n"
+            "        known = request.num_tokens if self._duty.save_decode else "
+            "request.num_prompt_tokens\n"
             "        finished = min(computed + output.num_scheduled_tokens[request_id], known)",
             "        finished = (computed + output.num_scheduled_tokens[request_id])",
             "drafts that nobody accepted are saved",

@@ -14,7 +14,12 @@ ROOM = Room(
     },
     (
         # ---- identity ---
-        Mutant(_IDENTITY, '        "dtype": str(model.dtype),\n', "", "engines of two types share chunks"),
+        Mutant(
+            _IDENTITY,
+            '        "dtype": str(model.dtype),\n',
+            "",
+            "engines of two types share chunks",
+        ),
         Mutant(
             _IDENTITY,
             '        "quantization": str(model.quantization),\n',
@@ -132,14 +137,30 @@ ROOM = Room(
         # ---- layout ---
         Mutant(
             _LAYOUT,
-            "rank.description, rank.model]",
-            "rank.description]",
+            (
+                "            [\n"
+                "                *place,\n"
+                "                rank.block_bytes[0] if one else [*rank.block_bytes],\n"
+                "                rank.description,\n"
+                "                rank.model,\n"
+                "            ]\n"
+            ),
+            "            [*place, rank.block_bytes[0] if one else [*rank.block_bytes], "
+            "rank.description]\n",
             "rotary tables that the longest prompt decides share chunks",
         ),
         Mutant(
             "connectors/vllm/layout.py",
-            "rank.description, rank.model]",
-            "rank.model]",
+            (
+                "            [\n"
+                "                *place,\n"
+                "                rank.block_bytes[0] if one else [*rank.block_bytes],\n"
+                "                rank.description,\n"
+                "                rank.model,\n"
+                "            ]\n"
+            ),
+            "            [*place, rank.block_bytes[0] if one else [*rank.block_bytes], "
+            "rank.model]\n",
             "blocks that are packed in two ways share chunks",
         ),
         Mutant(

@@ -13,7 +13,12 @@ ROOM = Room(
         "copies": (*PYTEST, "tests/unit/gpu/test_gpu_copy.py", "-k", "kernel and saved_is_loaded"),
         "pinning": (*PYTEST, "tests/unit/gpu/test_gpu_pinning.py"),
         "streams": (*PYTEST, "tests/unit/gpu/test_gpu_streams.py"),
-        "worker": (*PYTEST, "tests/unit/gpu/test_gpu_worker.py", "-k", "lock or early or neither_cpu"),
+        "worker": (
+            *PYTEST,
+            "tests/unit/gpu/test_gpu_worker.py",
+            "-k",
+            "lock or early or neither_cpu",
+        ),
     },
     (
         Mutant(

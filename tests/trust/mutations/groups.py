@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import Mutant, Room
 
-_GROUPS, _TABLES, _CLAIMS = "connectors/vllm/groups.py", "connectors/vllm/tables.py", "connectors/vllm/claims.py"
+_GROUPS, _TABLES, _CLAIMS = (
+    "connectors/vllm/groups.py",
+    "connectors/vllm/tables.py",
+    "connectors/vllm/claims.py",
+)
 _SCHEDULER, _WORKER = "connectors/vllm/scheduler.py", "connectors/vllm/worker.py"
 
 ROOM = Room(
@@ -47,13 +51,15 @@ ROOM = Room(
         ),
         Mutant(
             _TABLES,
-            "        first = (piece.number + 1) * geometry.chunk_tokens // group.block_tokens - 1\n",
+            "        first = (piece.number + 1) * geometry.chunk_tokens // "
+            "group.block_tokens - 1\n",
             "        first = (piece.number + 1) * geometry.chunk_tokens // group.block_tokens\n",
             "a state is saved from the block after it",
         ),
         Mutant(
             _SCHEDULER,
-            "            if blocks_of(self._geometry, piece, tables) != [block]:\n                continue\n",
+            "            if blocks_of(self._geometry, piece, tables) != [block]:\n                "
+            "continue\n",
             "",
             "a state is saved from where its block was",
         ),
@@ -77,8 +83,10 @@ ROOM = Room(
         ),
         Mutant(
             _GROUPS,
-            "            for part in range(1 if group.kind is Kind.STATE else self.pieces_per_chunk)\n        }\n",
-            "            for part in range(1 if group.kind is Kind.STATE else self.pieces_per_chunk)\n        }\n"
+            "            for part in range(1 if group.kind is Kind.STATE else "
+            "self.pieces_per_chunk)\n        }\n",
+            "            for part in range(1 if group.kind is Kind.STATE else "
+            "self.pieces_per_chunk)\n        }\n"
             "        masks = dict.fromkeys(masks, 0)\n",
             "all groups have the same keys",
         ),

@@ -1,4 +1,5 @@
-"""Who is let in, and whom an engine talks to: proofs, users, folders, and places of those who are not let in yet."""
+"""Who is let in, and whom an engine talks to: proofs, users, folders, and places of those who are
+not let in yet."""
 
 from __future__ import annotations
 
@@ -6,7 +7,11 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 
 ROOM = Room(
     {
-        "unit": (*PYTEST, "tests/unit/protocol/test_wire.py", "tests/unit/server/test_handshakes.py"),
+        "unit": (
+            *PYTEST,
+            "tests/unit/protocol/test_wire.py",
+            "tests/unit/server/test_handshakes.py",
+        ),
         "tokens": (
             *PYTEST,
             "tests/integration/test_server_tcp.py",
@@ -101,7 +106,8 @@ ROOM = Room(
         Mutant(
             "core/secret_files.py",
             "    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):",
-            "    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX:",
+            "    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & "
+            "stat.S_ISVTX:",
             "in /tmp everybody may be there first",
         ),
         Mutant(
@@ -117,7 +123,12 @@ ROOM = Room(
             "every user of the host maps the pool",
         ),
         # ---- places ---
-        Mutant("server/connection.py", "_GREETING_S = 4.0", "_GREETING_S = 400.0", "a place is held without a word"),
+        Mutant(
+            "server/connection.py",
+            "_GREETING_S = 4.0",
+            "_GREETING_S = 400.0",
+            "a place is held without a word",
+        ),
         Mutant(
             "server/connection.py",
             "        self._host.greeted(self)\n",
@@ -131,7 +142,10 @@ ROOM = Room(
             "one host with 600 sockets keeps every engine out",
         ),
         Mutant(
-            "server/server.py", "            oldest.cut()", "            pass", "places of the unknown have no bound"
+            "server/server.py",
+            "            oldest.cut()",
+            "            pass",
+            "places of the unknown have no bound",
         ),
         Mutant(
             "server/handshake_places.py",

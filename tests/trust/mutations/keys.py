@@ -8,7 +8,11 @@ _REQUESTS = "connectors/vllm/requests.py"
 
 ROOM = Room(
     {
-        "names": (*PYTEST, "tests/unit/core/test_chunk.py", "tests/unit/connectors/test_vllm_requests.py"),
+        "names": (
+            *PYTEST,
+            "tests/unit/core/test_chunk.py",
+            "tests/unit/connectors/test_vllm_requests.py",
+        ),
     },
     (
         # ---- chunk ---

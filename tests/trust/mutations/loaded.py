@@ -36,14 +36,26 @@ ROOM = Room(
         ),
         Mutant(
             _LOADED,
-            '"kernel": _plain(getattr(layer, "impl", None)), ',
-            "",
+            (
+                "    return {\n"
+                '        "layer": _plain(layer),\n'
+                '        "kernel": _plain(getattr(layer, "impl", None)),\n'
+                '        "buffers": buffers,\n'
+                "    }\n"
+            ),
+            '    return {"layer": _plain(layer), "buffers": buffers}\n',
             "two windows, caps or scales share chunks",
         ),
         Mutant(
             _LOADED,
-            ', "buffers": buffers}',
-            "}",
+            (
+                "    return {\n"
+                '        "layer": _plain(layer),\n'
+                '        "kernel": _plain(getattr(layer, "impl", None)),\n'
+                '        "buffers": buffers,\n'
+                "    }\n"
+            ),
+            '    return {"layer": _plain(layer), "kernel": _plain(getattr(layer, "impl", None))}\n',
             "two scales of K and V share chunks",
         ),
         Mutant(

@@ -1,4 +1,5 @@
-"""Whose an NVMe tier's folder and files are, who may have them, and what happens when they are lost."""
+"""Whose an NVMe tier's folder and files are, who may have them, and what happens when they are
+lost."""
 
 from __future__ import annotations
 
@@ -18,14 +19,21 @@ ROOM = Room(
         # ---- whose it is ---
         Mutant(
             _FOLDER,
-            "return [] if state.st_uid == os.geteuid() else",
-            "return [] if True else",
+            (
+                "    return (\n"
+                "        []\n"
+                "        if state.st_uid == os.geteuid()\n"
+                '        else [f"owner {state.st_uid}, expected {os.geteuid()} (this process)"]\n'
+                "    )\n"
+            ),
+            '    return [] if True else [f"owner {state.st_uid}, expected {os.geteuid()} (this '
+            'process)"]\n',
             "another user's folder and files are believed",
         ),
         Mutant(
             _FOLDER,
-            "return [] if state.st_uid == os.geteuid() else",
-            "return [] if state.st_uid in (0, os.geteuid()) else",
+            "        if state.st_uid == os.geteuid()\n",
+            "        if state.st_uid in (0, os.geteuid())\n",
             "an ordinary user writes into root's folder",
         ),
         Mutant(
@@ -84,14 +92,20 @@ ROOM = Room(
         ),
         Mutant(
             _FOLDER,
-            "                os.fchmod(made, 0o600)  #",
-            "                pass  #",
+            (
+                "                os.fchmod(\n"
+                "                    made, 0o600\n"
+                "                )  # a umask may have left fewer rights than the next "
+                "start needs\n"
+            ),
+            "                pass  # a umask may have left fewer rights than the next "
+            "start needs\n",
             "after a start with a narrow umask the next one cannot open the files",
         ),
         Mutant(
             _FOLDER,
-            "                os.fchmod(made, 0o600)  #",
-            "                os.fchmod(made, 0o644)  #",
+            "                    made, 0o600\n",
+            "                    made, 0o644\n",
             "the tier makes files that every user may read, and refuses them",
         ),
         # ---- the way there ---
@@ -192,8 +206,10 @@ ROOM = Room(
             _TIER,
             "        try:\n            self._files.write_record(slot, EMPTY_RECORD)\n",
             "        with self._lock:\n            self._free.append(slot)\n"
-            "        try:\n            self._files.write_record(slot, EMPTY_RECORD)\n            return\n",
-            "a slot is free before its record is erased: a crash costs a chunk that was acknowledged",
+            "        try:\n            self._files.write_record(slot, EMPTY_RECORD)\n            "
+            "return\n",
+            "a slot is free before its record is erased: a crash costs a chunk that was "
+            "acknowledged",
         ),
     ),
 )

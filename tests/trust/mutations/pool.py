@@ -9,7 +9,12 @@ _SEALS = "SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL"
 ROOM = Room(
     {
         "unit": (*PYTEST, "tests/unit/core/test_pool.py", "tests/unit/core/test_region.py"),
-        "processes": (*PYTEST, "tests/fault/test_hostile_memory.py", "-k", "shrink or views or later"),
+        "processes": (
+            *PYTEST,
+            "tests/fault/test_hostile_memory.py",
+            "-k",
+            "shrink or views or later",
+        ),
     },
     (
         Mutant(
@@ -54,7 +59,12 @@ ROOM = Room(
             "    if False:",
             "a region that ends before the last slot is mapped",
         ),
-        Mutant("core/pool.py", "    if found != size:", "    if found < size:", "a region of another layout is mapped"),
+        Mutant(
+            "core/pool.py",
+            "    if found != size:",
+            "    if found < size:",
+            "a region of another layout is mapped",
+        ),
         Mutant(
             "core/pool.py",
             "            if fd is not None:\n                undo.callback(os.close, fd)\n",
@@ -117,7 +127,8 @@ ROOM = Room(
         ),
         Mutant(
             "client/attachment.py",
-            "        except BaseException:\n            os.close(witness)\n            raise\n        let_go",
+            "        except BaseException:\n            os.close(witness)\n            raise\n     "
+            "   let_go",
             "        except BaseException:\n            raise\n        let_go",
             "each refused pool keeps its server waiting for an engine that never was",
         ),

@@ -7,13 +7,22 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 ROOM = Room(
     {
         "unit": (*PYTEST, "tests/unit/admin/test_erase.py"),
-        "directory": (*PYTEST, "tests/unit/store/test_directory.py", "tests/unit/server/test_session.py"),
+        "directory": (
+            *PYTEST,
+            "tests/unit/store/test_directory.py",
+            "tests/unit/server/test_session.py",
+        ),
     },
     (
         Mutant(
             "admin/purge.py",
-            "        unfinished = await _forget(size_class.store, owner, seen)  # and",
-            "        unfinished = 0 * len(seen)  # and",
+            (
+                "        unfinished = await _forget(\n"
+                "            size_class.store, owner, seen\n"
+                "        )  # and what engines loaded before it was deleted below\n"
+            ),
+            "        unfinished = 0 * len(seen)  # and what engines loaded before it was "
+            "deleted below\n",
             "what engines load during an erase survives it",
         ),
         Mutant(
@@ -42,14 +51,22 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            ("        if entry is not None and entry.state is READY and may(owner, entry.owner):\n"),
+            (
+                "        if entry is not None and entry.state is READY and may(owner, "
+                "entry.owner):\n"
+            ),
             ("        if entry is not None and entry.state is READY:\n"),
             "in RAM a tenant drops another's chunks",
         ),
         Mutant(
             "store/directory.py",
-            (" for index in self.holders(key) if may(owner, self._tiers[index].order.owner(key))]\n"),
-            (" for index in self.holders(key)]\n"),
+            (
+                "        holders = [\n"
+                "            index for index in self.holders(key) if may(owner, "
+                "self._tiers[index].order.owner(key))\n"
+                "        ]\n"
+            ),
+            "        holders = [index for index in self.holders(key)]\n",
             "in lower tiers a tenant drops another's chunks",
         ),
         Mutant(

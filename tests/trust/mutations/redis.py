@@ -1,4 +1,5 @@
-"""What is believed of a Redis, a cluster and a Sentinel, and what one of their nodes may cost the others."""
+"""What is believed of a Redis, a cluster and a Sentinel, and what one of their nodes may cost the
+others."""
 
 from __future__ import annotations
 
@@ -6,14 +7,24 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 
 ROOM = Room(
     {
-        "protocol": (*PYTEST, "tests/property/test_redis_wire.py", "tests/unit/tiers/test_redis_nodes.py"),
+        "protocol": (
+            *PYTEST,
+            "tests/property/test_redis_wire.py",
+            "tests/unit/tiers/test_redis_nodes.py",
+        ),
         "hostile": (
             *PYTEST,
             "tests/fault/test_hostile_redis.py",
             "-k",
             "dribbled or garbage or forge or started or hundred",
         ),
-        "faults": (*PYTEST, "tests/fault/test_redis_faults.py", "tests/unit/store/test_store.py", "-m", "not slow"),
+        "faults": (
+            *PYTEST,
+            "tests/fault/test_redis_faults.py",
+            "tests/unit/store/test_store.py",
+            "-m",
+            "not slow",
+        ),
         "tier": (*PYTEST, "tests/contract/test_redis_tier.py", "-m", "not slow"),
     },
     (
@@ -44,7 +55,8 @@ ROOM = Room(
         ),
         Mutant(
             "tiers/redis/wire.py",
-            '        if self._at < len(self._buffer):\n            raise ProtocolError("the server says more',
+            '        if self._at < len(self._buffer):\n            raise ProtocolError("the server '
+            "says more",
             '        if False:\n            raise ProtocolError("the server says more',
             "an answer is taken for the answer to the next question",
         ),
@@ -62,7 +74,8 @@ ROOM = Room(
         ),
         Mutant(
             "tiers/redis/wire.py",
-            "            memory = memory[got:]\n            if memory.nbytes:\n                self._left()",
+            "            memory = memory[got:]\n            if memory.nbytes:\n                "
+            "self._left()",
             "            memory = memory[got:]",
             "a part that is dribbled holds a lane for as long as the server likes",
         ),
@@ -111,14 +124,24 @@ ROOM = Room(
         ),
         Mutant(
             "tiers/redis/wire.py",
-            "if _NUMBER.fullmatch(cursor) and all(map",
-            "if all(map",
+            (
+                "                case [bytes(cursor), [*names]] if _NUMBER.fullmatch(cursor) "
+                "and all(\n"
+                "                    map(_is_name, names)\n"
+                "                ):\n"
+            ),
+            "                case [bytes(cursor), [*names]] if all(map(_is_name, names)):\n",
             "a SCAN of garbage ends an engine's start in a traceback",
         ),
         Mutant(
             "tiers/redis/wire.py",
-            " and all(map(_is_name, names)):",
-            ":",
+            (
+                "                case [bytes(cursor), [*names]] if _NUMBER.fullmatch(cursor) "
+                "and all(\n"
+                "                    map(_is_name, names)\n"
+                "                ):\n"
+            ),
+            "                case [bytes(cursor), [*names]] if _NUMBER.fullmatch(cursor):\n",
             "a SCAN of numbers ends an engine's start in a traceback",
         ),
         Mutant(
@@ -142,8 +165,10 @@ ROOM = Room(
         ),
         Mutant(
             "tiers/redis/tier.py",
-            "        except MovingError as error:\n            breaker.ok()\n            self._count(count)",
-            "        except MovingError as error:\n            breaker.fault()\n            self._count(count)",
+            "        except MovingError as error:\n            breaker.ok()\n            "
+            "self._count(count)",
+            "        except MovingError as error:\n            breaker.fault()\n            "
+            "self._count(count)",
             "slots that move open the breaker of a node that is well",
         ),
         Mutant(

@@ -12,8 +12,8 @@ PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider")
 class Mutant:
     """A one-line defect.
 
-    ``file`` is relative to ``kvtier/``. ``old`` stands there exactly once and becomes ``new``. ``breaks`` says what
-    that does to a user.
+    ``file`` is relative to ``kvtier/``. ``old`` stands there exactly once and becomes ``new``.
+    ``breaks`` says what that does to a user.
     """
 
     file: str
@@ -26,8 +26,8 @@ class Mutant:
 class Room:
     """Mutants that face the same suites.
 
-    ``suites`` maps a suite's name to the arguments for Python. They run in this order until one fails. The suites in
-    ``slow`` run in ``make trust TRUST=--full`` only.
+    ``suites`` maps a suite's name to the arguments for Python. They run in this order until one
+    fails. The suites in ``slow`` run in ``make trust TRUST=--full`` only.
     """
 
     suites: Mapping[str, tuple[str, ...]]

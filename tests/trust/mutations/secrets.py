@@ -11,7 +11,12 @@ ROOM = Room(
         "permissions": (*PYTEST, "tests/integration/test_permissions.py", "-k", "secret"),
         "sealed": (*PYTEST, "tests/contract/test_sealed_tier.py", "-k", "key_file or variable"),
         "config": (*PYTEST, "tests/unit/config/test_config.py"),
-        "files": (*PYTEST, _TESTS, "-k", "without_end or tls_key or (refused_is_not_told and encryption)"),
+        "files": (
+            *PYTEST,
+            _TESTS,
+            "-k",
+            ("without_end or tls_key or (refused_is_not_told and encryption)"),
+        ),
         "lmcache": (*PYTEST, _TESTS, "-k", "lmcache"),
         "wrong": (*PYTEST, _TESTS, "-k", "wrongly"),
         "whole": (*PYTEST, _TESTS, "-k", "whole_run"),
@@ -91,15 +96,16 @@ ROOM = Room(
         ),
         Mutant(
             "config/lmcache.py",
-            'raise ConfigError(f"extra_config: {error};',
-            'raise ConfigError(f"extra_config: {error} in {extra};',
+            '                f"extra_config: {error}; expected a JSON object such as {{}}"\n',
+            '                f"extra_config: {error} in {extra}; expected a JSON object such '
+            'as {{}}"\n',
             "an error shows all of LMCache's extra settings",
         ),
         Mutant(
             "config/keys.py",
-            "Setting(key, masked(getattr(config, key)), config",
-            "Setting(key, getattr(config, key), config",
+            "            masked(getattr(config, key)),\n",
+            "            getattr(config, key),\n",
             "kvtier config prints passwords",
         ),
     ),
-)  # fmt: skip
+)

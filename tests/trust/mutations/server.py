@@ -7,7 +7,12 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 ROOM = Room(
     {
         "floods": (*PYTEST, "tests/fault/test_floods.py"),
-        "dead": (*PYTEST, "tests/fault/test_server_faults.py", "-k", "outlives or loses_its_connection"),
+        "dead": (
+            *PYTEST,
+            "tests/fault/test_server_faults.py",
+            "-k",
+            "outlives or loses_its_connection",
+        ),
         "hostile": (
             *PYTEST,
             "tests/fault/test_hostile_clients.py",
@@ -36,20 +41,27 @@ ROOM = Room(
         ),
         Mutant(
             "server/connection.py",
-            ("        if self._work is not None or not self._lost or self._session is None or self._witness >= 0:\n"),
+            (
+                "        if self._work is not None or not self._lost or self._session is None or "
+                "self._witness >= 0:\n"
+            ),
             ("        if self._work is not None or not self._lost or self._session is None:\n"),
             "slots of a dead engine are used again while its worker still writes",
         ),
         Mutant(
             "server/connection.py",
-            ("        if self._work is not None or not self._lost or self._session is None or self._witness >= 0:\n"),
+            (
+                "        if self._work is not None or not self._lost or self._session is None or "
+                "self._witness >= 0:\n"
+            ),
             ("        if self._work is not None or self._session is None or self._witness >= 0:\n"),
             "a session ends while its connection lives",
         ),
         Mutant(
             "server/connection.py",
             (
-                "        if self._session is not None and not self._session.leases and self._work is None:\n"
+                "        if self._session is not None and not self._session.leases and self._work "
+                "is None:\n"
                 "            self.let_go()\n"
             ),
             ("        if self._session is not None:\n            self.let_go()\n"),
@@ -75,7 +87,10 @@ ROOM = Room(
         ),
         Mutant(
             "server/connection.py",
-            ('        if self._session is not None:\n            self.drop("it does not read its answers")\n'),
+            (
+                '        if self._session is not None:\n            self.drop("it does not read '
+                'its answers")\n'
+            ),
             "",
             "answers that nobody reads fill the memory",
         ),

@@ -83,16 +83,26 @@ ROOM = Room(
         ),
         Mutant(
             "server/session.py",
-            ("        yield from self._store.invalidating(keys, self._owner)\n        return None\n\n    def _decline"),
-            ("        yield from self._store.invalidating(keys)\n        return None\n\n    def _decline"),
+            (
+                "        yield from self._store.invalidating(keys, self._owner)\n        return "
+                "None\n\n    def _decline"
+            ),
+            (
+                "        yield from self._store.invalidating(keys)\n        return None\n\n    def "
+                "_decline"
+            ),
             "a tenant forgets another tenant's chunks",
         ),
         Mutant(
             "server/session.py",
             (
-                "        yield from self._store.invalidating(keys, self._owner)\n        return None\n\n    # ---- leases"
+                "        yield from self._store.invalidating(keys, self._owner)\n        return "
+                "None\n\n    # ---- leases"
             ),
-            ("        yield from self._store.invalidating(keys)\n        return None\n\n    # ---- leases"),
+            (
+                "        yield from self._store.invalidating(keys)\n        return None\n\n    # "
+                "---- leases"
+            ),
             "a tenant clears everybody's chunks",
         ),
         Mutant(
@@ -151,7 +161,10 @@ ROOM = Room(
         ),
         Mutant(
             "store/store.py",
-            ('            raise\n        with self._lock:\n            self.counts["save_refused"]'),
+            (
+                "            raise\n        with self._lock:\n            "
+                'self.counts["save_refused"]'
+            ),
             ('            raise\n        with self._lock:\n            self.counts["saved"]'),
             "saves that found no room count as saved",
         ),

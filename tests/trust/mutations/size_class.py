@@ -48,14 +48,26 @@ ROOM = Room(
         ),
         Mutant(
             "server/registry.py",
-            "if size != self._kept and not size_class.users]",
-            "if not size_class.users]",
+            (
+                "        idle = [\n"
+                "            size\n"
+                "            for size, size_class in found.items()\n"
+                "            if size != self._kept and not size_class.users\n"
+                "        ]\n"
+            ),
+            "        idle = [size for size, size_class in found.items() if not size_class.users]\n",
             "the configured size is closed",
         ),
         Mutant(
             "server/registry.py",
-            "if size != self._kept and not size_class.users]",
-            "if size != self._kept]",
+            (
+                "        idle = [\n"
+                "            size\n"
+                "            for size, size_class in found.items()\n"
+                "            if size != self._kept and not size_class.users\n"
+                "        ]\n"
+            ),
+            "        idle = [size for size, size_class in found.items() if size != self._kept]\n",
             "a size is closed under its engines",
         ),
         Mutant(
@@ -84,7 +96,8 @@ ROOM = Room(
         ),
         Mutant(
             "server/registry.py",
-            "                    left = max(0, self._places[place] - taken - own.fixed) // own.unit\n",
+            "                    left = max(0, self._places[place] - taken - own.fixed) // "
+            "own.unit\n",
             "                    left = max(0, self._places[place] - own.fixed) // own.unit\n",
             "two sizes together take more RAM than was given",
         ),
@@ -120,7 +133,10 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            ("            if not self._used[entry.owner]:\n                del self._used[entry.owner]\n"),
+            (
+                "            if not self._used[entry.owner]:\n                del "
+                "self._used[entry.owner]\n"
+            ),
             "",
             "every tenant that ever was takes memory",
         ),
@@ -150,7 +166,10 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            ("            victim = self._coldest()\n            if victim is None:\n                return False\n"),
+            (
+                "            victim = self._coldest()\n            if victim is None:\n            "
+                "    return False\n"
+            ),
             (
                 "            victim = next(iter(self._entries.values()), None)\n"
                 "            if victim is None:\n"
@@ -160,8 +179,8 @@ ROOM = Room(
         ),
         Mutant(
             "store/tier_index.py",
-            "len(surplus) < most and len(self) > capacity",
-            "len(surplus) < most and len(self.order) > capacity + 1",
+            "            and len(self) > capacity\n",
+            "            and len(self.order) > capacity + 1\n",
             "a tier that must shrink keeps one chunk too many",
         ),
         Mutant(
@@ -202,7 +221,8 @@ ROOM = Room(
         ),
         Mutant(
             "server/balance.py",
-            "        return {size: max(least[size], min(room, level)) for size, room in held.items()}",
+            "        return {size: max(least[size], min(room, level)) for size, room in "
+            "held.items()}",
             "        return {size: room for size, room in held.items()}",
             "a size that comes makes the sum larger than the place",
         ),
@@ -352,7 +372,8 @@ ROOM = Room(
         ),
         Mutant(
             "server/registry.py",
-            "            self._parts[place] = shift(self._places[place], self._sides(place, rooms))\n",
+            "            self._parts[place] = shift(self._places[place], self._sides(place, "
+            "rooms))\n",
             "            pass\n",
             "room never follows the load",
         ),

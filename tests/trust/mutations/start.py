@@ -1,4 +1,5 @@
-"""The server's start: what it tries before it is ready, how much RAM it may take, what it says of itself."""
+"""The server's start: what it tries before it is ready, how much RAM it may take, what it says of
+itself."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ ROOM = Room(
             "not model and not redis",
         ),
         "refusals": (*PYTEST, _START, "-k", "fails_the_start or divided or beyond_the_cgroup"),
-        "ready": (*PYTEST, _START, "-k", "touched or with_a_size or systemd or configuration or trouble"),
+        "ready": (
+            *PYTEST,
+            _START,
+            "-k",
+            "touched or with_a_size or systemd or configuration or trouble",
+        ),
     },
     mutants=(
         # ---- RAM ---
@@ -84,8 +90,14 @@ ROOM = Room(
         ),
         Mutant(
             "cli/launch.py",
-            "    if not (config.auto or config.server):",
-            "    if config.server:",
+            (
+                "    if not (\n"
+                "        config.auto or config.server\n"
+                "    ):  # auto-config counts for itself; a server has the RAM tier of its "
+                "engines\n"
+            ),
+            "    if config.server:  # auto-config counts for itself; a server has the RAM tier of "
+            "its engines\n",
             "launch starts an engine that will be killed",
         ),
         # ---- tiers ---
@@ -170,13 +182,15 @@ ROOM = Room(
         ),
         Mutant(
             "server/server.py",
-            "            await asyncio.shield(asyncio.wrap_future(opened[slot_bytes].result().store.touched))\n",
+            "            await "
+            "asyncio.shield(asyncio.wrap_future(opened[slot_bytes].result().store.touched))\n",
             "",
             "the server is ready before its memory is there",
         ),
         Mutant(
             "server/server.py",
-            "            await asyncio.wait({starting, telling}, return_when=asyncio.FIRST_COMPLETED)",
+            "            await asyncio.wait({starting, telling}, "
+            "return_when=asyncio.FIRST_COMPLETED)",
             "            await asyncio.wait({starting})",
             "a start that takes long cannot be stopped",
         ),

@@ -25,7 +25,8 @@ ROOM = Room(
         Mutant(
             "client/connect.py",
             "        context.minimum_version = ssl.TLSVersion.TLSv1_3",
-            "        context.minimum_version = ssl.TLSVersion.TLSv1_3\n        context.check_hostname = False",
+            "        context.minimum_version = ssl.TLSVersion.TLSv1_3\n        "
+            "context.check_hostname = False",
             "any certificate of the authority stands in for the server's",
         ),
         Mutant(
@@ -73,7 +74,8 @@ ROOM = Room(
         ),
         Mutant(
             "client/connect.py",
-            "        return not self.address.path and not self.address.is_loopback and self.tls is None",
+            "        return not self.address.path and not self.address.is_loopback and "
+            "self.tls is None",
             "        return False",
             "an engine with a token sends its KV in plain",
         ),
@@ -84,7 +86,10 @@ ROOM = Room(
             "a name that begins like loopback is taken for it",
         ),
         Mutant(
-            "client/connect.py", "    if not unencrypted:", "    if False:", "encryption is given up by nobody's word"
+            "client/connect.py",
+            "    if not unencrypted:",
+            "    if False:",
+            "encryption is given up by nobody's word",
         ),
         Mutant(
             "client/connect.py",

@@ -27,8 +27,13 @@ ROOM = Room(
         ),
         Mutant(
             "config/redis_url.py",
-            '        return f"{scheme.lower()}://***" if separator and _SCHEME.fullmatch(scheme.lower()) else "***"',
-            "        return text",
+            (
+                "        return (\n"
+                '            f"{scheme.lower()}://***" if separator and '
+                '_SCHEME.fullmatch(scheme.lower()) else "***"\n'
+                "        )\n"
+            ),
+            "        return text\n",
             "a URL with a typing error is shown with its password",
         ),
         Mutant(

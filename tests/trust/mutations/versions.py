@@ -1,4 +1,5 @@
-"""Which vLLM kvtier runs with, what LMCache's files become, and what takes the connector's place."""
+"""Which vLLM kvtier runs with, what LMCache's files become, and what takes the connector's
+place."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ ROOM = Room(
         ),
         Mutant(
             "connectors/vllm/connector.py",
-            "        if role == KVConnectorRole.SCHEDULER:  # one process of the engine says it, not each",
+            "        if role == KVConnectorRole.SCHEDULER:  # one process of the engine says it, "
+            "not each",
             "        if True:",
             "every process of an engine says the same",
         ),
@@ -85,8 +87,12 @@ ROOM = Room(
         ),
         Mutant(
             "config/keys.py",
-            "        if given is not None and not (beside and source.startswith(_SIZED_BY_HAND) and key in _SIZES):",
-            "        if given is not None:",
+            (
+                "        if given is not None and not (\n"
+                "            beside and source.startswith(_SIZED_BY_HAND) and key in _SIZES\n"
+                "        ):\n"
+            ),
+            "        if given is not None:\n",
             "sizes by hand beat auto-config's",
         ),
         Mutant(

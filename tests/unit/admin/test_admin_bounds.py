@@ -13,15 +13,28 @@ from tests.clock import Clock
 
 def test_requests_that_were_served_are_remembered_for_as_long_as_they_hold() -> None:
     seen = Seen(most=2)
-    assert [seen.first(one, 0.0) for one in ("a", "a", "b", "c")] == [True, False, True, False], "c: no place"
+    assert [seen.first(one, 0.0) for one in ("a", "a", "b", "c")] == [True, False, True, False], (
+        "c: no place"
+    )
     assert not seen.first("a", 2 * VALID_S), "a signer's clock may be a minute ahead"
     assert seen.first("c", 2 * VALID_S + 1)
     token, now = b"x" * 32, 1e9
-    for offset, holds in ((0, True), (VALID_S, True), (-VALID_S, True), (VALID_S + 1, False), (-VALID_S - 1, False)):
-        assert (body_digest(token, signed(token, "GET", "/", b"", now + offset), "GET", "/", now) is not None) is holds
+    for offset, holds in (
+        (0, True),
+        (VALID_S, True),
+        (-VALID_S, True),
+        (VALID_S + 1, False),
+        (-VALID_S - 1, False),
+    ):
+        assert (
+            body_digest(token, signed(token, "GET", "/", b"", now + offset), "GET", "/", now)
+            is not None
+        ) is holds
 
 
-def test_lines_that_strangers_cause_are_few_and_say_how_many_were_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_that_strangers_cause_are_few_and_say_how_many_were_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     clock = Clock()
     limit = LogLimit(3, 10.0, clock)
     logger = logging.getLogger("kvtier.test_admin_bounds")
@@ -38,5 +51,6 @@ def test_lines_that_strangers_cause_are_few_and_say_how_many_were_left_out(caplo
     assert len(caplog.records) == 4
     assert caplog.messages[3] == "later (5 more such lines were left out)"
     assert all(
-        record.exc_info is None and "\n" not in record.msg and len(record.msg) <= 300 for record in caplog.records
+        record.exc_info is None and "\n" not in record.msg and len(record.msg) <= 300
+        for record in caplog.records
     )

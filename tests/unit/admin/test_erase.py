@@ -1,4 +1,5 @@
-"""Erase: what one call reaches: RAM, every lower tier, and what engines save or load while it runs."""
+"""Erase: what one call reaches: RAM, every lower tier, and what engines save or load while it
+runs."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ OURS, THEIRS = owner_of(bytes(32), "ours"), owner_of(bytes(32), "theirs")
 
 
 class SharedDict(DictTier):
-    """A shared tier that keeps owners and can be searched; ``before`` runs at the beginning of every search."""
+    """A shared tier that keeps owners and can be searched; ``before`` runs at the beginning of
+    every search."""
 
     def __init__(self) -> None:
         super().__init__(64, shared=True)
@@ -50,7 +52,9 @@ def tier() -> SharedDict:
 @pytest.fixture
 def size_class(tier: SharedDict) -> Iterator[tuple[SizeClasses, SizeClass]]:
     lane = Lane("dict", 2, urgent_bound=64, bound=64)
-    size_classes = SizeClasses(lambda size: Store(Pool(16, size), [(tier, lane)]), lambda call: call())
+    size_classes = SizeClasses(
+        lambda size: Store(Pool(16, size), [(tier, lane)]), lambda call: call()
+    )
     yield size_classes, size_classes.get(SLOT).result(10.0)
     assert size_classes.close(10.0)
 
@@ -105,7 +109,8 @@ def test_of_a_tenant_only_what_is_its_own(size_class: tuple[SizeClasses, SizeCla
 def test_what_an_engine_brings_back_into_ram_during_an_erase_goes_too(
     size_class: tuple[SizeClasses, SizeClass], tier: SharedDict
 ) -> None:
-    """The first pass has been over RAM when an engine loads a chunk from the tier; only then it is deleted there."""
+    """The first pass has been over RAM when an engine loads a chunk from the tier; only then it is
+    deleted there."""
     size_classes, one = size_class
     (key,) = LAYOUT.keys([7])
     tier.write(key, memoryview(bytes(SLOT)), OURS)

@@ -1,4 +1,5 @@
-"""A server's own counts as a document and as Prometheus' text; the dashboard and the alerts name nothing else."""
+"""A server's own counts as a document and as Prometheus' text; the dashboard and the alerts name
+nothing else."""
 
 from __future__ import annotations
 
@@ -99,14 +100,18 @@ def samples(stats: status.Stats) -> dict[tuple[str, ...], float]:
     """Name and label values -> value, without the size class's label."""
     text = prometheus.exposition(stats).decode()
     return {
-        (sample.name, *(value for name, value in sorted(sample.labels.items()) if name != "slot_bytes")): sample.value
+        (
+            sample.name,
+            *(value for name, value in sorted(sample.labels.items()) if name != "slot_bytes"),
+        ): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
 
 
 def used(served: Served) -> Store:
-    """Two chunks in RAM and four on disk; one load from RAM, two from the disk, one miss, one refusal."""
+    """Two chunks in RAM and four on disk; one load from RAM, two from the disk, one miss, one
+    refusal."""
     size_class = served.size_class()
     size_class.owner(bytes(32), "tenant")
     store = size_class.store
@@ -125,7 +130,12 @@ def test_the_document_says_what_happened(served: Served) -> None:
     stats = status.read(served)
     assert stats.connections == status.ConnectionStatus(1, 1, 3, 3, 0, 1, 0)
     (size_class,) = stats.size_classes
-    assert (size_class.slot_bytes, size_class.slots, size_class.asked, size_class.namespaces) == (SLOT, 2, 4, 1)
+    assert (size_class.slot_bytes, size_class.slots, size_class.asked, size_class.namespaces) == (
+        SLOT,
+        2,
+        4,
+        1,
+    )
     ram, nvme = size_class.tiers
     assert (ram.held, ram.loads, ram.stores, ram.lane) == (2, 1, 4, None)
     assert (nvme.held, nvme.loads, nvme.stores, nvme.misses) == (4, 2, 4, 0)
@@ -159,7 +169,10 @@ def test_what_the_audit_found_is_shown(served: Served) -> None:
     settled(store, "audit_mismatch", 1)
     settled(store, "audited", 2)
     shown = samples(status.read(served))
-    assert (shown["kvtier_audited_chunks_total",], shown["kvtier_audit_mismatches_total",]) == (2, 1)
+    assert (shown["kvtier_audited_chunks_total",], shown["kvtier_audit_mismatches_total",]) == (
+        2,
+        1,
+    )
     assert "audit: 2 chunks compared, 1 had other bytes" in operate.screen(status.read(served))
 
 
@@ -175,23 +188,39 @@ def test_what_other_sizes_and_policies_would_hit_is_shown(tmp_path: Path) -> Non
             store.load(keys(token)).close()
             spare.run()
     (size_class,) = status.read(served).size_classes
-    assert size_class.tiers[0].what_if == {"0.25": 0, "0.5": 0, "1": 0, "2": 0.666667, "4": 0.666667, "8": 0.666667}
-    assert (size_class.policy, size_class.policy_asked, size_class.policy_hits["lru"]) == ("lru", 36, 0)
+    assert size_class.tiers[0].what_if == {
+        "0.25": 0,
+        "0.5": 0,
+        "1": 0,
+        "2": 0.666667,
+        "4": 0.666667,
+        "8": 0.666667,
+    }
+    assert (size_class.policy, size_class.policy_asked, size_class.policy_hits["lru"]) == (
+        "lru",
+        36,
+        0,
+    )
     shown = samples(status.read(served))
     assert shown["kvtier_whatif_hit_ratio", "2", "ram"] == 0.666667
     assert shown["kvtier_policy_asked_chunks_total",] == 36
-    assert (shown["kvtier_policy_rules", "lru"], shown["kvtier_policy_rules", "keep90_4x"]) == (1, 0)
+    assert (shown["kvtier_policy_rules", "lru"], shown["kvtier_policy_rules", "keep90_4x"]) == (
+        1,
+        0,
+    )
     assert shown["kvtier_policy_hit_chunks_total", "lru"] == 0
     screen = operate.screen(status.read(served))
     assert (
-        "other sizes of ram, points of hits under LRU: x0.25 (8 KiB) +0.0, x0.5 (16 KiB) +0.0, x2 (64 KiB) +66.7"
-        in screen
+        "other sizes of ram, points of hits under LRU: x0.25 (8 KiB) +0.0, x0.5 (16 KiB) +0.0, x2 "
+        "(64 KiB) +66.7" in screen
     )
     assert "policy lru rules; the best setting is" in screen
     served.size_classes.close(10.0)
 
 
-def test_a_server_that_never_hits_says_why_everywhere(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_never_hits_says_why_everywhere(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
     size_class, clock = served.size_class(), Clock()
     size_class.zero_hits = ZeroHits.of(size_class.store, clock)
     save(size_class.store, keys(1, 2))
@@ -203,7 +232,9 @@ def test_a_server_that_never_hits_says_why_everywhere(served: Served, caplog: py
     size_class.look()
     size_class.look()
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("0 of 4,000 chunks asked for were hits in 10 min: 100% cold: never seen before")
+    assert said.startswith(
+        "0 of 4,000 chunks asked for were hits in 10 min: 100% cold: never seen before"
+    )
     assert samples(status.read(served))["kvtier_zero_hits",] == 1
     assert f"NO HITS: {said}" in operate.screen(status.read(served))
     assert load(size_class.store, keys(1)) == 1
@@ -265,7 +296,10 @@ def test_the_dashboard_names_metrics_that_exist(served: Served) -> None:
     assert len(asked) > 20
     places = [panel["gridPos"] for panel in board["panels"]]
     cells = [
-        (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
+        (x, y)
+        for at in places
+        for x in range(at["x"], at["x"] + at["w"])
+        for y in range(at["y"], at["y"] + at["h"])
     ]
     assert len(cells) == len(set(cells)), "panels overlap"
     assert max(x for x, _ in cells) < 24

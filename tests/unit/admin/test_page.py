@@ -1,4 +1,5 @@
-"""The page's file: nothing of another origin is in it, and its policy lets run what is in it and nothing else."""
+"""The page's file: nothing of another origin is in it, and its policy lets run what is in it and
+nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from kvtier.admin.page import Page
 
 def test_its_policy_names_what_is_in_it_by_digest_and_nothing_else() -> None:
     page = Page()
-    policy = dict(part.split(" ", 1) for part in page.headers["Content-Security-Policy"].split("; "))
+    policy = dict(
+        part.split(" ", 1) for part in page.headers["Content-Security-Policy"].split("; ")
+    )
     for tag in ("script", "style"):
         (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page.body.decode(), re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
@@ -22,7 +25,15 @@ def test_its_policy_names_what_is_in_it_by_digest_and_nothing_else() -> None:
 
 def test_it_has_no_outside_asset_and_makes_no_html_of_what_it_is_told() -> None:
     text = Page().body.decode()
-    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}, "the name of a namespace"
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|\bon\w+=", text)
+    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}, (
+        "the name of a namespace"
+    )
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|\bon\w+=", text
+    )
     assert not re.search(r"<(link|img|iframe|script src|object)\b", text)
-    assert "localStorage" not in text and "sessionStorage" not in text and "document.cookie" not in text
+    assert (
+        "localStorage" not in text
+        and "sessionStorage" not in text
+        and "document.cookie" not in text
+    )

@@ -8,17 +8,30 @@ from typing import Any
 
 import pytest
 
-from kvtier.autoconfig.breakeven import Prefill, Route, break_even, gpu_kind, gpu_kv_bytes, offload_from
+from kvtier.autoconfig.breakeven import (
+    Prefill,
+    Route,
+    break_even,
+    gpu_kind,
+    gpu_kv_bytes,
+    offload_from,
+)
 from kvtier.autoconfig.model import describe
 
 GIB = 1 << 30
-MODELS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parents[2] / "data" / "model_configs.json").read_text())
+MODELS: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[2] / "data" / "model_configs.json").read_text()
+)
 
 
 def test_a_fast_tier_pays_after_its_latency_and_a_slow_one_never() -> None:
     prefill = Prefill(per_token=100e-6)
-    assert break_even(Route(10e9, 0.009), 100_000, prefill, 100_000) == 100  # 10 us a token to load: 90 us gained
-    assert break_even(Route(1e9, 0.001), 100_000, prefill, 10**9) is None  # 100 us a token: no gain at any length
+    assert (
+        break_even(Route(10e9, 0.009), 100_000, prefill, 100_000) == 100
+    )  # 10 us a token to load: 90 us gained
+    assert (
+        break_even(Route(1e9, 0.001), 100_000, prefill, 10**9) is None
+    )  # 100 us a token: no gain at any length
     assert break_even(Route(10e9, 0.0), 100_000, prefill, 10) == 1
 
 
@@ -29,7 +42,9 @@ def test_attention_makes_a_slow_tier_pay_for_long_prompts_only() -> None:
     assert break_even(route, 100_000, prefill, 49_999) is None
 
 
-def test_the_fields_example_8b_at_25k_tokens_a_second_needs_more_than_3_2_gigabytes_a_second() -> None:
+def test_the_fields_example_8b_at_25k_tokens_a_second_needs_more_than_3_2_gigabytes_a_second() -> (
+    None
+):
     prefill = Prefill(1 / 25_000)
     assert break_even(Route(3.2e9, 0.001), 128 * 1024, prefill, 131_072) is None
     assert break_even(Route(3.4e9, 0.001), 128 * 1024, prefill, 131_072) is not None
@@ -41,21 +56,28 @@ def test_prefill_estimates_are_of_the_right_size() -> None:
     model = describe(MODELS["qwen2.5-7b"], "7b")
     assert model.active_parameters.value
     assert model.attention_flops.value == 2 * 28 * 3584
-    estimate = Prefill.estimate(model.active_parameters.value, model.attention_flops.value, a100.flops)
+    estimate = Prefill.estimate(
+        model.active_parameters.value, model.attention_flops.value, a100.flops
+    )
     assert 8_000 < 1 / estimate.per_token < 12_000
     assert estimate.seconds(32_768) > 32_768 * estimate.per_token
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("NVIDIA L40S", "L40S"), ("NVIDIA L4", "L4"), ("NVIDIA A10G", "A10G"), ("Quadro", None)]
+    ("name", "kind"),
+    [("NVIDIA L40S", "L40S"), ("NVIDIA L4", "L4"), ("NVIDIA A10G", "A10G"), ("Quadro", None)],
 )
 def test_gpu_names_are_whole_words(name: str, kind: str | None) -> None:
     assert gpu_kind(name) == (gpu_kind(kind) if kind else None)
 
 
-# LMI's table (djl-serving, lmcache_performance.md) and the layouts of its tests: model, TP, RAM from, disk from.
-LMI_TABLE = [("qwen2.5-1.5b", 1, 2_000_000, 25_000_000), ("qwen3-8b", 1, 250_000, 6_000_000),
-             ("qwen2.5-72b", 4, 250_000, 2_500_000)]  # fmt: skip
+# LMI's table (djl-serving, lmcache_performance.md) and the layouts of its tests: model, TP, RAM
+# from, disk from.
+LMI_TABLE = [
+    ("qwen2.5-1.5b", 1, 2_000_000, 25_000_000),
+    ("qwen3-8b", 1, 250_000, 6_000_000),
+    ("qwen2.5-72b", 4, 250_000, 2_500_000),
+]
 P4DE_AVAILABLE = 1130 * GIB  # of 1152 GiB
 
 

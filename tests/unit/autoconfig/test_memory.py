@@ -22,12 +22,16 @@ V2 = "30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
 V1 = "36 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
 
 
-def machine(folder: Path, *, total: int = 64 * GIB, free: int = 64 * GIB, own: int = 0, **files: object) -> Path:
+def machine(
+    folder: Path, *, total: int = 64 * GIB, free: int = 64 * GIB, own: int = 0, **files: object
+) -> Path:
     """A /proc and /sys; ``files``: by path, with ``__`` for a slash."""
     status = f"Name:\tx\nRssAnon:\t{own >> 10} kB\nRssShmem:\t999999999 kB\n"
     meminfo = f"MemTotal:       {total >> 10} kB\nMemAvailable:   {free >> 10} kB\n"
     made = {"proc/meminfo": meminfo, "proc/self/status": status, "proc/self/cgroup": "0::/\n"}
-    for name, text in (made | {name.replace("__", "/"): str(text) for name, text in files.items()}).items():
+    for name, text in (
+        made | {name.replace("__", "/"): str(text) for name, text in files.items()}
+    ).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     return folder
@@ -37,7 +41,11 @@ def limited(folder: Path, version: int, limit: int, used: int = 0, own: int = 0)
     """A process two groups below the one that is limited."""
     top = "sys/fs/cgroup" if version == 2 else "sys/fs/cgroup/memory"
     membership = "0::/pod/box/leaf\n" if version == 2 else "4:memory:/pod/box/leaf\n0::/\n"
-    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    names = (
+        ("memory.max", "memory.current")
+        if version == 2
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
     (folder / top / "pod/box/leaf").mkdir(parents=True)
     (folder / top / "pod" / names[0]).write_text(str(limit))
     (folder / top / "pod" / names[1]).write_text(str(used))
@@ -46,7 +54,9 @@ def limited(folder: Path, version: int, limit: int, used: int = 0, own: int = 0)
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_more_than_an_outer_cgroup_allows_is_an_error_in_words(tmp_path: Path, version: int) -> None:
+def test_more_than_an_outer_cgroup_allows_is_an_error_in_words(
+    tmp_path: Path, version: int
+) -> None:
     root = limited(tmp_path, version, 2 * GIB)
     require_ram(2 * GIB, root=root)
     with pytest.raises(ConfigError) as told:
@@ -90,7 +100,9 @@ def reserved(folder: Path, free: int, promised: int) -> Path:
     return machine(folder, total=4 * GIB, free=GIB, **pages)
 
 
-def test_what_reserved_huge_pages_hold_is_no_other_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_reserved_huge_pages_hold_is_no_other_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     root = reserved(tmp_path, free=3 * GIB // (2 * MIB), promised=GIB // (2 * MIB))
     with caplog.at_level(logging.WARNING, "kvtier"):
         require_ram(2 * GIB, root=root)
@@ -98,7 +110,9 @@ def test_what_reserved_huge_pages_hold_is_no_other_memory(tmp_path: Path, caplog
         assert not caplog.records
         require_ram(2 * GIB + 4096, root=root)
         require_ram(2 * GIB, lent=True, root=root)
-    assert [record.getMessage().split(" is more")[0] for record in caplog.records] == ["ram_bytes=2 GiB (default)"] * 2
+    assert [record.getMessage().split(" is more")[0] for record in caplog.records] == [
+        "ram_bytes=2 GiB (default)"
+    ] * 2
     with pytest.raises(ConfigError, match="MemTotal"):
         require_ram(5 * GIB, root=root)
 
@@ -117,7 +131,9 @@ def test_an_engines_store_takes_reserved_pages_and_a_servers_does_not() -> None:
             store.close()
 
 
-def test_more_than_is_free_now_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_more_than_is_free_now_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "kvtier"):
         require_ram(3 * GIB, root=machine(tmp_path / "free", free=4 * GIB))
         require_ram(GIB, root=limited(tmp_path / "used", 2, 2 * GIB, used=GIB))

@@ -12,7 +12,9 @@ from kvtier.autoconfig.model import describe, kv_shape, parameters
 from kvtier.core.errors import ConfigError
 
 KIB = 1024
-MODELS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parents[2] / "data" / "model_configs.json").read_text())
+MODELS: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[2] / "data" / "model_configs.json").read_text()
+)
 
 PUBLISHED = [
     ("qwen2.5-1.5b", 28 * KIB),
@@ -39,7 +41,9 @@ def test_kv_bytes_per_token_equal_the_published(name: str, expected: int) -> Non
     ("name", "all_layers", "global_layers"),
     [("gemma-3-27b", 62 * 8 * KIB, 10 * 8 * KIB), ("gemma-3-4b", 34 * 4 * KIB, 5 * 4 * KIB)],
 )
-def test_sliding_window_models_give_both_costs(name: str, all_layers: int, global_layers: int) -> None:
+def test_sliding_window_models_give_both_costs(
+    name: str, all_layers: int, global_layers: int
+) -> None:
     shape = kv_shape(MODELS[name])
     assert (shape.bytes_per_token, shape.global_bytes_per_token) == (all_layers, global_layers)
 
@@ -52,9 +56,12 @@ def test_unused_sliding_window_is_ignored_and_layer_types_win() -> None:
 
 
 @pytest.mark.parametrize(
-    "quantization", [{"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, {"kv_cache_quant_algo": "FP8"}]
+    "quantization",
+    [{"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, {"kv_cache_quant_algo": "FP8"}],
 )
-def test_a_checkpoint_with_fp8_kv_halves_auto_but_not_what_is_asked(quantization: dict[str, Any]) -> None:
+def test_a_checkpoint_with_fp8_kv_halves_auto_but_not_what_is_asked(
+    quantization: dict[str, Any],
+) -> None:
     config = {**MODELS["llama-3.1-8b"], "quantization_config": quantization}
     assert kv_shape(config).bytes_per_token == 64 * KIB
     assert kv_shape(config, "bfloat16").bytes_per_token == 128 * KIB
@@ -74,7 +81,9 @@ def test_a_checkpoint_with_fp8_kv_halves_auto_but_not_what_is_asked(quantization
         ("gemma-3-27b", 27.0, 27.0),
     ],
 )
-def test_parameters_within_one_percent_of_the_model_cards(name: str, billions: float, active: float) -> None:
+def test_parameters_within_one_percent_of_the_model_cards(
+    name: str, billions: float, active: float
+) -> None:
     total, used = parameters(MODELS[name])
     assert total / 1e9 == pytest.approx(billions, rel=0.01)
     assert used / 1e9 == pytest.approx(active, rel=0.015)

@@ -1,4 +1,5 @@
-"""make_plan over real kinds of machines: what is set, what is left out, and that the reason is said."""
+"""make_plan over real kinds of machines: what is set, what is left out, and that the reason is
+said."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.plan import make_plan
 
 GIB = 1 << 30
-MODELS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parents[2] / "data" / "model_configs.json").read_text())
+MODELS: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[2] / "data" / "model_configs.json").read_text()
+)
 
 
 def seen(value: Any) -> Fact[Any]:
@@ -36,7 +39,13 @@ def seen(value: Any) -> Fact[Any]:
 
 def memory(available: float, cgroup: float | None = None, **more: Any) -> Memory:
     """Sizes in GiB; ``cgroup`` None = no limit."""
-    fields: dict[str, Any] = {"memlock": UNLIMITED, "shm": 64 * GIB, "numa_nodes": 1, "cpus": 8, **more}
+    fields: dict[str, Any] = {
+        "memlock": UNLIMITED,
+        "shm": 64 * GIB,
+        "numa_nodes": 1,
+        "cpus": 8,
+        **more,
+    }
     return Memory(
         total=seen(int(available * 1.05 * GIB)),
         available=seen(int(available * GIB)),
@@ -46,7 +55,9 @@ def memory(available: float, cgroup: float | None = None, **more: Any) -> Memory
 
 
 def gpus(kind: str, count: int, gib: int) -> Gpus:
-    return Gpus(seen(count), seen(kind), seen(gib * GIB), known(False, "the driver does not charge it"))
+    return Gpus(
+        seen(count), seen(kind), seen(gib * GIB), known(False, "the driver does not charge it")
+    )
 
 
 NO_GPU = Gpus(seen(0))
@@ -57,7 +68,9 @@ def disk(path: str, free: float, total: float, device: str | None = "nvme", **mo
     fields = {"filesystem": "xfs", "writable": True, "o_direct": True, "own": 0, **more}
     kind = unknown("hidden") if device is None else seen(device)
     facts = {name: seen(value) for name, value in fields.items()}
-    return Disk(path, free=seen(int(free * GIB)), total=seen(int(total * GIB)), device=kind, **facts)
+    return Disk(
+        path, free=seen(int(free * GIB)), total=seen(int(total * GIB)), device=kind, **facts
+    )
 
 
 def model(name: str, kv_dtype: str = "auto") -> Model:
@@ -65,24 +78,41 @@ def model(name: str, kv_dtype: str = "auto") -> Model:
 
 
 def engine(tp: int = 1, dp: int = 1, engines: int = 1, **more: Any) -> Serving:
-    given = {"tensor_parallel": tp, "pipeline_parallel": 1, "data_parallel": dp, "engines": engines, "block_tokens": 16}
+    given = {
+        "tensor_parallel": tp,
+        "pipeline_parallel": 1,
+        "data_parallel": dp,
+        "engines": engines,
+        "block_tokens": 16,
+    }
     return Serving(**{name: seen(value) for name, value in {**given, **more}.items()})
 
 
 def redis(maxmemory: float | None, used: float = 0, **more: Any) -> Redis:
     fact = unknown("INFO refused") if maxmemory is None else seen(int(maxmemory * GIB))
-    return Redis("redis://cache:6379", seen(True), fact, seen(int(used * GIB)), seen("noeviction"), **more)
+    return Redis(
+        "redis://cache:6379", seen(True), fact, seen(int(used * GIB)), seen("noeviction"), **more
+    )
 
 
-P4DE = Facts(memory(1130, numa_nodes=2, cpus=96), gpus("NVIDIA A100-SXM4-80GB", 8, 80),
-             (disk("/opt/dlami/nvme", 7000, 7152), disk("/tmp", 80, 100, "ebs")))  # fmt: skip
-P5 = Facts(memory(2020, numa_nodes=2, cpus=192), gpus("NVIDIA H100 80GB HBM3", 8, 80),
-           (disk("/opt/dlami/nvme", 28_000, 28_200),))  # fmt: skip
+P4DE = Facts(
+    memory(1130, numa_nodes=2, cpus=96),
+    gpus("NVIDIA A100-SXM4-80GB", 8, 80),
+    (disk("/opt/dlami/nvme", 7000, 7152), disk("/tmp", 80, 100, "ebs")),
+)
+P5 = Facts(
+    memory(2020, numa_nodes=2, cpus=192),
+    gpus("NVIDIA H100 80GB HBM3", 8, 80),
+    (disk("/opt/dlami/nvme", 28_000, 28_200),),
+)
 G5 = Facts(memory(182, cpus=48), gpus("NVIDIA A10G", 4, 22), (disk("/opt/dlami/nvme", 3400, 3540),))
 G6E = Facts(memory(60), gpus("NVIDIA L40S", 1, 44), (disk("/opt/dlami/nvme", 400, 410),))
 LAPTOP = Facts(memory(11, cpus=8), NO_GPU, (disk("/var/tmp", 120, 470),))
-DOCKER = Facts(memory(60, memlock=65536), gpus("NVIDIA L40S", 1, 44),
-               (disk("/tmp", 300, 400, None, filesystem="overlay"),))  # fmt: skip
+DOCKER = Facts(
+    memory(60, memlock=65536),
+    gpus("NVIDIA L40S", 1, 44),
+    (disk("/tmp", 300, 400, None, filesystem="overlay"),),
+)
 ONE = engine()
 
 
@@ -116,121 +146,448 @@ def with_memory(*args: Any, **more: Any) -> Facts:
 
 
 CASES = [
-    Case("p4de 72B tp4", on(P4DE, "qwen2.5-72b", engine(tp=4)), 859.1, "/opt/dlami/nvme", 6284.8,
-         ("nvme /tmp: too slow to pay", "2 x weights of 135.4 GiB", "for each of 4 rank(s)", "numa_nodes"),
-         {"chunk_tokens": 128, "nvme_threads": 4}),
-    Case("p4de 1.5B", on(P4DE, "qwen2.5-1.5b"), 904, "/opt/dlami/nvme", 6284.8, ("working sets below it fit",)),
-    Case("p4de 8 replicas of 7B share fairly", on(P4DE, "qwen2.5-7b", engine(dp=8)), (1130 - 2 * 14.184 * 8) / 8,
-         "/opt/dlami/nvme", 6284.8 / 8, ("x 8 engines", "divided equally")),
-    Case("p4de 2 engines of 70B tp4", on(P4DE, "llama-3.1-70b", engine(tp=4, engines=2)),
-         (1130 - 2 * 131.4 * 2) / 2, "/opt/dlami/nvme", 6284.8 / 2,
-         ("stores_on_host", "2 engines share /opt/dlami/nvme: give each a folder")),
-    Case("p5 DeepSeek-V3 tp8", on(P5, "deepseek-v3", engine(tp=8)), 2020 - 2 * 624.7, None,
-         says=("stored 8 times", "nvme /opt/dlami/nvme: too slow to pay"), values={"chunk_tokens": 64}),
-    Case("p5 DeepSeek-V3 tp8, all drives striped", on(P5, "deepseek-v3", engine(tp=8), disks=(
-         disk("/raid", 28_000, 28_200, read_speed=20e9),)), 2020 - 2 * 624.7, "/raid", 25_180),
-    Case("p5 Mixtral ep", on(P5, "mixtral-8x7b", engine(tp=2, expert_parallel=True)), 1616, None,
-         says=("experts split weights, never KV",)),
-    Case("p5 8B: NVMe pays for long hits only", on(P5, "llama-3.1-8b"), 1616, "/opt/dlami/nvme", 25_180,
-         ("nvme_break_even_tokens", "than loaded from /opt/dlami/nvme")),
-    Case("g5.12xlarge 7B tp4", on(G5, "qwen2.5-7b", engine(tp=4)), 182 * 0.8, "/opt/dlami/nvme", 3046),
-    Case("g5.12xlarge 72B does not fit beside its weights", on(G5, "qwen2.5-72b", engine(tp=4)), None,
-         says=("too small: 32,768 tokens take 10 GiB", "270.8 GiB reserved", "without a RAM tier")),
+    Case(
+        "p4de 72B tp4",
+        on(P4DE, "qwen2.5-72b", engine(tp=4)),
+        859.1,
+        "/opt/dlami/nvme",
+        6284.8,
+        (
+            "nvme /tmp: too slow to pay",
+            "2 x weights of 135.4 GiB",
+            "for each of 4 rank(s)",
+            "numa_nodes",
+        ),
+        {"chunk_tokens": 128, "nvme_threads": 4},
+    ),
+    Case(
+        "p4de 1.5B",
+        on(P4DE, "qwen2.5-1.5b"),
+        904,
+        "/opt/dlami/nvme",
+        6284.8,
+        ("working sets below it fit",),
+    ),
+    Case(
+        ("p4de 8 replicas of 7B share fairly"),
+        on(P4DE, "qwen2.5-7b", engine(dp=8)),
+        (1130 - 2 * 14.184 * 8) / 8,
+        "/opt/dlami/nvme",
+        6284.8 / 8,
+        ("x 8 engines", "divided equally"),
+    ),
+    Case(
+        "p4de 2 engines of 70B tp4",
+        on(P4DE, "llama-3.1-70b", engine(tp=4, engines=2)),
+        (1130 - 2 * 131.4 * 2) / 2,
+        "/opt/dlami/nvme",
+        6284.8 / 2,
+        ("stores_on_host", "2 engines share /opt/dlami/nvme: give each a folder"),
+    ),
+    Case(
+        "p5 DeepSeek-V3 tp8",
+        on(P5, "deepseek-v3", engine(tp=8)),
+        2020 - 2 * 624.7,
+        None,
+        says=("stored 8 times", ("nvme /opt/dlami/nvme: too slow to pay")),
+        values={"chunk_tokens": 64},
+    ),
+    Case(
+        "p5 DeepSeek-V3 tp8, all drives striped",
+        on(
+            P5, "deepseek-v3", engine(tp=8), disks=(disk("/raid", 28_000, 28_200, read_speed=20e9),)
+        ),
+        2020 - 2 * 624.7,
+        "/raid",
+        25_180,
+    ),
+    Case(
+        "p5 Mixtral ep",
+        on(P5, "mixtral-8x7b", engine(tp=2, expert_parallel=True)),
+        1616,
+        None,
+        says=("experts split weights, never KV",),
+    ),
+    Case(
+        ("p5 8B: NVMe pays for long hits only"),
+        on(P5, "llama-3.1-8b"),
+        1616,
+        "/opt/dlami/nvme",
+        25_180,
+        ("nvme_break_even_tokens", "than loaded from /opt/dlami/nvme"),
+    ),
+    Case(
+        "g5.12xlarge 7B tp4", on(G5, "qwen2.5-7b", engine(tp=4)), 182 * 0.8, "/opt/dlami/nvme", 3046
+    ),
+    Case(
+        ("g5.12xlarge 72B does not fit beside its weights"),
+        on(G5, "qwen2.5-72b", engine(tp=4)),
+        None,
+        says=("too small: 32,768 tokens take 10 GiB", "270.8 GiB reserved", "without a RAM tier"),
+    ),
     Case("g6e.2xlarge Llama-8B", SMALL, 60 - 2 * W8B, "/opt/dlami/nvme", 359),
-    Case("g6e.2xlarge fp8 KV holds twice the tokens", replace(SMALL, model=model("llama-3.1-8b", "fp8")),
-         60 - 2 * W8B, "/opt/dlami/nvme", 359, ("holds 492,",)),
-    Case("g6e.2xlarge Phi-3-mini: 4k tokens are its long context", on(G6E, "phi-3-mini"), 60 - 2 * 7.115, None,
-         says=("nvme /opt/dlami/nvme: too slow to pay", "no hit of up to 4,096 tokens wins")),
-    Case("g6e.2xlarge Gemma-3-27B fp8", replace(G6E, model=model("gemma-3-27b", "fp8"), engine=ONE), None,
-         says=("kv_bytes_per_token_global",)),
-    Case("laptop 1.5B", on(LAPTOP, "qwen2.5-1.5b"), 11 - 5.75, "/var/tmp", 73, ("CPU cores", "copy_bytes_per_second")),
+    Case(
+        ("g6e.2xlarge fp8 KV holds twice the tokens"),
+        replace(SMALL, model=model("llama-3.1-8b", "fp8")),
+        60 - 2 * W8B,
+        "/opt/dlami/nvme",
+        359,
+        ("holds 492,",),
+    ),
+    Case(
+        ("g6e.2xlarge Phi-3-mini: 4k tokens are its long context"),
+        on(G6E, "phi-3-mini"),
+        60 - 2 * 7.115,
+        None,
+        says=("nvme /opt/dlami/nvme: too slow to pay", "no hit of up to 4,096 tokens wins"),
+    ),
+    Case(
+        "g6e.2xlarge Gemma-3-27B fp8",
+        replace(G6E, model=model("gemma-3-27b", "fp8"), engine=ONE),
+        None,
+        says=("kv_bytes_per_token_global",),
+    ),
+    Case(
+        "laptop 1.5B",
+        on(LAPTOP, "qwen2.5-1.5b"),
+        11 - 5.75,
+        "/var/tmp",
+        73,
+        ("CPU cores", "copy_bytes_per_second"),
+    ),
     Case("laptop 8B", on(LAPTOP, "llama-3.1-8b"), None, says=("29.91 GiB reserved",)),
-    Case("laptop: the CPU engine's own KV cache is RAM too",
-         on(LAPTOP, "qwen2.5-1.5b", engine(kv_cache_tokens=4 * GIB // (28 << 10))), 11 - 5.75 - 4, "/var/tmp", 73,
-         ("own KV cache",)),
-    Case("laptop with the 1.5B engine running: one copy of the weights is already out of what is available",
-         replace(on(LAPTOP, "qwen2.5-1.5b", engine(started=True)), memory=memory(11 - 2.875)), 11 - 5.75, "/var/tmp",
-         73, ("1 x weights",)),
-    Case("container of 4 GiB", with_memory(60, 3.6), None, says=("0 B a store is too small", "3.6 GiB available")),
-    Case("container of 4 GiB, small model", replace(on(G6E, "qwen2.5-1.5b"), memory=memory(60, 3.6), gpus=NO_GPU),
-         None, says=("5.75 GiB reserved",)),
-    Case("container of 48 GiB on a big host", with_memory(500, 44), 44 - 2 * W8B, "/opt/dlami/nvme", 359),
+    Case(
+        "laptop: the CPU engine's own KV cache is RAM too",
+        on(LAPTOP, "qwen2.5-1.5b", engine(kv_cache_tokens=4 * GIB // (28 << 10))),
+        11 - 5.75 - 4,
+        "/var/tmp",
+        73,
+        ("own KV cache",),
+    ),
+    Case(
+        (
+            "laptop with the 1.5B engine running: one copy of the weights is already out of "
+            "what is "
+            "available"
+        ),
+        replace(on(LAPTOP, "qwen2.5-1.5b", engine(started=True)), memory=memory(11 - 2.875)),
+        11 - 5.75,
+        "/var/tmp",
+        73,
+        ("1 x weights",),
+    ),
+    Case(
+        "container of 4 GiB",
+        with_memory(60, 3.6),
+        None,
+        says=("0 B a store is too small", "3.6 GiB available"),
+    ),
+    Case(
+        ("container of 4 GiB, small model"),
+        replace(on(G6E, "qwen2.5-1.5b"), memory=memory(60, 3.6), gpus=NO_GPU),
+        None,
+        says=("5.75 GiB reserved",),
+    ),
+    Case(
+        ("container of 48 GiB on a big host"),
+        with_memory(500, 44),
+        44 - 2 * W8B,
+        "/opt/dlami/nvme",
+        359,
+    ),
     Case("cgroup v1 without a limit", with_memory(60), 60 - 2 * W8B, "/opt/dlami/nvme", 359),
     Case("cgroup already full", with_memory(60, 0), None, says=("0 B available",)),
-    Case("cgroup unknown", replace(SMALL, memory=replace(SMALL.memory, cgroup_headroom=unknown("no /proc"))),
-         60 - 2 * W8B, "/opt/dlami/nvme", 359, ("cgroup limit unknown (no /proc); assumed none",)),
-    Case("64 MB /dev/shm", with_memory(60, shm=64 << 20), 60 - 2 * W8B, "/opt/dlami/nvme", 359, ("not needed",)),
-    Case("memlock 64 KiB, NVIDIA", with_memory(60, memlock=65536), 60 - 2 * W8B, "/opt/dlami/nvme", 359,
-         ("no limit here: the driver does not charge it",)),
-    Case("memlock 64 KiB, a driver that may charge it",
-         replace(with_memory(60, memlock=65536), gpus=Gpus(seen(1), seen("AMD"), pin_charged=unknown("AMD"))), None,
-         says=("ulimit memlock=-1", "64 KiB")),
-    Case("memlock 8 GiB, a driver that may charge it",
-         replace(with_memory(60, memlock=8 * GIB), gpus=Gpus(seen(1), seen("AMD"), pin_charged=unknown("AMD"))), 8,
-         "/opt/dlami/nvme", 359, ("cut to RLIMIT_MEMLOCK 8 GiB",)),
-    Case("memlock 64 KiB without a GPU", replace(on(LAPTOP, "qwen2.5-1.5b"), memory=memory(11, memlock=65536)), 5.25,
-         "/var/tmp", 73),
-    Case("docker: overlay of unknown disk", on(DOCKER, "llama-3.1-8b"), 60 - 2 * W8B, None,
-         says=("nvme /tmp: too slow to pay", "assumed for an unknown device")),
-    Case("docker: overlay measured fast", with_disk(disk("/tmp", 300, 400, None, filesystem="overlay", read_speed=2e9)),
-         60 - 2 * W8B, "/tmp", 260, ("mount a volume",)),
-    Case("tmpfs /tmp", with_disk(disk("/tmp", 30, 30, filesystem="tmpfs")), 60 - 2 * W8B, None,
-         says=("nvme /tmp: ", "counted twice")),
-    Case("full disk", with_disk(disk("/data", 3, 400)), 60 - 2 * W8B, None,
-         says=("nvme /data: 0 B a store is too small", "(3 GiB free, 40 GiB of it kept free)",)),
-    Case("full of our own chunks: reused", with_disk(disk("/data", 3, 400, own=300 * GIB)), 60 - 2 * W8B, "/data", 263),
-    Case("2 replicas keep their own tiers' size", replace(with_disk(disk("/data", 63, 400, own=320 * GIB)),
-         engine=engine(dp=2), memory=memory(120)), 60 - 2 * W8B, "/data", 160),
-    Case("own tier of nearly the same size keeps it", with_disk(disk("/data", 63, 400, own=320 * GIB)), 60 - 2 * W8B,
-         "/data", 320),
-    Case("EBS", with_disk(disk("/data", 400, 500, "ebs")), 60 - 2 * W8B, None, says=("too slow to pay",)),
-    Case("EBS measured fast on a slow model", replace(on(G5, "llama-3.1-70b", engine(tp=4)), memory=memory(400),
-         disks=(disk("/data", 400, 500, "ebs", read_speed=1e9),)), 137.2, "/data", 350,
-         values={"nvme_threads": 2}),
-    Case("rotational", with_disk(disk("/data", 4000, 4000, "rotational")), 60 - 2 * W8B, None, says=("too slow",)),
-    Case("NFS unmeasured", with_disk(disk("/nfs", 4000, 4000, None, filesystem="nfs4")), 60 - 2 * W8B, None,
-         says=("network file system",)),
-    Case("no O_DIRECT", with_disk(disk("/data", 400, 400, o_direct=False)), 60 - 2 * W8B, None, says=("no O_DIRECT",)),
-    Case("read-only", with_disk(disk("/data", 400, 400, writable=False)), 60 - 2 * W8B, None, says=("not writable",)),
+    Case(
+        "cgroup unknown",
+        replace(SMALL, memory=replace(SMALL.memory, cgroup_headroom=unknown("no /proc"))),
+        60 - 2 * W8B,
+        "/opt/dlami/nvme",
+        359,
+        ("cgroup limit unknown (no /proc); assumed none",),
+    ),
+    Case(
+        "64 MB /dev/shm",
+        with_memory(60, shm=64 << 20),
+        60 - 2 * W8B,
+        "/opt/dlami/nvme",
+        359,
+        ("not needed",),
+    ),
+    Case(
+        "memlock 64 KiB, NVIDIA",
+        with_memory(60, memlock=65536),
+        60 - 2 * W8B,
+        "/opt/dlami/nvme",
+        359,
+        ("no limit here: the driver does not charge it",),
+    ),
+    Case(
+        "memlock 64 KiB, a driver that may charge it",
+        replace(
+            with_memory(60, memlock=65536),
+            gpus=Gpus(seen(1), seen("AMD"), pin_charged=unknown("AMD")),
+        ),
+        None,
+        says=("ulimit memlock=-1", "64 KiB"),
+    ),
+    Case(
+        "memlock 8 GiB, a driver that may charge it",
+        replace(
+            with_memory(60, memlock=8 * GIB),
+            gpus=Gpus(seen(1), seen("AMD"), pin_charged=unknown("AMD")),
+        ),
+        8,
+        "/opt/dlami/nvme",
+        359,
+        ("cut to RLIMIT_MEMLOCK 8 GiB",),
+    ),
+    Case(
+        "memlock 64 KiB without a GPU",
+        replace(on(LAPTOP, "qwen2.5-1.5b"), memory=memory(11, memlock=65536)),
+        5.25,
+        "/var/tmp",
+        73,
+    ),
+    Case(
+        "docker: overlay of unknown disk",
+        on(DOCKER, "llama-3.1-8b"),
+        60 - 2 * W8B,
+        None,
+        says=("nvme /tmp: too slow to pay", "assumed for an unknown device"),
+    ),
+    Case(
+        "docker: overlay measured fast",
+        with_disk(disk("/tmp", 300, 400, None, filesystem="overlay", read_speed=2e9)),
+        60 - 2 * W8B,
+        "/tmp",
+        260,
+        ("mount a volume",),
+    ),
+    Case(
+        "tmpfs /tmp",
+        with_disk(disk("/tmp", 30, 30, filesystem="tmpfs")),
+        60 - 2 * W8B,
+        None,
+        says=("nvme /tmp: ", "counted twice"),
+    ),
+    Case(
+        "full disk",
+        with_disk(disk("/data", 3, 400)),
+        60 - 2 * W8B,
+        None,
+        says=(
+            "nvme /data: 0 B a store is too small",
+            "(3 GiB free, 40 GiB of it kept free)",
+        ),
+    ),
+    Case(
+        ("full of our own chunks: reused"),
+        with_disk(disk("/data", 3, 400, own=300 * GIB)),
+        60 - 2 * W8B,
+        "/data",
+        263,
+    ),
+    Case(
+        ("2 replicas keep their own tiers' size"),
+        replace(
+            with_disk(disk("/data", 63, 400, own=320 * GIB)),
+            engine=engine(dp=2),
+            memory=memory(120),
+        ),
+        60 - 2 * W8B,
+        "/data",
+        160,
+    ),
+    Case(
+        ("own tier of nearly the same size keeps it"),
+        with_disk(disk("/data", 63, 400, own=320 * GIB)),
+        60 - 2 * W8B,
+        "/data",
+        320,
+    ),
+    Case(
+        "EBS",
+        with_disk(disk("/data", 400, 500, "ebs")),
+        60 - 2 * W8B,
+        None,
+        says=("too slow to pay",),
+    ),
+    Case(
+        ("EBS measured fast on a slow model"),
+        replace(
+            on(G5, "llama-3.1-70b", engine(tp=4)),
+            memory=memory(400),
+            disks=(disk("/data", 400, 500, "ebs", read_speed=1e9),),
+        ),
+        137.2,
+        "/data",
+        350,
+        values={"nvme_threads": 2},
+    ),
+    Case(
+        "rotational",
+        with_disk(disk("/data", 4000, 4000, "rotational")),
+        60 - 2 * W8B,
+        None,
+        says=("too slow",),
+    ),
+    Case(
+        "NFS unmeasured",
+        with_disk(disk("/nfs", 4000, 4000, None, filesystem="nfs4")),
+        60 - 2 * W8B,
+        None,
+        says=("network file system",),
+    ),
+    Case(
+        "no O_DIRECT",
+        with_disk(disk("/data", 400, 400, o_direct=False)),
+        60 - 2 * W8B,
+        None,
+        says=("no O_DIRECT",),
+    ),
+    Case(
+        "read-only",
+        with_disk(disk("/data", 400, 400, writable=False)),
+        60 - 2 * W8B,
+        None,
+        says=("not writable",),
+    ),
     Case("no disk at all", with_disk(), 60 - 2 * W8B, None, says=("no candidate path",)),
-    Case("two disks: the measured faster one",
-         with_disk(disk("/a", 900, 900, read_speed=3e9), disk("/b", 400, 400, read_speed=6e9)), 60 - 2 * W8B, "/b", 360,
-         ("nvme /a: one path is used",)),
-    Case("Redis of 64 GiB", replace(SMALL, redis=redis(64, 4, speed=seen(3e9))), 60 - 2 * W8B, "/opt/dlami/nvme", 359,
-         values={"redis_bytes": 54 * GIB, "redis_url": "redis://cache:6379"}),
-    Case("Redis shared by 4 replicas of 1.5B", on(P4DE, "qwen2.5-1.5b", engine(dp=4), redis=redis(40, 0)), 226,
-         "/opt/dlami/nvme", 6284.8 / 4, values={"redis_bytes": 9 * GIB}),
-    Case("Redis without maxmemory", replace(SMALL, redis=redis(0)), 60 - 2 * W8B, "/opt/dlami/nvme", 359,
-         ("redis: it has no maxmemory",)),
-    Case("Redis that hides maxmemory", replace(SMALL, redis=redis(None)), 60 - 2 * W8B, "/opt/dlami/nvme", 359,
-         ("maxmemory is unknown (INFO refused)",)),
-    Case("Redis down", replace(SMALL, redis=Redis("redis://x", known(False, "refused"))), 60 - 2 * W8B,
-         "/opt/dlami/nvme", 359, ("redis: cannot be used (refused)",)),
-    Case("Redis on this host takes RAM", replace(SMALL, redis=redis(16, 4, local=True, speed=seen(3e9))),
-         60 - 12 - 2 * W8B, "/opt/dlami/nvme", 359, ("12 GiB the Redis here may take",)),
-    Case("random eviction warns", replace(SMALL, redis=replace(redis(64, speed=seen(3e9)),
-         policy=seen("allkeys-random"))), 60 - 2 * W8B, "/opt/dlami/nvme", 359, ("forgets at random",)),
-    Case("the engine serves 8k: that is the long context", replace(SMALL, engine=engine(max_model_len=8192),
-         memory=memory(32)), 32 - 2 * W8B, "/opt/dlami/nvme", 359, ("holds 17,088 tokens", "RAM tier is smaller than")),
-    Case("the same serving 32k does not hold one", with_memory(32), None, says=("32,768 tokens take 4 GiB",)),
-    Case("p5 serving 8k: NVMe never pays", on(P5, "llama-3.1-8b", engine(max_model_len=8192)), 1616, None,
-         says=("no hit of up to 8,192 tokens wins",)),
-    Case("a faster engine than any tier", replace(SMALL, engine=engine(prefill_rate=1e6)), None,
-         says=("too slow to pay", "1 us to compute")),
-    Case("a block of 96 tokens", replace(SMALL, engine=engine(block_tokens=96)), 60 - 2 * W8B, "/opt/dlami/nvme",
-         359, values={"chunk_tokens": 288}),
-    Case("weights unknown", replace(SMALL, model=replace(SMALL.model, weight_bytes=unknown("no files"))), 30,
-         "/opt/dlami/nvme", 359, ("half of it: weight bytes are unknown (no files)",)),
-    Case("model unknown", replace(SMALL, model=Model()), 30, "/opt/dlami/nvme", 359, ("128 KiB is usual",)),
-    Case("use unknown, total known", replace(SMALL, memory=Memory(total=seen(80 * GIB))), 40 - 2 * W8B,
-         "/opt/dlami/nvme", 359, ("assumed: half of",)),
+    Case(
+        "two disks: the measured faster one",
+        with_disk(disk("/a", 900, 900, read_speed=3e9), disk("/b", 400, 400, read_speed=6e9)),
+        60 - 2 * W8B,
+        "/b",
+        360,
+        ("nvme /a: one path is used",),
+    ),
+    Case(
+        "Redis of 64 GiB",
+        replace(SMALL, redis=redis(64, 4, speed=seen(3e9))),
+        60 - 2 * W8B,
+        "/opt/dlami/nvme",
+        359,
+        values={"redis_bytes": 54 * GIB, "redis_url": "redis://cache:6379"},
+    ),
+    Case(
+        ("Redis shared by 4 replicas of 1.5B"),
+        on(P4DE, "qwen2.5-1.5b", engine(dp=4), redis=redis(40, 0)),
+        226,
+        "/opt/dlami/nvme",
+        6284.8 / 4,
+        values={"redis_bytes": 9 * GIB},
+    ),
+    Case(
+        "Redis without maxmemory",
+        replace(SMALL, redis=redis(0)),
+        60 - 2 * W8B,
+        "/opt/dlami/nvme",
+        359,
+        ("redis: it has no maxmemory",),
+    ),
+    Case(
+        "Redis that hides maxmemory",
+        replace(SMALL, redis=redis(None)),
+        60 - 2 * W8B,
+        "/opt/dlami/nvme",
+        359,
+        ("maxmemory is unknown (INFO refused)",),
+    ),
+    Case(
+        "Redis down",
+        replace(SMALL, redis=Redis("redis://x", known(False, "refused"))),
+        60 - 2 * W8B,
+        "/opt/dlami/nvme",
+        359,
+        ("redis: cannot be used (refused)",),
+    ),
+    Case(
+        "Redis on this host takes RAM",
+        replace(SMALL, redis=redis(16, 4, local=True, speed=seen(3e9))),
+        60 - 12 - 2 * W8B,
+        "/opt/dlami/nvme",
+        359,
+        ("12 GiB the Redis here may take",),
+    ),
+    Case(
+        "random eviction warns",
+        replace(SMALL, redis=replace(redis(64, speed=seen(3e9)), policy=seen("allkeys-random"))),
+        60 - 2 * W8B,
+        "/opt/dlami/nvme",
+        359,
+        ("forgets at random",),
+    ),
+    Case(
+        ("the engine serves 8k: that is the long context"),
+        replace(SMALL, engine=engine(max_model_len=8192), memory=memory(32)),
+        32 - 2 * W8B,
+        "/opt/dlami/nvme",
+        359,
+        ("holds 17,088 tokens", "RAM tier is smaller than"),
+    ),
+    Case(
+        ("the same serving 32k does not hold one"),
+        with_memory(32),
+        None,
+        says=("32,768 tokens take 4 GiB",),
+    ),
+    Case(
+        ("p5 serving 8k: NVMe never pays"),
+        on(P5, "llama-3.1-8b", engine(max_model_len=8192)),
+        1616,
+        None,
+        says=("no hit of up to 8,192 tokens wins",),
+    ),
+    Case(
+        "a faster engine than any tier",
+        replace(SMALL, engine=engine(prefill_rate=1e6)),
+        None,
+        says=("too slow to pay", "1 us to compute"),
+    ),
+    Case(
+        "a block of 96 tokens",
+        replace(SMALL, engine=engine(block_tokens=96)),
+        60 - 2 * W8B,
+        "/opt/dlami/nvme",
+        359,
+        values={"chunk_tokens": 288},
+    ),
+    Case(
+        "weights unknown",
+        replace(SMALL, model=replace(SMALL.model, weight_bytes=unknown("no files"))),
+        30,
+        "/opt/dlami/nvme",
+        359,
+        ("half of it: weight bytes are unknown (no files)",),
+    ),
+    Case(
+        "model unknown",
+        replace(SMALL, model=Model()),
+        30,
+        "/opt/dlami/nvme",
+        359,
+        ("128 KiB is usual",),
+    ),
+    Case(
+        "use unknown, total known",
+        replace(SMALL, memory=Memory(total=seen(80 * GIB))),
+        40 - 2 * W8B,
+        "/opt/dlami/nvme",
+        359,
+        ("assumed: half of",),
+    ),
     Case("unknown everything", Facts(), None, says=("available RAM is unknown", "give --ram")),
-]  # fmt: skip
+]
 
 
 def all_text(plan: Plan) -> str:
-    rows = [f"{row.key} {row.value} {row.source}: {row.reason}" for row in (*plan.settings, *plan.derived)]
-    return "\n".join([*rows, *plan.warnings, *(f"{tier}: {reason}" for tier, reason in plan.left_out)])
+    rows = [
+        f"{row.key} {row.value} {row.source}: {row.reason}"
+        for row in (*plan.settings, *plan.derived)
+    ]
+    return "\n".join(
+        [*rows, *plan.warnings, *(f"{tier}: {reason}" for tier, reason in plan.left_out)]
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.name))
@@ -266,8 +623,12 @@ def test_every_setting_says_where_it_comes_from_and_why() -> None:
         (GIB, False, ("none", "by sysctl vm.nr_hugepages=")),
     ],
 )
-def test_the_plan_says_what_huge_pages_there_are(reserved: int, makes: bool, shown: tuple[str, str]) -> None:
-    facts = replace(P5, memory=memory(2020, reserved=reserved, makes_huge=makes), model=model("llama-3.1-8b"))
+def test_the_plan_says_what_huge_pages_there_are(
+    reserved: int, makes: bool, shown: tuple[str, str]
+) -> None:
+    facts = replace(
+        P5, memory=memory(2020, reserved=reserved, makes_huge=makes), model=model("llama-3.1-8b")
+    )
     plan = make_plan(facts)
     (row,) = [row for row in plan.derived if row.key == "huge_pages"]
     assert row.value == shown[0] and shown[1] in row.reason

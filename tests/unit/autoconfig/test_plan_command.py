@@ -19,7 +19,9 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import size_text
 
 GIB = 1 << 30
-MODELS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parents[2] / "data" / "model_configs.json").read_text())
+MODELS: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[2] / "data" / "model_configs.json").read_text()
+)
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1G", "2 gigs"])
@@ -54,21 +56,29 @@ def test_what_if_it_were_a_p4de(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert json.loads(capsys.readouterr().out)["values"] == values
 
 
-def test_the_table_gives_key_value_source_and_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_gives_key_value_source_and_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert plan(tmp_path, *P4DE) == 0
     lines = capsys.readouterr().out.splitlines()
     row = next(line for line in lines if "kv_bytes_per_token" in line)
-    assert row.split("  ")[1:3] and "320 KiB" in row and "config.json" in row and "2 x KV heads" in row
+    assert (
+        row.split("  ")[1:3] and "320 KiB" in row and "config.json" in row and "2 x KV heads" in row
+    )
     assert [line.split() for line in lines].count(["key", "value", "source", "reason"]) == 2
     assert any(line.split() == ["redis", "no", "URL", "was", "given"] for line in lines)
 
 
-def test_exit_code_says_when_kvtier_stays_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_code_says_when_kvtier_stays_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert plan(tmp_path, "--ram", "8GiB", "--gpu", "none") == 1
     assert "nothing: kvtier stays off" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("options", "says"), [(("--tp", "0"), "--tp 0"), (("--gpu", "abacus:3"), "abacus:3")])
+@pytest.mark.parametrize(
+    ("options", "says"), [(("--tp", "0"), "--tp 0"), (("--gpu", "abacus:3"), "abacus:3")]
+)
 def test_wrong_options_are_named(tmp_path: Path, options: tuple[str, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         plan(tmp_path, *options)

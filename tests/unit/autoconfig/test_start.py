@@ -20,7 +20,9 @@ from kvtier.config.keys import Config, filled, load
 from kvtier.core.pool import Pool
 from kvtier.core.terminal import size_text
 
-MODELS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parents[2] / "data" / "model_configs.json").read_text())
+MODELS: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[2] / "data" / "model_configs.json").read_text()
+)
 ROOMY = Memory(available=known(2000 * GIB, "test"), cgroup_headroom=known(1 << 62, "test"))
 
 
@@ -31,7 +33,9 @@ def engine(model: str, tensor: int, block: int, longest: int) -> SimpleNamespace
             tensor_parallel_size=tensor, pipeline_parallel_size=1, data_parallel_size_local=1
         ),
         cache_config=SimpleNamespace(block_size=block, cache_dtype="auto", num_gpu_blocks=1000),
-        model_config=SimpleNamespace(model="a/b", max_model_len=longest, dtype="torch.bfloat16", hf_config=hf_config),
+        model_config=SimpleNamespace(
+            model="a/b", max_model_len=longest, dtype="torch.bfloat16", hf_config=hf_config
+        ),
     )
 
 
@@ -40,7 +44,9 @@ def engine(model: str, tensor: int, block: int, longest: int) -> SimpleNamespace
 def test_workers_come_to_the_plans_chunk_size_without_a_plan(model: str, tensor: int) -> None:
     config = engine(model, tensor, 16, 32_768)
     serving, described = probe.probe_engine(config)
-    gpus = Gpus(known(8, "test"), known("H100", "test"), known(80 * GIB, "test"), known(False, "test"))
+    gpus = Gpus(
+        known(8, "test"), known("H100", "test"), known(80 * GIB, "test"), known(False, "test")
+    )
     plan = make_plan(Facts(memory=ROOMY, gpus=gpus, model=described, engine=serving))
     assert plan.values()["chunk_tokens"] == chunk_tokens_for_engine(config, 16)
 
@@ -62,22 +68,31 @@ def test_engines_of_one_host_get_equal_shares(monkeypatch: pytest.MonkeyPatch) -
         - next(int(row.value) for row in plan.derived if row.key == "ram_reserve_bytes")
         for plan in plans
     ]
-    assert [int(plan.values()["ram_bytes"]) >> 20 for plan in plans] == [free[0] >> 20, free[1] // 4 >> 20]
+    assert [int(plan.values()["ram_bytes"]) >> 20 for plan in plans] == [
+        free[0] >> 20,
+        free[1] // 4 >> 20,
+    ]
 
 
-def test_an_engine_that_comes_later_gets_what_the_first_one_got(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_comes_later_gets_what_the_first_one_got(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The first one's pool is no longer available, but counts for what is shared out."""
     config, free = engine("llama-3.1-8b", 1, 16, 8192), [1000 * GIB]
     held = [0]
 
     def memory() -> Memory:
         seen = known(free[0], "test")
-        return Memory(available=seen, cgroup_headroom=known(1 << 62, "test"), pools=known(held[0], "test"))
+        return Memory(
+            available=seen, cgroup_headroom=known(1 << 62, "test"), pools=known(held[0], "test")
+        )
 
     monkeypatch.setattr(probe, "probe_memory", memory)
     shares = []
     for _ in range(2):
-        shares.append(int(plan_for_engine(config, ["/none"], engines=2, timed=False).values()["ram_bytes"]))
+        shares.append(
+            int(plan_for_engine(config, ["/none"], engines=2, timed=False).values()["ram_bytes"])
+        )
         free[0] -= shares[-1]
         held[0] += shares[-1]
     assert shares[0] == shares[1] > 200 * GIB
@@ -97,42 +112,63 @@ def test_pools_are_found_and_each_is_counted_once(tmp_path: Path) -> None:
     assert after - before == 4 << 20
 
 
-# ---- what is said of it ----------------------------------------------------------------------------------------------
+# ---- what is said of it --------------------------------------------------------------------------
 
 
 def rows_of(text: str) -> dict[str, str]:
     """Lines of the part "What is set", by their key."""
     part = text.partition("What is set")[2].partition("Left out")[0]
-    return {line.split()[0]: line for line in part.splitlines() if line and ":" not in line.split()[0]}
+    return {
+        line.split()[0]: line for line in part.splitlines() if line and ":" not in line.split()[0]
+    }
 
 
-def test_the_table_shows_what_is_used_and_whose_word_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_shows_what_is_used_and_whose_word_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(probe, "probe_memory", lambda: ROOMY)
     plan = plan_for_engine(engine("llama-3.1-8b", 1, 16, 8192), ["/none"], timed=False)
     planned = size_text(int(plan.values()["ram_bytes"]))
-    given = load(env={"KVTIER_RAM_BYTES": "4GiB", "KVTIER_REDIS_URL": "redis://me:S3cret@host:1/0", "KVTIER_AUTO": "1"})
+    given = load(
+        env={
+            "KVTIER_RAM_BYTES": "4GiB",
+            "KVTIER_REDIS_URL": "redis://me:S3cret@host:1/0",
+            "KVTIER_AUTO": "1",
+        }
+    )
     used = filled(given, plan.values(), PLANNED)
     yours = rows_of(table(plan, used))
     assert "4 GiB" in yours["ram_bytes"] and "environment KVTIER_RAM_BYTES" in yours["ram_bytes"]
     assert yours["ram_bytes"].endswith(f"yours; the plan would be {planned}")
-    assert yours["redis_url"].endswith("yours; the plan has none") and "S3cret" not in yours["redis_url"]
+    assert (
+        yours["redis_url"].endswith("yours; the plan has none")
+        and "S3cret" not in yours["redis_url"]
+    )
     assert "yours" not in yours["chunk_tokens"]
     assert planned in rows_of(table(plan))["ram_bytes"], "without a configuration: the plan's own"
-    same = filled(load(env={"KVTIER_RAM_BYTES": str(plan.values()["ram_bytes"])}), plan.values(), PLANNED)
-    assert f"yours; the plan would be {planned}" in rows_of(table(plan, same))["ram_bytes"], "his word, if the same"
+    same = filled(
+        load(env={"KVTIER_RAM_BYTES": str(plan.values()["ram_bytes"])}), plan.values(), PLANNED
+    )
+    assert f"yours; the plan would be {planned}" in rows_of(table(plan, same))["ram_bytes"], (
+        "his word, if the same"
+    )
 
 
 def test_lmis_sizes_that_were_too_much_show_as_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     small = Memory(available=known(64 * GIB, "test"), cgroup_headroom=known(64 * GIB, "test"))
     monkeypatch.setattr(probe, "probe_memory", lambda: small)
     plan = plan_for_engine(engine("llama-3.1-8b", 1, 16, 8192), ["/none"], timed=False)
-    lmi = Config(ram_bytes=150 * GIB, sources={"ram_bytes": "environment LMCACHE_MAX_LOCAL_CPU_SIZE"})
+    lmi = Config(
+        ram_bytes=150 * GIB, sources={"ram_bytes": "environment LMCACHE_MAX_LOCAL_CPU_SIZE"}
+    )
     row = rows_of(table(plan, filled(lmi, plan.values(), PLANNED)))["ram_bytes"]
     assert "yours" not in row and size_text(int(plan.values()["ram_bytes"])) in row
 
 
 def test_the_configuration_in_a_line_masks_passwords_and_leaves_defaults_out() -> None:
-    config = load(env={"KVTIER_RAM_BYTES": "4GiB", "KVTIER_REDIS_URL": "redis://me:S3cret@host:1/0"})
+    config = load(
+        env={"KVTIER_RAM_BYTES": "4GiB", "KVTIER_REDIS_URL": "redis://me:S3cret@host:1/0"}
+    )
     assert configuration_text(config) == (
         "ram_bytes=4 GiB (environment KVTIER_RAM_BYTES), redis_url=redis://me:***@host:1/0 "
         "(environment KVTIER_REDIS_URL); all else by default"

@@ -55,7 +55,11 @@ def test_load_cost_is_what_a_hit_costs_more_than_a_warm_one_in_the_same_process(
 
 def test_wrong_answers_and_misses_show() -> None:
     found = arm_results(ALL, RUNS)
-    assert (found["lmcache-ram"].differing, found["kvtier-ram"].differing, found["none"].differing) == (2, 0, None)
+    assert (
+        found["lmcache-ram"].differing,
+        found["kvtier-ram"].differing,
+        found["none"].differing,
+    ) == (2, 0, None)
     assert (found["none"].cached, found["kvtier-ram"].cached) == (0.0, 0.5)
 
 
@@ -63,7 +67,9 @@ def test_an_arm_that_did_not_run_is_a_row_that_says_why(tmp_path: Path) -> None:
     write(tmp_path / "compare.json", ALL, RUNS, {"lmcache-redis": "no redis-server"}, workload={})
     told = json.loads((tmp_path / "compare.json").read_text())
     values = {row["name"]: row["value"] for row in told["rows"]}
-    assert values["lmcache-redis: load cost"] is None and values["lmcache-ram: load cost"] == pytest.approx(0.5)
+    assert values["lmcache-redis: load cost"] is None and values[
+        "lmcache-ram: load cost"
+    ] == pytest.approx(0.5)
     assert told["arms"]["lmcache-redis"]["cannot_run"] == "no redis-server"
     assert told["arms"]["lmcache-ram"]["note"] and told["arms"]["lmcache-ram"]["runs"] == 2
 
@@ -71,14 +77,19 @@ def test_an_arm_that_did_not_run_is_a_row_that_says_why(tmp_path: Path) -> None:
 def test_load_costs_are_held_against_the_same_kind_of_place() -> None:
     by_name = {row.name: row for row in rows(ALL, RUNS)}
     assert by_name["lmcache-ram: load cost"].limit == pytest.approx(0.225)
-    assert (by_name["lmcache-ram: load cost"].min, by_name["lmcache-ram: load cost"].max) == pytest.approx((0.4, 0.6))
+    assert (
+        by_name["lmcache-ram: load cost"].min,
+        by_name["lmcache-ram: load cost"].max,
+    ) == pytest.approx((0.4, 0.6))
     assert by_name["kvtier-ram: ttft mean"].limit == pytest.approx(1.1)
     assert {one.like for one in CONTENDERS.values()} - {None} <= CONTENDERS.keys()
 
 
 @pytest.mark.parametrize("one", CONTENDERS.values(), ids=lambda one: one.name)
 def test_every_template_can_be_filled_in(one: Contender) -> None:
-    text = json.dumps([rendered(part, VALUES) for part in (one.connector, one.yaml, one.env, one.beside) if part])
+    text = json.dumps(
+        [rendered(part, VALUES) for part in (one.connector, one.yaml, one.env, one.beside) if part]
+    )
     assert "{ram" not in text and "{port" not in text and "{run" not in text
 
 
@@ -91,9 +102,15 @@ def test_numbers_are_numbers_in_a_peers_file() -> None:
 
 def test_one_memory_budget_for_all() -> None:
     given = SIZES.names(Path("/place/nvme"), Path("/run"))
-    for ram, name in (("lmcache-ram", "ram_all"), ("lmcache-disk", "ram_few"), ("lmcache-redis", "ram_few")):
+    for ram, name in (
+        ("lmcache-ram", "ram_all"),
+        ("lmcache-disk", "ram_few"),
+        ("lmcache-redis", "ram_few"),
+    ):
         yaml = rendered(CONTENDERS[ram].yaml, VALUES)
-        assert yaml["max_local_cpu_size"] == pytest.approx(int(given[name].removesuffix("MiB")) / 1024, abs=0.02)
+        assert yaml["max_local_cpu_size"] == pytest.approx(
+            int(given[name].removesuffix("MiB")) / 1024, abs=0.02
+        )
     assert CONTENDERS["kvtier-nvme"].env == ARMS["kvtier-nvme"].kvtier
 
 

@@ -34,10 +34,18 @@ from kvtier.bench.compare.alone_arms import ARMS, Arm
 from kvtier.bench.compare.limits import DISK_READ, MEMCPY
 
 TINY = Sizes(layers=3, heads=1, head_size=16, chunks=4, looked_up=8, look_ups=3, step_tokens=512)
-BOUNDS = [{MEMCPY: 10.0, DISK_READ: 4.0}, {MEMCPY: 20.0, DISK_READ: 2.0}, {MEMCPY: 10.0, DISK_READ: 2.0}]
+BOUNDS = [
+    {MEMCPY: 10.0, DISK_READ: 4.0},
+    {MEMCPY: 20.0, DISK_READ: 2.0},
+    {MEMCPY: 10.0, DISK_READ: 2.0},
+]
 FOUND = Found(
     BOUNDS,
-    [{"kvtier-nvme": {LOAD: 2.0, SAVE: 5.0}}, {"kvtier-nvme": {LOAD: 1.8, SAVE: 15.0}}, {"kvtier-ram": {HIT: 0.2}}],
+    [
+        {"kvtier-nvme": {LOAD: 2.0, SAVE: 5.0}},
+        {"kvtier-nvme": {LOAD: 1.8, SAVE: 15.0}},
+        {"kvtier-ram": {HIT: 0.2}},
+    ],
     {"lmcache-ram": "it is not here"},
 )
 needs_redis = pytest.mark.skipif(shutil.which("redis-server") is None, reason="no redis-server")
@@ -48,7 +56,9 @@ def arms(*named: str) -> list[Arm]:
 
 
 def test_a_ratio_is_the_median_of_the_same_rounds() -> None:
-    by_name = {row.name: row for row in rows(arms("kvtier-nvme", "kvtier-ram", "lmcache-ram"), FOUND)}
+    by_name = {
+        row.name: row for row in rows(arms("kvtier-nvme", "kvtier-ram", "lmcache-ram"), FOUND)
+    }
     load = by_name["kvtier-nvme: load"]
     assert load.value == pytest.approx(1.9)
     assert (load.min, load.max, load.unit) == (1.8, 2.0, "GB/s")
@@ -59,8 +69,13 @@ def test_a_ratio_is_the_median_of_the_same_rounds() -> None:
 
 
 def test_what_did_not_run_is_a_row_without_a_value() -> None:
-    by_name = {row.name: row for row in rows(arms("lmcache-ram", "vllm-offloading", "kvtier-ram"), FOUND)}
-    assert by_name["lmcache-ram: load"].value is None and by_name["vllm-offloading: load"].value is None
+    by_name = {
+        row.name: row for row in rows(arms("lmcache-ram", "vllm-offloading", "kvtier-ram"), FOUND)
+    }
+    assert (
+        by_name["lmcache-ram: load"].value is None
+        and by_name["vllm-offloading: load"].value is None
+    )
     assert by_name["kvtier-ram: look-up, hit"].value == 0.2
     assert ARMS["vllm-offloading"].obstacle and ARMS["lmcache-redis-native"].obstacle
 
@@ -68,7 +83,10 @@ def test_what_did_not_run_is_a_row_without_a_value() -> None:
 def test_what_an_arm_sets_itself_is_its_limit() -> None:
     found = Found([{}], [{"kvtier-server": {MATCH_HIT: 0.1, HIT: 0.3}}])
     by_name = {row.name: row for row in rows(arms("kvtier-server"), found)}
-    assert (by_name["kvtier-server: match alone, hit"].limit, by_name["kvtier-server: look-up, hit"].limit) == (
+    assert (
+        by_name["kvtier-server: match alone, hit"].limit,
+        by_name["kvtier-server: look-up, hit"].limit,
+    ) == (
         0.3,
         None,
     )
@@ -89,7 +107,7 @@ def test_a_process_beside_counts() -> None:
     assert both() >= before >= 0.0
 
 
-# ---- for real --------------------------------------------------------------------------------------------------------
+# ---- for real ------------------------------------------------------------------------------------
 
 
 def turned(setting: Setting) -> dict[str, float]:
@@ -131,7 +149,10 @@ def test_an_arm_is_a_process_and_one_that_fails_says_why(tmp_path: Path) -> None
     nowhere = Arm("nowhere", "", ours.like, ours.module, "nvme", lambda *_: at)
     found = measured([ours, nowhere, ARMS["vllm-offloading"]], TINY, 2, tmp_path / "here", dict)
     assert len(found.of("kvtier-ram")) == 2
-    assert found.reasons.keys() == {"nowhere", "vllm-offloading"} and "/proc/nowhere" in found.reasons["nowhere"]
+    assert (
+        found.reasons.keys() == {"nowhere", "vllm-offloading"}
+        and "/proc/nowhere" in found.reasons["nowhere"]
+    )
     assert not (tmp_path / "here").exists()
 
 

@@ -1,4 +1,5 @@
-"""How the comparison times connectors, and what it makes of that: calls, look-ups, CPU time from pairs."""
+"""How the comparison times connectors, and what it makes of that: calls, look-ups, CPU time from
+pairs."""
 
 from __future__ import annotations
 
@@ -20,7 +21,15 @@ from kvtier.bench.compare import calls
 from kvtier.bench.compare.arm_result import arm_results
 from kvtier.bench.compare.calls import Spent, Step, read, timed
 from kvtier.bench.compare.contenders import CONTENDERS, names
-from kvtier.bench.compare.measures import Effort, Pair, Run, calls_of_filling, calls_of_load, cpu_gib, efforts
+from kvtier.bench.compare.measures import (
+    Effort,
+    Pair,
+    Run,
+    calls_of_filling,
+    calls_of_load,
+    cpu_gib,
+    efforts,
+)
 from kvtier.bench.compare.rows import rows, write
 from kvtier.bench.compare.table import print_tables
 from kvtier.bench.long_doc_qa.arms import Sizes
@@ -38,7 +47,9 @@ class Base(ABC):
         self.log = log
 
     @abstractmethod
-    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]: ...
+    def get_num_new_matched_tokens(
+        self, request: Any, computed: int
+    ) -> tuple[int | None, bool]: ...
 
     def get_transfer_results(self, finished: set[str]) -> Any:
         return self.get_finished(finished)
@@ -101,13 +112,17 @@ def request(name: str, *answers: int | None) -> Any:
     return types.SimpleNamespace(request_id=name, answers=list(answers))
 
 
-# -- the timed connector -------------------------------------------------------------------------------------------
+# -- the timed connector ---------------------------------------------------------------------------
 
 
 def test_a_timed_connector_is_the_real_one(connector: Any) -> None:
     assert type(connector).__name__ == "Real" and isinstance(connector, Real)
     assert connector.get_num_new_matched_tokens(request("a", 512), 7) == (512, False)
-    assert connector.log == ["look-up 7"] and connector.wait_for_save() == "saved" and connector.take_events() == ()
+    assert (
+        connector.log == ["look-up 7"]
+        and connector.wait_for_save() == "saved"
+        and connector.take_events() == ()
+    )
     with pytest.raises(OSError, match="the disk is full"):
         connector.wait_for_save(fails=True)
 
@@ -124,12 +139,17 @@ def test_what_an_entry_calls_of_another_is_counted_once(connector: Any, tmp_path
     }
 
 
-def test_a_failed_call_took_its_time_and_stands_in_nobodys_way(connector: Any, tmp_path: Path) -> None:
+def test_a_failed_call_took_its_time_and_stands_in_nobodys_way(
+    connector: Any, tmp_path: Path
+) -> None:
     with pytest.raises(OSError, match="disk"):
         connector.wait_for_save(fails=True)
     connector.save_kv_layer("1")
     connector.take_events()
-    assert steps(tmp_path)[0].calls["wait_for_save"] == 2.0 and steps(tmp_path)[0].calls["save_kv_layer"] == 2.0
+    assert (
+        steps(tmp_path)[0].calls["wait_for_save"] == 2.0
+        and steps(tmp_path)[0].calls["save_kv_layer"] == 2.0
+    )
 
 
 def test_what_a_connector_has_from_vllm_is_not_timed(connector: Any, tmp_path: Path) -> None:
@@ -148,7 +168,9 @@ def test_each_half_writes_its_steps(connector: Any, tmp_path: Path) -> None:
     assert worker.at < scheduler.at
 
 
-def test_a_look_up_lasts_from_the_first_question_to_the_definite_answer(connector: Any, tmp_path: Path) -> None:
+def test_a_look_up_lasts_from_the_first_question_to_the_definite_answer(
+    connector: Any, tmp_path: Path
+) -> None:
     """A question is four ticks from its beginning to its end; another request's come between."""
     asked, quick = request("slow", None, None, 256), request("quick", 0)
     connector.get_num_new_matched_tokens(asked, 0)
@@ -166,19 +188,28 @@ def test_a_look_up_lasts_from_the_first_question_to_the_definite_answer(connecto
     assert steps(tmp_path)[2].look_ups == [4.0], "a question asked anew is a new one"
 
 
-@pytest.mark.parametrize("text", [None, "", "no json\n", '{"at": 1}\n'], ids=["missing", "empty", "text", "other"])
+@pytest.mark.parametrize(
+    "text", [None, "", "no json\n", '{"at": 1}\n'], ids=["missing", "empty", "text", "other"]
+)
 def test_calls_that_cannot_be_read_are_none(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "calls").write_text(text)
     assert read(tmp_path / "calls") is None
 
 
-def test_the_real_class_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_class_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a module, or in vLLM's registry."""
     registry = types.SimpleNamespace(get_connector_class_by_name={"Registered": Real}.__getitem__)
-    for name, module in (("factory", {"KVConnectorFactory": registry}), ("v1.base", {"KVConnectorBase_V1": Base})):
+    for name, module in (
+        ("factory", {"KVConnectorFactory": registry}),
+        ("v1.base", {"KVConnectorBase_V1": Base}),
+    ):
         stands_in = types.SimpleNamespace(**module)
-        monkeypatch.setitem(sys.modules, f"vllm.distributed.kv_transfer.kv_connector.{name}", stands_in)
+        monkeypatch.setitem(
+            sys.modules, f"vllm.distributed.kv_transfer.kv_connector.{name}", stands_in
+        )
     monkeypatch.setitem(sys.modules, "an_arms_module", types.SimpleNamespace(Named=Real))
     monkeypatch.setenv(calls.CALLS, str(tmp_path / "calls"))
     for module_path, name in (("an_arms_module", "Named"), ("", "Registered")):
@@ -193,21 +224,38 @@ def test_the_real_class_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest
 
 
 def test_vllm_calls_nothing_in_a_step_that_is_not_timed() -> None:
-    """Each hook of vLLM's connector is an entry, or is known to be none of a step's. Read, as its import is slow."""
+    """Each hook of vLLM's connector is an entry, or is known to be none of a step's. Read, as its
+    import is slow."""
     vllm = importlib.util.find_spec("vllm")
     if vllm is None or vllm.origin is None:
         pytest.skip("vLLM is not installed")
     base = Path(vllm.origin).parent / "distributed/kv_transfer/kv_connector/v1/base.py"
-    classes = {one.name: one for one in ast.parse(base.read_text()).body if isinstance(one, ast.ClassDef)}
-    members = [one for one in classes["KVConnectorBase_V1"].body if isinstance(one, ast.FunctionDef)]
+    classes = {
+        one.name: one for one in ast.parse(base.read_text()).body if isinstance(one, ast.ClassDef)
+    }
+    members = [
+        one for one in classes["KVConnectorBase_V1"].body if isinstance(one, ast.FunctionDef)
+    ]
     hooks = {
-        one.name for one in members if not one.name.startswith("_") and not any(map(decorated, one.decorator_list))
+        one.name
+        for one in members
+        if not one.name.startswith("_") and not any(map(decorated, one.decorator_list))
     }
     outside = {
-        "bind_gpu_block_pool", "bind_kv_cache_manager", "get_finished_count", "get_handshake_metadata",
-        "get_mem_pool_context", "has_connector_metadata", "register_kv_caches", "reset_cache", "reset_capture_state",
-        "set_host_xfer_buffer_ops", "set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware", "shutdown",
-    }  # fmt: skip
+        "bind_gpu_block_pool",
+        "bind_kv_cache_manager",
+        "get_finished_count",
+        "get_handshake_metadata",
+        "get_mem_pool_context",
+        "has_connector_metadata",
+        "register_kv_caches",
+        "reset_cache",
+        "reset_capture_state",
+        "set_host_xfer_buffer_ops",
+        "set_xfer_handshake_metadata",
+        "set_xfer_handshake_metadata_pp_aware",
+        "shutdown",
+    }
     assert hooks - outside <= set(calls.ENTRIES)
     assert {"start_load_kv", "build_connector_meta"} <= hooks
 
@@ -227,10 +275,12 @@ def test_every_arms_connector_is_timed() -> None:
         assert given["kv_connector"] == one.connector["kv_connector"]
         assert given["kv_connector_module_path"] == calls.MODULE == calls.__name__
         assert server._env[calls.CONNECTOR] == one.connector.get("kv_connector_module_path", "")
-        assert server._env[calls.CALLS] == "/place/second-calls.jsonl" and server.log == Path("/place/second.log")
+        assert server._env[calls.CALLS] == "/place/second-calls.jsonl" and server.log == Path(
+            "/place/second.log"
+        )
 
 
-# -- what is made of it --------------------------------------------------------------------------------------------
+# -- what is made of it ----------------------------------------------------------------------------
 
 NOTES = [(10.0, 100.0), (11.0, 100.5), (12.0, 102.0)]
 STEPS = [
@@ -262,7 +312,8 @@ def pair(cpu: float, *, cached: int = GIB // 4, **loads: float) -> Pair:
 
 
 def test_cpu_time_is_a_median_over_pairs() -> None:
-    """Tokens of one byte: four hits are a GiB. Of 36 pairs the 12th and the 25th bound the median."""
+    """Tokens of one byte: four hits are a GiB. Of 36 pairs the 12th and the 25th bound the
+    median."""
     found = cpu_gib([pair(0.001 * one) for one in (*range(1, 36), 1000)], 1)
     assert found is not None
     assert (found.value, found.low, found.high) == pytest.approx((0.074, 0.048, 0.1))
@@ -274,7 +325,10 @@ def test_cpu_time_is_a_median_over_pairs() -> None:
 def test_cpu_time_that_is_not_known_is_none() -> None:
     assert cpu_gib([], 1) is None and cpu_gib([pair(0.5)], 1) is None
     assert cpu_gib([pair(0.5, cached=0), pair(0.5, cached=0)], 1) is None
-    assert cpu_gib([replace(pair(0.5), load=None), replace(pair(0.5), rest=Effort(None))] * 4, 1) is None
+    assert (
+        cpu_gib([replace(pair(0.5), load=None), replace(pair(0.5), rest=Effort(None))] * 4, 1)
+        is None
+    )
 
 
 def test_a_loads_calls_are_medians_of_what_the_warm_ones_lack() -> None:
@@ -311,11 +365,24 @@ BY_NAME = {row.name: row for row in rows(ARMS, RUNS, 1, [{"memcpy": 2e-6}])}
 
 
 def test_rows_hold_the_engines_time_against_kvtiers() -> None:
-    load, filled = BY_NAME["lmcache-ram: connector, a load"], BY_NAME["lmcache-ram: connector, 1,000 tokens filled"]
-    assert (load.value, load.limit, load.ratio, load.min, load.max) == (1500.0, 500.0, 3.0, 1500.0, 1500.0)
+    load, filled = (
+        BY_NAME["lmcache-ram: connector, a load"],
+        BY_NAME["lmcache-ram: connector, 1,000 tokens filled"],
+    )
+    assert (load.value, load.limit, load.ratio, load.min, load.max) == (
+        1500.0,
+        500.0,
+        3.0,
+        1500.0,
+        1500.0,
+    )
     assert (filled.value, filled.limit, filled.ratio) == pytest.approx((15000.0, 5000.0, 3.0))
-    assert BY_NAME["kvtier-ram: connector, of the fill"].value == pytest.approx(25.0), "5 ms a token at 50 tokens/s"
-    assert (BY_NAME["kvtier-ram: save"].value, BY_NAME["kvtier-ram: save"].ratio) == pytest.approx((2e-7, 0.1))
+    assert BY_NAME["kvtier-ram: connector, of the fill"].value == pytest.approx(25.0), (
+        "5 ms a token at 50 tokens/s"
+    )
+    assert (BY_NAME["kvtier-ram: save"].value, BY_NAME["kvtier-ram: save"].ratio) == pytest.approx(
+        (2e-7, 0.1)
+    )
     look, cold = BY_NAME["kvtier-ram: look-up"], BY_NAME["kvtier-ram: look-up, cold"]
     assert (look.value, cold.value, cold.min, cold.max) == pytest.approx((2.0, 2.0, 1.0, 3.0))
 
@@ -356,6 +423,12 @@ def test_efforts_survive_a_runs_file() -> None:
 def test_the_tables_show_it(capsys: pytest.CaptureFixture[str]) -> None:
     print_tables(ARMS, RUNS, {}, 1, [{"memcpy": 12.0}])
     printed = capsys.readouterr().out
-    for cell in (" 3.0 x", "2.00 ms, 2.00 ms", "1500.00 ms", "5000.00 ms (25.0%)", "memcpy 12.0 GB/s"):
+    for cell in (
+        " 3.0 x",
+        "2.00 ms, 2.00 ms",
+        "1500.00 ms",
+        "5000.00 ms (25.0%)",
+        "memcpy 12.0 GB/s",
+    ):
         assert cell in printed
     assert arm_results(ARMS, RUNS, 1)["none"].engine_load is None

@@ -1,4 +1,5 @@
-"""What the comparison measures besides the time to the first token: its arithmetic, its readers of /proc, its table."""
+"""What the comparison measures besides the time to the first token: its arithmetic, its readers of
+/proc, its table."""
 
 from __future__ import annotations
 
@@ -26,10 +27,15 @@ from kvtier.bench.long_doc_qa.client import Outcome
 from kvtier.bench.long_doc_qa.work import Workload
 
 MIB = 1 << 20
-ALL = [CONTENDERS[name] for name in ("none", "vllm-prefix-cache", "lmcache-disk", "kvtier-ram", "kvtier-nvme")]
+ALL = [
+    CONTENDERS[name]
+    for name in ("none", "vllm-prefix-cache", "lmcache-disk", "kvtier-ram", "kvtier-nvme")
+]
 
 
-def outcome(document: int, ttft: float, end: float, *, question: int = 0, cached: int = 0, token: int = 7) -> Outcome:
+def outcome(
+    document: int, ttft: float, end: float, *, question: int = 0, cached: int = 0, token: int = 7
+) -> Outcome:
     return Outcome(document, question, False, 0.0, ttft, end, True, 100, 1, cached, tokens=[token])
 
 
@@ -44,8 +50,13 @@ def run(
     second: Again | None = None,
 ) -> Run:
     mixed = [outcome(0, ttft, ttft, question=1, cached=cached), outcome(2, 1.0, mixed_end)]
-    pairs = [outcome(0, ttft, ttft, question=3, cached=cached), outcome(0, 0.1, 0.1, question=4, cached=cached)]
-    return Run(arm, [outcome(0, ttft, ttft, cached=cached)], 50.0, used, pairs, mixed, restart, second)
+    pairs = [
+        outcome(0, ttft, ttft, question=3, cached=cached),
+        outcome(0, 0.1, 0.1, question=4, cached=cached),
+    ]
+    return Run(
+        arm, [outcome(0, ttft, ttft, cached=cached)], 50.0, used, pairs, mixed, restart, second
+    )
 
 
 BARE = Memory(1000 * MIB, 100 * MIB, 0)
@@ -65,13 +76,18 @@ RUNS = [
         "kvtier-nvme",
         0.2,
         Memory(1210 * MIB, 100 * MIB, 200 * MIB),
-        restart=Again(8.0, [outcome(0, 0.4, 0.4, cached=80), outcome(1, 0.2, 0.6, cached=80, token=8)]),
+        restart=Again(
+            8.0, [outcome(0, 0.4, 0.4, cached=80), outcome(1, 0.2, 0.6, cached=80, token=8)]
+        ),
     ),
 ]
-BY_NAME = {row.name: row for row in rows(ALL, RUNS, 1000, [{"disk read": 2e-6, "memcpy": 1.0}, {"disk read": 4e-6}])}
+BY_NAME = {
+    row.name: row
+    for row in rows(ALL, RUNS, 1000, [{"disk read": 2e-6, "memcpy": 1.0}, {"disk read": 4e-6}])
+}
 
 
-# -- memory --------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def test_a_pool_that_nobody_touched_yet_is_no_room_to_hide_in() -> None:
@@ -91,7 +107,10 @@ def test_memory_rows_are_beyond_the_bare_engine_and_the_budget() -> None:
     assert BY_NAME["lmcache-disk: memory beyond the engine's"].value == 300
     assert BY_NAME["lmcache-disk: memory beyond budget"].value == 100
     assert BY_NAME["kvtier-ram: memory beyond budget"].value == 0
-    assert "none: memory beyond budget" not in BY_NAME and "vllm-prefix-cache: memory beyond budget" not in BY_NAME
+    assert (
+        "none: memory beyond budget" not in BY_NAME
+        and "vllm-prefix-cache: memory beyond budget" not in BY_NAME
+    )
 
 
 SMAPS = """\
@@ -143,7 +162,7 @@ def test_a_family_is_a_process_and_its_descendants() -> None:
             os.killpg(shell.pid, signal.SIGKILL)
 
 
-# -- throughput, restart, limits -----------------------------------------------------------------------------------
+# -- throughput, restart, limits -------------------------------------------------------------------
 
 
 def test_half_reused_is_held_against_the_bare_engine() -> None:
@@ -172,7 +191,9 @@ def test_a_restart_tells_its_times_and_what_was_left() -> None:
 
 
 def test_a_second_engine_tells_what_it_found() -> None:
-    first, mean = (BY_NAME[f"lmcache-disk: second engine, ttft {what}"] for what in ("first", "mean"))
+    first, mean = (
+        BY_NAME[f"lmcache-disk: second engine, ttft {what}"] for what in ("first", "mean")
+    )
     assert (first.value, first.limit, first.ratio) == pytest.approx((0.6, 0.3, 2.0))
     assert mean.value == pytest.approx(0.45) and mean.ratio == pytest.approx(1.5)
     assert BY_NAME["lmcache-disk: second engine, cached"].value == pytest.approx(60.0)
@@ -184,10 +205,14 @@ def test_a_second_engine_tells_what_it_found() -> None:
 
 
 def test_answers_of_every_round_are_compared() -> None:
-    assert arm_results(ALL, RUNS)["kvtier-nvme"].differing == 1  # lmcache-disk, cold, computed the same question anew
+    assert (
+        arm_results(ALL, RUNS)["kvtier-nvme"].differing == 1
+    )  # lmcache-disk, cold, computed the same question anew
     mixed = [outcome(0, 0.2, 0.2, question=1, cached=80, token=9)]
     after = Again(8.0, [outcome(0, 0.4, 0.4, cached=80, token=9)])
-    found = arm_results(ALL, [*RUNS, Run("kvtier-ram", [outcome(0, 0.2, 0.2)], mixed=mixed, restart=after)])
+    found = arm_results(
+        ALL, [*RUNS, Run("kvtier-ram", [outcome(0, 0.2, 0.2)], mixed=mixed, restart=after)]
+    )
     assert found["kvtier-ram"].differing == 2
     beside = Again(8.0, [outcome(0, 0.4, 0.4, cached=80, token=9), outcome(1, 0.4, 0.4, cached=80)])
     found = arm_results(ALL, [*RUNS, Run("kvtier-ram", [outcome(0, 0.2, 0.2)], second=beside)])
@@ -195,7 +220,8 @@ def test_answers_of_every_round_are_compared() -> None:
 
 
 def test_loads_are_held_against_the_machine() -> None:
-    """80 tokens of 1,000 bytes in 0.1 s more than a warm hit; the disk reads 3 KB/s in the middle."""
+    """80 tokens of 1,000 bytes in 0.1 s more than a warm hit; the disk reads 3 KB/s in the
+    middle."""
     row = BY_NAME["kvtier-nvme: load"]
     assert (row.value, row.limit) == pytest.approx((8e-4, 3e-6))
     assert BY_NAME["limit: disk read"].min == 2e-6 and BY_NAME["limit: memcpy"].value == 1.0
@@ -208,7 +234,9 @@ def test_a_memcpy_has_a_speed() -> None:
 
 
 @pytest.mark.parametrize("tool", ["fio", ""], ids=["fio", "own loop"])
-def test_the_disks_limits_leave_nothing_behind(tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disks_limits_leave_nothing_behind(
+    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if tool and not shutil.which(tool):
         pytest.skip("fio is not installed")
     monkeypatch.setattr(limits, "_FIO_S", 0.1)
@@ -220,12 +248,15 @@ def test_the_disks_limits_leave_nothing_behind(tool: str, tmp_path: Path, monkey
 
 
 def test_a_limit_that_cannot_be_measured_says_which_tool_failed(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="false could not measure its limit"), limits._explained("false"):
+    with (
+        pytest.raises(OSError, match="false could not measure its limit"),
+        limits._explained("false"),
+    ):
         subprocess.run(["false"], check=True)
     assert limits.medians([]) == {} and limits.rows([{}]) == []
 
 
-# -- files ---------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def test_a_run_survives_its_file() -> None:
@@ -236,7 +267,13 @@ def test_a_run_survives_its_file() -> None:
 
 
 def test_a_run_of_before_these_measures_is_read() -> None:
-    told = {"arm": "none", "outcomes": [asdict(outcome(0, 1.0, 1.0))], "fill": 5.0, "cpu_s": 3.5, "pairs": []}
+    told = {
+        "arm": "none",
+        "outcomes": [asdict(outcome(0, 1.0, 1.0))],
+        "fill": 5.0,
+        "cpu_s": 3.5,
+        "pairs": [],
+    }
     old = Run.told(told)
     assert (old.fill, old.memory, old.mixed, old.restart, old.second) == (5.0, None, [], None, None)
     assert old.twos == [] and old.pair_efforts == []
@@ -249,13 +286,19 @@ def test_the_results_say_what_a_restart_left(tmp_path: Path) -> None:
     told = json.loads((tmp_path / "compare.json").read_text())["arms"]
     assert told["lmcache-disk"]["after_a_restart"] == "cached 0%"
     assert told["kvtier-nvme"]["after_a_restart"] == "failed: no port"
-    assert told["kvtier-ram"]["after_a_restart"].startswith("not tried: what it caches is memory of the engine")
+    assert told["kvtier-ram"]["after_a_restart"].startswith(
+        "not tried: what it caches is memory of the engine"
+    )
     assert told["kvtier-ram"]["second_engine"] == told["kvtier-ram"]["after_a_restart"]
-    assert told["kvtier-nvme"]["second_engine"].startswith("not tried: an engine with kvtier in it owns its folder")
+    assert told["kvtier-nvme"]["second_engine"].startswith(
+        "not tried: an engine with kvtier in it owns its folder"
+    )
     assert told["lmcache-disk"]["second_engine"] == "cached 60%"
 
 
-def test_readmes_tables_tell_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readmes_tables_tell_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
     native = CONTENDERS["lmcache-redis-native"]
     reasons = {native.name: "it hangs"}
@@ -263,16 +306,27 @@ def test_readmes_tables_tell_what_was_measured(tmp_path: Path, monkeypatch: pyte
     answers, besides, out, _ = readme.compare().split("\n\n")
     rows = [
         {cells[0]: dict(zip(head, cells, strict=True)) for cells in lines}
-        for head, _, *lines in ([line.split(" | ") for line in part.splitlines()] for part in (answers, besides))
+        for head, _, *lines in (
+            [line.split(" | ") for line in part.splitlines()] for part in (answers, besides)
+        )
     ]
     assert rows[0]["| `lmcache-disk`"]["nothing reused, tokens/s"] == "50"
     assert rows[1]["| `lmcache-disk`"]["after a restart, TTFT"] == "cold"
     assert rows[1]["| `kvtier-nvme`"]["after a restart, TTFT"] == "0.3 s"
     assert rows[1]["| `kvtier-nvme`"]["memory beyond budget"] == "10 MiB"
     assert rows[1]["| `kvtier-ram`"]["after a restart, TTFT"] == "-"
-    assert "| `lmcache-redis-native`" not in rows[0] and out == "`lmcache-redis-native` cannot run: it hangs."
+    assert (
+        "| `lmcache-redis-native`" not in rows[0]
+        and out == "`lmcache-redis-native` cannot run: it hangs."
+    )
     assert "Limits in the same run: memcpy 12 GB/s." in readme.compare().splitlines()
-    write(tmp_path / "compare.json", ALL, [Run(one.arm, one.outcomes) for one in RUNS], {}, workload={})
+    write(
+        tmp_path / "compare.json",
+        ALL,
+        [Run(one.arm, one.outcomes) for one in RUNS],
+        {},
+        workload={},
+    )
     assert "Limits" not in readme.compare()
 
 
@@ -285,7 +339,11 @@ def test_a_redis_servers_word_is_taken_when_it_is_whole(tmp_path: Path) -> None:
             link, _ = access.accept()
             with link:
                 assert link.recv(64) == b"INFO memory\r\n"
-                for piece in (b"$40\r\n# Memory\r\nused_mem", b"ory:12", b"34\r\nused_memory_human:1K\r\n"):
+                for piece in (
+                    b"$40\r\n# Memory\r\nused_mem",
+                    b"ory:12",
+                    b"34\r\nused_memory_human:1K\r\n",
+                ):
                     link.sendall(piece)
 
         server = Thread(target=serve)

@@ -1,4 +1,5 @@
-"""Which questions the comparison asks of an arm, of which engine, and when: with an engine that only takes notes."""
+"""Which questions the comparison asks of an arm, of which engine, and when: with an engine that
+only takes notes."""
 
 from __future__ import annotations
 
@@ -56,9 +57,14 @@ class Notes:
         for ask in asks:
             self.asked.append(ask)
             with self.file.open("a") as file:
-                file.write(f'{{"at": {time.perf_counter()}, "calls": {{"start_load_kv": 0.25}}, "look_ups": [0.5]}}\n')
+                file.write(
+                    f'{{"at": {time.perf_counter()}, "calls": {{"start_load_kv": 0.25}}, '
+                    '"look_ups": [0.5]}\n'
+                )
             on_done()
-            outcomes.append(Outcome(ask.document, ask.question, ask.is_miss, 0.0, 0.1, 1.0, True, 72, 1, 64))
+            outcomes.append(
+                Outcome(ask.document, ask.question, ask.is_miss, 0.0, 0.1, 1.0, True, 72, 1, 64)
+            )
         self.events.append(f"{self.name} answers {len(asks)}")
         return outcomes
 
@@ -118,18 +124,32 @@ def test_a_second_engine_that_does_not_start_is_the_arms_failure_and_is_stopped(
     assert found.restart.mean == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(("name", "last"), [("kvtier-nvme", True), ("kvtier-ram", True), ("kvtier-server", False)])
-def test_a_second_engine_is_started_where_it_could_have_something(name: str, last: bool, arm: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "last"), [("kvtier-nvme", True), ("kvtier-ram", True), ("kvtier-server", False)]
+)
+def test_a_second_engine_is_started_where_it_could_have_something(
+    name: str, last: bool, arm: Any
+) -> None:
     serving = arm(name)
     found = run(serving, last=last)
-    assert found.second is None and not serving.second.asked and "second starts" not in serving.server.events
+    assert (
+        found.second is None
+        and not serving.second.asked
+        and "second starts" not in serving.server.events
+    )
     assert (found.restart is not None) == (name == "kvtier-nvme")
 
 
 def test_every_ask_of_the_pairs_has_its_cpu_time_and_its_calls(arm: Any) -> None:
     found = run(arm("kvtier-ram"), last=False)
-    assert len(found.pairs) == len(found.pair_efforts) == 2 * 12 * 3 and len(found.fill_efforts) == 3
-    assert [one.document for one in found.pairs[::2]] == [one.document for one in found.pairs[1::2]] == [0, 1, 2] * 12
+    assert (
+        len(found.pairs) == len(found.pair_efforts) == 2 * 12 * 3 and len(found.fill_efforts) == 3
+    )
+    assert (
+        [one.document for one in found.pairs[::2]]
+        == [one.document for one in found.pairs[1::2]]
+        == [0, 1, 2] * 12
+    )
     for one in (*found.pair_efforts, *found.fill_efforts):
         assert one.calls == {"start_load_kv": 0.25} and one.look_up_s == 0.5
         assert one.cpu_s is not None and one.cpu_s >= 0

@@ -50,17 +50,26 @@ def test_every_row_of_copies_stands_beside_its_limit(tmp_path: Path) -> None:
         f"{name} (2 layers x {size} B); blocks of 16: {what}"
         for name, size in (("7B", 64), ("8B", 128))
         for what in (
-            "save", "load",
-            *(f"{way} of 1024 tokens, {what}" for way in ("load", "save") for what in (
-                "kernels launched", "DMAs", "host time",
-            )),
+            "save",
+            "load",
+            *(
+                f"{way} of 1024 tokens, {what}"
+                for way in ("load", "save")
+                for what in (
+                    "kernels launched",
+                    "DMAs",
+                    "host time",
+                )
+            ),
         )
-    ]  # fmt: skip
+    ]
     speeds = [row for row in rows if row.unit == "GB/s"]
     assert len(speeds) == 4 and all(row.value and row.ratio and row.limit for row in speeds)
     assert {(row.unit, row.limit) for row in rows if row.unit != "GB/s"} == {
-        ("launches", 64), ("DMAs", None), ("ms", 2.0),
-    }  # fmt: skip
+        ("launches", 64),
+        ("DMAs", None),
+        ("ms", 2.0),
+    }
     write_results(tmp_path / "gpu.json", "gpu", rows)
     assert len(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == 16
 
@@ -71,7 +80,13 @@ def test_the_shapes_are_of_28_32_61_and_80_layers() -> None:
 
 
 def test_kernels_and_copies_are_told_apart() -> None:
-    names = ["_move_rows", "Memcpy HtoD (Pinned -> Device)", "Memset (Device)", "_move_rows", "Stream Wait Event"]
+    names = [
+        "_move_rows",
+        "Memcpy HtoD (Pinned -> Device)",
+        "Memset (Device)",
+        "_move_rows",
+        "Stream Wait Event",
+    ]
     assert count(names) == (2, 1)
     assert count([]) == (None, None)
 
@@ -100,4 +115,6 @@ def test_a_prompt_is_computed_and_loaded() -> None:
 def test_without_any_engine_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     (row,) = measure_prefill(512, 1, CPU)
-    assert row == Row("TTFT: skipped, neither a CUDA build of vLLM nor transformers is installed", None, "s")
+    assert row == Row(
+        "TTFT: skipped, neither a CUDA build of vLLM nor transformers is installed", None, "s"
+    )

@@ -1,4 +1,5 @@
-"""Long Doc QA's parts that need no engine: prompts, cache sizes, counters, sums, files, the client, server refusal."""
+"""Long Doc QA's parts that need no engine: prompts, cache sizes, counters, sums, files, the client,
+server refusal."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ DOCUMENT, QUESTION = 64, 8
 
 
 def work(**more: Any) -> Workload:
-    sizes: dict[str, Any] = {"num_documents": 3, "document_length": DOCUMENT, "question_length": QUESTION}
+    sizes: dict[str, Any] = {
+        "num_documents": 3,
+        "document_length": DOCUMENT,
+        "question_length": QUESTION,
+    }
     return Workload(words=range(100, 2000), output_len=4, **(sizes | more))
 
 
@@ -42,7 +47,7 @@ def shared_prefix(one: Ask, other: Ask) -> int:
     return same.index(False) if False in same else len(same)
 
 
-# -- workload ------------------------------------------------------------------------------------------------------
+# -- workload --------------------------------------------------------------------------------------
 
 
 def test_a_query_shares_its_document_and_nothing_more_with_the_warm_up() -> None:
@@ -54,18 +59,26 @@ def test_a_query_shares_its_document_and_nothing_more_with_the_warm_up() -> None
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"), [("tile", [0, 1, 2, 0, 1, 2]), ("interleave", [0, 0, 1, 1, 2, 2]), ("random", None)]
+    ("mode", "expected"),
+    [("tile", [0, 1, 2, 0, 1, 2]), ("interleave", [0, 0, 1, 1, 2, 2]), ("random", None)],
 )
 def test_repeat_modes_order_the_documents(mode: str, expected: list[int] | None) -> None:
     asks = work(repeat_count=2, repeat_mode=mode).queries()
     order = [ask.document for ask in asks]
     assert expected is None or order == expected
     assert Counter(order) == {0: 2, 1: 2, 2: 2}
-    assert len({(ask.document, ask.question) for ask in asks}) == len({tuple(ask.prompt) for ask in asks}) == 6
+    assert (
+        len({(ask.document, ask.question) for ask in asks})
+        == len({tuple(ask.prompt) for ask in asks})
+        == 6
+    )
 
 
 def test_random_order_follows_the_seed() -> None:
-    orders = [[ask.document for ask in work(repeat_count=9, repeat_mode="random", seed=s).queries()] for s in (1, 1, 2)]
+    orders = [
+        [ask.document for ask in work(repeat_count=9, repeat_mode="random", seed=s).queries()]
+        for s in (1, 1, 2)
+    ]
     assert orders[0] == orders[1] != orders[2]
 
 
@@ -81,11 +94,17 @@ def test_words_make_text_where_a_server_takes_no_ids() -> None:
     assert isinstance(ask.prompt, str) and len(ask.prompt.split(" ")) == DOCUMENT + QUESTION
 
 
-# -- arms ----------------------------------------------------------------------------------------------------------
+# -- arms ------------------------------------------------------------------------------------------
 
 
 def sizes_of(inflight: int = 2) -> Sizes:
-    return Sizes(work(num_documents=8, repeat_count=2), inflight, block_tokens=16, chunk_tokens=32, token_bytes=2**16)
+    return Sizes(
+        work(num_documents=8, repeat_count=2),
+        inflight,
+        block_tokens=16,
+        chunk_tokens=32,
+        token_bytes=2**16,
+    )
 
 
 def mib(text: str) -> int:
@@ -102,7 +121,9 @@ def test_only_the_bound_arm_keeps_the_documents_on_the_gpu() -> None:
     assert len({sizes.gpu_blocks(arm) for arm in ARMS.values() if arm.name != GPU_HIT}) == 1
 
 
-def test_ram_of_the_nvme_arm_holds_the_requests_in_flight_but_not_the_documents(tmp_path: Path) -> None:
+def test_ram_of_the_nvme_arm_holds_the_requests_in_flight_but_not_the_documents(
+    tmp_path: Path,
+) -> None:
     sizes = sizes_of()
     names = sizes.names(tmp_path, tmp_path)
     ram = mib(filled(ARMS["kvtier-ram"].kvtier or {}, names)["KVTIER_RAM_BYTES"])
@@ -114,8 +135,14 @@ def test_ram_of_the_nvme_arm_holds_the_requests_in_flight_but_not_the_documents(
 
 
 def test_arms_without_kvtier_have_no_connector() -> None:
-    connected = {name for name, arm in ARMS.items() if "--kv-transfer-config" in server_args(arm, sizes_of())}
-    assert connected == {name for name in ARMS if name.startswith("kvtier")} == set(ARMS) - {NONE, GPU_HIT}
+    connected = {
+        name for name, arm in ARMS.items() if "--kv-transfer-config" in server_args(arm, sizes_of())
+    }
+    assert (
+        connected
+        == {name for name in ARMS if name.startswith("kvtier")}
+        == set(ARMS) - {NONE, GPU_HIT}
+    )
 
 
 def test_kv_bytes_of_a_token_follow_the_geometry() -> None:
@@ -123,7 +150,7 @@ def test_kv_bytes_of_a_token_follow_the_geometry() -> None:
     assert kv_token_bytes(PRESETS["mla"], 2) == 3 * (512 + 64) * 2
 
 
-# -- counters and sums ---------------------------------------------------------------------------------------------
+# -- counters and sums -----------------------------------------------------------------------------
 
 BY_SOURCE = "vllm:prompt_tokens_cached_by_source_total"
 METRICS = "\n".join(
@@ -155,12 +182,16 @@ def test_percentile_is_numpys(percent: float) -> None:
 
 
 def outcome(document: int, ttft: float, tokens: list[int], start: float = 0.0) -> Outcome:
-    return Outcome(document, 0, False, start, ttft, start + 2 * ttft, True, 72, len(tokens), 64, tokens=tokens)
+    return Outcome(
+        document, 0, False, start, ttft, start + 2 * ttft, True, 72, len(tokens), 64, tokens=tokens
+    )
 
 
 def two_rounds(second_tokens: list[int]) -> list[Round]:
     none = Round(NONE, [outcome(0, 1.0, [5, 6]), outcome(1, 3.0, [7, 8], 2.0)], {"gpu": 0.0})
-    ram = Round("kvtier-ram", [outcome(0, 0.1, [5, 6]), outcome(1, 0.3, second_tokens, 0.2)], {"ram": 128.0})
+    ram = Round(
+        "kvtier-ram", [outcome(0, 0.1, [5, 6]), outcome(1, 0.3, second_tokens, 0.2)], {"ram": 128.0}
+    )
     return [none, ram]
 
 
@@ -184,7 +215,7 @@ def test_an_answer_that_differs_or_is_missing_is_said_by_arm() -> None:
     assert verdict(summarise(two_rounds([7, 8])))[0]
 
 
-# -- files ---------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def arguments(*given: str) -> argparse.Namespace:
@@ -193,21 +224,43 @@ def arguments(*given: str) -> argparse.Namespace:
     return chosen(parser.parse_args(list(given)))
 
 
-def test_results_have_the_one_form_and_the_arms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_have_the_one_form_and_the_arms(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     args = arguments("--output-dir", str(tmp_path), "--model", str(tmp_path / "some-model"))
     assert long_doc_qa.conclude(args, two_rounds([7, 8])) == 0
     assert "same greedy tokens as none: kvtier-ram" in capsys.readouterr().out
     form = json.loads((tmp_path / "long_doc_qa.json").read_text())
     assert form["benchmark"] == "long_doc_qa" and form["machine"]["cores"] >= 1
     assert set(form) >= {"benchmark", "command", "version", "machine", "rows", "arms"}
-    assert {tuple(row) for row in form["rows"]} == {("name", "value", "unit", "limit", "ratio", "min", "max")}
-    assert form["rows"][3]["name"] == "kvtier-ram: ttft mean" and form["rows"][3]["ratio"] == pytest.approx(0.1)
+    assert {tuple(row) for row in form["rows"]} == {
+        ("name", "value", "unit", "limit", "ratio", "min", "max")
+    }
+    assert form["rows"][3]["name"] == "kvtier-ram: ttft mean" and form["rows"][3][
+        "ratio"
+    ] == pytest.approx(0.1)
     assert set(form["arms"]["kvtier-ram"]) >= {
-        *("ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "latency_mean_s", "total_s", "hit_tokens", "prompt_tokens"),
+        *(
+            "ttft_mean_s",
+            "ttft_p50_s",
+            "ttft_p99_s",
+            "latency_mean_s",
+            "total_s",
+            "hit_tokens",
+            "prompt_tokens",
+        ),
         "same_tokens_as_none",
     }
-    assert set(form["requests"]["none"][0]) >= {"request_start", "ttft", "request_end", "successful", "is_miss"}
-    assert str(tmp_path) not in (tmp_path / "long_doc_qa.json").read_text(), "results are committed: no paths"
+    assert set(form["requests"]["none"][0]) >= {
+        "request_start",
+        "ttft",
+        "request_end",
+        "successful",
+        "is_miss",
+    }
+    assert str(tmp_path) not in (tmp_path / "long_doc_qa.json").read_text(), (
+        "results are committed: no paths"
+    )
     lines = list(csv.DictReader((tmp_path / "long_doc_qa.csv").read_text().splitlines()))
     assert [(line["arm"], line["document"]) for line in lines] == [
         *((NONE, "0"), (NONE, "1")),
@@ -240,7 +293,12 @@ def test_a_row_against_the_gpu_hit_carries_its_limit() -> None:
 def test_what_another_engine_computed_is_held_against_asking_again() -> None:
     from kvtier.bench.long_doc_qa.report import rows_of
 
-    asks = [outcome(0, 0.22, [1]), outcome(1, 0.24, [1]), outcome(0, 0.2, [1]), outcome(1, 0.2, [1])]
+    asks = [
+        outcome(0, 0.22, [1]),
+        outcome(1, 0.24, [1]),
+        outcome(0, 0.2, [1]),
+        outcome(1, 0.2, [1]),
+    ]
     for again in asks[2:]:
         again.question = 1
     rows = {row.name: row for row in rows_of(summarise([Round("kvtier-server", asks, None)]))}
@@ -248,24 +306,31 @@ def test_what_another_engine_computed_is_held_against_asking_again() -> None:
     assert row.value == pytest.approx(1.15) and row.limit == 1.15
 
 
-def test_the_command_of_a_result_holds_no_absolute_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_command_of_a_result_holds_no_absolute_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "x.py"), f"--out={tmp_path}/a/b", "/elsewhere/c", "--n", "3"])
+    monkeypatch.setattr(
+        sys, "argv", [str(tmp_path / "x.py"), f"--out={tmp_path}/a/b", "/elsewhere/c", "--n", "3"]
+    )
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     assert report.own_command() == "python x.py --out=a/b c --n 3"
 
 
-@pytest.mark.parametrize("given", [["--arms", "none,nope"], ["--hit-miss-ratio", "0:1"], ["--num-documents", "0"]])
+@pytest.mark.parametrize(
+    "given", [["--arms", "none,nope"], ["--hit-miss-ratio", "0:1"], ["--num-documents", "0"]]
+)
 def test_wrong_flags_are_refused(given: list[str]) -> None:
     with pytest.raises(SystemExit):
         arguments(*given)
 
 
-# -- client, against a real HTTP server ----------------------------------------------------------------------------
+# -- client, against a real HTTP server ------------------------------------------------------------
 
 
 class Plain(BaseHTTPRequestHandler):
-    """An OpenAI-compatible server that knows none of vLLM's additions; refuses prompts that hold the word bad."""
+    """An OpenAI-compatible server that knows none of vLLM's additions; refuses prompts that hold
+    the word bad."""
 
     def do_GET(self) -> None:
         known = self.path == "/v1/models"
@@ -273,7 +338,11 @@ class Plain(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path != "/v1/completions" or "ignore_eos" in body or body["prompt"].startswith("bad"):
+        if (
+            self.path != "/v1/completions"
+            or "ignore_eos" in body
+            or body["prompt"].startswith("bad")
+        ):
             self._reply(404 if self.path == "/tokenize" else 400, {"error": "no"})
             return
         events: list[dict[str, Any]] = [{"choices": [{"text": text}]} for text in ("", "x", "y")]
@@ -311,7 +380,11 @@ def test_a_plain_server_is_asked_with_text_and_a_refusal_is_an_outcome(plain_ser
     done: list[None] = []
     asks = [Ask(0, 0, "good one", 2), Ask(1, 0, "bad one", 2)]
     good, bad = client.run(asks, 2, lambda: done.append(None))
-    assert good.successful and good.answer == "xy" and (good.prompt_tokens, good.output_tokens) == (9, 2)
+    assert (
+        good.successful
+        and good.answer == "xy"
+        and (good.prompt_tokens, good.output_tokens) == (9, 2)
+    )
     assert good.ttft is not None and 0 < good.ttft <= good.latency
     assert not bad.successful and "HTTP 400" in bad.error
     assert len(done) == 2
@@ -326,11 +399,27 @@ def test_no_server_is_an_error_that_names_the_address() -> None:
 def test_a_measured_round_of_a_running_server_ends_in_files(
     plain_server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shape = ["--num-documents", "2", "--document-length", "12", "--repeat-count", "2", "--settle-seconds", "0"]
-    assert long_doc_qa.main(["--base-url", plain_server, "--output-dir", str(tmp_path), *shape]) == 0
+    shape = [
+        "--num-documents",
+        "2",
+        "--document-length",
+        "12",
+        "--repeat-count",
+        "2",
+        "--settle-seconds",
+        "0",
+    ]
+    assert (
+        long_doc_qa.main(["--base-url", plain_server, "--output-dir", str(tmp_path), *shape]) == 0
+    )
     form = json.loads((tmp_path / "long_doc_qa.json").read_text())
     assert form["arms"]["server"]["requests"] == 4
-    assert form["arms"]["server"]["hit_tokens"] == {"gpu": None, "ram": None, "nvme": None, "redis": None}
+    assert form["arms"]["server"]["hit_tokens"] == {
+        "gpu": None,
+        "ram": None,
+        "nvme": None,
+        "redis": None,
+    }
     assert form["arms"]["cold"]["requests"] == 2, "each document's first answer is the base"
     ratios = {row["name"]: row["ratio"] for row in form["rows"]}
     assert ratios["cold: ttft mean"] == 1.0 and ratios["server: ttft mean"] > 0
@@ -338,7 +427,9 @@ def test_a_measured_round_of_a_running_server_ends_in_files(
     assert [line["arm"] for line in lines] == ["cold"] * 2 + ["server"] * 4
     assert form["workload"]["model"] == "m" and "running" in form["workload"]["server"]
     shown = capsys.readouterr().out
-    assert "TTFT vs cold" in shown and "x faster" in shown and "answers" not in shown.splitlines()[1]
+    assert (
+        "TTFT vs cold" in shown and "x faster" in shown and "answers" not in shown.splitlines()[1]
+    )
 
 
 def test_of_a_running_server_only_what_it_says_itself_is_told() -> None:
@@ -358,9 +449,21 @@ def test_a_server_that_was_warm_before_is_told() -> None:
 
 def test_the_preset_is_the_published_shape_and_flags_beat_it() -> None:
     preset = arguments("--preset", "lmi")
-    assert (preset.num_documents, preset.document_length, preset.max_inflight_requests) == (46, 10000, 4)
-    assert (preset.repeat_count, preset.output_len, preset.repeat_mode, preset.shuffle_seed) == (2, 100, "tile", 0)
-    for given in (("--num-documents", "8", "--preset", "lmi"), ("--preset", "lmi", "--num-documents", "8")):
+    assert (preset.num_documents, preset.document_length, preset.max_inflight_requests) == (
+        46,
+        10000,
+        4,
+    )
+    assert (preset.repeat_count, preset.output_len, preset.repeat_mode, preset.shuffle_seed) == (
+        2,
+        100,
+        "tile",
+        0,
+    )
+    for given in (
+        ("--num-documents", "8", "--preset", "lmi"),
+        ("--preset", "lmi", "--num-documents", "8"),
+    ):
         assert (arguments(*given).num_documents, arguments(*given).document_length) == (8, 10000)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
@@ -368,7 +471,7 @@ def test_the_preset_is_the_published_shape_and_flags_beat_it() -> None:
     assert "documents (default: 8; lmi: 46)" in shown and "(default: 20000; lmi: 10000)" in shown
 
 
-# -- the picture ---------------------------------------------------------------------------------------------------
+# -- the picture -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -397,7 +500,8 @@ def test_a_colour_means_one_source(drawn: Callable[[list[Summary]], Any]) -> Non
     figure = drawn(SHOWN)
     (legend,) = figure.legends
     named = {
-        text.get_text(): patch.get_facecolor() for text, patch in zip(legend.texts, legend.get_patches(), strict=True)
+        text.get_text(): patch.get_facecolor()
+        for text, patch in zip(legend.texts, legend.get_patches(), strict=True)
     }
     assert set(named) == {"ram", "nvme", "computed", "not told"}
     for axis in figure.axes[:2]:
@@ -405,7 +509,9 @@ def test_a_colour_means_one_source(drawn: Callable[[list[Summary]], Any]) -> Non
         assert bars == [named["computed"], named["ram"], named["nvme"], named["not told"]]
 
 
-def test_labels_stay_inside_their_panels_and_off_each_other(drawn: Callable[[list[Summary]], Any]) -> None:
+def test_labels_stay_inside_their_panels_and_off_each_other(
+    drawn: Callable[[list[Summary]], Any],
+) -> None:
     figure = drawn(SHOWN)
     figure.canvas.draw()
     for axis in figure.axes[:2]:
@@ -417,7 +523,7 @@ def test_labels_stay_inside_their_panels_and_off_each_other(drawn: Callable[[lis
     assert all(box.x0 >= 0 for box in names)
 
 
-# -- servers -------------------------------------------------------------------------------------------------------
+# -- servers ---------------------------------------------------------------------------------------
 
 
 def test_a_server_that_does_not_come_up_is_refused_with_the_end_of_its_log(

@@ -1,4 +1,5 @@
-"""The multi-turn benchmark without engines: conversations, what clients send, sums, files, and refusals in words."""
+"""The multi-turn benchmark without engines: conversations, what clients send, sums, files, and
+refusals in words."""
 
 from __future__ import annotations
 
@@ -15,7 +16,15 @@ from kvtier.bench.multi_turn import run as multi_turn
 from kvtier.bench.multi_turn.arms import ARMS, BASE, ENGINES, STICKY_SHARED, Sizes
 from kvtier.bench.multi_turn.flags import add_arguments
 from kvtier.bench.multi_turn.fleet import router
-from kvtier.bench.multi_turn.report import Run, as_json, cached_share, engines_of, rows_of, write_csv, write_json
+from kvtier.bench.multi_turn.report import (
+    Run,
+    as_json,
+    cached_share,
+    engines_of,
+    rows_of,
+    write_csv,
+    write_json,
+)
 from kvtier.bench.multi_turn.talk import Pause, Talk, Turn
 from kvtier.bench.multi_turn.work import Conversations
 from kvtier.cli.main import COMMANDS
@@ -44,19 +53,23 @@ def arguments(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-# ---- the workload ----------------------------------------------------------------------------------------------------
+# ---- the workload --------------------------------------------------------------------------------
 
 
 def test_conversations_are_their_own_and_the_same_again() -> None:
     said = [tuple(work().says(session, turn)) for session in range(3) for turn in range(1, 4)]
-    assert said == [tuple(work().says(session, turn)) for session in range(3) for turn in range(1, 4)]
+    assert said == [
+        tuple(work().says(session, turn)) for session in range(3) for turn in range(1, 4)
+    ]
     assert len(set(said)) == 9 and [len(words) for words in said[:3]] == [64, 8, 8]
     assert said[0] != tuple(work(seed=1).says(0, 1))
     assert work().longest == 64 + 2 * 8 + 3 * 4
 
 
 def test_pauses_have_the_mean_that_was_asked_for_and_an_end() -> None:
-    drawn = [work(think_seconds=2.0).thinks(session, turn) for session in range(40) for turn in range(50)]
+    drawn = [
+        work(think_seconds=2.0).thinks(session, turn) for session in range(40) for turn in range(50)
+    ]
     assert 1.8 < sum(drawn) / len(drawn) < 2.1 and max(drawn) <= 8 and len(set(drawn)) > 1000
     assert work().thinks(0, 1) == 0
 
@@ -69,7 +82,7 @@ def test_a_gpu_cache_keeps_fewer_conversations_than_there_are_and_the_server_all
     assert Sizes(work(), 0.0, 16, 32, 2**16).gpu_blocks > 1
 
 
-# ---- what clients do -------------------------------------------------------------------------------------------------
+# ---- what clients do -----------------------------------------------------------------------------
 
 
 def talk(engine: StubEngine, by: str | None, pause: Pause | None = None, **more: Any) -> list[Turn]:
@@ -80,7 +93,9 @@ def talk(engine: StubEngine, by: str | None, pause: Pause | None = None, **more:
 def test_a_prompt_is_everything_that_was_said_before() -> None:
     with stub_engines(1) as (engine,):
         turns = talk(engine, "user")
-    assert [turn.question for turn in turns] == [1, 2, 3] * 3 and all(turn.successful for turn in turns)
+    assert [turn.question for turn in turns] == [1, 2, 3] * 3 and all(
+        turn.successful for turn in turns
+    )
     assert all(turn.ttft is not None and turn.tries == 1 for turn in turns)
     prompts: dict[str, list[list[int]]] = {}
     for body, _ in engine.asked:
@@ -118,7 +133,7 @@ def test_all_conversations_pause_after_a_turn_and_what_happens_there_happens_onc
     assert len(turns) == 9
 
 
-# ---- sums and files --------------------------------------------------------------------------------------------------
+# ---- sums and files ------------------------------------------------------------------------------
 
 
 def turn(session: int, number: int, ttft: float, engine: str = "engine-1", cached: int = 0) -> Turn:
@@ -140,7 +155,12 @@ def turn(session: int, number: int, ttft: float, engine: str = "engine-1", cache
 
 
 def runs() -> list[Run]:
-    base = [turn(0, 1, 3.0), turn(0, 2, 4.0, "engine-2"), turn(1, 1, 3.0), turn(1, 2, 2.0, "engine-2")]
+    base = [
+        turn(0, 1, 3.0),
+        turn(0, 2, 4.0, "engine-2"),
+        turn(1, 1, 3.0),
+        turn(1, 2, 2.0, "engine-2"),
+    ]
     best = [
         turn(0, 1, 3.0),
         turn(0, 2, 0.5, "engine-2", 90),
@@ -154,7 +174,10 @@ def test_later_turns_are_held_against_round_robin_without_kvtier() -> None:
     rows = {row.name: row for row in rows_of(runs())}
     row = rows[f"{STICKY_SHARED}: ttft of turns >= 2"]
     assert [row.value, row.limit, row.ratio] == pytest.approx([0.6, 1.5, 0.2])
-    assert rows[f"{BASE}: ttft of turns >= 2"].ratio == 1 and rows[f"{BASE}: ttft of turns >= 2"].limit is None
+    assert (
+        rows[f"{BASE}: ttft of turns >= 2"].ratio == 1
+        and rows[f"{BASE}: ttft of turns >= 2"].limit is None
+    )
 
 
 def test_moved_conversations_are_those_whose_engine_died() -> None:
@@ -170,7 +193,9 @@ def test_engines_a_conversation_had() -> None:
     assert engines_of(Run(BASE, [turn(0, 1, 1.0, "")], None)) is None
 
 
-def test_answers_that_differ_and_turns_that_failed_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_that_differ_and_turns_that_failed_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base, best = runs()
     best.turns[3].tokens = [9]
     args = arguments("--model", "m", "--output-dir", str(tmp_path))
@@ -182,7 +207,11 @@ def test_answers_that_differ_and_turns_that_failed_are_told(tmp_path: Path, caps
     args.require_same_tokens = False
     assert multi_turn.conclude(args, [base, best]) == 1
     assert "1 failed" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.iterdir()} == {"multi_turn.json", "multi_turn.csv", "multi_turn.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "multi_turn.json",
+        "multi_turn.csv",
+        "multi_turn.png",
+    }
 
 
 def test_the_files_have_every_turn_and_the_machine(tmp_path: Path) -> None:
@@ -191,7 +220,9 @@ def test_the_files_have_every_turn_and_the_machine(tmp_path: Path) -> None:
     assert told["arms"][BASE]["ttft_later_turns_mean_s"] == 3.0
     with write_csv(tmp_path, runs()).open() as file:
         lines = list(csv.DictReader(file))
-    assert len(lines) == 8 and lines[5]["engine"] == "engine-2" and lines[5]["cached_tokens"] == "90"
+    assert (
+        len(lines) == 8 and lines[5]["engine"] == "engine-2" and lines[5]["cached_tokens"] == "90"
+    )
 
 
 def test_a_router_that_runs_is_measured_by_what_each_answer_says(
@@ -199,7 +230,18 @@ def test_a_router_that_runs_is_measured_by_what_each_answer_says(
 ) -> None:
     with stub_engines(1) as (engine,):
         url = f"http://127.0.0.1:{engine.port}"
-        words = ["--base-url", url, "--sessions", "2", "--turns", "2", "--first-length", "8", "--think-seconds", "0"]
+        words = [
+            "--base-url",
+            url,
+            "--sessions",
+            "2",
+            "--turns",
+            "2",
+            "--first-length",
+            "8",
+            "--think-seconds",
+            "0",
+        ]
         assert multi_turn.run(arguments(*words, "--output-dir", str(tmp_path))) == 0
     assert "server" in capsys.readouterr().out
     assert len(engine.asked) >= 4 and all(
@@ -207,11 +249,13 @@ def test_a_router_that_runs_is_measured_by_what_each_answer_says(
     )
 
 
-# ---- arms and refusals -----------------------------------------------------------------------------------------------
+# ---- arms and refusals ---------------------------------------------------------------------------
 
 
 def test_arms_are_every_pair_of_the_two_differences() -> None:
-    assert {(arm.sticky, arm.shared) for arm in ARMS.values()} == {(a, b) for a in (True, False) for b in (True, False)}
+    assert {(arm.sticky, arm.shared) for arm in ARMS.values()} == {
+        (a, b) for a in (True, False) for b in (True, False)
+    }
     assert "bench multi-turn" in COMMANDS and ENGINES == 2
 
 
@@ -223,23 +267,32 @@ def test_arms_are_every_pair_of_the_two_differences() -> None:
         (["--base-url", "http://localhost:1", "--kill-after-turn", "1"], "started here"),
     ],
 )
-def test_what_cannot_be_run_is_refused_before_anything_starts(words: list[str], said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_run_is_refused_before_anything_starts(
+    words: list[str], said: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=said):
         multi_turn.run(arguments(*words, "--output-dir", str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("words", [["--arms", "x"], ["--router", "'"], ["--router", ""], ["--sessions", "0"]])
+@pytest.mark.parametrize(
+    "words", [["--arms", "x"], ["--router", "'"], ["--router", ""], ["--sessions", "0"]]
+)
 def test_flags_that_mean_nothing_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit):
         arguments(*words)
 
 
-def test_a_router_whose_file_or_program_is_not_here_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_whose_file_or_program_is_not_here_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for command, said in (
         (["haproxy", "deploy/routing/haproxy.cfg"], "deploy/routing"),
         (["no-such-router"], "no-such"),
     ):
-        with pytest.raises(ConfigError, match=said), router(command, ARMS[BASE], [StubEngine(1)], tmp_path / "log"):
+        with (
+            pytest.raises(ConfigError, match=said),
+            router(command, ARMS[BASE], [StubEngine(1)], tmp_path / "log"),
+        ):
             pytest.fail("it came up")

@@ -1,4 +1,5 @@
-"""What bench/rounding.py makes of answers: where two part, the margin there, and its rows. No engine."""
+"""What bench/rounding.py makes of answers: where two part, the margin there, and its rows. No
+engine."""
 
 from __future__ import annotations
 

@@ -34,12 +34,18 @@ def test_config_prints_every_key_and_its_source(capsys: pytest.CaptureFixture[st
     assert lines[1].split()[1:4] == ["512", "tokens", "flag"]
 
 
-def test_config_yaml_is_a_file_that_gives_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_config_yaml_is_a_file_that_gives_the_same(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     given = ["--ram-bytes", "4GiB", "--nvme-path", "/mnt/a b", "--save-decode", "no"]
     assert cli.main(["config", "--yaml", *given]) == 0
     printed = capsys.readouterr().out
     values = yaml.safe_load(printed)
-    assert (values["ram_bytes"], values["nvme_path"], values["save_decode"]) == (4 * 2**30, "/mnt/a b", False)
+    assert (values["ram_bytes"], values["nvme_path"], values["save_decode"]) == (
+        4 * 2**30,
+        "/mnt/a b",
+        False,
+    )
     (tmp_path / "again.yaml").write_text(printed)
     assert cli.main(["config", "--yaml", "--config", str(tmp_path / "again.yaml")]) == 0
     assert yaml.safe_load(capsys.readouterr().out) == values
@@ -53,7 +59,9 @@ def test_a_wrong_value_ends_with_2_and_one_line(capsys: pytest.CaptureFixture[st
     assert shown.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [["nonsense"], ["bench"], ["bench", "nonsense"], ["version", "--loud"]])
+@pytest.mark.parametrize(
+    "words", [["nonsense"], ["bench"], ["bench", "nonsense"], ["version", "--loud"]]
+)
 def test_unknown_words_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(words)
@@ -81,7 +89,9 @@ def test_a_command_is_imported_when_it_is_run_and_its_status_is_ours(
 
     module = ModuleType("made_up_command")
     module.__dict__.update(add_arguments=add_arguments, run=run)
-    monkeypatch.setitem(cli.COMMANDS, "bench made-up", ("for this test", cli._module("made_up_command")))
+    monkeypatch.setitem(
+        cli.COMMANDS, "bench made-up", ("for this test", cli._module("made_up_command"))
+    )
     assert cli.main(["version"]) == 0
     monkeypatch.setitem(sys.modules, "made_up_command", module)
     assert cli.main(["bench", "made-up", "--status", "7"]) == 7

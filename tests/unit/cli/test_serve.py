@@ -40,24 +40,39 @@ def test_a_start_that_takes_long_can_be_stopped() -> None:
         was_ready.append(server)
         yield
 
-    clean = serve(lambda: Server(opens_late, ()), lambda server: nullcontext(), ready, (4096, ()), timeout_s=0.1)
+    clean = serve(
+        lambda: Server(opens_late, ()),
+        lambda server: nullcontext(),
+        ready,
+        (4096, ()),
+        timeout_s=0.1,
+    )
     gate.set()
     assert (clean, was_ready) == (False, [])
 
 
 def test_a_size_that_cannot_be_opened_ends_the_start() -> None:
     with pytest.raises(KVTierError, match="nobody opens 4096"):
-        serve(lambda: Server(_opens_nothing, ()), lambda _: nullcontext(), lambda _: nullcontext(), (4096, ()))
+        serve(
+            lambda: Server(_opens_nothing, ()),
+            lambda _: nullcontext(),
+            lambda _: nullcontext(),
+            (4096, ()),
+        )
 
 
-def test_a_port_that_is_taken_is_trouble_and_is_had_when_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_taken_is_trouble_and_is_had_when_it_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(starting, "_LOOK_AGAIN_S", 0.01)
     port = free_port()
     config = Config(admin=f"http://127.0.0.1:{port}")  # of no source: nobody asked for this one
     asked = Config(admin=config.admin, sources={"admin": "flag"})
 
     def health() -> int:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz/live", timeout=10.0) as answer:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port}/healthz/live", timeout=10.0
+        ) as answer:
             return int(answer.status)
 
     async def tried(holder: socket.socket) -> None:
@@ -65,7 +80,9 @@ def test_a_port_that_is_taken_is_trouble_and_is_had_when_it_is_free(monkeypatch:
         async with starting.admin_surface(config)(server):
             assert "cannot listen there" in server.trouble["admin"]
             holder.close()
-            await asyncio.to_thread(wait_for, lambda: "admin" not in server.trouble, "the port is had")
+            await asyncio.to_thread(
+                wait_for, lambda: "admin" not in server.trouble, "the port is had"
+            )
             assert await asyncio.to_thread(health) == 200
         with pytest.raises(OSError, match="refused"):
             await asyncio.to_thread(health)

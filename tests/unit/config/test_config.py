@@ -70,7 +70,12 @@ def test_the_process_environment_is_the_default_one(monkeypatch: pytest.MonkeyPa
 
 def test_a_file_given_by_name_beats_the_environments(tmp_path: Path) -> None:
     given = written(tmp_path, "chunk_tokens: 512\n")
-    assert load(given, env={"KVTIER_CONFIG_FILE": "/nowhere", "LMCACHE_CONFIG_FILE": "/nowhere"}).chunk_tokens == 512
+    assert (
+        load(
+            given, env={"KVTIER_CONFIG_FILE": "/nowhere", "LMCACHE_CONFIG_FILE": "/nowhere"}
+        ).chunk_tokens
+        == 512
+    )
 
 
 def test_an_empty_file_null_and_an_empty_variable_say_nothing(tmp_path: Path) -> None:
@@ -88,10 +93,18 @@ def test_a_lower_value_is_checked_even_when_a_higher_one_wins(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("env", "flags"),
-    [({"KVTIER_CHUNK_TOKEN": "256"}, {}), ({}, {"chunk_token": 256}), ({"KVTIER_CHUNKTOKENS": "1"}, {})],
+    [
+        ({"KVTIER_CHUNK_TOKEN": "256"}, {}),
+        ({}, {"chunk_token": 256}),
+        ({"KVTIER_CHUNKTOKENS": "1"}, {}),
+    ],
 )
-def test_an_unknown_key_is_an_error_that_names_the_nearest(env: dict[str, str], flags: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"unknown key 'chunk_?tokens?' .* nearest is 'chunk_tokens'"):
+def test_an_unknown_key_is_an_error_that_names_the_nearest(
+    env: dict[str, str], flags: dict[str, object]
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'chunk_?tokens?' .* nearest is 'chunk_tokens'"
+    ):
         load(env=env, flags=flags)
 
 
@@ -124,7 +137,9 @@ def test_an_lmcache_key_in_our_file_says_which_variable_to_use(tmp_path: Path) -
         ("log_level", "LOUD", "DEBUG"),
     ],
 )
-def test_a_bad_value_says_given_where_expected_and_what_to_do(key: str, value: object, expected: str) -> None:
+def test_a_bad_value_says_given_where_expected_and_what_to_do(
+    key: str, value: object, expected: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         load(env={}, flags={key: value})
     message = str(raised.value)
@@ -135,17 +150,23 @@ def test_a_bad_value_says_given_where_expected_and_what_to_do(key: str, value: o
 
 @pytest.mark.parametrize("key", ["nvme_bytes", "redis_bytes", "redis_ttl_s"])
 def test_a_key_that_would_have_no_effect_is_an_error(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}=4096 has no effect without (nvme_path|redis_url)"):
+    with pytest.raises(
+        ConfigError, match=f"{key}=4096 has no effect without (nvme_path|redis_url)"
+    ):
         load(env={}, flags={key: 4096})
 
 
-@pytest.mark.parametrize(("text", "message"), [("a: [", "is not YAML"), ("- a\n- b\n", "found list")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("a: [", "is not YAML"), ("- a\n- b\n", "found list")]
+)
 def test_a_file_that_is_no_mapping_is_an_error(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(written(tmp_path, text))
 
 
-@pytest.mark.parametrize("variable", ["KVTIER_CONFIG_FILE", "LMCACHE_CONFIG_FILE", "OPTION_LMCACHE_CONFIG_FILE"])
+@pytest.mark.parametrize(
+    "variable", ["KVTIER_CONFIG_FILE", "LMCACHE_CONFIG_FILE", "OPTION_LMCACHE_CONFIG_FILE"]
+)
 def test_a_named_file_that_is_missing_is_an_error(variable: str) -> None:
     with pytest.raises(ConfigError, match=r"'/nowhere/x.yaml' cannot be read"):
         load(env={variable: "/nowhere/x.yaml"})
@@ -230,7 +251,10 @@ def test_lmis_example_file_is_understood(tmp_path: Path, variable: str) -> None:
     assert (config.ram_bytes, config.nvme_bytes) == (4 * 210 * GIB, 4 * 66 * GIB)
     told = [remark.text for remark in config.remarks]
     assert len(told) == 5
-    assert f"LMCache key max_local_cpu_size=210.0 -> ram_bytes={840 * GIB} (210 GiB per worker x 4 worker(s))" in told
+    assert (
+        f"LMCache key max_local_cpu_size=210.0 -> ram_bytes={840 * GIB} (210 GiB per worker x 4 "
+        "worker(s))" in told
+    )
     assert any("extra_config.use_odirect=True" in line for line in told)
     assert source_of(config, "ram_bytes").endswith(": max_local_cpu_size")
 
@@ -238,15 +262,24 @@ def test_lmis_example_file_is_understood(tmp_path: Path, variable: str) -> None:
 def test_our_file_and_variables_beat_lmcaches(tmp_path: Path) -> None:
     (tmp_path / "lmcache.yaml").write_text(LMI_EXAMPLE)
     lmcache_file = str(tmp_path / "lmcache.yaml")
-    assert load(env={"LMCACHE_CONFIG_FILE": lmcache_file, "KVTIER_CHUNK_TOKENS": "512"}).chunk_tokens == 512
-    config = load(written(tmp_path, "chunk_tokens: 128\n"), env={"LMCACHE_CONFIG_FILE": lmcache_file})
+    assert (
+        load(env={"LMCACHE_CONFIG_FILE": lmcache_file, "KVTIER_CHUNK_TOKENS": "512"}).chunk_tokens
+        == 512
+    )
+    config = load(
+        written(tmp_path, "chunk_tokens: 128\n"), env={"LMCACHE_CONFIG_FILE": lmcache_file}
+    )
     assert (config.chunk_tokens, config.nvme_path) == (128, None)
     (remark,) = config.remarks
     assert f"LMCACHE_CONFIG_FILE={lmcache_file} is not read" in remark.text
 
 
 def test_lmcaches_variables_count_only_beside_its_file(tmp_path: Path) -> None:
-    variables = {"LMCACHE_CHUNK_SIZE": "512", "LMCACHE_MAX_LOCAL_CPU_SIZE": "2.5", "LMCACHE_TRACK_USAGE": "false"}
+    variables = {
+        "LMCACHE_CHUNK_SIZE": "512",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": "2.5",
+        "LMCACHE_TRACK_USAGE": "false",
+    }
     variables["LMCACHE_EXTRA_CONFIG"] = '{"use_odirect": true}'
     assert load(env=variables) == Config()
     config = load(env={**variables, "LMCACHE_CONFIG_FILE": written(tmp_path, LMI_EXAMPLE)})
@@ -291,7 +324,9 @@ def test_no_lmcache_key_is_ignored_in_silence(tmp_path: Path, line: str, told: s
     assert config == Config()
     (remark,) = config.remarks
     assert told in remark.text
-    asked_in_vain = any(word in told for word in ("not supported", "unknown", "not used", "no such", "names one"))
+    asked_in_vain = any(
+        word in told for word in ("not supported", "unknown", "not used", "no such", "names one")
+    )
     assert (remark.level == logging.WARNING) is asked_in_vain
 
 
@@ -311,7 +346,9 @@ def test_no_lmcache_key_is_ignored_in_silence(tmp_path: Path, line: str, told: s
         ("blocking_timeout_secs: 10", "load_timeout_ms", 10_000),
     ],
 )
-def test_lmcache_keys_that_have_one_of_ours(tmp_path: Path, line: str, key: str, value: object) -> None:
+def test_lmcache_keys_that_have_one_of_ours(
+    tmp_path: Path, line: str, key: str, value: object
+) -> None:
     assert getattr(load(env={"LMCACHE_CONFIG_FILE": written(tmp_path, line)}), key) == value
 
 
@@ -328,12 +365,16 @@ def test_lmcache_keys_that_have_one_of_ours(tmp_path: Path, line: str, key: str,
         ("chunk_size: many", "chunk_tokens='many'"),
     ],
 )
-def test_lmcache_values_that_cannot_be_had_are_errors(tmp_path: Path, line: str, message: str) -> None:
+def test_lmcache_values_that_cannot_be_had_are_errors(
+    tmp_path: Path, line: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         load(env={"LMCACHE_CONFIG_FILE": written(tmp_path, line)})
 
 
-def test_an_lmcache_password_is_not_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_lmcache_password_is_not_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.DEBUG, "kvtier"):
         for url in ("redis://:s3cret@h:1", "mooncakestore://u:s3cret@h:1"):
             tell(load(env={"LMCACHE_CONFIG_FILE": written(tmp_path, f"remote_url: {url}")}).remarks)
@@ -370,25 +411,35 @@ def test_auto_config_beside_a_manual_file_is_an_error_that_names_both(
     file = tmp_path / "sizes.yaml"
     if there:
         file.write_text("chunk_size: 256\n" if "LMCACHE" in variable else "ram_bytes: 1GiB\n")
-    with pytest.raises(ConfigError, match=f"OPTION_LMCACHE_AUTO_CONFIG asks .* the file {file} sets"):
+    with pytest.raises(
+        ConfigError, match=f"OPTION_LMCACHE_AUTO_CONFIG asks .* the file {file} sets"
+    ):
         load(env={"OPTION_LMCACHE_AUTO_CONFIG": "true", variable: str(file)})
 
 
 @pytest.mark.parametrize("switch", ["OPTION_LMCACHE_AUTO_CONFIG", "KVTIER_AUTO"])
-def test_auto_config_beside_lmcaches_own_variable_warns_and_takes_the_sizes(switch: str, tmp_path: Path) -> None:
-    file = written(tmp_path, "chunk_size: 512\nmax_local_cpu_size: 7\nlocal_disk: /kv\nmax_local_disk_size: 9\n")
+def test_auto_config_beside_lmcaches_own_variable_warns_and_takes_the_sizes(
+    switch: str, tmp_path: Path
+) -> None:
+    file = written(
+        tmp_path,
+        "chunk_size: 512\nmax_local_cpu_size: 7\nlocal_disk: /kv\nmax_local_disk_size: 9\n",
+    )
     config = load(env={switch: "true", "LMCACHE_CONFIG_FILE": file})
     assert config.auto and (config.chunk_tokens, config.nvme_path) == (512, "/kv")
     assert (config.ram_bytes, config.nvme_bytes) == (None, None)
     (warning,) = [remark.text for remark in config.remarks if remark.level == logging.WARNING]
-    assert f"{switch} asks for auto-config and environment LMCACHE_CONFIG_FILE names {file}" in warning
+    assert (
+        f"{switch} asks for auto-config and environment LMCACHE_CONFIG_FILE names {file}" in warning
+    )
     by_hand = load(env={switch: "false", "LMCACHE_CONFIG_FILE": file})
     assert (by_hand.ram_bytes, by_hand.nvme_bytes) == (7 * GIB, 9 * GIB)
 
 
 def test_a_missing_file_beside_auto_config_names_the_conflict() -> None:
     with pytest.raises(
-        ConfigError, match=r"KVTIER_AUTO asks for auto-config .*/none.yaml.*LMCACHE_CONFIG_FILE.*not there"
+        ConfigError,
+        match=r"KVTIER_AUTO asks for auto-config .*/none.yaml.*LMCACHE_CONFIG_FILE.*not there",
     ):
         load(env={"KVTIER_AUTO": "1", "LMCACHE_CONFIG_FILE": "/none.yaml"})
 
@@ -400,7 +451,9 @@ def test_auto_in_the_file_itself_is_its_own_wish(tmp_path: Path) -> None:
 
 
 def test_auto_config_fills_only_what_nobody_set() -> None:
-    config = filled(load(env={"KVTIER_RAM_BYTES": "1GiB"}), {"ram_bytes": 5, "nvme_threads": 3}, "plan")
+    config = filled(
+        load(env={"KVTIER_RAM_BYTES": "1GiB"}), {"ram_bytes": 5, "nvme_threads": 3}, "plan"
+    )
     assert (config.ram_bytes, config.nvme_threads) == (2**30, 3)
     assert config.sources["nvme_threads"] == "plan"
 
@@ -435,16 +488,27 @@ def test_an_error_shows_a_file_that_is_none_and_cuts_what_is_long() -> None:
 
 @pytest.mark.parametrize(
     "extra",
-    [{"redis_password": SECRET}, {"auth_token": SECRET}, {"sentinel": {"password": SECRET}}, {"hosts": [SECRET]}],
+    [
+        {"redis_password": SECRET},
+        {"auth_token": SECRET},
+        {"sentinel": {"password": SECRET}},
+        {"hosts": [SECRET]},
+    ],
     ids=lambda extra: next(iter(extra)),
 )
-def test_lmcaches_secrets_are_not_logged(extra: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
+def test_lmcaches_secrets_are_not_logged(
+    extra: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    tell(load(env={"LMCACHE_EXTRA_CONFIG": json.dumps(extra), "KVTIER_REPLACE_LMCACHE": "1"}).remarks)
+    tell(
+        load(env={"LMCACHE_EXTRA_CONFIG": json.dumps(extra), "KVTIER_REPLACE_LMCACHE": "1"}).remarks
+    )
     assert f"extra_config.{next(iter(extra))}" in caplog.text
     assert SECRET not in caplog.text
 
 
-@pytest.mark.parametrize("url", [f"redis://user:{SECRET}@host/0", f"rediss://host/0?password={SECRET}"])
+@pytest.mark.parametrize(
+    "url", [f"redis://user:{SECRET}@host/0", f"rediss://host/0?password={SECRET}"]
+)
 def test_a_password_in_a_url_is_not_described(url: str) -> None:
     assert SECRET not in str(describe(load(env={"KVTIER_REDIS_URL": url})))

@@ -1,4 +1,5 @@
-"""LMCache's configuration files as LMI's and LMCache's own documentation have them: each one starts an engine.
+"""LMCache's configuration files as LMI's and LMCache's own documentation have them: each one starts
+an engine.
 
 What kvtier has is used; what it lacks is named in one warning, and RAM and NVMe serve without it.
 """
@@ -21,7 +22,11 @@ GIB = 2**30
 LOADED: dict[str, dict[str, Any]] = {
     "lmi_cpu": {"ram_bytes": 10 * GIB},
     "lmi_local_storage": {"nvme_path": "/tmp/lmcache"},
-    "lmi_performance": {"ram_bytes": 20 * GIB, "nvme_path": "/tmp/lmcache", "nvme_bytes": 100 * GIB},
+    "lmi_performance": {
+        "ram_bytes": 20 * GIB,
+        "nvme_path": "/tmp/lmcache",
+        "nvme_bytes": 100 * GIB,
+    },
     "lmi_nvme": {"ram_bytes": 210 * GIB, "nvme_path": "/tmp/lmcache", "nvme_bytes": 66 * GIB},
     "lmi_redis": {"redis_url": "redis://cache.example:6379"},
 }
@@ -29,12 +34,21 @@ LOADED: dict[str, dict[str, Any]] = {
 PARTLY: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "redis_hosts": ({"ram_bytes": 5 * GIB}, ("remote_url=redis://",)),
     "s3": (
-        {"ram_bytes": 50 * GIB, "nvme_path": "/tmp/lmcache", "nvme_bytes": 100 * GIB, "load_timeout_ms": 10_000},
+        {
+            "ram_bytes": 50 * GIB,
+            "nvme_path": "/tmp/lmcache",
+            "nvme_bytes": 100 * GIB,
+            "load_timeout_ms": 10_000,
+        },
         ("remote_url=s3://", "extra_config.s3_region"),
     ),
     "mooncakestore": (
         {"ram_bytes": 20 * GIB},
-        ("remote_url=mooncakestore://", "extra_config.master_server_address", "extra_config.transfer_timeout"),
+        (
+            "remote_url=mooncakestore://",
+            "extra_config.master_server_address",
+            "extra_config.transfer_timeout",
+        ),
     ),
     "infinistore": ({"ram_bytes": 20 * GIB}, ("remote_url=***",)),
     "lm_server": ({"ram_bytes": 5 * GIB}, ("remote_url=lm://", "remote_serde=cachegen")),
@@ -53,7 +67,9 @@ def warnings(config: Config) -> list[Remark]:
 
 
 def test_every_file_is_tested() -> None:
-    assert {file.stem for file in FILES.glob("*.yaml")} == LOADED.keys() | PARTLY.keys() | set(SENTINELS)
+    assert {file.stem for file in FILES.glob("*.yaml")} == LOADED.keys() | PARTLY.keys() | set(
+        SENTINELS
+    )
 
 
 @pytest.mark.parametrize("name", LOADED)
@@ -85,7 +101,11 @@ def test_every_key_is_remarked_on_once(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "service", "url"),
     [
-        ("redis_sentinel", {}, "redis+sentinel://user:secret@s1:26379,s2:26379,s3:26379/redismaster"),
+        (
+            "redis_sentinel",
+            {},
+            "redis+sentinel://user:secret@s1:26379,s2:26379,s3:26379/redismaster",
+        ),
         (
             "redis_sentinel",
             {"redis_service_name": "kv"},
@@ -94,7 +114,9 @@ def test_every_key_is_remarked_on_once(name: str) -> None:
         ("redis_cluster", {}, "redis+cluster://n1:6379,n2:6379"),
     ],
 )
-def test_sentinel_and_cluster_in_kvtiers_words(name: str, service: dict[str, str], url: str) -> None:
+def test_sentinel_and_cluster_in_kvtiers_words(
+    name: str, service: dict[str, str], url: str
+) -> None:
     raw = yaml.safe_load((FILES / f"{name}.yaml").read_text())
     notes = lmcache.translate({**raw, **service}, ranks=1)
     assert [note.value for note in notes if note.ours == "redis_url"] == [url]
@@ -108,7 +130,9 @@ def test_sentinels_service_comes_from_the_variable_that_lmcache_reads() -> None:
     assert lmcache.variable("redis_service_name") == "REDIS_SERVICE_NAME"
 
 
-@pytest.mark.parametrize("lines", ["local_disk: /a\nremote_url: file:///b", "remote_url: file:///b\nlocal_disk: /a"])
+@pytest.mark.parametrize(
+    "lines", ["local_disk: /a\nremote_url: file:///b", "remote_url: file:///b\nlocal_disk: /a"]
+)
 def test_two_folders_are_one_too_many(tmp_path: Path, lines: str) -> None:
     file = tmp_path / "two.yaml"
     file.write_text(lines)

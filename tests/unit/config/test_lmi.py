@@ -75,7 +75,10 @@ def test_a_config_file_named_there_counts_from_its_folder(tmp_path: Path) -> Non
     properties = tmp_path / "serving.properties"
     properties.write_text("option.lmcache_config_file=lm.yaml\n")
     found = load(env={"KVTIER_PROPERTIES_FILE": str(properties)})
-    assert (found.chunk_tokens, found.sources["chunk_tokens"]) == (512, f"LMCache file {tmp_path}/lm.yaml: chunk_size")
+    assert (found.chunk_tokens, found.sources["chunk_tokens"]) == (
+        512,
+        f"LMCache file {tmp_path}/lm.yaml: chunk_size",
+    )
 
 
 def test_file_and_auto_together_are_refused_naming_both(tmp_path: Path) -> None:
@@ -89,12 +92,13 @@ def test_file_and_auto_together_are_refused_naming_both(tmp_path: Path) -> None:
     ours = {"KVTIER_CONFIG_FILE": str(tmp_path / "lm.yaml"), "KVTIER_AUTO": "1"}
     (tmp_path / "lm.yaml").write_text("ram_bytes: 1GiB\n")
     with pytest.raises(
-        ConfigError, match=r"environment KVTIER_AUTO asks for auto-config and the file \S+lm\.yaml sets sizes"
+        ConfigError,
+        match=r"environment KVTIER_AUTO asks for auto-config and the file \S+lm\.yaml sets sizes",
     ):
         load(env=ours)
 
 
-# -- LMCache's variables -------------------------------------------------------------------------------------------
+# -- LMCache's variables ---------------------------------------------------------------------------
 
 
 def test_without_the_word_lmcache_variables_are_not_ours() -> None:
@@ -103,13 +107,22 @@ def test_without_the_word_lmcache_variables_are_not_ours() -> None:
 
 def test_with_the_word_each_lmcache_variable_is_read_and_answered_for() -> None:
     found = load(env={**DJL, "KVTIER_REPLACE_LMCACHE": "1", "LMCACHE_ENABLE_P2P": "True"}, ranks=2)
-    assert (found.ram_bytes, found.nvme_bytes, found.nvme_path) == (20 * GIB, 200 * GIB, "/tmp/lmcache")
+    assert (found.ram_bytes, found.nvme_bytes, found.nvme_path) == (
+        20 * GIB,
+        200 * GIB,
+        "/tmp/lmcache",
+    )
     assert found.sources["ram_bytes"] == "environment LMCACHE_MAX_LOCAL_CPU_SIZE"
     *told, warning = found.remarks
     said = {remark.text.removeprefix("LMCache key ").partition("=")[0]: remark for remark in told}
-    expected = {name.removeprefix("LMCACHE_").lower() for name in DJL} - {"extra_config"} | {"extra_config.use_odirect"}
+    expected = {name.removeprefix("LMCACHE_").lower() for name in DJL} - {"extra_config"} | {
+        "extra_config.use_odirect"
+    }
     assert set(said) == expected and len(told) == len(expected)
-    assert (warning.level, "does not serve: enable_p2p=True: peer-to-peer" in warning.text) == (logging.WARNING, True)
+    assert (warning.level, "does not serve: enable_p2p=True: peer-to-peer" in warning.text) == (
+        logging.WARNING,
+        True,
+    )
     assert "SHA-256" in said["pythonhashseed"].text
 
 
@@ -122,13 +135,17 @@ def test_ours_beat_lmcache_variables_and_a_file_of_ours_takes_their_place(tmp_pa
 
 
 def test_the_word_must_be_a_flag_and_is_no_key() -> None:
-    assert [replaces_lmcache({"KVTIER_REPLACE_LMCACHE": text}) for text in ("1", "true", "0", "")] == [
+    assert [
+        replaces_lmcache({"KVTIER_REPLACE_LMCACHE": text}) for text in ("1", "true", "0", "")
+    ] == [
         True,
         True,
         False,
         False,
     ]
-    with pytest.raises(ConfigError, match="KVTIER_REPLACE_LMCACHE='perhaps': expected true or false"):
+    with pytest.raises(
+        ConfigError, match="KVTIER_REPLACE_LMCACHE='perhaps': expected true or false"
+    ):
         replaces_lmcache({"KVTIER_REPLACE_LMCACHE": "perhaps"})
     assert load(env={"KVTIER_REPLACE_LMCACHE": "1", "KVTIER_PROPERTIES_FILE": ""}).sources == {}
 
@@ -141,7 +158,8 @@ def test_lmcaches_connector_settings_are_named_and_not_ours() -> None:
 
 
 def test_lmis_own_sizes_are_the_most_auto_config_may_take() -> None:
-    """LMI counts neither the cgroup nor what the disk holds; a smaller size of kvtier's plan wins, a larger one not."""
+    """LMI counts neither the cgroup nor what the disk holds; a smaller size of kvtier's plan wins,
+    a larger one not."""
     env = {**DJL, "KVTIER_REPLACE_LMCACHE": "1", "OPTION_LMCACHE_AUTO_CONFIG": "True"}
     given = load(env=env)
     assert given.auto and given.ram_bytes == 10 * GIB
@@ -161,7 +179,7 @@ def test_a_disk_that_auto_config_leaves_out_is_not_used_unless_its_size_was_give
     assert filled(load(env=djl), plan, "auto-config").nvme_path is None
 
 
-# -- vLLM's plug-in, on its factory --------------------------------------------------------------------------------
+# -- vLLM's plug-in, on its factory ----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -179,7 +197,9 @@ def factory(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
         monkeypatch.setitem(sys.modules, ".".join(parts[:end]), SimpleNamespace(__path__=[]))
     vars(sys.modules["vllm"])["__version__"] = "0.32.0"
     module = sys.modules[name]
-    vars(module)["KVConnectorFactory"] = SimpleNamespace(_registry=known, register_connector=register_connector)
+    vars(module)["KVConnectorFactory"] = SimpleNamespace(
+        _registry=known, register_connector=register_connector
+    )
     monkeypatch.delenv("KVTIER_REPLACE_LMCACHE", raising=False)
     return known
 

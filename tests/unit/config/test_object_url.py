@@ -1,4 +1,5 @@
-"""``object_url``: what is understood, what is refused in which words, and that no secret is shown."""
+"""``object_url``: what is understood, what is refused in which words, and that no secret is
+shown."""
 
 from __future__ import annotations
 
@@ -28,14 +29,26 @@ def test_what_is_understood(text: str, found: ObjectUrl) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "the scheme is none of s3, gs or az; expected s3://bucket/prefix, gs://bucket/prefix or az://container"),
+        (
+            "",
+            (
+                "the scheme is none of s3, gs or az; expected s3://bucket/prefix, "
+                "gs://bucket/prefix or az://container"
+            ),
+        ),
         ("bucket/prefix", "the scheme is none of s3, gs or az"),
         ("s3:/bucket", "the scheme is none of s3, gs or az"),
         ("gcs://bucket", "the scheme is none of s3, gs or az"),
         ("https://minio:9000/bucket", "write s3://bucket/prefix and set AWS_ENDPOINT_URL"),
         ("redis://host:6379", "a Redis is given as redis_url"),
-        (f"s3://key:{SECRET}@bucket/prefix", "credentials, region and endpoint come from the environment"),
-        (f"s3://bucket/prefix?secret={SECRET}", "credentials, region and endpoint come from the environment"),
+        (
+            f"s3://key:{SECRET}@bucket/prefix",
+            "credentials, region and endpoint come from the environment",
+        ),
+        (
+            f"s3://bucket/prefix?secret={SECRET}",
+            "credentials, region and endpoint come from the environment",
+        ),
         (f"s3://key:{SECRET}", "the bucket's name is none"),
         ("s3://", "the bucket's name is none"),
         ("s3://bucket//a", "the prefix is none"),
@@ -46,13 +59,19 @@ def test_what_is_understood(text: str, found: ObjectUrl) -> None:
 )
 def test_what_is_refused_and_in_which_words(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as raised:
-        load(env={"KVTIER_OBJECT_URL": text} if text else {}, flags=None if text else {"object_url": text})
+        load(
+            env={"KVTIER_OBJECT_URL": text} if text else {},
+            flags=None if text else {"object_url": text},
+        )
     assert SECRET not in str(raised.value) and SECRET not in masked(text)
 
 
 def test_a_url_is_shown_as_it_is_and_a_size_needs_it() -> None:
     config = load(env={"KVTIER_OBJECT_URL": "s3://bucket/prefix", "KVTIER_OBJECT_BYTES": "2TiB"})
     assert (config.object_url, config.object_bytes) == ("s3://bucket/prefix", 2 << 40)
-    assert next(row.value for row in describe(config) if row.key == "object_url") == "s3://bucket/prefix"
+    assert (
+        next(row.value for row in describe(config) if row.key == "object_url")
+        == "s3://bucket/prefix"
+    )
     with pytest.raises(ConfigError, match="object_bytes=4096 has no effect without object_url"):
         Config(object_bytes=4096)

@@ -1,4 +1,5 @@
-"""redis_url: what is understood, what is refused with what words, and that no password is ever shown."""
+"""redis_url: what is understood, what is refused with what words, and that no password is ever
+shown."""
 
 from __future__ import annotations
 
@@ -84,7 +85,12 @@ def test_sentinels_have_a_login_of_their_own() -> None:
 
 def test_a_socket_has_a_path_and_a_database() -> None:
     url = parse("unix:///run/my%20redis.sock?db=2")
-    assert (url.path, url.database, url.seeds, url.label) == ("/run/my redis.sock", 2, (), "/run/my redis.sock")
+    assert (url.path, url.database, url.seeds, url.label) == (
+        "/run/my redis.sock",
+        2,
+        (),
+        "/run/my redis.sock",
+    )
 
 
 REFUSED = {
@@ -175,7 +181,7 @@ def test_a_certificate_file_that_is_not_there_is_said_at_the_start(tmp_path: Pat
         RedisServers(f"rediss://h?ssl_ca_certs={tmp_path}/ca.pem")
 
 
-# ---- secrets ---------------------------------------------------------------------------------------------------------
+# ---- secrets -------------------------------------------------------------------------------------
 
 SECRET = "S3CRET"
 ANY = st.text(max_size=6) | st.text("/?#@:%& \n[]+,=", max_size=6)
@@ -222,7 +228,11 @@ def look_at_it(url: str) -> list[str]:
         return []
     said = [finding.seen + finding.do for finding in checks.check_redis(Config(redis_url=url))]
     seen = probe_redis(url)
-    plan = make_plan(Facts(redis=Redis(url, known(True, seen.reachable.source), known(8 * GIB, "x"), known(0, "x"))))
+    plan = make_plan(
+        Facts(
+            redis=Redis(url, known(True, seen.reachable.source), known(8 * GIB, "x"), known(0, "x"))
+        )
+    )
     return [*said, str(seen.reachable), as_json(plan), *map(str, plan.left_out)]
 
 
@@ -233,7 +243,9 @@ def open_tier(url: str) -> list[str]:
 
 
 @pytest.mark.parametrize("url", ["redis://u:Sup3r/S3CRET@h", "redis://u:S3CRET@127.0.0.1:1"])
-@pytest.mark.parametrize("command", [["config"], ["doctor", "--no-engine"], ["plan", "--no-measure"]])
+@pytest.mark.parametrize(
+    "command", [["config"], ["doctor", "--no-engine"], ["plan", "--no-measure"]]
+)
 def test_no_command_shows_a_password(
     url: str,
     command: list[str],

@@ -11,7 +11,8 @@ from kvtier.config.yaml_file import MOST_BYTES, MOST_DEPTH, MOST_NODES, read_yam
 from kvtier.core.errors import ConfigError
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
 
@@ -35,15 +36,23 @@ def refusal(file: Path, text: str | bytes) -> str:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("ram_bytes: 1GiB\n# big\nself_test: on\nram_bytes: 64GiB\n", "line 4: the key 'ram_bytes' stands in line 1"),
+        (
+            ("ram_bytes: 1GiB\n# big\nself_test: on\nram_bytes: 64GiB\n"),
+            ("line 4: the key 'ram_bytes' stands in line 1"),
+        ),
         ("1: a\n'1': b\n", "line 2: the key '1' stands in line 1"),
         ("true: a\nTrue: b\n", "line 2: the key 'True' stands in line 1"),
-        ("extra_config:\n  use_gds: true\n  use_gds: false\n", "line 3: the key 'use_gds' stands in line 2"),
+        (
+            ("extra_config:\n  use_gds: true\n  use_gds: false\n"),
+            ("line 3: the key 'use_gds' stands in line 2"),
+        ),
         ("extra_config: {a: 1, a: 2}\n", "line 1: the key 'a' stands in line 1"),
         ("a: &x {b: 1}\nc:\n  <<: *x\n  <<: *x\n", "line 4: the key '<<' stands in line 3"),
     ],
-)  # fmt: skip
-def test_a_key_that_stands_twice_is_refused_with_both_lines(file: Path, text: str, words: str) -> None:
+)
+def test_a_key_that_stands_twice_is_refused_with_both_lines(
+    file: Path, text: str, words: str
+) -> None:
     assert words in refusal(file, text)
     assert "remove one of them" in refusal(file, text)
 
@@ -53,7 +62,9 @@ def test_a_key_of_a_merged_mapping_may_be_given_anew(file: Path) -> None:
     assert read_yaml(file) == {"a": {"b": 1, "c": 2}, "d": {"b": 3, "c": 2}}
 
 
-@pytest.mark.parametrize("text", ["a: " + "[" * 100_000, "a: " + "{" * 100_000, "- " * 100_000, "? " * 100_000])
+@pytest.mark.parametrize(
+    "text", ["a: " + "[" * 100_000, "a: " + "{" * 100_000, "- " * 100_000, "? " * 100_000]
+)
 def test_levels_are_bounded_before_the_rest_is_read(file: Path, text: str) -> None:
     """Without the bound such a file takes PyYAML hours."""
     assert f"line 1: more than {MOST_DEPTH} levels" in refusal(file, text)
@@ -63,11 +74,15 @@ def test_levels_up_to_the_bound_are_read(file: Path) -> None:
     deep = MOST_DEPTH - 2
     file.write_text("a: " + "[" * deep + "1" + "]" * deep)
     assert "a" in read_yaml(file)
-    assert f"more than {MOST_DEPTH} levels" in refusal(file, "a: " + "[" * (deep + 1) + "1" + "]" * (deep + 1))
+    assert f"more than {MOST_DEPTH} levels" in refusal(
+        file, "a: " + "[" * (deep + 1) + "1" + "]" * (deep + 1)
+    )
 
 
 def test_what_aliases_stand_for_is_counted(file: Path) -> None:
-    assert f"line 5: more than {MOST_NODES:,} values, counting what aliases stand for" in refusal(file, LAUGHS)
+    assert f"line 5: more than {MOST_NODES:,} values, counting what aliases stand for" in refusal(
+        file, LAUGHS
+    )
 
 
 @pytest.mark.parametrize("text", ["a: &b {c: *b}", "&a b: &c [*c]"])

@@ -1,5 +1,5 @@
-"""The middleware, over ASGI: hints that clients send already arrive in ``kv_transfer_params``, and whatever it cannot
-read goes on as it came."""
+"""The middleware, over ASGI: hints that clients send already arrive in ``kv_transfer_params``, and
+whatever it cannot read goes on as it came."""
 
 from __future__ import annotations
 
@@ -21,10 +21,30 @@ from kvtier.store.hints import LONGEST_KEEP_S, NOTHING, PRIORITY_KEEP_S, Hint
 
 CHAT = "/v1/chat/completions"
 WORDS = st.sampled_from(
-    ["nvext", "kv_hints", "cache_control", "agent_hints", "priority", "ttl", "actions", "payload", "action_type",
-     "prompt_cache_options", "prompt_cache_retention", "messages", "content", "system", "session_id", "vllm_xargs",
-     "kv_transfer_params", "kvtier.over", "kvtier.keep_s", "kvtier.session", "kvtier.bad_hints"]
-)  # fmt: skip
+    [
+        "nvext",
+        "kv_hints",
+        "cache_control",
+        "agent_hints",
+        "priority",
+        "ttl",
+        "actions",
+        "payload",
+        "action_type",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "messages",
+        "content",
+        "system",
+        "session_id",
+        "vllm_xargs",
+        "kv_transfer_params",
+        "kvtier.over",
+        "kvtier.keep_s",
+        "kvtier.session",
+        "kvtier.bad_hints",
+    ]
+)
 TALK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -45,26 +65,40 @@ class App:
             if message["type"] != "http.request" or not message.get("more_body"):
                 break
         if self.types[-1] == "http.request":
-            self.types.append((await receive())["type"])  # what comes after a body is the client's end
+            self.types.append(
+                (await receive())["type"]
+            )  # what comes after a body is the client's end
 
 
 def through(
-    body: bytes, path: str = CHAT, cuts: int = 1, most: int = 1 << 20, gone: bool = False, **headers: Any
+    body: bytes,
+    path: str = CHAT,
+    cuts: int = 1,
+    most: int = 1 << 20,
+    gone: bool = False,
+    **headers: Any,
 ) -> App:
-    """The request as the app gets it. ``cuts``: pieces that the body comes in. ``gone``: the client leaves before its
-    last piece."""
+    """The request as the app gets it. ``cuts``: pieces that the body comes in. ``gone``: the client
+    leaves before its last piece."""
     app = App()
     size = -(-len(body) // cuts) or 1
     parts = [body[at : at + size] for at in range(0, len(body), size)] or [b""]
     messages: list[dict[str, Any]] = [
-        {"type": "http.request", "body": part, "more_body": number < len(parts)} for number, part in enumerate(parts, 1)
+        {"type": "http.request", "body": part, "more_body": number < len(parts)}
+        for number, part in enumerate(parts, 1)
     ]
     messages[len(messages) - gone :] = [{"type": "http.disconnect"}]
-    said = {name.replace("_", "-"): value for name, value in headers.items()} | {"Content-Length": str(len(body))}
+    said = {name.replace("_", "-"): value for name, value in headers.items()} | {
+        "Content-Length": str(len(body))
+    }
     scope = {
-        "type": "http", "method": "POST", "path": path,
-        "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in said.items()],
-    }  # fmt: skip
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "headers": [
+            (name.lower().encode(), value.encode("latin-1")) for name, value in said.items()
+        ],
+    }
     waiting = iter(messages)
 
     async def receive() -> dict[str, Any]:
@@ -109,7 +143,9 @@ class TestOpenAi:
         assert understood(carried(TALK | field)).hint == Hint(keep_s=keep)
 
     def test_what_the_openai_client_sends_with_extra_headers(self) -> None:
-        params = carried(TALK | {"session_id": "mine"}, X_Session_ID="header", X_Dynamo_Session_Final="true")
+        params = carried(
+            TALK | {"session_id": "mine"}, X_Session_ID="header", X_Dynamo_Session_Final="true"
+        )
         assert params == {"kvtier.session": "mine", "kvtier.over": True}
 
     def test_in_memory_is_what_is_done_anyway(self) -> None:
@@ -117,11 +153,18 @@ class TestOpenAi:
 
     def test_what_stands_in_kv_transfer_params_stays_and_rules(self) -> None:
         given = {"do_remote_prefill": True, "kvtier.keep_s": 7, "theirs": [1]}
-        params = carried(TALK | {"kv_transfer_params": given, "prompt_cache_retention": "24h"}, X_Session_ID="s")
+        params = carried(
+            TALK | {"kv_transfer_params": given, "prompt_cache_retention": "24h"}, X_Session_ID="s"
+        )
         assert params == given | {"kvtier.session": "s"}
 
     def test_the_first_of_several_rules(self) -> None:
-        keep = {"action_id": "1", "action_type": "kv.keep", "action_version": "1", "payload": {"ttl": 11}}
+        keep = {
+            "action_id": "1",
+            "action_type": "kv.keep",
+            "action_version": "1",
+            "payload": {"ttl": 11},
+        }
         hints = {"protocol_version": "1", "message_id": "m", "actions": [keep]}
         nvext = {"cache_control": {"ttl": 22}}
         body = TALK | {"prompt_cache_retention": "24h", "nvext": nvext}
@@ -135,17 +178,30 @@ class TestAnthropic:
         block = {"type": "text", "text": "x"}
         for marks, keep in (((short, None), 300), ((short, long), 3600), ((None, long), 3600)):
             body = {
-                "model": "m", "max_tokens": 1,
+                "model": "m",
+                "max_tokens": 1,
                 "system": [block | ({"cache_control": marks[0]} if marks[0] else {})],
-                "messages": [{"role": "user", "content": [block | ({"cache_control": marks[1]} if marks[1] else {})]}],
-            }  # fmt: skip
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [block | ({"cache_control": marks[1]} if marks[1] else {})],
+                    }
+                ],
+            }
             assert carried(body, "/v1/messages") == {"kvtier.keep_s": keep}
-        assert carried({"cache_control": long, "messages": []}, "/v1/messages") == {"kvtier.keep_s": 3600}
-        assert carried({"tools": [{"name": "t", "cache_control": long}]}, "/v1/messages") == {"kvtier.keep_s": 3600}
+        assert carried({"cache_control": long, "messages": []}, "/v1/messages") == {
+            "kvtier.keep_s": 3600
+        }
+        assert carried({"tools": [{"name": "t", "cache_control": long}]}, "/v1/messages") == {
+            "kvtier.keep_s": 3600
+        }
 
     def test_a_mark_in_somebodys_text_is_none(self) -> None:
         tool = {"type": "tool_use", "input": {"cache_control": {"type": "ephemeral"}}}
-        messages = [{"role": "user", "content": '"cache_control"'}, {"role": "assistant", "content": [tool]}]
+        messages = [
+            {"role": "user", "content": '"cache_control"'},
+            {"role": "assistant", "content": [tool]},
+        ]
         assert carried({"messages": messages}, "/v1/messages") is None
 
 
@@ -174,7 +230,9 @@ class TestHeaders:
         text = (Path(__file__).parents[3] / "README.md").read_text()
         (command,) = re.findall(r"```sh\n *(curl [^`]*X-Session-ID[^`]*)```", text)
         words = shlex.split(command.replace("\\\n", " "))
-        headers = dict(words[at + 1].split(": ", 1) for at, word in enumerate(words) if word == "-H")
+        headers = dict(
+            words[at + 1].split(": ", 1) for at, word in enumerate(words) if word == "-H"
+        )
         (body,) = (words[at + 1] for at, word in enumerate(words) if word == "-d")
         path = next(word for word in words if word.startswith("http")).partition("8000")[2]
         said = understood(carried(json.loads(body), path, **headers))
@@ -182,7 +240,9 @@ class TestHeaders:
 
 
 class TestWhateverComes:
-    @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff\xfe", b'{"a": NaN}', b"[" * 100_000, b'"x"'])
+    @pytest.mark.parametrize(
+        "body", [b"", b"{", b"[]", b"\xff\xfe", b'{"a": NaN}', b"[" * 100_000, b'"x"']
+    )
     def test_what_is_no_json_object_goes_on_as_it_came(self, body: bytes) -> None:
         assert through(body, X_Session_ID="s").body == body
 
@@ -230,9 +290,27 @@ class TestWhateverComes:
             ({"prompt_cache_options": 3}, 1),
             ({"prompt_cache_options": {"ttl": -1}}, 1),
             ({"nvext": 1}, 1),
-            ({"nvext": {"agent_hints": {"osl": 9, "speculative_prefill": True, "priority": "high"}}}, 3),
+            (
+                {
+                    "nvext": {
+                        "agent_hints": {"osl": 9, "speculative_prefill": True, "priority": "high"}
+                    }
+                },
+                3,
+            ),
             ({"nvext": {"cache_control": {"type": "other"}}}, 1),
-            ({"kv_hints": {"actions": [{"action_type": "kv.fetch", "payload": {}}, 5, {"action_type": []}]}}, 3),
+            (
+                {
+                    "kv_hints": {
+                        "actions": [
+                            {"action_type": "kv.fetch", "payload": {}},
+                            5,
+                            {"action_type": []},
+                        ]
+                    }
+                },
+                3,
+            ),
             ({"kv_hints": "x"}, 1),
             ({"session_id": "x" * 5000}, 1),
             ({"cache_control": [1]}, 1),
@@ -263,13 +341,28 @@ class TestRequests:
     """What the scheduler makes of ``kv_transfer_params``, whoever wrote them."""
 
     def test_the_words(self) -> None:
-        said = understood({"kvtier.session": "s", "kvtier.over": True, "kvtier.keep_s": "5m", "kvtier.priority": 1})
+        said = understood(
+            {
+                "kvtier.session": "s",
+                "kvtier.over": True,
+                "kvtier.keep_s": "5m",
+                "kvtier.priority": 1,
+            }
+        )
         assert said.hint == Hint(True, 300.0) and list(said.kinds) == ["over", "keep", "priority"]
         assert understood({"lmcache_retention_ttl_sec": 60}).hint == Hint(keep_s=60.0)
-        assert understood({"lmcache_retention_ttl_sec": 60, "kvtier.keep_s": 5}).hint == Hint(keep_s=5.0)
+        assert understood({"lmcache_retention_ttl_sec": 60, "kvtier.keep_s": 5}).hint == Hint(
+            keep_s=5.0
+        )
 
     def test_bad_words(self) -> None:
-        given = {"kvtier.over": "yes", "kvtier.keep_s": float("nan"), "kvtier.what": 1, "kvtier.cache": True, "x": 1}
+        given = {
+            "kvtier.over": "yes",
+            "kvtier.keep_s": float("nan"),
+            "kvtier.what": 1,
+            "kvtier.cache": True,
+            "x": 1,
+        }
         assert list(understood(given).kinds) == ["bad"] * 3
         assert understood([1]) == understood(None)
 
@@ -281,7 +374,9 @@ class TestRequests:
 
     def test_sessions_of_different_salts_are_different(self) -> None:
         def name(salt: str | None, **more: Any) -> str:
-            return of_request(SimpleNamespace(kv_transfer_params=None, cache_salt=salt, **more)).session
+            return of_request(
+                SimpleNamespace(kv_transfer_params=None, cache_salt=salt, **more)
+            ).session
 
         assert name("a", session_id="s") != name("b", session_id="s") != name(None, session_id="s")
         assert name(None, session_id="s" * 200) and len(name(None, session_id="s" * 200)) == 32

@@ -1,5 +1,5 @@
-"""What a worker tells of its loaded model: other numbers, another digest; the same numbers, the same. And that it
-notices replaced weights."""
+"""What a worker tells of its loaded model: other numbers, another digest; the same numbers, the
+same. And that it notices replaced weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class Rotary(nn.Module):
     def __init__(self, rows: int = 512, columns: int = 64) -> None:
         super().__init__()
         self.base, self.use_long_rope, self.short_factor = 10000.0, False, [1.0, 2.0]
-        self.register_buffer("cos_sin_cache", torch.arange(rows * columns).reshape(rows, columns).float(), False)
+        self.register_buffer(
+            "cos_sin_cache", torch.arange(rows * columns).reshape(rows, columns).float(), False
+        )
 
 
 class Layer(nn.Module):
@@ -73,7 +75,9 @@ ROTARY: dict[str, Callable[[Any], Any]] = {
     "one column": lambda rotary: rotary.cos_sin_cache[:, 17].add_(1),
     "the table's second half": lambda rotary: rotary.cos_sin_cache[256:].mul_(2),
     "its type": lambda rotary: setattr(rotary, "cos_sin_cache", rotary.cos_sin_cache.double()),
-    "its shape": lambda rotary: setattr(rotary, "cos_sin_cache", rotary.cos_sin_cache.reshape(256, 128)),
+    "its shape": lambda rotary: setattr(
+        rotary, "cos_sin_cache", rotary.cos_sin_cache.reshape(256, 128)
+    ),
     "the half that is taken": lambda rotary: setattr(rotary, "use_long_rope", True),
     "the base": lambda rotary: setattr(rotary, "base", 500000.0),
     "a factor": lambda rotary: setattr(rotary, "short_factor", [1.0, 2.5]),
@@ -133,19 +137,32 @@ def test_the_model_is_found_by_its_layers_and_no_other_is(loaded: Any) -> None:
     found = loaded.models_with(layers)
     assert {id(one) for one in found} == {id(model), id(draft)}
     assert loaded.models_with([]) == []
-    assert loaded.models_with([*layers, Attention()]) == [], "a layer that is in no model: it is not all of it"
+    assert loaded.models_with([*layers, Attention()]) == [], (
+        "a layer that is in no model: it is not all of it"
+    )
     del stranger
     gc.collect()
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.bool, torch.int64]
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int8,
+        torch.float8_e4m3fn,
+        torch.bool,
+        torch.int64,
+    ],
 )
 def test_every_element_type_is_sampled(loaded: Any, dtype: torch.dtype) -> None:
     ones, zeros = torch.ones(3, 5).to(dtype), torch.zeros(3, 5).to(dtype)
     assert loaded.sampled(ones) == loaded.sampled(ones.clone()) != loaded.sampled(zeros)
     assert loaded.sampled(ones.t()) != loaded.sampled(ones)
-    assert loaded.sampled(torch.zeros(0, dtype=dtype)) == loaded.sampled(torch.zeros(0, dtype=dtype))
+    assert loaded.sampled(torch.zeros(0, dtype=dtype)) == loaded.sampled(
+        torch.zeros(0, dtype=dtype)
+    )
 
 
 class TestWeights:
@@ -193,7 +210,9 @@ def by_loading(model: Model, parameter: torch.Tensor) -> None:
 
 class TestWatch:
     @pytest.mark.parametrize("change", [written, swapped, moved, removed, uncounted, by_loading])
-    def test_replaced_weights_are_noticed_once(self, loaded: Any, change: Callable[[Any, Any], None]) -> None:
+    def test_replaced_weights_are_noticed_once(
+        self, loaded: Any, change: Callable[[Any, Any], None]
+    ) -> None:
         model = Model()
         watch = loaded.Watch([model])
         assert not any(watch.replaced(looks=True) for _ in range(20))
@@ -201,7 +220,9 @@ class TestWatch:
         assert watch.replaced(looks=True)
         assert not any(watch.replaced(looks=True) for _ in range(20))
 
-    def test_one_layer_written_past_all_counting_is_noticed_within_a_round(self, loaded: Any) -> None:
+    def test_one_layer_written_past_all_counting_is_noticed_within_a_round(
+        self, loaded: Any
+    ) -> None:
         model = Model()
         watch = loaded.Watch([model])
         model.layers[11].experts.bias.data.fill_(3.0)
@@ -218,7 +239,9 @@ class TestWatch:
         by_loading(model, model.layers[5].experts.weight)
         assert watch.replaced(looks=False)
 
-    def test_an_engine_that_moves_its_weights_about_is_heard_and_not_looked_at(self, loaded: Any) -> None:
+    def test_an_engine_that_moves_its_weights_about_is_heard_and_not_looked_at(
+        self, loaded: Any
+    ) -> None:
         model = Model()
         watch = loaded.Watch([model], moves=True)
         moved(model, model.layers[5].experts.weight)
@@ -232,7 +255,11 @@ class TestWatch:
         old = model.layers[5].experts.weight.data_ptr()
         swapped(model, model.layers[5].experts.weight)
         gc.collect()
-        alive = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.data_ptr() == old]
+        alive = [
+            one
+            for one in gc.get_objects()
+            if issubclass(type(one), torch.Tensor) and one.data_ptr() == old
+        ]
         assert not alive
         assert watch.replaced(looks=True)
 
@@ -240,12 +267,20 @@ class TestWatch:
         ("config", "moves"),
         [
             ({}, False),
-            ({"offload_config": SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=2))}, True),
-            ({"offload_config": SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=0))}, False),
+            (
+                {"offload_config": SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=2))},
+                True,
+            ),
+            (
+                {"offload_config": SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=0))},
+                False,
+            ),
             ({"offload_config": SimpleNamespace(offload_backend="prefetch")}, True),
             ({"parallel_config": SimpleNamespace(enable_eplb=True)}, True),
         ],
     )
-    def test_which_engines_move_weights(self, loaded: Any, config: dict[str, Any], moves: bool) -> None:
+    def test_which_engines_move_weights(
+        self, loaded: Any, config: dict[str, Any], moves: bool
+    ) -> None:
         given = {"parallel_config": SimpleNamespace(enable_eplb=False)} | config
         assert loaded._moves(SimpleNamespace(**given)) is moves

@@ -79,4 +79,6 @@ def test_keys_tell_apart_whatever_lmcache_tells_apart() -> None:
     ]
     keys = {packing.chunk_key(own, *name) for name in names for own in (bytes(32), b"1" * 32)}
     assert len(keys) == 2 * len(names)
-    assert {len(key) for key in keys} == {KEY_BYTES} and {parent_half(key) for key in keys} == {bytes(8)}
+    assert {len(key) for key in keys} == {KEY_BYTES} and {parent_half(key) for key in keys} == {
+        bytes(8)
+    }

@@ -1,4 +1,5 @@
-"""Which vLLM kvtier runs with: below the floor every road ends with one sentence, above it what is missing is off."""
+"""Which vLLM kvtier runs with: below the floor every road ends with one sentence, above it what is
+missing is off."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ MODULE_PATH = "import importlib; importlib.import_module('kvtier.connectors.vllm
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """A folder for PYTHONPATH with a vLLM 0.15.1 that has a registry of connectors, and nothing else."""
+    """A folder for PYTHONPATH with a vLLM 0.15.1 that has a registry of connectors, and nothing
+    else."""
     home = tmp_path / "site"
     factory = home / "vllm/distributed/kv_transfer/kv_connector/factory.py"
     factory.parent.mkdir(parents=True)
@@ -51,9 +53,15 @@ def old(tmp_path: Path) -> Path:
 
 
 def run(words: list[str], old: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("KVTIER_", "OPTION_", "LMCACHE_"))}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("KVTIER_", "OPTION_", "LMCACHE_"))
+    }
     env |= {"PYTHONPATH": f"{old}:{ROOT}", **more}
-    return subprocess.run(words, cwd=old, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        words, cwd=old, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def self_check() -> list[str]:
@@ -66,7 +74,18 @@ ROADS = {
     "plug-in": [sys.executable, "-c", PLUGIN.format(name="KVTierConnector")],
     "plug-in, for LMCache": [sys.executable, "-c", PLUGIN.format(name="LMCacheConnectorV1")],
     "module path": [sys.executable, "-c", MODULE_PATH],
-    "launch": [sys.executable, "-m", "kvtier", "launch", "--", "{old}/python3", "-m", API_SERVER, "--model", "m"],
+    "launch": [
+        sys.executable,
+        "-m",
+        "kvtier",
+        "launch",
+        "--",
+        "{old}/python3",
+        "-m",
+        API_SERVER,
+        "--model",
+        "m",
+    ],
     "doctor": [sys.executable, "-m", "kvtier", "doctor"],
     "Dockerfile": self_check(),
 }
@@ -77,7 +96,9 @@ def test_below_the_floor_every_road_ends_with_the_same_sentence(road: str, old: 
     with pytest.raises(ConfigError, match=TOO_OLD) as refusal:
         versions.verdict(OLD)
     (old / "python3").symlink_to(sys.executable)  # launch knows a command by its program's name
-    done = run([word.replace("{old}", str(old)) for word in ROADS[road]], old, KVTIER_REPLACE_LMCACHE="1")
+    done = run(
+        [word.replace("{old}", str(old)) for word in ROADS[road]], old, KVTIER_REPLACE_LMCACHE="1"
+    )
     assert done.returncode != 0
     assert str(refusal.value) in done.stdout + done.stderr
 
@@ -90,7 +111,9 @@ def test_an_old_engine_that_does_not_ask_for_kvtier_goes_on(old: Path) -> None:
 
 
 def test_the_self_check_passes_what_kvtier_runs_with(old: Path) -> None:
-    (old / f"vllm-{OLD}.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.23.1.dev4+gcd\n")
+    (old / f"vllm-{OLD}.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: vllm\nVersion: 0.23.1.dev4+gcd\n"
+    )
     done = run(self_check(), old)
     assert (done.returncode, done.stdout) == (0, "vLLM 0.23.1.dev4+gcd\n"), done.stderr
 
@@ -118,7 +141,14 @@ def test_what_is_too_old_does_not(version: str) -> None:
 
 @pytest.mark.parametrize(
     ("version", "first"),
-    [("0.23.0", True), ("0.28.9", True), ("0.29.0", False), ("0.32.0+cpu", False), ("1.2.0", False), ("dev", False)],
+    [
+        ("0.23.0", True),
+        ("0.28.9", True),
+        ("0.29.0", False),
+        ("0.32.0+cpu", False),
+        ("1.2.0", False),
+        ("dev", False),
+    ],
 )
 def test_an_older_vllm_is_told_statistics_by_a_worker_first(version: str, first: bool) -> None:
     assert versions.workers_tell_first(version) is first
@@ -148,6 +178,10 @@ def test_a_hook_that_is_missing_costs_its_feature_and_is_told() -> None:
 def test_the_class_itself_refuses_too() -> None:
     """For who names its module by its own path."""
     script = "import vllm; vllm.__version__ = '0.22.0'\n"
-    script += "from kvtier.connectors.vllm import connector; connector.KVTierConnector(None, None, None)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    script += (
+        "from kvtier.connectors.vllm import connector; connector.KVTierConnector(None, None, None)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert "ConfigError: vLLM 0.22.0 is too old: kvtier needs 0.23 or newer" in done.stderr

@@ -1,5 +1,5 @@
-"""What is promised to a request of a model with windows, over a real Store with hand-turned lanes: a hit that has all
-of every group, the longest there is, and nothing that is not in RAM."""
+"""What is promised to a request of a model with windows, over a real Store with hand-turned lanes:
+a hit that has all of every group, the longest there is, and nothing that is not in RAM."""
 
 from __future__ import annotations
 
@@ -31,17 +31,21 @@ LAST = CHUNKS * CHUNK
 
 
 class Bench:
-    """A prompt of nine chunks, whose ends at 2,048, 4,096 and 4,608 tokens are kept, over RAM and one tier."""
+    """A prompt of nine chunks, whose ends at 2,048, 4,096 and 4,608 tokens are kept, over RAM and
+    one tier."""
 
     def __init__(self, *, shared: bool = False, always: bool = False) -> None:
         self.clock, self.tier, self.lane = Clock(100.0), DictTier(256, shared=shared), ManualLane()
         self.geometry = groups.Geometry(
-            (groups.Group(0, groups.Kind.FULL, 16), groups.Group(1, groups.Kind.WINDOW, 16, 512)), CHUNK
+            (groups.Group(0, groups.Kind.FULL, 16), groups.Group(1, groups.Kind.WINDOW, 16, 512)),
+            CHUNK,
         )
         self.keys = LAYOUT.keys(TOKENS)
         self.store = self.made()
         self.load_policy = LoadPolicy(60.0, always=always, prefill=Prefill(1e-3), clock=self.clock)
-        self.request = SimpleNamespace(request_id="one", num_tokens=len(TOKENS), num_prompt_tokens=len(TOKENS))
+        self.request = SimpleNamespace(
+            request_id="one", num_tokens=len(TOKENS), num_prompt_tokens=len(TOKENS)
+        )
 
     def made(self) -> Store:
         return Store(Pool(128, SLOT), [(self.tier, self.lane)], clock=self.clock)
@@ -62,13 +66,17 @@ class Bench:
     def asks(self, computed: int = 0) -> Any:
         """The first answer to a new request."""
         self.prompt = prompts.Prompt(self.request, None)
-        self.claims = claims.Claims(self.store, self.geometry, self.load_policy, {"one": self.prompt})
+        self.claims = claims.Claims(
+            self.store, self.geometry, self.load_policy, {"one": self.prompt}
+        )
         return self.again(computed)
 
     def again(self, computed: int = 0) -> Any:
         told = self.claims.promise(self.prompt, self.keys, computed, busy=False)
         if told:
-            assert self.prompt.lease.poll().ready == len(self.prompt.run.pieces), "all of it is in RAM"
+            assert self.prompt.lease.poll().ready == len(self.prompt.run.pieces), (
+                "all of it is in RAM"
+            )
         return told
 
     def waits(self) -> Any:
@@ -91,8 +99,12 @@ def test_the_longest_end_that_has_all_is_promised() -> None:
     bench.ends()
 
 
-@pytest.mark.parametrize(("lost", "promised"), [((LAST,), 4096), ((LAST, 4096), 2048), ((LAST, 4096, 2048), 0)])
-def test_a_missing_window_makes_the_hit_shorter_before_it_is_promised(lost: tuple[int, ...], promised: int) -> None:
+@pytest.mark.parametrize(
+    ("lost", "promised"), [((LAST,), 4096), ((LAST, 4096), 2048), ((LAST, 4096, 2048), 0)]
+)
+def test_a_missing_window_makes_the_hit_shorter_before_it_is_promised(
+    lost: tuple[int, ...], promised: int
+) -> None:
     bench = Bench()
     bench.save(CHUNKS, 2048, 4096, LAST)
     bench.store.invalidate([key for end in lost for key in bench.behind(end)[:1]])
@@ -103,7 +115,9 @@ def test_a_missing_window_makes_the_hit_shorter_before_it_is_promised(lost: tupl
 def test_full_attention_that_is_missing_in_the_middle_makes_it_shorter_too() -> None:
     bench = Bench()
     bench.save(CHUNKS, 2048, 4096, LAST)
-    bench.store.invalidate([bench.geometry.key(piece, bench.keys) for piece in bench.geometry.trunk(5, 6)])
+    bench.store.invalidate(
+        [bench.geometry.key(piece, bench.keys) for piece in bench.geometry.trunk(5, 6)]
+    )
     assert bench.asks() == 2048
     bench.ends()
 
@@ -112,7 +126,9 @@ def test_a_window_that_vllm_has_by_itself_is_not_needed() -> None:
     bench = Bench()
     bench.save(CHUNKS)
     assert bench.asks() == 0
-    with bench.store.save([bench.geometry.key(groups.Piece(bench.geometry.groups[1], 8), bench.keys)]) as lease:
+    with bench.store.save(
+        [bench.geometry.key(groups.Piece(bench.geometry.groups[1], 8), bench.keys)]
+    ) as lease:
         lease.commit()
     assert bench.asks(8 * CHUNK) == CHUNK
     bench.ends()

@@ -22,8 +22,16 @@ def hooks(version: str) -> set[str]:
         assert spec is not None and spec.origin is not None
         place = Path(spec.origin).parents[1]
     tree = ast.parse((place / BASE).read_text(encoding="utf-8"))
-    (base,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "KVConnectorBase_V1")
-    return {node.name for node in base.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
+    (base,) = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "KVConnectorBase_V1"
+    )
+    return {
+        node.name
+        for node in base.body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    }
 
 
 @pytest.mark.vllm

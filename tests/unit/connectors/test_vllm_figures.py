@@ -1,4 +1,5 @@
-"""What an engine's own Store shows on vLLM's /metrics: the names and values that a server's /metrics has."""
+"""What an engine's own Store shows on vLLM's /metrics: the names and values that a server's
+/metrics has."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ OWN_OF_A_SERVER = {
     "kvtier_policy_rules",
     "kvtier_whatif_hit_ratio",
 }
-"""An engine tells hits and misses as vllm:kvtier_*, with the reasons that only it knows; not yet what rules its order
-of leaving, and what other sizes would have hit."""
+"""An engine tells hits and misses as vllm:kvtier_*, with the reasons that only it knows; not yet
+what rules its order of leaving, and what other sizes would have hit."""
 
 
 def stats() -> Any:
@@ -59,14 +60,21 @@ class Shown:
 
     def __init__(self, folder: Path | None = None, **config: Any) -> None:
         self.registry = CollectorRegistry()
-        kinds = {kind: partial(kind, registry=self.registry) for kind in (Counter, Gauge, Histogram)}
+        kinds = {
+            kind: partial(kind, registry=self.registry) for kind in (Counter, Gauge, Histogram)
+        }
         extra = config | ({"nvme_path": str(folder), "nvme_bytes": 1 << 20} if folder else {})
-        vllm_config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+        vllm_config = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra)
+        )
         self.metrics = stats().TierMetrics(vllm_config, kinds, ["engine"], {0: ["0"], 1: ["1"]})
 
     def samples(self, engine: str = "0") -> dict[tuple[str, ...], float]:
         return {
-            (sample.name, *sorted(value for name, value in sample.labels.items() if name != "engine")): sample.value
+            (
+                sample.name,
+                *sorted(value for name, value in sample.labels.items() if name != "engine"),
+            ): sample.value
             for family in self.registry.collect()
             for sample in family.samples
             if sample.labels["engine"] == engine and not sample.name.endswith("_created")
@@ -78,7 +86,10 @@ def servers(store: Store) -> dict[tuple[str, ...], float]:
     nothing = ConnectionStatus(0, 0, 0, 0, 0, 0, 0)
     told = Stats("0", 0.0, True, [], MemoryStatus(0, 0), nothing, [status.read(store)])
     return {
-        (sample.name, *sorted(value for name, value in sample.labels.items() if name != "slot_bytes")): sample.value
+        (
+            sample.name,
+            *sorted(value for name, value in sample.labels.items() if name != "slot_bytes"),
+        ): sample.value
         for family in text_string_to_metric_families(prometheus.exposition(told).decode())
         for sample in family.samples
         if "slot_bytes" in sample.labels and family.name not in OWN_OF_A_SERVER
@@ -121,7 +132,9 @@ def test_an_engine_shows_what_a_server_shows(store: Store, tmp_path: Path) -> No
     theirs, ours = servers(store), shown.samples()
     assert theirs["kvtier_loads_total", "nvme"] > 0 and theirs["kvtier_evictions_total", "ram"] > 0
     assert {name: ours[name] for name in theirs} == pytest.approx(theirs)
-    assert not any(value for (name, *_), value in shown.samples("1").items() if "capacity" in name), "another engine's"
+    assert not any(
+        value for (name, *_), value in shown.samples("1").items() if "capacity" in name
+    ), "another engine's"
 
 
 def test_what_vllm_has_added_up_in_between_is_the_same(store: Store, tmp_path: Path) -> None:
@@ -142,13 +155,21 @@ def test_what_vllm_has_added_up_in_between_is_the_same(store: Store, tmp_path: P
 
 def test_series_are_there_before_the_first_step(tmp_path: Path) -> None:
     there = Shown(tmp_path).samples()
-    assert there["kvtier_evictions_total", "nvme"] == there["kvtier_spill_seconds_count", "nvme"] == 0
+    assert (
+        there["kvtier_evictions_total", "nvme"] == there["kvtier_spill_seconds_count", "nvme"] == 0
+    )
     assert there["kvtier_load_seconds_count", "ram"] == there["kvtier_lookup_seconds_count",] == 0
-    assert there["vllm:kvtier_missed_chunks_total", "salt"] == there["vllm:kvtier_loaded_chunks_total", "nvme"] == 0
+    assert (
+        there["vllm:kvtier_missed_chunks_total", "salt"]
+        == there["vllm:kvtier_loaded_chunks_total", "nvme"]
+        == 0
+    )
     assert ("kvtier_corrupt_chunks_total", "ram") not in there
 
 
-def test_nothing_is_told_again_before_a_second_is_over_or_when_nothing_has_changed(store: Store) -> None:
+def test_nothing_is_told_again_before_a_second_is_over_or_when_nothing_has_changed(
+    store: Store,
+) -> None:
     clock = Clock()
     figures = Figures(store, clock)
     assert figures.new() and figures.new() == {}
@@ -173,7 +194,8 @@ def test_an_engine_of_a_server_tells_what_it_sees_of_it(tmp_path: Path) -> None:
     try:
         client.counts.update(unanswered=3, lost=1)
         shown.metrics.observe(stats().TierStats(data=Figures(client, Clock()).new()).to_dict())
-        # Among other connectors the settings are not kvtier's alone, and nobody knows that a server has the cache.
+        # Among other connectors the settings are not kvtier's alone, and nobody knows that a server
+        # has the cache.
         unknown = Shown(connectors=[])
         unknown.metrics.observe(stats().TierStats(data=Figures(client, Clock()).new()).to_dict())
     finally:
@@ -181,10 +203,14 @@ def test_an_engine_of_a_server_tells_what_it_sees_of_it(tmp_path: Path) -> None:
     assert unknown.samples()["kvtier_server_lost_total",] == 1
     there = shown.samples()
     assert (there["kvtier_server_unanswered_total",], there["kvtier_server_lost_total",]) == (3, 1)
-    assert not any(name.startswith("kvtier_capacity") for name, *_ in there), "tiers are the server's to tell"
+    assert not any(name.startswith("kvtier_capacity") for name, *_ in there), (
+        "tiers are the server's to tell"
+    )
 
 
-@pytest.mark.parametrize("flags", [{}, {"nvme": True}, {"server": "tcp://127.0.0.1:1", "server_unencrypted": True}])
+@pytest.mark.parametrize(
+    "flags", [{}, {"nvme": True}, {"server": "tcp://127.0.0.1:1", "server_unencrypted": True}]
+)
 def test_places_are_the_tiers_that_are_made(flags: dict[str, Any], tmp_path: Path) -> None:
     own = {"nvme_path": str(tmp_path), "nvme_bytes": 1 << 20} if flags.pop("nvme", False) else {}
     config = load(env={}, flags={"ram_bytes": 1 << 20} | flags | own)
@@ -197,11 +223,16 @@ def test_places_are_the_tiers_that_are_made(flags: dict[str, Any], tmp_path: Pat
 
 
 def test_metrics_that_are_made_twice_in_a_process_do_not_meet(tmp_path: Path) -> None:
-    """vLLM takes its own out of Prometheus' registry before it makes them again; kvtier has to do it for its own."""
+    """vLLM takes its own out of Prometheus' registry before it makes them again; kvtier has to do
+    it for its own."""
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
     for _ in range(2):
         importlib.import_module("vllm.v1.metrics.prometheus").unregister_vllm_metrics()
-        stats().TierMetrics(config, {kind: kind for kind in (Counter, Gauge, Histogram)}, ["engine"], {0: ["0"]})
+        stats().TierMetrics(
+            config, {kind: kind for kind in (Counter, Gauge, Histogram)}, ["engine"], {0: ["0"]}
+        )
     assert REGISTRY.get_sample_value("kvtier_capacity_bytes", {"engine": "0", "tier": "ram"}) == 0
     Shown(tmp_path)
-    assert REGISTRY.get_sample_value("kvtier_capacity_bytes", {"engine": "0", "tier": "ram"}) is None
+    assert (
+        REGISTRY.get_sample_value("kvtier_capacity_bytes", {"engine": "0", "tier": "ram"}) is None
+    )

@@ -74,7 +74,8 @@ def test_a_piece_is_short_enough_for_the_shortest_window(
 
 def test_chunks_that_are_not_whole_blocks_of_a_group_are_refused_with_what_to_do() -> None:
     with pytest.raises(
-        LayoutError, match=r"chunk_tokens=256 is not a multiple of 640.*recurrent state.*give a multiple"
+        LayoutError,
+        match=r"chunk_tokens=256 is not a multiple of 640.*recurrent state.*give a multiple",
     ):
         groups.Geometry((full(), state(block=640)), 256)
 
@@ -87,11 +88,17 @@ def test_a_model_with_full_attention_alone_keeps_chunks_as_they_are() -> None:
 
 
 ANY = some.one_of(
-    some.builds(window, some.integers(2, 700)), some.builds(local, some.integers(1, 20).map(lambda n: n * BLOCK))
+    some.builds(window, some.integers(2, 700)),
+    some.builds(local, some.integers(1, 20).map(lambda n: n * BLOCK)),
 )
 
 
-@given(other=ANY, chunk=some.sampled_from([16, 32, 64, 256]), chunks=some.integers(1, 12), had=some.integers(0, 40))
+@given(
+    other=ANY,
+    chunk=some.sampled_from([16, 32, 64, 256]),
+    chunks=some.integers(1, 12),
+    had=some.integers(0, 40),
+)
 def test_a_run_has_every_token_that_a_hit_needs_and_hardly_more(
     other: Group, chunk: int, chunks: int, had: int
 ) -> None:
@@ -119,7 +126,9 @@ def test_what_is_needed_is_what_vllm_does_not_skip(other: Group, position: int) 
         theirs = managers.SlidingWindowManager.__new__(managers.SlidingWindowManager)
         theirs.sliding_window = other.reach
     else:
-        theirs = managers.ChunkedLocalAttentionManager.__new__(managers.ChunkedLocalAttentionManager)
+        theirs = managers.ChunkedLocalAttentionManager.__new__(
+            managers.ChunkedLocalAttentionManager
+        )
         theirs.attention_chunk_size = other.reach
     theirs.extra_retained_tokens = 0
     assert other.first_needed(position) == theirs.get_num_skipped_tokens(position)
@@ -128,7 +137,10 @@ def test_what_is_needed_is_what_vllm_does_not_skip(other: Group, position: int) 
 def test_a_state_is_the_one_at_the_end_of_the_hit() -> None:
     geometry = groups.Geometry((full(), state(1), state(2)), 32)
     run = geometry.run(keys(4, 32), 0, 96)
-    assert [(piece.group.number, piece.number) for piece in run.pieces if piece.group.number] == [(1, 2), (2, 2)]
+    assert [(piece.group.number, piece.number) for piece in run.pieces if piece.group.number] == [
+        (1, 2),
+        (2, 2),
+    ]
 
 
 def test_windows_alone_are_kept_whole_and_loaded_as_far_as_they_reach() -> None:
@@ -136,12 +148,20 @@ def test_windows_alone_are_kept_whole_and_loaded_as_far_as_they_reach() -> None:
     assert [piece.number for piece in geometry.trunk(0, 4)] == [0, 1, 2, 3]
     run = geometry.run(keys(4, 32), 0, 128)
     assert [piece.number for piece in run.pieces] == [2, 3]
-    assert run.keys == [geometry.key(piece, keys(4, 32)) for piece in geometry.trunk(0, 4)], "the others stay hot"
+    assert run.keys == [geometry.key(piece, keys(4, 32)) for piece in geometry.trunk(0, 4)], (
+        "the others stay hot"
+    )
 
 
 def test_pieces_have_keys_of_their_own_and_link_to_those_before_them() -> None:
-    geometry, named = groups.Geometry((full(), window(128), window(128, 2), state(3)), 256), keys(6, 256)
-    pieces = [*geometry.trunk(0, 6), *(piece for end in range(256, 7 * 256, 256) for piece in geometry.behind(end))]
+    geometry, named = (
+        groups.Geometry((full(), window(128), window(128, 2), state(3)), 256),
+        keys(6, 256),
+    )
+    pieces = [
+        *geometry.trunk(0, 6),
+        *(piece for end in range(256, 7 * 256, 256) for piece in geometry.behind(end)),
+    ]
     found = {geometry.key(piece, named): piece for piece in pieces}
     assert len(found) == len(set(pieces))
     assert set(named) <= set(found), "who knows only chunks finds the first anchor's last piece"
@@ -158,7 +178,9 @@ def test_pieces_have_keys_of_their_own_and_link_to_those_before_them() -> None:
 def test_a_hit_may_end_where_something_is_kept_and_the_longest_end_is_tried_first() -> None:
     geometry = groups.Geometry((full(), window(1024)), 256)
     kept = [end for end in range(256, 9000, 256) if geometry.is_kept(end, 8300, shared=3100)]
-    assert kept == [2048, 3072, 4096, 6144, 8192, 8448, 8704, 8960], "multiples, where others branch off, and the end"
+    assert kept == [2048, 3072, 4096, 6144, 8192, 8448, 8704, 8960], (
+        "multiples, where others branch off, and the end"
+    )
     assert geometry.ends(8960, 5000 // 256 * 256, 2048) == [8960, 4864, 4096]
     assert geometry.ends(8192, 8192, 0) == [8192, 6144, 4096, 2048]
 

@@ -1,5 +1,5 @@
-"""Hints of requests on vllm's own Scheduler: what was said reaches the store, once the request has finished and its
-chunks are saved."""
+"""Hints of requests on vllm's own Scheduler: what was said reaches the store, once the request has
+finished and its chunks are saved."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ OVER = {"kv_transfer_params": {"kvtier.over": True}}
 
 
 class Told:
-    """The hints that a core's store is given, and whether everything that was being saved is there by then."""
+    """The hints that a core's store is given, and whether everything that was being saved is there
+    by then."""
 
     def __init__(self, core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
         self.half = core.connector._scheduler
@@ -33,7 +34,9 @@ class Told:
         store.touched.result(20.0)  # nothing is followed before the pool's pages are there
 
         def spy(keys: Sequence[ChunkKey], given: Hint, session: str = "") -> None:
-            assert store.lookup(keys).ready == len(keys), "a chunk that is saved later would not be over"
+            assert store.lookup(keys).ready == len(keys), (
+                "a chunk that is saved later would not be over"
+            )
             self.seen.append(([*keys], given, session))
             hint(keys, given, session)
 
@@ -45,7 +48,9 @@ class Told:
         def heard() -> Any:
             told = stats()
             if told is not None:
-                self.counts.update({name: count for name, count in told.data.items() if name.startswith("hints_")})
+                self.counts.update(
+                    {name: count for name, count in told.data.items() if name.startswith("hints_")}
+                )
             return told
 
         monkeypatch.setattr(core.connector, "get_kv_connector_stats", heard)
@@ -64,7 +69,9 @@ def told(core: Core, monkeypatch: pytest.MonkeyPatch) -> Told:
 
 def request(core: Core, name: str, tokens: list[int], params: Any = None, **more: Any) -> Any:
     made = core.request(name, tokens[:], **more)
-    made.kv_transfer_params = params  # where vLLM puts what the sampling parameters' extra_args have
+    made.kv_transfer_params = (
+        params  # where vLLM puts what the sampling parameters' extra_args have
+    )
     return made
 
 
@@ -96,14 +103,20 @@ def test_the_end_of_a_session_is_told_after_its_last_save(core: Core, told: Told
 
 
 def test_what_nobody_says_is_not_told(core: Core, told: Told) -> None:
-    core.add(request(core, "one", PROMPT, {"kvtier.over": False, "kvtier.session": "s", "kvtier.keep_s": -1}))
+    core.add(
+        request(
+            core, "one", PROMPT, {"kvtier.over": False, "kvtier.session": "s", "kvtier.keep_s": -1}
+        )
+    )
     core.run("one")
     settled(core)
     assert told.seen == []
     assert told.counts == {"hints_bad": 1}
 
 
-def test_an_end_in_a_request_of_its_own_is_of_the_sessions_last_prompt(core: Core, told: Told) -> None:
+def test_an_end_in_a_request_of_its_own_is_of_the_sessions_last_prompt(
+    core: Core, told: Told
+) -> None:
     core.add(request(core, "one", PROMPT, {"kvtier.session": "mine"}))
     core.run("one")
     wait_for(lambda: told.followed("followed_prompts") == 1, "followed")
@@ -154,10 +167,16 @@ def test_what_the_middleware_writes_vllms_own_forms_take_to_the_engine() -> None
 
     said = {"x-session-id": "mine", "x-dynamo-session-final": "true"}
     block = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
-    talk = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "prompt_cache_options": {"ttl": "1h"}}
+    talk = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "hi"}],
+        "prompt_cache_options": {"ttl": "1h"},
+    }
     marked = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": [block]}]}
     wanted = {"kvtier.session": "mine", "kvtier.over": True, "kvtier.keep_s": 3600.0}
     chat = ChatCompletionRequest.model_validate_json(carried(said, json.dumps(talk).encode()))
     assert (chat.to_sampling_params(1, {}).extra_args or {})["kv_transfer_params"] == wanted
-    messages = AnthropicMessagesRequest.model_validate_json(carried(said, json.dumps(marked).encode()))
+    messages = AnthropicMessagesRequest.model_validate_json(
+        carried(said, json.dumps(marked).encode())
+    )
     assert messages.kv_transfer_params == wanted

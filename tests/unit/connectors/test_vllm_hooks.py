@@ -1,4 +1,5 @@
-"""What the connector's class decides itself: who of an engine's processes speaks, and what is off in an older vLLM."""
+"""What the connector's class decides itself: who of an engine's processes speaks, and what is off
+in an older vLLM."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def made(module: Any, role: str) -> Any:
         kv_transfer_config=transfer,
         parallel_config=SimpleNamespace(world_size=1, rank=0, data_parallel_index=0),
     )
-    return module.KVTierConnector(config, getattr(module.KVConnectorRole, role), SimpleNamespace(num_blocks=4))
+    return module.KVTierConnector(
+        config, getattr(module.KVConnectorRole, role), SimpleNamespace(num_blocks=4)
+    )
 
 
 @pytest.fixture
@@ -48,7 +51,9 @@ def steps(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[
     return done
 
 
-def test_the_scheduler_says_what_was_read_once_its_log_is_vllms(module: Any, steps: list[Any]) -> None:
+def test_the_scheduler_says_what_was_read_once_its_log_is_vllms(
+    module: Any, steps: list[Any]
+) -> None:
     made(module, "SCHEDULER")
     level, told = steps
     assert level == "INFO"
@@ -69,7 +74,9 @@ def test_a_failed_load_is_told_by_name_or_where_vllm_cannot_by_its_blocks(
 ) -> None:
     monkeypatch.setattr(module, "_NAMES_FAILED_LOADS", names)
     worker = made(module, "WORKER")
-    worker._worker = SimpleNamespace(transfers=lambda: ({"one", "two"}, {"two"}), bad_blocks=lambda: {4, 5})
+    worker._worker = SimpleNamespace(
+        transfers=lambda: ({"one", "two"}, {"two"}), bad_blocks=lambda: {4, 5}
+    )
     told = worker.get_transfer_results(set())
     assert (told.finished_recving, told.failed_recving) == ({"one", "two"}, {"two"})
     assert worker.get_finished(set()) == (None, {"one", "two"})
@@ -92,10 +99,15 @@ def test_a_store_that_cannot_be_made_in_a_running_engine_turns_the_cache_off(
 
     monkeypatch.setattr(module.layout, "why_no_prefixes", lambda _: "")
     monkeypatch.setattr(module.layout, "chunk_layout", refused)
-    connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=module.StepReport(layouts=layouts)))
+    connector.update_connector_output(
+        SimpleNamespace(kv_connector_worker_meta=module.StepReport(layouts=layouts))
+    )
     assert connector.get_num_new_matched_tokens(object(), 0) == (0, False)
     assert not connector.has_pending_push_work()
-    assert caplog.text.count("kvtier keeps and serves nothing in this engine: no room for a chunk") == 1
+    assert (
+        caplog.text.count("kvtier keeps and serves nothing in this engine: no room for a chunk")
+        == 1
+    )
 
 
 @pytest.mark.parametrize("workers_first", [True, False])

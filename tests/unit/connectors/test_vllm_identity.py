@@ -1,4 +1,5 @@
-"""An engine's identity: everything that decides KV bytes, and no name of machine, path or process."""
+"""An engine's identity: everything that decides KV bytes, and no name of machine, path or
+process."""
 
 from __future__ import annotations
 
@@ -25,13 +26,26 @@ def folder(tmp_path: Path) -> Path:
 
 
 def model(folder: Path | str, **other: Any) -> SimpleNamespace:
-    config = {"hidden_size": 64, "_name_or_path": str(folder), "rope_parameters": {"rope_theta": 1e4}}
-    config["model"] = {"hidden_size": 64, "_name_or_path": str(folder)}  # as an EAGLE draft's configuration has it
+    config = {
+        "hidden_size": 64,
+        "_name_or_path": str(folder),
+        "rope_parameters": {"rope_theta": 1e4},
+    }
+    config["model"] = {
+        "hidden_size": 64,
+        "_name_or_path": str(folder),
+    }  # as an EAGLE draft's configuration has it
     given = {
-        "hf_config": SimpleNamespace(to_dict=config.copy), "model": str(folder), "model_weights": "",
-        "revision": None, "dtype": "bfloat16", "quantization": None, "use_mla": False, "multimodal_config": None,
+        "hf_config": SimpleNamespace(to_dict=config.copy),
+        "model": str(folder),
+        "model_weights": "",
+        "revision": None,
+        "dtype": "bfloat16",
+        "quantization": None,
+        "use_mla": False,
+        "multimodal_config": None,
         "seed": 0,
-    } | other  # fmt: skip
+    } | other
     return SimpleNamespace(**given)
 
 
@@ -54,7 +68,9 @@ def print_of(given: Any, ranks: Any = None) -> bytes:
     return fingerprint(identity(given, ranks or {(0, 0): rank()}))
 
 
-def test_the_same_engine_has_the_same_fingerprint_wherever_its_model_lies(folder: Path, tmp_path: Path) -> None:
+def test_the_same_engine_has_the_same_fingerprint_wherever_its_model_lies(
+    folder: Path, tmp_path: Path
+) -> None:
     other = Path(shutil.copytree(folder, tmp_path / "elsewhere"))
     assert print_of(engine(folder)) == print_of(engine(folder)) == print_of(engine(other))
 
@@ -65,7 +81,11 @@ def test_the_same_engine_has_the_same_fingerprint_wherever_its_model_lies(folder
         {"model_config": {"dtype": "float16"}},
         {"model_config": {"quantization": "fp8"}},
         {"model_config": {"hf_config": SimpleNamespace(to_dict=lambda: {"hidden_size": 128})}},
-        {"model_config": {"multimodal_config": SimpleNamespace(mm_processor_kwargs={"do_resize": False})}},
+        {
+            "model_config": {
+                "multimodal_config": SimpleNamespace(mm_processor_kwargs={"do_resize": False})
+            }
+        },
         {"cache_config": SimpleNamespace(cache_dtype="fp8", calculate_kv_scales=False)},
         {"parallel_config": SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1)},
         {"parallel_config": SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=2)},
@@ -73,14 +93,19 @@ def test_the_same_engine_has_the_same_fingerprint_wherever_its_model_lies(folder
     ids=["dtype", "quantization", "configuration", "media processor", "cache dtype", "tp", "pp"],
 )
 def test_what_the_configuration_decides_is_in_it(folder: Path, other: dict[str, Any]) -> None:
-    changed = {key: model(folder, **value) if isinstance(value, dict) else value for key, value in other.items()}
+    changed = {
+        key: model(folder, **value) if isinstance(value, dict) else value
+        for key, value in other.items()
+    }
     assert print_of(engine(folder, **changed)) != print_of(engine(folder))
 
 
 class TestWeights:
     @pytest.mark.parametrize("name", ["model-1.safetensors", "model-2.safetensors"])
     @pytest.mark.parametrize(("first", "last"), [(0, 1), (100_000, 200_000), (299_999, 300_000)])
-    def test_of_local_files_the_content_counts(self, folder: Path, name: str, first: int, last: int) -> None:
+    def test_of_local_files_the_content_counts(
+        self, folder: Path, name: str, first: int, last: int
+    ) -> None:
         before, file = print_of(engine(folder)), folder / name
         content = bytearray(file.read_bytes())
         content[first:last] = b"X" * (last - first)
@@ -98,7 +123,9 @@ class TestWeights:
         drafts = [Path(shutil.copytree(folder, tmp_path / name)) for name in ("draft", "other")]
         (drafts[1] / "model-1.safetensors").write_bytes(b"other")
         configs = [SimpleNamespace(draft_model_config=model(draft)) for draft in drafts]
-        prints = {print_of(engine(folder, speculative_config=config)) for config in (None, *configs)}
+        prints = {
+            print_of(engine(folder, speculative_config=config)) for config in (None, *configs)
+        }
         assert len(prints) == 3
 
     @pytest.mark.parametrize(
@@ -111,9 +138,14 @@ class TestWeights:
         ],
         ids=["streamed", "dummy", "tensorizer", "plug-in"],
     )
-    def test_of_weights_that_lie_elsewhere_what_was_loaded_counts(self, folder: Path, other: dict[str, Any]) -> None:
+    def test_of_weights_that_lie_elsewhere_what_was_loaded_counts(
+        self, folder: Path, other: dict[str, Any]
+    ) -> None:
         """The folder's files are there, and are not what is loaded."""
-        changed = {key: model(folder, **value) if isinstance(value, dict) else value for key, value in other.items()}
+        changed = {
+            key: model(folder, **value) if isinstance(value, dict) else value
+            for key, value in other.items()
+        }
         given = engine(folder, **changed)
         one, two = ({(0, 0): rank(weights=digest)} for digest in ("one", "two"))
         assert print_of(given, one) == print_of(given, one)
@@ -123,7 +155,10 @@ class TestWeights:
         ranks = {(0, 0): rank(weights="same")}
         places = [("s3://a", "1"), ("s3://b", "1"), ("s3://a", "2")]
         prints = {
-            print_of(engine(folder, model_config=model(folder, model_weights=place, revision=revision)), ranks)
+            print_of(
+                engine(folder, model_config=model(folder, model_weights=place, revision=revision)),
+                ranks,
+            )
             for place, revision in places
         }
         assert len(prints) == 3
@@ -136,7 +171,9 @@ class TestWeights:
 
     def test_every_rank_s_count(self, folder: Path) -> None:
         given = engine(folder, model_config=model(folder, model_weights="s3://a"))
-        one, two = ({(0, 0): rank(weights="a"), (0, 1): rank(weights=digest)} for digest in ("b", "c"))
+        one, two = (
+            {(0, 0): rank(weights="a"), (0, 1): rank(weights=digest)} for digest in ("b", "c")
+        )
         assert print_of(given, one) != print_of(given, two)
 
     @pytest.mark.parametrize("unread", [0, 1])
@@ -157,6 +194,10 @@ def test_a_model_that_cannot_be_looked_at_makes_the_keys_this_start_s_own(folder
     assert print_of(engine(folder), ranks) != print_of(engine(folder), ranks)
 
 
-def test_kv_scales_that_the_first_prompts_decide_make_the_keys_this_start_s_own(folder: Path) -> None:
-    given = engine(folder, cache_config=SimpleNamespace(cache_dtype="fp8", calculate_kv_scales=True))
+def test_kv_scales_that_the_first_prompts_decide_make_the_keys_this_start_s_own(
+    folder: Path,
+) -> None:
+    given = engine(
+        folder, cache_config=SimpleNamespace(cache_dtype="fp8", calculate_kv_scales=True)
+    )
     assert print_of(given) != print_of(given)

@@ -1,4 +1,5 @@
-"""Layouts of engines: what each rank tells is in the fingerprint, and which engines are left alone or refused."""
+"""Layouts of engines: what each rank tells is in the fingerprint, and which engines are left alone
+or refused."""
 
 from __future__ import annotations
 
@@ -31,9 +32,11 @@ def rank(**other: Any) -> Any:
     from kvtier.connectors.vllm.metadata import RankLayout
 
     given: dict[str, Any] = {
-        "block_bytes": (4096,), "description": {"strides": [1, 2]}, "model": {"rotary": "a", "attention": "b"},
+        "block_bytes": (4096,),
+        "description": {"strides": [1, 2]},
+        "model": {"rotary": "a", "attention": "b"},
         "weights": None,
-    } | other  # fmt: skip
+    } | other
     return RankLayout(**given)
 
 
@@ -75,20 +78,28 @@ def test_what_each_rank_tells_is_in_it(folder: Path, other: dict[str, Any], plac
 
 def test_ranks_are_told_apart_by_their_place(folder: Path) -> None:
     one, two = rank(model={"rotary": "one"}), rank(model={"rotary": "two"})
-    assert print_of(engine(folder), {(0, 0): one, (0, 1): two}) != print_of(engine(folder), {(0, 0): two, (0, 1): one})
-    assert print_of(engine(folder), {(0, 0): one, (0, 1): two}) != print_of(engine(folder), {(0, 0): one, (1, 0): two})
+    assert print_of(engine(folder), {(0, 0): one, (0, 1): two}) != print_of(
+        engine(folder), {(0, 0): two, (0, 1): one}
+    )
+    assert print_of(engine(folder), {(0, 0): one, (0, 1): two}) != print_of(
+        engine(folder), {(0, 0): one, (1, 0): two}
+    )
 
 
 def test_workers_on_several_hosts_are_refused_at_the_start(folder: Path) -> None:
     given = engine(folder)
     given.parallel_config.nnodes = 2
-    with pytest.raises(LayoutError, match=r"nnodes=2: .* have to be on one host. Run an engine on each host"):
+    with pytest.raises(
+        LayoutError, match=r"nnodes=2: .* have to be on one host. Run an engine on each host"
+    ):
         print_of(given)
 
 
 def test_the_size_of_chunks_is_in_every_key(folder: Path) -> None:
     tokens = list(range(64))
-    small, large = (laid_out(engine(folder), cache(), {(0, 0): rank()}, size)[0] for size in (32, 64))
+    small, large = (
+        laid_out(engine(folder), cache(), {(0, 0): rank()}, size)[0] for size in (32, 64)
+    )
     assert not set(small.keys(tokens)) & set(large.keys(tokens))
 
 
@@ -121,7 +132,8 @@ def test_kvtier_declines_where_the_platform_turned_prefixes_off(
     platform = SimpleNamespace(is_cpu=lambda: bool(kind), get_cpu_architecture=lambda: architecture)
     monkeypatch.setattr(platforms, "_current_platform", platform)
     config = SimpleNamespace(
-        cache_config=SimpleNamespace(enable_prefix_caching=caching), model_config=SimpleNamespace(use_mla=mla)
+        cache_config=SimpleNamespace(enable_prefix_caching=caching),
+        model_config=SimpleNamespace(use_mla=mla),
     )
     assert bool(layout.why_no_prefixes(config)) is declines
 
@@ -136,7 +148,14 @@ def test_kvtier_declines_where_the_platform_turned_prefixes_off(
         (None, True, True),
         (None, False, False),
     ],
-    ids=["MLA", "MLA beside a draft with heads", "one head", "heads", "MLA before 0.32", "heads before 0.32"],
+    ids=[
+        "MLA",
+        "MLA beside a draft with heads",
+        "one head",
+        "heads",
+        "MLA before 0.32",
+        "heads before 0.32",
+    ],
 )
 def test_ranks_share_a_part_only_where_all_of_their_layers_hold_the_same(
     folder: Path, replicas: int | None, mla: bool, shared: bool
@@ -146,7 +165,9 @@ def test_ranks_share_a_part_only_where_all_of_their_layers_hold_the_same(
     if replicas is not None:
         config.kv_tp_replicas = replicas
     chunks, _, parts = laid_out(given, config, {(0, 0): rank(), (0, 1): rank()})
-    assert parts == ((((0, True),), ((0, False),)) if shared else (((0, True),), ((2 * 4096, True),)))
+    assert parts == (
+        (((0, True),), ((0, False),)) if shared else (((0, True),), ((2 * 4096, True),))
+    )
     assert len(chunks.rank_block_bytes) == (1 if shared else 2)
 
 

@@ -1,4 +1,5 @@
-"""What of a request enters its keys besides tokens: adapter by content, salt, media with their places."""
+"""What of a request enters its keys besides tokens: adapter by content, salt, media with their
+places."""
 
 from __future__ import annotations
 
@@ -25,11 +26,18 @@ def requests() -> Any:
 
 
 def image(identifier: str, offset: int, length: int = 8) -> Any:
-    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
+    return SimpleNamespace(
+        identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length)
+    )
 
 
 def asked(**other: Any) -> Any:
-    given = {"kv_transfer_params": None, "prompt_embeds": None, "lora_request": None, "cache_salt": None}
+    given = {
+        "kv_transfer_params": None,
+        "prompt_embeds": None,
+        "lora_request": None,
+        "cache_salt": None,
+    }
     return SimpleNamespace(**given | {"mm_features": None} | other)
 
 
@@ -56,9 +64,13 @@ class TestMedia:
 
     def test_which_image_and_where_it_lies_are_in_the_key(self, requests: Any) -> None:
         several = [
-            [image("cat", 40)], [image("dog", 40)], [image("cat", 41)], [image("cat", 40), image("dog", 52)],
-            [image("dog", 40), image("cat", 52)], [],
-        ]  # fmt: skip
+            [image("cat", 40)],
+            [image("dog", 40)],
+            [image("cat", 41)],
+            [image("cat", 40), image("dog", 52)],
+            [image("dog", 40), image("cat", 52)],
+            [],
+        ]
         found = [keys(requests, asked(mm_features=features)) for features in several]
         for one, other in combinations(found, 2):
             assert one[1] != other[1]
@@ -72,9 +84,14 @@ class TestMedia:
         st.lists(st.tuples(st.text(max_size=6), st.integers(0, 31)), max_size=3),
         st.lists(st.tuples(st.text(max_size=6), st.integers(0, 31)), max_size=3),
     )
-    def test_equal_bytes_mean_equal_media(self, one: list[tuple[str, int]], other: list[tuple[str, int]]) -> None:
+    def test_equal_bytes_mean_equal_media(
+        self, one: list[tuple[str, int]], other: list[tuple[str, int]]
+    ) -> None:
         media_extra = kvtier.connectors.vllm.requests.media_extra
-        said = [media_extra(asked(mm_features=[image(*each, 1) for each in media]), 32) for media in (one, other)]
+        said = [
+            media_extra(asked(mm_features=[image(*each, 1) for each in media]), 32)
+            for media in (one, other)
+        ]
         assert (said[0] == said[1]) == (sorted(one) == sorted(other))
 
 
@@ -82,18 +99,26 @@ class TestSaltsAndAdapters:
     def test_neither_is_the_other_and_none_is_nothing(self, requests: Any, tmp_path: Path) -> None:
         lora, other = adapter(tmp_path / "a"), adapter(tmp_path / "b", b"others")
         several = [
-            asked(), asked(cache_salt="a"), asked(cache_salt="b"), asked(lora_request=lora),
-            asked(lora_request=other), asked(lora_request=lora, cache_salt="a"),
-        ]  # fmt: skip
+            asked(),
+            asked(cache_salt="a"),
+            asked(cache_salt="b"),
+            asked(lora_request=lora),
+            asked(lora_request=other),
+            asked(lora_request=lora, cache_salt="a"),
+        ]
         found = [keys(requests, one) for one in several]
         for one, two in combinations(found, 2):
             assert not set(one) & set(two)
 
-    def test_an_adapter_is_its_content_whatever_its_name_and_place(self, requests: Any, tmp_path: Path) -> None:
+    def test_an_adapter_is_its_content_whatever_its_name_and_place(
+        self, requests: Any, tmp_path: Path
+    ) -> None:
         one, two = adapter(tmp_path / "a"), adapter(tmp_path / "b", name="renamed", lora_int_id=2)
         assert keys(requests, asked(lora_request=one)) == keys(requests, asked(lora_request=two))
 
-    def test_an_adapter_that_changes_under_the_engine_is_left_alone(self, requests: Any, tmp_path: Path) -> None:
+    def test_an_adapter_that_changes_under_the_engine_is_left_alone(
+        self, requests: Any, tmp_path: Path
+    ) -> None:
         adapters, lora = requests.Adapters(), adapter(tmp_path / "a")
         before = keys(requests, asked(lora_request=lora), adapters)
         adapter(tmp_path / "a", b"other weights")
@@ -103,14 +128,18 @@ class TestSaltsAndAdapters:
         after = keys(requests, asked(lora_request=lora), adapters)
         assert not set(before) & set(after)
 
-    def test_one_that_is_written_over_at_the_same_size_is_noticed(self, requests: Any, tmp_path: Path) -> None:
+    def test_one_that_is_written_over_at_the_same_size_is_noticed(
+        self, requests: Any, tmp_path: Path
+    ) -> None:
         adapters, lora = requests.Adapters(), adapter(tmp_path / "a", b"one")
         keys(requests, asked(lora_request=lora), adapters)
         adapter(tmp_path / "a", b"two")
         os.utime(tmp_path / "a" / "adapter_model.safetensors", ns=(1, 1))
         assert requests.request_extra(asked(lora_request=lora), adapters) is None
 
-    def test_one_without_files_here_is_its_name_and_path(self, requests: Any, tmp_path: Path) -> None:
+    def test_one_without_files_here_is_its_name_and_path(
+        self, requests: Any, tmp_path: Path
+    ) -> None:
         given = {"lora_int_id": 1, "load_inplace": False}
         one, two, three = (
             SimpleNamespace(lora_name=name, lora_path=str(tmp_path / path), **given)
@@ -131,4 +160,6 @@ class TestLeftAlone:
 
     def test_and_no_others(self, requests: Any) -> None:
         for params in (None, {}, {"other": False}, {requests.CACHE: True}):
-            assert requests.request_extra(asked(kv_transfer_params=params), requests.Adapters()) == b""
+            assert (
+                requests.request_extra(asked(kv_transfer_params=params), requests.Adapters()) == b""
+            )

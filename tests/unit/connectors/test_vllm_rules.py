@@ -87,12 +87,17 @@ def test_drafts_are_not_kept(core: Core) -> None:
     core.step()
     half, request = core.connector._scheduler, core.scheduler.requests["one"]
     cached = SimpleNamespace(
-        req_ids=["one"], new_block_ids=[None], num_computed_tokens=[2 * CHUNK - 2], resumed_req_ids=set()
+        req_ids=["one"],
+        new_block_ids=[None],
+        num_computed_tokens=[2 * CHUNK - 2],
+        resumed_req_ids=set(),
     )
     output = SimpleNamespace(
-        scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens={"one": 4},
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens={"one": 4},
         total_num_scheduled_tokens=4,
-    )  # fmt: skip
+    )
     assert request.num_tokens == 2 * CHUNK - 1
     assert not half.step(output).saves
 
@@ -176,7 +181,9 @@ def test_twenty_equal_prompts_are_one_load(core: Core) -> None:
         core.add(core.request(f"same {number}", PROMPT[:]))
     outputs = [core.step() for _ in range(3)]
     assert [len(output.kv_connector_metadata.loads) for output in outputs] == [1, 0, 0]
-    assert sum(outputs[1].num_scheduled_tokens.values()) == 20 * (len(PROMPT) - 3 * CHUNK), "all go on with its blocks"
+    assert sum(outputs[1].num_scheduled_tokens.values()) == 20 * (len(PROMPT) - 3 * CHUNK), (
+        "all go on with its blocks"
+    )
 
 
 def test_twenty_hits_come_to_their_end_with_blocks_for_two(core: Core) -> None:
@@ -199,7 +206,9 @@ def test_twenty_hits_come_to_their_end_with_blocks_for_two(core: Core) -> None:
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 - len(held)
 
 
-def test_an_aborted_requests_blocks_are_free_when_its_load_has_ended_and_not_before(core: Core) -> None:
+def test_an_aborted_requests_blocks_are_free_when_its_load_has_ended_and_not_before(
+    core: Core,
+) -> None:
     from vllm.v1.request import RequestStatus
 
     core.add(core.request("one", PROMPT[:]))

@@ -1,5 +1,5 @@
-"""The connector's scheduler half over a real Store with hand-turned lanes and clock: what of a hit it takes, and when
-it gives up waiting."""
+"""The connector's scheduler half over a real Store with hand-turned lanes and clock: what of a hit
+it takes, and when it gives up waiting."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ class SlowTier(DictTier):
 class Bench:
     """A scheduler half with its store, and vLLM's calls in short."""
 
-    def __init__(self, *, always: bool = False, known: bool = True, slots: int = 8, **duty: bool) -> None:
+    def __init__(
+        self, *, always: bool = False, known: bool = True, slots: int = 8, **duty: bool
+    ) -> None:
         from kvtier.connectors.vllm.groups import Geometry, Group, Kind
         from kvtier.connectors.vllm.scheduler import Duty, SchedulerHalf
         from kvtier.load_policy.decide import LoadPolicy
@@ -84,7 +86,8 @@ class Bench:
         )
 
     def hold(self, tokens: list[int], read_s: float, ready: int = 0) -> None:
-        """The tier holds the prompt's chunks, RAM the first ``ready``; the last read of it took ``read_s``."""
+        """The tier holds the prompt's chunks, RAM the first ``ready``; the last read of it took
+        ``read_s``."""
         keys = LAYOUT.keys(tokens)
         self.tier.held.update({key: bytes(SLOT) for key in keys})
         probe = LAYOUT.keys([7] * CHUNK)
@@ -100,7 +103,9 @@ class Bench:
 
     def matched(self, request: Any) -> int | None:
         tokens, waits = self.half.matched(request, 0)
-        assert waits is bool(tokens), "vLLM lets a request wait that is promised something, and no other"
+        assert waits is bool(tokens), (
+            "vLLM lets a request wait that is promised something, and no other"
+        )
         return tokens
 
     def waits_until_idle(self, request: Any) -> int | None:
@@ -111,11 +116,14 @@ class Bench:
 
     def granted(self, request: Any, tokens: int) -> None:
         """The request gets its blocks, ``tokens`` of them to be loaded."""
-        blocks = SimpleNamespace(get_block_ids=lambda: ([*range(1, 1 - (-request.num_tokens // BLOCK))],))
+        blocks = SimpleNamespace(
+            get_block_ids=lambda: ([*range(1, 1 - (-request.num_tokens // BLOCK))],)
+        )
         self.half.allocated(request, blocks, tokens)
 
     def ended(self, request: Any, tokens: int) -> dict[str, int]:
-        """The request gets its blocks, and what is to be loaded is; what vLLM's metrics are told then."""
+        """The request gets its blocks, and what is to be loaded is; what vLLM's metrics are told
+        then."""
         self.granted(request, tokens)
         for number in list(self.half._pending):
             self.half.report(report(done=Counter({number: 1})))
@@ -123,13 +131,19 @@ class Bench:
 
     def computed(self, request: Any) -> None:
         """The request is computed whole, and its chunks are saved."""
-        new = SimpleNamespace(req_id=request.request_id, block_ids=([*range(1, 100)],), num_computed_tokens=0)
-        none = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+        new = SimpleNamespace(
+            req_id=request.request_id, block_ids=([*range(1, 100)],), num_computed_tokens=0
+        )
+        none = SimpleNamespace(
+            req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
+        )
         tokens = request.num_tokens
         output = SimpleNamespace(
-            scheduled_new_reqs=[new], scheduled_cached_reqs=none, num_scheduled_tokens={request.request_id: tokens},
+            scheduled_new_reqs=[new],
+            scheduled_cached_reqs=none,
+            num_scheduled_tokens={request.request_id: tokens},
             total_num_scheduled_tokens=tokens,
-        )  # fmt: skip
+        )
         for job in self.half.step(output).saves:
             self.half.report(report(done=Counter({job.number: 1})))
         self.lane.run()
@@ -142,16 +156,25 @@ class Bench:
         return counts
 
     def counts(self) -> dict[str, int]:
-        return {name: count for name, count in self.store.stats().items() if name.startswith("declined")}
+        return {
+            name: count for name, count in self.store.stats().items() if name.startswith("declined")
+        }
 
 
 def prompt(chunks: int, request_id: str = "one", *, salt: str | None = None, first: int = 0) -> Any:
     tokens = [first, *range(1, chunks * CHUNK + 1)]
     return SimpleNamespace(
-        request_id=request_id, num_tokens=len(tokens), num_prompt_tokens=len(tokens), all_token_ids=tokens,
-        skip_reading_prefix_cache=False, prompt_embeds=None, lora_request=None, cache_salt=salt, mm_features=None,
+        request_id=request_id,
+        num_tokens=len(tokens),
+        num_prompt_tokens=len(tokens),
+        all_token_ids=tokens,
+        skip_reading_prefix_cache=False,
+        prompt_embeds=None,
+        lora_request=None,
+        cache_salt=salt,
+        mm_features=None,
         kv_transfer_params=None,
-    )  # fmt: skip
+    )
 
 
 def done(bench: Bench, request: Any) -> None:
@@ -184,7 +207,9 @@ def test_a_hit_that_is_faster_is_waited_for_and_taken_whole() -> None:
 
 
 @pytest.mark.parametrize("no", [False, 0, None, "false", "true"])
-def test_a_request_that_asks_not_to_be_kept_leaves_no_trace_and_is_served_nothing(no: object) -> None:
+def test_a_request_that_asks_not_to_be_kept_leaves_no_trace_and_is_served_nothing(
+    no: object,
+) -> None:
     bench, request = Bench(), prompt(6)
     bench.hold(request.all_token_ids[:-1], read_s=0.1)
     request.kv_transfer_params = {"kvtier.cache": no}
@@ -253,7 +278,9 @@ def test_a_cut_that_the_server_does_not_answer_is_a_miss(monkeypatch: pytest.Mon
     bench.lane.turn()
     bench.clock.now += 60
     load = bench.store.load
-    monkeypatch.setattr(bench.store, "load", lambda keys, start, most, session: load(keys, start, most=0))
+    monkeypatch.setattr(
+        bench.store, "load", lambda keys, start, most, session: load(keys, start, most=0)
+    )
     assert bench.matched(request) == 0, "no slot is promised that is not there"
     done(bench, request)
 
@@ -305,16 +332,22 @@ def test_chunks_that_came_meanwhile_are_taken_when_vllm_asks_again() -> None:
 def test_a_step_tells_the_judge_what_it_computes() -> None:
     bench, request = Bench(known=False), prompt(40)
     new = SimpleNamespace(req_id="one", block_ids=([*range(80)],), num_computed_tokens=0)
-    none = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+    none = SimpleNamespace(
+        req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
+    )
     bench.matched(request)
     for _ in range(2):
         output = SimpleNamespace(
-            scheduled_new_reqs=[new], scheduled_cached_reqs=none, num_scheduled_tokens={"one": 1024},
+            scheduled_new_reqs=[new],
+            scheduled_cached_reqs=none,
+            num_scheduled_tokens={"one": 1024},
             total_num_scheduled_tokens=1024,
-        )  # fmt: skip
+        )
         metadata = bench.half.step(output)
         bench.clock.now += 20.0
-        bench.half.report(report(step=metadata.number, load_s=1.0, loaded_tokens=2 * BLOCK, save_s=3.0))
+        bench.half.report(
+            report(step=metadata.number, load_s=1.0, loaded_tokens=2 * BLOCK, save_s=3.0)
+        )
     hit = prompt(6, "two")
     bench.hold(hit.all_token_ids[:-1], read_s=0.6)
     assert bench.matched(hit) == 0, "1,024 tokens take 16 s: a chunk is computed in half a second"
@@ -323,19 +356,26 @@ def test_a_step_tells_the_judge_what_it_computes() -> None:
 def test_counts_add_up_in_vllms_log() -> None:
     from kvtier.connectors.vllm.stats import TierStats
 
-    both = TierStats(data={"declined_slower": 2}).aggregate(TierStats(data={"declined_slower": 1, "loaded_ram": 4}))
+    both = TierStats(data={"declined_slower": 2}).aggregate(
+        TierStats(data={"declined_slower": 1, "loaded_ram": 4})
+    )
     assert both.reduce() == {"declined_slower": 3, "loaded_ram": 4}
     both.reset()
     assert both.is_empty()
 
 
-# ---- loads that a request waits for ------------------------------------------------------------------------------
+# ---- loads that a request waits for --------------------------------------------------------------
 
 
 def nothing_scheduled() -> Any:
-    none = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+    none = SimpleNamespace(
+        req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
+    )
     return SimpleNamespace(
-        scheduled_new_reqs=[], scheduled_cached_reqs=none, num_scheduled_tokens={}, total_num_scheduled_tokens=0
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=none,
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
     )
 
 
@@ -344,13 +384,17 @@ def test_a_load_job_names_who_waits_for_it_and_a_step_whether_it_computes() -> N
     bench.hold(request.all_token_ids[:-1], read_s=0.0, ready=3)
     bench.granted(request, bench.waits_until_idle(request) or 0)
     metadata = bench.half.step(nothing_scheduled())
-    assert [(job.request_id, len(job.blocks)) for job in metadata.loads] == [("one", 3 * CHUNK // BLOCK)]
+    assert [(job.request_id, len(job.blocks)) for job in metadata.loads] == [
+        ("one", 3 * CHUNK // BLOCK)
+    ]
     assert not metadata.computes
     bench.half.report(report(done=Counter({metadata.loads[0].number: 1})))
     done(bench, request)
 
 
-def test_a_request_whose_load_failed_is_promised_nothing_more_and_others_are_not_told_of_it() -> None:
+def test_a_request_whose_load_failed_is_promised_nothing_more_and_others_are_not_told_of_it() -> (
+    None
+):
     bench, request, other = Bench(), prompt(3), prompt(3, "two", first=1)
     bench.hold(request.all_token_ids[:-1], read_s=0.0, ready=3)
     bench.granted(request, bench.waits_until_idle(request) or 0)
@@ -367,13 +411,17 @@ def test_a_request_whose_load_failed_is_promised_nothing_more_and_others_are_not
 
 
 @pytest.mark.parametrize("shares_blocks", [True, False])
-def test_of_equal_prompts_one_loads_and_the_others_wait_for_vllms_own_blocks(shares_blocks: bool) -> None:
+def test_of_equal_prompts_one_loads_and_the_others_wait_for_vllms_own_blocks(
+    shares_blocks: bool,
+) -> None:
     bench, one, two = Bench(shares_blocks=shares_blocks), prompt(3), prompt(3, "two")
     bench.hold(one.all_token_ids[:-1], read_s=0.0, ready=3)
     bench.granted(one, bench.waits_until_idle(one) or 0)
     bench.half.step(nothing_scheduled())
     assert bench.matched(two) == (None if shares_blocks else 3 * CHUNK)
-    assert bench.half.matched(prompt(4, "behind it"), 3 * CHUNK) == (0, False), "what follows is nobody's load"
+    assert bench.half.matched(prompt(4, "behind it"), 3 * CHUNK) == (0, False), (
+        "what follows is nobody's load"
+    )
     (number,) = bench.half._pending
     bench.half.report(report(done=Counter({number: 1})))
     assert bench.matched(two) == 3 * CHUNK
@@ -382,7 +430,9 @@ def test_of_equal_prompts_one_loads_and_the_others_wait_for_vllms_own_blocks(sha
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_requests_that_wait_claim_half_of_ram_together_and_the_first_may_always(replaced: bool) -> None:
+def test_requests_that_wait_claim_half_of_ram_together_and_the_first_may_always(
+    replaced: bool,
+) -> None:
     """Also when the weights were replaced before."""
     bench, prompts = Bench(slots=10), [prompt(3, f"{number}", first=number) for number in range(4)]
     if replaced:
@@ -403,8 +453,8 @@ def test_requests_that_wait_claim_half_of_ram_together_and_the_first_may_always(
 
 
 def test_what_a_load_costs_in_a_busy_engine_counts() -> None:
-    """64 tokens take a second to compute. A load of 96 tokens copies for 0.3 s: at once where nobody computes, in
-    slices of 5 ms where each slice comes with a step of others."""
+    """64 tokens take a second to compute. A load of 96 tokens copies for 0.3 s: at once where
+    nobody computes, in slices of 5 ms where each slice comes with a step of others."""
     from kvtier.load_policy.decide import LoadPolicy
 
     def chosen(busy: bool, slice_s: tuple[float, float] | None) -> int:
@@ -460,7 +510,7 @@ def test_a_request_that_another_connector_prefills_is_left_to_it() -> None:
     bench.store.check(idle=True)
 
 
-# -- every chunk under one reason ----------------------------------------------------------------------------------
+# -- every chunk under one reason ------------------------------------------------------------------
 
 
 def test_each_reason_of_a_miss_is_told_and_the_whole_run_counts_under_it() -> None:
@@ -492,9 +542,11 @@ def test_a_request_that_is_being_computed_by_another_is_not_called_new() -> None
     done(bench, two)
 
 
-def test_a_server_that_does_not_answer_is_a_tier_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_is_a_tier_that_is_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bench, request = Bench(), prompt(3)
-    monkeypatch.setattr(bench.store, "forecast", lambda keys: NOTHING)
+    monkeypatch.setattr(bench.store, "lookup", lambda keys: NOTHING)
     assert bench.matched(request) == 0
     assert bench.ended(request, 0) == {"missed_tier_down": 3}
     done(bench, request)
@@ -525,7 +577,9 @@ def test_a_block_that_can_never_be_loaded_is_no_miss() -> None:
     bench.half._layout = ChunkLayout(LAYOUT.fingerprint, BLOCK, BLOCK, (SLOT,))
     request.num_tokens = CHUNK
     assert bench.matched(request) == 0
-    assert bench.ended(request, 0) == {"missed_cold": 1}, "of two, the last is computed whatever is held"
+    assert bench.ended(request, 0) == {"missed_cold": 1}, (
+        "of two, the last is computed whatever is held"
+    )
     done(bench, request)
 
 
@@ -539,7 +593,8 @@ def test_a_tier_that_stops_answering_on_the_way_is_down_and_has_refused_nothing(
 
 
 def test_a_run_that_begins_with_a_hit_differs_in_no_salt() -> None:
-    """Its first chunk came from another engine, so this one knows its tokens under another salt only."""
+    """Its first chunk came from another engine, so this one knows its tokens under another salt
+    only."""
     bench, request = Bench(), prompt(3, salt="tenant")
     bench.served(prompt(1, "plain"))
     assert bench.matched(prompt(3, "two", salt="tenant")) == 0
@@ -550,7 +605,9 @@ def test_a_run_that_begins_with_a_hit_differs_in_no_salt() -> None:
     bench.half.finished(request)
 
 
-def test_an_engine_whose_own_cache_serves_the_beginnings_is_not_warned(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_whose_own_cache_serves_the_beginnings_is_not_warned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     bench = Bench(slots=16)
     bench.served(prompt(1))
     for number in range(240):
@@ -562,14 +619,18 @@ def test_an_engine_whose_own_cache_serves_the_beginnings_is_not_warned(caplog: p
     assert "were hits" not in caplog.text
 
 
-def test_an_engine_that_never_hits_warns_once_and_tells_vllm(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_never_hits_warns_once_and_tells_vllm(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     bench = Bench(slots=16)
     told = Counter[str]()
     for number in range(240):
         told.update(bench.served(prompt(10, str(number), salt=str(number))))
         bench.clock.now += 5.0
     assert told == {"missed_cold": 10, "missed_salt": 2390, "zero_hits": 1}
-    (warning,) = [record.getMessage() for record in caplog.records if "were hits" in record.getMessage()]
+    (warning,) = [
+        record.getMessage() for record in caplog.records if "were hits" in record.getMessage()
+    ]
     assert warning.startswith("0 of 2,000 chunks asked for were hits in 17 min: 100% salt: ")
     assert "cache_salt" in warning
     assert bench.served(prompt(10, "again", salt="239"))["zero_hits"] == 0, "a hit ends it"
@@ -593,7 +654,9 @@ def test_vllm_shows_misses_by_reason_and_that_nothing_is_ever_hit() -> None:
     registry = CollectorRegistry()
     kinds = {kind: partial(kind, registry=registry) for kind in (Counted, Gauge, Histogram)}
     shown = TierMetrics(SimpleNamespace(kv_transfer_config=None), kinds, ["engine"], {0: ["0"]})
-    first = TierStats(data={"missed_salt": 2, "zero_hits": 0}).aggregate(TierStats(data={"missed_salt": 1}))
+    first = TierStats(data={"missed_salt": 2, "zero_hits": 0}).aggregate(
+        TierStats(data={"missed_salt": 1})
+    )
     assert first.reduce() == {"missed_salt": 3, "zero_hits": 0}
     told = first.aggregate(TierStats(data={"zero_hits": 1}))
     shown.observe(told.to_dict())

@@ -1,4 +1,5 @@
-"""vLLM's own Scheduler and requests: streaming sessions that go on, and weights that are replaced between steps."""
+"""vLLM's own Scheduler and requests: streaming sessions that go on, and weights that are replaced
+between steps."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ FIRST, MORE = list(range(100, 200)), list(range(300, 400))
 
 
 class TestSessions:
-    """The session's first input has 100 tokens; then ten are sampled, of which vLLM keeps nine; then 100 more come."""
+    """The session's first input has 100 tokens; then ten are sampled, of which vLLM keeps nine;
+    then 100 more come."""
 
     def test_an_image_that_comes_later_is_in_the_keys(self, core: Core) -> None:
         core.add(core.request("session", FIRST.copy(), max_tokens=10, resumable=True))
@@ -26,10 +28,13 @@ class TestSessions:
         assert core.hit(core.request("cat", tokens[:], {at: "cat"})) == len(tokens) // CHUNK * CHUNK
         assert core.hit(core.request("dog", tokens[:], {at: "dog"})) == before
         assert core.hit(core.request("elsewhere", tokens[:], {at - 1: "cat"})) == before
-        assert core.hit(core.request("text", tokens[:])) == before, "saved before there was an image"
+        assert core.hit(core.request("text", tokens[:])) == before, (
+            "saved before there was an image"
+        )
 
     def test_the_token_that_vllm_takes_back_is_in_no_key(self, core: Core) -> None:
-        """The sampled tokens end a chunk: the last of them is replaced by the next input's first."""
+        """The sampled tokens end a chunk: the last of them is replaced by the next input's
+        first."""
         start = list(range(100, 100 + 3 * CHUNK - 4))
         core.add(core.request("session", start[:], max_tokens=4, resumable=True))
         core.run("session")
@@ -45,9 +50,13 @@ class TestSessions:
         assert core.hit(core.request("taken back", [*start, 7, 7, 7, 7, *MORE])) == 2 * CHUNK
 
     def test_an_adapter_and_a_salt_stay_a_session_s(self, core: Core) -> None:
-        core.add(core.request("session", FIRST.copy(), max_tokens=10, resumable=True, cache_salt="mine"))
+        core.add(
+            core.request("session", FIRST.copy(), max_tokens=10, resumable=True, cache_salt="mine")
+        )
         core.run("session")
-        core.add(core.request("session", MORE.copy(), max_tokens=10, resumable=True, cache_salt="mine"))
+        core.add(
+            core.request("session", MORE.copy(), max_tokens=10, resumable=True, cache_salt="mine")
+        )
         core.run("session")
         tokens = core.scheduler.requests["session"].all_token_ids[:]
         whole = len(tokens) // CHUNK * CHUNK
@@ -65,7 +74,9 @@ class TestReplacedWeights:
         core.run("two")
         assert core.hit(core.request("three", FIRST.copy())) == 0
 
-    def test_a_chunk_that_was_refused_to_the_new_weights_stays_for_the_old(self, core: Core) -> None:
+    def test_a_chunk_that_was_refused_to_the_new_weights_stays_for_the_old(
+        self, core: Core
+    ) -> None:
         half = core.connector._scheduler
         keys = half._layout.keys(FIRST)
         core.add(core.request("one", FIRST.copy()))
@@ -100,7 +111,9 @@ class TestReplacedWeights:
         core.step(replaced=True)
         core.add(core.request("three", [*FIRST, *MORE]))
         core.run("three")
-        assert core.hit(core.request("four", [*FIRST, *MORE])) == 0, "its first blocks are the old weights'"
+        assert core.hit(core.request("four", [*FIRST, *MORE])) == 0, (
+            "its first blocks are the old weights'"
+        )
         assert core.scheduler.reset_prefix_cache()
         core.add(core.request("five", [*FIRST, *MORE]))
         core.run("five")
@@ -123,5 +136,7 @@ def test_an_engine_that_may_keep_no_prefixes_runs_on_and_keeps_none(
     assert core.hit(core.request("three", FIRST.copy())) == 0
     assert core.connector.get_kv_connector_stats() is None
     assert not core.connector.has_pending_push_work()
-    assert core.connector.get_external_cache_hit_sources(core.request("four", FIRST.copy()), 0) == {}
+    assert (
+        core.connector.get_external_cache_hit_sources(core.request("four", FIRST.copy()), 0) == {}
+    )
     core.connector.shutdown()

@@ -27,7 +27,8 @@ TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 @pytest.mark.parametrize(("extra", "media", "known"), KNOWN)
 def test_known_keys_never_change(extra: bytes, media: dict[int, bytes], known: list[str]) -> None:
-    """A key that changes makes every stored chunk worthless: these were computed once and are written down."""
+    """A key that changes makes every stored chunk worthless: these were computed once and are
+    written down."""
     keys = LAYOUT.keys(list(range(10)), extra, media)
     assert [key.hex()[:16] for key in keys] == known
     assert all(len(key) == KEY_BYTES for key in keys)
@@ -39,8 +40,8 @@ SPLIT = st.tuples(*[st.integers(0, 12)] * 3)
 
 
 def cut(flat: bytes, split: tuple[int, int, int]) -> tuple[bytes, dict[int, bytes], list[int]]:
-    """Read a run of bytes as a prompt: so many of the extra, of the first chunk's media and of the second's, each
-    before what belongs to it."""
+    """Read a run of bytes as a prompt: so many of the extra, of the first chunk's media and of the
+    second's, each before what belongs to it."""
     parts, at = [], 0
     for size in (split[0], split[1], CHUNK_BYTES, split[2], CHUNK_BYTES):
         parts.append(flat[at : at + size])
@@ -52,7 +53,8 @@ def cut(flat: bytes, split: tuple[int, int, int]) -> tuple[bytes, dict[int, byte
 
 @given(st.binary(min_size=64, max_size=64), SPLIT, SPLIT)
 def test_no_two_readings_of_the_same_bytes_share_a_key(flat: bytes, one: Any, other: Any) -> None:
-    """Salts, media and tokens lie one behind the other in what is hashed. Where one ends is in it, too."""
+    """Salts, media and tokens lie one behind the other in what is hashed. Where one ends is in it,
+    too."""
     flat += bytes(CHUNK_BYTES)
     left, right = cut(flat, one), cut(flat, other)
     keys = [LAYOUT.keys(tokens, extra, media)[-1] for extra, media, tokens in (left, right)]
@@ -71,15 +73,22 @@ def test_media_end_where_they_end() -> None:
 def test_keys_do_not_depend_on_the_process() -> None:
     code = (
         "from kvtier.core.chunk import *; "
-        "print(ChunkLayout(fingerprint({'b': 1, 'a': 2}), 4, 2, (1,)).keys(list(range(9)))[1].hex())"
+        "print(ChunkLayout(fingerprint({'b': 1, 'a': 2}), 4, 2, "
+        "(1,)).keys(list(range(9)))[1].hex())"
     )
     seen = {
         subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         for seed in ("0", "1", "random")
     }
-    assert seen == {ChunkLayout(fingerprint({"a": 2, "b": 1}), 4, 2, (1,)).keys(list(range(9)))[1].hex() + "\n"}
+    assert seen == {
+        ChunkLayout(fingerprint({"a": 2, "b": 1}), 4, 2, (1,)).keys(list(range(9)))[1].hex() + "\n"
+    }
 
 
 @given(TOKENS, TOKENS)
@@ -119,7 +128,9 @@ def test_everything_that_changes_bytes_changes_keys(other: list[bytes]) -> None:
     assert not set(other) & set(LAYOUT.keys(list(range(8))))
 
 
-def test_an_image_in_a_later_chunk_leaves_earlier_ones_apart_from_plain_text_only_in_framing() -> None:
+def test_an_image_in_a_later_chunk_leaves_earlier_ones_apart_from_plain_text_only_in_framing() -> (
+    None
+):
     one, two = (LAYOUT.keys(list(range(8)), per_chunk={1: image}) for image in (b"cat", b"dog"))
     assert one[0] == two[0] and one[1] != two[1]
 
@@ -143,7 +154,9 @@ def test_layout_sizes() -> None:
     assert [LAYOUT.rank_span(rank) for rank in (0, 1)] == [(0, 200), (200, 260)]
 
 
-@pytest.mark.parametrize("arguments", [(b"short", 4, 2, (1,)), (bytes(32), 5, 2, (1,)), (bytes(32), 4, 2, ())])
+@pytest.mark.parametrize(
+    "arguments", [(b"short", 4, 2, (1,)), (bytes(32), 5, 2, (1,)), (bytes(32), 4, 2, ())]
+)
 def test_impossible_layouts_are_refused(arguments: tuple[bytes, int, int, tuple[int, ...]]) -> None:
     with pytest.raises(LayoutError):
         ChunkLayout(*arguments)

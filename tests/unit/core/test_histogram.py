@@ -18,8 +18,12 @@ def test_a_duration_is_counted_in_the_place_whose_bounds_hold_it() -> None:
             assert histogram.sums[place] == seconds
 
 
-@pytest.mark.parametrize(("seconds", "place"), [(0.0, 0), (1e-9, 0), (100.0, len(BOUNDS)), (1e9, len(BOUNDS))])
-def test_what_is_shorter_or_longer_than_all_bounds_has_a_place_too(seconds: float, place: int) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "place"), [(0.0, 0), (1e-9, 0), (100.0, len(BOUNDS)), (1e9, len(BOUNDS))]
+)
+def test_what_is_shorter_or_longer_than_all_bounds_has_a_place_too(
+    seconds: float, place: int
+) -> None:
     histogram = Histogram()
     histogram.add(seconds)
     assert histogram.counts[place] == 1 and len(histogram.counts) == len(BOUNDS) + 1

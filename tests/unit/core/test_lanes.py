@@ -1,4 +1,5 @@
-"""Lanes: bounded, reads first, never stopped by a failing work. Steps are ordered by events, not by sleeping."""
+"""Lanes: bounded, reads first, never stopped by a failing work. Steps are ordered by events, not by
+sleeping."""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ def test_a_full_lane_refuses() -> None:
     lane, gate = held_lane()
     done: list[int] = []
     assert [lane.submit(lambda: done.append(1)) for _ in range(3)] == [True, True, False]
-    assert [lane.submit(lambda: done.append(2), urgent=True) for _ in range(3)] == [True, True, False]
+    assert [lane.submit(lambda: done.append(2), urgent=True) for _ in range(3)] == [
+        True,
+        True,
+        False,
+    ]
     gate.opened.set()
     assert lane.close(SOON)
     assert done == [2, 2, 1, 1], "urgent work goes first"

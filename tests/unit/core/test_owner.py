@@ -14,7 +14,9 @@ NAMES = ["", "acme", "acmf", "Acme", "ac", "a" * 64, "\N{SNOWMAN}"]
 def test_the_number_is_part_of_what_lies_on_disks_and_does_not_change() -> None:
     assert owner_of(MODEL, "acme") == 0x6C04919CEAC5136F163BC5D9F60EBA6A
     code = "from kvtier.core.tenant import owner_of; print(owner_of(bytes(32), 'acme'))"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert int(told) == owner_of(MODEL, "acme")
 
 
@@ -27,10 +29,15 @@ def test_names_and_models_are_told_apart_and_fit() -> None:
 def test_a_tenant_is_all_its_models_and_nobody_but_no_other_tenant() -> None:
     for name in NAMES:
         allowed = {
-            (model, other) for model in (MODEL, OTHER) for other in NAMES if may(tenant(name), owner_of(model, other))
+            (model, other)
+            for model in (MODEL, OTHER)
+            for other in NAMES
+            if may(tenant(name), owner_of(model, other))
         }
         assert allowed == {(MODEL, name), (OTHER, name)}
         assert may(tenant(name), NOBODY) and may(owner_of(MODEL, name), NOBODY)
         assert may(None, owner_of(MODEL, name)) and may(None, NOBODY)
         assert may(owner_of(MODEL, name), owner_of(MODEL, name))
-        assert not may(owner_of(MODEL, name), owner_of(OTHER, name)), "an engine drops only its own model's"
+        assert not may(owner_of(MODEL, name), owner_of(OTHER, name)), (
+            "an engine drops only its own model's"
+        )

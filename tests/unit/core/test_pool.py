@@ -1,4 +1,5 @@
-"""The shared region: equal aligned slots that other processes of the user can map, and nothing left behind."""
+"""The shared region: equal aligned slots that other processes of the user can map, and nothing left
+behind."""
 
 from __future__ import annotations
 
@@ -25,20 +26,30 @@ def test_slots_are_apart_and_page_aligned() -> None:
     pool = Pool(3, 2 * PAGE)
     for slot in range(3):
         pool.view(slot)[:] = bytes([slot + 1]) * (2 * PAGE)
-    assert [bytes(pool.view(slot)) for slot in range(3)] == [bytes([slot + 1]) * (2 * PAGE) for slot in range(3)]
-    assert all(ctypes.addressof(ctypes.c_char.from_buffer(pool.view(slot))) % PAGE == 0 for slot in range(3))
+    assert [bytes(pool.view(slot)) for slot in range(3)] == [
+        bytes([slot + 1]) * (2 * PAGE) for slot in range(3)
+    ]
+    assert all(
+        ctypes.addressof(ctypes.c_char.from_buffer(pool.view(slot))) % PAGE == 0
+        for slot in range(3)
+    )
 
 
 def test_another_process_writes_into_our_slot() -> None:
     pool = Pool(2, PAGE)
-    code = f"from kvtier.core.pool import Pool; Pool.attach({pool.path!r}, 2, {PAGE}).view(1)[:5] = b'hello'"
+    code = (
+        f"from kvtier.core.pool import Pool; Pool.attach({pool.path!r}, 2, {PAGE}).view(1)[:5] "
+        "= b'hello'"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert bytes(pool.view(1)[:5]) == b"hello"
 
 
 def test_the_region_goes_with_its_owner() -> None:
     code = f"from kvtier.core.pool import Pool; print(Pool(1, {PAGE}).path)"
-    path = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True).stdout
+    path = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True
+    ).stdout
     with pytest.raises(TierError, match="is its owner alive"):
         Pool.attach(path.strip(), 1, PAGE)
 
@@ -55,12 +66,17 @@ def test_a_larger_region_than_told_is_refused() -> None:
         Pool.attach(pool.path, 1, PAGE)
 
 
-@pytest.mark.parametrize("call", ["os.ftruncate(fd, 0)", "os.ftruncate(fd, 1 << 20)", "fcntl.fcntl(fd, 1033, 8)"])
+@pytest.mark.parametrize(
+    "call", ["os.ftruncate(fd, 0)", "os.ftruncate(fd, 1 << 20)", "fcntl.fcntl(fd, 1033, 8)"]
+)
 def test_no_process_that_maps_it_can_change_its_size_or_its_seals(call: str) -> None:
-    """A page that is gone kills with SIGBUS whoever touches it; a seal against writing would let nobody map it."""
+    """A page that is gone kills with SIGBUS whoever touches it; a seal against writing would let
+    nobody map it."""
     pool = Pool(2, PAGE)
     code = f"import fcntl, os; fd = os.open({pool.path!r}, os.O_RDWR); {call}"
-    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True
+    )
     assert "PermissionError: [Errno 1]" in done.stderr
     pool.view(1)[:] = bytes(PAGE)
 
@@ -147,13 +163,17 @@ def test_a_pool_that_nobody_has_any_more_lets_go() -> None:
 
 
 def test_the_end_of_a_process_closes_the_witness_last() -> None:
-    """Python ends before its threads do: one of them may still copy when everything else has been put away."""
+    """Python ends before its threads do: one of them may still copy when everything else has been
+    put away."""
     code = (
-        "import atexit, os; atexit.register(lambda: print(os.fstat(theirs).st_nlink)); ours, theirs = os.pipe();"
+        "import atexit, os; atexit.register(lambda: print(os.fstat(theirs).st_nlink)); ours, "
+        "theirs = os.pipe();"
         "from kvtier.client.attachment import SharedPool; from kvtier.core.pool import Pool;"
         f"owner = Pool(1, {PAGE}); pool = SharedPool(1, {PAGE}, os.dup(owner.fd), theirs)"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True
+    )
     assert (done.stdout, done.stderr) == ("1\n", "")
 
 
@@ -187,8 +207,12 @@ def test_too_much_memory_is_refused_with_the_remedy() -> None:
 def mapped_pages(pool: Pool) -> int:
     """Pages of the region that this mapping of it has."""
     base = ctypes.addressof(ctypes.c_char.from_buffer(pool.buffer))
-    for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE):
-        if mapping and int(mapping.split("-")[0], 16) <= base < int(re.split("[- ]", mapping)[1], 16):
+    for mapping in re.split(
+        r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE
+    ):
+        if mapping and int(mapping.split("-")[0], 16) <= base < int(
+            re.split("[- ]", mapping)[1], 16
+        ):
             (kilobytes,) = re.findall(r"^Rss: +(\d+) kB", mapping, re.MULTILINE)
             return int(kilobytes) * 1024 // PAGE
     raise AssertionError("the pool is not mapped")

@@ -1,4 +1,5 @@
-"""Huge pages under a pool: where the machine gives them, and what happens where it does not, or takes them away."""
+"""Huge pages under a pool: where the machine gives them, and what happens where it does not, or
+takes them away."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ SLOTS = 4
 PAGES = SLOTS * SLOT // HUGE_BYTES
 
 
-# ---- ordinary memory -----------------------------------------------------------------------------------------------
+# ---- ordinary memory -----------------------------------------------------------------------------
 
 
 def test_every_mapping_begins_with_a_huge_page() -> None:
@@ -48,12 +49,15 @@ def test_a_mapping_leaves_no_address_space_behind() -> None:
 
 
 def test_the_end_of_a_process_unmaps_nothing() -> None:
-    """Python ends before its threads do: one of them may still copy when everything else has been put away."""
+    """Python ends before its threads do: one of them may still copy when everything else has been
+    put away."""
     code = (
         "import atexit; atexit.register(lambda: print(len(bytes(pool.view(0)))));"
         f"from kvtier.core.pool import Pool; pool = Pool(1, {PAGE})"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True
+    )
     assert (done.stdout, done.stderr, done.returncode) == (f"{PAGE}\n", "", 0)
 
 
@@ -96,7 +100,9 @@ def test_the_end_of_a_region_that_is_no_whole_huge_page_is_present_and_small() -
     assert os.fstat(pool.fd).st_blocks * 512 == SLOT
 
 
-def test_where_the_kernel_makes_none_pages_are_present_and_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_kernel_makes_none_pages_are_present_and_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It refuses by itself: no kernel knows this advice."""
     asked, advise = [], region.advise
 
@@ -122,7 +128,12 @@ def test_memory_that_goes_back_is_no_huge_page_any_more_and_reads_as_zeros() -> 
     before = os.fstat(pool.fd).st_blocks * 512
     pool.give_back(1)
     assert before - os.fstat(pool.fd).st_blocks * 512 >= SLOT - HUGE_BYTES
-    assert [pool.in_huge_pages(pool.view(slot)) for slot in range(SLOTS)] == [False, False, True, True]
+    assert [pool.in_huge_pages(pool.view(slot)) for slot in range(SLOTS)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     assert bytes(pool.view(1)) == bytes(SLOT)
     assert bytes(pool.view(0)) == b"\1" * SLOT
     assert bytes(pool.view(2)) == b"\3" * SLOT
@@ -130,7 +141,7 @@ def test_memory_that_goes_back_is_no_huge_page_any_more_and_reads_as_zeros() -> 
     assert os.fstat(pool.fd).st_blocks * 512 >= before, "it is there again when it is asked for"
 
 
-# ---- reserved pages ------------------------------------------------------------------------------------------------
+# ---- reserved pages ------------------------------------------------------------------------------
 
 
 def test_reserved_pages_are_taken_when_they_are_free_and_asked_for() -> None:
@@ -161,7 +172,10 @@ def test_a_size_that_is_no_whole_huge_page_takes_one_more() -> None:
 def test_workers_of_the_engine_map_reserved_pages() -> None:
     with reserved_pages(PAGES):
         pool = Pool(SLOTS, SLOT, reserved=True)
-        code = f"from kvtier.core.pool import Pool; Pool.attach({pool.path!r}, {SLOTS}, {SLOT}).view(3)[:5] = b'hello'"
+        code = (
+            f"from kvtier.core.pool import Pool; Pool.attach({pool.path!r}, {SLOTS}, "
+            f"{SLOT}).view(3)[:5] = b'hello'"
+        )
         subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
         assert bytes(pool.view(3)[:5]) == b"hello"
         pool.close()
@@ -175,8 +189,11 @@ def test_too_few_reserved_pages_are_left_to_others() -> None:
         pool.view(3)[:] = b"x" * SLOT
 
 
-def test_pages_that_run_out_in_the_middle_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit of the container or of the CPUs' memory nodes is met while they are taken, and not before."""
+def test_pages_that_run_out_in_the_middle_are_left_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A limit of the container or of the CPUs' memory nodes is met while they are taken, and not
+    before."""
     whole = os.posix_fallocate
 
     def half(fd: int, offset: int, length: int) -> None:
@@ -200,8 +217,12 @@ def test_of_many_that_come_at_once_one_gets_them() -> None:
             pool.close()
 
 
-@pytest.mark.parametrize("size", [13 << 26, None], ids=["no pages of this size", "not known to this system"])
-def test_a_system_without_such_pages_gives_ordinary_memory(monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
+@pytest.mark.parametrize(
+    "size", [13 << 26, None], ids=["no pages of this size", "not known to this system"]
+)
+def test_a_system_without_such_pages_gives_ordinary_memory(
+    monkeypatch: pytest.MonkeyPatch, size: int | None
+) -> None:
     """The kernel refuses a page size that the machine does not have."""
     if size is None:
         monkeypatch.delattr(os, "MFD_HUGE_2MB")
@@ -228,9 +249,12 @@ print(bytes(pool.view(1)[-1:]), len(bytes(pool.buffer)))
 
 
 def test_no_reserved_page_is_ever_missing() -> None:
-    """To touch one that cannot be had again ends a process: so none goes back while the pool is there."""
+    """To touch one that cannot be had again ends a process: so none goes back while the pool is
+    there."""
     with reserved_pages(PAGES):
-        done = subprocess.run([sys.executable, "-c", KEPT], check=False, timeout=60, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", KEPT], check=False, timeout=60, capture_output=True, text=True
+        )
         assert (done.stdout, done.stderr, done.returncode) == (f"b'y' {SLOTS * SLOT}\n", "", 0)
 
 
@@ -247,6 +271,8 @@ def test_reserved_pages_of_a_stranger_are_refused_and_closed(take: Callable[[int
         before = len(os.listdir("/proc/self/fd"))
         fd = make_reserved_region(SLOTS * SLOT)
         assert fd is not None
-        with pytest.raises(ConfigError, match="lies in reserved huge pages, expected ordinary memory"):
+        with pytest.raises(
+            ConfigError, match="lies in reserved huge pages, expected ordinary memory"
+        ):
             take(fd)
         assert len(os.listdir("/proc/self/fd")) == before

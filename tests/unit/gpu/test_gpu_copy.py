@@ -1,4 +1,5 @@
-"""Blocks <-> slots on CPU tensors, by both copiers: the host's own and the staged one that GPUs use.
+"""Blocks <-> slots on CPU tensors, by both copiers: the host's own and the staged one that GPUs
+use.
 
 ``tests/gpu`` runs the same tests on a CUDA device by giving its own ``place`` fixture.
 """
@@ -39,22 +40,32 @@ Place = tuple[torch.device, Callable[[], dict[str, Any]]]
 """Where the blocks lie, and what more :class:`PagedBlocks` is given there."""
 
 WHOLE, IN_PIECES = 10000, 1600
-"""Bytes of staging memory: for some chunks of the engines here, or for two regions of the largest."""
+"""Bytes of staging memory: for some chunks of the engines here, or for two regions of the
+largest."""
 
 WAYS: dict[str, Callable[[], dict[str, Any]]] = {
     "host": dict,
     "staged": lambda: {"streams": Inline(), "locked": lambda _: ()},
     "staged, slots not locked": lambda: {"streams": Inline()},
-    "staged, slots locked in two pieces": lambda: {"streams": Inline(), "locked": lambda part: (len(part) // 3,)},
+    ("staged, slots locked in two pieces"): lambda: {
+        "streams": Inline(),
+        "locked": lambda part: (len(part) // 3,),
+    },
     "staged, chunks in pieces": lambda: {"streams": held(3, IN_PIECES), "locked": lambda _: ()},
     "staged, chunks in pieces, not locked": lambda: {"streams": held(5, IN_PIECES)},
     "staged, in any order": lambda: {"streams": held(6, WHOLE), "locked": lambda _: ()},
     "staged, in any order, not locked": lambda: {"streams": held(4, WHOLE)},
-    "kernel": lambda: {"streams": Inline(), "locked": lambda _: (), "make_rows": interpreted().KernelRows},
-    "kernel, chunks in pieces": lambda: {
-        "streams": held(7, IN_PIECES), "locked": lambda _: (), "make_rows": interpreted().KernelRows,
+    "kernel": lambda: {
+        "streams": Inline(),
+        "locked": lambda _: (),
+        "make_rows": interpreted().KernelRows,
     },
-}  # fmt: skip
+    "kernel, chunks in pieces": lambda: {
+        "streams": held(7, IN_PIECES),
+        "locked": lambda _: (),
+        "make_rows": interpreted().KernelRows,
+    },
+}
 
 
 def held(seed: int, room: int) -> Held:
@@ -85,7 +96,9 @@ def slot_part(paged: PagedBlocks) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("first", [0, 2])
-@pytest.mark.parametrize(("saved", "loaded"), [([7, 2, 3, 0], [1, 8, 5, 6]), ([4, 5, 6, 7], [0, 1, 2, 3])])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [([7, 2, 3, 0], [1, 8, 5, 6]), ([4, 5, 6, 7], [0, 1, 2, 3])]
+)
 def test_what_was_saved_is_loaded_and_nothing_else_moves(
     make: Make, device: torch.device, name: str, first: int, saved: list[int], loaded: list[int]
 ) -> None:
@@ -133,7 +146,9 @@ def test_slot_is_region_major_whatever_blocks_the_chunk_lay_in(
 
     paged.save([(part, 0, blocks)]).wait()
 
-    rows = [engine.block(layer, block).transpose(1, 2) for layer in engine.caches for block in blocks]
+    rows = [
+        engine.block(layer, block).transpose(1, 2) for layer in engine.caches for block in blocks
+    ]
     assert as_bytes(part) == b"".join(as_bytes(row) for row in rows)
 
 
@@ -158,7 +173,9 @@ def test_layers_of_one_backing_move_in_one_strided_copy(device: torch.device, or
 
     groups = merged([region.rows for region in regions])
 
-    assert [tuple(group.shape) for group in groups] == [(len(regions), BLOCKS, regions[0].rows.shape[1])]
+    assert [tuple(group.shape) for group in groups] == [
+        (len(regions), BLOCKS, regions[0].rows.shape[1])
+    ]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +206,9 @@ def test_jobs_of_one_call_do_not_disturb_each_other(make: Make, device: torch.de
     paged.save([(part, 0, blocks) for part, blocks in zip(parts, groups, strict=True)]).wait()
     for backing in engine.backings:
         backing.zero_()
-    copy = paged.load([(parts[0], 0, groups[0]), (parts[1], 2, groups[1][2:]), (parts[1], 0, groups[1][:2])])
+    copy = paged.load(
+        [(parts[0], 0, groups[0]), (parts[1], 2, groups[1][2:]), (parts[1], 0, groups[1][:2])]
+    )
     copy.wait()
 
     assert copy.done()
@@ -252,7 +271,9 @@ def test_a_wrong_load_moves_no_byte(
 
 
 @pytest.mark.parametrize(("first", "blocks"), [(0, [0, 1, 2]), (1, [0, 1, 2]), (0, [0, 1, 2, 9])])
-def test_a_save_takes_whole_chunks_only(make: Make, device: torch.device, first: int, blocks: list[int]) -> None:
+def test_a_save_takes_whole_chunks_only(
+    make: Make, device: torch.device, first: int, blocks: list[int]
+) -> None:
     engine = one_backing(ORDERS["LBHNC"], device)
     fill(engine)
     paged = make(engine)
@@ -275,7 +296,8 @@ def test_slot_tensor_is_the_pools_memory() -> None:
 
 
 def test_random_jobs_against_a_plain_model(make: Make, device: torch.device) -> None:
-    """Saves and loads of random blocks between random slots; the model is a dict of bytes by slot and by block."""
+    """Saves and loads of random blocks between random slots; the model is a dict of bytes by slot
+    and by block."""
     dice = random.Random(5)
     engine = keys_and_values_apart(device)
     fill(engine)

@@ -29,7 +29,8 @@ class Code(enum.Enum):
 
 
 class Driver:
-    """Stands for ``torch.cuda.cudart()``: remembers what is registered; refuses from the ``limit``-th piece on."""
+    """Stands for ``torch.cuda.cudart()``: remembers what is registered; refuses from the
+    ``limit``-th piece on."""
 
     def __init__(self, limit: float = math.inf) -> None:
         self.held: dict[int, int] = {}
@@ -59,7 +60,14 @@ def covered(pinning: Pinning, pool: Pool) -> list[bool]:
 
 def started(pool: Pool, driver: Any, piece: int = 5 * 4096) -> tuple[Pinning, ManualLane]:
     lane = ManualLane()
-    pinning = Pinning(None, runtime=driver, lane=lane, piece_bytes=piece, capturing=lambda: False, rest=lambda _: None)
+    pinning = Pinning(
+        None,
+        runtime=driver,
+        lane=lane,
+        piece_bytes=piece,
+        capturing=lambda: False,
+        rest=lambda _: None,
+    )
     pinning.begin(pool.buffer, pool.slot_bytes)
     return pinning, lane
 
@@ -74,7 +82,9 @@ def test_a_region_is_locked_piece_by_piece_and_pieces_end_between_slots() -> Non
     assert covered(pinning, pool) == [True, True, False, False, False]
     lane.run()
     assert covered(pinning, pool) == [True] * 5
-    assert driver.held == {base + start * SLOT: size * SLOT for start, size in ((0, 2), (2, 2), (4, 1))}
+    assert driver.held == {
+        base + start * SLOT: size * SLOT for start, size in ((0, 2), (2, 2), (4, 1))
+    }
     pinning.end(pool.buffer)
     assert not driver.held
     assert covered(pinning, pool) == [False] * 5
@@ -112,7 +122,13 @@ MIB = 1 << 20
         ((3 * MIB, 8 * MIB), [(0, 8 * MIB), (8 * MIB, 8 * MIB)]),
         ((5000, 9000), [(0, 8 * MIB), (8 * MIB, 8 * MIB)]),
     ],
-    ids=["the whole slot", "whole pages of its part", "half of the slot", "more than half", "a small part"],
+    ids=[
+        "the whole slot",
+        "whole pages of its part",
+        "half of the slot",
+        "more than half",
+        "a small part",
+    ],
 )
 def test_a_rank_locks_its_own_part_of_each_slot_unless_it_is_small_or_most_of_it(
     span: tuple[int, int], locked: list[tuple[int, int]]
@@ -127,7 +143,9 @@ def test_a_rank_locks_its_own_part_of_each_slot_unless_it_is_small_or_most_of_it
         assert pinning.cuts(slot_tensor(pool.view(slot)[slice(*span)])) == ()
     lane.run()
     assert [(address - base, size) for address, size in driver.held.items()] == locked
-    assert covers(pinning, slot_tensor(pool.view(1))) is (locked[0][1] == 8 * MIB), "others' parts are not locked"
+    assert covers(pinning, slot_tensor(pool.view(1))) is (locked[0][1] == 8 * MIB), (
+        "others' parts are not locked"
+    )
     pinning.end(pool.buffer)
     assert not driver.held
 
@@ -151,7 +169,12 @@ def test_the_lane_rests_between_pieces_as_long_as_the_driver_took() -> None:
 def test_nothing_is_locked_while_a_graph_is_captured() -> None:
     pool, driver, lane, capturing = Pool(3, SLOT), Driver(), ManualLane(), [False]
     pinning = Pinning(
-        None, runtime=driver, lane=lane, piece_bytes=SLOT, capturing=lambda: capturing[0], rest=lambda _: None
+        None,
+        runtime=driver,
+        lane=lane,
+        piece_bytes=SLOT,
+        capturing=lambda: capturing[0],
+        rest=lambda _: None,
     )
     pinning.begin(pool.buffer, SLOT)
     lane.turn()
@@ -200,7 +223,9 @@ def test_only_whole_slots_of_the_region_are_covered() -> None:
     assert not covers(pinning, torch.zeros(4, dtype=torch.uint8))
 
 
-def test_a_refusal_keeps_what_is_locked_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refusal_keeps_what_is_locked_and_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pool, driver = Pool(6, SLOT), Driver(limit=1)
     with caplog.at_level(logging.WARNING):
         pinning, lane = started(pool, driver, piece=2 * SLOT)
@@ -208,7 +233,10 @@ def test_a_refusal_keeps_what_is_locked_and_is_logged_once(caplog: pytest.LogCap
 
     assert covered(pinning, pool) == [True, True, False, False, False, False]
     (record,) = caplog.records
-    assert "refused 16384 bytes (error 2) after 1 pieces of up to 16384 in a mapping of 49152" in record.message
+    assert (
+        "refused 16384 bytes (error 2) after 1 pieces of up to 16384 in a mapping of 49152"
+        in record.message
+    )
     pinning.end(pool.buffer)
     assert not driver.held
 

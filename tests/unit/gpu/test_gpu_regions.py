@@ -29,7 +29,9 @@ def test_layers_that_alias_one_tensor_count_once() -> None:
     cache = torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT)
     other = torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT)
 
-    regions = regions_of({"a": cache, "b": other, "c": cache.view(BLOCKS, HEADS, TOKENS, CONTENT)}, BLOCKS)
+    regions = regions_of(
+        {"a": cache, "b": other, "c": cache.view(BLOCKS, HEADS, TOKENS, CONTENT)}, BLOCKS
+    )
 
     assert [region.layer for region in regions] == ["a", "b"]
 
@@ -99,17 +101,27 @@ def test_description_tells_apart_what_would_be_read_wrongly() -> None:
     engine = one_backing(ORDERS["LBHNC"], cpu)
     reversed_layers = Engine(dict(reversed(engine.caches.items())), engine.backings)
 
-    descriptions = [described(one_backing(order, cpu)) for order in ORDERS.values() if order != ORDERS["BLHNC"]]
-    descriptions += [described(reversed_layers), described(kernel_blocks(cpu)), described(unequal_layers(cpu))]
+    descriptions = [
+        described(one_backing(order, cpu)) for order in ORDERS.values() if order != ORDERS["BLHNC"]
+    ]
+    descriptions += [
+        described(reversed_layers),
+        described(kernel_blocks(cpu)),
+        described(unequal_layers(cpu)),
+    ]
 
     assert len({json.dumps(description) for description in descriptions}) == len(descriptions)
 
 
 def test_packed_layers_are_described_as_separate_ones() -> None:
     cpu = torch.device("cpu")
-    assert described(one_backing(ORDERS["BLHNC"], cpu)) == described(one_backing(ORDERS["LBHNC"], cpu))
+    assert described(one_backing(ORDERS["BLHNC"], cpu)) == described(
+        one_backing(ORDERS["LBHNC"], cpu)
+    )
 
 
 def test_block_bytes_is_the_sum_of_rows() -> None:
-    paged = PagedBlocks(regions_of(unequal_layers(torch.device("cpu")).caches, BLOCKS), BLOCKS_PER_CHUNK)
+    paged = PagedBlocks(
+        regions_of(unequal_layers(torch.device("cpu")).caches, BLOCKS), BLOCKS_PER_CHUNK
+    )
     assert paged.block_bytes == TOKENS * (36 + 36 + 5 + 7)

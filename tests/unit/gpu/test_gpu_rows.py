@@ -1,4 +1,5 @@
-"""Staging memory and the rows that move through it: budgets, launches, and the kernel beside torch's way."""
+"""Staging memory and the rows that move through it: budgets, launches, and the kernel beside
+torch's way."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ MIB = 1 << 20
 _NO_RESERVE = 0x4000
 """Linux's ``MAP_NORESERVE``."""
 
-# ---- staging memory ----------------------------------------------------------------------------------------------
+# ---- staging memory ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layers", [28, 32, 61, 80])
@@ -47,7 +48,9 @@ def test_a_load_of_32k_tokens_takes_64_launches_at_most(layers: int, token_bytes
 @pytest.mark.parametrize("sizes", [[1] * 6, [1, 1, 1, 1, 5, 1], [3], [2, 7, 7, 1]])
 def test_staging_memory_stays_within_its_room_or_is_refused(sizes: list[int], room: int) -> None:
     if 2 * max(sizes) > room:
-        with pytest.raises(LayoutError, match=f"need {2 * max(sizes)} bytes.*{room} of the 77 free bytes"):
+        with pytest.raises(
+            LayoutError, match=f"need {2 * max(sizes)} bytes.*{room} of the 77 free bytes"
+        ):
             budget(sizes, room, 77)
         return
     plan = budget(sizes, room, 77)
@@ -57,7 +60,10 @@ def test_staging_memory_stays_within_its_room_or_is_refused(sizes: list[int], ro
     covered = [region for piece in plan.pieces for region in range(piece.first, piece.end)]
     assert covered == list(range(len(sizes)))
     for piece in plan.pieces:
-        assert (piece.start, piece.size) == (sum(sizes[: piece.first]), sum(sizes[piece.first : piece.end]))
+        assert (piece.start, piece.size) == (
+            sum(sizes[: piece.first]),
+            sum(sizes[piece.first : piece.end]),
+        )
         assert piece.size <= plan.place_bytes
     assert (len(plan.pieces) == 1) is (4 * sum(sizes) <= room or (sum(sizes) == max(sizes)))
 
@@ -94,7 +100,7 @@ def test_an_engine_without_room_for_staging_is_refused_at_its_start() -> None:
         PagedBlocks(regions_of(engine.caches, BLOCKS), BLOCKS_PER_CHUNK, streams=Held(room=767))
 
 
-# ---- launches ----------------------------------------------------------------------------------------------------
+# ---- launches ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["save", "load"])
@@ -116,11 +122,16 @@ def test_one_launch_moves_many_chunks_of_all_regions(way: str, name: str) -> Non
         made.append(interpreted().KernelRows(*given))
         return made[0]
 
-    paged = PagedBlocks(regions, BLOCKS_PER_CHUNK, locked=lambda _: (), streams=streams, make_rows=make_rows)
+    paged = PagedBlocks(
+        regions, BLOCKS_PER_CHUNK, locked=lambda _: (), streams=streams, make_rows=make_rows
+    )
     assert isinstance(paged._copier, StagedCopier)
-    parts = [torch.zeros(paged.block_bytes * BLOCKS_PER_CHUNK, dtype=torch.uint8) for _ in range(11)]
+    parts = [
+        torch.zeros(paged.block_bytes * BLOCKS_PER_CHUNK, dtype=torch.uint8) for _ in range(11)
+    ]
     jobs = [
-        (part, 0, [index % 9, (index + 1) % 9, (index + 3) % 9, (index + 4) % 9]) for index, part in enumerate(parts)
+        (part, 0, [index % 9, (index + 1) % 9, (index + 3) % 9, (index + 4) % 9])
+        for index, part in enumerate(parts)
     ]
     assert paged._copier.budget.launches(len(jobs)) == 3, "four chunks a launch"
 
@@ -130,16 +141,22 @@ def test_one_launch_moves_many_chunks_of_all_regions(way: str, name: str) -> Non
     assert len(queued) == 2 * 3, "the DMAs of a batch are queued together"
 
 
-# ---- the kernel beside torch's way -------------------------------------------------------------------------------
+# ---- the kernel beside torch's way ---------------------------------------------------------------
 
 
-def batch_of(engine_groups: list[torch.Tensor], plan: Budget, number: int, dice: random.Random) -> tuple[Batch, Any]:
-    """Two chunks: one whole, one that begins and ends inside; the table has other rows before them."""
+def batch_of(
+    engine_groups: list[torch.Tensor], plan: Budget, number: int, dice: random.Random
+) -> tuple[Batch, Any]:
+    """Two chunks: one whole, one that begins and ends inside; the table has other rows before
+    them."""
     saving, _ = rings(plan, engine_groups[0].dtype, CPU)
     places, piece = saving.take(2), plan.pieces[number]
     ids = dice.sample(range(BLOCKS), BLOCKS_PER_CHUNK + 2)
     bases = [place.address - piece.start for place in places]
-    rows = [(1, 2, 3), *((block, bases[0], index) for index, block in enumerate(ids[:BLOCKS_PER_CHUNK]))]
+    rows = [
+        (1, 2, 3),
+        *((block, bases[0], index) for index, block in enumerate(ids[:BLOCKS_PER_CHUNK])),
+    ]
     rows += [(block, bases[1], 1 + index) for index, block in enumerate(ids[BLOCKS_PER_CHUNK:])]
     table = torch.tensor(rows, dtype=torch.int64).T.contiguous()
     return Batch(number, piece, 1, [(places[0], 0, BLOCKS_PER_CHUNK), (places[1], 1, 2)]), table
@@ -154,7 +171,9 @@ def test_the_kernel_moves_the_bytes_that_torch_moves(name: str, room: int) -> No
         fill(engine)
         groups = merged([region.rows for region in regions_of(engine.caches, BLOCKS)])
         groups = [group.view(widest_word(groups)) for group in groups]
-        sizes = [BLOCKS_PER_CHUNK * group[0, 0].nbytes for group in groups for _ in range(len(group))]
+        sizes = [
+            BLOCKS_PER_CHUNK * group[0, 0].nbytes for group in groups for _ in range(len(group))
+        ]
         plan, dice, seen = budget(sizes, room, room), random.Random(1), list[bytes]()
         rows = make(groups, BLOCKS_PER_CHUNK)
         for number in range(len(plan.pieces)):
@@ -162,7 +181,9 @@ def test_the_kernel_moves_the_bytes_that_torch_moves(name: str, room: int) -> No
             for place, _, _ in batch.chunks:
                 place.bytes(number).fill_(7)
             rows.gather(batch, table)
-            if make is TorchRows:  # index_select fills a row or none: both leave what is outside the blocks
+            if (
+                make is TorchRows
+            ):  # index_select fills a row or none: both leave what is outside the blocks
                 assert batch.chunks[0][0].bytes(number).ne(7).any()
             seen += [bytes(place.bytes(number).numpy()) for place, _, _ in batch.chunks]
             for place, _, _ in batch.chunks:
@@ -173,7 +194,9 @@ def test_the_kernel_moves_the_bytes_that_torch_moves(name: str, room: int) -> No
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("row", "word"), [(7, torch.uint8), (6, torch.int16), (20, torch.int32), (16, torch.int64)])
+@pytest.mark.parametrize(
+    ("row", "word"), [(7, torch.uint8), (6, torch.int16), (20, torch.int32), (16, torch.int64)]
+)
 def test_rows_of_any_width_move_in_the_widest_words_that_fit(row: int, word: torch.dtype) -> None:
     memory = torch.arange(3 * 5 * row).to(torch.uint8).view(3, 5, row)
     groups = merged(list(memory))
@@ -217,7 +240,9 @@ def test_blocks_and_regions_may_lie_further_apart_than_32_bits_tell() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("target", [("cuda", 75, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)], ids=str)
+@pytest.mark.parametrize(
+    "target", [("cuda", 75, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)], ids=str
+)
 @pytest.mark.parametrize("word", ["int64", "uint8"])
 def test_the_kernel_compiles_for_devices_that_are_not_here(
     target: tuple[Any, ...], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -225,14 +250,20 @@ def test_the_kernel_compiles_for_devices_that_are_not_here(
     triton = pytest.importorskip("triton", exc_type=ImportError)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = importlib.import_module("kvtier.gpu.kernel")._move_rows
-    constants = {"WORD": getattr(triton.language, word), "WORD_BYTES": 8 if word == "int64" else 1, "TILE": 1024}
+    constants = {
+        "WORD": getattr(triton.language, word),
+        "WORD_BYTES": 8 if word == "int64" else 1,
+        "TILE": 1024,
+    }
     types = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
-    source = triton.compiler.ASTSource(kernel, types | {"regions": "*i64", "table": "*i64"}, constants)
+    source = triton.compiler.ASTSource(
+        kernel, types | {"regions": "*i64", "table": "*i64"}, constants
+    )
     made = triton.compile(source, target=triton.backends.compiler.GPUTarget(*target))
     assert {"cubin", "hsaco"} & made.asm.keys()
 
 
-# ---- without Triton ----------------------------------------------------------------------------------------------
+# ---- without Triton ------------------------------------------------------------------------------
 
 
 class OnCuda:
@@ -241,7 +272,9 @@ class OnCuda:
     is_cuda, device = True, "cuda:0"
 
 
-@pytest.mark.parametrize("missing", [True, False], ids=["not installed", "does not serve the device"])
+@pytest.mark.parametrize(
+    "missing", [True, False], ids=["not installed", "does not serve the device"]
+)
 def test_where_triton_does_not_serve_torch_does_and_it_is_said(
     missing: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -253,7 +286,9 @@ def test_where_triton_does_not_serve_torch_does_and_it_is_said(
     assert "Triton serves no copies on cuda:0" in caplog.text
 
 
-def test_wrong_bytes_of_the_kernel_are_found_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_bytes_of_the_kernel_are_found_before_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kernel = interpreted()
     monkeypatch.setattr(kernel.KernelRows, "_launch", lambda *_: None)
     with pytest.raises(RuntimeError, match="moves wrong bytes on cpu"):

@@ -22,13 +22,20 @@ Model = dict[int, int]
 
 
 class Machine:
-    """An engine of a few blocks that hold one value each, its streams, and slots. ``locked``: slots are page-locked."""
+    """An engine of a few blocks that hold one value each, its streams, and slots. ``locked``: slots
+    are page-locked."""
 
-    def __init__(self, *, room: int = 1 << 20, locked: bool = True, dice: random.Random | None = None) -> None:
+    def __init__(
+        self, *, room: int = 1 << 20, locked: bool = True, dice: random.Random | None = None
+    ) -> None:
         self.streams = Held(room, dice)
         self.caches = [torch.zeros(BLOCKS, ROW, dtype=torch.uint8) for _ in range(LAYERS)]
-        regions = regions_of({f"layer.{index}": cache for index, cache in enumerate(self.caches)}, BLOCKS)
-        self.paged = PagedBlocks(regions, PER_CHUNK, locked=lambda _: () if locked else None, streams=self.streams)
+        regions = regions_of(
+            {f"layer.{index}": cache for index, cache in enumerate(self.caches)}, BLOCKS
+        )
+        self.paged = PagedBlocks(
+            regions, PER_CHUNK, locked=lambda _: () if locked else None, streams=self.streams
+        )
         self.streams.run()
 
     @property
@@ -69,7 +76,9 @@ def value_of(values: torch.Tensor) -> int:
 def slot(values: Sequence[int] | None = None) -> torch.Tensor:
     part = torch.zeros(CHUNK, dtype=torch.uint8)
     if values is not None:
-        part.view(LAYERS, PER_CHUNK, ROW)[:] = torch.tensor(values, dtype=torch.uint8).view(1, PER_CHUNK, 1)
+        part.view(LAYERS, PER_CHUNK, ROW)[:] = torch.tensor(values, dtype=torch.uint8).view(
+            1, PER_CHUNK, 1
+        )
     return part
 
 
@@ -78,7 +87,7 @@ def held(part: torch.Tensor) -> list[int]:
     return [value_of(rows[:, index]) for index in range(PER_CHUNK)]
 
 
-# ---- saves -------------------------------------------------------------------------------------------------------
+# ---- saves ---------------------------------------------------------------------------------------
 
 
 def test_a_save_returns_before_anything_ran_and_is_done_after_its_dma() -> None:
@@ -111,11 +120,17 @@ def test_the_engine_overwrites_saved_blocks_after_the_gather_and_before_the_dma(
     assert held(part) == [1, 1, 1]
 
 
-@pytest.mark.parametrize(("room", "goes_on"), [(6 * CHUNK, True), (4 * CHUNK, False), (CHUNK, False)])
-def test_the_engine_waits_for_a_dma_only_when_staging_memory_is_full(room: int, goes_on: bool) -> None:
+@pytest.mark.parametrize(
+    ("room", "goes_on"), [(6 * CHUNK, True), (4 * CHUNK, False), (CHUNK, False)]
+)
+def test_the_engine_waits_for_a_dma_only_when_staging_memory_is_full(
+    room: int, goes_on: bool
+) -> None:
     machine, parts = Machine(room=room), [slot() for _ in range(3)]
     machine.write({block: block + 1 for block in range(BLOCKS)})
-    copy = machine.paged.save([(part, 0, range(3 * at, 3 * at + 3)) for at, part in enumerate(parts)])
+    copy = machine.paged.save(
+        [(part, 0, range(3 * at, 3 * at + 3)) for at, part in enumerate(parts)]
+    )
     machine.write(dict.fromkeys(range(BLOCKS), 99))
 
     machine.streams.run(machine.streams.engine, machine.copier._gathering)
@@ -125,7 +140,7 @@ def test_the_engine_waits_for_a_dma_only_when_staging_memory_is_full(room: int, 
     assert [held(part) for part in parts] == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
 
-# ---- loads -------------------------------------------------------------------------------------------------------
+# ---- loads ---------------------------------------------------------------------------------------
 
 
 def test_neither_the_forward_pass_nor_the_host_waits_for_a_load() -> None:
@@ -167,7 +182,7 @@ def test_a_load_tells_how_long_the_device_took_for_it() -> None:
     assert copy.seconds
 
 
-# ---- slots that are not page-locked ------------------------------------------------------------------------------
+# ---- slots that are not page-locked --------------------------------------------------------------
 
 
 def test_an_unlocked_slot_is_written_by_the_host_once_the_dma_into_a_buffer_is_through() -> None:
@@ -189,7 +204,9 @@ def test_two_buffers_serve_any_number_of_unlocked_slots() -> None:
     copy.wait()
     assert [held(part) for part in parts] == [[at + 1, at + 2, at + 3] for at in range(6)]
 
-    machine.paged.load([(parts[5], 0, [0, 1, 2]), (parts[2], 0, [3, 4, 5]), (parts[3], 1, [7, 6])]).wait()
+    machine.paged.load(
+        [(parts[5], 0, [0, 1, 2]), (parts[2], 0, [3, 4, 5]), (parts[3], 1, [7, 6])]
+    ).wait()
     assert machine.blocks(range(8)) == [6, 7, 8, 3, 4, 5, 6, 5]
     assert machine.streams.host_buffers == 2
 
@@ -215,7 +232,7 @@ def test_locked_slots_need_no_buffer_at_all() -> None:
     assert machine.streams.host_buffers == 0
 
 
-# ---- failures ----------------------------------------------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------------------
 
 
 def fail_at(machine: Machine, call: int) -> None:
@@ -232,9 +249,13 @@ def fail_at(machine: Machine, call: int) -> None:
 
 
 @pytest.mark.parametrize("locked", [True, False])
-@pytest.mark.parametrize(("room", "call"), [*((2 * CHUNK, call) for call in range(1, 13)), (1 << 20, 1), (1 << 20, 2)])
+@pytest.mark.parametrize(
+    ("room", "call"), [*((2 * CHUNK, call) for call in range(1, 13)), (1 << 20, 1), (1 << 20, 2)]
+)
 @pytest.mark.parametrize("way", ["save", "load"])
-def test_a_call_that_fails_half_way_leaves_nothing_under_way(way: str, room: int, call: int, locked: bool) -> None:
+def test_a_call_that_fails_half_way_leaves_nothing_under_way(
+    way: str, room: int, call: int, locked: bool
+) -> None:
     machine, parts = Machine(room=room, locked=locked), [slot([1, 2, 3]) for _ in range(3)]
     jobs = [(part, 0, [3 * at, 3 * at + 1, 3 * at + 2]) for at, part in enumerate(parts)]
     earlier, waiting = slot(), machine.streams
@@ -276,15 +297,19 @@ def test_a_copy_that_failed_on_the_device_is_never_done(locked: bool) -> None:
             copy.wait()
 
 
-# ---- every order -------------------------------------------------------------------------------------------------
+# ---- every order ---------------------------------------------------------------------------------
 
 
 class Walk:
-    """A random run of an engine against a plain model, over streams that go on in a random order."""
+    """A random run of an engine against a plain model, over streams that go on in a random
+    order."""
 
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
-        room, locked = self.dice.choice([CHUNK, 2 * CHUNK, 4 * CHUNK, 7 * CHUNK, 1 << 20]), self.dice.random() < 0.7
+        room, locked = (
+            self.dice.choice([CHUNK, 2 * CHUNK, 4 * CHUNK, 7 * CHUNK, 1 << 20]),
+            self.dice.random() < 0.7,
+        )
         self.machine = Machine(room=room, locked=locked, dice=self.dice)
         self.blocks: Model = dict.fromkeys(range(BLOCKS), 0)
         self.slots = [slot() for _ in range(4)]
@@ -330,7 +355,11 @@ class Walk:
             self.saves[index] = self.machine.save(self.slots[index], blocks), wanted
 
     def load(self) -> None:
-        whole = [index for index, values in enumerate(self.holds) if values is not None and index not in self.loads]
+        whole = [
+            index
+            for index, values in enumerate(self.holds)
+            if values is not None and index not in self.loads
+        ]
         if whole:
             index, first = self.dice.choice(whole), self.dice.randrange(PER_CHUNK)
             values = self.holds[index]
@@ -371,12 +400,16 @@ def test_no_order_that_a_device_could_choose_gives_a_wrong_byte(seed: int) -> No
     walk.end()
 
 
-# ---- CUDA's own --------------------------------------------------------------------------------------------------
+# ---- CUDA's own ----------------------------------------------------------------------------------
 
 
 def test_cuda_streams_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that can be said of them without a device: they call what torch has, with what it takes."""
-    stream, event = create_autospec(torch.cuda.Stream, instance=True), create_autospec(torch.cuda.Event, instance=True)
+    """All that can be said of them without a device: they call what torch has, with what it
+    takes."""
+    stream, event = (
+        create_autospec(torch.cuda.Stream, instance=True),
+        create_autospec(torch.cuda.Event, instance=True),
+    )
     stream.record_event.side_effect = lambda given: given
     made = create_autospec(torch.cuda.Event, return_value=event)
     welcomed = list[Any]()
@@ -387,7 +420,9 @@ def test_cuda_streams_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "Event", made)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream if device.index == 1 else None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream if device.index == 1 else None)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: stream if device.index == 1 else None
+    )
     monkeypatch.setattr(torch.cuda, "stream", enter)
     streams = CudaStreams(torch.device("cuda", 1))
 
@@ -399,7 +434,11 @@ def test_cuda_streams_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(hasattr(event, name) for name in ("query", "synchronize", "elapsed_time"))
 
 
-@pytest.mark.parametrize(("free", "room"), [(80 << 30, 512 << 20), (80 << 20, 10 << 20), (95 << 20, 10 << 20)])
-def test_staging_takes_a_part_of_what_is_free(monkeypatch: pytest.MonkeyPatch, free: int, room: int) -> None:
+@pytest.mark.parametrize(
+    ("free", "room"), [(80 << 30, 512 << 20), (80 << 20, 10 << 20), (95 << 20, 10 << 20)]
+)
+def test_staging_takes_a_part_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, free: int, room: int
+) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 96 << 30))
     assert CudaStreams(torch.device("cuda", 0)).room == room

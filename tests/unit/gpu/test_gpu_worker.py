@@ -1,4 +1,5 @@
-"""The connector's worker half: what is confirmed when, what failures spoil, how long copies make a step."""
+"""The connector's worker half: what is confirmed when, what failures spoil, how long copies make a
+step."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def imported() -> None:
 
 
 class Rank:
-    """A worker half with its device, and steps of vLLM in short. ``Held`` replaces the host copier of CPU tensors."""
+    """A worker half with its device, and steps of vLLM in short. ``Held`` replaces the host copier
+    of CPU tensors."""
 
     def __init__(self, *, held: bool = True) -> None:
         from kvtier.connectors.vllm.metadata import PoolAddress
@@ -58,7 +60,9 @@ class Rank:
         self.half.register({"layer.0": self.cache})
         regions = regions_of({"layer.0": self.cache}, BLOCKS)
         if held:
-            self.half._paged = [PagedBlocks(regions, PER_CHUNK, locked=lambda _: (), streams=self.streams)]
+            self.half._paged = [
+                PagedBlocks(regions, PER_CHUNK, locked=lambda _: (), streams=self.streams)
+            ]
             self.streams.run()
         self.number = 0
 
@@ -67,14 +71,22 @@ class Rank:
 
         return Job(number, self.address, [Move(0, slots, blocks)], f"r{number}", len(blocks))
 
-    def step(self, loads: Any = (), saves: Any = (), seen: int = 0, forward: Callable[[], None] | None = None) -> Any:
+    def step(
+        self,
+        loads: Any = (),
+        saves: Any = (),
+        seen: int = 0,
+        forward: Callable[[], None] | None = None,
+    ) -> Any:
         """vLLM's calls of one step, in its order; the report."""
         from kvtier.connectors.vllm.metadata import StepMetadata
 
         self.number += 1
         computes = forward is not None
         loads, saves, known = list(loads), list(saves), {0: seen}
-        metadata = StepMetadata(self.address, loads, saves, self.number, computes, replacements_seen=known)
+        metadata = StepMetadata(
+            self.address, loads, saves, self.number, computes, replacements_seen=known
+        )
         return self.planned(metadata, forward)
 
     def planned(self, metadata: Any, forward: Callable[[], None] | None = None) -> Any:
@@ -125,7 +137,9 @@ def test_on_cpu_tensors_every_copy_is_confirmed_by_its_own_step() -> None:
     rank.half.close()
 
 
-def test_a_slots_pages_are_mapped_when_it_is_first_used_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slots_pages_are_mapped_when_it_is_first_used_and_only_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rank, touched, touch = Rank(held=False), list[tuple[int, int, int]](), Pool.touch
 
     def noted(pool: Pool, slot: int, begin: int, end: int) -> None:
@@ -152,7 +166,9 @@ def test_a_save_is_confirmed_by_the_first_step_that_finds_its_dma_through(rank: 
     assert not rank.step().done
 
 
-def test_a_load_is_told_once_when_it_is_through_and_counts_at_the_rate_of_the_last_one(rank: Rank) -> None:
+def test_a_load_is_told_once_when_it_is_through_and_counts_at_the_rate_of_the_last_one(
+    rank: Rank,
+) -> None:
     rank.pool.view(1)[:] = b"\5" * SLOT
     first = rank.step([rank.job(1, [1], [4, 5])])
     assert not first.done
@@ -173,7 +189,9 @@ def test_a_load_is_told_once_when_it_is_through_and_counts_at_the_rate_of_the_la
     assert third.load_s == pytest.approx(copy.seconds * 2)
 
 
-def test_a_load_that_the_host_can_see_to_be_wrong_fails_in_its_step_and_spoils_no_save(rank: Rank) -> None:
+def test_a_load_that_the_host_can_see_to_be_wrong_fails_in_its_step_and_spoils_no_save(
+    rank: Rank,
+) -> None:
     report = rank.step([rank.job(1, [99], [4, 5])], saves=[rank.job(2, [0], [6, 7])])
     assert (rank.ended, rank.failed, rank.bad) == ({"r1"}, {"r1"}, {4, 5})
     assert dict(report.failed) == {1: 1}
@@ -182,7 +200,9 @@ def test_a_load_that_the_host_can_see_to_be_wrong_fails_in_its_step_and_spoils_n
     assert not rank.ended
 
 
-def test_a_load_that_fails_on_the_device_is_told_when_it_is_found_and_spoils_no_save(rank: Rank) -> None:
+def test_a_load_that_fails_on_the_device_is_told_when_it_is_found_and_spoils_no_save(
+    rank: Rank,
+) -> None:
     rank.step([rank.job(2, [1], [4, 5])], saves=[rank.job(3, [2], [1, 2])])
     rank.streams.all[4].error = RuntimeError("CUDA error: injected")  # the stream that scatters
     rank.streams.run()
@@ -193,7 +213,8 @@ def test_a_load_that_fails_on_the_device_is_told_when_it_is_found_and_spoils_no_
 
 
 class SlowCopies:
-    """A clock that stands still but for copies, each of which takes ``copy_s``, and for what a test adds."""
+    """A clock that stands still but for copies, each of which takes ``copy_s``, and for what a test
+    adds."""
 
     def __init__(self, rank: Rank, copy_s: float) -> None:
         self.now, self.copy_s, self.copied = 0.0, copy_s, 0
@@ -212,7 +233,9 @@ class SlowCopies:
     [(0.0, 3), (0.04, 3), (0.2, 5), (None, 10)],
     ids=["no time", "decoding", "a long prefill", "nothing computed"],
 )
-def test_copies_make_a_step_that_computes_longer_by_5_ms_or_a_twentieth(forward_s: float | None, a_step: int) -> None:
+def test_copies_make_a_step_that_computes_longer_by_5_ms_or_a_twentieth(
+    forward_s: float | None, a_step: int
+) -> None:
     rank = Rank(held=False)
     clock = SlowCopies(rank, 0.002)
 
@@ -267,7 +290,9 @@ def test_loads_that_wait_for_their_turn_fail_when_the_weights_are_replaced() -> 
     rank.half.close()
 
 
-def test_nothing_is_loaded_or_saved_after_the_weights_were_replaced_until_the_scheduler_knows(rank: Rank) -> None:
+def test_nothing_is_loaded_or_saved_after_the_weights_were_replaced_until_the_scheduler_knows(
+    rank: Rank,
+) -> None:
     rank.step(saves=[rank.job(1, [0], [1, 2])], forward=rank.fill(1, 3))
     rank.streams.run()
     rank.half._model.other = True  # type: ignore[union-attr]
@@ -278,7 +303,9 @@ def test_nothing_is_loaded_or_saved_after_the_weights_were_replaced_until_the_sc
     assert dict(report.failed) == {2: 1, 3: 1} and dict(report.done) == {1: 1}
     assert not rank.cache[4:6].any(), "old KV is in the blocks"
     late = rank.step(saves=[rank.job(4, [3], [6, 7])])
-    assert dict(late.failed) == {4: 1} and not late.replacements, "planned before the scheduler knew"
+    assert dict(late.failed) == {4: 1} and not late.replacements, (
+        "planned before the scheduler knew"
+    )
     rank.step(saves=[rank.job(5, [3], [6, 7])], seen=1)
     rank.streams.run()
     assert dict(rank.step(seen=9).done) == {5: 1}
@@ -309,7 +336,9 @@ def test_every_rank_s_word_on_a_job_counts() -> None:
     from kvtier.connectors.vllm.metadata import StepReport
 
     one = StepReport(done=Counter({1: 1, 2: 1}), failed=Counter({3: 1}), replacements={0: 1})
-    other = StepReport(done=Counter({1: 1}), failed=Counter({2: 1, 3: 1}), replacements={0: 2, 1: 1})
+    other = StepReport(
+        done=Counter({1: 1}), failed=Counter({2: 1, 3: 1}), replacements={0: 2, 1: 1}
+    )
     merged = one.aggregate(other)
     assert (merged.done, merged.failed) == (Counter({1: 2, 2: 1}), Counter({2: 1, 3: 2}))
     assert merged.replacements == {0: 2, 1: 1}
@@ -365,7 +394,9 @@ def test_a_pool_that_cannot_be_mapped_is_told_in_the_first_step() -> None:
     rank.half.close()
 
 
-def test_a_pool_is_locked_from_the_first_step_on_that_names_it_and_not_while_a_graph_is_captured(rank: Rank) -> None:
+def test_a_pool_is_locked_from_the_first_step_on_that_names_it_and_not_while_a_graph_is_captured(
+    rank: Rank,
+) -> None:
     driver, lane, capturing = Driver(), ManualLane(), [True]
     rank.half._pinning = Pinning(None, runtime=driver, lane=lane, capturing=lambda: capturing[0])
     rank.step()
@@ -387,7 +418,9 @@ def test_a_rank_locks_its_own_part_of_the_pool(rank: Rank) -> None:
     assert begun == [(2 * SLOT, (SLOT, 2 * SLOT))]
 
 
-def test_a_servers_pool_is_mapped_early_once_and_may_be_away(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_servers_pool_is_mapped_early_once_and_may_be_away(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried, join = list[str](), SharedPool.join
 
     def noted(path: str, *given: Any) -> Any:
@@ -415,14 +448,20 @@ def test_a_device_that_is_neither_cpu_nor_cuda_is_refused_by_name(kind: str) -> 
     cache = torch.zeros(BLOCKS, ROW, dtype=torch.uint8, device="meta")
     if kind == "xpu":  # there is none here: tensors of the kind cannot be made
         with pytest.MonkeyPatch.context() as patched:
-            region = SimpleNamespace(rows=SimpleNamespace(shape=(BLOCKS, ROW), device=torch.device("xpu", 0)))
+            region = SimpleNamespace(
+                rows=SimpleNamespace(shape=(BLOCKS, ROW), device=torch.device("xpu", 0))
+            )
             region.rows.is_cuda = False
             patched.setattr("kvtier.connectors.vllm.worker.regions_of", lambda *_: [region])
             with pytest.raises(LayoutError, match=r"lies on xpu:0.*CPUs and of CUDA devices"):
-                WorkerHalf(0, BLOCKS, [GroupLayers(frozenset(), PER_CHUNK)], StillModel).register({"layer.0": cache})
+                WorkerHalf(0, BLOCKS, [GroupLayers(frozenset(), PER_CHUNK)], StillModel).register(
+                    {"layer.0": cache}
+                )
         return
     with pytest.raises(LayoutError, match="lies on meta"):
-        WorkerHalf(0, BLOCKS, [GroupLayers(frozenset(), PER_CHUNK)], StillModel).register({"layer.0": cache})
+        WorkerHalf(0, BLOCKS, [GroupLayers(frozenset(), PER_CHUNK)], StillModel).register(
+            {"layer.0": cache}
+        )
 
 
 def test_closing_waits_for_copies_under_way(rank: Rank) -> None:
@@ -432,38 +471,56 @@ def test_closing_waits_for_copies_under_way(rank: Rank) -> None:
     assert rank.held(0) == {7}
 
 
-# ---- both halves -------------------------------------------------------------------------------------------------
+# ---- both halves ---------------------------------------------------------------------------------
 
 
 def output(request: Any | None = None, blocks: list[int] | None = None) -> Any:
     """vLLM's plan of a step: all of a new request, or nothing."""
-    new = [] if request is None else [
-        SimpleNamespace(req_id=request.request_id, block_ids=[blocks], num_computed_tokens=0)
-    ]  # fmt: skip
-    cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[])
+    new = (
+        []
+        if request is None
+        else [SimpleNamespace(req_id=request.request_id, block_ids=[blocks], num_computed_tokens=0)]
+    )
+    cached = SimpleNamespace(
+        req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[]
+    )
     tokens = {} if request is None else {request.request_id: request.num_tokens}
     return SimpleNamespace(
-        scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens=tokens,
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens=tokens,
         total_num_scheduled_tokens=sum(tokens.values()),
-    )  # fmt: skip
+    )
 
 
 def prompt() -> Any:
     tokens = [*range(CHUNK_TOKENS + 1)]
     return SimpleNamespace(
-        request_id="one", num_tokens=len(tokens), num_prompt_tokens=len(tokens), all_token_ids=tokens,
-        skip_reading_prefix_cache=False, prompt_embeds=None, lora_request=None, cache_salt=None, mm_features=None,
+        request_id="one",
+        num_tokens=len(tokens),
+        num_prompt_tokens=len(tokens),
+        all_token_ids=tokens,
+        skip_reading_prefix_cache=False,
+        prompt_embeds=None,
+        lora_request=None,
+        cache_salt=None,
+        mm_features=None,
         kv_transfer_params=None,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("through", [True, False])
-def test_an_idle_engine_takes_steps_until_its_chunks_are_ready_and_not_for_ever(rank: Rank, through: bool) -> None:
+def test_an_idle_engine_takes_steps_until_its_chunks_are_ready_and_not_for_ever(
+    rank: Rank, through: bool
+) -> None:
     from kvtier.connectors.vllm.groups import Geometry, Group, Kind
     from kvtier.connectors.vllm.scheduler import Duty, SchedulerHalf
     from kvtier.load_policy.decide import LoadPolicy
 
-    clock, layout = Clock(100.0), ChunkLayout(fingerprint({"model": "t"}), CHUNK_TOKENS, BLOCK_TOKENS, (SLOT,))
+    clock, layout = (
+        Clock(100.0),
+        ChunkLayout(fingerprint({"model": "t"}), CHUNK_TOKENS, BLOCK_TOKENS, (SLOT,)),
+    )
     store = Store(rank.pool, [], clock=clock)
     load_policy = LoadPolicy(60.0, prefill=Prefill(1 / 64), clock=clock)
     geometry = Geometry((Group(0, Kind.FULL, BLOCK_TOKENS),), CHUNK_TOKENS)

@@ -1,4 +1,5 @@
-"""Forecasts: they converge, forget, are never negative or NaN; and what is chosen by them is the soonest served."""
+"""Forecasts: they converge, forget, are never negative or NaN; and what is chosen by them is the
+soonest served."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def paced(threads: int, read_s: float | None = None) -> Pace:
     return pace
 
 
-# ---- averages --------------------------------------------------------------------------------------------------------
+# ---- averages ------------------------------------------------------------------------------------
 
 
 def test_an_average_converges_in_a_burst_and_gives_in_at_once_after_a_silence() -> None:
@@ -58,7 +59,7 @@ def test_an_average_stays_among_its_samples(samples: list[tuple[float, float]]) 
         assert average.value is None
 
 
-# ---- a tier's lane ---------------------------------------------------------------------------------------------------
+# ---- a tier's lane -------------------------------------------------------------------------------
 
 
 def test_an_unknown_tier_says_so_and_a_write_stands_in_for_the_first_read() -> None:
@@ -123,9 +124,12 @@ def test_probes_are_bounded_and_never_two_at_once() -> None:
 
 
 @given(
-    st.integers(1, 8), st.integers(0, 5000), st.lists(SECONDS, max_size=12), st.one_of(st.none(), SECONDS),
+    st.integers(1, 8),
     st.integers(0, 5000),
-)  # fmt: skip
+    st.lists(SECONDS, max_size=12),
+    st.one_of(st.none(), SECONDS),
+    st.integers(0, 5000),
+)
 def test_a_wait_is_finite_and_grows_with_the_work(
     threads: int, queued: int, begun: list[float], read_s: float | None, reads: int
 ) -> None:
@@ -138,7 +142,7 @@ def test_a_wait_is_finite_and_grows_with_the_work(
         assert more is not None and 0 <= some <= more * (1 + 1e-9) < math.inf
 
 
-# ---- prefill ---------------------------------------------------------------------------------------------------------
+# ---- prefill -------------------------------------------------------------------------------------
 
 FLAT, SLOPE = 40e-6, 2e-9
 
@@ -155,9 +159,13 @@ def taught(prefill: Prefill, pace: float = 1.0) -> Prefill:
     return prefill
 
 
-@pytest.mark.parametrize(("tokens", "cached"), [(2048, 0), (16_384, 0), (512, 16_384), (30_000, 2000)])
+@pytest.mark.parametrize(
+    ("tokens", "cached"), [(2048, 0), (16_384, 0), (512, 16_384), (30_000, 2000)]
+)
 def test_prefill_is_learned_from_steps_and_holds_for_other_sizes(tokens: int, cached: int) -> None:
-    assert taught(Prefill()).seconds(tokens, cached) == pytest.approx(truth(tokens, cached), rel=0.02)
+    assert taught(Prefill()).seconds(tokens, cached) == pytest.approx(
+        truth(tokens, cached), rel=0.02
+    )
 
 
 def test_a_wrong_estimate_is_corrected_and_an_engine_that_slows_down_believed() -> None:
@@ -174,12 +182,19 @@ def test_nothing_is_known_of_a_new_engine() -> None:
 def test_short_tails_hardly_change_what_whole_steps_taught() -> None:
     prefill = taught(Prefill())
     for _ in range(20):
-        prefill.learn(130, 130 * 2048, 0.02)  # four times what these tokens cost: mostly the step itself
+        prefill.learn(
+            130, 130 * 2048, 0.02
+        )  # four times what these tokens cost: mostly the step itself
     assert prefill.seconds(2048, 0) == pytest.approx(truth(2048, 0), rel=0.1)
 
 
-@given(st.lists(st.tuples(st.integers(0, 10**5), st.floats(0, 1e6), st.floats()), max_size=40), st.integers(1, 10**6))
-def test_prefill_is_never_negative_nor_nan(steps: list[tuple[int, float, float]], tokens: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 10**5), st.floats(0, 1e6), st.floats()), max_size=40),
+    st.integers(1, 10**6),
+)
+def test_prefill_is_never_negative_nor_nan(
+    steps: list[tuple[int, float, float]], tokens: int
+) -> None:
     prefill = Prefill()
     for new, depth, seconds in steps:
         prefill.learn(new, new * (depth + new / 2), min(seconds, 1e6))
@@ -188,7 +203,7 @@ def test_prefill_is_never_negative_nor_nan(steps: list[tuple[int, float, float]]
         assert forecast is None or 0 <= forecast < math.inf
 
 
-# ---- which interval is a step's --------------------------------------------------------------------------------------
+# ---- which interval is a step's ------------------------------------------------------------------
 
 
 class Learnt(Prefill):
@@ -213,7 +228,9 @@ def clock(prefill: Learnt) -> StepClock:
     return clock
 
 
-def test_a_steps_time_begins_when_it_is_planned_or_the_one_before_has_ended(clock: StepClock, prefill: Learnt) -> None:
+def test_a_steps_time_begins_when_it_is_planned_or_the_one_before_has_ended(
+    clock: StepClock, prefill: Learnt
+) -> None:
     first = clock.plan(10.0, [(2000, 0)])
     ahead = clock.plan(10.1, [(1000, 2000)])
     clock.end(first, 12.0, 0.0)
@@ -221,7 +238,9 @@ def test_a_steps_time_begins_when_it_is_planned_or_the_one_before_has_ended(cloc
     assert prefill.steps == [(2000, 2.0), (1000, 0.75)], "idle time and copies do not count"
 
 
-def test_steps_that_only_decode_teach_what_a_step_costs_anyway(clock: StepClock, prefill: Learnt) -> None:
+def test_steps_that_only_decode_teach_what_a_step_costs_anyway(
+    clock: StepClock, prefill: Learnt
+) -> None:
     for at in range(10, 20):
         clock.end(clock.plan(at, [(1, 500)] * 4), at + 0.125, 0.0)
     clock.end(clock.plan(30.0, []), 35.0, 0.0)
@@ -230,7 +249,9 @@ def test_steps_that_only_decode_teach_what_a_step_costs_anyway(clock: StepClock,
     assert [seconds for _, seconds in prefill.steps] == pytest.approx([0.875])
 
 
-def test_a_step_that_was_never_seen_to_end_spoils_one_sample_and_no_more(clock: StepClock, prefill: Learnt) -> None:
+def test_a_step_that_was_never_seen_to_end_spoils_one_sample_and_no_more(
+    clock: StepClock, prefill: Learnt
+) -> None:
     clock.plan(10.0, [(2000, 0)])
     clock.end(clock.plan(10.0, [(2000, 0)]), 20.0, 0.0)
     assert prefill.steps == []
@@ -247,7 +268,7 @@ def test_an_engines_first_prefill_is_a_hint_and_no_measure(prefill: Learnt) -> N
     assert (known.seconds(1000, 0) or 9) < 1
 
 
-# ---- what to take ----------------------------------------------------------------------------------------------------
+# ---- what to take --------------------------------------------------------------------------------
 
 
 def per_chunk(seconds: float) -> Callable[[int], float | None]:
@@ -291,9 +312,15 @@ def test_a_copy_that_is_slower_than_computing_is_not_made() -> None:
 
 @pytest.mark.parametrize(
     ("answer_s", "arrive_s", "odds", "asked"),
-    [(0.001, 0.1, 1.0, True), (0.001, 0.1, 0.0, True), (0.1, 0.2, 0.0, False), (0.1, 0.2, 0.9, True),
-     (0.1, 2.0, 1.0, False), (None, None, 1.0, True)],
-)  # fmt: skip
+    [
+        (0.001, 0.1, 1.0, True),
+        (0.001, 0.1, 0.0, True),
+        (0.1, 0.2, 0.0, False),
+        (0.1, 0.2, 0.9, True),
+        (0.1, 2.0, 1.0, False),
+        (None, None, 1.0, True),
+    ],
+)
 def test_a_shared_tier_is_asked_when_the_answer_is_worth_it(
     answer_s: float | None, arrive_s: float | None, odds: float, asked: bool
 ) -> None:
@@ -304,12 +331,19 @@ def test_a_shared_tier_is_asked_when_the_answer_is_worth_it(
 WAITS = st.one_of(st.none(), st.floats(0, 100))
 
 
-@given(st.lists(st.tuples(st.integers(0, 50), WAITS), max_size=6), st.floats(0, 5), st.none() | st.floats(0, 1))
+@given(
+    st.lists(st.tuples(st.integers(0, 50), WAITS), max_size=6),
+    st.floats(0, 5),
+    st.none() | st.floats(0, 1),
+)
 def test_a_choice_is_possible_and_waits_no_longer_than_computing_takes(
     more: list[tuple[int, float | None]], each: float, odds: float | None
 ) -> None:
     counts = sorted(count for count, _ in more)
-    steps = [(counts[0] if counts else 0, 0.0), *zip(counts, (wait for _, wait in more), strict=True)]
+    steps = [
+        (counts[0] if counts else 0, 0.0),
+        *zip(counts, (wait for _, wait in more), strict=True),
+    ]
     asking = None if odds is None else Asking(0.5, 1.0, odds)
     choice = choose(LookupResult(steps, asking), 60, per_chunk(each))
     assert 0 <= choice.chunks <= steps[-1][0]

@@ -1,5 +1,5 @@
-"""Answers that no honest server gives are refused before an engine goes by them, and a server that waits is not waited
-for."""
+"""Answers that no honest server gives are refused before an engine goes by them, and a server that
+waits is not waited for."""
 
 from __future__ import annotations
 
@@ -77,7 +77,10 @@ def test_what_an_honest_server_says_is_taken() -> None:
 
 BAD: dict[str, tuple[type[wire.Message], Callable[[Any], wire.Message]]] = {
     "more than was asked for": (wire.Lookup, lambda asked: wire.LookupAnswer(asked.id, [(5, 0.0)])),
-    "a run that shrinks": (wire.Lookup, lambda asked: wire.LookupAnswer(asked.id, [(4, 0.0), (2, 0.5)])),
+    "a run that shrinks": (
+        wire.Lookup,
+        lambda asked: wire.LookupAnswer(asked.id, [(4, 0.0), (2, 0.5)]),
+    ),
     "another question's": (wire.Lookup, lambda asked: wire.LookupAnswer(asked.id + 1, [(4, 0.0)])),
     "the last question's": (wire.Lookup, lambda asked: wire.LookupAnswer(asked.id - 1, [(4, 0.0)])),
     "another kind": (wire.Lookup, lambda asked: wire.Done(asked.id)),
@@ -91,14 +94,19 @@ BAD: dict[str, tuple[type[wire.Message], Callable[[Any], wire.Message]]] = {
     "slots without sources": (wire.Load, lambda asked: wire.Claim(asked.id, 1, 0, [0, 1], b"\0")),
     "too many slots": (wire.Load, lambda asked: wire.Claim(asked.id, 1, 0, [0] * 5, bytes(5))),
     "too many to come": (wire.Load, lambda asked: wire.Claim(asked.id, 1, 3, [0, 1], bytes(2))),
-    "a poll with too many": (wire.Poll, lambda asked: wire.Claim(asked.id, 1, 0, [0] * 3, bytes(3))),
+    "a poll with too many": (
+        wire.Poll,
+        lambda asked: wire.Claim(asked.id, 1, 0, [0] * 3, bytes(3)),
+    ),
 }
 
 
 @pytest.mark.parametrize("lie", BAD)
 def test_an_answer_that_cannot_be_is_a_miss_and_ends_the_attachment(lie: str) -> None:
     kind, answer = BAD[lie]
-    with client_of(lambda asked: [answer(asked)] if isinstance(asked, kind) else honest(asked)) as client:
+    with client_of(
+        lambda asked: [answer(asked)] if isinstance(asked, kind) else honest(asked)
+    ) as client:
         if kind is wire.Lookup:
             assert client.lookup(KEYS).progress == Progress(0, 0)
         elif kind is wire.Save:
@@ -110,7 +118,8 @@ def test_an_answer_that_cannot_be_is_a_miss_and_ends_the_attachment(lie: str) ->
 
 
 def test_an_answer_that_comes_late_is_not_taken_for_the_next_question() -> None:
-    """The first question is answered when the second comes, with everything there; the second with nothing."""
+    """The first question is answered when the second comes, with everything there; the second with
+    nothing."""
     asked: list[wire.Lookup] = []
 
     def late(message: wire.Message) -> list[wire.Message]:
@@ -119,14 +128,21 @@ def test_an_answer_that_comes_late_is_not_taken_for_the_next_question() -> None:
         if isinstance(message, wire.InvalidateAll):
             return [wire.LookupAnswer(asked[0].id, [(4, 0.0)])]
         return (
-            [wire.LookupAnswer(message.id, [(1, 0.0)])] if isinstance(message, wire.Lookup) and len(asked) > 1 else []
+            [wire.LookupAnswer(message.id, [(1, 0.0)])]
+            if isinstance(message, wire.Lookup) and len(asked) > 1
+            else []
         )
 
     with client_of(late, 0.2) as client:
         assert client.lookup(KEYS).progress == Progress(0, 0), "no answer in time"
-        assert client.lookup(run(2, 4)).progress == Progress(0, 0) and len(asked) == 1, "not asked while one is owed"
+        assert client.lookup(run(2, 4)).progress == Progress(0, 0) and len(asked) == 1, (
+            "not asked while one is owed"
+        )
         client.invalidate_all()
-        wait_for(lambda: client.lookup(run(3, 4)).progress == Progress(1, 0), "the answer to this question")
+        wait_for(
+            lambda: client.lookup(run(3, 4)).progress == Progress(1, 0),
+            "the answer to this question",
+        )
         assert client.counts["lost"] == 0
 
 
@@ -142,7 +158,11 @@ def test_another_answer_than_the_one_that_is_owed_ends_the_attachment() -> None:
 
 def test_a_flood_of_other_answers_does_not_hold_the_engine() -> None:
     def flood(asked: wire.Message) -> bytes:
-        return wire.frame(wire.LookupAnswer(99, [(1, 0.0)])) * 10_000 if isinstance(asked, wire.Lookup) else b""
+        return (
+            wire.frame(wire.LookupAnswer(99, [(1, 0.0)])) * 10_000
+            if isinstance(asked, wire.Lookup)
+            else b""
+        )
 
     with client_of(flood) as client:
         assert client.lookup(KEYS).progress == Progress(0, 0)
@@ -150,7 +170,8 @@ def test_a_flood_of_other_answers_does_not_hold_the_engine() -> None:
 
 
 def test_an_answer_that_does_not_end_is_read_for_as_long_as_any() -> None:
-    """Whatever has come: when the time is over the link is read once more, and not until all is read."""
+    """Whatever has come: when the time is over the link is read once more, and not until all is
+    read."""
     begun = (1 << 20).to_bytes(4, "little") + bytes(150_000)
     with client_of(lambda asked: begun) as client:
         client.invalidate_all()

@@ -48,13 +48,23 @@ MESSAGES = [
     wire.Go(1, True, False),
     wire.Stored(1, True),
 ]
-ANY = wire.Challenge | wire.Hello | wire.Welcome | wire.Question | wire.Answer | wire.StreamQuestion | wire.StreamAnswer
+ANY = (
+    wire.Challenge
+    | wire.Hello
+    | wire.Welcome
+    | wire.Question
+    | wire.Answer
+    | wire.StreamQuestion
+    | wire.StreamAnswer
+)
 
 
 def test_every_message_survives_the_wire_byte_by_byte() -> None:
     inbox: Inbox[wire.Message] = Inbox(ANY)
     sent = b"".join(map(frame, MESSAGES))
-    assert [message for at in range(len(sent)) for message in inbox.feed(sent[at : at + 1])] == MESSAGES
+    assert [
+        message for at in range(len(sent)) for message in inbox.feed(sent[at : at + 1])
+    ] == MESSAGES
 
 
 def test_the_list_above_has_every_message() -> None:
@@ -82,7 +92,11 @@ def test_a_long_frame_is_refused_before_anything_is_allocated() -> None:
     tracemalloc.stop()
     assert peak < 64 * 1024
     with pytest.raises(WireError, match="expected at most 1024"):
-        list(Inbox[wire.Message](wire.Hello, wire.MAX_GREETING).feed(frame(wire.Lookup(1, KEY * 100))))
+        list(
+            Inbox[wire.Message](wire.Hello, wire.MAX_GREETING).feed(
+                frame(wire.Lookup(1, KEY * 100))
+            )
+        )
 
 
 def test_what_is_read_and_not_taken_is_bounded() -> None:
@@ -116,7 +130,11 @@ def test_what_is_read_and_not_taken_is_bounded() -> None:
 )
 def test_what_is_not_exactly_a_message_is_refused(body: bytes) -> None:
     with pytest.raises(WireError, match=r"malformed|at most"):
-        list(Inbox[wire.Message](wire.Question | wire.StreamQuestion).feed(len(body).to_bytes(4, "little") + body))
+        list(
+            Inbox[wire.Message](wire.Question | wire.StreamQuestion).feed(
+                len(body).to_bytes(4, "little") + body
+            )
+        )
 
 
 def test_keys_travel_as_one_blob() -> None:
@@ -140,9 +158,14 @@ def test_bytes_behind_a_frame_can_be_drained() -> None:
 
 def test_proofs_depend_on_token_nonces_side_and_everything_said() -> None:
     token = b"token"
-    challenge, hello = wire.Challenge(1, bytes(32)), wire.Hello(1, "stream", bytes(32), "", 1, "", bytes(32))
+    challenge, hello = (
+        wire.Challenge(1, bytes(32)),
+        wire.Hello(1, "stream", bytes(32), "", 1, "", bytes(32)),
+    )
     proof = wire.client_proof(token, challenge, hello)
-    assert wire.proven(proof, wire.client_proof(token, challenge, msgspec.structs.replace(hello, proof=proof)))
+    assert wire.proven(
+        proof, wire.client_proof(token, challenge, msgspec.structs.replace(hello, proof=proof))
+    )
     others = [
         wire.client_proof(b"other", challenge, hello),
         wire.client_proof(token, wire.Challenge(1, bytes([1]) * 32), hello),
@@ -173,11 +196,18 @@ def test_a_servers_proof_depends_on_token_and_both_nonces() -> None:
 def test_a_clients_proof_depends_on_every_field_of_its_hello() -> None:
     challenge = wire.Challenge(1, bytes(32))
     hello = wire.Hello(1, "attach", bytes(32), "tenant", 4096, "engine", bytes(32))
-    changed = {"version": 2, "mode": "stream", "fingerprint": bytes([1]) * 32, "namespace": "b", "chunk_bytes": 1}
+    changed = {
+        "version": 2,
+        "mode": "stream",
+        "fingerprint": bytes([1]) * 32,
+        "namespace": "b",
+        "chunk_bytes": 1,
+    }
     changed |= {"client": "b", "nonce": bytes([1]) * 32}
     assert changed.keys() | {"proof"} == set(wire.Hello.__struct_fields__)
     proofs = [
-        wire.client_proof(b"token", challenge, msgspec.structs.replace(hello, **{k: v})) for k, v in changed.items()
+        wire.client_proof(b"token", challenge, msgspec.structs.replace(hello, **{k: v}))
+        for k, v in changed.items()
     ]
     assert len({wire.client_proof(b"token", challenge, hello), *proofs}) == 1 + len(changed)
 
@@ -207,6 +237,8 @@ def test_no_file_compares_a_secret_by_its_first_difference() -> None:
     found = []
     for file in (Path(wire.__file__).parent).rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Compare) and any(isinstance(op, ast.Eq | ast.NotEq) for op in node.ops):
+            if isinstance(node, ast.Compare) and any(
+                isinstance(op, ast.Eq | ast.NotEq) for op in node.ops
+            ):
                 found += [f"{file.name}:{node.lineno}"] if names(node) & SECRETS else []
     assert found == []

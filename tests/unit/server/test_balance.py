@@ -14,16 +14,22 @@ def full(room: int, age: int | None, wanted: int = 0, unit: int = 10) -> Side:
     return Side(room, unit, 0, room, wanted, age)
 
 
-# ---- when a size comes or goes ---------------------------------------------------------------------------------------
+# ---- when a size comes or goes -------------------------------------------------------------------
 
 
 def test_what_nobody_holds_makes_the_sizes_equal() -> None:
-    assert divide(PLACE, {1: Side(0, 10, 0, 0), 2: Side(0, 20, 0, 0)}) == {1: PLACE // 2, 2: PLACE // 2}
+    assert divide(PLACE, {1: Side(0, 10, 0, 0), 2: Side(0, 20, 0, 0)}) == {
+        1: PLACE // 2,
+        2: PLACE // 2,
+    }
     assert divide(PLACE, {1: Side(0, 10, 0, 0)}) == {1: PLACE}
 
 
 def test_who_holds_more_than_his_part_keeps_it_as_long_as_there_is_room() -> None:
-    assert divide(PLACE, {1: Side(0, 10, 0, 70_000), 2: Side(0, 20, 0, 0)}) == {1: 70_000, 2: 10_000}
+    assert divide(PLACE, {1: Side(0, 10, 0, 70_000), 2: Side(0, 20, 0, 0)}) == {
+        1: 70_000,
+        2: 10_000,
+    }
 
 
 def test_the_largest_gives_what_a_new_size_keeps_at_least() -> None:
@@ -36,7 +42,7 @@ def test_where_not_even_the_least_is_there_nobody_gets_more_than_there_is() -> N
     assert sum(rooms.values()) <= 100 and rooms[1] >= 20
 
 
-# ---- in every turn ---------------------------------------------------------------------------------------------------
+# ---- in every turn -------------------------------------------------------------------------------
 
 
 def test_nothing_moves_to_who_lacks_nothing() -> None:
@@ -115,14 +121,22 @@ def test_whatever_comes_no_byte_is_made_none_is_lost_and_everybody_keeps_the_lea
         if after[size] > side.room:
             assert side.wanted
     level = divide(place, sides)
-    assert place - len(sides) < sum(level.values()) <= place or max(level.values(), default=0) >= place
+    assert (
+        place - len(sides) < sum(level.values()) <= place or max(level.values(), default=0) >= place
+    )
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 2000), st.integers(0, 40)), min_size=2, max_size=6))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 40), st.integers(1, 2000), st.integers(0, 40)),
+        min_size=2,
+        max_size=6,
+    )
+)
 def test_under_a_steady_load_the_room_comes_to_rest(loads: list[tuple[int, int, int]]) -> None:
-    """Each size uses the same chunks again and again, so many bytes a turn. Its coldest is as old as it takes to use
-    all that fits; what it uses and does not fit lacks room."""
+    """Each size uses the same chunks again and again, so many bytes a turn. Its coldest is as old
+    as it takes to use all that fits; what it uses and does not fit lacks room."""
     place = 80_000
     rooms = divide(place, {size: Side(0, unit, 0, 0) for size, (unit, _, _) in enumerate(loads)})
     history = []

@@ -22,7 +22,12 @@ def test_one_address_pushes_out_its_own_oldest_only() -> None:
 
 def test_when_all_is_full_the_address_with_most_makes_room() -> None:
     places: Handshakes[str] = Handshakes(4, 3)
-    for one, address in (("a", "10.0.0.1"), ("b", "10.0.0.2"), ("c", "10.0.0.3"), ("d", "10.0.0.2")):
+    for one, address in (
+        ("a", "10.0.0.1"),
+        ("b", "10.0.0.2"),
+        ("c", "10.0.0.3"),
+        ("d", "10.0.0.2"),
+    ):
         assert places.enter(one, address) is None
     assert places.enter("e", "10.0.0.4") == "b"
     assert places.enter("f", "10.0.0.5") == "a", "nobody has most: the oldest"
@@ -39,7 +44,11 @@ def test_who_leaves_makes_room() -> None:
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("2001:db8::1", "2001:db8::ffff"), ("fe80::1%eth0", "fe80::2%eth0"), ("::ffff:10.0.0.1", "10.0.0.1")],
+    [
+        ("2001:db8::1", "2001:db8::ffff"),
+        ("fe80::1%eth0", "fe80::2%eth0"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+    ],
 )
 def test_one_host_has_many_addresses_and_counts_once(one: str, other: str) -> None:
     places: Handshakes[int] = Handshakes(9, 1)

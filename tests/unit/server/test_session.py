@@ -1,4 +1,5 @@
-"""Session: leases are the session's own, limits hold, and what no correct client asks is refused. And owners."""
+"""Session: leases are the session's own, limits hold, and what no correct client asks is refused.
+And owners."""
 
 from __future__ import annotations
 
@@ -85,7 +86,9 @@ def test_a_lease_is_of_one_session(store: Store, session: Session) -> None:
         wire.Lookup(1, bytes(41)),
     ],
 )
-def test_what_no_correct_client_asks(store: Store, session: Session, question: wire.Question) -> None:
+def test_what_no_correct_client_asks(
+    store: Store, session: Session, question: wire.Question
+) -> None:
     """Lease 1 is a save, lease 2 a load of two chunks."""
     save(Session(store, 1), 5, 6)
     session.answer(wire.Save(0, blob(1)))
@@ -110,7 +113,9 @@ def test_loads_pin_no_more_than_saves_fill(store: Store, session: Session) -> No
     for token in range(8):
         save(session, token)
     leases = [session.answer(wire.Load(0, blob(token), 0)) for token in range(8)]
-    assert [len(lease.slots) for lease in leases if isinstance(lease, wire.Claim)] == [1] * 6 + [0] * 2
+    assert [len(lease.slots) for lease in leases if isinstance(lease, wire.Claim)] == [1] * 6 + [
+        0
+    ] * 2
     first = leases[0]
     assert isinstance(first, wire.Claim)
     session.answer(wire.End(first.lease))
@@ -135,7 +140,10 @@ def test_a_load_holds_what_a_shared_tier_may_still_bring() -> None:
     assert session.answer(wire.Save(0, blob(9))) == wire.Slots(0, 0, [], []), "six may come"
     lane.run()
     session.answer(wire.Poll(0, claim.lease, 0))
-    assert isinstance(slots := session.answer(wire.Save(0, blob(9))), wire.Slots) and len(slots.slots) == 1
+    assert (
+        isinstance(slots := session.answer(wire.Save(0, blob(9))), wire.Slots)
+        and len(slots.slots) == 1
+    )
     session.end()
     store.check(idle=True)
 
@@ -186,14 +194,14 @@ def test_a_session_that_is_ended_holds_nothing() -> None:
     engines.store.check()
 
 
-# ---- pieces ----------------------------------------------------------------------------------------------------------
+# ---- pieces --------------------------------------------------------------------------------------
 
 LONG = LAYOUT.keys(range(3000))
 MESSAGES: dict[str, wire.Question] = {
-    "match": wire.Lookup(1, wire.joined(LONG)),
+    "lookup": wire.Lookup(1, wire.joined(LONG)),
     "save": wire.Save(1, wire.joined(LONG)),
     "load": wire.Load(1, wire.joined(LONG), 0),
-    "forget": wire.Invalidate(wire.joined(LONG)),
+    "invalidate": wire.Invalidate(wire.joined(LONG)),
     "hint": wire.Hint(wire.joined(LONG), True, 0.0),
     "clear": wire.InvalidateAll(),
     "check": wire.Check(1, False),
@@ -204,16 +212,23 @@ ONE_PIECE = 1024
 
 
 class Counting:
-    """A lock that counts, between two of its holders, how many chunks the Directory was asked about."""
+    """A lock that counts, between two of its holders, how many chunks the Directory was asked
+    about."""
 
     def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
-        for name in ("get", "reserve", "pin", "unpin", "filled", "forget"):
-            monkeypatch.setattr(store._directory, name, self._counted(getattr(store._directory, name)))
+        for name in ("get", "reserve", "pin", "unpin", "filled", "invalidate"):
+            monkeypatch.setattr(
+                store._directory, name, self._counted(getattr(store._directory, name))
+            )
         for name in ("used", "ordered"):
-            monkeypatch.setattr(store._directory, name, self._counted_run(getattr(store._directory, name)))
+            monkeypatch.setattr(
+                store._directory, name, self._counted_run(getattr(store._directory, name))
+            )
 
-    def _counted_run(self, method: Callable[[list[ChunkKey]], None]) -> Callable[[list[ChunkKey]], None]:
+    def _counted_run(
+        self, method: Callable[[list[ChunkKey]], None]
+    ) -> Callable[[list[ChunkKey]], None]:
         def counted(run: list[ChunkKey]) -> None:
             self.calls += len(run)
             method(run)
@@ -288,7 +303,9 @@ def test_one_that_clears_all_the_time_waits_for_its_turn_and_others_do_not() -> 
         for pause in flood.begin(wire.InvalidateAll()):
             clock.now += pause
             save(other, 1)
-    assert [round(later - earlier, 6) for earlier, later in pairwise(looks)] == [2.0, 2.0], "1 % of the time"
+    assert [round(later - earlier, 6) for earlier, later in pairwise(looks)] == [2.0, 2.0], (
+        "1 % of the time"
+    )
 
 
 def test_the_number_of_leases_is_bounded(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +333,7 @@ def test_a_claim_says_what_is_new_since_the_last_and_where_from() -> None:
     assert session.answer(wire.Poll(7, 1, 1)) == wire.Claim(7, 1, 0, [1], b"\1")
 
 
-# ---- owners ----------------------------------------------------------------------------------------------------------
+# ---- owners --------------------------------------------------------------------------------------
 
 
 def test_owners_drop_only_what_is_theirs_or_nobodys() -> None:
@@ -354,10 +371,17 @@ def test_a_quota_holds_in_ram_and_in_every_tier() -> None:
 
 
 def test_quotas_and_promotions_know_whose_the_recovered_chunks_are(tmp_path: Path) -> None:
-    loud, quiet, keys = owner_of(bytes(32), "loud"), owner_of(bytes(32), "quiet"), LAYOUT.keys(range(12))
+    loud, quiet, keys = (
+        owner_of(bytes(32), "loud"),
+        owner_of(bytes(32), "quiet"),
+        LAYOUT.keys(range(12)),
+    )
 
     def opened(share: float | None) -> tuple[Store, NvmeTier, ManualLane]:
-        tier, lane = NvmeTier(tmp_path / "nvme", room(12, SLOT), SLOT), ManualLane(urgent_bound=64, bound=64)
+        tier, lane = (
+            NvmeTier(tmp_path / "nvme", room(12, SLOT), SLOT),
+            ManualLane(urgent_bound=64, bound=64),
+        )
         return Store(Pool(12, SLOT), [(tier, lane)], share=share), tier, lane
 
     store, tier, lane = opened(None)
@@ -373,7 +397,9 @@ def test_quotas_and_promotions_know_whose_the_recovered_chunks_are(tmp_path: Pat
     with store.load(keys[:6], 0, quiet) as load:
         lane.run()
         assert load.poll().ready == 6
-    assert store.keys(loud) == set(keys[:6]), "in RAM, too, they are whose they were, not who asked for them's"
+    assert store.keys(loud) == set(keys[:6]), (
+        "in RAM, too, they are whose they were, not who asked for them's"
+    )
     store.invalidate(keys, quiet)
     assert store.lookup(keys).ready == 6
     store.invalidate(keys, tenant("loud"))
@@ -393,7 +419,7 @@ def test_a_run_that_comes_chunk_by_chunk_is_put_together_again() -> None:
     assert set(size_class.run_to(circle[0])) == set(circle), "a forged circle of links ends"
 
 
-# ---- hints -----------------------------------------------------------------------------------------------------------
+# ---- hints ---------------------------------------------------------------------------------------
 
 
 def test_a_hint_by_a_sessions_name_is_of_the_askers_own_session() -> None:
@@ -414,7 +440,9 @@ def test_a_hint_by_a_sessions_name_is_of_the_askers_own_session() -> None:
     one.answer(wire.Hint(b"", True, 0.0, "nobody"))
     one.answer(wire.Hint(blob(*range(20, 24)), True, 0.0))
     spare.run()
-    assert store._directory._over == set(LAYOUT.keys([*range(10, 14)]) + LAYOUT.keys([*range(20, 24)]))
+    assert store._directory._over == set(
+        LAYOUT.keys([*range(10, 14)]) + LAYOUT.keys([*range(20, 24)])
+    )
     for session in (one, other):
         session.end()
     store.check()

@@ -24,7 +24,9 @@ def test_one_alone_gets_three_quarters_and_at_least_one(slots: int) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("most", "least"), [(1, 41), (4, 8), (20, 1)])
-def test_who_holds_nothing_gets_something_however_many_take_all_they_can(most: int, least: int, late: bool) -> None:
+def test_who_holds_nothing_gets_something_however_many_take_all_they_can(
+    most: int, least: int, late: bool
+) -> None:
     """Of 1,000 slots; whether he was there before them or comes last."""
     shares = Shares(lambda: 1000)
     honest = None if late else shares.join()
@@ -44,7 +46,9 @@ def test_what_greedy_engines_hold_does_not_grow_by_asking_again() -> None:
     for _ in range(100):
         for one in greedy:
             taken(one)
-    assert held <= sum(one.held for one in greedy) <= 1000 - 1000 // 16, "half of the reserve is left"
+    assert held <= sum(one.held for one in greedy) <= 1000 - 1000 // 16, (
+        "half of the reserve is left"
+    )
 
 
 def test_all_together_never_have_more_than_there_is() -> None:

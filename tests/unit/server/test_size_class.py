@@ -38,7 +38,9 @@ class Bench:
         self.budget = BUDGET
         self.discarded: list[int] = []
         self.opened: list[tuple[int, bool]] = []
-        self.size_classes = SizeClasses(self._store, lambda call: call(), self.clock, self.discarded.append)
+        self.size_classes = SizeClasses(
+            self._store, lambda call: call(), self.clock, self.discarded.append
+        )
 
     def _store(self, slot_bytes: int, lent: bool = False) -> Store:
         self.opened.append((slot_bytes, lent))
@@ -66,7 +68,9 @@ class Bench:
 
     @property
     def bytes_in_use(self) -> int:
-        return sum(size_class.store.occupied * size for size, size_class in self.size_classes.open.items())
+        return sum(
+            size_class.store.occupied * size for size, size_class in self.size_classes.open.items()
+        )
 
 
 @pytest.fixture
@@ -93,7 +97,9 @@ def test_the_first_size_has_all_and_the_second_gets_what_it_does_not_use(bench: 
         size_class.store.check(idle=True)
 
 
-def test_two_sizes_that_hold_nothing_have_a_half_each_and_one_that_is_full_gives_the_least(bench: Bench) -> None:
+def test_two_sizes_that_hold_nothing_have_a_half_each_and_one_that_is_full_gives_the_least(
+    bench: Bench,
+) -> None:
     first, second = bench.get(4096, users=1), bench.get(8192, users=1)
     assert (first.store.slots, second.store.slots) == (32, 16)
     bench.size_classes.leave(second)
@@ -175,7 +181,9 @@ def test_sizes_from_before_are_opened_together_with_their_parts(bench: Bench) ->
     assert [size_class.store.slots for size_class in bench.size_classes.open.values()] == [32, 16]
 
 
-def test_there_are_eight_sizes_and_one_more_takes_the_room_of_one_without_engines(bench: Bench) -> None:
+def test_there_are_eight_sizes_and_one_more_takes_the_room_of_one_without_engines(
+    bench: Bench,
+) -> None:
     bench.budget = 2 * BUDGET
     size_classes = [bench.get(4096 * number, users=1) for number in range(1, 9)]
     assert bench.bytes_in_use <= bench.budget
@@ -186,7 +194,9 @@ def test_there_are_eight_sizes_and_one_more_takes_the_room_of_one_without_engine
     bench.clock.now += 1
     bench.size_classes.leave(size_classes[5])
     bench.get(4096 * 9)
-    assert 4096 * 3 not in bench.size_classes.open and 4096 * 6 in bench.size_classes.open, "who left first"
+    assert 4096 * 3 not in bench.size_classes.open and 4096 * 6 in bench.size_classes.open, (
+        "who left first"
+    )
     assert bench.discarded == [4096 * 3]
 
 
@@ -196,7 +206,9 @@ def test_a_size_that_cannot_be_had_costs_nobody_anything(bench: Bench) -> None:
     with pytest.raises(TierError, match="hold no chunk of"):
         bench.size_classes.get(BUDGET).result(10.0)
     assert list(bench.size_classes.open) == [4096]
-    assert load(first.store, layout(4096).keys(range(64))) == ["ram"] * 64, "not one chunk left for it"
+    assert load(first.store, layout(4096).keys(range(64))) == ["ram"] * 64, (
+        "not one chunk left for it"
+    )
 
 
 def test_a_disk_is_shared_as_ram_is(tmp_path: Path) -> None:
@@ -224,7 +236,9 @@ def test_a_disk_is_shared_as_ram_is(tmp_path: Path) -> None:
     assert bench.size_classes.close(10.0)
 
 
-def test_pages_that_are_just_being_made_present_go_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_are_just_being_made_present_go_back_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A Store that shrinks while its pool is still being populated."""
     pool, begun, given = Pool(16, 4096), threading.Event(), threading.Event()
     populate, give_back = pool.populate, pool.give_back
@@ -275,8 +289,11 @@ def blocks(folder: Path) -> int:
     return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
 
 
-def test_a_load_that_goes_from_one_size_to_another_and_back_takes_the_room_along(bench: Bench) -> None:
-    """Each time the busy one ends up with nine tenths of the bytes, and never do both have more than there is."""
+def test_a_load_that_goes_from_one_size_to_another_and_back_takes_the_room_along(
+    bench: Bench,
+) -> None:
+    """Each time the busy one ends up with nine tenths of the bytes, and never do both have more
+    than there is."""
     sizes = {4096: bench.get(4096, users=1), 12288: bench.get(12288, users=1)}
     for turn, busy in enumerate([4096, 12288, 4096]):
         for number in range(40):
@@ -327,7 +344,9 @@ def test_a_load_shifts_at_most_an_eighth_a_turn(bench: Bench) -> None:
         before = after
 
 
-def test_slots_that_an_engine_holds_are_not_counted_twice_while_the_room_goes_to_another(bench: Bench) -> None:
+def test_slots_that_an_engine_holds_are_not_counted_twice_while_the_room_goes_to_another(
+    bench: Bench,
+) -> None:
     first, second = bench.get(4096, users=1), bench.get(8192, users=1)
     keys = layout(4096).keys(range(32))
     save(first.store, keys)
@@ -368,11 +387,15 @@ def test_what_one_size_borrowed_on_a_disk_is_warm_after_a_restart(tmp_path: Path
     assert again.size_classes.close(10.0)
 
 
-def test_a_disk_that_is_full_leaves_a_size_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_leaves_a_size_with_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And says so: capacity is what can be written."""
     bench = Bench(tmp_path)
     bench.get(4096, users=1)
-    monkeypatch.setattr("kvtier.tiers.nvme.files.os.posix_fallocate", full_for_payloads(os.posix_fallocate))
+    monkeypatch.setattr(
+        "kvtier.tiers.nvme.files.os.posix_fallocate", full_for_payloads(os.posix_fallocate)
+    )
     second = bench.get(8192, users=1)
     assert second.store.capacities == [15]
     for _ in range(10):
@@ -405,7 +428,7 @@ def full_for_payloads(allocate: Callable[[int, int, int], None]) -> Callable[[in
     return fallocate
 
 
-# ---- who came ------------------------------------------------------------------------------------------------------
+# ---- who came ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -414,7 +437,8 @@ def one() -> SizeClass:
 
 
 def test_names_are_bounded_and_nobody_is_locked_out(one: SizeClass) -> None:
-    """Those that came longest ago are forgotten; their chunks are theirs still, because the number is in the name."""
+    """Those that came longest ago are forgotten; their chunks are theirs still, because the number
+    is in the name."""
     first = one.owner(bytes(32), "first")
     one.owner(bytes(32), "honest")
     for number in range(registry_module._MAX_OWNERS + 100):
@@ -426,7 +450,9 @@ def test_names_are_bounded_and_nobody_is_locked_out(one: SizeClass) -> None:
     assert one.owner(bytes(32), "first") == first == owner_of(bytes(32), "first")
 
 
-@pytest.mark.parametrize("make", [lambda: Store(Pool(4, 4096), share=0.5), lambda: Store(Pool(4, 4096))])
+@pytest.mark.parametrize(
+    "make", [lambda: Store(Pool(4, 4096), share=0.5), lambda: Store(Pool(4, 4096))]
+)
 def test_owners_that_have_nothing_take_no_memory(make: Callable[[], Store]) -> None:
     """Each self-test of an engine is another one."""
     store = make()

@@ -1,4 +1,5 @@
-"""``policy: auto``: the leader of the shadows rules, none of them runs under the Store's lock, all of it is bounded."""
+"""``policy: auto``: the leader of the shadows rules, none of them runs under the Store's lock, all
+of it is bounded."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ LAYOUT = ChunkLayout(fingerprint({"model": "adaptive"}), 1, 1, (SLOT,))
 
 
 def scans_and_a_loop(requests: int) -> Iterator[list[ChunkKey]]:
-    """Twelve prompts that come in turn, among so many that come once that LRU holds none of them."""
+    """Twelve prompts that come in turn, among so many that come once that LRU holds none of
+    them."""
     for number in range(requests):
         if number % 3 == 0:
             yield LAYOUT.keys([1000 + number // 3 % 12] * 3)
@@ -87,7 +89,9 @@ def test_what_it_counts() -> None:
     assert stats[names[stats["policy_now"]]] == max(stats[name] for name in names)
 
 
-def test_the_shadows_run_without_the_lock_and_pause_between_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shadows_run_without_the_lock_and_pause_between_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store, spare, adaptive = made()
     pauses = []
 
@@ -139,7 +143,9 @@ def test_a_smaller_room_is_a_new_start_of_the_shadows() -> None:
     assert adaptive.shadows.room == 50 and adaptive.shadows._shadows[0].room == 50
 
 
-@pytest.mark.parametrize(("room", "part"), [(1, 1.0), (6144, 1.0), (12_288, 0.5), (61_440, 0.1), (10**6, 6144 / 10**6)])
+@pytest.mark.parametrize(
+    ("room", "part"), [(1, 1.0), (6144, 1.0), (12_288, 0.5), (61_440, 0.1), (10**6, 6144 / 10**6)]
+)
 def test_large_places_are_followed_in_part(room: int, part: float) -> None:
     shadows = Shadows(room)
     assert shadows.part == part

@@ -1,4 +1,5 @@
-"""The audit: slots that change behind everybody's back are found by comparison, and right chunks are never blamed."""
+"""The audit: slots that change behind everybody's back are found by comparison, and right chunks
+are never blamed."""
 
 from __future__ import annotations
 

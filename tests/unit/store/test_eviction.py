@@ -1,4 +1,5 @@
-"""The order of leaving: what a policy is told by the Directory and the Store, so that one that remembers can work."""
+"""The order of leaving: what a policy is told by the Directory and the Store, so that one that
+remembers can work."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ A, B, C, D = (LAYOUT.keys([number])[0] for number in range(4))
 
 
 class Twice:
-    """A policy that remembers: what was used, or came back after it had left, stays before all else."""
+    """A policy that remembers: what was used, or came back after it had left, stays before all
+    else."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -98,7 +100,8 @@ def keeping(made: list[Twice]) -> PolicyOf:
 
 
 def hits(policy: PolicyOf) -> int:
-    """One system prompt among prompts that come once, each saved in two steps and held by a reader meanwhile."""
+    """One system prompt among prompts that come once, each saved in two steps and held by a reader
+    meanwhile."""
     store, served = Store(Pool(8, SLOT), policy=policy), 0
     system = [1, 2, 3]
     for number in range(40):
@@ -206,7 +209,9 @@ def test_where_all_is_read_nobody_walks() -> None:
     entries = [fill(directory, key, owner=1 + (key in (C, D))) for key in (A, B, C, D)]
     for entry in entries[:2]:
         directory.pin(entry)
-    assert directory.reserve(LAYOUT.keys([9])[0], (), owner=1) is None, "its own are read, others' are not its to take"
+    assert directory.reserve(LAYOUT.keys([9])[0], (), owner=1) is None, (
+        "its own are read, others' are not its to take"
+    )
     for entry in entries[2:]:
         directory.pin(entry)
     directory._order = None  # type: ignore[assignment]

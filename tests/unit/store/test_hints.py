@@ -1,4 +1,5 @@
-"""Hints: soft, bounded, expiring, cleared by the next use; what is over leaves first and is not written below."""
+"""Hints: soft, bounded, expiring, cleared by the next use; what is over leaves first and is not
+written below."""
 
 from __future__ import annotations
 
@@ -33,7 +34,12 @@ class Cache:
     """A Store with a tier that is written on eviction, lanes turned by hand, and a clock."""
 
     def __init__(self, slots: int, policy: PolicyOf = Segments, below: int = 64) -> None:
-        self.tier, self.lane, self.spare, self.clock = DictTier(below), ManualLane(), ManualLane(bound=1), Clock()
+        self.tier, self.lane, self.spare, self.clock = (
+            DictTier(below),
+            ManualLane(),
+            ManualLane(bound=1),
+            Clock(),
+        )
         places = [Place(self.tier, self.lane, on_evict=True)]
         self.store = Store(Pool(slots, SLOT), places, policy, spare=self.spare, clock=self.clock)
         self.spare.run()
@@ -256,19 +262,28 @@ def test_hints_are_dropped_and_counted_rather_than_queued_without_end() -> None:
         ({"keep_s": "5m", "over": True}, OVER, 1),
     ],
 )
-def test_words_are_read_and_bad_ones_counted(given: dict[str, object], hint: Hint, bad: int) -> None:
+def test_words_are_read_and_bad_ones_counted(
+    given: dict[str, object], hint: Hint, bad: int
+) -> None:
     assert read(given) == (hint, bad)
 
 
-PROMPTS = st.sampled_from([(0,), (0, 0), (0, 0, 0), (0, 1), (0, 1, 1), (1, 0, 1), (2,), (3, 3, 3, 3)])
+PROMPTS = st.sampled_from(
+    [(0,), (0, 0), (0, 0, 0), (0, 1), (0, 1, 1), (1, 0, 1), (2,), (3, 3, 3, 3)]
+)
 
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["load", "save", "over", "keep", "turn", "lanes", "forget", "time"]), PROMPTS),
+        st.tuples(
+            st.sampled_from(["load", "save", "over", "keep", "turn", "lanes", "forget", "time"]),
+            PROMPTS,
+        ),
         max_size=60,
     ),
-    st.sampled_from([LRU, *(lambda room, each=each: Segments(room, each) for each in SETTINGS), Adaptive]),
+    st.sampled_from(
+        [LRU, *(lambda room, each=each: Segments(room, each) for each in SETTINGS), Adaptive]
+    ),
 )
 def test_a_mark_never_outlives_a_later_use(
     steps: list[tuple[str, tuple[int, ...]]], policy: Callable[[int], Segments] | type[Adaptive]

@@ -1,4 +1,5 @@
-"""What a Store says of chunks it cannot give: each miss under one reason, in its counts and in its forecasts."""
+"""What a Store says of chunks it cannot give: each miss under one reason, in its counts and in its
+forecasts."""
 
 from __future__ import annotations
 

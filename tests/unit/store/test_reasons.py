@@ -1,4 +1,5 @@
-"""Why a chunk is missing: what is remembered of those that left, and of first chunks under other salts."""
+"""Why a chunk is missing: what is remembered of those that left, and of first chunks under other
+salts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Segments: every setting against its own words; the first is LRU, and a shadow serves as a Directory would."""
+"""Segments: every setting against its own words; the first is LRU, and a shadow serves as a
+Directory would."""
 
 from __future__ import annotations
 
@@ -47,7 +48,12 @@ def test_the_first_setting_is_lru(steps: list[tuple[str, list[ChunkKey]]]) -> No
         assert [lru.owner(key) for key in KEYS] == [segments.owner(key) for key in KEYS]
 
 
-@given(STEPS, st.lists(st.tuples(st.integers(0, 60), st.sampled_from(SETTINGS), st.integers(0, 8)), max_size=4))
+@given(
+    STEPS,
+    st.lists(
+        st.tuples(st.integers(0, 60), st.sampled_from(SETTINGS), st.integers(0, 8)), max_size=4
+    ),
+)
 def test_any_setting_at_any_time_knows_the_same_keys(
     steps: list[tuple[str, list[ChunkKey]]], changes: list[tuple[int, Setting, int]]
 ) -> None:
@@ -72,7 +78,9 @@ def test_what_was_used_again_stays_before_what_came_once() -> None:
     segments.used([A])
     assert list(segments) == [B, C, A]
     segments.used([C, B])
-    assert list(segments) == [A, B, C], "the second list has room for two: the coldest of it goes back"
+    assert list(segments) == [A, B, C], (
+        "the second list has room for two: the coldest of it goes back"
+    )
 
 
 def test_to_be_ordered_is_no_use() -> None:
@@ -132,9 +140,18 @@ def test_a_shadow_hits_what_a_directory_hits(setting: Setting, room: int) -> Non
     for number in range(400):
         base = draw.choice(runs)[: draw.randint(1, 9)] if runs and draw.random() < 0.6 else []
         runs.append(
-            [*base, *(ChunkKey(bytes([number % 256, number >> 8, at]) * 16) for at in range(draw.randint(1, 6)))]
+            [
+                *base,
+                *(
+                    ChunkKey(bytes([number % 256, number >> 8, at]) * 16)
+                    for at in range(draw.randint(1, 6))
+                ),
+            ]
         )
-    shadow, directory = Shadow(room, setting), Directory(room, policy=lambda room: Segments(room, setting))
+    shadow, directory = (
+        Shadow(room, setting),
+        Directory(room, policy=lambda room: Segments(room, setting)),
+    )
     for run in runs:
         ready = directory.ready_run(run)
         directory.used(run)

@@ -41,7 +41,9 @@ def test_of_a_long_system_prompt_the_third_conversation_tells() -> None:
     for user in range(4):
         sessions.seen(keys(*system, user, user, user))
     for user in (2, 3):
-        assert sessions.private(keys(*system, user, user, user)) == keys(*system, user, user, user)[9:]
+        assert (
+            sessions.private(keys(*system, user, user, user)) == keys(*system, user, user, user)[9:]
+        )
     assert sessions.seen(keys(*system, 3, 3, 3, 4)) == sessions.seen(keys(*system, 3, 3, 3, 4, 5))
 
 
@@ -80,7 +82,11 @@ def test_all_of_it_is_bounded() -> None:
     for number in range(10_000):
         sessions.seen(keys(5, 5, 5, 5, number % 100, number, number))
     assert len(sessions._whose) == 50
-    assert len(sessions._names) == 4096 and len(sessions._lengths) <= 16_384 and len(sessions._forks) <= 4096
+    assert (
+        len(sessions._names) == 4096
+        and len(sessions._lengths) <= 16_384
+        and len(sessions._forks) <= 4096
+    )
 
 
 def test_a_shared_chunk_that_is_used_stays_known_as_shared() -> None:

@@ -144,7 +144,9 @@ class AwayTier(DictTier):
         return None if self.away else super().read(key, into)
 
 
-def spilled(tier: AwayTier, run: list[ChunkKey], clock: Clock, *more: DictTier) -> tuple[Store, list[ManualLane]]:
+def spilled(
+    tier: AwayTier, run: list[ChunkKey], clock: Clock, *more: DictTier
+) -> tuple[Store, list[ManualLane]]:
     """A store whose tiers, and not RAM, hold ``run``; the first is away."""
     lanes = [ManualLane() for _ in (tier, *more)]
     store = Store(Pool(len(run), SLOT), list(zip((tier, *more), lanes, strict=True)), clock=clock)

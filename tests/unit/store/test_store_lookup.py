@@ -1,4 +1,5 @@
-"""What the Store forecasts of its tiers, by a clock that tests turn: measured reads, queues, and trial reads."""
+"""What the Store forecasts of its tiers, by a clock that tests turn: measured reads, queues, and
+trial reads."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def keys(*tokens: int) -> list[ChunkKey]:
 class SlowTier(DictTier):
     """Every call takes ``seconds`` of the test's clock."""
 
-    def __init__(self, clock: Clock, seconds: float, *, name: str = "slow", shared: bool = False) -> None:
+    def __init__(
+        self, clock: Clock, seconds: float, *, name: str = "slow", shared: bool = False
+    ) -> None:
         super().__init__(64, name=name, shared=shared)
         self.clock, self.seconds = clock, seconds
         self.reads: list[ChunkKey] = []
@@ -79,7 +82,9 @@ def test_reads_are_timed_and_what_is_queued_before_is_counted(clock: Clock) -> N
     store, lane = spilled(clock, SlowTier(clock, 0.5), run)
     assert store.lookup(run).steps == [(0, 0.0), (4, pytest.approx(2.0))]
     with store.load(run, most=3):
-        assert store.lookup(run).steps == [(0, 0.0), (4, pytest.approx(2.0))], "three on their way, one behind them"
+        assert store.lookup(run).steps == [(0, 0.0), (4, pytest.approx(2.0))], (
+            "three on their way, one behind them"
+        )
         lane.turn()
         assert store.lookup(run).steps == [(1, 0.0), (4, pytest.approx(1.5))]
         lane.run()
@@ -92,7 +97,9 @@ def test_each_tier_is_a_step_of_its_own(clock: Clock) -> None:
     for tier, held in ((fast, run[:2]), (slow, run)):
         tier.held.update({key: bytes(SLOT) for key in held})
     store, lanes = over(clock, fast, slow)
-    assert store.lookup(run).steps == [(0, 0.0), (2, None), (3, None)], "nothing was read or written yet"
+    assert store.lookup(run).steps == [(0, 0.0), (2, None), (3, None)], (
+        "nothing was read or written yet"
+    )
     with store.load(run):
         for lane in lanes:
             lane.run()
@@ -142,7 +149,9 @@ def test_reads_that_nobody_waits_for_any_more_are_not_made(clock: Clock) -> None
     assert store.lookup(run).progress == Progress(1, 2), "they can be had as before"
 
 
-def test_a_tier_that_is_declined_is_tried_now_and_then_and_believed_when_it_is_fast_again(clock: Clock) -> None:
+def test_a_tier_that_is_declined_is_tried_now_and_then_and_believed_when_it_is_fast_again(
+    clock: Clock,
+) -> None:
     run = keys(1, 2, 3, 4)
     tier = SlowTier(clock, 8.0)
     store, lane = spilled(clock, tier, run)

@@ -53,7 +53,7 @@ def budgeted(tier: DictTier, budget: WriteBudget, clock: Clock) -> tuple[Store, 
     return Store(Pool(8, SLOT), [Place(tier, lane, budget)], clock=clock), lane
 
 
-# ---- write on evict --------------------------------------------------------------------------------------------------
+# ---- write on evict ------------------------------------------------------------------------------
 
 
 def test_what_ram_has_room_for_is_not_written() -> None:
@@ -85,7 +85,10 @@ def test_what_leaves_next_is_written_before_it_leaves_and_comes_back() -> None:
     assert store.lookup(first).progress == Progress(0, 2)
     with store.load(first) as lease:
         lane.run()
-        assert [lease.poll(), [bytes(view[:40]) for view in lease.views()]] == [Progress(2, 0), first]
+        assert [lease.poll(), [bytes(view[:40]) for view in lease.views()]] == [
+            Progress(2, 0),
+            first,
+        ]
     tier.writes = 0
     save(store, keys(7, 8))
     lane.run()
@@ -99,7 +102,9 @@ def test_when_saves_outrun_the_tier_the_coldest_leaves_unwritten_and_is_counted(
     store, lane = late(tier, slots=2)
     save(store, keys(1, 2))
     save(store, keys(3, 4))
-    assert store.lookup(keys(3, 4)).progress == Progress(2, 0), "a save never waits and is not refused"
+    assert store.lookup(keys(3, 4)).progress == Progress(2, 0), (
+        "a save never waits and is not refused"
+    )
     assert store.stats()["dict_spill_late"] == 2
     lane.run()
     assert store.lookup(keys(1, 2)).progress == Progress(0, 0)
@@ -118,7 +123,9 @@ def test_a_clean_close_writes_what_is_in_ram_so_that_a_restart_is_warm() -> None
     save(store, cold)
     save(store, hot)
     assert store.close()
-    assert tier.order == [*cold[::-1], *hot[::-1]], "the coldest first, leaves before their beginnings"
+    assert tier.order == [*cold[::-1], *hot[::-1]], (
+        "the coldest first, leaves before their beginnings"
+    )
 
 
 def test_a_close_writes_the_hottest_where_not_all_find_room() -> None:
@@ -142,7 +149,9 @@ def test_an_owner_whose_quota_is_used_up_has_its_own_coldest_written_first() -> 
 
 
 def test_a_restart_of_real_files_is_warm(tmp_path: Path) -> None:
-    config = Config(ram_bytes=8 * SLOT, nvme_path=str(tmp_path), nvme_bytes=1 << 20, nvme_write="evict")
+    config = Config(
+        ram_bytes=8 * SLOT, nvme_path=str(tmp_path), nvme_bytes=1 << 20, nvme_write="evict"
+    )
     run = keys(1, 2, 3)
     for match in (Progress(0, 0), Progress(0, 3)):
         store = assemble(config, LAYOUT)
@@ -152,14 +161,16 @@ def test_a_restart_of_real_files_is_warm(tmp_path: Path) -> None:
         assert store.close()
 
 
-# ---- the budget ------------------------------------------------------------------------------------------------------
+# ---- the budget ----------------------------------------------------------------------------------
 
 
 @given(
     writes=st.lists(st.tuples(st.floats(0, DAY / 20), st.integers(1, 100)), max_size=200),
     a_day=st.integers(100, 1_000_000),
 )
-def test_no_day_sees_more_than_the_limit_and_one_burst(writes: list[tuple[float, int]], a_day: int) -> None:
+def test_no_day_sees_more_than_the_limit_and_one_burst(
+    writes: list[tuple[float, int]], a_day: int
+) -> None:
     budget, now = WriteBudget(a_day, least=100), 0.0
     burst = max(100.0, a_day * 600 / DAY)
     done: list[tuple[float, int]] = []
@@ -235,7 +246,7 @@ def test_what_a_tier_has_costs_no_budget_and_is_not_counted_as_refused() -> None
     assert store.stats()["dict_write_over_budget"] == refused
 
 
-# ---- NVMe and the configuration --------------------------------------------------------------------------------------
+# ---- NVMe and the configuration ------------------------------------------------------------------
 
 
 def test_chunks_that_leave_nvme_unread_are_counted(tmp_path: Path) -> None:
@@ -258,7 +269,12 @@ def test_chunks_that_leave_nvme_unread_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_server_tells_what_wears_its_disk(tmp_path: Path) -> None:
-    place = {"nvme_path": str(tmp_path), "nvme_bytes": 1 << 20, "nvme_threads": 1, "nvme_write": "save"}
+    place = {
+        "nvme_path": str(tmp_path),
+        "nvme_bytes": 1 << 20,
+        "nvme_threads": 1,
+        "nvme_write": "save",
+    }
     store = assemble(Config(ram_bytes=8 * SLOT, nvme_write_limit=1, **place), LAYOUT)  # type: ignore[arg-type]
     assert isinstance(store, Store)
     save(store, keys(1, 2, 3))
@@ -267,8 +283,12 @@ def test_a_server_tells_what_wears_its_disk(tmp_path: Path) -> None:
     served: Any = SimpleNamespace(
         trouble={},
         size_classes=SimpleNamespace(open={SLOT: SizeClass(store, lambda call: call())}),
-        connections=[], lingering=[], counts=Counter(), ready=True, started=0.0,
-    )  # fmt: skip
+        connections=[],
+        lingering=[],
+        counts=Counter(),
+        ready=True,
+        started=0.0,
+    )
     told = prometheus.exposition(status.read(served)).decode()
     labels = f'{{slot_bytes="{SLOT}",tier="nvme"}}'
     assert f"kvtier_over_budget_total{labels} 2.0" in told
@@ -279,18 +299,34 @@ def test_a_server_tells_what_wears_its_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "written_at_once"),
-    [({}, 3), ({"nvme_write": "evict"}, 0), ({"nvme_write_limit": 1 << 40}, 0),
-     ({"nvme_write_limit": 1 << 40, "nvme_write": "save"}, 3), ({"nvme_write_limit": 1, "nvme_write": "save"}, 1)],
-)  # fmt: skip
+    [
+        ({}, 3),
+        ({"nvme_write": "evict"}, 0),
+        ({"nvme_write_limit": 1 << 40}, 0),
+        ({"nvme_write_limit": 1 << 40, "nvme_write": "save"}, 3),
+        ({"nvme_write_limit": 1, "nvme_write": "save"}, 1),
+    ],
+)
 def test_the_keys_say_when_and_how_much_is_written(
     tmp_path: Path, given: dict[str, int | str], written_at_once: int
 ) -> None:
-    config = Config(ram_bytes=8 * SLOT, nvme_path=str(tmp_path), nvme_bytes=1 << 20, nvme_threads=1, **given)  # type: ignore[arg-type]
+    config = Config(
+        ram_bytes=8 * SLOT,
+        nvme_path=str(tmp_path),
+        nvme_bytes=1 << 20,
+        nvme_threads=1,
+        **given,  # type: ignore[arg-type]
+    )
     store = assemble(config, LAYOUT)
     assert isinstance(store, Store)
     save(store, keys(1, 2, 3))
     assert store.lanes[0].close(60.0)
     stats = store.stats()
-    assert (stats.get("nvme_stored", 0), store.tiers[0].counts["writes"]) == (written_at_once, written_at_once)  # type: ignore[attr-defined]
-    assert stats.get("nvme_write_over_budget", 0) == (2 if given.get("nvme_write_limit") == 1 else 0)
+    assert (stats.get("nvme_stored", 0), store.tiers[0].counts["writes"]) == (  # type: ignore[attr-defined]
+        written_at_once,
+        written_at_once,
+    )
+    assert stats.get("nvme_write_over_budget", 0) == (
+        2 if given.get("nvme_write_limit") == 1 else 0
+    )
     store.close()

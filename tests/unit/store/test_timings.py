@@ -66,7 +66,9 @@ def test_a_save_lasts_until_its_slots_are_filled(bench: Bench) -> None:
     assert only(bench.store.timings.save) == 0.25
     bench.store.save(keys(7)).close()
     bench.save(keys(1, 2))
-    assert sum(bench.store.timings.save.counts) == 1, "what was given up, and what was there already, is no save"
+    assert sum(bench.store.timings.save.counts) == 1, (
+        "what was given up, and what was there already, is no save"
+    )
 
 
 def test_a_spill_is_the_write_of_one_chunk(bench: Bench) -> None:
@@ -93,7 +95,9 @@ def test_a_load_lasts_until_it_is_closed_and_its_wait_until_all_is_there(bench: 
     assert sum(timings.load[bench.tier.name].counts) == 0
 
 
-def test_a_load_that_needs_a_lower_tier_is_that_tiers_and_its_promotions_have_their_queue_in_them(bench: Bench) -> None:
+def test_a_load_that_needs_a_lower_tier_is_that_tiers_and_its_promotions_have_their_queue_in_them(
+    bench: Bench,
+) -> None:
     bench.save(keys(1))
     bench.save(keys(3, 4, 5, 6))  # all of RAM
     with bench.store.load(keys(1)) as lease:
@@ -104,7 +108,11 @@ def test_a_load_that_needs_a_lower_tier_is_that_tiers_and_its_promotions_have_th
         bench.clock.now += 4.0  # the copy
     timings, name = bench.store.timings, bench.tier.name
     assert only(timings.promotion[name]) == 1.5
-    assert (only(timings.wait), only(timings.load[name]), sum(timings.load["ram"].counts)) == (1.5, 5.5, 0)
+    assert (only(timings.wait), only(timings.load[name]), sum(timings.load["ram"].counts)) == (
+        1.5,
+        5.5,
+        0,
+    )
 
 
 def test_a_load_without_a_hit_is_none(bench: Bench) -> None:
@@ -128,6 +136,8 @@ def test_evictions_are_counted_where_they_happen() -> None:
     bench.save(keys(3, 4))
     ram, below = read(bench.store).tiers
     assert (ram.evicted, below.evicted) == (2, 1)
-    assert (ram.stores - ram.evicted, below.stores - below.evicted) == (ram.held, below.held) == (2, 3)
+    assert (
+        (ram.stores - ram.evicted, below.stores - below.evicted) == (ram.held, below.held) == (2, 3)
+    )
     bench.store.invalidate(keys(3, 4))
     assert read(bench.store).tiers[0].evicted == 2, "what is forgotten on purpose is no eviction"

@@ -1,4 +1,5 @@
-"""The curve of other sizes: equal to separate LRUs of those sizes, to the chunk; bounded, and then with its error."""
+"""The curve of other sizes: equal to separate LRUs of those sizes, to the chunk; bounded, and then
+with its error."""
 
 from __future__ import annotations
 
@@ -19,9 +20,19 @@ SLOT = 4096
 def prompts(count: int, seed: int) -> list[list[ChunkKey]]:
     draw, runs = random.Random(seed), list[list[ChunkKey]]()
     for number in range(count):
-        base = draw.choice(runs[-60:])[: draw.randint(1, 30)] if runs and draw.random() < 0.7 else []
+        base = (
+            draw.choice(runs[-60:])[: draw.randint(1, 30)] if runs and draw.random() < 0.7 else []
+        )
         more = draw.randint(1, 12)
-        runs.append([*base, *(ChunkKey(bytes([number % 256, number >> 8, at, seed]) * 10) for at in range(more))])
+        runs.append(
+            [
+                *base,
+                *(
+                    ChunkKey(bytes([number % 256, number >> 8, at, seed]) * 10)
+                    for at in range(more)
+                ),
+            ]
+        )
     return runs
 
 

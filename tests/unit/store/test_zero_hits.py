@@ -23,7 +23,8 @@ def test_it_speaks_once_when_both_enough_time_and_enough_chunks_have_gone_by() -
     assert not zero.look(99, 0, 9, {"cold": 99}), "too few"
     assert zero.look(4096, 0, 9, {"cold": 160, "evicted": 3936})
     assert zero.verdict == (
-        "0 of 4,096 chunks asked for were hits in 15 min: 96% evicted: RAM holds 512 chunks, nothing lies below it, "
+        "0 of 4,096 chunks asked for were hits in 15 min: 96% evicted: RAM holds 512 chunks, "
+        "nothing lies below it, "
         "and what is used again needs more: raise ram_bytes, or give nvme_path"
     )
     clock.now = 9000.0
@@ -49,7 +50,9 @@ def test_a_cache_that_nobody_filled_is_not_blamed() -> None:
     zero = detector(clock)
     clock.now = 900.0
     assert not zero.look(4000, 0, 0, {"cold": 4000})
-    assert zero.look(4000, 0, 0, {"short": 4000}), "nothing can be saved of prompts that are too short"
+    assert zero.look(4000, 0, 0, {"short": 4000}), (
+        "nothing can be saved of prompts that are too short"
+    )
     assert "lower chunk_tokens" in zero.verdict
 
 
@@ -58,13 +61,29 @@ def test_chunks_of_another_model_that_lie_in_the_tiers_are_told_of() -> None:
     zero = detector(clock, found=7000)
     clock.now = 900.0
     assert zero.look(4000, 0, 0, {"cold": 4000})
-    assert "7,000 chunks lay in the tiers at the start" in zero.verdict and "another model" in zero.verdict
+    assert (
+        "7,000 chunks lay in the tiers at the start" in zero.verdict
+        and "another model" in zero.verdict
+    )
 
 
-@pytest.mark.parametrize("reason", [
-    "cold", *(how.name.lower() for how in Left), "tier_down", "saving", "salt", "adapter", "media",
-    "slower", "unasked", "deadline", "refused", "short",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "cold",
+        *(how.name.lower() for how in Left),
+        "tier_down",
+        "saving",
+        "salt",
+        "adapter",
+        "media",
+        "slower",
+        "unasked",
+        "deadline",
+        "refused",
+        "short",
+    ],
+)
 def test_every_reason_has_words(reason: str) -> None:
     clock = Clock()
     zero = detector(clock)

@@ -1,4 +1,5 @@
-"""Breaker: opens after faults in a row, lets one call try, waits longer each time it fails, closes at a success."""
+"""Breaker: opens after faults in a row, lets one call try, waits longer each time it fails, closes
+at a success."""
 
 from __future__ import annotations
 

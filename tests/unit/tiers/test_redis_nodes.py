@@ -1,6 +1,8 @@
-"""Which server is asked: seeds that are down, slots that move, a primary that changes, nodes that fail for themselves.
+"""Which server is asked: seeds that are down, slots that move, a primary that changes, nodes that
+fail for themselves.
 
-The servers answer what the test says, on real sockets: what a real cluster does is in tests/integration."""
+The servers answer what the test says, on real sockets: what a real cluster does is in
+    tests/integration."""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def opened(stack: ExitStack, kind: str, *ports: int, clock: Clock | None = None)
     seeds = ",".join(f"127.0.0.1:{port}" for port in ports)
     clock = clock or Clock()
     servers = RedisServers(
-        f"redis+{kind}://{seeds}{'/main' if kind == 'sentinel' else ''}", timeout_s=SHORT_S, clock=clock
+        f"redis+{kind}://{seeds}{'/main' if kind == 'sentinel' else ''}",
+        timeout_s=SHORT_S,
+        clock=clock,
     )
     return stack.enter_context(closing(RedisTier(servers, FORM, 1 << 20, CHUNK_BYTES, clock=clock)))
 
@@ -69,12 +73,16 @@ def test_both_halves_have_chunks() -> None:
 # ---- seeds ---------------------------------------------------------------------------------------
 
 
-def test_seeds_that_are_down_or_hang_are_passed_over_and_asked_last_from_then_on(stack: ExitStack, two: Any) -> None:
+def test_seeds_that_are_down_or_hang_are_passed_over_and_asked_last_from_then_on(
+    stack: ExitStack, two: Any
+) -> None:
     _, _, ports = two
     hanging = stack.enter_context(silent())
     tier = opened(stack, "cluster", free_port(), hanging, ports[0])
     tier.find(KEYS[:1])  # draws the map, where the start could not
-    assert {tier._servers.node_of(FORM.header_name(key)) for key in KEYS} == {f"127.0.0.1:{port}" for port in ports}
+    assert {tier._servers.node_of(FORM.header_name(key)) for key in KEYS} == {
+        f"127.0.0.1:{port}" for port in ports
+    }
 
 
 def test_a_seed_that_hangs_delays_the_first_call_only() -> None:
@@ -82,7 +90,9 @@ def test_a_seed_that_hangs_delays_the_first_call_only() -> None:
         url = parse(f"redis+cluster://127.0.0.1:{hanging},127.0.0.1:{well}")
         nodes = ClusterNodes(url, ConnectionFactory(url, url.login, 0, SHORT_S))
         assert nodes.every() == (("127.0.0.1", 7000),)
-        assert nodes._candidates[0] == ("127.0.0.1", well), "who answered is asked first the next time"
+        assert nodes._candidates[0] == ("127.0.0.1", well), (
+            "who answered is asked first the next time"
+        )
         assert nodes._candidates[-1] == ("127.0.0.1", hanging)
 
 
@@ -92,7 +102,9 @@ def test_no_seed_at_all_is_a_fault(stack: ExitStack) -> None:
     assert tier.counts["failed_finds"] > 0
 
 
-def test_what_was_known_stays_in_use_while_nobody_says_where_the_nodes_are(stack: ExitStack, two: Any) -> None:
+def test_what_was_known_stays_in_use_while_nobody_says_where_the_nodes_are(
+    stack: ExitStack, two: Any
+) -> None:
     first, second, ports = two
     tier = opened(stack, "cluster", *ports)
     first[b"EXISTS"] = second[b"EXISTS"] = HELD
@@ -121,8 +133,12 @@ def test_a_slot_that_moved_is_followed_in_the_same_call(stack: ExitStack, two: A
     first[b"EXISTS"] = b"-MOVED %d 127.0.0.1:%d\r\n" % (slot_of(FORM.header_name(LOW[0])), ports[1])
     assert tier.find(LOW[:1]) == 1
     assert tier.counts["failed_finds"] == 0
-    assert tier._servers.node_of(FORM.header_name(LOW[0])) == f"127.0.0.1:{ports[1]}", "and known from then on"
-    assert tier._servers.node_of(FORM.header_name(LOW[1])) == f"127.0.0.1:{ports[0]}", "for this slot only"
+    assert tier._servers.node_of(FORM.header_name(LOW[0])) == f"127.0.0.1:{ports[1]}", (
+        "and known from then on"
+    )
+    assert tier._servers.node_of(FORM.header_name(LOW[1])) == f"127.0.0.1:{ports[0]}", (
+        "for this slot only"
+    )
 
 
 def test_nobody_is_followed_to_a_server_that_is_not_on_the_map(stack: ExitStack, two: Any) -> None:
@@ -147,7 +163,9 @@ def test_a_new_node_is_found_by_the_map_drawn_anew(stack: ExitStack, two: Any) -
 
 
 @pytest.mark.parametrize("word", ["ASK", "TRYAGAIN"])
-def test_names_that_move_just_now_are_away_and_the_node_is_well(stack: ExitStack, two: Any, word: str) -> None:
+def test_names_that_move_just_now_are_away_and_the_node_is_well(
+    stack: ExitStack, two: Any, word: str
+) -> None:
     first, _, ports = two
     tier = opened(stack, "cluster", *ports)
     first[b"GET"] = first[b"EXISTS"] = b"-%s 1 127.0.0.1:%d\r\n" % (word.encode(), ports[1])
@@ -160,7 +178,9 @@ def test_names_that_move_just_now_are_away_and_the_node_is_well(stack: ExitStack
 # ---- nodes fail for themselves -------------------------------------------------------------------
 
 
-def test_a_node_that_is_away_is_left_alone_and_the_others_are_not(stack: ExitStack, two: Any) -> None:
+def test_a_node_that_is_away_is_left_alone_and_the_others_are_not(
+    stack: ExitStack, two: Any
+) -> None:
     first, second, ports = two
     tier = opened(stack, "cluster", *ports)
     second[b"EXISTS"] = HELD
@@ -171,7 +191,9 @@ def test_a_node_that_is_away_is_left_alone_and_the_others_are_not(stack: ExitSta
     assert tier.find(HIGH[:1]) == 1
 
 
-def test_a_node_that_is_full_is_sent_no_writes_and_the_others_are(stack: ExitStack, two: Any) -> None:
+def test_a_node_that_is_full_is_sent_no_writes_and_the_others_are(
+    stack: ExitStack, two: Any
+) -> None:
     first, _, ports = two
     clock = Clock()
     tier = opened(stack, "cluster", *ports, clock=clock)
@@ -218,7 +240,9 @@ def test_sentinel_is_asked_again_when_the_primary_fails(stack: ExitStack) -> Non
 
 
 def test_a_primary_that_became_a_replica_is_not_written_to_for_ever(stack: ExitStack) -> None:
-    old = stack.enter_context(scripted({b"SET": b"-READONLY You can't write against a read only replica.\r\n"}))
+    old = stack.enter_context(
+        scripted({b"SET": b"-READONLY You can't write against a read only replica.\r\n"})
+    )
     new = stack.enter_context(scripted({}))
     answers: dict[bytes, Answer] = {b"SENTINEL": primary(old)}
     sentinel = stack.enter_context(scripted(answers))
@@ -251,14 +275,17 @@ def test_a_primary_that_is_well_is_used_while_no_sentinel_answers(stack: ExitSta
         (b"-ERR unknown command 'SENTINEL'\r\n", "is no Sentinel"),
     ],
 )
-def test_a_sentinel_that_cannot_help_is_said_at_the_start(stack: ExitStack, answer: bytes, words: str) -> None:
+def test_a_sentinel_that_cannot_help_is_said_at_the_start(
+    stack: ExitStack, answer: bytes, words: str
+) -> None:
     sentinel = stack.enter_context(scripted({b"SENTINEL": answer}))
     with pytest.raises(TierError, match=words):
         opened(stack, "sentinel", sentinel, free_port())
 
 
 @pytest.mark.parametrize(
-    "answer", [b"*2\r\n$1\r\nh\r\n$1\r\nx\r\n", b"*1\r\n$1\r\nh\r\n", b":1\r\n", b"*3\r\n:1\r\n:1\r\n:1\r\n"]
+    "answer",
+    [b"*2\r\n$1\r\nh\r\n$1\r\nx\r\n", b"*1\r\n$1\r\nh\r\n", b":1\r\n", b"*3\r\n:1\r\n:1\r\n:1\r\n"],
 )
 def test_a_sentinel_s_word_that_is_no_address_is_a_fault(stack: ExitStack, answer: bytes) -> None:
     sentinel = stack.enter_context(scripted({b"SENTINEL": answer}))
@@ -270,7 +297,9 @@ def test_a_sentinel_s_word_that_is_no_address_is_a_fault(stack: ExitStack, answe
 # ---- connections ---------------------------------------------------------------------------------
 
 
-def test_no_more_connections_than_were_asked_for_and_none_is_kept_that_ended(stack: ExitStack) -> None:
+def test_no_more_connections_than_were_asked_for_and_none_is_kept_that_ended(
+    stack: ExitStack,
+) -> None:
     clients: list[socket.socket] = []
 
     def once(client: socket.socket) -> None:
@@ -279,8 +308,14 @@ def test_no_more_connections_than_were_asked_for_and_none_is_kept_that_ended(sta
 
     port = stack.enter_context(scripted({b"EXISTS": once}))
     servers = RedisServers(f"redis://127.0.0.1:{port}", connections=1, timeout_s=SHORT_S)
-    tier = stack.enter_context(closing(RedisTier(servers, FORM, 1 << 20, CHUNK_BYTES, clock=Clock())))
-    with servers.wire(b"a"), pytest.raises(TimeoutError, match="every connection is in use"), servers.wire(b"b"):
+    tier = stack.enter_context(
+        closing(RedisTier(servers, FORM, 1 << 20, CHUNK_BYTES, clock=Clock()))
+    )
+    with (
+        servers.wire(b"a"),
+        pytest.raises(TimeoutError, match="every connection is in use"),
+        servers.wire(b"b"),
+    ):
         pass
     assert tier.find(KEYS[:1]) == 1
     clients[-1].shutdown(socket.SHUT_RDWR)

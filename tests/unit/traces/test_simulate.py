@@ -1,4 +1,5 @@
-"""The simulator says what the real Store does, and the words of its trace and its command are read as promised."""
+"""The simulator says what the real Store does, and the words of its trace and its command are read
+as promised."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ SLOT = 4096
 
 
 def line(ids: Sequence[int], at: int = 0, **more: object) -> str:
-    return json.dumps({"timestamp": at, "input_length": 512 * len(ids), "hash_ids": list(ids), **more})
+    return json.dumps(
+        {"timestamp": at, "input_length": 512 * len(ids), "hash_ids": list(ids), **more}
+    )
 
 
 def chats(requests: int, seed: int = 1) -> list[Request]:
@@ -48,13 +51,17 @@ def chats(requests: int, seed: int = 1) -> list[Request]:
 @pytest.mark.parametrize("policy", ["lru", "auto"])
 @pytest.mark.parametrize("hints", [False, True])
 @pytest.mark.parametrize(("below", "on_evict"), [(0, False), (120, False), (120, True)])
-def test_a_real_store_hits_and_writes_the_same(policy: str, hints: bool, below: int, on_evict: bool) -> None:
+def test_a_real_store_hits_and_writes_the_same(
+    policy: str, hints: bool, below: int, on_evict: bool
+) -> None:
     requests = chats(500)
     trace = oracle(requests, 0.7, 0.2) if hints else unhinted(requests)
     simulated = simulate(trace, Cache(60, below, policy, on_evict))
     tier, lane, spare, clock = DictTier(below), ManualLane(bound=4096), ManualLane(bound=1), Clock()
     places = [Place(tier, lane, on_evict=on_evict)] if below else []
-    store = Store(Pool(60, SLOT), places, Adaptive() if policy == "auto" else LRU, spare=spare, clock=clock)
+    store = Store(
+        Pool(60, SLOT), places, Adaptive() if policy == "auto" else LRU, spare=spare, clock=clock
+    )
     spare.run()
     for request, session, over in trace:
         clock.now = request.at
@@ -69,7 +76,12 @@ def test_a_real_store_hits_and_writes_the_same(policy: str, hints: bool, below: 
             store.hint(request.run, Hint(over=True), session)
             spare.run()
     stats = store.stats()
-    real = (stats["load_asked"], stats["ram_loaded"], stats.get("dict_loaded", 0), stats.get("dict_stored", 0))
+    real = (
+        stats["load_asked"],
+        stats["ram_loaded"],
+        stats.get("dict_loaded", 0),
+        stats.get("dict_stored", 0),
+    )
     assert real == (simulated.asked, simulated.ram, simulated.lower, simulated.writes)
     assert simulated.hits > 0.2 * simulated.asked
     if policy == "auto":
@@ -99,7 +111,15 @@ def test_the_optimum_is_above_all_policies() -> None:
 
 def test_the_oracle_says_it_once_after_the_last_request_of_each_session() -> None:
     requests = list(
-        read([line([1, 2, 3]), line([1, 7, 8]), line([1, 2, 3, 4]), line([1, 7, 8, 9]), line([1, 2, 3, 4, 5])])
+        read(
+            [
+                line([1, 2, 3]),
+                line([1, 7, 8]),
+                line([1, 2, 3, 4]),
+                line([1, 7, 8, 9]),
+                line([1, 2, 3, 4, 5]),
+            ]
+        )
     )
     assert [hinted.over for hinted in oracle(requests)] == [False, False, False, True, True]
     assert not any(hinted.over for hinted in oracle(requests, cover=0.0))
@@ -108,8 +128,13 @@ def test_the_oracle_says_it_once_after_the_last_request_of_each_session() -> Non
 
 
 def test_recorded_sessions_and_ends_are_read() -> None:
-    requests = list(read([line([1], session="a"), line([1, 2], session="a", over=True, colour="blue"), "\n"]))
-    assert [(hinted.session, hinted.over) for hinted in recorded(requests)] == [("a", False), ("a", True)]
+    requests = list(
+        read([line([1], session="a"), line([1, 2], session="a", over=True, colour="blue"), "\n"])
+    )
+    assert [(hinted.session, hinted.over) for hinted in recorded(requests)] == [
+        ("a", False),
+        ("a", True),
+    ]
 
 
 def test_a_last_block_that_is_not_full_is_kept_only_when_asked_for() -> None:
@@ -120,9 +145,20 @@ def test_a_last_block_that_is_not_full_is_kept_only_when_asked_for() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    ["{", "[]", "7", "null", "{}", '{"hash_ids": 3}', '{"hash_ids": ["a"]}', '{"hash_ids": [true]}',
-     '{"hash_ids": [1], "timestamp": "now"}', '{"hash_ids": [1], "timestamp": null}', "[" * 100_000],
-)  # fmt: skip
+    [
+        "{",
+        "[]",
+        "7",
+        "null",
+        "{}",
+        '{"hash_ids": 3}',
+        '{"hash_ids": ["a"]}',
+        '{"hash_ids": [true]}',
+        ('{"hash_ids": [1], "timestamp": "now"}'),
+        ('{"hash_ids": [1], "timestamp": null}'),
+        "[" * 100_000,
+    ],
+)
 def test_what_is_no_trace_is_told_with_its_line(bad: str) -> None:
     with pytest.raises(ConfigError, match="line 2: no request of a Mooncake trace"):
         list(read([line([1]), bad]))
@@ -130,22 +166,57 @@ def test_what_is_no_trace_is_told_with_its_line(bad: str) -> None:
 
 def trace_file(folder: Path, requests: int = 300) -> str:
     path, ids = folder / "trace.jsonl", dict[ChunkKey, int]()
-    lines = [line([ids.setdefault(key, len(ids)) for key in request.run]) for request in chats(requests)]
+    lines = [
+        line([ids.setdefault(key, len(ids)) for key in request.run]) for request in chats(requests)
+    ]
     path.write_text("\n".join(lines))
     return str(path)
 
 
-def test_the_command_prints_a_row_for_each_size_and_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", trace_file(tmp_path), "--ram", "5%", "40", "--policy", "lru", "auto", "belady"]) == 0
+def test_the_command_prints_a_row_for_each_size_and_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                "simulate",
+                trace_file(tmp_path),
+                "--ram",
+                "5%",
+                "40",
+                "--policy",
+                "lru",
+                "auto",
+                "belady",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("300 requests ask for ")
     assert [row.split()[0] for row in out[3:]] == ["lru", "lru", "auto", "auto", "belady", "belady"]
     assert out[4].split()[1] == "40"
 
 
-def test_its_json_is_what_the_simulator_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--ram", "40", "--nvme", "100", "--hints", "oracle", "--cover", "0.5", "--wrong", "0.1", "--json"]
-    assert main(["simulate", trace_file(tmp_path), *words, "--policy", "auto", "--write", "save"]) == 0
+def test_its_json_is_what_the_simulator_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--ram",
+        "40",
+        "--nvme",
+        "100",
+        "--hints",
+        "oracle",
+        "--cover",
+        "0.5",
+        "--wrong",
+        "0.1",
+        "--json",
+    ]
+    assert (
+        main(["simulate", trace_file(tmp_path), *words, "--policy", "auto", "--write", "save"]) == 0
+    )
     (case,) = json.loads(capsys.readouterr().out)
     result = simulate(oracle(chats(300), 0.5, 0.1), Cache(40, 100, "auto", on_evict=False))
     assert (case["ram"], case["lower"], case["writes"]) == (result.ram, result.lower, result.writes)
@@ -153,7 +224,9 @@ def test_its_json_is_what_the_simulator_counted(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("size", ["", "-1", "x%", "nan%", "1e30%", "2.5"])
-def test_what_is_no_size_is_told(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_size_is_told(
+    size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["simulate", trace_file(tmp_path, 3), f"--ram={size}"]) == 2
     assert "is no size" in capsys.readouterr().err
 
