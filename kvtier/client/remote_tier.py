@@ -137,7 +137,8 @@ class RemoteTier(Tier):
             except (OSError, KVTierError) as error:
                 self._failed(error)
                 return fallback
-            self._breaker.ok()
+            if self._breaker.ok():
+                logger.info("server at %s: answers again", self._access.address)
             return result
         return fallback
 
