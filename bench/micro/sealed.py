@@ -29,6 +29,7 @@ from pathlib import Path
 from kvtier.bench.micro.nvme import Work, gigabytes_per_second, make_buffers, make_keys
 from kvtier.bench.report import Row, spread, write_results
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.tenant import NOBODY
 from kvtier.testing import DictTier
 from kvtier.tiers.base import Tier
 from kvtier.tiers.nvme.tier import NvmeTier
@@ -41,7 +42,7 @@ class EchoTier(DictTier):
     """Nothing is kept: a write is dropped, and a read finds in the sealed tier's scratch what was
     written last."""
 
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         return True
 
     def read(self, key: ChunkKey, into: memoryview) -> bool:
@@ -55,7 +56,7 @@ class CopyTier(DictTier):
         super().__init__(inner.capacity)
         self._inner, self._size, self._scratch = inner, chunk_bytes, threading.local()
 
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         room = self._room()
         room[:] = data
         return self._inner.write(key, room)

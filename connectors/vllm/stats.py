@@ -189,19 +189,19 @@ class TierMetrics(KVConnectorPromMetrics):
 
     def _begin(self, engine: int) -> None:
         """Series that can be known before anything happens are 0, not absent."""
-        values, below = self.per_engine_labelvalues[engine], self._places[1:]
+        values, lower = self.per_engine_labelvalues[engine], self._places[1:]
         for kind, reasons in _REASONS.items():
             for reason in reasons:
                 self._counters[kind].labels(*values, reason)
         for place in self._places:
             self._counters["loaded"].labels(*values, place)
-        rows = {row.name: self._places[row.below :] for row in figures.TIER_FIGURES}
-        rows |= {"lane_failures": below, "load": self._places, "promotion": below, "spill": below}
+        rows = {row.name: self._places[row.lower_only :] for row in figures.TIER_FIGURES}
+        rows |= {"lane_failures": lower, "load": self._places, "promotion": lower, "spill": lower}
         for (_, name), metric in self._figures.items():
             if name.startswith(_SERVER) == bool(self._places):
                 continue  # the cache is a server's, or the engine's own
             if name == "lane_queued":
-                for tier in below:
+                for tier in lower:
                     for queue in QUEUES:
                         metric.labels(*values, tier, queue)
             elif name in rows:

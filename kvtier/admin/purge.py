@@ -50,7 +50,7 @@ async def erase(size_classes: SizeClasses, namespace: str | None, nvme_path: str
         chunks += len(seen) - unfinished + unseen
         left += unfinished
         untouched += [f"{name}, chunks of {size} bytes" for name in unsearched]
-        owed += sum(int(getattr(tier, "owed", 0)) for tier in size_class.store.tiers)
+        owed += sum(tier.owed for tier in size_class.store.tiers)
     return Cleared(not (left or owed or untouched), chunks, left, owed, untouched)
 
 

@@ -102,11 +102,12 @@ def trouble(server: Served) -> list[str]:
     tiers = [
         tier for size_class in server.size_classes.open.values() for tier in size_class.store.tiers
     ]
-    lost = (str(getattr(tier, "trouble", "")) for tier in tiers)
+    lost = (tier.trouble for tier in tiers)
     away = (
-        f"{tier.name}: {count} of its nodes failed and are left alone for a while: misses"
+        f"{tier.name}: {tier.open_breakers} of its nodes failed and are left alone for a while: "
+        "misses"
         for tier in tiers
-        if (count := status.number(tier, "open_breakers"))
+        if tier.open_breakers
     )
     return [*server.trouble.values(), *away, *(text for text in lost if text)]
 

@@ -9,7 +9,7 @@ import ssl
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -286,10 +286,8 @@ def _what_if(size_class: SizeClassStatus) -> Iterator[str]:
 
 
 def _tier(tier: TierStatus, before: TierStatus | None, seconds: float) -> list[str]:
-    def flow(name: str) -> float:
-        if before is None:
-            return float(getattr(tier, name))
-        return float(getattr(tier, name) - getattr(before, name)) / seconds
+    def flow(count: Callable[[TierStatus], int]) -> float:
+        return float(count(tier)) if before is None else (count(tier) - count(before)) / seconds
 
     lane = tier.lane
     name = f"{tier.tier}{' AWAY' if tier.open_breakers else ''}"
@@ -297,10 +295,10 @@ def _tier(tier: TierStatus, before: TierStatus | None, seconds: float) -> list[s
         name,
         f"{tier.held:,}",
         f"{tier.held / tier.capacity:.0%}" if tier.capacity else "-",
-        f"{flow('loads'):,.0f}",
-        f"{flow('stores'):,.0f}",
-        size_text(flow("bytes_read")) if lane else "-",
-        size_text(flow("bytes_written")) if lane else "-",
+        f"{flow(lambda t: t.loads):,.0f}",
+        f"{flow(lambda t: t.stores):,.0f}",
+        size_text(flow(lambda t: t.bytes_read)) if lane else "-",
+        size_text(flow(lambda t: t.bytes_written)) if lane else "-",
         *(f"{count:,}" for count in (tier.misses, tier.refused, tier.failed, tier.corrupt)),
         f"{lane.queued_reads}+{lane.queued_writes}" if lane else "-",
     ]

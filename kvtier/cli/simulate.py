@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
             "nothing to keep"
         )
     hinted = _hinted(trace, arguments)
-    below = _size(arguments.nvme, every)
+    lower = _size(arguments.nvme, every)
     cases = []
     for policy in arguments.policy:
         for given in arguments.ram:
@@ -101,9 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
             result = (
                 belady(trace, slots)
                 if policy == "belady"
-                else simulate(hinted, Cache(slots, below, policy, arguments.write == "evict"), tell)
+                else simulate(hinted, Cache(slots, lower, policy, arguments.write == "evict"), tell)
             )
-            cases.append(Case(policy, slots, 0 if policy == "belady" else below, result))
+            cases.append(Case(policy, slots, 0 if policy == "belady" else lower, result))
     if arguments.json:
         print(msgspec.json.encode([_document(case) for case in cases]).decode())
     else:

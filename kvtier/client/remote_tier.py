@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import xxhash
@@ -24,7 +24,10 @@ from kvtier.client.connect import PLAIN, ServerAccess, enter
 from kvtier.client.deadline import Deadline
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import KVTierError, TierError
+from kvtier.core.tenant import NOBODY
 from kvtier.protocol import wire
+from kvtier.tiers.base import Tier
+from kvtier.tiers.breaker import Breaker
 
 logger = logging.getLogger("kvtier.tiers.remote")
 
@@ -34,7 +37,9 @@ _CALL_S = 5.0
 _SLOWEST = 4 << 20
 """Bytes a second: a chunk has as long as it takes at this rate, besides."""
 _MAX_ANSWER = 4096
-_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
+_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
+"""The server is left alone after its first fault, because a lane thread waits long for one that
+does not answer; and not for long, because a connection that broke off costs a fault too."""
 _REMEMBERED, _REMEMBERED_AT_LEAST = 2, 131_072
 """Chunks this engine's directory may know of in the server: so many for each one that fits there,
 and at least so many. More than fit, because what leaves that directory is deleted in the server,
@@ -43,13 +48,11 @@ R = TypeVar("R")
 A = TypeVar("A", bound=wire.Message)
 
 
-class RemoteTier:
-    """Chunks of ``chunk_bytes`` bytes in the server behind ``access``. Implements
-    :class:`~kvtier.tiers.base.Tier`.
+class RemoteTier(Tier):
+    """Chunks of ``chunk_bytes`` bytes in the server behind ``access``.
 
     Threads: all methods from any thread; a connection serves one call at a time. While the server
-        cannot be reached,
-    calls fail at once and it is tried again after 0.1 to 5 s.
+    cannot be reached, calls fail at once, and one of them tries it again after 0.1 to 5 s.
 
     Raises ConfigError when the server refuses us at the start; when it is not there then, engines
     start without it.
@@ -57,17 +60,20 @@ class RemoteTier:
 
     shared = True
 
-    def __init__(self, access: ServerAccess, name: str = "remote") -> None:
+    def __init__(
+        self,
+        access: ServerAccess,
+        name: str = "remote",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.name = name
-        self.counts: Counter[str] = Counter()
-        """``failed`` calls and ``corrupt`` chunks since the start."""
+        self._counts: Counter[str] = Counter()
         self._access = access
         self._chunk_bytes = access.hello.chunk_bytes
         self._idle: list[_Line] = []
         self._lock = threading.Lock()
         self._closed = False
-        self._backoff_s = _BACKOFF_S
-        self._down_until = 0.0
+        self._breaker = Breaker(clock, 1, _WAIT_S, _LONGEST_WAIT_S)
         self.capacity = _REMEMBERED_AT_LEAST
         if access.is_plain:
             logger.warning(PLAIN, access.address)
@@ -79,20 +85,30 @@ class RemoteTier:
             self.capacity = max(self.capacity, _REMEMBERED * welcomed.welcome.capacity)
             self._idle.append(_Line(welcomed.socket))
 
-    def recovered(self) -> Sequence[ChunkKey]:
-        """Nothing: others' chunks and ours are found by asking."""
-        return []
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """``failed`` calls, ``corrupt`` chunks and ``breaker_trips`` since the start."""
+        return self._counts
+
+    @property
+    def open_breakers(self) -> int:
+        """1 while the server is left alone because it failed."""
+        return int(self._breaker.open)
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         return min(self._call(lambda line: line.find(keys), 0), len(keys))
 
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         return self._call(lambda line: line.put(key, data), False)
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
         """See :meth:`Tier.read`. None too for bytes that were damaged on the way: the server has
         the right ones."""
         return self._call(lambda line: line.get(key, into), None)
+
+    def may_read(self, key: ChunkKey) -> bool:
+        """See :meth:`Tier.may_read`."""
+        return self._breaker.reserves()
 
     def delete(self, key: ChunkKey) -> None:
         self._call(lambda line: line.delete(key), None)
@@ -109,16 +125,21 @@ class RemoteTier:
 
     def _call(self, work: Callable[[_Line], R], fallback: R) -> R:
         """One call on one connection. On a kept one that turns out to be dead, once more on a new
-        one."""
+        one. ``fallback`` when the server fails, or is left alone because it did."""
+        if not self._breaker.allows():
+            return fallback
         for attempt in range(2):
             try:
                 with self._line(fresh=attempt > 0) as line:
-                    return work(line)
+                    result = work(line)
             except _DeadLineError:
                 continue
             except (OSError, KVTierError) as error:
                 self._failed(error)
-                break
+                return fallback
+            if self._breaker.ok():
+                logger.info("server at %s: answers again", self._access.address)
+            return result
         return fallback
 
     @contextlib.contextmanager
@@ -149,25 +170,19 @@ class RemoteTier:
                 stale, self._idle = self._idle, []
             elif self._idle:
                 return self._idle.pop()
-            if time.monotonic() < self._down_until:
-                raise TierError("the server was not there a moment ago")
         for line in stale:
             line.close()
-        line = _Line(enter(self._access, _CALL_S).socket)
-        with self._lock:
-            self._backoff_s, self._down_until = _BACKOFF_S, 0.0
-        return line
+        return _Line(enter(self._access, _CALL_S).socket)
 
     def _failed(self, error: Exception) -> None:
         """Leave the server alone for a while; one line in the log each time it is found dead."""
+        opened = self._breaker.fault()
         with self._lock:
-            self.counts["failed"] += 1
-            if isinstance(error, _CorruptError):
-                self.counts["corrupt"] += 1
-            if self._closed or time.monotonic() < self._down_until:
+            self._counts["failed"] += 1
+            self._counts["corrupt"] += isinstance(error, _CorruptError)
+            self._counts["breaker_trips"] += opened
+            if self._closed or not opened:
                 return
-            self._down_until = time.monotonic() + self._backoff_s
-            self._backoff_s = min(2 * self._backoff_s, _MAX_BACKOFF_S)
         logger.warning("server at %s: %s; misses for a while", self._access.address, error)
 
 

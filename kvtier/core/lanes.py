@@ -1,8 +1,7 @@
 """Lane: the threads and bounded queues of one tier. The only file that starts threads.
 
 A full lane refuses instead of queueing: a slow tier costs misses, never memory and never its host's
-    time. Reads
-(somebody waits for them) go before writes (nobody does).
+time. Reads (somebody waits for them) go before writes (nobody does).
 """
 
 from __future__ import annotations

@@ -95,9 +95,8 @@ class Pace:
         None: unknown.
 
         A fluid queue of equal threads: each takes work from when it is free, and all end together.
-            A call that is
-        overdue is expected to last as long again as it has lasted (Lindy's law), so a tier that
-        stalls is believed slow before the first call fails.
+        A call that is overdue is expected to last as long again as it has lasted (Lindy's law), so
+        a tier that stalls is believed slow before the first call fails.
         """
         ages = [max(0.0, now - at) for at in self._begun.values()]
         one = self.chunk_s

@@ -26,24 +26,26 @@ class Pair(NamedTuple):
     """A slot and the tier that has its bytes too."""
 
     entry: Entry
-    below: LowerTier
+    lower: LowerTier
 
 
 class Audit:
     """``invalidate`` drops chunks everywhere; it is called without the lock.
 
     Compared are only copies of one origin: written from this slot, or read into it. A chunk that
-        was computed twice may
-    differ in its last bits, and be right both times; for that reason tiers that others write to are
-    left out.
+    was computed twice may differ in its last bits, and be right both times. For that reason tiers
+    that others write to are left out.
     """
 
     def __init__(
-        self, core: Core, below: Sequence[LowerTier], forget: Callable[[Sequence[ChunkKey]], None]
+        self,
+        core: Core,
+        lower_tiers: Sequence[LowerTier],
+        forget: Callable[[Sequence[ChunkKey]], None],
     ) -> None:
         self.one_in = 0
         """0: never; set once, before the first load."""
-        self._core, self._below, self._forget = core, below, forget
+        self._core, self._lower_tiers, self._forget = core, lower_tiers, forget
         self._passed = 0
         self._said = False
 
@@ -52,40 +54,34 @@ class Audit:
         drawn: list[Pair] = []
         for entry in loaded if self.one_in else ():
             self._passed += 1
-            if self._passed >= self.one_in and (below := self._copy(entry)) is not None:
+            if self._passed >= self.one_in and (lower := self._copy(entry)) is not None:
                 self._passed = 0
-                drawn.append(Pair(entry, below))
+                drawn.append(Pair(entry, lower))
         return drawn
 
     def begin(self, pairs: Sequence[Pair]) -> None:
         """Queue the comparisons, behind everything that somebody waits for. A full lane: this time
         not."""
         for pair in pairs:
-            pair.below.lane.submit(partial(self._compare, pair))
+            pair.lower.lane.submit(partial(self._compare, pair))
 
     def _copy(self, entry: Entry) -> LowerTier | None:
         """Under the lock: the fastest tier that holds the very bytes of this slot."""
         holders = self._core.directory.holders(entry.key) if entry.state is READY else ()
-        return next(
-            (
-                self._below[at]
-                for at in holders
-                if entry.copies >> at & 1 and not self._below[at].tier.shared
-            ),
-            None,
-        )
+        same = (self._lower_tiers[index] for index in holders if entry.copies >> index & 1)
+        return next((lower for lower in same if not lower.tier.shared), None)
 
     def _compare(self, pair: Pair) -> None:
         """On a lane thread. The slot is pinned only from here on: a long queue holds no slots."""
-        (entry, below), core = pair, self._core
-        below.sweep()
+        (entry, lower), core = pair, self._core
+        lower.sweep()
         with core.lock:
-            if self._copy(entry) is not below:
+            if self._copy(entry) is not lower:
                 return
             core.directory.pin(entry)
         same = None
         try:
-            copy = below.try_read(entry.key)
+            copy = lower.try_read(entry.key)
             same = None if copy is None else _same(core.pool.view(entry.slot), copy)
         finally:
             with core.lock:
@@ -93,7 +89,7 @@ class Audit:
                 core.counts["audited"] += same is not None
                 core.counts["audit_mismatch"] += same is False
         if same is False:
-            self._say(entry.key, below.tier.name)
+            self._say(entry.key, lower.tier.name)
             self._forget([entry.key])
 
     def _say(self, key: ChunkKey, tier: str) -> None:

@@ -12,7 +12,7 @@ entry is GONE: it can no longer be found, and its slot returns to the free list 
 So a slot is never reused under a reader.
 
 Besides, the set of tiers that hold a chunk: one Policy a tier, its keys being what the tier holds
-    or is being given.
+or is being given.
 
 Rules (``check`` asserts them):
 
@@ -85,8 +85,8 @@ class Directory:
     capacities).
 
     ``policy``: the order of leaving of RAM, and of the tiers where ``lower`` is not given.
-      ``share``: the part of RAM
-    and of every tier that one owner may have, above 0 and up to 1; None for no quotas.
+    ``share``: the part of RAM and of every tier that one owner may have, above 0 and up to 1; None
+    for no quotas.
     """
 
     def __init__(
@@ -287,8 +287,7 @@ class Directory:
         then :meth:`deleted`.
 
         ``owner``: only where it is this owner's or nobody's. A FILLING chunk stays: it is being
-          made anew. A write in
-        progress is caught by :meth:`spill_ended`.
+        made anew. A write in progress is caught by :meth:`spill_ended`.
         """
         entry = self._entries.get(key)
         if entry is not None and entry.state is READY and may(owner, entry.owner):
@@ -387,7 +386,7 @@ class Directory:
         """The write ended; ``stored`` says whether the tier holds the chunk now.
 
         Returns False when the chunk was forgotten meanwhile: the tier must delete it, then
-            :meth:`deleted`.
+        :meth:`deleted`.
         """
         tier = self._tiers[index]
         del tier.writing[entry.key]

@@ -17,14 +17,14 @@ DECLINED = ("slower", "unasked", "deadline", "refused")
 
 
 class TierFigure(NamedTuple):
-    """By tier: name without prefix, gauge or counter, help, where it is read. ``below``: not of
-    RAM."""
+    """By tier: name without prefix, gauge or counter, help, where it is read. ``lower_only``: not
+    of RAM."""
 
     name: str
     kind: str
     text: str
     value: Callable[[SizeClassStatus, TierStatus], float]
-    below: bool = True
+    lower_only: bool = True
 
 
 class StoreFigure(NamedTuple):
@@ -37,38 +37,42 @@ class StoreFigure(NamedTuple):
 
 
 TIER_FIGURES = (
-    TierFigure("capacity_chunks", GAUGE, "Room, in chunks.", lambda _, t: t.capacity, below=False),
+    TierFigure(
+        "capacity_chunks", GAUGE, "Room, in chunks.", lambda _, t: t.capacity, lower_only=False
+    ),
     TierFigure(
         "capacity_bytes",
         GAUGE,
         "Room, in bytes.",
         lambda r, t: t.capacity * r.slot_bytes,
-        below=False,
+        lower_only=False,
     ),
     TierFigure(
-        "held_chunks", GAUGE, "Chunks held; in RAM: ready.", lambda _, t: t.held, below=False
+        "held_chunks", GAUGE, "Chunks held; in RAM: ready.", lambda _, t: t.held, lower_only=False
     ),
     TierFigure(
         "held_bytes",
         GAUGE,
         "Bytes held; in RAM: ready.",
         lambda r, t: t.held * r.slot_bytes,
-        below=False,
+        lower_only=False,
     ),
-    TierFigure("loads", COUNTER, "Chunks served from here.", lambda _, t: t.loads, below=False),
+    TierFigure(
+        "loads", COUNTER, "Chunks served from here.", lambda _, t: t.loads, lower_only=False
+    ),
     TierFigure(
         "stores",
         COUNTER,
         ("Chunks put here: saves in RAM, spills below."),
         lambda _, t: t.stores,
-        below=False,
+        lower_only=False,
     ),
     TierFigure(
         "refusals",
         COUNTER,
         ("Chunks not taken: no room, or no time."),
         lambda _, t: t.refused,
-        below=False,
+        lower_only=False,
     ),
     TierFigure(
         "load_misses",
@@ -86,7 +90,7 @@ TIER_FIGURES = (
         lambda _, t: t.over_budget,
     ),
     TierFigure(
-        "evictions", COUNTER, "Chunks that left for room.", lambda _, t: t.evicted, below=False
+        "evictions", COUNTER, "Chunks that left for room.", lambda _, t: t.evicted, lower_only=False
     ),
     TierFigure(
         "evicted_unread",
@@ -111,14 +115,14 @@ TIER_FIGURES = (
         COUNTER,
         "Bytes read; of RAM: by loads.",
         lambda _, t: t.bytes_read,
-        below=False,
+        lower_only=False,
     ),
     TierFigure(
         "written_bytes",
         COUNTER,
         ("Bytes written; to RAM: by saves."),
         lambda _, t: t.bytes_written,
-        below=False,
+        lower_only=False,
     ),
     TierFigure(
         "open_breakers",

@@ -41,7 +41,7 @@ class Follower:
     """:meth:`prompt` and :meth:`hint` may be called by any thread, :meth:`work` by one at a time.
 
     ``adaptive``: RAM's policy, where it adapts. ``clock``: seconds, monotonic. ``rooms``: of each
-      place, in chunks.
+    place, in chunks.
     """
 
     def __init__(

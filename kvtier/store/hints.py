@@ -1,9 +1,8 @@
 """Hint: what somebody knows of a prompt's future. Pure.
 
 Hints are soft: they change the order in which chunks leave, and whether a chunk that leaves is
-    written below. A wrong
-one costs a recompute and never more. They are bounded (what is kept is at most half of RAM), and
-any later use or save of a chunk takes away that it was over.
+written below. A wrong one costs a recompute and never more. They are bounded (what is kept is at
+most half of RAM), and any later use or save of a chunk takes away that it was over.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def read(given: Mapping[str, object]) -> tuple[Hint, int]:
     """The hint in a request's words, and how many of them are bad or unknown: they are ignored.
 
     ``over``: true or false. ``keep_s``: seconds, at most a day. ``priority``: a number, above 0 is
-      kept for a while.
+    kept for a while.
     """
     over, keep_s, bad = False, 0.0, 0
     for word, value in given.items():

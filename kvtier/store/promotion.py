@@ -16,23 +16,29 @@ class Promotions:
     def __init__(
         self,
         core: Core,
-        below: Sequence[LowerTier],
+        lower_tiers: Sequence[LowerTier],
         arrived: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        self._core, self._below, self._arrived, self._clock = core, below, arrived, clock
+        self._core, self._lower_tiers = core, lower_tiers
+        self._arrived, self._clock = arrived, clock
         self._queued: dict[Entry, float] = {}
-        """Their reads have not begun; since when they wait for it."""
+        """Entries whose reads have not begun, and since when they wait for it."""
 
     def begin(self, promotions: Sequence[tuple[Entry, int]]) -> None:
         """Read each of these FILLING entries from its tier (by index). What a lane refuses is a
         miss."""
+        if not promotions:
+            return
         now = self._clock()
         with self._core.lock:
-            self._queued.update((entry, now) for entry, _ in promotions)
+            for entry, index in promotions:
+                self._queued[entry] = now
+                self._lower_tiers[index].pace.queued += 1
         for entry, index in promotions:
-            if not self._below[index].timed.submit(partial(self._promote, entry, index)):
-                self._give_up(entry)
+            lower = self._lower_tiers[index]
+            if not lower.lane.submit(partial(self._promote, entry, lower), urgent=True):
+                self._give_up(entry, lower)
 
     def unpinned(self, entry: Entry) -> None:
         """Under the lock: who waited for it has gone. A read that has not begun never will, and its
@@ -43,30 +49,39 @@ class Promotions:
             del self._queued[entry]
             self._core.directory.fill_failed(entry)
 
-    def _promote(self, entry: Entry, index: int) -> None:
+    def _promote(self, entry: Entry, lower: LowerTier) -> None:
         """On a lane thread. A chunk that nobody waits for any more is not read."""
         with self._core.lock:
-            begun = self._queued.pop(entry, None)
-            if begun is None:
+            lower.pace.queued -= 1
+            since = self._queued.pop(entry, None)
+            if since is None:
                 return
             if not entry.pins:
                 self._core.directory.fill_failed(entry)
                 return
-        self._ended(index, entry, self._below[index].read(entry), begun)
+            call = lower.pace.begun(self._clock())
+        try:
+            whole = lower.tier.read(entry.key, self._core.pool.view(entry.slot))
+        except Exception:
+            self._ended(entry, lower, None, call, since)
+            raise
+        self._ended(entry, lower, whole, call, since)
 
-    def _ended(self, index: int, entry: Entry, whole: bool | None, begun: float) -> None:
+    def _ended(
+        self, entry: Entry, lower: LowerTier, whole: bool | None, call: int, since: float
+    ) -> None:
         """On a lane thread: so the read went. A failed one tries the next slower tier that holds
         the chunk, none twice; then it is a miss."""
         again, directory = None, self._core.directory
         with self._core.lock:
-            self._below[index].was_read(entry, whole)
+            now = self._clock()
+            lower.pace.read(call, now, bool(whole))
+            lower.was_read(entry, whole)
             if whole:
-                self._core.timings.promotion[self._below[index].tier.name].add(
-                    self._clock() - begun
-                )
+                self._core.timings.promotion[lower.tier.name].add(now - since)
             else:
                 again = next(
-                    (other for other in directory.holders(entry.key) if other > index), None
+                    (other for other in directory.holders(entry.key) if other > lower.index), None
                 )
                 if again is None:
                     directory.fill_failed(entry)
@@ -74,8 +89,10 @@ class Promotions:
             self.begin([(entry, again)])
         self._arrived()
 
-    def _give_up(self, entry: Entry) -> None:
+    def _give_up(self, entry: Entry, lower: LowerTier) -> None:
+        """The lane is full."""
         with self._core.lock:
+            lower.pace.queued -= 1
             self._queued.pop(entry, None)
             self._core.counts["promotion_refused"] += 1
             self._core.directory.fill_failed(entry)

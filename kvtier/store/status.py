@@ -16,7 +16,7 @@ from kvtier.core.lanes import Executor, Lane
 from kvtier.store.store import Store
 from kvtier.store.timings import RAM
 from kvtier.store.what_if import Point
-from kvtier.tiers.base import Tier as LowerTier
+from kvtier.tiers.base import Tier
 
 _DECLINED, _MISSED = "declined_", "missed_"
 _FAILED = ("failed_reads", "failed_writes", "failed_finds", "failed_deletes", "failed")
@@ -195,11 +195,9 @@ def _ram(store: Store, counts: Callable[[str], int]) -> TierStatus:
     return TierStatus(tier=RAM, lane=None, what_if={}, **(nothing | known))
 
 
-def _tier(
-    tier: LowerTier, capacity: int, lane: Executor, counts: Callable[[str], int]
-) -> TierStatus:
+def _tier(tier: Tier, capacity: int, lane: Executor, counts: Callable[[str], int]) -> TierStatus:
     name = tier.name
-    own: Mapping[str, int] = Counter(getattr(tier, "counts", {}))
+    own: Mapping[str, int] = Counter(tier.counts)
     return TierStatus(
         tier=name,
         capacity=capacity,
@@ -216,9 +214,9 @@ def _tier(
         corrupt=own["corrupt"],
         bytes_read=own["bytes_read"],
         bytes_written=own["bytes_written"],
-        open_breakers=number(tier, "open_breakers"),
+        open_breakers=tier.open_breakers,
         breaker_trips=own["breaker_trips"],
-        owed_deletes=number(tier, "owed"),
+        owed_deletes=tier.owed,
         lane=_lane(lane),
         what_if={},
         what_if_error=0.0,
@@ -227,8 +225,3 @@ def _tier(
 
 def _lane(lane: Executor) -> LaneStatus | None:
     return LaneStatus(*lane.queued, lane.failures) if isinstance(lane, Lane) else None
-
-
-def number(tier: LowerTier, name: str) -> int:
-    """What only some tiers have."""
-    return int(getattr(tier, name, 0))

@@ -1,10 +1,9 @@
-"""Store: one lock + Directory + lanes: the claims and leases; each lower tier's own part is a
-Below.
+"""Store: one lock, the Directory, the claims and leases. What concerns one tier below RAM is in
+:mod:`kvtier.store.lower_tier`.
 
-Decide under the lock, act outside it: the Directory is changed with the lock held (memory only,
-    microseconds), tiers
-and copies run without it. Everything here is safe to call from any thread; no call waits for a
-tier.
+Decide under the lock, act outside it. The Directory is changed with the lock held: memory only,
+microseconds. Tiers and copies run without it. Everything here is safe to call from any thread; no
+call waits for a tier.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from kvtier.store.lookup import lookup_run
 from kvtier.store.lower_tier import Core, LowerTier, Place
 from kvtier.store.promotion import Promotions
 from kvtier.store.room import Room
+from kvtier.store.spill import Spills
 from kvtier.store.timings import RAM, Timings
 from kvtier.store.what_if import Point
 from kvtier.tiers.base import Tier
@@ -47,11 +47,10 @@ class Store:
     """A pool of RAM slots over lower tiers (fastest first), each with its own lane.
 
     ``recovered()`` of every tier is read here, once. :meth:`close` closes lanes, tiers and the
-    pool. ``share`` and
-    every ``owner``: see :mod:`kvtier.store.directory`; for servers. ``spare`` is a lane without a
-      tier: it makes the
-    pool's pages present while nobody waits. ``clock``: monotonic seconds, for forecasts. An
-    Adaptive ``policy`` is RAM's and learns on the spare lane; the tiers' is LRU then.
+    pool. ``share`` and every ``owner``: see :mod:`kvtier.store.directory`; for servers. ``spare``
+    is a lane without a tier: it makes the pool's pages present while nobody waits. ``clock``:
+    monotonic seconds, for forecasts. An Adaptive ``policy`` is RAM's and learns on the spare lane;
+    the tiers' is LRU then.
     """
 
     def __init__(
@@ -88,18 +87,20 @@ class Store:
         core = Core(self._lock, self._directory, pool, self.counts, self.timings)
         rooms = {"ram": pool.slots, **{tier.name: tier.capacity for tier in self.tiers}}
         self._follower = Follower(self._directory, self._lock, self._adaptive, clock, rooms)
-        self._below = [LowerTier(core, index, place, clock) for index, place in enumerate(places)]
-        self._on_save = [below for below in self._below if not below.on_evict]
-        self._on_evict = [below for below in self._below if below.on_evict]
+        self._lower = [LowerTier(core, index, place, clock) for index, place in enumerate(places)]
+        self._on_save, self._on_evict = list[Spills](), list[Spills]()
+        for place, lower in zip(places, self._lower, strict=True):
+            spills = Spills(core, lower, place.budget, clock)
+            (self._on_evict if place.on_evict else self._on_save).append(spills)
         self._looking: set[int] = set()
         """Owners for whom a :meth:`_look_ahead` is queued."""
-        self._promotions = Promotions(core, self._below, self._note_arrival, clock)
-        self.audit = Audit(core, self._below, self.invalidate)
-        self._waits = [below.timed.wait for below in self._below]
-        for below in self._below:
-            keys = below.tier.recovered()
-            below.found(keys, below.timed.owners(keys))
-            below.sweep_soon()
+        self._promotions = Promotions(core, self._lower, self._note_arrival, clock)
+        self.audit = Audit(core, self._lower, self.invalidate)
+        self._waits = [lower.wait for lower in self._lower]
+        for lower in self._lower:
+            keys = lower.tier.recovered()
+            lower.found(keys, lower.tier.owners(keys))
+            lower.sweep_soon()
         if spare is not None:
             spare.submit(partial(self._populate, 0))
 
@@ -188,9 +189,7 @@ class Store:
         self._follow_soon(self._follower.prompt(keys, session))
         if promotions:
             self._look_ahead_soon(owner)
-        if asked is not None and not self._below[asked].timed.submit(
-            partial(self._find, lease, asked)
-        ):
+        if asked is not None and not self._lower[asked].ask(partial(self._find, lease, asked)):
             with self._lock:
                 lease.asking = False
         return lease
@@ -252,15 +251,14 @@ class Store:
                 return True
             self._closed = True
             left = self._directory.all_out() if self._on_evict else []
-        for below, capacity in zip(self._below, self.capacities, strict=True):
-            if below.on_evict:
-                below.offer(left[:capacity], ())
+        for spills in self._on_evict:
+            spills.offer(left[: self._directory.capacity(spills.lower.index)], ())
         clean = True
         for lane in [*self.lanes, *([self._spare] if self._spare else [])]:
             clean &= lane.close(timeout_s)
         self.touched.cancel()
-        for below in self._below:
-            below.close([entry.key for entry in left])
+        for lower in self._lower:
+            lower.close([entry.key for entry in left])
         if clean:
             self.pool.close()
         return clean
@@ -285,10 +283,11 @@ class Store:
         with self._lock:
             asked = self._ask(keys[result.known :]) if result.known < len(keys) else None
             result = result._replace(why=self._end_of(keys, result.ready, result.known)[1])
+            if asked is not None:
+                asking = self._lower[asked].asking(len(keys) - result.known)
+                result = result._replace(asking=asking)
             self.timings.lookup.add(self._clock() - begun)
-        if asked is None:
-            return result
-        return result._replace(asking=self._below[asked].timed.asking(len(keys) - result.known))
+        return result
 
     def decline(self, keys: Sequence[ChunkKey], reason: str) -> None:
         """These chunks could be had and are computed instead; why. Counted, and now and then one of
@@ -297,7 +296,7 @@ class Store:
             self.counts[f"declined_{reason}"] += len(keys)
             index = next(self._directory.holders(keys[0]), self._ask(keys)) if keys else None
         if index is not None:
-            self._below[index].probe(keys[0])
+            self._lower[index].probe(keys[0])
 
     def invalidate(self, keys: Sequence[ChunkKey], owner: int | None = None) -> None:
         """Drop these chunks everywhere: they are bad, or nobody may have them any more."""
@@ -309,10 +308,10 @@ class Store:
             with self._lock:
                 for key in part:
                     for index in self._directory.invalidate(key, owner):
-                        self._below[index].discard(key)
+                        self._lower[index].discard(key)
             yield 0.0
-        for below in self._below:
-            below.sweep_soon()
+        for lower in self._lower:
+            lower.sweep_soon()
 
     def invalidate_all(self, owner: int | None = None) -> None:
         """Drop every chunk everywhere (those being filled right now excepted); of one owner: its
@@ -341,11 +340,11 @@ class Store:
 
     def purge_unseen(self, owner: int | None) -> list[Future[tuple[int, bool]]]:
         """For every tier: see :meth:`kvtier.store.lower_tier.LowerTier.purge_unseen`."""
-        return [below.purge_unseen(owner) for below in self._below]
+        return [lower.purge_unseen(owner) for lower in self._lower]
 
     def unfinished(self, keys: Sequence[ChunkKey], owner: int | None = None) -> int:
         """How many of these chunks, forgotten before, are being filled, or not yet deleted
-        below."""
+        in a lower tier."""
         return whole(self.outliving(keys, owner))
 
     def outliving(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[int]:
@@ -388,8 +387,8 @@ class Store:
             ram = Room(
                 self.pool.slot_bytes, 0, most, slots, used, occupied, wanted, directory.coldest()
             )
-            lower = [(below.tier.name, below.room()) for below in self._below]
-            return {"ram": ram, **{name: room for name, room in lower if room is not None}}
+            rooms = [(lower.tier.name, lower.room()) for lower in self._lower]
+            return {"ram": ram, **{name: room for name, room in rooms if room is not None}}
 
     def lend(self, spare: Executor | None = None) -> None:
         """Before anybody uses it, and without ``spare`` until now: other Stores have the room of
@@ -397,8 +396,8 @@ class Store:
         with self._lock:
             self._directory.shrink(0, self.pool.slots)
             self._directory.gave_back(self._directory.leaving(self.pool.slots)[::-1])
-            for below in self._below:
-                below.lend()
+            for lower in self._lower:
+                lower.lend()
         self._spare = spare
         self.touched.set_result(None)
 
@@ -409,9 +408,9 @@ class Store:
         """
         if "ram" in limits:
             yield from self._use(limits["ram"])
-        for below in self._below:
-            if below.tier.name in limits:
-                yield from below.limit(limits[below.tier.name])
+        for lower in self._lower:
+            if lower.tier.name in limits:
+                yield from lower.limit(limits[lower.tier.name])
 
     def _use(self, slots: int) -> Steps[None]:
         while True:
@@ -452,7 +451,7 @@ class Store:
     @property
     def lanes(self) -> Sequence[Executor]:
         """The tiers' lanes, in the order of :attr:`tiers`."""
-        return [below.lane for below in self._below]
+        return [lower.lane for lower in self._lower]
 
     def wait(self, timeout_s: float) -> None:
         """Return when a promotion has ended since the last wait, or after ``timeout_s``. For one
@@ -474,8 +473,8 @@ class Store:
             if self._adaptive is not None:
                 stats.update(self._adaptive.counts())
             stats["ram_evicted"] = self._directory.evicted
-            for below in self._on_evict:
-                stats[f"{below.tier.name}_spill_late"] += self._directory.evicted_unoffered
+            for spills in self._on_evict:
+                stats[f"{spills.lower.tier.name}_spill_late"] += self._directory.evicted_unoffered
             return stats
 
     def _populate(self, first: int) -> None:
@@ -523,16 +522,13 @@ class Store:
         """Under the lock: extend the lease as far as chunks are in RAM, on their way, or held
         lower, by at most ``most``. Of a run that is longer than RAM the end leaves for the
         beginning, after all else."""
-        directory, promotions, known = (
-            self._directory,
-            list[tuple[Entry, int]](),
-            len(lease.entries),
-        )
+        directory, known = self._directory, len(lease.entries)
+        promotions = list[tuple[Entry, int]]()
         for key in lease.keys[known : None if most is None else known + most]:
             entry = directory.get(key)
             if entry is None:
                 holder = next(
-                    (index for index in directory.holders(key) if self._below[index].may_read(key)),
+                    (index for index in directory.holders(key) if self.tiers[index].may_read(key)),
                     None,
                 )
                 if holder is None:
@@ -571,15 +567,15 @@ class Store:
         claim it."""
         with self._lock:
             unknown = lease.keys[len(lease.entries) :]
-        below = self._below[index]
-        found = unknown[: below.timed.find(unknown)][::-1]
-        for slower in self._below[index + 1 :]:
+        lower = self._lower[index]
+        found = unknown[: lower.find(unknown)][::-1]
+        for slower in self._lower[index + 1 :]:
             if not found and slower.tier.shared:
-                below = slower
-                found = unknown[: below.timed.find(unknown)][::-1]
-        owners = below.timed.owners(found)
+                lower = slower
+                found = unknown[: lower.find(unknown)][::-1]
+        owners = lower.tier.owners(found)
         with self._arrived:
-            below.found(found, owners)
+            lower.found(found, owners)
             promotions = [] if lease.closed else self._claim(lease)
             self._miss(lease.keys, len(lease.entries))
             lease.asking = False
@@ -587,22 +583,23 @@ class Store:
             self._arrived.notify_all()
         self._promotions.begin(promotions)
         self.on_arrival()
-        below.sweep()
+        lower.sweep()
 
     # ---- misses ----------------------------------------------------------------------------------
 
     def _end_of(self, keys: Sequence[ChunkKey], ready: int, known: int) -> tuple[int, str]:
-        """Under the lock: how many leading chunks of a run can be had, of which ``ready`` are here
-        and ``known`` here or below; and the reason why no more, "" when that is all."""
-        directory, below = self._directory, self._below
+        """Under the lock: how many leading chunks of a run can be had, of which ``ready`` are in
+        RAM and ``known`` in RAM or a lower tier; and the reason why no more, "" when that is
+        all."""
+        directory, lower = self._directory, self._lower
         if ready < len(keys) and directory.get(keys[ready]) is None:
             holders = list(directory.holders(keys[ready]))
-            if holders and all(below[index].away for index in holders):
+            if holders and all(lower[index].away for index in holders):
                 return ready, "tier_down"
         if known == len(keys):
             return known, ""
         why = directory.why(keys[known])
-        unsure = why in {"cold", "evicted"} and any(one.away and one.tier.shared for one in below)
+        unsure = why in {"cold", "evicted"} and any(one.away and one.tier.shared for one in lower)
         return known, "tier_down" if unsure else why
 
     def _miss(self, keys: Sequence[ChunkKey], ready: int, most: int | None = None) -> None:
@@ -632,9 +629,9 @@ class Store:
             with self._lock:
                 self.timings.save.add(self._clock() - lease.begun)
         yield from self._ordering(lease.run)
-        for below in self._on_save:
+        for spills in self._on_save:
             for part in pieces(lease.entries):
-                below.offer(part, lease.run)
+                spills.offer(part, lease.run)
                 yield 0.0
         if lease.entries:
             self._look_ahead_soon(lease.entries[0].owner)
@@ -644,17 +641,17 @@ class Store:
         before it leaves."""
         if self._on_evict and owner not in self._looking:
             self._looking.add(owner)
-            if not self._on_evict[0].lane.submit(partial(self._look_ahead, owner)):
+            if not self._on_evict[0].lower.lane.submit(partial(self._look_ahead, owner)):
                 self._looking.discard(owner)
 
     def _look_ahead(self, owner: int) -> None:
         """On a lane thread."""
-        self._on_evict[0].sweep()
+        self._on_evict[0].lower.sweep()
         with self._lock:
             self._looking.discard(owner)
             entries = self._directory.next_out(owner)
-        for below in self._on_evict:
-            below.offer(entries, ())
+        for spills in self._on_evict:
+            spills.offer(entries, ())
 
     def poll_load(self, lease: LoadLease) -> Progress:
         """See :meth:`LoadLease.poll`."""

@@ -48,8 +48,8 @@ _WORDS = {
 
 def room(slots: int, lower: Mapping[str, int]) -> str:
     """How much a cache holds, in words; ``lower``: chunks by tier."""
-    below = ", ".join(f"{name} {chunks:,}" for name, chunks in lower.items())
-    return f"RAM holds {slots:,} chunks, {below or 'nothing lies below it'}"
+    places = ", ".join(f"{name} {chunks:,}" for name, chunks in lower.items())
+    return f"RAM holds {slots:,} chunks, {places or 'nothing lies below it'}"
 
 
 def totals(stats: Mapping[str, int]) -> tuple[int, int, int, dict[str, int]]:

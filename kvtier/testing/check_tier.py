@@ -10,7 +10,7 @@ from threading import Event
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.tenant import NOBODY, owner_of, tenant
-from kvtier.tiers.base import OwnerKeeper, SharedKeeper, Tier
+from kvtier.tiers.base import Tier
 
 Make = Callable[[], Tier]
 _RUN = 6
@@ -68,6 +68,7 @@ def _aligned(size: int) -> memoryview:
 def _holds(tier: Tier, key: ChunkKey, chunk_bytes: int) -> bool:
     """Read a chunk; AssertionError if the tier lies."""
     into = _aligned(chunk_bytes)
+    _promise(tier.may_read(key), "a tier whose medium answers may be read")
     held = tier.read(key, into)
     _promise(held is not None, "a medium that answers is never None")
     _promise(
@@ -87,6 +88,13 @@ def _check_face(make: Make) -> None:
     _promise(tier.name != "", "name is a word")
     _promise(tier.capacity >= _LEAST, f"capacity is a number of chunks, here {_LEAST} or more")
     _promise(tier.shared in (True, False), "shared is a bool")
+    _promise(tier.keeps_owners in (True, False), "keeps_owners is a bool")
+    _promise(tier.chunk_room >= 0 and tier.fixed_room >= 0, "room is a number of bytes")
+    _promise(tier.resize(tier.capacity) == tier.capacity, "a tier has room for its capacity")
+    _promise(
+        tier.trouble == "" and not tier.open_breakers and not tier.owed,
+        "a tier whose medium answers is well",
+    )
     _promise(list(tier.recovered()) == [], "a tier that holds nothing recovers nothing")
     tier.close()
 
@@ -174,11 +182,15 @@ def _check_names(make: Make, keys: Sequence[ChunkKey], chunk_bytes: int) -> None
 def _check_owners(
     make: Make, reopen: Make | None, keys: Sequence[ChunkKey], chunk_bytes: int
 ) -> None:
-    """Where a tier is an OwnerKeeper: whose a chunk is, it says while it has it, and after a
-    restart."""
+    """A tier that keeps owners says whose a chunk is while it has it, and after a restart."""
     tier = make()
     tier.recovered()
-    if not isinstance(tier, OwnerKeeper):
+    if not tier.keeps_owners:
+        _write_all(tier, keys[:1], chunk_bytes)
+        _promise(
+            list(tier.owners(keys)) == [NOBODY] * len(keys),
+            "a tier that keeps no owners says that its chunks are nobody's",
+        )
         tier.close()
         return
     one, other = owner_of(bytes(32), "one"), owner_of(bytes(32), "other")
@@ -195,7 +207,7 @@ def _check_owners(
         all(_holds(tier, key, chunk_bytes) for key in keys[:4]),
         "a chunk is whole, whose ever it is",
     )
-    if isinstance(tier, SharedKeeper) and tier.shared:
+    if tier.shared:
         found, whole = tier.held_of(tenant("one"))
         _promise(
             sorted(found) == sorted([keys[0], *keys[2:4]]) and whole,
@@ -213,7 +225,7 @@ def _check_owners(
         again = reopen()
         again.recovered()
         _promise(
-            isinstance(again, OwnerKeeper) and list(again.owners(keys[:4])) == whose,
+            again.keeps_owners and list(again.owners(keys[:4])) == whose,
             "a restart keeps the owners",
         )
         again.close()

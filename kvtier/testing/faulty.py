@@ -14,7 +14,9 @@ from enum import StrEnum
 from typing import Literal
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.tenant import NOBODY
 from kvtier.tiers.base import Tier
+from kvtier.tiers.forwarding import ForwardingTier
 
 Call = Literal["write", "read"]
 
@@ -37,7 +39,7 @@ Plan = Callable[[Call, ChunkKey], Fault | None]
 none."""
 
 
-class DictTier:
+class DictTier(Tier):
     """Chunks in a dict. ``held`` is the medium: pass one tier's to the next to start again with
     what it kept.
 
@@ -59,7 +61,7 @@ class DictTier:
     def recovered(self) -> Sequence[ChunkKey]:
         return list(self.held)
 
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         with self._lock:
             if key not in self.held and len(self.held) >= self.capacity:
                 return False
@@ -92,7 +94,7 @@ class DictTier:
                     self.held[key] = self.held.pop(key)
 
 
-class FaultyTier:
+class FaultyTier(ForwardingTier):
     """``inner`` behind a medium that fails as ``plan`` says (see :func:`seeded`), and a checksum
     that finds it out.
 
@@ -105,21 +107,17 @@ class FaultyTier:
     """
 
     def __init__(self, inner: Tier, plan: Plan) -> None:
-        self.inner = inner
-        self.name, self.capacity, self.shared = inner.name, inner.capacity, inner.shared
+        super().__init__(inner)
         self.injected: Counter[str] = Counter()
         self._plan = plan
         self._written: dict[ChunkKey, bytes] = {}
 
-    def recovered(self) -> Sequence[ChunkKey]:
-        return self.inner.recovered()
-
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         fault = self._next("write", key)
         if fault is Fault.FAIL:
             return False
         self._written[key] = _digest(data)
-        if self.inner.write(key, _damaged(data, fault)):
+        if self.inner.write(key, _damaged(data, fault), owner):
             return True
         self._written.pop(key, None)
         return False
@@ -140,15 +138,9 @@ class FaultyTier:
         into[:] = _rubbish(into.nbytes)
         return False
 
-    def find(self, keys: Sequence[ChunkKey]) -> int:
-        return self.inner.find(keys)
-
     def delete(self, key: ChunkKey) -> None:
         self.inner.delete(key)
         self._written.pop(key, None)
-
-    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        self.inner.close(coldest_first)
 
     def _next(self, call: Call, key: ChunkKey) -> Fault | None:
         fault = self._plan(call, key)

@@ -1,8 +1,11 @@
-"""Circuit breaker: a place that keeps failing is left alone for a while, then tried again by one
-caller.
+"""Circuit breaker: a machine that keeps failing is left alone for a while, then tried again by one
+caller. The only place where a tier waits before it is tried again.
 
 After Nygard, *Release It!*, chapter "Stability Patterns". It knows nothing of what it guards and
-has no thread: the calls themselves turn it.
+has no thread: the calls themselves change its state.
+
+It belongs to the tier, which has one for each machine and reports every call to it. The Store asks
+the same breaker before it takes a slot for a read (:meth:`kvtier.tiers.base.Tier.may_read`).
 """
 
 from __future__ import annotations
@@ -11,31 +14,35 @@ import math
 import threading
 from collections.abc import Callable
 
+FAULTS_TO_OPEN = 3
+WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+
 
 class Breaker:
     """Closed (all calls go) until ``faults`` faults in a row; then open (no call goes) for
     ``wait_s``; then one call may try. Its success closes the breaker, its fault doubles the wait,
     up to ``longest_wait_s``.
 
-    A place that comes and goes lets a trial through now and then, and then fails who relied on it.
-    So a breaker that opens again within ``longest_wait_s`` of closing goes on where it was: with
-    twice its last wait.
+    A machine that comes and goes lets a trial through now and then, and then fails who relied on
+    it. So a breaker that opens again within ``longest_wait_s`` of closing goes on where it was:
+    with twice its last wait.
 
     A trial that never reports back is given up after the same wait, so that a lost caller cannot
-    keep it open.
+    keep the breaker open. The same holds for a trial that was reserved and not begun.
 
     Threads: any; its lock is held for a few instructions.
     """
 
     def __init__(
-        self, faults: int, wait_s: float, longest_wait_s: float, clock: Callable[[], float]
+        self,
+        clock: Callable[[], float],
+        faults: int = FAULTS_TO_OPEN,
+        wait_s: float = WAIT_S,
+        longest_wait_s: float = LONGEST_WAIT_S,
     ) -> None:
-        self._bound, self._first_wait, self._longest_wait, self._clock = (
-            faults,
-            wait_s,
-            longest_wait_s,
-            clock,
-        )
+        self._clock = clock
+        self._bound = faults
+        self._first_wait, self._longest_wait = wait_s, longest_wait_s
         self._lock = threading.Lock()
         self._faults = 0
         self._wait = wait_s
@@ -43,6 +50,8 @@ class Breaker:
         """From then on what was before is forgotten."""
         self._until: float | None = None
         """None: closed. Else the time from which one call may try."""
+        self._reserved = False
+        """The next trial is kept for a call that has yet to come."""
         self._trying = False
 
     @property
@@ -54,16 +63,34 @@ class Breaker:
         """How long it stays, or stayed, open before the next trial."""
         return self._wait
 
-    def allows(self) -> bool:
-        """May this call go? Whoever gets True reports :meth:`ok` or :meth:`fault`."""
+    def reserves(self) -> bool:
+        """Is a call worth its preparation? While the breaker is open one caller gets True when a
+        trial is due. The trial is then kept for the first call that comes."""
         with self._lock:
             if self._until is None:
                 return True
-            now = self._clock()
-            if now < self._until:
+            if not self._due():
                 return False
-            self._trying, self._until = True, now + self._wait
+            self._reserved = True
             return True
+
+    def allows(self) -> bool:
+        """May this call go now? Whoever gets True reports :meth:`ok` or :meth:`fault`."""
+        with self._lock:
+            if self._until is None:
+                return True
+            if not self._reserved and not self._due():
+                return False
+            self._reserved, self._trying = False, True
+            return True
+
+    def _due(self) -> bool:
+        """Under the lock: is it time for a trial? Then the next one is due after the same wait."""
+        now = self._clock()
+        if self._until is None or now < self._until:
+            return False
+        self._until = now + self._wait
+        return True
 
     def ok(self) -> bool:
         """A call succeeded. True when this closed the breaker."""
@@ -71,7 +98,8 @@ class Breaker:
             closed = self._until is not None
             if closed:
                 self._calm_at = self._clock() + self._longest_wait
-            self._faults, self._until, self._trying = 0, None, False
+            self._faults, self._until = 0, None
+            self._reserved = self._trying = False
             return closed
 
     def fault(self) -> bool:
@@ -85,8 +113,8 @@ class Breaker:
                 self._wait = self._first_wait if now >= self._calm_at else self._doubled()
                 self._until = now + self._wait
                 return True
-            # Calls that began before it opened report late; only the trial's fault says that the
-            # place is still bad.
+            # Calls that began before it opened report late. Only the trial's fault says that the
+            # machine is still bad.
             if self._trying:
                 self._trying = False
                 self._wait = self._doubled()

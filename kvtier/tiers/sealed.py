@@ -25,7 +25,7 @@ import mmap
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 
 from cryptography.exceptions import InvalidTag
@@ -36,7 +36,8 @@ from cryptography.hazmat.primitives.cmac import CMAC
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey
 from kvtier.core.errors import StateError
 from kvtier.core.tenant import NOBODY
-from kvtier.tiers.base import RoomGiver, SharedKeeper, Tier, machine_of, owners_in, write_for
+from kvtier.tiers.base import Tier
+from kvtier.tiers.forwarding import ForwardingTier
 
 _LOG = logging.getLogger(__name__)
 KEY_BYTES = 32
@@ -59,9 +60,8 @@ def key_name(key: bytes) -> bytes:
     return sha256(b"kvtier encryption key\0" + key).digest()[:_NAME_BYTES]
 
 
-class SealedTier:
-    """``inner`` with every chunk sealed by ``key``. A :class:`~kvtier.tiers.base.Tier`, named as
-    ``inner``.
+class SealedTier(ForwardingTier):
+    """``inner`` with every chunk sealed by ``key``; named as ``inner``.
 
     Args:
         inner: keeps chunks of ``sealed_bytes(chunk_bytes)`` bytes; closed with this one.
@@ -75,8 +75,8 @@ class SealedTier:
     def __init__(self, inner: Tier, key: bytes, chunk_bytes: int) -> None:
         if len(key) != KEY_BYTES:
             raise StateError(f"an encryption key of {len(key)} bytes, expected {KEY_BYTES}")
-        self.name, self.capacity, self.shared = inner.name, inner.capacity, inner.shared
-        self._inner, self._key, self._chunk_bytes = inner, key, chunk_bytes
+        super().__init__(inner)
+        self._key, self._chunk_bytes = key, chunk_bytes
         self._sign = _MARK + key_name(key)
         self._scratch = threading.local()
         self._lock = threading.Lock()
@@ -89,49 +89,16 @@ class SealedTier:
     def counts(self) -> Mapping[str, int]:
         """The inner tier's, and ``unopened``: chunks whose seal did not open, which are ``corrupt``
         too."""
-        counts = Counter(getattr(self._inner, "counts", {}))
+        counts = Counter(self.inner.counts)
         counts["unopened"] = self._unopened
         counts["corrupt"] += self._unopened
         return counts
-
-    @property
-    def open_breakers(self) -> int:
-        """Of the inner tier; 0 where it has none."""
-        return int(getattr(self._inner, "open_breakers", 0))
-
-    @property
-    def trouble(self) -> str:
-        """Of the inner tier; empty where it has none."""
-        return str(getattr(self._inner, "trouble", ""))
-
-    @property
-    def owed(self) -> int:
-        """Deletes that the inner tier owes; 0 where it never does."""
-        return int(getattr(self._inner, "owed", 0))
-
-    @property
-    def chunk_room(self) -> int:
-        """Of the inner tier; 0 where it divides no budget."""
-        return self._inner.chunk_room if isinstance(self._inner, RoomGiver) else 0
-
-    @property
-    def fixed_room(self) -> int:
-        """Of the inner tier; 0 where it divides no budget."""
-        return self._inner.fixed_room if isinstance(self._inner, RoomGiver) else 0
-
-    def resize(self, chunks: int) -> int:
-        """See :class:`~kvtier.tiers.base.RoomGiver`; no effect where the inner tier is none."""
-        return self._inner.resize(chunks) if isinstance(self._inner, RoomGiver) else chunks
-
-    def machine(self, key: ChunkKey) -> str:
-        """See :class:`~kvtier.tiers.base.Spread`."""
-        return machine_of(self._inner, key)
 
     def recovered(self) -> Sequence[ChunkKey]:
         """See :meth:`Tier.recovered`. Reads one chunk, because a folder whose key was changed holds
         only misses, and each would let a prompt wait. A shared tier may hold others' chunks, and is
         not judged by one of them."""
-        keys = self._inner.recovered()
+        keys = self.inner.recovered()
         if self.shared or not self._is_foreign(keys):
             return keys
         _LOG.warning(
@@ -142,20 +109,8 @@ class SealedTier:
             key_name(self._key).hex(),
         )
         for key in keys:
-            self._inner.delete(key)
+            self.inner.delete(key)
         return []
-
-    def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
-        """See :class:`~kvtier.tiers.base.OwnerKeeper`; nobody's where the inner tier keeps none."""
-        return owners_in(self._inner, keys)
-
-    def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
-        """See :class:`~kvtier.tiers.base.SharedKeeper`."""
-        return (
-            self._inner.held_of(owner)
-            if isinstance(self._inner, SharedKeeper)
-            else ([], not self.shared)
-        )
 
     def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         """See :meth:`Tier.write`. Raises StateError for a wrong size."""
@@ -164,13 +119,13 @@ class SealedTier:
         nonce = os.urandom(_NONCE_BYTES)
         self._cipher(nonce).encrypt_into(nonce[_DERIVING_BYTES:], data, key, stored[:end])
         stored[end:] = (nonce + self._sign).ljust(len(stored) - end, b"\0")
-        return write_for(self._inner, key, stored, owner)
+        return self.inner.write(key, stored, owner)
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
         """See :meth:`Tier.read`. Raises StateError for a wrong size."""
         self._check_size(into)
         stored = self._room()
-        found = self._inner.read(key, stored)
+        found = self.inner.read(key, stored)
         if not found or self._opens(key, stored, into):
             return found
         with self._lock:
@@ -184,17 +139,8 @@ class SealedTier:
                 key.hex(),
                 why,
             )
-        self._inner.delete(key)
+        self.inner.delete(key)
         return False
-
-    def find(self, keys: Sequence[ChunkKey]) -> int:
-        return self._inner.find(keys)
-
-    def delete(self, key: ChunkKey) -> None:
-        self._inner.delete(key)
-
-    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        self._inner.close(coldest_first)
 
     def _check_size(self, chunk: memoryview) -> None:
         if chunk.nbytes != self._chunk_bytes:
@@ -237,6 +183,6 @@ class SealedTier:
         """Was the most recently used of these chunks that can be read sealed by another key?"""
         stored = memoryview(mmap.mmap(-1, sealed_bytes(self._chunk_bytes)))
         for key in keys[: -_LOOKED_AT - 1 : -1]:
-            if self._inner.read(key, stored):
+            if self.inner.read(key, stored):
                 return not self._is_ours(stored)
         return False

@@ -66,21 +66,21 @@ class Cache:
 
     Args:
         slots: chunks in RAM.
-        below: chunks in the tier below; 0 for none.
+        lower: chunks in the tier below RAM; 0 for none.
         policy: ``auto`` or ``lru``.
         on_evict: the tier is written when RAM drops a chunk, else when it is saved.
     """
 
     def __init__(
-        self, slots: int, below: int = 0, policy: str = "auto", on_evict: bool = True
+        self, slots: int, lower: int = 0, policy: str = "auto", on_evict: bool = True
     ) -> None:
         adaptive = Adaptive() if policy == "auto" else None
         self._adaptive, self._on_evict, self._now = adaptive, on_evict, 0.0
-        self.directory = Directory(slots, [below] if below else [], adaptive or LRU, lower=LRU)
-        self._lower = bool(below)
+        self.directory = Directory(slots, [lower] if lower else [], adaptive or LRU, lower=LRU)
+        self._lower = bool(lower)
         lock = nullcontext()
         self._follower = Follower(
-            self.directory, lock, adaptive, lambda: self._now, {"ram": slots, "nvme": below}
+            self.directory, lock, adaptive, lambda: self._now, {"ram": slots, "nvme": lower}
         )
         self._follower.curves.clear()
         self._counts: Counter[str] = Counter()

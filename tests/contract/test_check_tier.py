@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.tenant import NOBODY
 from kvtier.testing import DictTier, Fault, FaultyTier, check_tier, seeded
 
 SIZE = 1000
@@ -54,7 +55,7 @@ class NeverNow(DictTier):
 
 
 class MatchesDigestsOnly(DictTier):
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         return super().write(ChunkKey(key[:32]), data)
 
     def read(self, key: ChunkKey, into: memoryview) -> bool:
@@ -68,10 +69,10 @@ class MatchesDigestsOnly(DictTier):
 
 
 class Evicts(DictTier):
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         if len(self.held) >= self.capacity - 1:
             self.held.pop(next(iter(self.held)))
-        return super().write(key, data)
+        return super().write(key, data, owner)
 
 
 class KeepsTheDeleted(DictTier):
@@ -85,16 +86,16 @@ class CountsPastGaps(DictTier):
 
 
 class ChangesItsData(DictTier):
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
-        held = super().write(key, data)
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+        held = super().write(key, data, owner)
         if not data.readonly:
             data[0] ^= 1
         return held
 
 
 class WritesOnce(DictTier):
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
-        return key not in self.held and super().write(key, data)
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+        return key not in self.held and super().write(key, data, owner)
 
 
 class ReadsReusedRoom(DictTier):
@@ -108,8 +109,8 @@ class ReadsReusedRoom(DictTier):
         self.at: dict[ChunkKey, int] = {}
         self.written = threading.Event()
 
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
-        if key not in self.at and super().write(key, data):
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+        if key not in self.at and super().write(key, data, owner):
             slot = self.free.pop()
             self.slots[slot][:] = data
             self.at[key] = slot
@@ -134,7 +135,7 @@ class ReadsReusedRoom(DictTier):
 class OneForAll(DictTier):
     """Threads share one place on the way in."""
 
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         self.__dict__["way"] = data
         threading.Event().wait(0.001)
         return super().write(key, self.__dict__["way"])
@@ -156,16 +157,30 @@ class LosesOneAtStart(DictTier):
 
 
 class ForgetsOwners(DictTier):
-    def write(self, key: ChunkKey, data: memoryview, owner: int = 0) -> bool:
-        return super().write(key, data)
+    keeps_owners = True
 
+
+class OwnsWithoutKeeping(DictTier):
     def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
-        return [0] * len(keys)
+        return [1] * len(keys)
+
+
+class IsLeftAlone(DictTier):
+    def may_read(self, key: ChunkKey) -> bool:
+        return False
+
+
+class LosesRoom(DictTier):
+    def resize(self, chunks: int) -> int:
+        return chunks - 1
 
 
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
+        (OwnsWithoutKeeping, "its chunks are nobody's"),
+        (IsLeftAlone, "may be read"),
+        (LosesRoom, "room for its capacity"),
         (Lies, "exactly the bytes written"),
         (Invents, "exactly the bytes written|never written"),
         (NeverNow, "never None"),

@@ -220,7 +220,7 @@ def test_a_write_waits_for_no_delete_and_is_not_hit_by_one(mortal: RedisServer) 
         admin.client_pause(60_000, all=False)  # holds what changes keys, and lets reads through
         payer = threading.Thread(target=tier.find, args=(KEYS,))
         payer.start()
-        while not tier._settling:
+        while not tier._owed.going:
             payer.join(0.001)
         assert not write(tier, 0)
         assert tier.counts["refused"] == 1

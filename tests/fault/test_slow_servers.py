@@ -22,6 +22,7 @@ from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
+from tests.clock import Clock
 from tests.rogue_server import SLOTS, greet, hear, rogue
 from tests.server_process import DEADLINE_S, LAYOUT, SLOT, run, short_folder, wait_for
 
@@ -273,6 +274,30 @@ def test_a_server_that_answers_another_question_is_not_believed() -> None:
     with rogue(None, script) as address:
         tier = RemoteTier(access(address))
         assert (tier.find([KEY]), tier.counts["failed"]) == (0, 1)
+        tier.close()
+
+
+def test_a_server_that_is_away_is_left_alone_and_tried_again_by_one_read() -> None:
+    """And costs no slot meanwhile: the Store asks before it takes one."""
+
+    def script(client: socket.socket) -> None:
+        greet(client)
+        inbox: wire.Inbox[wire.Message] = wire.Inbox(wire.StreamQuestion)
+        while True:
+            asked = hear(client, inbox)
+            client.sendall(wire.frame(wire.Found(asked.id, 1)))  # type: ignore[attr-defined]
+
+    clock, into = Clock(), memoryview(bytearray(SLOT))
+    with rogue(None, script) as address:
+        tier = RemoteTier(access(address), clock=clock)
+        assert (tier.find([KEY]), tier.may_read(KEY), tier.open_breakers) == (1, True, 0)
+        assert tier.read(KEY, into) is None, "that was no answer to a Get"
+        assert (tier.may_read(KEY), tier.open_breakers) == (False, 1)
+        assert tier.find([KEY]) == 0
+        assert (tier.counts["failed"], tier.counts["breaker_trips"]) == (1, 1), "it was not asked"
+        clock.now += 60.0
+        assert [tier.may_read(KEY), tier.may_read(KEY)] == [True, False]
+        assert (tier.find([KEY]), tier.may_read(KEY), tier.open_breakers) == (1, True, 0)
         tier.close()
 
 

@@ -12,6 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
+from kvtier.core.tenant import NOBODY
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.lower_tier import Place
 from kvtier.store.segments import SETTINGS, Segments, Setting
@@ -68,9 +69,9 @@ class RottenTier(DictTier):
         self.during()
         super().delete(key)
 
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         self.during()
-        return not (self.failing or self.away) and super().write(key, data)
+        return not (self.failing or self.away) and super().write(key, data, owner)
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
         self.during()

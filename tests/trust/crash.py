@@ -4,10 +4,9 @@ Redis.
 ``python -m tests.trust.crash [--kills 240] [--seed 0]`` prints one object of JSON.
 
 Two places are under load at once: a server (RAM, NVMe, Redis) with two engines attached, and an
-    engine with a store of
-its own (RAM, NVMe, Redis). All tiers are smaller than what is saved, so that at any moment
-something is being written, deleted, spilled and promoted. A turn kills a server, an engine, all
-engines of a server, or the engine with a store of its own. Then, every time:
+engine with a store of its own (RAM, NVMe, Redis). All tiers are smaller than what is saved, so that
+at any moment something is being written, deleted, spilled and promoted. A turn kills a server, an
+engine, all engines of a server, or the engine with a store of its own. Then, every time:
 
 - every record in the NVMe files is whole, and its payload is what the key stands for, byte by byte;
   after a server's death both files are read while nobody has them, and ``kvtier check`` must agree;

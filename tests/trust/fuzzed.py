@@ -7,7 +7,7 @@ protocol, sealed chunks. A parser that they do not get through is not fuzzed, so
 :data:`LEAST_PERCENT` is a violation, as a test that fails.
 
 Prints one object of JSON on its last line: ``tests``, ``failed``, and percent of lines and branches
-    by part.
+by part.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 real RedisTier.
 
 Both outlive the processes that use them, and others use them too: what is *shared* is written and
-    deleted by peers.
+deleted by peers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.tiers.base import Tier, owners_in, write_for
+from kvtier.core.tenant import NOBODY
+from kvtier.tiers.base import Tier
+from kvtier.tiers.breaker import Breaker
+from kvtier.tiers.forwarding import ForwardingTier
 from kvtier.tiers.redis.errors import RedisError, RefusedError, WrongSizeError
-from tests.trust.scheduler import Process, ViolationError, World
+from tests.trust.scheduler import Process, Time, ViolationError, World
 
 
 class Medium:
@@ -58,7 +61,7 @@ class Medium:
                 self.held[key] = (data[:at] + bytes([data[at] ^ 8]) + data[at + 1 :], check)
 
 
-class SimTier:
+class SimTier(Tier):
     """The promises of :mod:`kvtier.tiers.base`, kept over a medium that fails, tears, shortens,
     delays and repeats."""
 
@@ -66,12 +69,16 @@ class SimTier:
         self.world, self.medium, self.name = world, medium, name
         self.capacity, self.shared = medium.capacity, medium.shared
         self.process = world.opening
+        self.breaker = Breaker(Time(world).monotonic)
+
+    def may_read(self, key: ChunkKey) -> bool:
+        return self.breaker.reserves()
 
     def recovered(self) -> Sequence[ChunkKey]:
         self._io("recover")
         return list(self.medium.held)[-self.capacity :] if self.shared else list(self.medium.held)
 
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         world, medium = self.world, self.medium
         self._io("write")
         if world.fault("write fails"):
@@ -102,8 +109,12 @@ class SimTier:
         world, medium = self.world, self.medium
         into[:] = b"\xee" * into.nbytes
         self._io("read")
-        if world.fault("read fails"):
+        if not self.breaker.allows():
             return None
+        if world.fault("read fails"):
+            self.breaker.fault()
+            return None
+        self.breaker.ok()
         data, check = medium.held.get(key, (b"", 0))
         half = into.nbytes // 2
         into[: len(data[:half])] = data[:half]
@@ -143,13 +154,13 @@ class SimTier:
             self.world.sleep(self.world.rng.choice((0.05, 1.0, 20.0)), self.process)
 
 
-class Watched:
+class Watched(ForwardingTier):
     """A tier whose caller is held to its part of :class:`kvtier.tiers.base.Tier`, and which is held
     to its word."""
 
     def __init__(self, world: World, inner: Tier) -> None:
-        self.world, self.inner = world, inner
-        self.name, self.capacity, self.shared = inner.name, inner.capacity, inner.shared
+        super().__init__(inner)
+        self.world = world
         self.writing: set[ChunkKey] = set()
         self.deleting: Counter[ChunkKey] = Counter()
 
@@ -158,29 +169,17 @@ class Watched:
         """Chunks in the middle of a write or delete, or that were when their process died."""
         return self.writing | set(+self.deleting)
 
-    def recovered(self) -> Sequence[ChunkKey]:
-        return self.inner.recovered()
-
-    def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
-        return owners_in(self.inner, keys)
-
     def write(self, key: ChunkKey, data: memoryview, owner: int = 0) -> bool:
         if key in self.writing or self.deleting[key]:
             raise ViolationError("two writes, or a write and a delete, of one chunk at once")
         self.writing.add(key)
         task = self.world.current
         task.failed = False
-        stored = write_for(self.inner, key, data, owner)
+        stored = self.inner.write(key, data, owner)
         if stored and task.failed:
             raise ViolationError("a write that failed counts as stored")
         self.writing.discard(key)
         return stored
-
-    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
-        return self.inner.read(key, into)
-
-    def find(self, keys: Sequence[ChunkKey]) -> int:
-        return self.inner.find(keys)
 
     def delete(self, key: ChunkKey) -> None:
         if key in self.writing:
@@ -188,9 +187,6 @@ class Watched:
         self.deleting[key] += 1
         self.inner.delete(key)
         self.deleting[key] -= 1
-
-    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        self.inner.close(coldest_first)
 
 
 class SimRedis:

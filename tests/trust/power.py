@@ -78,7 +78,7 @@ class Recorder:
     """Stands in for ``os`` in the tier's modules: notes what changes, and has the real one do it.
 
     A write is noted before it is done, a sync after: between the two anything may have reached the
-        device.
+    device.
     """
 
     def __init__(self) -> None:

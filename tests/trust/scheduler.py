@@ -9,8 +9,7 @@ from the seed, so a seed is a whole history: the same order of steps, faults and
 is changed for it.
 
 A process is what dies at once: from then on each of its primitives raises :class:`Dead`, so that
-    nothing it was doing
-goes on, whatever its ``finally`` clauses try.
+nothing it was doing goes on, whatever its ``finally`` clauses try.
 
 After the simulation testing of FoundationDB (Zhou et al., SIGMOD 2021, section 4) and TigerBeetle's
 VOPR.

@@ -2,11 +2,10 @@
 ``--repair`` changes any.
 
 What is compared: the superblock with both files' sizes, every record with its own checksum, every
-    payload with the
-checksum in its record, and keys with each other. The Store writes whole slots, so a payload is as
-long as its slot. Payloads are dropped from the page cache before they are read: the answer is the
-disk's. Encrypted chunks are compared as they lie there, without the key; that they open is not
-checked.
+payload with the checksum in its record, and keys with each other. The Store writes whole slots, so
+a payload is as long as its slot. Payloads are dropped from the page cache before they are read: the
+answer is the disk's. Encrypted chunks are compared as they lie there, without the key; that they
+open is not checked.
 
 A folder in use is refused: it changes under the reader, and its owner checks what it reads anyway.
 """

@@ -5,12 +5,11 @@ Nothing here knows keys or checksums. Positioned I/O only, so any number of thre
 :class:`SlotFiles`.
 
 Payloads go through O_DIRECT: they bypass the page cache, which would push out the host's own pages.
-    A disk reads and
-writes huge pages up to twice as fast as small ones that lie anywhere. So memory in huge pages goes
-to and from the disk as it is. Other memory passes through a buffer of the thread's own, in huge
-pages: the copy takes a tenth of the time that it saves (``bench/NOTES.md``). Records go through the
-page cache: a 128-byte buffered write takes 3 us where a direct one takes 100 us, and it outlives
-the process all the same; for a power cut see :mod:`kvtier.tiers.nvme.index`.
+A disk reads and writes huge pages up to twice as fast as small ones that lie anywhere. So memory in
+huge pages goes to and from the disk as it is. Other memory passes through a buffer of the thread's
+own, in huge pages: the copy takes a tenth of the time that it saves (``bench/NOTES.md``). Records
+go through the page cache: a 128-byte buffered write takes 3 us where a direct one takes 100 us, and
+it outlives the process all the same; for a power cut see :mod:`kvtier.tiers.nvme.index`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,8 @@ import numpy as np
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey
 from kvtier.core.errors import StateError, TierError
 from kvtier.core.tenant import NOBODY, OWNER_BYTES
+from kvtier.tiers.base import Tier
+from kvtier.tiers.event_counts import EventCounts
 from kvtier.tiers.nvme.files import SlotFiles
 from kvtier.tiers.nvme.index import (
     CHECKSUM_BYTES,
@@ -53,8 +55,8 @@ def _in_small_pages(_memory: memoryview) -> bool:
     return False
 
 
-class NvmeTier:
-    """A :class:`~kvtier.tiers.base.Tier` on a local file system.
+class NvmeTier(Tier):
+    """Chunks on a local file system.
 
     Args:
         path: a folder of its own; made, with mode 0700, if missing.
@@ -69,18 +71,20 @@ class NvmeTier:
     Raises TierError when the folder is in use, not this user's alone, not writable, or without
     room; then nothing is left behind.
 
-    Threads: any number of lane threads. ``_lock`` guards the index and the counts, and is never
-        held during I/O.
-    A slot has one owner at any time: the free list, the write that fills it, the index, or the call
-        that empties it.
-    ``counts`` holds plain integers since the start, for reading at any time; ``evicted_unread``:
-    chunks that were written and deleted and never read between, what a disk wore out for.
-    ``trouble``: empty, or in words why nothing is written now, because the folder was removed or
-    another put in its place while it was in use. Each write and read looks. Chunks are served as
-    before, and writing goes on when the folder is back.
+    Threads: any number of lane threads. ``_lock`` guards the index and is never held during I/O. A
+    slot has one owner at any time: the free list, the write that fills it, the index, or the call
+    that empties it.
+
+    ``counts["evicted_unread"]``: chunks that were written, and deleted without having been read.
+    The disk wore out for nothing.
+
+    ``trouble`` says why nothing is written now, when the folder was removed or another was put in
+    its place while it was in use. Each write and read looks. Chunks are served as before, and
+    writing goes on when the folder is back.
     """
 
-    shared = False
+    name = "nvme"
+    keeps_owners = True
 
     def __init__(
         self,
@@ -103,11 +107,12 @@ class NvmeTier:
                 f"NVMe tier {path}: {bytes_:,} bytes hold no chunk of {slot_bytes:,} bytes; "
                 f"give at least {slot_bytes + 2 * PAGE_BYTES:,}"
             )
-        self.name, self.capacity, self.slot_bytes = "nvme", slots, slot_bytes
+        self.capacity, self.slot_bytes = slots, slot_bytes
         self.chunk_room, self.fixed_room = slot_bytes, table_bytes(slots)
-        self.counts = dict.fromkeys(_COUNTS, 0)
+        folder = Path(path).absolute()
+        self._events = EventCounts(_COUNTS, _LOG, f"NVMe tier {folder}")
         self._files = SlotFiles(
-            Path(path).absolute(),
+            folder,
             slots,
             slot_bytes,
             direct=direct,
@@ -116,8 +121,7 @@ class NvmeTier:
         )
         self.direct = self._files.direct
         self._lock = threading.Lock()
-        self._logged: set[str] = set()
-        self.trouble = ""
+        self._trouble = ""
         # key -> place = seq * capacity + slot: one integer says where, and tells this filling of
         # the slot from others.
         self._places: dict[ChunkKey, int] = {}
@@ -133,12 +137,20 @@ class NvmeTier:
         if lent:
             self.resize(len(self._places))
 
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return self._events.values
+
+    @property
+    def trouble(self) -> str:
+        return self._trouble
+
     def recovered(self) -> Sequence[ChunkKey]:
         keys, self._recovered = self._recovered, []
         return keys
 
     def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """See :class:`~kvtier.tiers.base.OwnerKeeper`."""
+        """See :meth:`Tier.owners`."""
         with self._lock:
             places = [self._places.get(key) for key in keys]
             return [
@@ -154,7 +166,7 @@ class NvmeTier:
             if key in self._places:
                 return True
             if not self._free:
-                self.counts["refused"] += 1
+                self._events.add("refused")
                 return False
             slot = self._free.pop()
             self._seq += 1
@@ -167,8 +179,8 @@ class NvmeTier:
                 if held:
                     self._places[key] = place
                     self._unread[slot] = 1
-                    self.counts["writes"] += 1
-                    self.counts["bytes_written"] += data.nbytes
+                    self._events.add("writes")
+                    self._events.add("bytes_written", data.nbytes)
                 else:
                     self._free.append(slot)
         return held
@@ -178,7 +190,7 @@ class NvmeTier:
         with self._lock:
             place = self._places.get(key)
             if place is None:
-                self.counts["misses"] += 1
+                self._events.add("misses")
                 return False
             slot = place % self.capacity
             checksum = self._checksum(slot)
@@ -192,12 +204,12 @@ class NvmeTier:
                 return True
             self._drop(key, place, "corrupt")
         except OSError as error:
-            self._log_first("read", error)
+            self._events.log_first("read", error)
             self._drop(key, place, "failed_reads")
         return False
 
     def resize(self, chunks: int) -> int:
-        """See :class:`~kvtier.tiers.base.RoomGiver`: blocks of free slots, the last of the file
+        """See :meth:`Tier.resize`: blocks of free slots, the last of the file
         first, go back to the file system; or are reserved again, as far as it has room."""
         with self._lock:
             going = list[int]()
@@ -213,7 +225,7 @@ class NvmeTier:
                 self._files.reserve(run[0], len(run))
                 had += run
         except OSError as error:
-            self._log_first("resize", error)
+            self._events.log_first("resize", error)
         with self._lock:
             self._given += [*going, *back[len(had) :]]
             self._free.extend(had)
@@ -230,7 +242,7 @@ class NvmeTier:
         with self._lock:
             place = self._places.pop(key, None)
             if place is not None:
-                self.counts["evicted_unread"] += self._unread[place % self.capacity]
+                self._events.add("evicted_unread", self._unread[place % self.capacity])
         if place is not None:
             self._empty(place % self.capacity)
 
@@ -253,7 +265,7 @@ class NvmeTier:
         try:
             self._files.close(memoryview(table))
         except OSError as error:
-            self._log_first("close", error)
+            self._events.log_first("close", error)
 
     def _recover(self) -> list[ChunkKey]:
         """Build the index from the table; returns its keys, coldest first."""
@@ -281,7 +293,7 @@ class NvmeTier:
         ] = False
         # Popped from the end: the first chunks go to the first slots.
         self._free = array("I", np.flatnonzero(unused)[::-1].astype(np.uint32).tobytes())
-        self.counts["corrupt"] += records.damaged
+        self._events.add("corrupt", records.damaged)
         if self._places or records.damaged:
             how = "" if self._files.clean else " after a stop without close"
             _LOG.info(
@@ -297,7 +309,7 @@ class NvmeTier:
         try:
             return self._files.read_table()
         except OSError as error:
-            self._log_first("read", error)
+            self._events.log_first("read", error)
             self._files.kept = 0
             return memoryview(b"")
 
@@ -307,8 +319,7 @@ class NvmeTier:
         order of the two decides nothing but a count: a record without its payload fails the
         payload's checksum and is counted as corrupt."""
         if not self._look():
-            with self._lock:
-                self.counts["refused"] += 1
+            self._events.add("refused")
             return False
         seq, slot = divmod(place, self.capacity)
         checksum = payload_checksum(key, data)
@@ -318,9 +329,8 @@ class NvmeTier:
                 slot, pack_record(slot, self.slot_bytes, key, checksum, seq, owner)
             )
         except OSError as error:
-            self._log_first("write", error)
-            with self._lock:
-                self.counts["failed_writes"] += 1
+            self._events.log_first("write", error)
+            self._events.add("failed_writes")
             return False
         self._checksums[slot * CHECKSUM_BYTES : (slot + 1) * CHECKSUM_BYTES] = checksum
         self._owners[slot * OWNER_BYTES : (slot + 1) * OWNER_BYTES] = owner.to_bytes(
@@ -331,33 +341,33 @@ class NvmeTier:
     def _look(self) -> bool:
         """Whether the folder still has our files."""
         if self._files.in_place():
-            self.trouble = ""
+            self._trouble = ""
             return True
-        self.trouble = (
+        self._trouble = (
             f"{self.name}: its folder {self._files.path} was removed or replaced while in use: "
             "what it holds is served "
             "until the end of this process and then lost, nothing more is written; restart to "
             "begin with a new one"
         )
-        self._log_first("folder", self.trouble)
+        self._events.log_first("folder", self._trouble)
         return False
 
     def _was_read(self, slot: int, chunk: memoryview) -> None:
         with self._lock:
             self._unread[slot] = 0
-            self.counts["reads"] += 1
-            self.counts["bytes_read"] += chunk.nbytes
+        self._events.add("reads")
+        self._events.add("bytes_read", chunk.nbytes)
 
     def _drop(self, key: ChunkKey, place: int, count: str) -> None:
         """Forget a bad chunk, unless it is not bad but was deleted, and maybe written anew, since
         we looked."""
         with self._lock:
             if self._places.get(key) != place:
-                self.counts["misses"] += 1
+                self._events.add("misses")
                 return
             del self._places[key]
-            self.counts[count] += 1
-        self._log_first(count, key.hex())
+            self._events.add(count)
+        self._events.log_first(count, key.hex())
         self._empty(place % self.capacity)
 
     def _empty(self, slot: int) -> None:
@@ -367,7 +377,7 @@ class NvmeTier:
         try:
             self._files.write_record(slot, EMPTY_RECORD)
         except OSError as error:
-            self._log_first("write", error)
+            self._events.log_first("write", error)
         with self._lock:
             self._free.append(slot)
 
@@ -376,16 +386,6 @@ class NvmeTier:
 
     def _owner(self, slot: int) -> int:
         return int.from_bytes(self._owners[slot * OWNER_BYTES : (slot + 1) * OWNER_BYTES], "little")
-
-    def _log_first(self, kind: str, what: object) -> None:
-        if kind not in self._logged:
-            self._logged.add(kind)
-            _LOG.warning(
-                "NVMe tier %s: first fault of kind %s: %s (only counted from now on)",
-                self._files.path,
-                kind,
-                what,
-            )
 
 
 def _neighbours(slots: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -20,9 +20,8 @@ A store that fails is left alone for a while, then tried by one call.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -31,9 +30,13 @@ from typing import TypeVar
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError, TierError
-from kvtier.tiers.breaker import Breaker
+from kvtier.core.tenant import NOBODY
+from kvtier.tiers.base import Tier
+from kvtier.tiers.breaker import FAULTS_TO_OPEN, Breaker
+from kvtier.tiers.event_counts import EventCounts
 from kvtier.tiers.objects.bucket import FAULTS, Bucket, words
 from kvtier.tiers.objects.layout import HEADER_BYTES, Form, header, room
+from kvtier.tiers.owed_deletions import OwedDeletions
 from kvtier.tiers.recovery_order import coldest_first
 
 T = TypeVar("T")
@@ -56,16 +59,12 @@ _COUNTS = (
 _MAX_CHUNK_BYTES = 1 << 30
 _ALL_ASKED = 8
 """So many chunks are asked for one by one: exact, and no more requests than a bisection of 128."""
-_SETTLED_AT_ONCE = 32
-_MOST_OWED = 65_536
 _LIST_S = 5.0
 _MOST_LISTED = 2_000_000
-FAULTS_TO_OPEN = 3
-_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
 
 
-class ObjectTier:
-    """A :class:`~kvtier.tiers.base.Tier` in a bucket.
+class ObjectTier(Tier):
+    """Chunks in a bucket.
 
     Args:
         bucket: where it is.
@@ -78,13 +77,11 @@ class ObjectTier:
     store is. Raises TierError for what does not heal by waiting: credentials, region, clock, no
     such bucket, no room for a chunk.
 
-    Threads: any number of lane threads; no thread of its own but the library's. ``_lock`` guards
-        counts and owed
-    deletes and is never held during I/O. ``counts`` holds plain integers since the start.
+    Threads: any number of lane threads; no thread of its own but the library's.
     """
 
-    shared = True
     name = "object"
+    shared = True
 
     def __init__(
         self,
@@ -96,7 +93,7 @@ class ObjectTier:
     ) -> None:
         if not 0 < chunk_bytes <= _MAX_CHUNK_BYTES:
             raise StateError(f"chunk_bytes={chunk_bytes}: expected 1 to {_MAX_CHUNK_BYTES}")
-        self.chunk_room, self.fixed_room = room(chunk_bytes), 0
+        self.chunk_room = room(chunk_bytes)
         self.capacity = bytes_ // self.chunk_room
         if not self.capacity:
             raise TierError(
@@ -104,18 +101,19 @@ class ObjectTier:
                 f"object_bytes={self.chunk_room:,}"
             )
         self.chunk_bytes = chunk_bytes
-        self.counts = dict.fromkeys(_COUNTS, 0)
+        self._events = EventCounts(_COUNTS, _LOG, f"object tier {bucket.label}")
         self._bucket, self._form, self._clock = bucket, form, clock
-        self._lock = threading.Lock()
-        self._breaker = Breaker(FAULTS_TO_OPEN, _WAIT_S, _LONGEST_WAIT_S, clock)
-        self._owed: dict[ChunkKey, None] = {}
-        self._settling: set[ChunkKey] = set()
-        self._logged: set[str] = set()
+        self._breaker = Breaker(clock)
+        self._owed = OwedDeletions(self._unlink)
         self._closed = False
         try:
             bucket.greet(form.folder)
         except FAULTS as error:
             self._failed("failed_finds", error)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return self._events.values
 
     @property
     def open_breakers(self) -> int:
@@ -124,12 +122,7 @@ class ObjectTier:
 
     @property
     def owed(self) -> int:
-        """Deletes that wait until the store can be reached."""
         return len(self._owed)
-
-    def resize(self, chunks: int) -> int:
-        """See :class:`~kvtier.tiers.base.RoomGiver`: nothing is reserved in a bucket."""
-        return chunks
 
     def recovered(self) -> Sequence[ChunkKey]:
         """See :meth:`Tier.recovered`. At most ``capacity`` keys, those written last: the rest may
@@ -165,25 +158,24 @@ class ObjectTier:
             )
         return order[-self.capacity :]
 
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         """See :meth:`Tier.write`. Raises StateError for a wrong size."""
         if not 0 < data.nbytes <= self.chunk_bytes:
             raise StateError(
                 f"a chunk of {data.nbytes} bytes for a tier of chunks of {self.chunk_bytes} bytes"
             )
-        with self._lock:
-            if key in self._settling:
-                self.counts["refused"] += 1
-                return False
-            self._owed.pop(key, None)
+        if not self._owed.cancel(key):
+            self._events.add("refused")
+            return False
         name = self._form.name(key)
         if (
             self._call("failed_writes", partial(self._bucket.put, name, [header(key, data), data]))
             is None
         ):
-            self._owe([key])  # it may be there all the same: an answer that was lost
+            self._owed.add([key])  # it may be there all the same: an answer that was lost
             return False
-        self._count("writes", "bytes_written", data.nbytes)
+        self._events.add("writes")
+        self._events.add("bytes_written", data.nbytes)
         return True
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
@@ -195,17 +187,22 @@ class ObjectTier:
             return None
         (found,) = answer
         if found is None:
-            self._count("misses")
+            self._events.add("misses")
             return False
         if found.nbytes == length:
             into[:] = found[HEADER_BYTES:]
             if found[:HEADER_BYTES] == header(key, into):
-                self._count("reads", "bytes_read", into.nbytes)
+                self._events.add("reads")
+                self._events.add("bytes_read", into.nbytes)
                 return True
-        self._count("corrupt")
-        self._log_first("corrupt", key.hex())
+        self._events.add("corrupt")
+        self._events.log_first("corrupt", key.hex())
         self.delete(key)
         return False
+
+    def may_read(self, key: ChunkKey) -> bool:
+        """See :meth:`Tier.may_read`."""
+        return self._breaker.reserves()
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         """See :meth:`Tier.find`. Exact for up to 8 keys. Of more it believes that a run has no
@@ -214,10 +211,8 @@ class ObjectTier:
             return next((index for index, key in enumerate(keys) if not self._has(key)), len(keys))
         if not self._has(keys[0]):
             return 0
-        held, missing = (
-            1,
-            len(keys) + 1,
-        )  # of a run of `held` all are there, of a run of `missing` not all
+        # Of the first `held` chunks all are there, of the first `missing` not all.
+        held, missing = 1, len(keys) + 1
         while missing - held > 1:
             middle = (held + missing) // 2
             if (there := self._has(keys[middle - 1])) is None:
@@ -246,7 +241,7 @@ class ObjectTier:
     def _call(self, count: str, action: Callable[[], T], *, settle: bool = True) -> T | None:
         """``action``; None when the store fails, or is left alone because it did."""
         if self._closed or not self._breaker.allows():
-            self._count("refused")
+            self._events.add("refused")
             return None
         try:
             result = action()
@@ -255,15 +250,15 @@ class ObjectTier:
             return None
         if self._breaker.ok():
             _LOG.info("object tier %s: answers again", self._bucket.label)
-        if settle and self._owed:
-            self._settle()
+        if settle:
+            self._owed.make_good()
         return result
 
     def _failed(self, count: str, error: Exception) -> None:
-        self._count(count)
-        self._log_first(count, self._bucket.hopeless(error) or words(error))
+        self._events.add(count)
+        self._events.log_first(count, self._bucket.hopeless(error) or words(error))
         if self._breaker.fault():
-            self._count("breaker_trips")
+            self._events.add("breaker_trips")
             _LOG.warning(
                 "object tier %s: %d faults in a row; every call misses for %.1f s, then one tries "
                 "again (%s)",
@@ -276,42 +271,4 @@ class ObjectTier:
     def _unlink(self, keys: Sequence[ChunkKey]) -> None:
         names = [self._form.name(key) for key in keys]
         if self._call("failed_deletes", partial(self._bucket.delete, names), settle=False) is None:
-            self._owe(keys)
-
-    def _owe(self, keys: Iterable[ChunkKey]) -> None:
-        with self._lock:
-            self._owed.update(dict.fromkeys(keys))
-            while len(self._owed) > _MOST_OWED:
-                del self._owed[next(iter(self._owed))]
-
-    def _settle(self) -> None:
-        """Make good a few owed deletes. A key is refused to writers meanwhile: its new chunk must
-        not fall too."""
-        with self._lock:
-            keys = [
-                key for key in islice(self._owed, _SETTLED_AT_ONCE) if key not in self._settling
-            ]
-            for key in keys:
-                del self._owed[key]
-            self._settling.update(keys)
-        try:
-            self._unlink(keys)
-        finally:
-            with self._lock:
-                self._settling.difference_update(keys)
-
-    def _count(self, count: str, sum_: str = "", by: int = 0) -> None:
-        with self._lock:
-            self.counts[count] += 1
-            if by:
-                self.counts[sum_] += by
-
-    def _log_first(self, kind: str, what: object) -> None:
-        if kind not in self._logged:
-            self._logged.add(kind)
-            _LOG.warning(
-                "object tier %s: first fault of kind %s: %s (only counted from now on)",
-                self._bucket.label,
-                kind,
-                what,
-            )
+            self._owed.add(keys)

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.redis.servers import RedisServers
 
-FAULTS_TO_OPEN = 3
-_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
 _FULL_WAIT_S, _LONGEST_FULL_WAIT_S = 0.25, 8.0
 
 
@@ -21,11 +19,13 @@ class Node:
     others."""
 
     away: Breaker
+    """For every call."""
     full: Breaker
+    """For writes besides: a full node still serves reads."""
 
 
 class Health:
-    """The nodes of a servers, by where a name lies. Threads: any; ``_lock`` is never held during
+    """The nodes of some servers, by where a name lies. Threads: any; ``_lock`` is never held during
     I/O."""
 
     def __init__(self, servers: RedisServers, clock: Callable[[], float]) -> None:
@@ -39,10 +39,8 @@ class Health:
         with self._lock:
             if place not in self._nodes:
                 self._nodes = dict(self._present())
-                away = Breaker(FAULTS_TO_OPEN, _WAIT_S, _LONGEST_WAIT_S, self._clock)
-                self._nodes[place] = Node(
-                    away, Breaker(1, _FULL_WAIT_S, _LONGEST_FULL_WAIT_S, self._clock)
-                )
+                full = Breaker(self._clock, 1, _FULL_WAIT_S, _LONGEST_FULL_WAIT_S)
+                self._nodes[place] = Node(Breaker(self._clock), full)
             return self._nodes[place]
 
     @property

@@ -248,7 +248,7 @@ def cluster_map(reply: Reply, asked: str) -> list[Address | None]:
     """Slot -> its primary, None where none has it, from a reply to CLUSTER SLOTS.
 
     ``asked``: the host that answered, for nodes that do not know their own. Raises
-      ProtocolError."""
+    ProtocolError."""
     drawn: list[Address | None] = [None] * SLOTS
     if not isinstance(reply, list) or len(reply) > SLOTS:
         raise ProtocolError("the cluster's map is none")

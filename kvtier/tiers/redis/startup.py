@@ -2,7 +2,7 @@
 it is whose?
 
 Nothing that a server says here is believed to be well formed: an answer that makes no sense is as
-    good as none.
+good as none.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def room_for(
     settings mean for them.
 
     ``bytes_`` None: nine tenths of ``maxmemory``. Raises TierError when that is not known, or is
-      less than a chunk.
+    less than a chunk.
     """
     policies = sorted({fact.policy for fact in facts if fact.policy is not None})
     limit = limit_of(facts) or 0

@@ -2,11 +2,11 @@
 them.
 
 What is believed: a chunk counts as held when its header is there, and the header is written last,
-    after every part was
-acknowledged. A reader takes header and parts, and compares XXH3-128 over key and payload; a part
-that Redis evicted or a writer never finished is a miss, a wrong byte is a miss and a count. See
-:mod:`kvtier.tiers.redis.layout` for the names and bytes, :mod:`kvtier.tiers.redis.servers` for the
-connections, :mod:`kvtier.tiers.redis.wire` for the protocol.
+after every part was acknowledged. A reader takes header and parts, and compares XXH3-128 over key
+and payload. A part that Redis evicted or a writer never finished is a miss. A wrong byte is a miss
+and a count. See :mod:`kvtier.tiers.redis.layout` for the names and bytes,
+:mod:`kvtier.tiers.redis.servers` for the connections, :mod:`kvtier.tiers.redis.wire` for the
+protocol.
 
 Order and room are the Directory's, as for every tier: it deletes leaf first within ``capacity``.
 Redis's own eviction should be off (``maxmemory-policy noeviction``); what was found at the start is
@@ -17,30 +17,30 @@ each node for itself, the others go on. Names that move between nodes of a clust
 never a miss.
 
 Several servers on one Redis: each owns a budget of its own and sees what the others wrote by asking
-    (``find``). What
-one deletes is gone for all, and a miss for them. With ``ttl_s`` chunks that no server remembers
-leave by themselves; without it they stay until a server of the same model starts and takes them
-over, as far as its budget goes.
+(``find``). What one deletes is gone for all, and a miss for them. With ``ttl_s`` chunks that no
+server remembers leave by themselves. Without it they stay until a server of the same model starts
+and takes them over, as far as its budget goes.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from itertools import islice
 from typing import Any, TypeVar
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError, TierError
 from kvtier.core.tenant import NOBODY
-from kvtier.tiers.breaker import Breaker
+from kvtier.tiers.base import Tier
+from kvtier.tiers.breaker import FAULTS_TO_OPEN, Breaker
+from kvtier.tiers.event_counts import EventCounts
+from kvtier.tiers.owed_deletions import OwedDeletions
 from kvtier.tiers.recovery_order import coldest_first
 from kvtier.tiers.redis.chunk import get_chunk, put_chunk
 from kvtier.tiers.redis.errors import FAULTS, MovedError, MovingError, RefusedError
-from kvtier.tiers.redis.health import FAULTS_TO_OPEN, Health
+from kvtier.tiers.redis.health import Health
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.startup import Facts, greet, room_for, scan, search
@@ -65,13 +65,11 @@ _COUNTS = (
     "breaker_trips",
 )
 _MAX_CHUNK_BYTES = 1 << 30
-_SETTLED_AT_ONCE = 32
-_MOST_OWED = 65_536
 _FIND_AT_ONCE = 512
 
 
-class RedisTier:
-    """A :class:`~kvtier.tiers.base.Tier` on Redis.
+class RedisTier(Tier):
+    """Chunks on Redis.
 
     Args:
         servers: where Redis is; closed with the tier.
@@ -88,13 +86,12 @@ class RedisTier:
     was, no room for a chunk.
 
     Threads: any number of lane threads, each for at most what :class:`RedisServers` promises; no
-        thread of its own. ``_lock``
-    guards counts and owed deletes and is never held during I/O. ``counts`` holds plain integers
-    since the start.
+    thread of its own.
     """
 
-    shared = True
     name = "redis"
+    shared = True
+    keeps_owners = True
 
     def __init__(
         self,
@@ -109,16 +106,13 @@ class RedisTier:
         if not 0 < chunk_bytes <= _MAX_CHUNK_BYTES:
             raise StateError(f"chunk_bytes={chunk_bytes}: expected 1 to {_MAX_CHUNK_BYTES}")
         self.chunk_bytes = chunk_bytes
-        self.counts = dict.fromkeys(_COUNTS, 0)
+        self._events = EventCounts(_COUNTS, _LOG, f"Redis tier {servers.label}")
         self._servers, self._form, self._clock = servers, form, clock
         self._ttl_ms = None if ttl_s is None else max(1, int(ttl_s * 1000))
-        self._lock = threading.Lock()
         self._health = Health(servers, clock)
-        self._owed: dict[ChunkKey, None] = {}
-        self._settling: set[ChunkKey] = set()
-        self._logged: set[str] = set()
+        self._owed = OwedDeletions(self._unlink)
         self._closed = False
-        self.chunk_room, self.fixed_room = form.room(chunk_bytes), 0
+        self.chunk_room = form.room(chunk_bytes)
         try:
             facts = self._greet()
             self.capacity = room_for(
@@ -127,6 +121,10 @@ class RedisTier:
         except TierError:
             servers.close()
             raise
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return self._events.values
 
     @property
     def open_breakers(self) -> int:
@@ -138,18 +136,9 @@ class RedisTier:
         """Nodes that are sent no writes now because they refused one."""
         return self._health.full
 
-    def resize(self, chunks: int) -> int:
-        """See :class:`~kvtier.tiers.base.RoomGiver`: nothing is reserved in Redis."""
-        return chunks
-
     @property
     def owed(self) -> int:
-        """Deletes that wait until Redis can be reached."""
         return len(self._owed)
-
-    def machine(self, key: ChunkKey) -> str:
-        """See :class:`~kvtier.tiers.base.Spread`."""
-        return self._servers.node_of(self._form.header_name(key))
 
     def recovered(self) -> Sequence[ChunkKey]:
         """See :meth:`Tier.recovered`. At most ``capacity`` keys, the most recently used: the rest
@@ -179,13 +168,13 @@ class RedisTier:
         return order[-self.capacity :]
 
     def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """See :class:`~kvtier.tiers.base.OwnerKeeper`."""
+        """See :meth:`Tier.owners`."""
         runs = [keys[start : start + _FIND_AT_ONCE] for start in range(0, len(keys), _FIND_AT_ONCE)]
         headers = [header for run in runs for header in self._of_headers("GET", run)]
         return [self._form.owner(header, key) for header, key in zip(headers, keys, strict=True)]
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
-        """See :class:`~kvtier.tiers.base.SharedKeeper`. At most ten seconds a node."""
+        """See :meth:`Tier.held_of`. At most ten seconds a node."""
         found, whole = list[ChunkKey](), True
         try:
             with closing(self._servers.wires()) as wires:
@@ -204,24 +193,23 @@ class RedisTier:
             )
         name = self._form.header_name(key)
         full = self._health.of(name).full
-        with self._lock:
-            if key in self._settling or not full.allows():
-                self.counts["refused"] += 1
-                return False
-            self._owed.pop(key, None)
+        if not full.allows() or not self._owed.cancel(key):
+            self._events.add("refused")
+            return False
         refusal = self._call(
             "failed_writes",
             name,
             lambda wire: [put_chunk(wire, self._form, (key, owner), data, self._ttl_ms)],
         )
         if refusal is None:  # a fault: parts of it may be there
-            self._owe([key])
+            self._owed.add([key])
             return False
         if refusal[0] is not None:
             self._refused(refusal[0], full)
             return False
         full.ok()
-        self._count("writes", "bytes_written", data.nbytes)
+        self._events.add("writes")
+        self._events.add("bytes_written", data.nbytes)
         return True
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
@@ -234,11 +222,16 @@ class RedisTier:
         )
         if outcome is None:
             return None
-        self._count(outcome, "bytes_read", into.nbytes if outcome == "reads" else 0)
+        self._events.add(outcome)
+        self._events.add("bytes_read", into.nbytes if outcome == "reads" else 0)
         if outcome in {"corrupt", "evicted"}:
-            self._log_first(outcome, key.hex())
+            self._events.log_first(outcome, key.hex())
             self.delete(key)
         return outcome == "reads"
+
+    def may_read(self, key: ChunkKey) -> bool:
+        """See :meth:`Tier.may_read`: each node has a breaker of its own."""
+        return self._health.of(self._form.header_name(key)).away.reserves()
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         """See :meth:`Tier.find`: counts headers. Whether every part is there too shows when it is
@@ -253,7 +246,7 @@ class RedisTier:
     def delete(self, key: ChunkKey) -> None:
         """See :meth:`Tier.delete`. While Redis is away the delete is owed, and made good after the
         next call that succeeds; of more than 65,536 the oldest is given up."""
-        self._unlink([key], "failed_deletes")
+        self._unlink([key])
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
         """Give back the connections. The order is kept by Redis itself, as the time of last use of
@@ -293,7 +286,7 @@ class RedisTier:
         because it did."""
         breaker = self._health.of(name).away
         if self._closed or not breaker.allows():
-            self._count("refused")
+            self._events.add("refused")
             return None
         try:
             try:
@@ -304,16 +297,16 @@ class RedisTier:
                 result = self._once(name, action)
         except MovingError as error:
             breaker.ok()
-            self._count(count)
-            self._log_first("moving", error)
+            self._events.add(count)
+            self._events.log_first("moving", error)
             return None
         except (*FAULTS, RefusedError) as error:
             self._failed(breaker, count, error)
             return None
         if breaker.ok():
             _LOG.info("Redis tier %s: answers again", self._servers.label)
-        if settle and self._owed:
-            self._settle()
+        if settle:
+            self._owed.make_good()
         return result
 
     def _once(self, name: bytes, action: Callable[[Wire], T]) -> T:
@@ -327,10 +320,10 @@ class RedisTier:
         return self._call(count, commands[0][1], lambda wire: wire.ask(commands), settle=settle)
 
     def _failed(self, breaker: Breaker, count: str, error: Exception) -> None:
-        self._count(count)
-        self._log_first(count, error)
+        self._events.add(count)
+        self._events.log_first(count, error)
         if breaker.fault():
-            self._count("breaker_trips")
+            self._events.add("breaker_trips")
             _LOG.warning(
                 (
                     "Redis tier %s: %d faults in a row; every call misses for %.1f s, then "
@@ -345,13 +338,13 @@ class RedisTier:
     def _refused(self, refusal: RefusedError, full: Breaker) -> None:
         """The node answered, and does not take writes now (full, read-only, a disk of its own that
         fails)."""
-        self._count("failed_writes")
-        self._log_first("refused write", refusal)
+        self._events.add("failed_writes")
+        self._events.log_first("refused write", refusal)
         full.fault()
         if refusal.code == "READONLY":  # a primary that became a replica
             self._servers.suspect()
 
-    def _unlink(self, keys: Sequence[ChunkKey], count: str) -> None:
+    def _unlink(self, keys: Sequence[ChunkKey]) -> None:
         """Header and parts in one command a chunk, so that nobody sees one without the other; owed
         if it fails."""
         names = [self._form.header_name(key) for key in keys]
@@ -359,47 +352,9 @@ class RedisTier:
             commands = [
                 ("UNLINK", *self._form.names(keys[index], self.chunk_bytes)) for index in indices
             ]
-            replies = self._ask(count, commands, settle=False)
+            replies = self._ask("failed_deletes", commands, settle=False)
             if replies is None or any(isinstance(reply, RefusedError) for reply in replies):
-                self._owe([keys[index] for index in indices])
-
-    def _owe(self, keys: Iterable[ChunkKey]) -> None:
-        with self._lock:
-            self._owed.update(dict.fromkeys(keys))
-            while len(self._owed) > _MOST_OWED:
-                del self._owed[next(iter(self._owed))]
-
-    def _settle(self) -> None:
-        """Make good a few owed deletes. A key is refused to writers meanwhile: its new chunk must
-        not fall too."""
-        with self._lock:
-            keys = [
-                key for key in islice(self._owed, _SETTLED_AT_ONCE) if key not in self._settling
-            ]
-            for key in keys:
-                del self._owed[key]
-            self._settling.update(keys)
-        try:
-            self._unlink(keys, "failed_deletes")
-        finally:
-            with self._lock:
-                self._settling.difference_update(keys)
-
-    def _count(self, count: str, sum_: str = "", by: int = 0) -> None:
-        with self._lock:
-            self.counts[count] += 1
-            if by:
-                self.counts[sum_] += by
-
-    def _log_first(self, kind: str, what: object) -> None:
-        if kind not in self._logged:
-            self._logged.add(kind)
-            _LOG.warning(
-                "Redis tier %s: first fault of kind %s: %s (only counted from now on)",
-                self._servers.label,
-                kind,
-                what,
-            )
+                self._owed.add([keys[index] for index in indices])
 
     # ---- start -----------------------------------------------------------------------------------
 

@@ -168,6 +168,12 @@ ROOM = Room(
         ),
         Mutant(
             "client/remote_tier.py",
+            "        return self._breaker.reserves()",
+            "        return True",
+            "a far server that is away takes slots from RAM for every load",
+        ),
+        Mutant(
+            "client/remote_tier.py",
             "        self._deadline = Deadline(_CALL_S + len(data) / _SLOWEST)",
             "        self._deadline = Deadline(1e6)",
             "a write has no end",

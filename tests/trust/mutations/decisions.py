@@ -176,14 +176,14 @@ ROOM = Room(
             "a full lane leaves chunks FILLING for ever",
         ),
         Mutant(
-            "store/lower_tier.py",
+            "store/spill.py",
             "            takes = entry.state is READY and self._affords(entry.key)",
             "            takes = self._affords(entry.key)",
             "a spill of a chunk that has left raises on its lane",
         ),
         Mutant(
-            "store/lower_tier.py",
-            "            return\n        self._delete(victims)\n",
+            "store/spill.py",
+            "            return\n        lower.delete(victims)\n",
             "            return\n",
             "what a tier has no room for is never deleted",
         ),
@@ -213,10 +213,10 @@ ROOM = Room(
             "a failed read leaves the chunk FILLING when another tier has it too",
         ),
         Mutant(
-            "store/lower_tier.py",
-            "            if not self._directory.spill_ended(entry, self._index, stored):\n"
-            "                self._trash.append(entry.key)",
-            "            self._directory.spill_ended(entry, self._index, stored)",
+            "store/spill.py",
+            "            if not self._directory.spill_ended(entry, lower.index, stored):\n"
+            "                lower.discard(entry.key)",
+            "            self._directory.spill_ended(entry, lower.index, stored)",
             "a chunk forgotten while it is spilled stays in the tier",
         ),
         Mutant(
@@ -226,24 +226,42 @@ ROOM = Room(
             "a clear does not reach what a tier could not read for a moment",
         ),
         Mutant(
-            "store/lower_tier.py",
-            "            self._machine(entry.key).fault()",
-            "            pass",
+            "store/store.py",
+            "if self.tiers[index].may_read(key)),",
+            "),",
             "a tier that is away takes slots from RAM for every load",
+        ),
+        Mutant(
+            "tiers/breaker.py",
+            "            self._reserved = True\n",
+            "            pass\n",
+            "the slot that was taken for a trial read is given back without one",
+        ),
+        Mutant(
+            "store/promotion.py",
+            "            self._ended(entry, lower, None, call, since)\n            raise\n",
+            "            raise\n",
+            "a bug in a tier leaves chunks FILLING for ever",
+        ),
+        Mutant(
+            "store/spill.py",
+            "            self._ended(entry, run, False, call, begun)\n            raise\n",
+            "            raise\n",
+            "a bug in a tier leaves chunks pinned for ever",
         ),
         Mutant(
             "store/promotion.py",
             (
                 "                again = next(\n"
                 "                    (other for other in directory.holders(entry.key) if other > "
-                "index), None\n"
+                "lower.index), None\n"
                 "                )\n"
             ),
             "                again = next(directory.holders(entry.key), None)\n",
             "a tier that is away is asked for one chunk for ever",
         ),
         Mutant(
-            "store/lower_tier.py",
+            "store/spill.py",
             "            takes = entry.state is READY and self._affords(entry.key)",
             "            takes = entry.state is READY",
             "a tier writes more than its budget",

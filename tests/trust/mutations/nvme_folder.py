@@ -185,7 +185,7 @@ ROOM = Room(
         ),
         Mutant(
             _TIER,
-            '            self.trouble = ""\n            return True',
+            '            self._trouble = ""\n            return True',
             "            return True",
             "trouble that is over is told for ever",
         ),

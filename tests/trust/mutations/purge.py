@@ -71,19 +71,19 @@ ROOM = Room(
         ),
         Mutant(
             "store/store.py",
-            ("                        self._below[index].discard(key)\n            yield 0.0\n"),
+            ("                        self._lower[index].discard(key)\n            yield 0.0\n"),
             ("                        pass\n            yield 0.0\n"),
             "what is forgotten stays in the tiers",
         ),
         Mutant(
             "store/lower_tier.py",
-            ("            self._delete(going)\n"),
+            ("            self.delete(going)\n"),
             ("            pass\n"),
             "what a search of a shared tier found is not deleted",
         ),
         Mutant(
             "store/lower_tier.py",
-            ("                going = self._directory.unwanted(self._index, keys)\n"),
+            ("                going = self._directory.unwanted(self.index, keys)\n"),
             ("                going = []\n"),
             "what others wrote into a shared tier is not erased",
         ),

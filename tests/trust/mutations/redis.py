@@ -166,9 +166,9 @@ ROOM = Room(
         Mutant(
             "tiers/redis/tier.py",
             "        except MovingError as error:\n            breaker.ok()\n            "
-            "self._count(count)",
+            "self._events.add(count)",
             "        except MovingError as error:\n            breaker.fault()\n            "
-            "self._count(count)",
+            "self._events.add(count)",
             "slots that move open the breaker of a node that is well",
         ),
         Mutant(
@@ -221,9 +221,9 @@ ROOM = Room(
             "one node that is full or away stops all of them",
         ),
         Mutant(
-            "store/lower_tier.py",
-            "        name = machine_of(self.tier, key)\n",
-            '        name = ""\n',
+            "tiers/redis/tier.py",
+            "        return self._health.of(self._form.header_name(key)).away.reserves()\n",
+            '        return self._health.of(b"").away.reserves()\n',
             "one node of a cluster that is away stops the reads of all of them",
         ),
         # ---- a chunk ----

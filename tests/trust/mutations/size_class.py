@@ -191,8 +191,8 @@ ROOM = Room(
         ),
         Mutant(
             "store/lower_tier.py",
-            "        self._has = self.tier.resize(capacity)\n",
-            "        self._has = capacity\n",
+            "        self._reserved = self.tier.resize(capacity)\n",
+            "        self._reserved = capacity\n",
             "blocks on the disk are not given back",
         ),
         Mutant(
@@ -336,14 +336,14 @@ ROOM = Room(
         ),
         Mutant(
             "store/store.py",
-            "            for below in self._below:\n                below.lend()\n",
+            "            for lower in self._lower:\n                lower.lend()\n",
             "",
             "a size that is opened beside others takes the whole disk",
         ),
         Mutant(
             "store/lower_tier.py",
-            "            self._directory.limit(self._index, min(capacity, self._has), 0)\n",
-            "            self._directory.limit(self._index, capacity, 0)\n",
+            "            self._directory.limit(self.index, min(capacity, self._reserved), 0)\n",
+            "            self._directory.limit(self.index, capacity, 0)\n",
             "a size says that it has room on a disk that is full",
         ),
         Mutant(

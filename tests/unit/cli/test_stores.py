@@ -32,4 +32,5 @@ def test_the_budget_is_looked_at_once_and_each_size_could_have_all_of_it(
 
 
 def budget_of(store: Store) -> object:
-    return store._below[0]._budget
+    (spills,) = (*store._on_save, *store._on_evict)
+    return spills.budget

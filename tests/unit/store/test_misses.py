@@ -13,7 +13,9 @@ from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.testing.check_tier import content
 from kvtier.tiers.base import Tier
+from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.nvme.tier import NvmeTier
+from tests.clock import Clock
 
 SLOT = 4096
 LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
@@ -53,12 +55,23 @@ class Away(DictTier):
 
     away = False
 
+    def __init__(self, capacity: int, *, shared: bool = False) -> None:
+        super().__init__(capacity, shared=shared)
+        self.breaker = Breaker(Clock())
+
+    def may_read(self, key: ChunkKey) -> bool:
+        return self.breaker.reserves()
+
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
-        return None if self.away else super().read(key, into)
+        if self.away:
+            self.breaker.fault()
+            return None
+        self.breaker.ok()
+        return super().read(key, into)
 
     @property
     def open_breakers(self) -> int:
-        return int(self.away)
+        return int(self.breaker.open)
 
 
 def test_cold_evicted_forgotten_and_saving() -> None:
@@ -116,7 +129,8 @@ def test_a_tier_that_does_not_answer_is_told_from_a_miss() -> None:
 def test_nobody_knows_what_a_shared_tier_has_while_it_is_away(away: bool, why: str) -> None:
     tier = Away(8, shared=True)
     bench = Bench(tier)
-    tier.away = away
+    for _ in range(3 * away):
+        tier.breaker.fault()
     assert bench.missed(keys(1, 2, 3)) == {why: 3}
 
 

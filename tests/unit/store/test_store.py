@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import StateError
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
+from kvtier.core.tenant import NOBODY
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
+from kvtier.tiers.breaker import Breaker
 from tests.clock import Clock
 
 SLOT = 4096
@@ -133,23 +137,40 @@ def test_the_next_tier_is_asked_when_one_fails() -> None:
 
 
 class AwayTier(DictTier):
-    """Cannot be asked while ``away``; counts how often it was."""
+    """Cannot be asked while ``away``, nor ever for what is ``lost`` with another machine of its.
+    Counts how often it was asked. Each machine has a breaker."""
 
     away = False
+    calls = 0
     reads = 0
+    """Calls that its breakers let through."""
+    lost: frozenset[ChunkKey] = frozenset()
+
+    def __init__(self, capacity: int, clock: Clock, name: str = "dict") -> None:
+        super().__init__(capacity, name=name)
+        self.breakers = {lost: Breaker(clock) for lost in (True, False)}
+
+    def may_read(self, key: ChunkKey) -> bool:
+        return self.breakers[key in self.lost].reserves()
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+        self.calls += 1
+        assert self.calls < 100, "it is asked for ever"
+        breaker = self.breakers[key in self.lost]
+        if not breaker.allows():
+            return None
         self.reads += 1
-        assert self.reads < 100, "it is asked for ever"
-        return None if self.away else super().read(key, into)
+        if self.away or key in self.lost:
+            breaker.fault()
+            return None
+        breaker.ok()
+        return super().read(key, into)
 
 
-def spilled(
-    tier: AwayTier, run: list[ChunkKey], clock: Clock, *more: DictTier
-) -> tuple[Store, list[ManualLane]]:
+def spilled(tier: AwayTier, run: list[ChunkKey], *more: DictTier) -> tuple[Store, list[ManualLane]]:
     """A store whose tiers, and not RAM, hold ``run``; the first is away."""
     lanes = [ManualLane() for _ in (tier, *more)]
-    store = Store(Pool(len(run), SLOT), list(zip((tier, *more), lanes, strict=True)), clock=clock)
+    store = Store(Pool(len(run), SLOT), list(zip((tier, *more), lanes, strict=True)))
     fill(store, run)
     for lane in lanes:
         lane.run()
@@ -159,8 +180,8 @@ def spilled(
 
 
 def test_what_cannot_be_read_now_is_a_miss_now_and_there_later() -> None:
-    run, clock, tier = keys(1, 2), Clock(), AwayTier(8)
-    store, (lane,) = spilled(tier, run, clock)
+    run, tier = keys(1, 2), AwayTier(8, Clock())
+    store, (lane,) = spilled(tier, run)
     with store.load(run) as lease:
         lane.run()
         assert lease.poll() == Progress(0, 0)
@@ -175,12 +196,13 @@ def test_what_cannot_be_read_now_is_a_miss_now_and_there_later() -> None:
 
 
 def test_a_tier_that_stays_away_costs_no_slots_and_is_tried_again_by_one_read() -> None:
-    run, clock, tier = keys(1, 2, 3, 4), Clock(), AwayTier(8)
-    store, (lane,) = spilled(tier, run, clock)
+    run, clock = keys(1, 2, 3, 4), Clock()
+    tier = AwayTier(8, clock)
+    store, (lane,) = spilled(tier, run)
     for _ in range(3):
         with store.load(run):
             lane.run()
-    assert tier.reads == 4, "after the first load it is left alone"
+    assert tier.reads == 3, "after three faults it is left alone"
     there = keys(*range(70, 74))
     fill(store, there)
     for _ in range(3):
@@ -193,29 +215,14 @@ def test_a_tier_that_stays_away_costs_no_slots_and_is_tried_again_by_one_read() 
         with store.load(run) as lease:
             lane.run()
             assert lease.poll() == Progress(ready, 0)
-    assert tier.reads == 4 + 1 + 3
-
-
-class SpreadTier(AwayTier):
-    """Of two machines, one of which is away."""
-
-    lost: frozenset[ChunkKey] = frozenset()
-
-    def machine(self, key: ChunkKey) -> str:
-        return "lost" if key in self.lost else "well"
-
-    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
-        if key in self.lost:
-            self.reads += 1
-            return None
-        return DictTier.read(self, key, into)
+    assert tier.reads == 3 + 1 + 3
 
 
 def test_a_machine_that_is_away_is_left_alone_and_the_tier_s_others_are_not() -> None:
-    clock, tier = Clock(), SpreadTier(16)
+    tier = AwayTier(16, Clock())
     singles = [keys(number) for number in (1, 2, 3, 4, 5, 6)]
     lane = ManualLane()
-    store = Store(Pool(6, SLOT), [(tier, lane)], clock=clock)
+    store = Store(Pool(6, SLOT), [(tier, lane)])
     for single in singles:
         fill(store, single)
     lane.run()
@@ -232,9 +239,9 @@ def test_a_machine_that_is_away_is_left_alone_and_the_tier_s_others_are_not() ->
 
 
 def test_a_chunk_that_no_tier_can_read_now_is_tried_once_in_each() -> None:
-    fast, slow = AwayTier(8, name="fast"), AwayTier(8, name="slow")
+    fast, slow = AwayTier(8, Clock(), "fast"), AwayTier(8, Clock(), "slow")
     run = keys(1)
-    store, lanes = spilled(fast, run, Clock(), slow)
+    store, lanes = spilled(fast, run, slow)
     slow.away = True
     with store.load(run) as lease:
         for lane in lanes:
@@ -251,6 +258,49 @@ def test_a_chunk_that_no_tier_can_read_now_is_tried_once_in_each() -> None:
         lane.run()
     assert not fast.held and not slow.held, "a clear reaches what could not be read"
     store.check(idle=True)
+
+
+class Bug(DictTier):
+    """Raises where ``raises`` says, as a tier must not."""
+
+    raises = ""
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+        if self.raises == "read":
+            raise RuntimeError
+        return super().read(key, into)
+
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
+        if self.raises == "write":
+            raise RuntimeError
+        return super().write(key, data, owner)
+
+
+def run_all(lane: ManualLane) -> None:
+    """As a lane does: work that raises does not end it."""
+    while len(lane):
+        with suppress(RuntimeError):
+            lane.run()
+
+
+def test_a_tier_that_raises_costs_a_miss_and_leaves_nothing_in_progress() -> None:
+    tier = Bug(8)
+    store, (lane,) = over(tier, slots=1)
+    tier.raises = "write"
+    fill(store, keys(1))
+    run_all(lane)
+    store.check(idle=True)
+    tier.raises = ""
+    fill(store, keys(2))
+    lane.run()
+    fill(store, keys(3))
+    lane.run()
+    tier.raises = "read"
+    with store.load(keys(2)) as lease:
+        run_all(lane)
+        assert lease.poll() == Progress(0, 0)
+    store.check(idle=True)
+    assert store.lookup(keys(2)).progress == Progress(0, 1), "it may be there later"
 
 
 def test_a_full_lane_costs_a_shorter_match_not_a_wait() -> None:

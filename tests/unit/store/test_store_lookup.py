@@ -8,6 +8,7 @@ import pytest
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.lookup import LookupResult, Progress
 from kvtier.core.pool import Pool
+from kvtier.core.tenant import NOBODY
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.clock import Clock
@@ -35,9 +36,9 @@ class SlowTier(DictTier):
         self.clock.now += self.seconds
         return super().read(key, into)
 
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         self.clock.now += self.seconds
-        return super().write(key, data)
+        return super().write(key, data, owner)
 
     def find(self, keys: object) -> int:
         self.clock.now += self.seconds

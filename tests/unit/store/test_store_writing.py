@@ -18,6 +18,7 @@ from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
+from kvtier.core.tenant import NOBODY
 from kvtier.server.registry import SizeClass
 from kvtier.store.lower_tier import Place
 from kvtier.store.store import Store
@@ -67,9 +68,9 @@ def test_what_ram_has_room_for_is_not_written() -> None:
 class CountingTier(DictTier):
     writes = 0
 
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         self.writes += 1
-        return super().write(key, data)
+        return super().write(key, data, owner)
 
 
 def test_what_leaves_next_is_written_before_it_leaves_and_comes_back() -> None:
@@ -322,7 +323,7 @@ def test_the_keys_say_when_and_how_much_is_written(
     save(store, keys(1, 2, 3))
     assert store.lanes[0].close(60.0)
     stats = store.stats()
-    assert (stats.get("nvme_stored", 0), store.tiers[0].counts["writes"]) == (  # type: ignore[attr-defined]
+    assert (stats.get("nvme_stored", 0), store.tiers[0].counts["writes"]) == (
         written_at_once,
         written_at_once,
     )

@@ -9,6 +9,7 @@ import pytest
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.histogram import BOUNDS, Histogram
 from kvtier.core.pool import Pool
+from kvtier.core.tenant import NOBODY
 from kvtier.store.status import read
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
@@ -24,9 +25,9 @@ class SlowTier(DictTier):
     clock: Clock
     seconds = 0.5
 
-    def write(self, key: ChunkKey, data: memoryview) -> bool:
+    def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         self.clock.now += self.seconds
-        return super().write(key, data)
+        return super().write(key, data, owner)
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
         self.clock.now += self.seconds

@@ -8,7 +8,7 @@ from tests.clock import Clock
 
 
 def test_faults_in_a_row_open_it_and_a_success_between_does_not() -> None:
-    breaker = Breaker(3, 1.0, 8.0, Clock())
+    breaker = Breaker(Clock(), 3, 1.0, 8.0)
     assert [breaker.fault(), breaker.fault()] == [False, False]
     assert not breaker.ok(), "it was closed all the time"
     assert [breaker.fault(), breaker.fault(), breaker.fault()] == [False, False, True]
@@ -18,7 +18,7 @@ def test_faults_in_a_row_open_it_and_a_success_between_does_not() -> None:
 
 def test_after_the_wait_one_call_tries_and_its_success_closes_it() -> None:
     clock = Clock()
-    breaker = Breaker(1, 1.0, 8.0, clock)
+    breaker = Breaker(clock, 1, 1.0, 8.0)
     breaker.fault()
     clock.now = 1.0
     assert [breaker.allows(), breaker.allows()] == [True, False]
@@ -29,7 +29,7 @@ def test_after_the_wait_one_call_tries_and_its_success_closes_it() -> None:
 
 def test_each_failed_trial_doubles_the_wait_up_to_the_longest() -> None:
     clock = Clock()
-    breaker = Breaker(1, 1.0, 5.0, clock)
+    breaker = Breaker(clock, 1, 1.0, 5.0)
     breaker.fault()
     waits = []
     for _ in range(5):
@@ -47,7 +47,7 @@ def test_each_failed_trial_doubles_the_wait_up_to_the_longest() -> None:
 
 def test_a_place_that_comes_and_goes_is_left_alone_longer_each_time_until_it_has_stayed() -> None:
     clock = Clock()
-    breaker = Breaker(2, 1.0, 5.0, clock)
+    breaker = Breaker(clock, 2, 1.0, 5.0)
     waits = []
     for _ in range(4):
         breaker.fault()
@@ -67,7 +67,7 @@ def test_a_place_that_comes_and_goes_is_left_alone_longer_each_time_until_it_has
 
 def test_calls_that_began_before_it_opened_do_not_lengthen_the_wait() -> None:
     clock = Clock()
-    breaker = Breaker(1, 1.0, 8.0, clock)
+    breaker = Breaker(clock, 1, 1.0, 8.0)
     for _ in range(4):
         breaker.fault()
     assert breaker.wait_s == 1.0
@@ -77,7 +77,7 @@ def test_calls_that_began_before_it_opened_do_not_lengthen_the_wait() -> None:
 
 def test_a_trial_that_never_reports_is_given_up() -> None:
     clock = Clock()
-    breaker = Breaker(1, 1.0, 8.0, clock)
+    breaker = Breaker(clock, 1, 1.0, 8.0)
     breaker.fault()
     clock.now = 1.0
     assert breaker.allows()
@@ -85,3 +85,28 @@ def test_a_trial_that_never_reports_is_given_up() -> None:
     assert not breaker.allows()
     clock.now = 2.0
     assert breaker.allows()
+
+
+def test_a_trial_is_reserved_for_one_call_and_no_other_caller_prepares_one() -> None:
+    clock = Clock()
+    breaker = Breaker(clock, 1, 1.0, 8.0)
+    assert breaker.reserves()
+    breaker.fault()
+    assert not breaker.reserves()
+    clock.now = 1.0
+    assert [breaker.reserves(), breaker.reserves()] == [True, False]
+    assert [breaker.allows(), breaker.allows()] == [True, False]
+    assert breaker.ok()
+    assert [breaker.reserves(), breaker.reserves()] == [True, True]
+
+
+def test_a_trial_that_was_reserved_and_never_begun_is_given_up() -> None:
+    clock = Clock()
+    breaker = Breaker(clock, 1, 1.0, 8.0)
+    breaker.fault()
+    clock.now = 1.0
+    assert breaker.reserves()
+    clock.now = 1.9
+    assert not breaker.reserves()
+    clock.now = 2.0
+    assert breaker.reserves()

@@ -182,13 +182,19 @@ def test_a_node_that_is_away_is_left_alone_and_the_others_are_not(
     stack: ExitStack, two: Any
 ) -> None:
     first, second, ports = two
-    tier = opened(stack, "cluster", *ports)
+    clock = Clock()
+    tier = opened(stack, "cluster", *ports, clock=clock)
     second[b"EXISTS"] = HELD
     first[b"EXISTS"] = b"-LOADING the dataset\r\n"
+    assert tier.may_read(LOW[0])
     assert [tier.find(LOW[:1]) for _ in range(5)] == [0] * 5
     assert tier.open_breakers == 1
     assert (tier.counts["failed_finds"], tier.counts["refused"]) == (3, 2)
     assert tier.find(HIGH[:1]) == 1
+    assert [tier.may_read(LOW[0]), tier.may_read(HIGH[0])] == [False, True]
+    clock.now += 100.0
+    assert [tier.may_read(LOW[0]), tier.may_read(LOW[0])] == [True, False], "one read tries it"
+    assert tier.may_read(HIGH[0])
 
 
 def test_a_node_that_is_full_is_sent_no_writes_and_the_others_are(

@@ -1,0 +1,34 @@
+"""EventCounts: what happened in one tier since the start, and the first fault of each kind in the
+log."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+
+
+class EventCounts:
+    """``place``: the tier's name in the log. Threads: any; the lock is held for a few
+    instructions."""
+
+    def __init__(self, events: Iterable[str], logger: logging.Logger, place: str) -> None:
+        self.values = dict.fromkeys(events, 0)
+        """Plain integers, for reading at any time."""
+        self._logger, self._place = logger, place
+        self._lock = threading.Lock()
+        self._logged: set[str] = set()
+
+    def add(self, event: str, by: int = 1) -> None:
+        with self._lock:
+            self.values[event] += by
+
+    def log_first(self, kind: str, what: object) -> None:
+        """Later faults of this kind are only counted."""
+        with self._lock:
+            if kind in self._logged:
+                return
+            self._logged.add(kind)
+        self._logger.warning(
+            "%s: first fault of kind %s: %s (only counted from now on)", self._place, kind, what
+        )
