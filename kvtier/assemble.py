@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvtier.api import KVStore
 from kvtier.autoconfig.memory import require_ram
 from kvtier.autoconfig.probe.probe import probe_disk, probe_memory
 from kvtier.client.client import Client
@@ -66,7 +67,7 @@ class Lent(NamedTuple):
 
 def assemble(
     config: Config, layout: ChunkLayout, replica: int = 0, shared: Lent | None = None
-) -> Store | Client:
+) -> KVStore:
     """Make everything one engine needs. ``replica`` (data parallel index) keeps replicas' files
     apart. ``shared``: it is one Store of a server's.
 
@@ -76,7 +77,7 @@ def assemble(
     """
     if config.server is not None and Address.parse(config.server).path:
         return Client(access(config, config.server, layout), config.server_timeout_ms / 1000)
-    return _store(config, layout, replica, shared)
+    return assemble_store(config, layout, replica, shared)
 
 
 def places(config: Config) -> list[str]:
@@ -93,7 +94,11 @@ def places(config: Config) -> list[str]:
     return [RAM, *(name for name, given in lower.items() if given)]
 
 
-def _store(config: Config, layout: ChunkLayout, replica: int, shared: Lent | None) -> Store:
+def assemble_store(
+    config: Config, layout: ChunkLayout, replica: int = 0, shared: Lent | None = None
+) -> Store:
+    """:func:`assemble` for a process that has the chunks itself. ``config.server``, if there is
+    one, is on another host."""
     slots = ram_bytes(config) // layout.slot_bytes
     if slots < 1:
         raise ConfigError(

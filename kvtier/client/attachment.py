@@ -26,12 +26,12 @@ class SharedPool(Pool):
     descriptors are the pool's own, also when it is refused."""
 
     def __init__(self, slots: int, slot_bytes: int, fd: int, witness: int) -> None:
-        self._witness = witness
         try:
             super().__init__(slots, slot_bytes, fd=fd)
         except BaseException:
             os.close(witness)
             raise
+        self.witness_path: str = f"/proc/{os.getpid()}/fd/{witness}"
         let_go = weakref.finalize(self._map, os.close, witness)
         # at the end of a process a thread may still copy; the kernel closes it after that
         let_go.atexit = False
@@ -54,12 +54,6 @@ class SharedPool(Pool):
                 f"cannot map the shared pool {path}: {error}; is its owner alive, same user?"
             ) from error
         return cls(slots, slot_bytes, fd, witness)
-
-    @property
-    def witness_path(self) -> str:
-        """Where another process of the same user can open the witness for writing while this one
-        holds it."""
-        return f"/proc/{os.getpid()}/fd/{self._witness}"
 
 
 class Attachment:

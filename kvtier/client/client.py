@@ -17,20 +17,23 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from kvtier.client.attachment import Attachment, SharedPool
 from kvtier.client.connect import ServerAccess, enter
-from kvtier.client.leases import SharedLoad, SharedSave
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import KVTierError, StateError, TierError
 from kvtier.core.lanes import Executor, Lane
-from kvtier.core.lookup import NOTHING, Asking, LookupResult
+from kvtier.core.lookup import NOTHING, Asking, LookupResult, Progress
+from kvtier.core.steps import Steps, pieces
 from kvtier.protocol import wire
 from kvtier.protocol.answers import check_claim, check_lookup, check_number, check_slots
 from kvtier.store.hints import LONGEST_KEEP_S, Hint
+from kvtier.store.lease import LoadLease, SaveLease
+from kvtier.store.status import SizeClassStatus
 
 logger = logging.getLogger("kvtier.client")
 
@@ -38,6 +41,17 @@ _GIVE_UP_S = 10.0
 _BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
 _NURSE_S = 0.02
 A = TypeVar("A", bound=wire.Message)
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a Client remembers of a lease that has slots."""
+
+    attachment: Attachment
+    number: int
+    """The server's name for the lease."""
+    coming: int = 0
+    """Of a load: chunks that were coming at the last answer."""
 
 
 class Client:
@@ -91,40 +105,50 @@ class Client:
 
     def decline(self, keys: Sequence[ChunkKey], reason: wire.Reason) -> None:
         """See Store.decline."""
-        self.tell(self._attachment, wire.Decline(wire.joined(keys[: wire.MAX_KEYS]), reason))
+        self._tell(self._attachment, wire.Decline(wire.joined(keys[: wire.MAX_KEYS]), reason))
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
         """See Store.hint; sessions are this namespace's own."""
         asked = wire.joined(keys[: wire.MAX_KEYS])
-        self.tell(
+        self._tell(
             self._attachment,
             wire.Hint(asked, hint.over, min(hint.keep_s, LONGEST_KEEP_S), session[:64]),
         )
 
-    def save(self, keys: Sequence[ChunkKey]) -> SharedSave:
-        """See Store.save."""
+    def save(self, keys: Sequence[ChunkKey]) -> SaveLease:
+        """See KVStore.save."""
         asked = keys[: wire.MAX_KEYS]
         with self._lock:
             check = partial(check_slots, chunks=len(asked), pool_slots=self._pool_slots)
             answer = self._ask(wire.Slots, wire.Save, wire.joined(asked), check=check)
-            return SharedSave(self, self._attachment, keys, answer)
+            held = self._hold(answer.lease) if answer is not None else None
+        if answer is None or held is None:
+            return SaveLease(self, None, keys)
+        lease = SaveLease(self, held.attachment.pool, keys, held)
+        lease.keys, lease.slots = [keys[place] for place in answer.places], answer.slots
+        return lease
 
     def load(
         self,
         keys: Sequence[ChunkKey],
         start: int = 0,
         *,
-        most: int = wire.MAX_KEYS,
+        most: int | None = None,
         session: str = "",
-    ) -> SharedLoad:
-        """See Store.load."""
-        asked = keys[: wire.MAX_KEYS]
+    ) -> LoadLease:
+        """See KVStore.load."""
+        asked, most = keys[: wire.MAX_KEYS], wire.MAX_KEYS if most is None else most
         with self._lock:
             check = self._claims(max(0, len(asked) - start))
             answer = self._ask(
                 wire.Claim, wire.Load, wire.joined(asked), start, most, session[:64], check=check
             )
-            return SharedLoad(self, self._attachment, keys[start:], answer)
+            held = self._hold(answer.lease) if answer is not None else None
+        if answer is None or held is None:
+            return LoadLease(self, None, keys[start:])
+        lease = LoadLease(self, held.attachment.pool, keys[start:], held)
+        _learn(lease, held, answer)
+        return lease
 
     def check(self, idle: bool = False) -> None:
         """See Store.check; of the whole server, which has ten seconds for it."""
@@ -145,17 +169,14 @@ class Client:
                 attachment.close()
         return self._lane.close(timeout_s)
 
-    def invalidate(self, keys: Iterable[ChunkKey]) -> None:
+    def invalidate(self, keys: Sequence[ChunkKey]) -> None:
         """See Store.invalidate; only what is this namespace's, or nobody's."""
-        every = list(keys)
-        for first in range(0, len(every), wire.MAX_KEYS):
-            self.tell(
-                self._attachment, wire.Invalidate(wire.joined(every[first : first + wire.MAX_KEYS]))
-            )
+        for part in pieces(keys, wire.MAX_KEYS) if keys else ():
+            self._tell(self._attachment, wire.Invalidate(wire.joined(part)))
 
     def invalidate_all(self) -> None:
         """See Store.invalidate_all; only what is this namespace's, or nobody's."""
-        self.tell(self._attachment, wire.InvalidateAll())
+        self._tell(self._attachment, wire.InvalidateAll())
 
     def wait(self, timeout_s: float) -> None:
         """See Store.wait."""
@@ -171,9 +192,67 @@ class Client:
             answer = self._ask(wire.Counted, wire.Stats)
         return {**(answer.values if answer is not None else {}), **self.counts}
 
+    def status(self) -> SizeClassStatus | None:
+        """See KVStore.status."""
+        return None
+
     # ---- for leases ------------------------------------------------------------------------------
 
-    def tell(self, attachment: Attachment | None, message: wire.Message) -> None:
+    def end_save(self, lease: SaveLease, *, commit: bool) -> Steps[None]:
+        """See :class:`kvtier.store.lease.Keeper`. The chunks can be loaded as soon as the server
+        reads the message."""
+        yield from ()  # in one piece
+        held: _Held | None = lease.held
+        if held is not None:
+            self._end(held, wire.Commit(held.number) if commit else wire.End(held.number))
+
+    def poll_load(self, lease: LoadLease) -> Progress:
+        """See :class:`kvtier.store.lease.Keeper`. Asks the server only while something is
+        coming."""
+        held: _Held | None = lease.held
+        if held is None:
+            return Progress(0, 0)
+        if held.coming:
+            answer = self._poll(held, lease.ready, len(lease.keys))
+            if answer is not None:
+                _learn(lease, held, answer)
+            elif held.attachment.lost:
+                held.coming = 0
+        return Progress(lease.ready, held.coming)
+
+    def end_load(self, lease: LoadLease) -> Steps[None]:
+        """See :class:`kvtier.store.lease.Keeper`."""
+        yield from ()  # in one piece
+        held: _Held | None = lease.held
+        if held is not None:
+            self._end(held, wire.End(held.number))
+
+    def _hold(self, number: int) -> _Held | None:
+        """Under the lock: the server has made a lease with this number. 0 stands for one without
+        slots."""
+        attachment = self._attachment
+        if attachment is None or not number:
+            return None
+        attachment.leases.add(number)
+        return _Held(attachment, number)
+
+    def _poll(self, held: _Held, known: int, chunks: int) -> wire.Claim | None:
+        """What became ready of a load of ``chunks``, beyond the ``known`` ones. None when that
+        cannot be asked now. It can never be asked again if the attachment is lost."""
+        with self._lock:
+            if held.attachment.lost or held.attachment is not self._attachment:
+                return None
+            return self._ask(
+                wire.Claim, wire.Poll, held.number, known, check=self._claims(chunks - known)
+            )
+
+    def _end(self, held: _Held, message: wire.Message) -> None:
+        """The last message of a lease, after which its attachment may go."""
+        with self._lock:
+            self._tell(held.attachment, message)
+            held.attachment.release(held.number)
+
+    def _tell(self, attachment: Attachment | None, message: wire.Message) -> None:
         """Send what needs no answer, if that connection is still there."""
         with self._lock:
             if attachment is None or attachment.lost:
@@ -185,24 +264,6 @@ class Client:
                 return
             if not attachment.settled:
                 self._nurse_soon(attachment)
-
-    def poll(
-        self, attachment: Attachment, lease: int, known: int, chunks: int
-    ) -> wire.Claim | None:
-        """What became ready of a load lease of ``chunks``, beyond the ``known`` ones; None when
-        that cannot be asked now, or ever again if the attachment is lost."""
-        with self._lock:
-            if attachment.lost or attachment is not self._attachment:
-                return None
-            return self._ask(
-                wire.Claim, wire.Poll, lease, known, check=self._claims(chunks - known)
-            )
-
-    def end(self, attachment: Attachment, lease: int, message: wire.Message) -> None:
-        """The last message of a lease, after which its attachment may go."""
-        with self._lock:
-            self.tell(attachment, message)
-            attachment.release(lease)
 
     # ---- questions -------------------------------------------------------------------------------
 
@@ -328,3 +389,11 @@ class Client:
                 except (OSError, KVTierError) as error:
                     self._lose(attachment, error)
                     return
+
+
+def _learn(lease: LoadLease, held: _Held, claim: wire.Claim) -> None:
+    """The server has said what became ready."""
+    places = held.attachment.places
+    lease.slots += claim.slots
+    lease.sources += [places[source] for source in claim.sources]
+    held.coming = claim.coming

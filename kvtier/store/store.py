@@ -15,7 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Executor
@@ -37,10 +39,35 @@ from kvtier.store.timings import RAM, Timings
 from kvtier.store.what_if import Point
 from kvtier.tiers.base import Tier
 
+if TYPE_CHECKING:
+    from kvtier.store.status import SizeClassStatus
+
 _POPULATE_BYTES = 32 << 20
 _POPULATE_S = 5.0
 _SLOTS_CHECKED = 512
 _PROBLEMS = 20
+
+
+@dataclass(slots=True)
+class _Filling:
+    """What a Store remembers of a save lease."""
+
+    begun: float
+    entries: list[Entry] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Claim:
+    """What a Store remembers of a load lease."""
+
+    begun: float
+    owner: int
+    entries: list[Entry] = field(default_factory=list)
+    """What is pinned, in the order of the lease's keys."""
+    origins: list[int | None] = field(default_factory=list)
+    """For each entry the tier it had to come from, None when its bytes were in RAM already."""
+    waits: bool = True
+    """No poll has yet said that nothing more is coming."""
 
 
 class Store:
@@ -66,6 +93,9 @@ class Store:
         self.pool = pool
         places = [Place(*each) for each in tiers]
         self.tiers = [place.tier for place in places]
+        self._names: dict[int | None, str] = {None: RAM}
+        """What each origin of a chunk is called. None stands for a chunk that was in RAM."""
+        self._names.update(enumerate(tier.name for tier in self.tiers))
         self.counts: Counter[str] = Counter()
         """Events in chunks since the start; see :meth:`stats`."""
         self._spare = spare
@@ -118,7 +148,8 @@ class Store:
     ) -> Steps[SaveLease]:
         """:meth:`save` in pieces, of at most ``most`` slots. What is reserved goes back when it is
         left unfinished."""
-        lease = SaveLease(self, keys, [], self._clock())
+        filling = _Filling(self._clock())
+        lease, entries = SaveLease(self, self.pool, keys, filling), filling.entries
         keep, wanted, missing = frozenset(keys), len(keys) if most is None else most, 0
         try:
             yield from self._ordering(keys[AT_ONCE:])
@@ -130,17 +161,19 @@ class Store:
                         self._directory.ordered(part)
                     absent = [key for key in part if self._directory.get(key) is None]
                     missing += len(absent)
-                    for key in absent[: wanted - len(lease.entries)]:
+                    for key in absent[: wanted - len(entries)]:
                         entry = self._directory.reserve(key, keep, None, owner)
                         if entry is None:
-                            wanted = len(lease.entries)
+                            wanted = len(entries)
                             break
-                        lease.entries.append(entry)
+                        entries.append(entry)
         except BaseException:
             lease.close()
             raise
         with self._lock:
-            self.counts["save_refused"] += missing - len(lease.entries)
+            self.counts["save_refused"] += missing - len(entries)
+        lease.keys = [entry.key for entry in entries]
+        lease.slots = [entry.slot for entry in entries]
         return lease
 
     def load(
@@ -168,10 +201,11 @@ class Store:
     ) -> Steps[LoadLease]:
         """:meth:`load` in pieces. What it pinned is let go when it is left unfinished."""
         rest = keys[start:]
-        lease = LoadLease(self, rest[:most], owner, self._clock())
+        claim = _Claim(self._clock(), owner)
+        lease = LoadLease(self, self.pool, rest[:most], claim)
         try:
             yield from self._in_order(self._directory.used, keys)
-            while self._load_piece(lease, AT_ONCE, owner):
+            while self._load_piece(lease, AT_ONCE):
                 yield 0.0
         except BaseException:
             lease.close()
@@ -179,11 +213,11 @@ class Store:
         with self._lock:
             self.counts["load_asked"] += len(rest)
             promotions = self._claim(lease, AT_ONCE)
-            unknown = lease.keys[len(lease.entries) :]
+            unknown = lease.keys[len(claim.entries) :]
             asked = self._ask(unknown) if unknown else None
             lease.asking = asked is not None
             if asked is None:
-                self._miss(rest, len(lease.entries), most)
+                self._miss(rest, len(claim.entries), most)
         self._promotions.begin(promotions)
         self._follow_soon(self._follower.prompt(keys, session))
         if promotions:
@@ -195,18 +229,19 @@ class Store:
                 lease.asking = False
         return lease
 
-    def _load_piece(self, lease: LoadLease, count: int, owner: int) -> bool:
+    def _load_piece(self, lease: LoadLease, count: int) -> bool:
         """Claim one piece of a run, but for the last one. False: the rest is the last, or the run
         has a gap."""
-        known = len(lease.entries)
+        claim: _Claim = lease.held
+        known = len(claim.entries)
         if len(lease.keys) - known <= count:
             return False
         with self._lock:
             promotions = self._claim(lease, count)
         self._promotions.begin(promotions)
         if promotions:
-            self._look_ahead_soon(owner)
-        return len(lease.entries) - known == count
+            self._look_ahead_soon(claim.owner)
+        return len(claim.entries) - known == count
 
     def _ordering(self, run: Sequence[ChunkKey]) -> Steps[None]:
         """A run was stored: hot again, and leaves leaf first."""
@@ -478,6 +513,12 @@ class Store:
                 stats[f"{below.tier.name}_spill_late"] += self._directory.evicted_unoffered
             return stats
 
+    def status(self) -> SizeClassStatus:
+        """See KVStore.status."""
+        from kvtier.store.status import read  # it brings msgspec, which nothing else here needs
+
+        return read(self)
+
     def _populate(self, first: int) -> None:
         """On the spare lane: some slots' pages, then the next ones as new work, so that a close
         comes in between."""
@@ -523,11 +564,9 @@ class Store:
         """Under the lock: extend the lease as far as chunks are in RAM, on their way, or held
         lower, by at most ``most``. Of a run that is longer than RAM the end leaves for the
         beginning, after all else."""
-        directory, promotions, known = (
-            self._directory,
-            list[tuple[Entry, int]](),
-            len(lease.entries),
-        )
+        claim: _Claim = lease.held
+        directory, promotions = self._directory, list[tuple[Entry, int]]()
+        known = len(claim.entries)
         for key in lease.keys[known : None if most is None else known + most]:
             entry = directory.get(key)
             if entry is None:
@@ -537,7 +576,7 @@ class Store:
                 )
                 if holder is None:
                     break
-                entry = directory.reserve(key, (), holder, lease.owner)
+                entry = directory.reserve(key, (), holder, claim.owner)
                 if entry is None:
                     self.counts["load_refused"] += 1
                     break
@@ -545,9 +584,9 @@ class Store:
             elif entry.state is FILLING and entry.origin is None:
                 break
             directory.pin(entry)
-            lease.entries.append(entry)
-            lease.origins.append(entry.origin if entry.state is FILLING else None)
-        self.counts["ram_loaded"] += len(lease.entries) - known - len(promotions)
+            claim.entries.append(entry)
+            claim.origins.append(entry.origin if entry.state is FILLING else None)
+        self.counts["ram_loaded"] += len(claim.entries) - known - len(promotions)
         return promotions
 
     def _note_arrival(self) -> None:
@@ -569,8 +608,9 @@ class Store:
     def _find(self, lease: LoadLease, index: int) -> None:
         """On a lane thread: learn what a shared tier holds of the rest of the lease's run, and
         claim it."""
+        claim: _Claim = lease.held
         with self._lock:
-            unknown = lease.keys[len(lease.entries) :]
+            unknown = lease.keys[len(claim.entries) :]
         below = self._below[index]
         found = unknown[: below.timed.find(unknown)][::-1]
         for slower in self._below[index + 1 :]:
@@ -580,8 +620,8 @@ class Store:
         owners = below.timed.owners(found)
         with self._arrived:
             below.found(found, owners)
-            promotions = [] if lease.closed else self._claim(lease)
-            self._miss(lease.keys, len(lease.entries))
+            promotions = self._claim(lease) if lease.open else []
+            self._miss(lease.keys, len(claim.entries))
             lease.asking = False
             self._arrivals += 1
             self._arrived.notify_all()
@@ -614,10 +654,12 @@ class Store:
 
     # ---- for leases ------------------------------------------------------------------------------
 
-    def end_save(self, lease: SaveLease, commit: bool) -> Steps[None]:
-        """See :class:`kvtier.store.lease.Keeper`. Committed chunks are READY, and offered to every
-        lower tier's lane."""
-        for part in pieces(lease.entries):
+    def end_save(self, lease: SaveLease, *, commit: bool) -> Steps[None]:
+        """See :class:`kvtier.store.lease.Keeper`. Committed chunks are READY, and they are offered
+        to every lower tier's lane."""
+        filling: _Filling = lease.held
+        entries = filling.entries
+        for part in pieces(entries):
             with self._lock:
                 for entry in part:
                     if commit:
@@ -628,16 +670,16 @@ class Store:
             yield 0.0
         if not commit:
             return
-        if lease.entries:
+        if entries:
             with self._lock:
-                self.timings.save.add(self._clock() - lease.begun)
+                self.timings.save.add(self._clock() - filling.begun)
         yield from self._ordering(lease.run)
         for below in self._on_save:
-            for part in pieces(lease.entries):
+            for part in pieces(entries):
                 below.offer(part, lease.run)
                 yield 0.0
-        if lease.entries:
-            self._look_ahead_soon(lease.entries[0].owner)
+        if entries:
+            self._look_ahead_soon(entries[0].owner)
 
     def _look_ahead_soon(self, owner: int) -> None:
         """``owner`` has taken slots: tiers that write on eviction shall have what leaves next
@@ -657,9 +699,11 @@ class Store:
             below.offer(entries, ())
 
     def poll_load(self, lease: LoadLease) -> Progress:
-        """See :meth:`LoadLease.poll`."""
+        """See :class:`kvtier.store.lease.Keeper`."""
+        claim: _Claim = lease.held
         with self._lock:
-            entries, ready = lease.entries, lease.ready
+            entries, before = claim.entries, len(lease.slots)
+            ready = before
             while ready < len(entries) and entries[ready].state is READY:
                 ready += 1
             whole = next(
@@ -667,37 +711,41 @@ class Store:
             )
             if whole < len(entries):
                 self._unpin(entries[whole:])
-                del entries[whole:]
+                del entries[whole:], claim.origins[whole:]
                 lease.asking = False
-            lease.ready = ready
+            if ready > before:
+                names = self._names
+                lease.slots += [entry.slot for entry in entries[before:ready]]
+                lease.sources += [names[origin] for origin in claim.origins[before:ready]]
             coming = whole - ready + lease.asking
-            if lease.waits and not coming:
-                lease.waits = False
-                self.timings.wait.add(self._clock() - lease.begun)
+            if claim.waits and not coming:
+                claim.waits = False
+                self.timings.wait.add(self._clock() - claim.begun)
             return Progress(ready, coming)
 
     def end_load(self, lease: LoadLease) -> Steps[None]:
-        """See :class:`kvtier.store.lease.Keeper`. The run's end first, so that its beginning ends
-        up hottest."""
+        """See :class:`kvtier.store.lease.Keeper`. The end of the run is let go first, so that its
+        beginning ends up hottest."""
+        claim: _Claim = lease.held
         with self._lock:
-            lease.closed = True
-            if lease.ready:
-                self._load_ended(lease)
-            drawn = self.audit.drawn(lease.entries[: lease.ready])
-            entries, lease.entries, lease.ready = lease.entries, [], 0
+            entries, ready = claim.entries, len(lease.slots)
+            claim.entries = []
+            if ready:
+                self._load_ended(claim, ready)
+            drawn = self.audit.drawn(entries[:ready])
         for part in reversed(list(pieces(entries))):
             with self._lock:
                 self._unpin(part)
             yield 0.0
         self.audit.begin(drawn)
 
-    def _load_ended(self, lease: LoadLease) -> None:
-        """Under the lock."""
+    def _load_ended(self, claim: _Claim, ready: int) -> None:
+        """Under the lock. A load counts for the slowest tier that its ``ready`` chunks came
+        from."""
         slowest = max(
-            (origin for origin in lease.origins[: lease.ready] if origin is not None), default=None
+            (origin for origin in claim.origins[:ready] if origin is not None), default=None
         )
-        place = RAM if slowest is None else self.tiers[slowest].name
-        self.timings.load[place].add(self._clock() - lease.begun)
+        self.timings.load[self._names[slowest]].add(self._clock() - claim.begun)
 
     def _unpin(self, entries: Sequence[Entry]) -> None:
         """Last first, so that the beginning of the run ends up hottest."""
