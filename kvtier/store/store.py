@@ -64,8 +64,8 @@ class _Claim:
     owner: int
     entries: list[Entry] = field(default_factory=list)
     """What is pinned, in the order of the lease's keys."""
-    origins: list[int | None] = field(default_factory=list)
-    """For each entry the tier it had to come from, None when its bytes were in RAM already."""
+    sources: list[str] = field(default_factory=list)
+    """For each entry the tier that it had to come from, or RAM."""
     waits: bool = True
     """No poll has yet said that nothing more is coming."""
 
@@ -93,9 +93,10 @@ class Store:
         self.pool = pool
         places = [Place(*each) for each in tiers]
         self.tiers = [place.tier for place in places]
-        self._names: dict[int | None, str] = {None: RAM}
-        """What each origin of a chunk is called. None stands for a chunk that was in RAM."""
-        self._names.update(enumerate(tier.name for tier in self.tiers))
+        self._names: dict[int | None, str] = {
+            index: tier.name for index, tier in enumerate(self.tiers)
+        }
+        """What the origin of a chunk that is on its way is called."""
         self.counts: Counter[str] = Counter()
         """Events in chunks since the start; see :meth:`stats`."""
         self._spare = spare
@@ -565,7 +566,7 @@ class Store:
         lower, by at most ``most``. Of a run that is longer than RAM the end leaves for the
         beginning, after all else."""
         claim: _Claim = lease.held
-        directory, promotions = self._directory, list[tuple[Entry, int]]()
+        directory, promotions, names = self._directory, list[tuple[Entry, int]](), self._names
         known = len(claim.entries)
         for key in lease.keys[known : None if most is None else known + most]:
             entry = directory.get(key)
@@ -585,7 +586,7 @@ class Store:
                 break
             directory.pin(entry)
             claim.entries.append(entry)
-            claim.origins.append(entry.origin if entry.state is FILLING else None)
+            claim.sources.append(names[entry.origin] if entry.state is FILLING else RAM)
         self.counts["ram_loaded"] += len(claim.entries) - known - len(promotions)
         return promotions
 
@@ -711,12 +712,11 @@ class Store:
             )
             if whole < len(entries):
                 self._unpin(entries[whole:])
-                del entries[whole:], claim.origins[whole:]
+                del entries[whole:], claim.sources[whole:]
                 lease.asking = False
             if ready > before:
-                names = self._names
                 lease.slots += [entry.slot for entry in entries[before:ready]]
-                lease.sources += [names[origin] for origin in claim.origins[before:ready]]
+                lease.sources += claim.sources[before:ready]
             coming = whole - ready + lease.asking
             if claim.waits and not coming:
                 claim.waits = False
@@ -728,24 +728,21 @@ class Store:
         beginning ends up hottest."""
         claim: _Claim = lease.held
         with self._lock:
-            entries, ready = claim.entries, len(lease.slots)
-            claim.entries = []
-            if ready:
-                self._load_ended(claim, ready)
-            drawn = self.audit.drawn(entries[:ready])
+            entries, claim.entries = claim.entries, []
+            if lease.sources:
+                self._load_ended(claim, lease.sources)
+            drawn = self.audit.drawn(entries[: lease.ready])
         for part in reversed(list(pieces(entries))):
             with self._lock:
                 self._unpin(part)
             yield 0.0
         self.audit.begin(drawn)
 
-    def _load_ended(self, claim: _Claim, ready: int) -> None:
-        """Under the lock. A load counts for the slowest tier that its ``ready`` chunks came
-        from."""
-        slowest = max(
-            (origin for origin in claim.origins[:ready] if origin is not None), default=None
-        )
-        self.timings.load[self._names[slowest]].add(self._clock() - claim.begun)
+    def _load_ended(self, claim: _Claim, sources: Sequence[str]) -> None:
+        """Under the lock. The load counts for the slowest tier that its chunks came from."""
+        slowest_first = (tier.name for tier in reversed(self.tiers))
+        place = next((name for name in slowest_first if name in sources), RAM)
+        self.timings.load[place].add(self._clock() - claim.begun)
 
     def _unpin(self, entries: Sequence[Entry]) -> None:
         """Last first, so that the beginning of the run ends up hottest."""
