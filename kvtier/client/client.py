@@ -1,14 +1,13 @@
-"""Client: the Store of a server on this host, with the same surface. KV bytes stay in the shared
-pool.
+"""Client: a KVStore whose chunks a server on this host has. KV bytes stay in the shared pool.
 
-Made for a scheduling loop: every call is bounded. A server that is dead, slow or not there yet
-    means misses, at once;
-the connection comes back by itself in the background, with another pool. Calls that need no answer
-(commit, close, forget, clear) are sent and not waited for; all others take one round trip.
+It is made for a scheduling loop, so every call is bounded. While a server is dead, slow or not
+there yet, calls are misses at once. The connection comes back in the background, with another pool.
+Calls that need no answer (to end a lease, decline, hint, invalidate) are sent and not waited for.
+All others take one round trip.
 
-When an answer does not come in time, the call is a miss and the connection stays: until that answer
-comes, further calls are misses too, without waiting. A server that owes an answer for ten seconds
-is given up, and so is one that answers what was not asked.
+When an answer does not come in time, the call is a miss, and the connection stays. Until that
+answer comes, further calls are misses too, without waiting. A server that owes an answer for ten
+seconds is given up. So is a server that answers what was not asked.
 """
 
 from __future__ import annotations
@@ -55,17 +54,22 @@ class _Held:
 
 
 class Client:
-    """Attached through ``access``. Safe to call from any thread; one lock, held for a round trip.
+    """A :class:`~kvtier.api.KVStore` at a server. One lock is held for a round trip.
 
-    Raises ConfigError when the server is there and refuses; when it is not there, engines start
-    without it.
+    Raises ConfigError when the server is there and refuses us. When it is not there, the engine
+    starts without it.
+
+    Args:
+        access: where the server is, and what it asks of us.
+        timeout_s: how long an answer may take.
+        lane: for the work in the background.
     """
 
     def __init__(
         self, access: ServerAccess, timeout_s: float = 0.1, lane: Executor | None = None
     ) -> None:
         self.counts: Counter[str] = Counter()
-        """``unanswered`` calls and ``lost`` connections since the start."""
+        """``unanswered`` questions and ``lost`` connections since the start."""
         self._access = access
         self._timeout_s = timeout_s
         self._lane = lane or Lane("client", 1, urgent_bound=1, bound=4)
@@ -84,15 +88,14 @@ class Client:
 
     @property
     def pool(self) -> SharedPool | None:
-        """The server's pool; another one after a reconnection, None while there is no
-        connection."""
+        """See KVStore.pool."""
         attachment = self._attachment
         return attachment.pool if attachment is not None else None
 
-    # ---- the Store's verbs -----------------------------------------------------------------------
+    # ---- KVStore ---------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[ChunkKey]) -> LookupResult:
-        """See Store.lookup."""
+        """See KVStore.lookup."""
         asked = keys[: wire.MAX_KEYS]
         check = partial(check_lookup, chunks=len(asked))
         with self._lock:
@@ -104,11 +107,11 @@ class Client:
         )
 
     def decline(self, keys: Sequence[ChunkKey], reason: wire.Reason) -> None:
-        """See Store.decline."""
+        """See KVStore.decline."""
         self._tell(self._attachment, wire.Decline(wire.joined(keys[: wire.MAX_KEYS]), reason))
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
-        """See Store.hint; sessions are this namespace's own."""
+        """See KVStore.hint. A session is this namespace's own."""
         asked = wire.joined(keys[: wire.MAX_KEYS])
         self._tell(
             self._attachment,
@@ -151,7 +154,7 @@ class Client:
         return lease
 
     def check(self, idle: bool = False) -> None:
-        """See Store.check; of the whole server, which has ten seconds for it."""
+        """See KVStore.check."""
         with self._lock:
             answer = self._ask(wire.Done, wire.Check, idle, timeout_s=_GIVE_UP_S)
         if answer is None:
@@ -160,8 +163,7 @@ class Client:
             raise StateError(answer.trouble)
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Leave the server. Leases that are open end when every process of this engine has let go
-        of the pool."""
+        """See KVStore.close."""
         self._ending.set()
         with self._lock:
             attachment, self._attachment = self._attachment, None
@@ -170,16 +172,16 @@ class Client:
         return self._lane.close(timeout_s)
 
     def invalidate(self, keys: Sequence[ChunkKey]) -> None:
-        """See Store.invalidate; only what is this namespace's, or nobody's."""
+        """See KVStore.invalidate."""
         for part in pieces(keys, wire.MAX_KEYS) if keys else ():
             self._tell(self._attachment, wire.Invalidate(wire.joined(part)))
 
     def invalidate_all(self) -> None:
-        """See Store.invalidate_all; only what is this namespace's, or nobody's."""
+        """See KVStore.invalidate_all."""
         self._tell(self._attachment, wire.InvalidateAll())
 
     def wait(self, timeout_s: float) -> None:
-        """See Store.wait."""
+        """See KVStore.wait."""
         bound = min(timeout_s, self._timeout_s / 2)
         with self._lock:
             answer = self._ask(wire.Done, wire.Wait, round(bound * 1000))
@@ -187,7 +189,7 @@ class Client:
             self._ending.wait(bound)
 
     def stats(self) -> dict[str, int]:
-        """See Store.stats; of the whole server, and this client's own counts."""
+        """See KVStore.stats."""
         with self._lock:
             answer = self._ask(wire.Counted, wire.Stats)
         return {**(answer.values if answer is not None else {}), **self.counts}
@@ -253,7 +255,7 @@ class Client:
             held.attachment.release(held.number)
 
     def _tell(self, attachment: Attachment | None, message: wire.Message) -> None:
-        """Send what needs no answer, if that connection is still there."""
+        """Send a message that needs no answer, if that connection is still there."""
         with self._lock:
             if attachment is None or attachment.lost:
                 return
@@ -272,7 +274,7 @@ class Client:
         return self._attachment.pool.slots if self._attachment is not None else 0
 
     def _claims(self, chunks: int) -> Callable[[wire.Claim], None]:
-        """Under the lock: what a Claim is compared with."""
+        """Under the lock: checks a Claim for so many chunks."""
         places = len(self._attachment.places) if self._attachment is not None else 0
         return partial(check_claim, chunks=chunks, pool_slots=self._pool_slots, places=places)
 
@@ -284,8 +286,10 @@ class Client:
         check: Callable[[A], None] | None = None,
         timeout_s: float = 0.0,
     ) -> A | None:
-        """Under the lock: the answer, or None when there is none in time. ``check`` raises
-        WireError for an answer that this question cannot have."""
+        """Under the lock: the answer, or None when there is none in time.
+
+        ``check`` raises WireError for an answer that this question cannot have.
+        """
         attachment = self._attachment
         if attachment is None:
             return None
@@ -316,8 +320,10 @@ class Client:
         return answer
 
     def _caught_up(self, attachment: Attachment) -> bool:
-        """Under the lock: the overdue answer has come. Its lease, if it is one, goes back: nobody
-        waits for it."""
+        """Under the lock: whether the overdue answer has come.
+
+        If it has a lease, the lease is given back, because nobody waits for it any more.
+        """
         answer = attachment.take(0.0)
         if answer is not None:
             check_number(answer, attachment.awaited.id)
@@ -333,14 +339,14 @@ class Client:
 
     @staticmethod
     def _give_back(attachment: Attachment, lease: int) -> None:
-        """A lease that nobody waits for any more."""
+        """End a lease that nobody waits for any more."""
         if lease:
             attachment.put(wire.End(lease))
 
     # ---- in the background -----------------------------------------------------------------------
 
     def _lose(self, attachment: Attachment, error: Exception) -> None:
-        """Under the lock."""
+        """Under the lock: give up this attachment, and connect anew in the background."""
         attachment.lose()
         if attachment is self._attachment:
             self._attachment = None
@@ -351,8 +357,8 @@ class Client:
             self._lane.submit(self._reconnect, urgent=True)
 
     def _reconnect(self) -> None:
-        """On the lane, until it works. One line in the log when it does, and one for each new kind
-        of failure."""
+        """On the lane: try until it works. Write one line in the log when it does, and one for each
+        new kind of failure."""
         backoff, said = _BACKOFF_S, ""
         while not self._ending.is_set() and self._attachment is None:
             try:
@@ -375,8 +381,8 @@ class Client:
         self._lane.submit(lambda: self._nurse(attachment))
 
     def _nurse(self, attachment: Attachment) -> None:
-        """On the lane: see that an overdue answer is taken and messages are sent although the
-        engine may be idle."""
+        """On the lane: take an overdue answer and send what waits, although the engine may be
+        idle."""
         while not self._ending.wait(_NURSE_S):
             with self._lock:
                 if attachment.lost or attachment.settled:

@@ -1,10 +1,8 @@
-"""Store: one lock + Directory + lanes: the claims and leases; each lower tier's own part is a
-Below.
+"""Store: a KVStore in this process: one lock, the Directory, and the lanes of the lower tiers.
 
-Decide under the lock, act outside it: the Directory is changed with the lock held (memory only,
-    microseconds), tiers
-and copies run without it. Everything here is safe to call from any thread; no call waits for a
-tier.
+Decide under the lock, act outside it. The Directory is changed with the lock held, which needs
+memory only, and microseconds. Tiers and copies run without the lock. Any thread may call any method
+here, and no call waits for a tier.
 """
 
 from __future__ import annotations
@@ -71,14 +69,20 @@ class _Claim:
 
 
 class Store:
-    """A pool of RAM slots over lower tiers (fastest first), each with its own lane.
+    """A :class:`~kvtier.api.KVStore`: a pool of RAM slots over lower tiers, each with its own lane.
 
-    ``recovered()`` of every tier is read here, once. :meth:`close` closes lanes, tiers and the
-    pool. ``share`` and
-    every ``owner``: see :mod:`kvtier.store.directory`; for servers. ``spare`` is a lane without a
-      tier: it makes the
-    pool's pages present while nobody waits. ``clock``: monotonic seconds, for forecasts. An
-    Adaptive ``policy`` is RAM's and learns on the spare lane; the tiers' is LRU then.
+    Its calls have more parameters than KVStore's, for servers. ``owner`` says whose the chunks are,
+    see :mod:`kvtier.store.directory`. The calls that end in -ing do the same work in pieces, see
+    :mod:`kvtier.core.steps`.
+
+    Args:
+        pool: the slots. :meth:`close` closes it, the lanes and the tiers.
+        tiers: the lower tiers, fastest first. ``recovered()`` of each is read here, once.
+        policy: the order in which chunks leave. An Adaptive one is RAM's, and it learns on the
+            spare lane. The tiers have LRU then.
+        share: the part of each place that one owner may have, see :mod:`kvtier.store.directory`.
+        spare: a lane without a tier. It makes the pool's pages present while nobody waits.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -98,15 +102,14 @@ class Store:
         }
         """What the origin of a chunk that is on its way is called."""
         self.counts: Counter[str] = Counter()
-        """Events in chunks since the start; see :meth:`stats`."""
+        """See KVStore.counts."""
         self._spare = spare
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
         self._arrivals = 0
         self._closed = False
-        self.touched: Future[None] = (
-            Future()
-        )  # done when ``spare`` has made every page; cancelled by a close before
+        self.touched: Future[None] = Future()
+        """Done when ``spare`` has made every page. A close before that cancels it."""
         self.on_arrival: Callable[[], None] = _nothing
         """Called on a lane thread, without the lock, whenever :meth:`wait` would return."""
         self._adaptive = policy if isinstance(policy, Adaptive) else None
@@ -134,21 +137,17 @@ class Store:
         if spare is not None:
             spare.submit(partial(self._populate, 0))
 
-    # ---- the five verbs --------------------------------------------------------------------------
+    # ---- save and load, in whole and in pieces ---------------------------------------------------
 
     def save(self, keys: Sequence[ChunkKey], owner: int = 0) -> SaveLease:
-        """Reserve slots for the chunks of ``keys`` (the whole run so far) that are not in RAM.
-
-        The lease names them; fewer when there is no room, none for what is held. Its owner fills
-        the slots, then commits.
-        """
+        """See KVStore.save."""
         return whole(self.saving(keys, owner))
 
     def saving(
         self, keys: Sequence[ChunkKey], owner: int = 0, most: int | None = None
     ) -> Steps[SaveLease]:
-        """:meth:`save` in pieces, of at most ``most`` slots. What is reserved goes back when it is
-        left unfinished."""
+        """:meth:`save` in pieces, of at most ``most`` slots. If it is left unfinished, what it has
+        reserved goes back."""
         filling = _Filling(self._clock())
         lease, entries = SaveLease(self, self.pool, keys, filling), filling.entries
         keep, wanted, missing = frozenset(keys), len(keys) if most is None else most, 0
@@ -185,11 +184,7 @@ class Store:
         most: int | None = None,
         session: str = "",
     ) -> LoadLease:
-        """Pin what can be served of ``keys[start:]`` without a gap, at most ``most`` chunks, and
-        start promoting what lower tiers hold. The lease pins each chunk from now (or its arrival)
-        until it is closed: poll, copy, close.
-        ``session``: the name of the conversation; without one it is told from the chunks.
-        """
+        """See KVStore.load."""
         return whole(self.loading(keys, start, owner, most, session))
 
     def loading(
@@ -200,7 +195,7 @@ class Store:
         most: int | None = None,
         session: str = "",
     ) -> Steps[LoadLease]:
-        """:meth:`load` in pieces. What it pinned is let go when it is left unfinished."""
+        """:meth:`load` in pieces. If it is left unfinished, what it has pinned is let go."""
         rest = keys[start:]
         claim = _Claim(self._clock(), owner)
         lease = LoadLease(self, self.pool, rest[:most], claim)
@@ -231,8 +226,8 @@ class Store:
         return lease
 
     def _load_piece(self, lease: LoadLease, count: int) -> bool:
-        """Claim one piece of a run, but for the last one. False: the rest is the last, or the run
-        has a gap."""
+        """Claim one piece of a run, except for the last piece. Returns False when the rest is the
+        last piece, or when the run has a gap."""
         claim: _Claim = lease.held
         known = len(claim.entries)
         if len(lease.keys) - known <= count:
@@ -245,13 +240,13 @@ class Store:
         return len(claim.entries) - known == count
 
     def _ordering(self, run: Sequence[ChunkKey]) -> Steps[None]:
-        """A run was stored: hot again, and leaves leaf first."""
+        """A run was stored. It is hot again, and its end leaves first."""
         return self._in_order(self._directory.ordered, run)
 
     def _in_order(
         self, note: Callable[[Sequence[ChunkKey]], None], run: Sequence[ChunkKey]
     ) -> Steps[None]:
-        """Tell the directory of a run in pieces; its end first, so that its beginning is
+        """Tell the directory of a run in pieces. The end comes first, so that the beginning is
         hottest."""
         parts = list(pieces(run))
         for part in reversed(parts):
@@ -261,14 +256,16 @@ class Store:
                 yield 0.0
 
     def check(self, idle: bool = False) -> None:
-        """Raise StateError when an internal rule is broken; ``idle``: also when something is in
-        progress."""
+        """See KVStore.check."""
         with self._lock:
             self._directory.check(idle)
 
     def checking(self, idle: bool = False) -> Steps[str]:
-        """What is broken in words, "" if nothing is: :meth:`check` in pieces, each slot by itself
-        and then the counts, so without what only a look at all slots at one moment can see."""
+        """:meth:`check` in pieces. Returns in words what is broken, "" if nothing is.
+
+        Each slot is checked by itself, and then the counts. So it does not see what only a look at
+        all slots at one moment can see.
+        """
         problems: list[str] = []
         for first in range(0, self.pool.slots, _SLOTS_CHECKED):
             with self._lock:
@@ -279,10 +276,7 @@ class Store:
         return "; ".join(problems[:_PROBLEMS])
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Run queued writes for up to ``timeout_s`` seconds, then close lanes, tiers and pool.
-
-        Returns False when something was dropped or hangs. Safe to call twice.
-        """
+        """See KVStore.close."""
         with self._lock:
             if self._closed:
                 return True
@@ -301,10 +295,10 @@ class Store:
             self.pool.close()
         return clean
 
-    # ---- the rest of the surface -----------------------------------------------------------------
+    # ---- the rest of KVStore, and what servers ask -----------------------------------------------
 
     def lookup(self, keys: Sequence[ChunkKey]) -> LookupResult:
-        """How far :meth:`load` would get with the run, and when. No effect; memory only."""
+        """See KVStore.lookup."""
         return whole(self.looking_up(keys))
 
     def looking_up(self, keys: Sequence[ChunkKey]) -> Steps[LookupResult]:
@@ -327,8 +321,7 @@ class Store:
         return result._replace(asking=self._below[asked].timed.asking(len(keys) - result.known))
 
     def decline(self, keys: Sequence[ChunkKey], reason: str) -> None:
-        """These chunks could be had and are computed instead; why. Counted, and now and then one of
-        them is read in the background, so that a tier that has become fast is found out."""
+        """See KVStore.decline."""
         with self._lock:
             self.counts[f"declined_{reason}"] += len(keys)
             index = next(self._directory.holders(keys[0]), self._ask(keys)) if keys else None
@@ -336,7 +329,7 @@ class Store:
             self._below[index].probe(keys[0])
 
     def invalidate(self, keys: Sequence[ChunkKey], owner: int | None = None) -> None:
-        """Drop these chunks everywhere: they are bad, or nobody may have them any more."""
+        """See KVStore.invalidate. Of an ``owner``: only what is its own, or nobody's."""
         whole(self.invalidating(keys, owner))
 
     def invalidating(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[None]:
@@ -351,8 +344,7 @@ class Store:
             below.sweep_soon()
 
     def invalidate_all(self, owner: int | None = None) -> None:
-        """Drop every chunk everywhere (those being filled right now excepted); of one owner: its
-        own and nobody's."""
+        """See KVStore.invalidate_all. Of an ``owner``: only what is its own, or nobody's."""
         self.invalidate(self.every_key(), owner)
 
     def every_key(self) -> list[ChunkKey]:
@@ -362,8 +354,7 @@ class Store:
             return self._directory.keys()
 
     def keys(self, owner: int | None = None) -> set[ChunkKey]:
-        """Every chunk in RAM or in a tier; of one owner: its own and nobody's. What :meth:`clear`
-        drops."""
+        """Every chunk in RAM or in a tier. Of an ``owner``: only what is its own, or nobody's."""
         return whole(self.finding(owner))
 
     def finding(self, owner: int | None = None) -> Steps[set[ChunkKey]]:
@@ -491,15 +482,14 @@ class Store:
         return [below.lane for below in self._below]
 
     def wait(self, timeout_s: float) -> None:
-        """Return when a promotion has ended since the last wait, or after ``timeout_s``. For one
-        waiting thread."""
+        """See KVStore.wait."""
         with self._arrived:
             if not self._arrivals:
                 self._arrived.wait(timeout_s)
             self._arrivals = 0
 
     def stats(self) -> dict[str, int]:
-        """Chunks by place and state now, and events since the start (all in chunks)."""
+        """See KVStore.stats."""
         with self._lock:
             held = {
                 f"{tier.name}_held": self._directory.held(index)
@@ -521,8 +511,8 @@ class Store:
         return read(self)
 
     def _populate(self, first: int) -> None:
-        """On the spare lane: some slots' pages, then the next ones as new work, so that a close
-        comes in between."""
+        """On the spare lane: make some slots' pages present. The next slots are new work, so that a
+        close can come in between."""
         count = min(max(1, _POPULATE_BYTES // self.pool.slot_bytes), self.pool.slots - first)
         self.pool.populate(first, count)
         if first + count < self.slots == self.pool.slots and self._spare is not None:
@@ -531,8 +521,8 @@ class Store:
             self.touched.set_result(None)
 
     def _end_populating(self) -> None:
-        """The pool has fewer slots: what :meth:`_populate` makes present later would stay so,
-        although it is given back."""
+        """The pool gets fewer slots. What :meth:`_populate` makes present after that would stay
+        present, although its slots were given back."""
         if self._spare is not None:
             with suppress(CancelledError, TimeoutError):
                 self.touched.result(_POPULATE_S)
@@ -540,9 +530,7 @@ class Store:
     # ---- what is done about prompts and hints afterwards -----------------------------------------
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
-        """Something is known of the run ``keys``, a prompt's, or (an empty one) of the last prompt
-        of the session with this name. Soft; followed in the background, after the prompts that came
-        before it."""
+        """See KVStore.hint."""
         self._follow_soon(self._follower.hint(keys, session, hint))
 
     def what_if(self) -> dict[str, list[Point]]:
@@ -562,9 +550,12 @@ class Store:
     # ---- promotion: lower tier -> slot -----------------------------------------------------------
 
     def _claim(self, lease: LoadLease, most: int | None = None) -> list[tuple[Entry, int]]:
-        """Under the lock: extend the lease as far as chunks are in RAM, on their way, or held
-        lower, by at most ``most``. Of a run that is longer than RAM the end leaves for the
-        beginning, after all else."""
+        """Under the lock: extend the lease by at most ``most`` chunks, as far as they are in RAM,
+        on their way, or in a lower tier.
+
+        Returns what has to be read from which tier. If a run is longer than RAM, its end leaves to
+        make room for its beginning, after all else.
+        """
         claim: _Claim = lease.held
         directory, promotions, names = self._directory, list[tuple[Entry, int]](), self._names
         known = len(claim.entries)
@@ -598,7 +589,7 @@ class Store:
         self.on_arrival()
 
     def _ask(self, unknown: Sequence[ChunkKey]) -> int | None:
-        """Under the lock: the shared tier that may know more of a run than we do."""
+        """Under the lock: the shared tier that may know more of a run than we do, by its index."""
         if (
             self._directory.get(unknown[0]) is not None
             or next(self._directory.holders(unknown[0]), None) is not None
@@ -607,8 +598,8 @@ class Store:
         return next((index for index, tier in enumerate(self.tiers) if tier.shared), None)
 
     def _find(self, lease: LoadLease, index: int) -> None:
-        """On a lane thread: learn what a shared tier holds of the rest of the lease's run, and
-        claim it."""
+        """On a lane thread: ask a shared tier what it holds of the rest of the lease's run, and
+        claim that."""
         claim: _Claim = lease.held
         with self._lock:
             unknown = lease.keys[len(claim.entries) :]
@@ -633,8 +624,11 @@ class Store:
     # ---- misses ----------------------------------------------------------------------------------
 
     def _end_of(self, keys: Sequence[ChunkKey], ready: int, known: int) -> tuple[int, str]:
-        """Under the lock: how many leading chunks of a run can be had, of which ``ready`` are here
-        and ``known`` here or below; and the reason why no more, "" when that is all."""
+        """Under the lock: how many leading chunks of a run can be had, and why no more.
+
+        ``ready`` chunks are in RAM, and ``known`` chunks are in RAM or in a lower tier. The reason
+        is "" when all chunks can be had.
+        """
         directory, below = self._directory, self._below
         if ready < len(keys) and directory.get(keys[ready]) is None:
             holders = list(directory.holders(keys[ready]))
@@ -647,8 +641,8 @@ class Store:
         return known, "tier_down" if unsure else why
 
     def _miss(self, keys: Sequence[ChunkKey], ready: int, most: int | None = None) -> None:
-        """Under the lock: count by reason what a load is short of, but for what was declined,
-        beyond ``most``."""
+        """Under the lock: count by reason what a load is short of. Chunks beyond ``most`` were
+        declined, so they are not counted."""
         end, why = self._end_of(keys, ready, self._directory.held_run(keys, ready))
         if why and (most is None or most >= end):
             self.counts[f"missed_{why}"] += len(keys) - end
@@ -683,15 +677,15 @@ class Store:
             self._look_ahead_soon(entries[0].owner)
 
     def _look_ahead_soon(self, owner: int) -> None:
-        """``owner`` has taken slots: tiers that write on eviction shall have what leaves next
-        before it leaves."""
+        """``owner`` has taken slots. Tiers that write on eviction shall get what leaves next before
+        it leaves."""
         if self._on_evict and owner not in self._looking:
             self._looking.add(owner)
             if not self._on_evict[0].lane.submit(partial(self._look_ahead, owner)):
                 self._looking.discard(owner)
 
     def _look_ahead(self, owner: int) -> None:
-        """On a lane thread."""
+        """On a lane thread: offer what leaves next to the tiers that write on eviction."""
         self._on_evict[0].sweep()
         with self._lock:
             self._looking.discard(owner)
@@ -745,14 +739,15 @@ class Store:
         self.timings.load[place].add(self._clock() - claim.begun)
 
     def _unpin(self, entries: Sequence[Entry]) -> None:
-        """Last first, so that the beginning of the run ends up hottest."""
+        """Under the lock. The last chunk comes first, so that the beginning of the run ends up
+        hottest."""
         for entry in reversed(entries):
             self._directory.unpin(entry)
             self._promotions.unpinned(entry)
 
 
 def _yield() -> None:
-    """Whoever waits for the interpreter goes first."""
+    """Let those who wait for the interpreter go first."""
     time.sleep(0)
 
 
