@@ -32,8 +32,7 @@ from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.core.secret_files import read_secret
 from kvtier.core.terminal import size_text
-from kvtier.store.adaptive import Adaptive
-from kvtier.store.eviction import LRU
+from kvtier.store.adaptive import ALL_LRU, Adaptive
 from kvtier.store.lower_tier import Place
 from kvtier.store.store import Store
 from kvtier.store.timings import RAM
@@ -122,8 +121,8 @@ def assemble_store(
         share = config.namespace_percent / 100 if config.namespace_percent else None
         spare = Lane("pool", 1, urgent_bound=1, bound=1)
         undo.callback(spare.close, 0.0)
-        policy = Adaptive() if config.policy == "auto" else LRU
-        store = Store(pool, tiers, policy, share, None if lent else spare)
+        orders = Adaptive().orders() if config.policy == "auto" else ALL_LRU
+        store = Store(pool, tiers, orders, share, None if lent else spare)
         if lent:
             store.lend(spare)
         store.audit.one_in = config.audit_one_in

@@ -184,14 +184,14 @@ def enter(access: ServerAccess, welcome_s: float = _WELCOME_S) -> Welcomed:
     except OSError as error:
         raise TierError(f"no kvtier server at {access.address}: {error}") from error
     try:
-        welcome = _greet(sock, access, descriptors, welcome_s)
+        welcome = _handshake(sock, access, descriptors, welcome_s)
     except BaseException as error:
         sock.close()
         for descriptor in descriptors:
             os.close(descriptor)
         if isinstance(error, OSError | wire.WireError):
             raise TierError(
-                f"greeting with the server at {access.address} failed: {error}"
+                f"the handshake with the server at {access.address} failed: {error}"
             ) from error
         raise
     return Welcomed(sock, welcome, descriptors)
@@ -249,7 +249,7 @@ def _refuse_stranger(sock: socket.socket, access: ServerAccess) -> None:
         )
 
 
-def _greet(
+def _handshake(
     sock: socket.socket, access: ServerAccess, descriptors: list[int], welcome_s: float
 ) -> wire.Welcome:
     inbox: wire.Inbox[wire.Challenge | wire.Welcome | wire.Refused] = wire.Inbox(

@@ -228,7 +228,7 @@ class Session:
         return leases[number]
 
     def _drop(self, number: int) -> SaveLease | LoadLease:
-        """Forget an open lease, which the caller ends. Raises WireError when it is not open."""
+        """Let go of an open lease, which the caller ends. Raises WireError when it is not open."""
         if number not in self._held:
             raise wire.WireError(f"lease {number} is not open")
         self._book(number, 0)

@@ -22,10 +22,9 @@ from kvtier.core.lanes import Executor
 from kvtier.core.lookup import LookupResult, Progress
 from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
-from kvtier.store.adaptive import Adaptive
+from kvtier.store.adaptive import ALL_LRU, Orders
 from kvtier.store.audit import Audit
 from kvtier.store.directory import FILLING, GONE, READY, Directory, Entry
-from kvtier.store.eviction import LRU, PolicyOf
 from kvtier.store.follower import Follower
 from kvtier.store.hints import Hint
 from kvtier.store.lease import LoadLease, SaveLease
@@ -78,8 +77,8 @@ class Store:
     Args:
         pool: the slots. :meth:`close` closes it, the lanes and the tiers.
         tiers: the lower tiers, fastest first. ``recovered()`` of each is read here, once.
-        policy: the order in which chunks leave. An Adaptive one is RAM's, and it learns on the
-            spare lane. The tiers have LRU then.
+        orders: in which order chunks leave RAM and the tiers. An adaptive one learns on the spare
+            lane.
         share: the part of each place that one owner may have, see :mod:`kvtier.store.directory`.
         spare: a lane without a tier. It makes the pool's pages present while nobody waits.
         clock: monotonic seconds.
@@ -89,7 +88,7 @@ class Store:
         self,
         pool: Pool,
         tiers: Sequence[Place | tuple[Tier, Executor]] = (),
-        policy: PolicyOf | Adaptive = LRU,
+        orders: Orders = ALL_LRU,
         share: float | None = None,
         spare: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -112,11 +111,9 @@ class Store:
         """Done when ``spare`` has made every page. A close before that cancels it."""
         self.on_arrival: Callable[[], None] = _nothing
         """Called on a lane thread, without the lock, whenever :meth:`wait` would return."""
-        self._adaptive = policy if isinstance(policy, Adaptive) else None
+        self._adaptive = orders.adaptive
         capacities = [tier.capacity for tier in self.tiers]
-        self._directory = Directory(
-            pool.slots, capacities, policy, share, lower=LRU if self._adaptive else policy
-        )
+        self._directory = Directory(pool.slots, capacities, orders.ram, share, lower=orders.lower)
         self.timings = Timings([tier.name for tier in self.tiers])
         self._clock = clock
         core = Core(self._lock, self._directory, pool, self.counts, self.timings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
+from kvtier.store.adaptive import Orders
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.lower_tier import Place
 from kvtier.store.segments import SETTINGS, Segments, Setting
@@ -116,8 +118,9 @@ class StoreMachine(RuleBasedStateMachine):
         )  # ten chunks, then one a minute
         places = [Place(*each) for each in zip(self.tiers, self.lanes, strict=True)]
         places[0] = places[0]._replace(budget=budget, on_evict=on_evict)
+        policy = partial(Segments, setting=setting)
         self.store = Store(
-            Pool(slots, SLOT), places, lambda room: Segments(room, setting), clock=lambda: self.now
+            Pool(slots, SLOT), places, Orders(policy, policy), clock=lambda: self.now
         )
         self.saved: set[ChunkKey] = set()
         self.meanwhile: list[list[int]] = []
