@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvtier.api import KVStore
 from kvtier.autoconfig.memory import require_ram
 from kvtier.autoconfig.probe.probe import probe_disk, probe_memory
 from kvtier.client.client import Client
@@ -31,8 +32,7 @@ from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.core.secret_files import read_secret
 from kvtier.core.terminal import size_text
-from kvtier.store.adaptive import Adaptive
-from kvtier.store.eviction import LRU
+from kvtier.store.adaptive import ALL_LRU, Adaptive
 from kvtier.store.lower_tier import Place
 from kvtier.store.store import Store
 from kvtier.store.timings import RAM
@@ -66,7 +66,7 @@ class Lent(NamedTuple):
 
 def assemble(
     config: Config, layout: ChunkLayout, replica: int = 0, shared: Lent | None = None
-) -> Store | Client:
+) -> KVStore:
     """Make everything one engine needs. ``replica`` (data parallel index) keeps replicas' files
     apart. ``shared``: it is one Store of a server's.
 
@@ -76,7 +76,7 @@ def assemble(
     """
     if config.server is not None and Address.parse(config.server).path:
         return Client(access(config, config.server, layout), config.server_timeout_ms / 1000)
-    return _store(config, layout, replica, shared)
+    return assemble_store(config, layout, replica, shared)
 
 
 def places(config: Config) -> list[str]:
@@ -93,7 +93,11 @@ def places(config: Config) -> list[str]:
     return [RAM, *(name for name, given in lower.items() if given)]
 
 
-def _store(config: Config, layout: ChunkLayout, replica: int, shared: Lent | None) -> Store:
+def assemble_store(
+    config: Config, layout: ChunkLayout, replica: int = 0, shared: Lent | None = None
+) -> Store:
+    """:func:`assemble` for a process that has the chunks itself. ``config.server``, if there is
+    one, is on another host."""
     slots = ram_bytes(config) // layout.slot_bytes
     if slots < 1:
         raise ConfigError(
@@ -117,8 +121,8 @@ def _store(config: Config, layout: ChunkLayout, replica: int, shared: Lent | Non
         share = config.namespace_percent / 100 if config.namespace_percent else None
         spare = Lane("pool", 1, urgent_bound=1, bound=1)
         undo.callback(spare.close, 0.0)
-        policy = Adaptive() if config.policy == "auto" else LRU
-        store = Store(pool, tiers, policy, share, None if lent else spare)
+        orders = Adaptive().orders() if config.policy == "auto" else ALL_LRU
+        store = Store(pool, tiers, orders, share, None if lent else spare)
         if lent:
             store.lend(spare)
         store.audit.one_in = config.audit_one_in

@@ -24,14 +24,13 @@ from typing import Any
 
 import msgspec
 
+from kvtier.api import KVStore
 from kvtier.assemble import assemble, object_tier
-from kvtier.client.client import Client
 from kvtier.client.connect import Address
 from kvtier.config.keys import KEYS, Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import KVTierError, TierError
 from kvtier.core.pool import Pool
-from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 
 logger = logging.getLogger("kvtier")
@@ -252,11 +251,11 @@ def mapped(one: Trial) -> str:
     return f"{wrong} of {CHUNKS} slots have other bytes here" if wrong else ""
 
 
-def _opened(one: Trial) -> closing[Store | Client]:
+def _opened(one: Trial) -> closing[KVStore]:
     return closing(assemble(Config(**one.settings), one.layout))
 
 
-def _stored(store: Store | Client, place: str) -> int:
+def _stored(store: KVStore, place: str) -> int:
     return int(store.stats().get(f"{place}_stored", 0))
 
 

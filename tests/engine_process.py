@@ -18,11 +18,11 @@ import subprocess
 import sys
 import time
 
+from kvtier.api import KVStore
 from kvtier.client.attachment import SharedPool
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.chunk import ChunkKey
-from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from tests.server_process import LAYOUT, SLOT, run
 
@@ -42,7 +42,7 @@ def say(letter: bytes) -> None:
     os.write(1, letter)
 
 
-def churn(client: Client | Store, seed: int) -> None:
+def churn(client: KVStore, seed: int) -> None:
     draw = random.Random(seed)
     going = [True]
     signal.signal(signal.SIGTERM, lambda *_: going.clear())
@@ -55,7 +55,7 @@ def churn(client: Client | Store, seed: int) -> None:
     client.close()
 
 
-def load_some(client: Client | Store, keys: list[ChunkKey]) -> None:
+def load_some(client: KVStore, keys: list[ChunkKey]) -> None:
     with client.load(keys) as lease:
         until = time.monotonic() + _SLOW_S
         while lease.poll().coming and time.monotonic() < until:
@@ -67,7 +67,7 @@ def load_some(client: Client | Store, keys: list[ChunkKey]) -> None:
                 sys.exit(3)
 
 
-def save_some(client: Client | Store, keys: list[ChunkKey]) -> None:
+def save_some(client: KVStore, keys: list[ChunkKey]) -> None:
     with client.save(keys) as lease:
         for key, view in zip(lease.keys, lease.views(), strict=True):
             view[:] = b"\xdd" * SLOT

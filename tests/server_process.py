@@ -14,11 +14,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from kvtier.api import KVStore
 from kvtier.bench.companion import listens
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
-from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 
 SLOT = 8192
@@ -171,7 +171,7 @@ def run(prompt: int, length: int, layout: ChunkLayout = LAYOUT) -> list[ChunkKey
     return layout.keys([prompt, *range(length - 1)])
 
 
-def save(cache: Client | Store, keys: Sequence[ChunkKey]) -> int:
+def save(cache: KVStore, keys: Sequence[ChunkKey]) -> int:
     """Save a run; how many chunks were new."""
     with cache.save(keys) as lease:
         for key, view in zip(lease.keys, lease.views(), strict=True):
@@ -181,7 +181,7 @@ def save(cache: Client | Store, keys: Sequence[ChunkKey]) -> int:
     return saved
 
 
-def load(cache: Client | Store, keys: Sequence[ChunkKey]) -> list[str]:
+def load(cache: KVStore, keys: Sequence[ChunkKey]) -> list[str]:
     """Load what can be had of a run and compare every byte; where the chunks came from."""
     with cache.load(keys) as lease:
         wait_for(lambda: lease.poll().coming == 0, "nothing is coming any more")

@@ -5,21 +5,20 @@ used as the vLLM connector uses it, all in one process.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvtier.assemble import assemble
+from kvtier.api import KVStore
+from kvtier.assemble import assemble, assemble_store
 from kvtier.bench.compare.alone_arm import PATIENCE_S, Prompt, Setting, Sizes, WrongError, serve
-from kvtier.client.client import Client
 from kvtier.config.keys import Config
-from kvtier.core.chunk import ChunkLayout, KeyChain, fingerprint
+from kvtier.core.chunk import ChunkKey, ChunkLayout, KeyChain, fingerprint
 from kvtier.gpu import PagedBlocks, regions_of, slot_tensor
 from kvtier.gpu.slots import Job
-from kvtier.store.store import Store
 
 RAM, NVME, REDIS, SERVER = "ram", "nvme", "redis", "server"
 _TIERS = {NVME: "nvme", REDIS: "redis"}
@@ -29,12 +28,18 @@ _SPARE_BYTES = 8 << 20
 
 class Kvtier:
     """A :class:`~kvtier.bench.compare.alone_arm.Cache`. ``tier``: name of the one below RAM; None:
-    there is none."""
+    there is none. ``unfinished``: how many of these chunks, dropped before, are not yet deleted."""
 
     def __init__(
-        self, cache: Store | Client, layout: ChunkLayout, paged: PagedBlocks, tier: str | None
+        self,
+        cache: KVStore,
+        layout: ChunkLayout,
+        paged: PagedBlocks,
+        tier: str | None,
+        unfinished: Callable[[Sequence[ChunkKey]], int],
     ) -> None:
         self._cache, self._layout, self._paged, self._tier = cache, layout, paged, tier
+        self._unfinished = unfinished
         self.keeps_below = tier is not None
         self.looks_up = tier is None
         self._chain: KeyChain = layout.chain()
@@ -80,7 +85,7 @@ class Kvtier:
     def forget(self, prompt: Prompt) -> None:
         keys, until = self._layout.keys(prompt.tokens), time.monotonic() + PATIENCE_S
         self._cache.invalidate(keys)
-        while isinstance(self._cache, Store) and self._cache.unfinished(keys):
+        while self._unfinished(keys):
             if time.monotonic() > until:
                 raise WrongError(
                     f"what was forgotten is not deleted after {PATIENCE_S:.0f} s: "
@@ -117,15 +122,22 @@ def opened(setting: Setting, kv: torch.Tensor) -> Iterator[tuple[Kvtier, Path | 
     )
     named = fingerprint({"benchmark": "alone"} | paged.describe())
     layout = ChunkLayout(named, sizes.chunk_tokens, sizes.block_tokens, (paged.block_bytes,))
-    cache = assemble(Config(**_keys(setting, layout)), layout)
+    config = Config(**_keys(setting, layout))
+    own = None if setting.place == SERVER else assemble_store(config, layout)
+    cache = assemble(config, layout) if own is None else own
     try:
         tier = _TIERS.get(setting.place)
         yield (
-            Kvtier(cache, layout, paged, tier),
+            Kvtier(cache, layout, paged, tier, _nothing if own is None else own.unfinished),
             Path(setting.at) if setting.place == NVME else None,
         )
     finally:
         cache.close()
+
+
+def _nothing(_: Sequence[ChunkKey]) -> int:
+    """A server does not say what it has yet to delete."""
+    return 0
 
 
 def _keys(setting: Setting, layout: ChunkLayout) -> dict[str, Any]:

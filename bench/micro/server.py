@@ -31,6 +31,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+from kvtier.api import KVStore
 from kvtier.bench.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.micro import floods
 from kvtier.bench.report import Row, spread, write_results
@@ -85,7 +86,7 @@ class Attached:
     """Saves and loads runs of chunks, copying each between a slot and a buffer that stands for the
     engine's KV."""
 
-    def __init__(self, cache: Store | Client, layout: ChunkLayout, chunks: int) -> None:
+    def __init__(self, cache: KVStore, layout: ChunkLayout, chunks: int) -> None:
         self._cache, self._layout, self._chunks = cache, layout, chunks
         self._kv = memoryview(
             bytearray(os.urandom(1 << 20) * (layout.chunk_bytes // (1 << 20) + 1))
@@ -240,7 +241,7 @@ def engines(
                 engine.stdout.close()
 
 
-def be_an_engine(cache: Store | Client, layout: ChunkLayout, chunks: int, save_only: bool) -> None:
+def be_an_engine(cache: KVStore, layout: ChunkLayout, chunks: int, save_only: bool) -> None:
     """One of :func:`engines`: loads a run as often as it saves one."""
     going, measuring = [True], [False]
     signal.signal(signal.SIGTERM, lambda *_: going.clear())

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from kvtier.api import LoadLease
 from kvtier.client.client import Client
 from kvtier.client.connect import ServerAccess
-from kvtier.client.leases import SharedLoad
 from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.chunk import ChunkKey
 
@@ -102,7 +102,7 @@ class Attached:
     def close(self) -> None:
         self._client.close()
 
-    def _drain(self, lease: SharedLoad, first: int, take: Take, until: float) -> tuple[int, bool]:
+    def _drain(self, lease: LoadLease, first: int, take: Take, until: float) -> tuple[int, bool]:
         """Take chunks as they arrive; how many, and whether it is worth to ask for more."""
         taken = 0
         while True:

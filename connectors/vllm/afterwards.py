@@ -6,18 +6,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvtier.client.client import Client
+from kvtier.api import KVStore
 from kvtier.connectors.vllm.groups import Geometry
 from kvtier.connectors.vllm.hint_words import Said
 from kvtier.core.chunk import ChunkKey
 from kvtier.store.hints import NOTHING
-from kvtier.store.store import Store
 
 
 class Afterwards:
     """Called by vLLM's scheduling loop, one thread."""
 
-    def __init__(self, store: Store | Client, geometry: Geometry) -> None:
+    def __init__(self, store: KVStore, geometry: Geometry) -> None:
         self._store, self._geometry = store, geometry
         self._waiting: dict[str, tuple[Said, Sequence[ChunkKey]]] = {}
         """By request: the hint, and the keys of its chunks."""

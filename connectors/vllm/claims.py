@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvtier.client.client import Client
-from kvtier.client.leases import SharedLoad
+from kvtier.api import KVStore, LoadLease
 from kvtier.connectors.vllm.groups import Geometry, Kind, Run
 from kvtier.connectors.vllm.prompts import Prompt
 from kvtier.core.chunk import ChunkKey
@@ -22,8 +21,6 @@ from kvtier.core.lookup import LookupResult
 from kvtier.load_policy.choose import Choice
 from kvtier.load_policy.decide import LoadPolicy
 from kvtier.protocol.wire import Reason
-from kvtier.store.lease import LoadLease
-from kvtier.store.store import Store
 
 
 class Claims:
@@ -31,7 +28,7 @@ class Claims:
 
     def __init__(
         self,
-        store: Store | Client,
+        store: KVStore,
         geometry: Geometry,
         load_policy: LoadPolicy,
         prompts: Mapping[str, Prompt],
@@ -81,7 +78,7 @@ class Claims:
         to compute; whole blocks, like vLLM's own prefix cache."""
         return min(self._geometry.tokens(self._geometry.first(prompt.begin), pieces), run.end)
 
-    def _claim(self, prompt: Prompt, run: Run, busy: bool) -> LoadLease | SharedLoad | None:
+    def _claim(self, prompt: Prompt, run: Run, busy: bool) -> LoadLease | None:
         """The request's lease; a new one when the old one starts elsewhere or the store has learnt
         of more since. None: there is no room for it now."""
         lease, result = prompt.lease, None
@@ -99,7 +96,7 @@ class Claims:
 
     def _decide(
         self, prompt: Prompt, run: Run, result: LookupResult, busy: bool
-    ) -> LoadLease | SharedLoad | None:
+    ) -> LoadLease | None:
         """Claim the part of a run that is worth it, and no more: what is claimed starts to move."""
         rest = run.wanted
         choice = self._load_policy.choose(
@@ -238,7 +235,7 @@ class Claims:
 
     def _take(
         self, prompt: Prompt, run: Run, result: LookupResult, choice: Choice, most: int
-    ) -> LoadLease | SharedLoad:
+    ) -> LoadLease:
         prompt.lease = self._store.load(run.keys, run.start, most=most, session=prompt.said.session)
         prompt.lease_begin, prompt.run = prompt.begin, run
         prompt.known, prompt.taken, prompt.why, prompt.declined = (

@@ -11,10 +11,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from kvtier.client.client import Client
-from kvtier.store import figures, status
+from kvtier.api import KVStore
+from kvtier.store import figures
 from kvtier.store.status import SizeClassStatus
-from kvtier.store.store import Store
 
 SEPARATOR = "|"
 TIMES, SECONDS = "times", "seconds"
@@ -24,7 +23,7 @@ SERVER_COUNTS = {
     "unanswered": "Questions that the server did not answer in time: misses.",
     "lost": "Times the connection to the server was lost.",
 }
-"""Counts of a :class:`Client` -> help."""
+"""What an engine counts of its server -> help."""
 HELD = SEPARATOR.join((figures.GAUGE, "held_chunks", ""))
 """Before a tier's name: what it holds."""
 _EVERY_S = 1.0
@@ -33,7 +32,7 @@ _EVERY_S = 1.0
 class Figures:
     """Read at most once a second, by vLLM's scheduling loop. ``clock``: monotonic seconds."""
 
-    def __init__(self, store: Store | Client, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: KVStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._clock = clock
         self._due = clock()
@@ -44,11 +43,8 @@ class Figures:
         if self._clock() < self._due:
             return {}
         self._due = self._clock() + _EVERY_S
-        now = dict(
-            _server(self._store.counts)
-            if isinstance(self._store, Client)
-            else _own(status.read(self._store))
-        )
+        own = self._store.status()
+        now = dict(_server(self._store.counts) if own is None else _own(own))
         changed = {name: value for name, value in now.items() if self._told.get(name) != value}
         if changed:  # vLLM's log always has something to show then
             changed |= {name: value for name, value in now.items() if name.startswith(HELD)}

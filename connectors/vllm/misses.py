@@ -7,10 +7,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from kvtier.client.client import Client
+from kvtier.api import KVStore
 from kvtier.store.miss_reasons import FirstChunks
-from kvtier.store.store import Store
-from kvtier.store.zero_hits import ZeroHits
+from kvtier.store.zero_hits import ZeroHits, room
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
@@ -24,7 +23,7 @@ class Misses:
     ``clock``: monotonic seconds.
     """
 
-    def __init__(self, store: Store | Client, clock: Callable[[], float]) -> None:
+    def __init__(self, store: KVStore, clock: Callable[[], float]) -> None:
         self.first = FirstChunks()
         self._zero = _zero_hits(store, clock)
         self._asked = self._hits = self._saved = 0
@@ -76,10 +75,12 @@ class Misses:
             logger.warning("%s", self._zero.verdict)
 
 
-def _zero_hits(store: Store | Client, clock: Callable[[], float]) -> ZeroHits:
-    if isinstance(store, Store):
-        return ZeroHits.of(store, clock)
-    pool = store.pool
+def _zero_hits(store: KVStore, clock: Callable[[], float]) -> ZeroHits:
+    own, pool = store.status(), store.pool
+    if own is not None:
+        lower = own.tiers[1:]
+        holds = room(own.slots, {tier.tier: tier.capacity for tier in lower})
+        return ZeroHits(holds, sum(tier.held for tier in lower), clock=clock)
     return ZeroHits(
         f"the server's RAM holds {pool.slots:,} chunks" if pool else "the server is full",
         clock=clock,

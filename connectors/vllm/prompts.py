@@ -1,5 +1,5 @@
-"""What the scheduler's half keeps of each live request, and of each job that workers have not all
-confirmed."""
+"""What the scheduler's half remembers of each live request, and of each job that some worker has
+not confirmed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier.client.leases import SharedLoad, SharedSave
+from kvtier.api import LoadLease, SaveLease
 from kvtier.connectors.vllm.groups import Geometry, Piece, Run
 from kvtier.connectors.vllm.hint_words import Said
 from kvtier.connectors.vllm.requests import Adapters, first_extras, media_extra, request_extra
 from kvtier.core.chunk import ChunkKey, ChunkLayout, KeyChain
-from kvtier.store.lease import LoadLease, SaveLease
 
 
 @dataclass(slots=True)
@@ -21,60 +20,65 @@ class Prompt:
 
     request: Any
     chain: KeyChain | None
-    """None: this request is not cached."""
+    """Makes the keys of its chunks. None: this request is not cached."""
     said: Said = field(default_factory=Said)
-    """Of its future."""
+    """What it has said of its future."""
     extras: tuple[bytes, ...] = ()
-    """Of its first chunk, see :data:`kvtier.store.miss_reasons.EXTRAS`."""
+    """What its first chunk's key is made of beside tokens, see
+    :data:`kvtier.store.miss_reasons.EXTRAS`."""
     shape: tuple[int, int] | None = None
-    """Tokens and media of the prompt that the keys are made of; None: they are not made yet."""
+    """How many tokens and media the prompt had when the keys were made. None: they are not made
+    yet."""
     left_alone: bool = False
-    """It gets no keys any more."""
+    """It gets no keys any more, so it is neither loaded nor saved."""
     began: bool = False
     """A step has computed for it."""
     states: list[tuple[int, int, int]] = field(default_factory=list)
-    """``(group, block, tokens)`` of recurrent states that lie in blocks of their own and are not
+    """``(group, block, tokens)`` of recurrent states that have blocks of their own and are not
     saved yet."""
     saved: int = 0
-    """Chunks of which everything was offered to the store, from the first on."""
+    """How many leading chunks were offered to the store with all their pieces."""
     retried: bool = False
-    """A failed save was offered again."""
+    """Its saves failed once, and were offered again."""
     load_failed: bool = False
-    """It is promised nothing any more."""
-    lease: LoadLease | SharedLoad | None = None
+    """A load of it failed, so it is promised nothing any more."""
+    lease: LoadLease | None = None
+    """What is claimed for it."""
     lease_begin: int = -1
     """:attr:`begin` when the lease was taken."""
     run: Run | None = None
-    """What the lease is of."""
+    """The run that the lease is a claim on."""
     missing: set[int] = field(default_factory=set)
-    """Ends of whole runs that turned out not to be there."""
+    """Ends of whole runs that turned out to be incomplete."""
     ready_only: bool = False
-    """Its deadline has passed: nothing is waited for any more."""
+    """Its deadline has passed, so it takes only what is in RAM."""
     seen: tuple[int, int, bool, int, bool] | None = None
-    """What the store said of whole runs when none was worth it."""
+    """What the store said when no whole run was worth loading."""
     looked: bool = False
-    """The store was asked for it since it got blocks."""
+    """The store was asked since the request got blocks."""
     first: bool = True
-    """vLLM asked for it before all others at the last look."""
+    """vLLM asked for it before all others at the last lookup."""
     known: int = 0
-    """Pieces of that run that the store knew of at the last look."""
+    """How many pieces of that run the store knew of at the last lookup."""
     taken: int = 0
-    """Of them, those that are to be had."""
+    """How many of these pieces are to be loaded."""
     why: str = ""
-    """Why the run ends where it does, as of the last look."""
+    """Why the store knew of no more pieces at the last lookup."""
     declined: dict[str, int] = field(default_factory=dict)
-    """Pieces of the run that could be had and are not taken."""
+    """How many pieces of the run could be had and are not taken, by reason."""
     until: float = 0.0
-    """When nothing is waited for any more."""
+    """When it stops waiting for what is coming, in seconds of the load policy's clock."""
     begin: int = 0
-    """Tokens vLLM had by itself at the last look."""
+    """How many tokens vLLM had by itself at the last lookup."""
     sources: dict[str, int] = field(default_factory=dict)
-    """Tokens of the last load, by place."""
+    """How many tokens of the last load came from each place."""
 
     def name(self, layout: ChunkLayout, adapters: Adapters) -> bool:
-        """Make the keys' chain where there is none yet, or where the request is no longer what it
-        was made of: a streaming session goes on, vLLM has taken back the token it sampled last, and
-        added tokens and media. Returns whether it did."""
+        """Make the chain of keys, if there is none for what the request is now.
+
+        A request changes when its streaming session goes on: vLLM takes back the token that it
+        sampled last, and adds tokens and media. Returns whether a chain was made.
+        """
         request = self.request
         shape = request.num_prompt_tokens, len(request.mm_features or ())
         if self.left_alone or shape == self.shape:
@@ -87,7 +91,7 @@ class Prompt:
         return True
 
     def leave_alone(self) -> None:
-        """Nothing is served and nothing is kept of it from now on."""
+        """Load and save nothing of it from now on."""
         self.chain, self.left_alone = None, True
 
     def drop(self) -> None:
@@ -100,9 +104,12 @@ class Prompt:
 def by_place(
     geometry: Geometry, sources: Mapping[Piece, str], begin: int, end: int
 ) -> dict[str, int]:
-    """Tokens ``begin`` to ``end`` by the place that the first of the anchors had them from; what it
-    does not need (before a window) counts to the first piece that it does. ``sources``: each loaded
-    piece's."""
+    """How many of the tokens ``begin`` to ``end`` came from each place, for the first of the
+    anchors.
+
+    Tokens before a window are not needed. They count for the first piece that is needed.
+    ``sources`` has the place of each loaded piece.
+    """
     tokens: dict[str, int] = {}
     size, at = geometry.piece_tokens, begin
     for piece in sorted(one for one in sources if one.group is geometry.anchors[0]):
@@ -114,12 +121,16 @@ def by_place(
 
 @dataclass(slots=True)
 class Pending:
-    """A job that workers have not all confirmed."""
+    """A job that some worker has not confirmed. It is a save or a load, and it owns that lease."""
 
-    lease: LoadLease | SaveLease | SharedLoad | SharedSave
     request_id: str
     keys: Sequence[ChunkKey]
+    """Its chunks."""
+    save: SaveLease | None = None
+    load: LoadLease | None = None
     tokens: int = 0
-    """Of a load."""
+    """How many tokens a load has."""
     done: int = 0
+    """How many ranks have copied their part."""
     failed: int = 0
+    """How many ranks could not."""

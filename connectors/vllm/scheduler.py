@@ -1,16 +1,22 @@
-"""The scheduler's half: requests -> keys -> leases. Runs in vLLM's scheduling loop, one thread;
-memory only, no waits.
+"""The scheduler's half: requests -> keys -> leases. It runs in vLLM's scheduling loop, on one
+thread. It needs memory only, and it never waits.
 
-Life of a request here: :meth:`matched` claims as much of what the store has as pays, and asks vLLM
-    to come back while
-chunks are on their way up, until a deadline. What it then promises is in RAM, verified and pinned.
-:meth:`allocated` turns the claim into a load job, and vLLM lets the request wait until every rank
-has reported the load. Every :meth:`step` turns newly finished chunks into save jobs. :meth:`report`
-ends the jobs' leases as workers confirm them. :meth:`finished` forgets the request. Leases belong
-to jobs once one exists, so an aborted request cannot free a slot that a worker is still copying.
+The life of a request here:
+
+1. :meth:`SchedulerHalf.matched` claims as much of what the store has as pays. While chunks are on
+   their way up it asks vLLM to come back, until a deadline. What it then promises is in RAM,
+   verified and pinned.
+2. :meth:`SchedulerHalf.allocated` turns the claim into a load job. vLLM lets the request wait until
+   every rank has reported the load.
+3. Every :meth:`SchedulerHalf.step` turns newly finished chunks into save jobs.
+4. :meth:`SchedulerHalf.report` ends the jobs' leases as workers confirm them.
+5. :meth:`SchedulerHalf.finished` forgets the request.
+
+A lease belongs to its job once there is one. So an aborted request cannot free a slot that a worker
+is still copying.
 
 A promise cannot be made smaller. When a load fails, vLLM gives the request's blocks back and asks
-again; such a request is promised nothing any more, because the same chunks could fail again without
+again. Such a request is promised nothing any more, because the same chunks could fail again without
 end.
 """
 
@@ -22,9 +28,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from kvtier.client.attachment import SharedPool
-from kvtier.client.client import Client
-from kvtier.client.leases import SharedLoad, SharedSave
+from kvtier.api import KVStore, LoadLease, SaveLease
 from kvtier.connectors.vllm.afterwards import Afterwards
 from kvtier.connectors.vllm.claims import Claims
 from kvtier.connectors.vllm.groups import Geometry, Kind, Piece
@@ -45,8 +49,6 @@ from kvtier.connectors.vllm.tables import (
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.load_policy.decide import LoadPolicy
-from kvtier.store.lease import LoadLease, SaveLease
-from kvtier.store.store import Store
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
@@ -60,19 +62,26 @@ class Duty(NamedTuple):
     loads: bool = True
     saves: bool = True
     save_decode: bool = True
-    """Save what the model has answered too."""
+    """The model's answers are saved too."""
     shares_blocks: bool = True
-    """vLLM's own prefix cache is on: what one request has loaded is there for others."""
+    """vLLM's own prefix cache is on, so what one request has loaded is there for others."""
 
 
 class SchedulerHalf:
-    """``store`` is the engine's own, or a server's client. ``geometry``: what pieces chunks are
-    kept as. ``parts``: where each worker rank's parts of a slot lie. ``load_policy`` says what of a
-    hit is taken."""
+    """What kvtier does where vLLM schedules. One thread makes all calls.
+
+    Args:
+        store: the engine's own, or a server's client.
+        layout: makes the keys of chunks.
+        geometry: what pieces chunks are kept as.
+        parts: where each worker rank's parts of a slot lie.
+        load_policy: decides how much of a hit is loaded.
+        duty: what kvtier does for this engine.
+    """
 
     def __init__(
         self,
-        store: Store | Client,
+        store: KVStore,
         layout: ChunkLayout,
         geometry: Geometry,
         parts: Parts,
@@ -82,9 +91,9 @@ class SchedulerHalf:
         self.store = store
         self._duty = duty
         self._running: set[str] = set()
-        """Requests that the last step computed for and that have not finished."""
+        """Requests that the last step computed for, if they have not finished."""
         self._loading: Counter[ChunkKey] = Counter()
-        """Pieces that are being copied into blocks, by how many requests."""
+        """How many requests copy each piece into blocks now."""
         self._asked = False
         """vLLM has asked for some request since the last step."""
         self._layout = layout
@@ -109,8 +118,11 @@ class SchedulerHalf:
     # ---- lookup ----------------------------------------------------------------------------------
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """vLLM's ``get_num_new_matched_tokens``: tokens loadable beyond the first ``computed``, and
-        whether the request waits for them; None = ask again."""
+        """vLLM's ``get_num_new_matched_tokens``.
+
+        Returns how many tokens can be loaded beyond the first ``computed``, and whether the request
+        waits for them. None: vLLM shall ask again.
+        """
         prompt = self._prompt(request)
         prompt.first, self._asked = not self._asked, True
         if self._old_blocks and computed:
@@ -130,8 +142,8 @@ class SchedulerHalf:
         return promised, bool(promised)
 
     def _is_coming_for_others(self, keys: Sequence[ChunkKey], computed: int) -> bool:
-        """Whether vLLM will have a part of this in its own blocks soon: the next piece is being
-        loaded for another."""
+        """Whether vLLM will soon have a part of this in its own blocks, because the next piece is
+        being loaded for another request."""
         if (
             not self._duty.shares_blocks
             or not self._loading
@@ -142,8 +154,8 @@ class SchedulerHalf:
         return self._geometry.key(piece, keys) in self._loading
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
-        """vLLM's ``update_state_after_alloc``: the request gets blocks; ``tokens`` of them are ours
-        to load."""
+        """vLLM's ``update_state_after_alloc``: the request gets blocks, and ``tokens`` tokens shall
+        be loaded into them."""
         prompt = self._prompt(request)
         lease, prompt.lease, prompt.sources = prompt.lease, None, {}
         looked, prompt.looked = prompt.looked, False
@@ -177,7 +189,9 @@ class SchedulerHalf:
             )
             moves = [Move(0, [], [NULL_BLOCK])]
         job = Job(self._number(), self._address(lease.pool), moves, request.request_id, tokens)
-        self._pending[job.number] = Pending(lease, request.request_id, lease.keys[:count], tokens)
+        self._pending[job.number] = Pending(
+            request.request_id, lease.keys[:count], load=lease, tokens=tokens
+        )
         self._loading.update(lease.keys[:count])
         self._load_policy.load_began(tokens)
         self._loads.append(job)
@@ -187,8 +201,10 @@ class SchedulerHalf:
         )
 
     def _account(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
-        """Every piece of the anchors from ``prompt.begin`` on was loaded, declined, or is missing.
-        ``places``: where each loaded piece came from; they hold ``tokens``."""
+        """Count every piece of the anchors from ``prompt.begin`` on as loaded, declined or missing.
+
+        ``places`` says where each loaded piece came from. These pieces hold ``tokens`` tokens.
+        """
         request, size, geometry = prompt.request, self._layout.chunk_tokens, self._geometry
         whole = request.num_tokens // size
         if not whole:
@@ -207,11 +223,12 @@ class SchedulerHalf:
         self.misses.prompt(geometry.first(prompt.begin), places, prompt.declined, (why, missed))
 
     def _pieces(self, tokens: int) -> int:
-        """Pieces of the anchors that hold so many tokens."""
+        """How many pieces of the anchors hold so many tokens."""
         return -(-tokens // self._geometry.piece_tokens) * len(self._geometry.anchors)
 
     def sources(self, request: Any) -> dict[str, int]:
-        """Tokens of the request's last load by place (``ram`` or a tier's name)."""
+        """How many tokens of the request's last load came from each place: ``ram`` or a tier's
+        name."""
         prompt = self._prompts.get(request.request_id)
         return prompt.sources if prompt is not None else {}
 
@@ -241,10 +258,10 @@ class SchedulerHalf:
         return metadata
 
     def _advance(self, metadata: StepMetadata, output: Any, request_id: str, computed: int) -> None:
-        """Save what of one request this step finishes.
+        """Save the chunks of one request that this step finishes.
 
-        Only tokens whose ids are known now count: newest sampled ids (async scheduling) and
-        unverified draft tokens are not, and are saved by a later step.
+        Only tokens whose ids are known now count. The newest sampled ids (async scheduling) and
+        unverified draft tokens are not known. A later step saves them.
         """
         prompt = self._prompts.get(request_id)
         if prompt is None:
@@ -270,8 +287,11 @@ class SchedulerHalf:
             self._save(metadata, request_id, pieces, tables)
 
     def _finished(self, prompt: Prompt, tables: Tables, finished: int) -> dict[ChunkKey, Piece]:
-        """Everything of ``finished`` chunks that is worth keeping, in the order in which it shall
-        stay: what all hits need, then what is behind the ends that are new."""
+        """Everything of ``finished`` chunks that is worth keeping.
+
+        First comes what all hits need, then what is behind the ends that are new. What comes first
+        stays longest.
+        """
         geometry, size, request = self._geometry, self._layout.chunk_tokens, prompt.request
         keys = self._keys(prompt, request.num_tokens)
         found = dict(
@@ -296,8 +316,10 @@ class SchedulerHalf:
         }
 
     def _states(self, prompt: Prompt, tables: Tables, finished: int) -> list[Piece]:
-        """States at the end of a finished chunk, whose blocks lie where they were told. One whose
-        tokens are not known yet waits for that."""
+        """Recurrent states at the end of a finished chunk, if their blocks lie where vLLM said.
+
+        A state whose tokens are not known yet waits until they are.
+        """
         found, waiting, size = list[Piece](), [], self._layout.chunk_tokens
         for number, block, tokens in prompt.states:
             group = next((one for one in self._geometry.groups if one.number == number), None)
@@ -327,7 +349,7 @@ class SchedulerHalf:
             ((piece, slot, blocks_of(geometry, piece, tables) or []) for piece, slot in held),
         )
         job = Job(self._number(), self._address(lease.pool), moves)
-        self._pending[job.number] = Pending(lease, request_id, lease.keys)
+        self._pending[job.number] = Pending(request_id, lease.keys, save=lease)
         metadata.saves.append(job)
 
     # ---- ends ------------------------------------------------------------------------------------
@@ -354,35 +376,43 @@ class SchedulerHalf:
                     self._afterwards.saved(pending.request_id)
 
     def _end(self, pending: Pending, *, refused: bool) -> None:
-        """A key enters the store only when every rank wrote its part; a chunk that one rank could
-        not load goes, unless it was ``refused`` to a model with other weights."""
-        pending_load = isinstance(pending.lease, LoadLease | SharedLoad)
-        if pending_load:
-            self._loading -= Counter(pending.keys)
-            self._load_policy.load_ended(pending.tokens)
+        """All ranks have reported a job. ``refused``: the model has other weights by now."""
+        if pending.save is not None:
+            self._end_save(pending, pending.save)
+        elif pending.load is not None:
+            self._end_load(pending, pending.load, refused=refused)
+
+    def _end_save(self, pending: Pending, lease: SaveLease) -> None:
+        """A chunk can be loaded only when every rank has written its part."""
         if not pending.failed:
-            if isinstance(pending.lease, SaveLease | SharedSave):
-                self.misses.saved(len(pending.keys))
-                pending.lease.commit()
-            else:
-                pending.lease.close()
+            self.misses.saved(len(pending.keys))
+            lease.commit()
             return
-        pending.lease.close()
+        lease.close()
         prompt = self._prompts.get(pending.request_id)
-        if pending_load and not refused:
+        if prompt is not None and not prompt.retried:
+            # The worker refuses saves for a while after weights were replaced.
+            prompt.saved, prompt.retried = 0, True
+
+    def _end_load(self, pending: Pending, lease: LoadLease, *, refused: bool) -> None:
+        """Chunks that one rank could not load are dropped, unless a model with other weights
+        refused them."""
+        self._loading -= Counter(pending.keys)
+        self._load_policy.load_ended(pending.tokens)
+        lease.close()
+        if not pending.failed:
+            return
+        if not refused:
             self.store.invalidate(pending.keys)
             logger.warning(
                 "load of %d chunks failed; they are dropped and recomputed", len(pending.keys)
             )
-        if prompt is None:
-            return
-        if pending_load:
+        prompt = self._prompts.get(pending.request_id)
+        if prompt is not None:
             prompt.load_failed = True
-        elif not prompt.retried:  # the worker refuses saves for a while after weights were replaced
-            prompt.saved, prompt.retried = 0, True
 
     def _turn_off(self, why: str) -> None:
-        """The workers cannot reach the pool: nothing is served and nothing is kept from now on."""
+        """The workers cannot reach the pool: load and save nothing from now on."""
         logger.error(
             "%s: kvtier keeps and serves nothing in this engine; all its workers have to be on "
             "one host",
@@ -393,9 +423,11 @@ class SchedulerHalf:
             prompt.drop()
 
     def _renew(self) -> None:
-        """The model has other weights: nothing that was saved before may be served, and nothing
-        that a live request has in its blocks may be saved. Keys are this start's own from now
-        on."""
+        """The model has other weights.
+
+        Nothing that was saved before may be loaded. Nothing that a live request has in its blocks
+        may be saved. From now on the keys are those of this start of the engine only.
+        """
         self._layout = start_only(
             self._layout, "the model's weights were replaced under the running engine"
         )
@@ -407,13 +439,16 @@ class SchedulerHalf:
             del self._prompts[name]
 
     def expects_reports(self) -> bool:
-        """vLLM's ``has_pending_push_work``: whether to take steps even with nothing to compute, so
-        that workers can say that a copy is through. Not for ever after the last job: a report may
-        never come."""
+        """vLLM's ``has_pending_push_work``: whether to take steps even with nothing to compute.
+
+        Workers can say only in a step that a copy is through. This ends some time after the last
+        job, because a report may never come.
+        """
         return bool(self._pending) and self._load_policy.clock() < self._reports_until
 
     def finished(self, request: Any) -> None:
-        """vLLM's ``request_finished``: also for aborted requests, waiting or running."""
+        """vLLM's ``request_finished``. It is called for aborted requests too, whether they waited
+        or ran."""
         prompt = self._prompts.pop(request.request_id, None)
         self._running.discard(request.request_id)
         self._tables.forget(request.request_id)
@@ -425,7 +460,7 @@ class SchedulerHalf:
             )
 
     def _is_saving(self, request_id: str) -> bool:
-        """Some job of this request is not confirmed."""
+        """Whether some job of this request is not confirmed."""
         return any(pending.request_id == request_id for pending in self._pending.values())
 
     def counts(self) -> dict[str, int]:
@@ -433,12 +468,15 @@ class SchedulerHalf:
         return self.misses.new() | self._afterwards.new()
 
     def clear(self) -> None:
-        """Forget every cached chunk, in every tier."""
+        """Drop every chunk, in every tier."""
         self.store.invalidate_all()
 
     def close(self) -> bool:
-        """Jobs that workers have not confirmed keep their leases: a server ends them when no
-        process of this engine has its pool mapped any more."""
+        """Let go of the store.
+
+        Jobs that workers have not confirmed keep their leases. A server ends those when no process
+        of this engine has its pool mapped any more.
+        """
         for prompt in self._prompts.values():
             prompt.drop()
         return self.store.close()
@@ -455,12 +493,12 @@ class SchedulerHalf:
         return prompt
 
     def _name(self, prompt: Prompt) -> None:
-        """Keys for a request that is new, or whose streaming session goes on."""
+        """Make keys for a request that is new, or whose streaming session goes on."""
         if prompt.name(self._layout, self._adapters):
             prompt.drop()
 
     def _keys(self, prompt: Prompt, tokens: int) -> list[ChunkKey]:
-        """Keys of the request's whole chunks so far; hashes only what is new."""
+        """Keys of the request's whole chunks so far. Only new tokens are hashed."""
         chain = prompt.chain
         assert chain is not None
         if tokens // self._layout.chunk_tokens > len(chain.keys):
@@ -472,8 +510,9 @@ class SchedulerHalf:
         assert pool is not None, "a lease with slots has a pool"
         address = self._addresses.get(pool)
         if address is None:
-            witness = pool.witness_path if isinstance(pool, SharedPool) else None
-            address = PoolAddress(pool.path, witness, pool.slots, pool.slot_bytes, self._parts)
+            address = PoolAddress(
+                pool.path, pool.witness_path, pool.slots, pool.slot_bytes, self._parts
+            )
             self._addresses[pool] = address
         return address
 
@@ -484,7 +523,7 @@ class SchedulerHalf:
 
 
 def _work(output: Any) -> list[tuple[int, int]]:
-    """What a step computes: for each request its tokens, and how many were there before."""
+    """What a step computes: for each request how many tokens, and how many were there before."""
     there = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     there.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

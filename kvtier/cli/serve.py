@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvtier import selftest
 from kvtier.admin.status import trouble
-from kvtier.assemble import Lent, assemble, nvme_bytes, ram_bytes, write_budget
+from kvtier.assemble import Lent, assemble_store, nvme_bytes, ram_bytes, write_budget
 from kvtier.autoconfig.explain import configuration_text
 from kvtier.cli.start_checks import LOOKS, try_everything
 from kvtier.client.connect import Address, read_token
@@ -210,9 +210,7 @@ class Stores:
         own = replace(
             config, nvme_path=config.nvme_path and f"{config.nvme_path}/slots-{slot_bytes}"
         )
-        store = assemble(own, layout, shared=Lent(lent, self._writes))
-        assert isinstance(store, Store)
-        return store
+        return assemble_store(own, layout, shared=Lent(lent, self._writes))
 
 
 def _with_bytes(config: Config) -> Config:

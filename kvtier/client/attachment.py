@@ -1,5 +1,5 @@
-"""Attachment: an attached connection to a server on this host, with the pool it serves.
-Non-blocking, with deadlines."""
+"""Attachment: a connection to a server on this host, with the server's pool mapped. Its socket does
+not block, and its calls have deadlines."""
 
 from __future__ import annotations
 
@@ -16,30 +16,35 @@ from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 
 _UNSENT_BYTES = 4 * wire.MAX_FRAME
-"""Messages a server has not taken; beyond that it is given up."""
+"""A server that has left more than this unread is given up."""
 
 
 class SharedPool(Pool):
-    """A pool that belongs to a server. Every process that maps it holds its witness open as long as
-    it does: when the last one lets go, the server knows that no slot is read or written any more. A
-    view that is still held keeps the memory mapped, so it keeps the witness open too. Both
-    descriptors are the pool's own, also when it is refused."""
+    """A pool that belongs to a server.
+
+    Every process that maps it holds its witness open as long as it is mapped. When the last one
+    lets go, the server knows that no slot is read or written any more. A view that is still held
+    keeps the memory mapped, so it keeps the witness open too.
+
+    The pool owns both descriptors, and it closes them also when it is refused. Raises as
+    :class:`Pool` does.
+    """
 
     def __init__(self, slots: int, slot_bytes: int, fd: int, witness: int) -> None:
-        self._witness = witness
         try:
             super().__init__(slots, slot_bytes, fd=fd)
         except BaseException:
             os.close(witness)
             raise
+        self.witness_path: str = f"/proc/{os.getpid()}/fd/{witness}"
         let_go = weakref.finalize(self._map, os.close, witness)
-        # at the end of a process a thread may still copy; the kernel closes it after that
+        # At the end of a process a thread may still copy. The kernel closes the witness after that.
         let_go.atexit = False
 
     @classmethod
     def join(cls, path: str, witness_path: str, slots: int, slot_bytes: int) -> SharedPool:
-        """Map it in another process of the engine. Raises TierError when the engine has let go of
-        it."""
+        """Map the pool in another process of the engine. Raises TierError when the engine has let
+        go of it."""
         try:
             witness = os.open(witness_path, os.O_WRONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -55,23 +60,18 @@ class SharedPool(Pool):
             ) from error
         return cls(slots, slot_bytes, fd, witness)
 
-    @property
-    def witness_path(self) -> str:
-        """Where another process of the same user can open the witness for writing while this one
-        holds it."""
-        return f"/proc/{os.getpid()}/fd/{self._witness}"
-
 
 class Attachment:
-    """One attachment: its socket, its pool, and the leases that refer to it. Its owner's lock
-    guards every call."""
+    """One connection with its pool, and with the leases that refer to it. Every call is made under
+    the owner's lock."""
 
     def __init__(self, welcomed: Welcomed) -> None:
         self.places = welcomed.welcome.places
         self.lost = False
         self.awaited: Any = None
-        """The question whose answer is overdue."""
+        """The question whose answer is overdue, or None."""
         self.overdue_since = 0.0
+        """Since when, in monotonic seconds."""
         self.leases: set[int] = set()
         """Numbers of the open leases."""
         self._socket = welcomed.socket
@@ -94,17 +94,18 @@ class Attachment:
     # ---- messages --------------------------------------------------------------------------------
 
     def put(self, message: wire.Message) -> None:
-        """Send, now or with the next call. Raises OSError or TierError when the server is gone."""
+        """Send a message, now or with the next call. Raises OSError or TierError when the server is
+        gone."""
         self._unsent += wire.frame(message)
         if len(self._unsent) > _UNSENT_BYTES:
             raise TierError(f"the server has not taken {len(self._unsent)} bytes of messages")
         self.flush()
 
     def take(self, timeout_s: float) -> wire.Answer | None:
-        """The next answer; None when there is none within ``timeout_s``. With no time left it reads
-        once more.
+        """The next answer, or None when there is none within ``timeout_s``.
 
-        Raises OSError, TierError or WireError when the server is gone or talks nonsense.
+        It reads at least once, also with no time left. Raises OSError, TierError or WireError when
+        the server is gone or does not speak the protocol.
         """
         until, left = time.monotonic() + timeout_s, 1.0
         while (answer := self._inbox.next()) is None:
@@ -127,11 +128,11 @@ class Attachment:
 
     @property
     def settled(self) -> bool:
-        """Nothing is overdue, and everything is sent."""
+        """Whether no answer is overdue, and every message is sent."""
         return self.awaited is None and not self._unsent
 
     def flush(self) -> None:
-        """Send what the socket takes. Raises OSError when the server is gone."""
+        """Send as much as the socket takes. Raises OSError when the server is gone."""
         with contextlib.suppress(BlockingIOError):
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
@@ -139,19 +140,22 @@ class Attachment:
     # ---- life ------------------------------------------------------------------------------------
 
     def release(self, lease: int) -> None:
-        """The lease ended."""
+        """The lease has ended."""
         self.leases.discard(lease)
         self._close_pool_if_unused()
 
     def lose(self) -> None:
-        """Close the socket. The pool stays until the last lease ends: workers may be in the middle
-        of a copy, and the server keeps the slots as they are until the last process has let go."""
+        """Close the socket. The pool stays until the last lease ends.
+
+        Workers may be in the middle of a copy. The server keeps the slots as they are until the
+        last process has let go.
+        """
         self.lost = True
         self._socket.close()
         self._close_pool_if_unused()
 
     def close(self) -> None:
-        """Let go of everything, leases or not: the engine ends."""
+        """Let go of everything, also when leases are open. The engine ends."""
         self.lost = True
         self._socket.close()
         self.pool.close()

@@ -1,14 +1,13 @@
-"""Client: the Store of a server on this host, with the same surface. KV bytes stay in the shared
-pool.
+"""Client: a KVStore whose chunks a server on this host has. KV bytes stay in the shared pool.
 
-Made for a scheduling loop: every call is bounded. A server that is dead, slow or not there yet
-    means misses, at once;
-the connection comes back by itself in the background, with another pool. Calls that need no answer
-(commit, close, forget, clear) are sent and not waited for; all others take one round trip.
+It is made for a scheduling loop, so every call is bounded. While a server is dead, slow or not
+there yet, calls are misses at once. The connection comes back in the background, with another pool.
+Calls that need no answer (to end a lease, decline, hint, invalidate) are sent and not waited for.
+All others take one round trip.
 
-When an answer does not come in time, the call is a miss and the connection stays: until that answer
-comes, further calls are misses too, without waiting. A server that owes an answer for ten seconds
-is given up, and so is one that answers what was not asked.
+When an answer does not come in time, the call is a miss, and the connection stays. Until that
+answer comes, further calls are misses too, without waiting. A server that owes an answer for ten
+seconds is given up. So is a server that answers what was not asked.
 """
 
 from __future__ import annotations
@@ -17,20 +16,23 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from kvtier.client.attachment import Attachment, SharedPool
 from kvtier.client.connect import ServerAccess, enter
-from kvtier.client.leases import SharedLoad, SharedSave
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import KVTierError, StateError, TierError
 from kvtier.core.lanes import Executor, Lane
-from kvtier.core.lookup import NOTHING, Asking, LookupResult
+from kvtier.core.lookup import NOTHING, Asking, LookupResult, Progress
+from kvtier.core.steps import Steps, pieces
 from kvtier.protocol import wire
 from kvtier.protocol.answers import check_claim, check_lookup, check_number, check_slots
 from kvtier.store.hints import LONGEST_KEEP_S, Hint
+from kvtier.store.lease import LoadLease, SaveLease
+from kvtier.store.status import SizeClassStatus
 
 logger = logging.getLogger("kvtier.client")
 
@@ -40,18 +42,34 @@ _NURSE_S = 0.02
 A = TypeVar("A", bound=wire.Message)
 
 
-class Client:
-    """Attached through ``access``. Safe to call from any thread; one lock, held for a round trip.
+@dataclass(slots=True)
+class _Held:
+    """What a Client remembers of a lease that has slots."""
 
-    Raises ConfigError when the server is there and refuses; when it is not there, engines start
-    without it.
+    attachment: Attachment
+    number: int
+    """The server's name for the lease."""
+    coming: int = 0
+    """Of a load: chunks that were coming at the last answer."""
+
+
+class Client:
+    """A :class:`~kvtier.api.KVStore` at a server. One lock is held for a round trip.
+
+    Raises ConfigError when the server is there and refuses us. When it is not there, the engine
+    starts without it.
+
+    Args:
+        access: where the server is, and what it asks of us.
+        timeout_s: how long an answer may take.
+        lane: for the work in the background.
     """
 
     def __init__(
         self, access: ServerAccess, timeout_s: float = 0.1, lane: Executor | None = None
     ) -> None:
         self.counts: Counter[str] = Counter()
-        """``unanswered`` calls and ``lost`` connections since the start."""
+        """``unanswered`` questions and ``lost`` connections since the start."""
         self._access = access
         self._timeout_s = timeout_s
         self._lane = lane or Lane("client", 1, urgent_bound=1, bound=4)
@@ -70,15 +88,14 @@ class Client:
 
     @property
     def pool(self) -> SharedPool | None:
-        """The server's pool; another one after a reconnection, None while there is no
-        connection."""
+        """See KVStore.pool."""
         attachment = self._attachment
         return attachment.pool if attachment is not None else None
 
-    # ---- the Store's verbs -----------------------------------------------------------------------
+    # ---- KVStore ---------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[ChunkKey]) -> LookupResult:
-        """See Store.lookup."""
+        """See KVStore.lookup."""
         asked = keys[: wire.MAX_KEYS]
         check = partial(check_lookup, chunks=len(asked))
         with self._lock:
@@ -90,44 +107,54 @@ class Client:
         )
 
     def decline(self, keys: Sequence[ChunkKey], reason: wire.Reason) -> None:
-        """See Store.decline."""
-        self.tell(self._attachment, wire.Decline(wire.joined(keys[: wire.MAX_KEYS]), reason))
+        """See KVStore.decline."""
+        self._tell(self._attachment, wire.Decline(wire.joined(keys[: wire.MAX_KEYS]), reason))
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
-        """See Store.hint; sessions are this namespace's own."""
+        """See KVStore.hint. A session is this namespace's own."""
         asked = wire.joined(keys[: wire.MAX_KEYS])
-        self.tell(
+        self._tell(
             self._attachment,
             wire.Hint(asked, hint.over, min(hint.keep_s, LONGEST_KEEP_S), session[:64]),
         )
 
-    def save(self, keys: Sequence[ChunkKey]) -> SharedSave:
-        """See Store.save."""
+    def save(self, keys: Sequence[ChunkKey]) -> SaveLease:
+        """See KVStore.save."""
         asked = keys[: wire.MAX_KEYS]
         with self._lock:
             check = partial(check_slots, chunks=len(asked), pool_slots=self._pool_slots)
             answer = self._ask(wire.Slots, wire.Save, wire.joined(asked), check=check)
-            return SharedSave(self, self._attachment, keys, answer)
+            held = self._hold(answer.lease) if answer is not None else None
+        if answer is None or held is None:
+            return SaveLease(self, None, keys)
+        lease = SaveLease(self, held.attachment.pool, keys, held)
+        lease.keys, lease.slots = [keys[place] for place in answer.places], answer.slots
+        return lease
 
     def load(
         self,
         keys: Sequence[ChunkKey],
         start: int = 0,
         *,
-        most: int = wire.MAX_KEYS,
+        most: int | None = None,
         session: str = "",
-    ) -> SharedLoad:
-        """See Store.load."""
-        asked = keys[: wire.MAX_KEYS]
+    ) -> LoadLease:
+        """See KVStore.load."""
+        asked, most = keys[: wire.MAX_KEYS], wire.MAX_KEYS if most is None else most
         with self._lock:
             check = self._claims(max(0, len(asked) - start))
             answer = self._ask(
                 wire.Claim, wire.Load, wire.joined(asked), start, most, session[:64], check=check
             )
-            return SharedLoad(self, self._attachment, keys[start:], answer)
+            held = self._hold(answer.lease) if answer is not None else None
+        if answer is None or held is None:
+            return LoadLease(self, None, keys[start:])
+        lease = LoadLease(self, held.attachment.pool, keys[start:], held)
+        _learn(lease, held, answer)
+        return lease
 
     def check(self, idle: bool = False) -> None:
-        """See Store.check; of the whole server, which has ten seconds for it."""
+        """See KVStore.check."""
         with self._lock:
             answer = self._ask(wire.Done, wire.Check, idle, timeout_s=_GIVE_UP_S)
         if answer is None:
@@ -136,8 +163,7 @@ class Client:
             raise StateError(answer.trouble)
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Leave the server. Leases that are open end when every process of this engine has let go
-        of the pool."""
+        """See KVStore.close."""
         self._ending.set()
         with self._lock:
             attachment, self._attachment = self._attachment, None
@@ -145,20 +171,17 @@ class Client:
                 attachment.close()
         return self._lane.close(timeout_s)
 
-    def invalidate(self, keys: Iterable[ChunkKey]) -> None:
-        """See Store.invalidate; only what is this namespace's, or nobody's."""
-        every = list(keys)
-        for first in range(0, len(every), wire.MAX_KEYS):
-            self.tell(
-                self._attachment, wire.Invalidate(wire.joined(every[first : first + wire.MAX_KEYS]))
-            )
+    def invalidate(self, keys: Sequence[ChunkKey]) -> None:
+        """See KVStore.invalidate."""
+        for part in pieces(keys, wire.MAX_KEYS) if keys else ():
+            self._tell(self._attachment, wire.Invalidate(wire.joined(part)))
 
     def invalidate_all(self) -> None:
-        """See Store.invalidate_all; only what is this namespace's, or nobody's."""
-        self.tell(self._attachment, wire.InvalidateAll())
+        """See KVStore.invalidate_all."""
+        self._tell(self._attachment, wire.InvalidateAll())
 
     def wait(self, timeout_s: float) -> None:
-        """See Store.wait."""
+        """See KVStore.wait."""
         bound = min(timeout_s, self._timeout_s / 2)
         with self._lock:
             answer = self._ask(wire.Done, wire.Wait, round(bound * 1000))
@@ -166,15 +189,73 @@ class Client:
             self._ending.wait(bound)
 
     def stats(self) -> dict[str, int]:
-        """See Store.stats; of the whole server, and this client's own counts."""
+        """See KVStore.stats."""
         with self._lock:
             answer = self._ask(wire.Counted, wire.Stats)
         return {**(answer.values if answer is not None else {}), **self.counts}
 
+    def status(self) -> SizeClassStatus | None:
+        """See KVStore.status."""
+        return None
+
     # ---- for leases ------------------------------------------------------------------------------
 
-    def tell(self, attachment: Attachment | None, message: wire.Message) -> None:
-        """Send what needs no answer, if that connection is still there."""
+    def end_save(self, lease: SaveLease, *, commit: bool) -> Steps[None]:
+        """See :class:`kvtier.store.lease.Keeper`. The chunks can be loaded as soon as the server
+        reads the message."""
+        yield from ()  # in one piece
+        held: _Held | None = lease.held
+        if held is not None:
+            self._end(held, wire.Commit(held.number) if commit else wire.End(held.number))
+
+    def poll_load(self, lease: LoadLease) -> Progress:
+        """See :class:`kvtier.store.lease.Keeper`. Asks the server only while something is
+        coming."""
+        held: _Held | None = lease.held
+        if held is None:
+            return Progress(0, 0)
+        if held.coming:
+            answer = self._poll(held, lease.ready, len(lease.keys))
+            if answer is not None:
+                _learn(lease, held, answer)
+            elif held.attachment.lost:
+                held.coming = 0
+        return Progress(lease.ready, held.coming)
+
+    def end_load(self, lease: LoadLease) -> Steps[None]:
+        """See :class:`kvtier.store.lease.Keeper`."""
+        yield from ()  # in one piece
+        held: _Held | None = lease.held
+        if held is not None:
+            self._end(held, wire.End(held.number))
+
+    def _hold(self, number: int) -> _Held | None:
+        """Under the lock: the server has made a lease with this number. 0 stands for one without
+        slots."""
+        attachment = self._attachment
+        if attachment is None or not number:
+            return None
+        attachment.leases.add(number)
+        return _Held(attachment, number)
+
+    def _poll(self, held: _Held, known: int, chunks: int) -> wire.Claim | None:
+        """What became ready of a load of ``chunks``, beyond the ``known`` ones. None when that
+        cannot be asked now. It can never be asked again if the attachment is lost."""
+        with self._lock:
+            if held.attachment.lost or held.attachment is not self._attachment:
+                return None
+            return self._ask(
+                wire.Claim, wire.Poll, held.number, known, check=self._claims(chunks - known)
+            )
+
+    def _end(self, held: _Held, message: wire.Message) -> None:
+        """The last message of a lease, after which its attachment may go."""
+        with self._lock:
+            self._tell(held.attachment, message)
+            held.attachment.release(held.number)
+
+    def _tell(self, attachment: Attachment | None, message: wire.Message) -> None:
+        """Send a message that needs no answer, if that connection is still there."""
         with self._lock:
             if attachment is None or attachment.lost:
                 return
@@ -186,24 +267,6 @@ class Client:
             if not attachment.settled:
                 self._nurse_soon(attachment)
 
-    def poll(
-        self, attachment: Attachment, lease: int, known: int, chunks: int
-    ) -> wire.Claim | None:
-        """What became ready of a load lease of ``chunks``, beyond the ``known`` ones; None when
-        that cannot be asked now, or ever again if the attachment is lost."""
-        with self._lock:
-            if attachment.lost or attachment is not self._attachment:
-                return None
-            return self._ask(
-                wire.Claim, wire.Poll, lease, known, check=self._claims(chunks - known)
-            )
-
-    def end(self, attachment: Attachment, lease: int, message: wire.Message) -> None:
-        """The last message of a lease, after which its attachment may go."""
-        with self._lock:
-            self.tell(attachment, message)
-            attachment.release(lease)
-
     # ---- questions -------------------------------------------------------------------------------
 
     @property
@@ -211,7 +274,7 @@ class Client:
         return self._attachment.pool.slots if self._attachment is not None else 0
 
     def _claims(self, chunks: int) -> Callable[[wire.Claim], None]:
-        """Under the lock: what a Claim is compared with."""
+        """Under the lock: checks a Claim for so many chunks."""
         places = len(self._attachment.places) if self._attachment is not None else 0
         return partial(check_claim, chunks=chunks, pool_slots=self._pool_slots, places=places)
 
@@ -223,8 +286,10 @@ class Client:
         check: Callable[[A], None] | None = None,
         timeout_s: float = 0.0,
     ) -> A | None:
-        """Under the lock: the answer, or None when there is none in time. ``check`` raises
-        WireError for an answer that this question cannot have."""
+        """Under the lock: the answer, or None when there is none in time.
+
+        ``check`` raises WireError for an answer that this question cannot have.
+        """
         attachment = self._attachment
         if attachment is None:
             return None
@@ -255,8 +320,10 @@ class Client:
         return answer
 
     def _caught_up(self, attachment: Attachment) -> bool:
-        """Under the lock: the overdue answer has come. Its lease, if it is one, goes back: nobody
-        waits for it."""
+        """Under the lock: whether the overdue answer has come.
+
+        If it has a lease, the lease is given back, because nobody waits for it any more.
+        """
         answer = attachment.take(0.0)
         if answer is not None:
             check_number(answer, attachment.awaited.id)
@@ -272,14 +339,14 @@ class Client:
 
     @staticmethod
     def _give_back(attachment: Attachment, lease: int) -> None:
-        """A lease that nobody waits for any more."""
+        """End a lease that nobody waits for any more."""
         if lease:
             attachment.put(wire.End(lease))
 
     # ---- in the background -----------------------------------------------------------------------
 
     def _lose(self, attachment: Attachment, error: Exception) -> None:
-        """Under the lock."""
+        """Under the lock: give up this attachment, and connect anew in the background."""
         attachment.lose()
         if attachment is self._attachment:
             self._attachment = None
@@ -290,8 +357,8 @@ class Client:
             self._lane.submit(self._reconnect, urgent=True)
 
     def _reconnect(self) -> None:
-        """On the lane, until it works. One line in the log when it does, and one for each new kind
-        of failure."""
+        """On the lane: try until it works. Write one line in the log when it does, and one for each
+        new kind of failure."""
         backoff, said = _BACKOFF_S, ""
         while not self._ending.is_set() and self._attachment is None:
             try:
@@ -314,8 +381,8 @@ class Client:
         self._lane.submit(lambda: self._nurse(attachment))
 
     def _nurse(self, attachment: Attachment) -> None:
-        """On the lane: see that an overdue answer is taken and messages are sent although the
-        engine may be idle."""
+        """On the lane: take an overdue answer and send what waits, although the engine may be
+        idle."""
         while not self._ending.wait(_NURSE_S):
             with self._lock:
                 if attachment.lost or attachment.settled:
@@ -328,3 +395,11 @@ class Client:
                 except (OSError, KVTierError) as error:
                     self._lose(attachment, error)
                     return
+
+
+def _learn(lease: LoadLease, held: _Held, claim: wire.Claim) -> None:
+    """The server has said what became ready."""
+    places = held.attachment.places
+    lease.slots += claim.slots
+    lease.sources += [places[source] for source in claim.sources]
+    held.coming = claim.coming

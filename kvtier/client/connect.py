@@ -1,6 +1,6 @@
-"""Connect to a kvtier server and be welcomed: addresses, TLS and the greeting, on blocking sockets.
+"""Connect to a kvtier server: addresses, TLS and the handshake, on blocking sockets.
 
-Each step has a total bound in time and in bytes, whatever the other side does.
+Each step has a bound in time and in bytes, whatever the other side does.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvtier.core.secret_files import peer_uid, read_secret
 from kvtier.protocol import wire
 
 _CONNECT_S = 2.0
-"""For all addresses of a host together, and for the TLS handshake again. Looking up a name is the
-system's affair."""
+"""Seconds for all addresses of a host together, and as many for the TLS handshake. The time to look
+up a name is not counted: the system bounds it."""
 _CHALLENGE_S = 2.0
 _WELCOME_S = 15.0
-"""A server that opens a large NVMe tier takes its time; when it is too long, the next attempt finds
-it open."""
+"""A server that opens a large NVMe tier takes some time. If this is too short, the next attempt
+finds the tier open."""
 _ATTACH_DESCRIPTORS = 2
 PLAIN = (
     "%s is not encrypted (server_unencrypted): who sees the network between can read and "
@@ -36,7 +36,8 @@ PLAIN = (
 
 
 class Address(NamedTuple):
-    """``unix:///path`` has a path; ``tcp://host:port`` has host and port."""
+    """Where a server listens. ``unix:///path`` has a path, ``tcp://host:port`` has a host and a
+    port."""
 
     path: str
     host: str
@@ -44,7 +45,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Raises ConfigError for anything else."""
+        """Raises ConfigError for a text that is neither of the two forms."""
         if text.startswith("unix:///"):
             return cls(text.removeprefix("unix://"), "", 0)
         found = re.fullmatch(r"tcp://(?:\[([0-9A-Fa-f:.]+)\]|([^\s:/\[\]]+)):(\d{1,5})/?", text)
@@ -56,7 +57,8 @@ class Address(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """TCP that does not leave this host. A name other than ``localhost`` may mean anything."""
+        """Whether it is TCP that does not leave this host. A name other than ``localhost`` may mean
+        any host, so it does not count."""
         if self.host == "localhost":
             return True
         try:
@@ -71,12 +73,13 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServerAccess:
-    """Where a server is and how to be let in. ``hello`` without nonce and proof; ``tls`` for tcp://
-    only.
+    """Where a server is, and what it asks of those it lets in.
 
-    ``unencrypted``: the operator gave up encryption beyond loopback. Raises ConfigError where
-      nobody did, and where
-    there is not even a token then.
+    ``hello`` has no nonce and no proof yet. ``tls`` is for tcp:// only. ``unencrypted`` says that
+    the operator gave up encryption beyond loopback.
+
+    Raises ConfigError for an address beyond loopback without TLS, unless the operator gave up
+    encryption and there is a token.
     """
 
     address: Address
@@ -97,13 +100,15 @@ class ServerAccess:
 
     @property
     def is_plain(self) -> bool:
-        """Chunks would cross a network as they are."""
+        """Whether chunks cross a network unencrypted."""
         return not self.address.path and not self.address.is_loopback and self.tls is None
 
 
 def refuse_plain(address: Address, keys: str, *, unencrypted: bool) -> None:
-    """For TCP beyond loopback without TLS. Raises ConfigError unless ``unencrypted``; ``keys``
-    would give TLS."""
+    """For TCP beyond loopback without TLS: raises ConfigError unless ``unencrypted``.
+
+    ``keys`` are the configuration keys that would give TLS.
+    """
     if not unencrypted:
         raise ConfigError(
             f"{address} is beyond this host and not encrypted: who sees the network could read and "
@@ -113,8 +118,10 @@ def refuse_plain(address: Address, keys: str, *, unencrypted: bool) -> None:
 
 
 class Welcomed(NamedTuple):
-    """A connection past its greeting; the caller owns socket and descriptors (pool, witness; none
-    for streams)."""
+    """A connection after its handshake. The caller owns the socket and the descriptors.
+
+    The descriptors are those of the pool and of its witness. A stream has none.
+    """
 
     socket: socket.socket
     welcome: wire.Welcome
@@ -133,7 +140,8 @@ def hello(
 
 
 def client_tls(ca: str, certificate: str | None = None, key: str | None = None) -> ssl.SSLContext:
-    """Trust servers whose certificate ``ca`` signed for their host name; show ours if there is one.
+    """Trust servers whose certificate for their host name is signed by ``ca``. Show our own
+    certificate, if there is one.
 
     Raises ConfigError when a file cannot be used.
     """
@@ -150,7 +158,7 @@ def client_tls(ca: str, certificate: str | None = None, key: str | None = None) 
 
 
 def read_token(path: str, key: str = "server_token_file") -> bytes:
-    """A secret of at least 16 bytes. Raises ConfigError for a shorter one, and as
+    """A secret of at least 16 bytes. Raises ConfigError for a shorter one, and where
     :func:`read_secret` does."""
     token = read_secret(path, key)
     if len(token) < 16:  # of printable text; 128 bits would be 22
@@ -162,12 +170,13 @@ def read_token(path: str, key: str = "server_token_file") -> bytes:
 
 
 def enter(access: ServerAccess, welcome_s: float = _WELCOME_S) -> Welcomed:
-    """Connect and greet. Blocks for six seconds and ``welcome_s`` at most, and less than a second
-    as a rule.
+    """Connect, and do the handshake. Blocks for six seconds and ``welcome_s`` at most, and for less
+    than a second as a rule.
 
-    Raises TierError when the server cannot be reached, talks nonsense or has no room for our chunks
-    now (try again later), ConfigError when it does not let us in, or when it is not ours: it runs
-    as somebody else, or cannot show that it has our token.
+    Raises TierError when it may work later: the server cannot be reached, does not speak the
+    protocol, or has no room for our chunks now. Raises ConfigError when the server does not let us
+    in, and when we do not trust it: it runs as another user, or it cannot prove that it has our
+    token.
     """
     descriptors: list[int] = []
     try:
@@ -175,14 +184,14 @@ def enter(access: ServerAccess, welcome_s: float = _WELCOME_S) -> Welcomed:
     except OSError as error:
         raise TierError(f"no kvtier server at {access.address}: {error}") from error
     try:
-        welcome = _greet(sock, access, descriptors, welcome_s)
+        welcome = _handshake(sock, access, descriptors, welcome_s)
     except BaseException as error:
         sock.close()
         for descriptor in descriptors:
             os.close(descriptor)
         if isinstance(error, OSError | wire.WireError):
             raise TierError(
-                f"greeting with the server at {access.address} failed: {error}"
+                f"the handshake with the server at {access.address} failed: {error}"
             ) from error
         raise
     return Welcomed(sock, welcome, descriptors)
@@ -226,9 +235,11 @@ def _connect_tcp(address: Address) -> socket.socket:
 
 
 def _refuse_stranger(sock: socket.socket, access: ServerAccess) -> None:
-    """Raises ConfigError when a Unix socket is somebody else's: chunks would lie in their memory,
-    and be what they want. With a token it is enough that the server has it, which is proven
-    later."""
+    """Raises ConfigError when a Unix socket is another user's.
+
+    Chunks would lie in that user's memory, and that user could change them. With a token it is
+    enough that the server has the same one, which it proves later.
+    """
     uid = peer_uid(sock)
     if uid not in (os.geteuid(), 0) and access.token is None:
         raise ConfigError(
@@ -238,7 +249,7 @@ def _refuse_stranger(sock: socket.socket, access: ServerAccess) -> None:
         )
 
 
-def _greet(
+def _handshake(
     sock: socket.socket, access: ServerAccess, descriptors: list[int], welcome_s: float
 ) -> wire.Welcome:
     inbox: wire.Inbox[wire.Challenge | wire.Welcome | wire.Refused] = wire.Inbox(

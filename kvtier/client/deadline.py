@@ -1,7 +1,7 @@
-"""Deadline: one total bound in time for several calls on one blocking socket.
+"""Deadline: one bound in time for several calls on one blocking socket.
 
-A socket's own timeout starts anew with every byte that moves, so a peer that gives one byte a
-second holds a thread for as long as it likes.
+A socket's own timeout starts anew with every byte that moves. So a peer that gives one byte a
+second could hold a thread for as long as it likes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import time
 
 
 class Deadline:
-    """``seconds`` from now on. Not thread-safe: for the thread that uses the socket."""
+    """It is ``seconds`` from now. Not thread-safe: only the thread that uses the socket may call
+    it."""
 
     __slots__ = ("_seconds", "_until")
 
@@ -20,15 +21,15 @@ class Deadline:
         self._until = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds that are left, more than 0. Raises TimeoutError when there are none."""
+        """How many seconds are left, always more than 0. Raises TimeoutError when none are left."""
         left = self._until - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"not done within {self._seconds:.3g} s")
         return left
 
     def receive(self, sock: socket.socket, into: memoryview) -> int:
-        """As ``recv_into``. Raises OSError, and ConnectionResetError at the end of the
-        connection."""
+        """What ``recv_into`` does. Raises OSError, and ConnectionResetError when the other side has
+        closed the connection."""
         sock.settimeout(self.left())
         count = sock.recv_into(into)
         if not count:
@@ -36,8 +37,7 @@ class Deadline:
         return count
 
     def send(self, sock: socket.socket, data: bytes | memoryview) -> None:
-        """As ``sendall``, which would have a deadline of its own for each TLS record. Raises
-        OSError."""
+        """What ``sendall`` does, with one deadline for all TLS records. Raises OSError."""
         rest = memoryview(data)
         while rest:
             sock.settimeout(self.left())

@@ -1,10 +1,14 @@
 """RemoteTier: a kvtier server on another host as the lowest tier of an engine's own Store.
 
-Each call uses one connection, kept for the next call; so there are as many connections as lane
-threads. The bytes of a chunk cross once, straight between socket and slot, hashed piece by piece on
-the way; both ends check the hash. A call ends in time however slowly the server gives its bytes,
-because a lane thread and a slot wait for it. The server decides what it keeps; other engines write
-there too, so what it holds of a run is found by asking.
+Each call uses one connection, which is kept for the next call. So there are as many connections as
+lane threads. The bytes of a chunk go straight between socket and slot, and they are hashed piece by
+piece on the way. Both ends check the hash.
+
+A lane thread and a slot wait for each call. So a call ends in time however slowly the server gives
+its bytes.
+
+The server decides what it keeps, and other engines write there too. So only an answer of the server
+says what it holds of a run.
 """
 
 from __future__ import annotations
@@ -33,17 +37,17 @@ logger = logging.getLogger("kvtier.tiers.remote")
 
 _PIECE_BYTES = 512 * 1024
 _CALL_S = 5.0
-"""For a question and its answer, and for a new connection's Welcome."""
+"""Seconds for a question and its answer, and for the Welcome of a new connection."""
 _SLOWEST = 4 << 20
-"""Bytes a second: a chunk has as long as it takes at this rate, besides."""
+"""Bytes a second. A call with a chunk may take the time that this rate needs, in addition."""
 _MAX_ANSWER = 4096
 _WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
 """The server is left alone after its first fault, because a lane thread waits long for one that
 does not answer; and not for long, because a connection that broke off costs a fault too."""
 _REMEMBERED, _REMEMBERED_AT_LEAST = 2, 131_072
-"""Chunks this engine's directory may know of in the server: so many for each one that fits there,
-and at least so many. More than fit, because what leaves that directory is deleted in the server,
-where it may be dear to others."""
+"""How many of the server's chunks this engine's directory may know of: so many for each one that
+fits there, and at least so many. They are more than fit, because a chunk that leaves the directory
+is deleted in the server, where others may still use it."""
 R = TypeVar("R")
 A = TypeVar("A", bound=wire.Message)
 
@@ -54,8 +58,8 @@ class RemoteTier(Tier):
     Threads: all methods from any thread; a connection serves one call at a time. While the server
     cannot be reached, calls fail at once, and one of them tries it again after 0.1 to 5 s.
 
-    Raises ConfigError when the server refuses us at the start; when it is not there then, engines
-    start without it.
+    Raises ConfigError when the server refuses us at the start. When it is not there at the start,
+    the engine starts without it.
     """
 
     shared = True
@@ -102,8 +106,8 @@ class RemoteTier(Tier):
         return self._call(lambda line: line.put(key, data), False)
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
-        """See :meth:`Tier.read`. None too for bytes that were damaged on the way: the server has
-        the right ones."""
+        """See :meth:`Tier.read`. None also for bytes that were damaged on the way, because the
+        server has the right ones."""
         return self._call(lambda line: line.get(key, into), None)
 
     def may_read(self, key: ChunkKey) -> bool:
@@ -114,7 +118,7 @@ class RemoteTier(Tier):
         self._call(lambda line: line.delete(key), None)
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        """Close the connections. The order here is the server's own."""
+        """Close the connections. The order is not used: the server has its own."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -124,8 +128,8 @@ class RemoteTier(Tier):
     # ---- connections -----------------------------------------------------------------------------
 
     def _call(self, work: Callable[[_Line], R], fallback: R) -> R:
-        """One call on one connection. On a kept one that turns out to be dead, once more on a new
-        one. ``fallback`` when the server fails, or is left alone because it did."""
+        """Do ``work`` on one connection. If a kept connection turns out to be dead, do it once more
+        on a new one. ``fallback`` when the server fails, or is left alone because it did."""
         if not self._breaker.allows():
             return fallback
         for attempt in range(2):
@@ -161,7 +165,8 @@ class RemoteTier(Tier):
         line.close()
 
     def _take(self, fresh: bool) -> _Line:
-        """An idle connection or a new one. ``fresh``: the idle ones are dead too."""
+        """An idle connection, or a new one. ``fresh``: a new one, because the idle ones are dead
+        too."""
         with self._lock:
             if self._closed:
                 raise TierError("the tier is closed")
@@ -175,7 +180,8 @@ class RemoteTier(Tier):
         return _Line(enter(self._access, _CALL_S).socket)
 
     def _failed(self, error: Exception) -> None:
-        """Leave the server alone for a while; one line in the log each time it is found dead."""
+        """Leave the server alone for a while. Write one line in the log each time that it is found
+        dead."""
         opened = self._breaker.fault()
         with self._lock:
             self._counts["failed"] += 1
@@ -195,9 +201,11 @@ class _CorruptError(KVTierError):
 
 
 class _Line:
-    """One connection past its greeting. Any exception leaves it unusable. Each call has a total
-    bound in time: a call without a chunk five seconds, one with a chunk those and what its bytes
-    take at 4 MiB/s."""
+    """One connection after its handshake. It cannot be used any more after an exception.
+
+    Each call has a bound in time. A call without a chunk has five seconds. A call with a chunk has
+    five seconds, and the time that its bytes need at 4 MiB/s.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.calls = 0

@@ -77,6 +77,9 @@ class Pool:
         self.reserved = in_reserved_pages(fd)
         """It lies in pages that the host's owner reserved: all there, and not given back before it
         is closed."""
+        self.witness_path: str | None = None
+        """Where another process of the same user can open the witness of a server's pool for
+        writing, while this one holds it. None for a pool without a witness."""
         self._huge = HugePages(self._map, reserved=self.reserved)
         self._view = memoryview(self._map).cast("B")[: slots * slot_bytes]
         self._closer = weakref.finalize(self, os.close, self.fd)

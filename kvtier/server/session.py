@@ -1,10 +1,11 @@
-"""Session: what one engine that has the pool mapped may do: a question in, an answer out. No
-sockets, no loop.
+"""Session: what an engine may do that has the server's pool mapped. A question goes in, an answer
+comes out. There are no sockets here, and no loop.
 
-A session owns the leases it asked for; :meth:`Session.ending` ends what is left of them. Whoever
-drives it decides when that is safe (:mod:`kvtier.server.connection`). Every question is answered in
-short pieces (:mod:`kvtier.core.steps`), and what a session may hold at once is bounded
-(:mod:`kvtier.server.shares`).
+A session owns the leases it asked for. :meth:`Session.ending` ends those that are left. The
+connection that drives the session decides when that is safe (:mod:`kvtier.server.connection`).
+
+Every question is answered in short pieces (:mod:`kvtier.core.steps`). What a session may hold at
+once is bounded (:mod:`kvtier.server.shares`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from kvtier.core.chunk import KEY_BYTES, ChunkKey
 from kvtier.core.steps import Steps, pieces, whole
@@ -26,11 +27,18 @@ _MAX_LEASES = 16_384
 """Open leases of one session: several for every request an engine can have waiting."""
 _SPLIT_AT_ONCE = 1024
 Answered = Steps[wire.Answer | None]
+L = TypeVar("L", SaveLease, LoadLease)
 
 
 class Session:
-    """One engine's, over one Store shared with others. ``owner``: whose chunks these are.
-    ``shares`` and ``pace`` are those of all sessions of the Store. Not thread-safe."""
+    """The session of one engine, over one Store that others use too. Not thread-safe.
+
+    Args:
+        store: has the chunks.
+        owner: whose chunks the engine saves and may drop.
+        shares: what the sessions of this Store may hold at once.
+        pace: how often the sessions of this Store may look at all chunks.
+    """
 
     def __init__(
         self, store: Store, owner: int, shares: Shares | None = None, pace: Pace | None = None
@@ -39,7 +47,11 @@ class Session:
         self._owner = owner
         self._share = (shares or Shares(lambda: store.slots)).join()
         self._pace = pace or Pace(time.monotonic)
-        self._leases: dict[int, tuple[SaveLease | LoadLease, int]] = {}
+        self._places = {name: place for place, name in enumerate(places(store))}
+        self._saves: dict[int, SaveLease] = {}
+        self._loads: dict[int, LoadLease] = {}
+        self._held: dict[int, int] = {}
+        """How many slots each open lease counts for, by its number."""
         self._numbers = 0
         self._works: dict[type, Callable[[Any], Answered]] = {
             wire.Lookup: self._lookup,
@@ -59,11 +71,14 @@ class Session:
     @property
     def leases(self) -> int:
         """How many leases are open."""
-        return len(self._leases)
+        return len(self._held)
 
     def begin(self, question: wire.Question) -> Answered:
-        """Do what is asked, memory only, in pieces of less than a millisecond; they must be done to
-        the end before the next question. Raises WireError for what no correct client asks."""
+        """Do what is asked. It needs memory only, and no piece takes a millisecond.
+
+        The pieces must be done to the end before the next question. Raises WireError for a question
+        that no correct client asks.
+        """
         return self._works[type(question)](question)
 
     def answer(self, question: wire.Question) -> wire.Answer | None:
@@ -72,8 +87,8 @@ class Session:
 
     def ending(self) -> Steps[None]:
         """Nobody reads or writes the slots any more: end every lease, in pieces."""
-        while self._leases:
-            yield from self._drop(next(iter(self._leases))).closing()
+        while self._held:
+            yield from self._drop(next(iter(self._held))).closing()
             yield 0.0
         self._share.leave()
 
@@ -98,7 +113,7 @@ class Session:
             return wire.Slots(question.id, 0, [], [])
         with self._taken(most):
             lease = yield from self._store.saving(keys, self._owner, most)
-        number = yield from self._keep(lease, len(lease.entries))
+        number = yield from self._keep(self._saves, lease, len(lease.slots))
         return wire.Slots(question.id, number, [places[key] for key in lease.keys], lease.slots)
 
     def _load(self, question: wire.Load) -> Answered:
@@ -115,14 +130,13 @@ class Session:
                 owners_session(self._owner, question.session),
             )
         ready, coming = lease.poll()
-        number = yield from self._keep(lease, len(lease.keys) if lease.asking else ready + coming)
+        slots = len(lease.keys) if lease.asking else ready + coming
+        number = yield from self._keep(self._loads, lease, slots)
         return self._claim(question.id, number, lease, 0, coming)
 
     def _poll(self, question: wire.Poll) -> Answered:
         yield from ()  # in one piece
-        lease = self._leased(question.lease)
-        if not isinstance(lease, LoadLease):
-            raise wire.WireError(f"poll of lease {question.lease}, which is a save")
+        lease = self._opened(self._loads, question.lease)
         ready, coming = lease.poll()
         if question.known > ready:
             raise wire.WireError(f"poll of lease {question.lease} beyond what is ready")
@@ -139,15 +153,12 @@ class Session:
         return wire.Done(question.id, trouble[:4000])
 
     def _commit(self, message: wire.Commit) -> Answered:
-        lease = self._leased(message.lease)
-        if not isinstance(lease, SaveLease):
-            raise wire.WireError(f"commit of lease {message.lease}, which is a load")
+        lease = self._opened(self._saves, message.lease)
         self._drop(message.lease)
         yield from lease.committing()
         return None
 
     def _end(self, message: wire.End) -> Answered:
-        self._leased(message.lease)
         yield from self._drop(message.lease).closing()
         return None
 
@@ -169,7 +180,7 @@ class Session:
         return None
 
     def _invalidate_all(self, message: wire.InvalidateAll) -> Answered:
-        """The one look that cannot be cut into pieces is the first."""
+        """Only the first look, at all chunks, cannot be cut into pieces."""
         yield from self._pace.turn()
         begun = self._pace.now()
         keys = self._store.every_key()
@@ -181,51 +192,58 @@ class Session:
 
     def _left(self) -> int:
         """Slots that one lease more may hold."""
-        return self._share.left if len(self._leases) < _MAX_LEASES else 0
+        return self._share.left if len(self._held) < _MAX_LEASES else 0
 
     @contextmanager
     def _taken(self, count: int) -> Iterator[None]:
-        """So many are held while a lease is made: others are served in between."""
+        """Count so many slots as held while a lease is made. Others are served in between."""
         self._share.held += count
         try:
             yield
         finally:
             self._share.held -= count
 
-    def _keep(self, lease: SaveLease | LoadLease, slots: int) -> Steps[int]:
-        """The lease's number; 0 for one that is empty, which ends here."""
+    def _keep(self, leases: dict[int, L], lease: L, slots: int) -> Steps[int]:
+        """Add to ``leases``, and return the lease's number. A lease without slots ends here, and
+        its number is 0."""
         if not slots:
             yield from lease.closing()
             return 0
         self._numbers = self._numbers % (2**32 - 1) + 1
-        self._leases[self._numbers] = lease, 0
+        leases[self._numbers] = lease
         self._book(self._numbers, slots)
         return self._numbers
 
     def _book(self, number: int, slots: int) -> None:
-        """A lease holds so many slots now."""
-        lease, before = self._leases[number]
-        self._leases[number] = lease, slots
+        """The lease counts for so many slots from now on."""
+        before = self._held.get(number, 0)
+        self._held[number] = slots
         self._share.held += slots - before
 
-    def _leased(self, number: int) -> SaveLease | LoadLease:
-        if number not in self._leases:
-            raise wire.WireError(f"lease {number} is not open")
-        return self._leases[number][0]
+    def _opened(self, leases: dict[int, L], number: int) -> L:
+        """The lease with this number. Raises WireError when it is not one of ``leases``."""
+        if number not in leases:
+            why = "of the other kind" if number in self._held else "not open"
+            raise wire.WireError(f"lease {number} is {why}")
+        return leases[number]
 
     def _drop(self, number: int) -> SaveLease | LoadLease:
+        """Let go of an open lease, which the caller ends. Raises WireError when it is not open."""
+        if number not in self._held:
+            raise wire.WireError(f"lease {number} is not open")
         self._book(number, 0)
-        return self._leases.pop(number)[0]
+        del self._held[number]
+        return self._saves.pop(number, None) or self._loads.pop(number)
 
-    @staticmethod
-    def _claim(id_: int, number: int, lease: LoadLease, known: int, coming: int) -> wire.Claim:
-        origins = lease.origins[known : lease.ready]
-        sources = bytes(0 if origin is None else origin + 1 for origin in origins)
+    def _claim(
+        self, id_: int, number: int, lease: LoadLease, known: int, coming: int
+    ) -> wire.Claim:
+        sources = bytes(self._places[source] for source in lease.sources[known:])
         return wire.Claim(id_, number, coming, lease.slots[known:], sources)
 
 
 def _split(blob: bytes) -> Steps[list[ChunkKey]]:
-    """See :func:`kvtier.protocol.wire.split`; in pieces."""
+    """:func:`kvtier.protocol.wire.split` in pieces."""
     if len(blob) <= _SPLIT_AT_ONCE * KEY_BYTES:
         return wire.split(blob)
     keys: list[ChunkKey] = []
@@ -236,7 +254,8 @@ def _split(blob: bytes) -> Steps[list[ChunkKey]]:
 
 
 def owners_session(owner: int, session: str) -> str:
-    """What the Store calls it: two owners' sessions are two, whatever they are called."""
+    """What the Store calls a session of this owner. Two owners' sessions are two, whatever they
+    are called."""
     return f"{owner} {session}" if session else ""
 
 

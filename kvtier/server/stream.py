@@ -1,9 +1,10 @@
-"""Stream: what an engine on another host may do: find, get, put, delete chunks. No sockets, no
-loop.
+"""Stream: what an engine on another host may do: find, get, put and delete chunks. There are no
+sockets here, and no loop.
 
-One question at a time; the bytes of a chunk go straight between the socket and its slot. Every call
-is short: bytes are hashed piece by piece as they pass, a question is answered in pieces
-(:mod:`kvtier.core.steps`), and a promotion is waited for by listening to the size class.
+One question is answered at a time. The bytes of a chunk go straight between the socket and its
+slot. Every call is short. Bytes are hashed piece by piece as they pass, and a question is answered
+in pieces (:mod:`kvtier.core.steps`). The size class tells when promotions have ended, so nothing
+waits for them.
 """
 
 from __future__ import annotations
@@ -21,16 +22,22 @@ from kvtier.store.lease import LoadLease, SaveLease
 _MOST_FOUND = 4096
 """Chunks of a run that one Find claims and answers for."""
 PIECE_BYTES = 256 * 1024
-"""Bytes hashed and copied in one turn of the loop: about 0.1 ms that others wait."""
+"""Bytes hashed and copied in one turn of the loop. Others wait for about 0.1 ms meanwhile."""
 
 
 class Stream:
-    """One connection's. ``write`` hands bytes to the socket; memoryviews are copied or sent before
-    it returns. ``flow`` asks for :meth:`pump` to be called while there is something to send and the
-    socket takes it.
+    """The stream of one connection. Not thread-safe.
 
-    Not thread-safe. Every method may raise WireError; the connection ends then, and :meth:`end`
-    gives back what it held.
+    Every method may raise WireError. The connection ends then, and :meth:`end` gives back what it
+    held.
+
+    Args:
+        size_class: has the chunks.
+        owner: whose chunks the engine saves and may drop.
+        chunk_bytes: bytes of each chunk on the wire.
+        write: hands bytes to the socket. A memoryview is copied or sent before it returns.
+        flow: asks for calls of :meth:`pump` while there is something to send and the socket takes
+            it.
     """
 
     def __init__(
@@ -49,11 +56,14 @@ class Stream:
         self._flow = flow
         self._id = 0
         self._key = ChunkKey(b"")
-        self._lease: SaveLease | LoadLease | None = None
+        self._save: SaveLease | None = None
+        """Of the chunk that is put."""
+        self._load: LoadLease | None = None
+        """Of the run that is looked for, or of the chunk that is got."""
         self._share = size_class.shares.join()
         self._known = 0
-        """Chunks of the run that is looked for, from the first on, that this server knew of when it
-        was asked."""
+        """How many leading chunks of the run that is looked for this server knew of when it was
+        asked."""
         self._view: memoryview | None = None
         """The chunk on its way; None while no bytes flow."""
         self._at = 0
@@ -62,11 +72,13 @@ class Stream:
     @property
     def busy(self) -> bool:
         """A question is not fully answered."""
-        return self._lease is not None
+        return self._save is not None or self._load is not None
 
     def begin(self, message: wire.StreamQuestion) -> Steps[None]:
-        """A message came: do what it asks, in pieces that must be done to the end before the next
-        message."""
+        """A message came. Do what it asks, in pieces.
+
+        They must be done to the end before the next message.
+        """
         if isinstance(message, wire.Seal):
             self._sealed(message)
             return
@@ -79,22 +91,22 @@ class Stream:
             self._store.invalidate([ChunkKey(message.key)], self._owner)
             self._write(wire.frame(wire.Done(message.id)))
         elif isinstance(message, wire.Get):
-            self._begin(
-                ChunkKey(message.key), self._store.load([ChunkKey(message.key)], 0, self._owner), 1
-            )
+            key = ChunkKey(message.key)
+            self._begin(key, 1)
+            self._load = self._store.load([key], 0, self._owner)
             self._size_class.listen(self.look)
             self.look()
         else:
             self._put(ChunkKey(message.key))
 
     def end(self) -> None:
-        """The connection is gone. Its slots are written and read by this process only, so they are
-        free at once."""
+        """The connection is gone. Only this process writes and reads its slots, so they are free at
+        once."""
         self._end()
         self._share.leave()
 
     def _end(self) -> None:
-        lease = self._lease
+        lease = self._save or self._load
         self._rest()
         if lease is not None:
             lease.close()
@@ -102,20 +114,21 @@ class Stream:
     # ---- find ------------------------------------------------------------------------------------
 
     def _find(self, keys: list[ChunkKey]) -> Steps[None]:
-        """Claims the run too, so that what lies lower is on its way up when the engine asks for
-        it."""
+        """Claim the run too, so that chunks of lower tiers are on their way up when the engine asks
+        for them."""
         self._size_class.remember(keys)
         result = yield from self._store.looking_up(keys)
         self._known = result.known
         lease = yield from self._store.loading(keys, 0, self._owner, self._share.left)
-        self._begin(ChunkKey(b""), lease, len(lease.keys) if lease.asking else sum(lease.poll()))
+        self._begin(ChunkKey(b""), len(lease.keys) if lease.asking else sum(lease.poll()))
+        self._load = lease
         self._size_class.listen(self.look)
         self.look()
 
     def look(self) -> None:
-        """See how far the claim has come; called again whenever promotions have ended."""
-        lease = self._lease
-        if not isinstance(lease, LoadLease) or self._view is not None:
+        """See how far the load has come. Called again whenever promotions have ended."""
+        lease = self._load
+        if lease is None or self._view is not None:
             return
         ready, coming = lease.poll()
         if not self._key:
@@ -134,10 +147,10 @@ class Stream:
     @property
     def sending(self) -> bool:
         """:meth:`pump` has something to do."""
-        return self._view is not None and isinstance(self._lease, LoadLease)
+        return self._view is not None and self._load is not None
 
     def pump(self) -> None:
-        """Write the next piece of a chunk; called when the socket takes more."""
+        """Write the next piece of a chunk. Called when the socket takes more."""
         assert self._view is not None
         piece = self._view[self._at : self._at + PIECE_BYTES]
         self._hash.update(piece)
@@ -154,22 +167,19 @@ class Stream:
             self._write(wire.frame(wire.Go(self._id, False, True)))
             return
         lease = self._store.save([key], self._owner)
-        if not lease.entries:
+        if not lease.slots:
             lease.close()
             self._write(wire.frame(wire.Go(self._id, False, False)))
             return
         lease.run = self._size_class.run_to(key)
-        self._begin(key, lease, 1)
+        self._begin(key, 1)
+        self._save = lease
         self._view = lease.views()[0][: self._chunk_bytes]
         self._write(wire.frame(wire.Go(self._id, True, False)))
 
     def room(self) -> memoryview | None:
-        """Where the next bytes from the socket belong; None when a message is expected."""
-        if (
-            self._view is None
-            or self._at == self._chunk_bytes
-            or not isinstance(self._lease, SaveLease)
-        ):
+        """Where the next bytes from the socket belong. None when a message is expected."""
+        if self._view is None or self._at == self._chunk_bytes or self._save is None:
             return None
         return self._view[self._at : self._at + PIECE_BYTES]
 
@@ -180,8 +190,8 @@ class Stream:
         self._at += count
 
     def _sealed(self, seal: wire.Seal) -> None:
-        lease = self._lease
-        if not isinstance(lease, SaveLease):
+        lease = self._save
+        if lease is None:
             raise wire.WireError("a Seal without a chunk")
         kept = wire.proven(self._hash.digest(), seal.checksum)
         if kept:
@@ -193,17 +203,19 @@ class Stream:
 
     # ---- steps -----------------------------------------------------------------------------------
 
-    def _begin(self, key: ChunkKey, lease: SaveLease | LoadLease, slots: int) -> None:
-        self._key, self._lease, self._at = key, lease, 0
+    def _begin(self, key: ChunkKey, slots: int) -> None:
+        """A question is about this chunk, and it holds so many slots."""
+        self._key, self._at = key, 0
         self._share.held = slots
         self._hash = xxhash.xxh3_128(key)
 
     def _answer(self, message: wire.StreamAnswer) -> None:
-        """The last word to a question: give up its lease first."""
+        """Give up the lease of a question, then send its last answer."""
         self._end()
         self._write(wire.frame(message))
 
     def _rest(self) -> None:
+        """No question is being answered."""
         self._size_class.ignore(self.look)
         self._share.held = 0
-        self._lease = self._view = None
+        self._save = self._load = self._view = None

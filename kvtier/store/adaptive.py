@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.store.eviction import LRU, PolicyOf
 from kvtier.store.segments import Segments
 from kvtier.store.shadows import Shadows
 
@@ -57,3 +59,20 @@ class Adaptive:
             for each, hits in zip(shadows.settings, shadows.hits, strict=True)
         }
         return {"policy_asked": shadows.asked, **hits, "policy_now": shadows.now}
+
+    def orders(self) -> Orders:
+        """RAM adapts, and the lower tiers have LRU."""
+        return Orders(self, LRU, self)
+
+
+class Orders(NamedTuple):
+    """The orders in which chunks leave the places of one Store."""
+
+    ram: PolicyOf = LRU
+    lower: PolicyOf = LRU
+    """Of each lower tier."""
+    adaptive: Adaptive | None = None
+    """RAM's, if it adapts: it is told of each prompt."""
+
+
+ALL_LRU = Orders()

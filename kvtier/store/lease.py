@@ -1,79 +1,79 @@
-"""Leases: rights to sets of slots until they end, and what they stand for. They let go by
-themselves (``with``).
+"""Leases: rights to sets of slots, from the call that made them until they end.
 
-Their state is the Store's: it changes it under its lock, through the methods they call.
+A lease is data, and a way to say that it is done with. A Store and a Client make the same two
+kinds. Whoever made a lease is its keeper: it alone changes what is there, and it remembers in
+``held`` what it needs for that.
+
+One thread owns a lease and makes all calls on it. Different leases may be used by different
+threads. ``with`` closes a lease.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.core.steps import Steps, whole
-from kvtier.store.directory import Entry
-from kvtier.tiers.base import Tier
 
 
 class Keeper(Protocol):
-    """What leases ask of the Store that made them. Any thread."""
+    """What a lease asks of the Store or Client that made it. Safe from any thread."""
 
-    pool: Pool
-    tiers: list[Tier]
+    def end_save(self, lease: SaveLease, *, commit: bool) -> Steps[None]:
+        """The slots are filled (``commit``), or they are given up.
 
-    def end_save(self, lease: SaveLease, commit: bool) -> Steps[None]:
-        """The slots are filled (``commit``), or given up; in pieces, which must be done to the
-        end."""
+        The work is done in pieces, and they must be done to the end. Called once for a lease.
+        """
         ...
 
-    def poll_load(self, lease: LoadLease) -> Progress: ...
+    def poll_load(self, lease: LoadLease) -> Progress:
+        """Add to ``slots`` and ``sources`` what became ready, and say where the load stands."""
+        ...
 
     def end_load(self, lease: LoadLease) -> Steps[None]:
-        """Nobody reads the slots any more; in pieces, which must be done to the end."""
+        """Nobody reads the slots any more.
+
+        The work is done in pieces, and they must be done to the end. Called once for a lease.
+        """
         ...
 
 
 class SaveLease:
-    """Reserved slots to be filled by their owner. Ends once: :meth:`commit` or :meth:`close`;
-    ``with`` closes.
+    """Reserved slots, which the owner of the lease fills. ``keys[i]`` belongs into ``slots[i]``.
 
-    ``keys[i]`` belongs into ``slots[i]``.
+    It ends once, by :meth:`commit` or by :meth:`close`.
     """
 
-    __slots__ = ("_store", "begun", "entries", "open", "run")
+    __slots__ = ("_keeper", "held", "keys", "open", "pool", "run", "slots")
 
     def __init__(
-        self, store: Keeper, run: Sequence[ChunkKey], entries: list[Entry], begun: float
+        self, keeper: Keeper, pool: Pool | None, run: Sequence[ChunkKey], held: Any = None
     ) -> None:
-        self._store = store
-        self.begun = begun
+        self._keeper = keeper
+        self.pool = pool
+        """Where the slots are. None for a lease without slots of a server that is not there."""
         self.run = run
-        self.entries = entries
+        """The whole run that the chunks are part of."""
+        self.keys: list[ChunkKey] = []
+        self.slots: list[int] = []
         self.open = True
-
-    @property
-    def keys(self) -> list[ChunkKey]:
-        return [entry.key for entry in self.entries]
-
-    @property
-    def pool(self) -> Pool:
-        """Where the slots are."""
-        return self._store.pool
-
-    @property
-    def slots(self) -> list[int]:
-        return [entry.slot for entry in self.entries]
+        """It has not ended."""
+        self.held = held
+        """What the keeper remembers of it. Nobody else reads this."""
 
     def views(self) -> list[memoryview]:
-        """Writable slot bytes, in order of ``keys``."""
-        return [self._store.pool.view(entry.slot) for entry in self.entries]
+        """The bytes of the slots, to be written. They are in the order of ``keys``."""
+        return _views(self.pool, self.slots)
 
     def commit(self) -> None:
-        """All slots are filled: the chunks are READY from now on, and offered to the lower
-        tiers."""
+        """All slots are filled. The chunks can be loaded from now on.
+
+        Raises StateError when the lease has ended.
+        """
         whole(self.committing())
 
     def committing(self) -> Steps[None]:
@@ -81,17 +81,17 @@ class SaveLease:
         if not self.open:
             raise StateError("commit of a save lease that has ended")
         self.open = False
-        return self._store.end_save(self, commit=True)
+        return self._keeper.end_save(self, commit=True)
 
     def close(self) -> None:
-        """Give up: nothing of it is ever served. No effect after the end."""
+        """Give up. Nothing of it is ever served. A lease that has ended stays as it is."""
         whole(self.closing())
 
     def closing(self) -> Steps[None]:
         """:meth:`close` in pieces, which must be done to the end."""
         if self.open:
             self.open = False
-            yield from self._store.end_save(self, commit=False)
+            yield from self._keeper.end_save(self, commit=False)
 
     def __enter__(self) -> SaveLease:
         return self
@@ -101,78 +101,67 @@ class SaveLease:
 
 
 class LoadLease:
-    """A claim on the leading chunks of a run. One owner thread polls; ``with`` closes.
+    """A claim on the leading chunks of ``keys``. What is ready stays as it is until the lease ends.
 
-    ``slots`` are readable until :meth:`close`. A chunk that fails on its way makes the lease
-    shorter, nothing else.
+    A chunk that fails on its way makes the lease shorter, and nothing else happens. After a server
+    is lost the lease does not grow any more, and what is ready can still be read.
     """
 
-    __slots__ = (
-        "_store",
-        "asking",
-        "begun",
-        "closed",
-        "entries",
-        "keys",
-        "origins",
-        "owner",
-        "ready",
-        "waits",
-    )
+    __slots__ = ("_keeper", "asking", "held", "keys", "open", "pool", "slots", "sources")
 
-    def __init__(self, store: Keeper, keys: Sequence[ChunkKey], owner: int, begun: float) -> None:
-        self._store = store
-        self.begun = begun
-        self.waits = True
-        """No poll has yet said that nothing more is coming."""
+    def __init__(
+        self, keeper: Keeper, pool: Pool | None, keys: Sequence[ChunkKey], held: Any = None
+    ) -> None:
+        self._keeper = keeper
+        self.pool = pool
+        """Where the slots are. None for a lease without slots of a server that is not there."""
         self.keys = keys
-        self.owner = owner
-        self.entries: list[Entry] = []
-        self.origins: list[int | None] = []
-        """For each entry: the tier it had to come from, None when its bytes were in RAM already."""
-        self.ready = 0
-        """Leading chunks whose bytes are there, as of the last poll."""
+        """What was asked for, first chunk first."""
+        self.slots: list[int] = []
+        """Slots of the chunks that were ready at the last poll. Only to be read."""
+        self.sources: list[str] = []
+        """Where each of these chunks came from: ``"ram"``, or a tier's name."""
         self.asking = False
-        """A shared tier has yet to say what it holds."""
-        self.closed = False
+        """A shared tier has yet to say how much of the rest it holds. Always False where a server
+        asks: the answer is one of the chunks that are coming."""
+        self.open = True
+        """It has not ended."""
+        self.held = held
+        """What the keeper remembers of it. Nobody else reads this."""
+
+    @property
+    def ready(self) -> int:
+        """How many leading chunks were ready at the last poll."""
+        return len(self.slots)
 
     def poll(self) -> Progress:
-        """Where the claim stands; ``coming == 0`` means it will not grow any more."""
-        return self._store.poll_load(self)
+        """How far the load is, in chunks. With ``coming == 0`` it does not grow any more.
 
-    @property
-    def pool(self) -> Pool:
-        """Where the slots are."""
-        return self._store.pool
-
-    @property
-    def slots(self) -> list[int]:
-        """Slots of the ready chunks as of the last poll."""
-        return [entry.slot for entry in self.entries[: self.ready]]
-
-    @property
-    def sources(self) -> list[str]:
-        """Where each of these chunks came from: ``"ram"`` or a tier's name."""
-        tiers = self._store.tiers
-        return [
-            "ram" if origin is None else tiers[origin].name for origin in self.origins[: self.ready]
-        ]
+        Nothing is ready after the end.
+        """
+        return self._keeper.poll_load(self) if self.open else Progress(0, 0)
 
     def views(self) -> list[memoryview]:
-        """Bytes of the ready chunks as of the last poll; to be read only."""
-        return [self._store.pool.view(entry.slot) for entry in self.entries[: self.ready]]
+        """The bytes of the chunks that were ready at the last poll. They are only to be read."""
+        return _views(self.pool, self.slots)
 
     def close(self) -> None:
-        """Let go. No effect the second time."""
+        """Let go. A lease that has ended stays as it is."""
         whole(self.closing())
 
     def closing(self) -> Steps[None]:
         """:meth:`close` in pieces, which must be done to the end."""
-        if not self.closed:
-            yield from self._store.end_load(self)
+        if self.open:
+            self.open = False
+            yield from self._keeper.end_load(self)
+            self.slots, self.sources = [], []
 
     def __enter__(self) -> LoadLease:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _views(pool: Pool | None, slots: Sequence[int]) -> list[memoryview]:
+    return [] if pool is None else [pool.view(slot) for slot in slots]

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
 from kvtier.core.lanes import Executor, Lane
-from kvtier.store.store import Store
-from kvtier.store.timings import RAM
+from kvtier.core.pool import Pool
+from kvtier.store.timings import RAM, Timings
 from kvtier.store.what_if import Point
 from kvtier.tiers.base import Tier
 
@@ -130,7 +131,28 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     """RAM first."""
 
 
-def read(store: Store, namespaces: int = 0, zero_hits: str = "") -> SizeClassStatus:
+class Measured(Protocol):
+    """What :func:`read` asks of a Store."""
+
+    pool: Pool
+    tiers: list[Tier]
+    timings: Timings
+
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def capacities(self) -> list[int]: ...
+
+    @property
+    def lanes(self) -> Sequence[Executor]: ...
+
+    def stats(self) -> dict[str, int]: ...
+
+    def what_if(self) -> dict[str, list[Point]]: ...
+
+
+def read(store: Measured, namespaces: int = 0, zero_hits: str = "") -> SizeClassStatus:
     """Any thread. No walk over chunks: these are counts that are kept."""
     stats = Counter(store.stats())
     counts: Callable[[str], int] = stats.__getitem__
@@ -179,7 +201,7 @@ def _by_reason(stats: Mapping[str, int], kind: str) -> dict[str, int]:
     }
 
 
-def _ram(store: Store, counts: Callable[[str], int]) -> TierStatus:
+def _ram(store: Measured, counts: Callable[[str], int]) -> TierStatus:
     nothing = dict.fromkeys(set(TierStatus.__struct_fields__) - {"tier", "lane", "what_if"}, 0)
     size = store.pool.slot_bytes
     known = {

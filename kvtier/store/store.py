@@ -1,9 +1,8 @@
-"""Store: one lock, the Directory, the claims and leases. What concerns one tier below RAM is in
-:mod:`kvtier.store.lower_tier`.
+"""Store: a KVStore in this process: one lock, the Directory, and the lanes of the lower tiers.
 
-Decide under the lock, act outside it. The Directory is changed with the lock held: memory only,
-microseconds. Tiers and copies run without it. Everything here is safe to call from any thread; no
-call waits for a tier.
+Decide under the lock, act outside it. The Directory is changed with the lock held, which needs
+memory only, and microseconds. Tiers and copies run without the lock. Any thread may call any method
+here, and no call waits for a tier.
 """
 
 from __future__ import annotations
@@ -14,17 +13,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Executor
 from kvtier.core.lookup import LookupResult, Progress
 from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
-from kvtier.store.adaptive import Adaptive
+from kvtier.store.adaptive import ALL_LRU, Orders
 from kvtier.store.audit import Audit
 from kvtier.store.directory import FILLING, GONE, READY, Directory, Entry
-from kvtier.store.eviction import LRU, PolicyOf
 from kvtier.store.follower import Follower
 from kvtier.store.hints import Hint
 from kvtier.store.lease import LoadLease, SaveLease
@@ -37,27 +37,59 @@ from kvtier.store.timings import RAM, Timings
 from kvtier.store.what_if import Point
 from kvtier.tiers.base import Tier
 
+if TYPE_CHECKING:
+    from kvtier.store.status import SizeClassStatus
+
 _POPULATE_BYTES = 32 << 20
 _POPULATE_S = 5.0
 _SLOTS_CHECKED = 512
 _PROBLEMS = 20
 
 
-class Store:
-    """A pool of RAM slots over lower tiers (fastest first), each with its own lane.
+@dataclass(slots=True)
+class _Filling:
+    """What a Store remembers of a save lease."""
 
-    ``recovered()`` of every tier is read here, once. :meth:`close` closes lanes, tiers and the
-    pool. ``share`` and every ``owner``: see :mod:`kvtier.store.directory`; for servers. ``spare``
-    is a lane without a tier: it makes the pool's pages present while nobody waits. ``clock``:
-    monotonic seconds, for forecasts. An Adaptive ``policy`` is RAM's and learns on the spare lane;
-    the tiers' is LRU then.
+    begun: float
+    entries: list[Entry] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Claim:
+    """What a Store remembers of a load lease."""
+
+    begun: float
+    owner: int
+    entries: list[Entry] = field(default_factory=list)
+    """What is pinned, in the order of the lease's keys."""
+    sources: list[str] = field(default_factory=list)
+    """For each entry the tier that it had to come from, or RAM."""
+    waits: bool = True
+    """No poll has yet said that nothing more is coming."""
+
+
+class Store:
+    """A :class:`~kvtier.api.KVStore`: a pool of RAM slots over lower tiers, each with its own lane.
+
+    Its calls have more parameters than KVStore's, for servers. ``owner`` says whose the chunks are,
+    see :mod:`kvtier.store.directory`. The calls that end in -ing do the same work in pieces, see
+    :mod:`kvtier.core.steps`.
+
+    Args:
+        pool: the slots. :meth:`close` closes it, the lanes and the tiers.
+        tiers: the lower tiers, fastest first. ``recovered()`` of each is read here, once.
+        orders: in which order chunks leave RAM and the tiers. An adaptive one learns on the spare
+            lane.
+        share: the part of each place that one owner may have, see :mod:`kvtier.store.directory`.
+        spare: a lane without a tier. It makes the pool's pages present while nobody waits.
+        clock: monotonic seconds.
     """
 
     def __init__(
         self,
         pool: Pool,
         tiers: Sequence[Place | tuple[Tier, Executor]] = (),
-        policy: PolicyOf | Adaptive = LRU,
+        orders: Orders = ALL_LRU,
         share: float | None = None,
         spare: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -65,23 +97,24 @@ class Store:
         self.pool = pool
         places = [Place(*each) for each in tiers]
         self.tiers = [place.tier for place in places]
+        self._names: dict[int | None, str] = {
+            index: tier.name for index, tier in enumerate(self.tiers)
+        }
+        """What the origin of a chunk that is on its way is called."""
         self.counts: Counter[str] = Counter()
-        """Events in chunks since the start; see :meth:`stats`."""
+        """See KVStore.counts."""
         self._spare = spare
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
         self._arrivals = 0
         self._closed = False
-        self.touched: Future[None] = (
-            Future()
-        )  # done when ``spare`` has made every page; cancelled by a close before
+        self.touched: Future[None] = Future()
+        """Done when ``spare`` has made every page. A close before that cancels it."""
         self.on_arrival: Callable[[], None] = _nothing
         """Called on a lane thread, without the lock, whenever :meth:`wait` would return."""
-        self._adaptive = policy if isinstance(policy, Adaptive) else None
+        self._adaptive = orders.adaptive
         capacities = [tier.capacity for tier in self.tiers]
-        self._directory = Directory(
-            pool.slots, capacities, policy, share, lower=LRU if self._adaptive else policy
-        )
+        self._directory = Directory(pool.slots, capacities, orders.ram, share, lower=orders.lower)
         self.timings = Timings([tier.name for tier in self.tiers])
         self._clock = clock
         core = Core(self._lock, self._directory, pool, self.counts, self.timings)
@@ -104,22 +137,19 @@ class Store:
         if spare is not None:
             spare.submit(partial(self._populate, 0))
 
-    # ---- the five verbs --------------------------------------------------------------------------
+    # ---- save and load, in whole and in pieces ---------------------------------------------------
 
     def save(self, keys: Sequence[ChunkKey], owner: int = 0) -> SaveLease:
-        """Reserve slots for the chunks of ``keys`` (the whole run so far) that are not in RAM.
-
-        The lease names them; fewer when there is no room, none for what is held. Its owner fills
-        the slots, then commits.
-        """
+        """See KVStore.save."""
         return whole(self.saving(keys, owner))
 
     def saving(
         self, keys: Sequence[ChunkKey], owner: int = 0, most: int | None = None
     ) -> Steps[SaveLease]:
-        """:meth:`save` in pieces, of at most ``most`` slots. What is reserved goes back when it is
-        left unfinished."""
-        lease = SaveLease(self, keys, [], self._clock())
+        """:meth:`save` in pieces, of at most ``most`` slots. If it is left unfinished, what it has
+        reserved goes back."""
+        filling = _Filling(self._clock())
+        lease, entries = SaveLease(self, self.pool, keys, filling), filling.entries
         keep, wanted, missing = frozenset(keys), len(keys) if most is None else most, 0
         try:
             yield from self._ordering(keys[AT_ONCE:])
@@ -131,17 +161,19 @@ class Store:
                         self._directory.ordered(part)
                     absent = [key for key in part if self._directory.get(key) is None]
                     missing += len(absent)
-                    for key in absent[: wanted - len(lease.entries)]:
+                    for key in absent[: wanted - len(entries)]:
                         entry = self._directory.reserve(key, keep, None, owner)
                         if entry is None:
-                            wanted = len(lease.entries)
+                            wanted = len(entries)
                             break
-                        lease.entries.append(entry)
+                        entries.append(entry)
         except BaseException:
             lease.close()
             raise
         with self._lock:
-            self.counts["save_refused"] += missing - len(lease.entries)
+            self.counts["save_refused"] += missing - len(entries)
+        lease.keys = [entry.key for entry in entries]
+        lease.slots = [entry.slot for entry in entries]
         return lease
 
     def load(
@@ -152,11 +184,7 @@ class Store:
         most: int | None = None,
         session: str = "",
     ) -> LoadLease:
-        """Pin what can be served of ``keys[start:]`` without a gap, at most ``most`` chunks, and
-        start promoting what lower tiers hold. The lease pins each chunk from now (or its arrival)
-        until it is closed: poll, copy, close.
-        ``session``: the name of the conversation; without one it is told from the chunks.
-        """
+        """See KVStore.load."""
         return whole(self.loading(keys, start, owner, most, session))
 
     def loading(
@@ -167,12 +195,13 @@ class Store:
         most: int | None = None,
         session: str = "",
     ) -> Steps[LoadLease]:
-        """:meth:`load` in pieces. What it pinned is let go when it is left unfinished."""
+        """:meth:`load` in pieces. If it is left unfinished, what it has pinned is let go."""
         rest = keys[start:]
-        lease = LoadLease(self, rest[:most], owner, self._clock())
+        claim = _Claim(self._clock(), owner)
+        lease = LoadLease(self, self.pool, rest[:most], claim)
         try:
             yield from self._in_order(self._directory.used, keys)
-            while self._load_piece(lease, AT_ONCE, owner):
+            while self._load_piece(lease, AT_ONCE):
                 yield 0.0
         except BaseException:
             lease.close()
@@ -180,11 +209,11 @@ class Store:
         with self._lock:
             self.counts["load_asked"] += len(rest)
             promotions = self._claim(lease, AT_ONCE)
-            unknown = lease.keys[len(lease.entries) :]
+            unknown = lease.keys[len(claim.entries) :]
             asked = self._ask(unknown) if unknown else None
             lease.asking = asked is not None
             if asked is None:
-                self._miss(rest, len(lease.entries), most)
+                self._miss(rest, len(claim.entries), most)
         self._promotions.begin(promotions)
         self._follow_soon(self._follower.prompt(keys, session))
         if promotions:
@@ -194,27 +223,28 @@ class Store:
                 lease.asking = False
         return lease
 
-    def _load_piece(self, lease: LoadLease, count: int, owner: int) -> bool:
-        """Claim one piece of a run, but for the last one. False: the rest is the last, or the run
-        has a gap."""
-        known = len(lease.entries)
+    def _load_piece(self, lease: LoadLease, count: int) -> bool:
+        """Claim one piece of a run, except for the last piece. Returns False when the rest is the
+        last piece, or when the run has a gap."""
+        claim: _Claim = lease.held
+        known = len(claim.entries)
         if len(lease.keys) - known <= count:
             return False
         with self._lock:
             promotions = self._claim(lease, count)
         self._promotions.begin(promotions)
         if promotions:
-            self._look_ahead_soon(owner)
-        return len(lease.entries) - known == count
+            self._look_ahead_soon(claim.owner)
+        return len(claim.entries) - known == count
 
     def _ordering(self, run: Sequence[ChunkKey]) -> Steps[None]:
-        """A run was stored: hot again, and leaves leaf first."""
+        """A run was stored. It is hot again, and its end leaves first."""
         return self._in_order(self._directory.ordered, run)
 
     def _in_order(
         self, note: Callable[[Sequence[ChunkKey]], None], run: Sequence[ChunkKey]
     ) -> Steps[None]:
-        """Tell the directory of a run in pieces; its end first, so that its beginning is
+        """Tell the directory of a run in pieces. The end comes first, so that the beginning is
         hottest."""
         parts = list(pieces(run))
         for part in reversed(parts):
@@ -224,14 +254,16 @@ class Store:
                 yield 0.0
 
     def check(self, idle: bool = False) -> None:
-        """Raise StateError when an internal rule is broken; ``idle``: also when something is in
-        progress."""
+        """See KVStore.check."""
         with self._lock:
             self._directory.check(idle)
 
     def checking(self, idle: bool = False) -> Steps[str]:
-        """What is broken in words, "" if nothing is: :meth:`check` in pieces, each slot by itself
-        and then the counts, so without what only a look at all slots at one moment can see."""
+        """:meth:`check` in pieces. Returns in words what is broken, "" if nothing is.
+
+        Each slot is checked by itself, and then the counts. So it does not see what only a look at
+        all slots at one moment can see.
+        """
         problems: list[str] = []
         for first in range(0, self.pool.slots, _SLOTS_CHECKED):
             with self._lock:
@@ -242,10 +274,7 @@ class Store:
         return "; ".join(problems[:_PROBLEMS])
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Run queued writes for up to ``timeout_s`` seconds, then close lanes, tiers and pool.
-
-        Returns False when something was dropped or hangs. Safe to call twice.
-        """
+        """See KVStore.close."""
         with self._lock:
             if self._closed:
                 return True
@@ -263,10 +292,10 @@ class Store:
             self.pool.close()
         return clean
 
-    # ---- the rest of the surface -----------------------------------------------------------------
+    # ---- the rest of KVStore, and what servers ask -----------------------------------------------
 
     def lookup(self, keys: Sequence[ChunkKey]) -> LookupResult:
-        """How far :meth:`load` would get with the run, and when. No effect; memory only."""
+        """See KVStore.lookup."""
         return whole(self.looking_up(keys))
 
     def looking_up(self, keys: Sequence[ChunkKey]) -> Steps[LookupResult]:
@@ -290,8 +319,7 @@ class Store:
         return result
 
     def decline(self, keys: Sequence[ChunkKey], reason: str) -> None:
-        """These chunks could be had and are computed instead; why. Counted, and now and then one of
-        them is read in the background, so that a tier that has become fast is found out."""
+        """See KVStore.decline."""
         with self._lock:
             self.counts[f"declined_{reason}"] += len(keys)
             index = next(self._directory.holders(keys[0]), self._ask(keys)) if keys else None
@@ -299,7 +327,7 @@ class Store:
             self._lower[index].probe(keys[0])
 
     def invalidate(self, keys: Sequence[ChunkKey], owner: int | None = None) -> None:
-        """Drop these chunks everywhere: they are bad, or nobody may have them any more."""
+        """See KVStore.invalidate. Of an ``owner``: only what is its own, or nobody's."""
         whole(self.invalidating(keys, owner))
 
     def invalidating(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[None]:
@@ -314,8 +342,7 @@ class Store:
             lower.sweep_soon()
 
     def invalidate_all(self, owner: int | None = None) -> None:
-        """Drop every chunk everywhere (those being filled right now excepted); of one owner: its
-        own and nobody's."""
+        """See KVStore.invalidate_all. Of an ``owner``: only what is its own, or nobody's."""
         self.invalidate(self.every_key(), owner)
 
     def every_key(self) -> list[ChunkKey]:
@@ -325,8 +352,7 @@ class Store:
             return self._directory.keys()
 
     def keys(self, owner: int | None = None) -> set[ChunkKey]:
-        """Every chunk in RAM or in a tier; of one owner: its own and nobody's. What :meth:`clear`
-        drops."""
+        """Every chunk in RAM or in a tier. Of an ``owner``: only what is its own, or nobody's."""
         return whole(self.finding(owner))
 
     def finding(self, owner: int | None = None) -> Steps[set[ChunkKey]]:
@@ -454,15 +480,14 @@ class Store:
         return [lower.lane for lower in self._lower]
 
     def wait(self, timeout_s: float) -> None:
-        """Return when a promotion has ended since the last wait, or after ``timeout_s``. For one
-        waiting thread."""
+        """See KVStore.wait."""
         with self._arrived:
             if not self._arrivals:
                 self._arrived.wait(timeout_s)
             self._arrivals = 0
 
     def stats(self) -> dict[str, int]:
-        """Chunks by place and state now, and events since the start (all in chunks)."""
+        """See KVStore.stats."""
         with self._lock:
             held = {
                 f"{tier.name}_held": self._directory.held(index)
@@ -477,9 +502,15 @@ class Store:
                 stats[f"{spills.lower.tier.name}_spill_late"] += self._directory.evicted_unoffered
             return stats
 
+    def status(self) -> SizeClassStatus:
+        """See KVStore.status."""
+        from kvtier.store.status import read  # it brings msgspec, which nothing else here needs
+
+        return read(self)
+
     def _populate(self, first: int) -> None:
-        """On the spare lane: some slots' pages, then the next ones as new work, so that a close
-        comes in between."""
+        """On the spare lane: make some slots' pages present. The next slots are new work, so that a
+        close can come in between."""
         count = min(max(1, _POPULATE_BYTES // self.pool.slot_bytes), self.pool.slots - first)
         self.pool.populate(first, count)
         if first + count < self.slots == self.pool.slots and self._spare is not None:
@@ -488,8 +519,8 @@ class Store:
             self.touched.set_result(None)
 
     def _end_populating(self) -> None:
-        """The pool has fewer slots: what :meth:`_populate` makes present later would stay so,
-        although it is given back."""
+        """The pool gets fewer slots. What :meth:`_populate` makes present after that would stay
+        present, although its slots were given back."""
         if self._spare is not None:
             with suppress(CancelledError, TimeoutError):
                 self.touched.result(_POPULATE_S)
@@ -497,9 +528,7 @@ class Store:
     # ---- what is done about prompts and hints afterwards -----------------------------------------
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
-        """Something is known of the run ``keys``, a prompt's, or (an empty one) of the last prompt
-        of the session with this name. Soft; followed in the background, after the prompts that came
-        before it."""
+        """See KVStore.hint."""
         self._follow_soon(self._follower.hint(keys, session, hint))
 
     def what_if(self) -> dict[str, list[Point]]:
@@ -519,11 +548,15 @@ class Store:
     # ---- promotion: lower tier -> slot -----------------------------------------------------------
 
     def _claim(self, lease: LoadLease, most: int | None = None) -> list[tuple[Entry, int]]:
-        """Under the lock: extend the lease as far as chunks are in RAM, on their way, or held
-        lower, by at most ``most``. Of a run that is longer than RAM the end leaves for the
-        beginning, after all else."""
-        directory, known = self._directory, len(lease.entries)
-        promotions = list[tuple[Entry, int]]()
+        """Under the lock: extend the lease by at most ``most`` chunks, as far as they are in RAM,
+        on their way, or in a lower tier.
+
+        Returns what has to be read from which tier. If a run is longer than RAM, its end leaves to
+        make room for its beginning, after all else.
+        """
+        claim: _Claim = lease.held
+        directory, promotions, names = self._directory, list[tuple[Entry, int]](), self._names
+        known = len(claim.entries)
         for key in lease.keys[known : None if most is None else known + most]:
             entry = directory.get(key)
             if entry is None:
@@ -533,7 +566,7 @@ class Store:
                 )
                 if holder is None:
                     break
-                entry = directory.reserve(key, (), holder, lease.owner)
+                entry = directory.reserve(key, (), holder, claim.owner)
                 if entry is None:
                     self.counts["load_refused"] += 1
                     break
@@ -541,9 +574,9 @@ class Store:
             elif entry.state is FILLING and entry.origin is None:
                 break
             directory.pin(entry)
-            lease.entries.append(entry)
-            lease.origins.append(entry.origin if entry.state is FILLING else None)
-        self.counts["ram_loaded"] += len(lease.entries) - known - len(promotions)
+            claim.entries.append(entry)
+            claim.sources.append(names[entry.origin] if entry.state is FILLING else RAM)
+        self.counts["ram_loaded"] += len(claim.entries) - known - len(promotions)
         return promotions
 
     def _note_arrival(self) -> None:
@@ -554,7 +587,7 @@ class Store:
         self.on_arrival()
 
     def _ask(self, unknown: Sequence[ChunkKey]) -> int | None:
-        """Under the lock: the shared tier that may know more of a run than we do."""
+        """Under the lock: the shared tier that may know more of a run than we do, by its index."""
         if (
             self._directory.get(unknown[0]) is not None
             or next(self._directory.holders(unknown[0]), None) is not None
@@ -563,10 +596,11 @@ class Store:
         return next((index for index, tier in enumerate(self.tiers) if tier.shared), None)
 
     def _find(self, lease: LoadLease, index: int) -> None:
-        """On a lane thread: learn what a shared tier holds of the rest of the lease's run, and
-        claim it."""
+        """On a lane thread: ask a shared tier what it holds of the rest of the lease's run, and
+        claim that."""
+        claim: _Claim = lease.held
         with self._lock:
-            unknown = lease.keys[len(lease.entries) :]
+            unknown = lease.keys[len(claim.entries) :]
         lower = self._lower[index]
         found = unknown[: lower.find(unknown)][::-1]
         for slower in self._lower[index + 1 :]:
@@ -576,8 +610,8 @@ class Store:
         owners = lower.tier.owners(found)
         with self._arrived:
             lower.found(found, owners)
-            promotions = [] if lease.closed else self._claim(lease)
-            self._miss(lease.keys, len(lease.entries))
+            promotions = self._claim(lease) if lease.open else []
+            self._miss(lease.keys, len(claim.entries))
             lease.asking = False
             self._arrivals += 1
             self._arrived.notify_all()
@@ -588,9 +622,11 @@ class Store:
     # ---- misses ----------------------------------------------------------------------------------
 
     def _end_of(self, keys: Sequence[ChunkKey], ready: int, known: int) -> tuple[int, str]:
-        """Under the lock: how many leading chunks of a run can be had, of which ``ready`` are in
-        RAM and ``known`` in RAM or a lower tier; and the reason why no more, "" when that is
-        all."""
+        """Under the lock: how many leading chunks of a run can be had, and why no more.
+
+        ``ready`` chunks are in RAM, and ``known`` chunks are in RAM or in a lower tier. The reason
+        is "" when all chunks can be had.
+        """
         directory, lower = self._directory, self._lower
         if ready < len(keys) and directory.get(keys[ready]) is None:
             holders = list(directory.holders(keys[ready]))
@@ -603,18 +639,20 @@ class Store:
         return known, "tier_down" if unsure else why
 
     def _miss(self, keys: Sequence[ChunkKey], ready: int, most: int | None = None) -> None:
-        """Under the lock: count by reason what a load is short of, but for what was declined,
-        beyond ``most``."""
+        """Under the lock: count by reason what a load is short of. Chunks beyond ``most`` were
+        declined, so they are not counted."""
         end, why = self._end_of(keys, ready, self._directory.held_run(keys, ready))
         if why and (most is None or most >= end):
             self.counts[f"missed_{why}"] += len(keys) - end
 
     # ---- for leases ------------------------------------------------------------------------------
 
-    def end_save(self, lease: SaveLease, commit: bool) -> Steps[None]:
-        """See :class:`kvtier.store.lease.Keeper`. Committed chunks are READY, and offered to every
-        lower tier's lane."""
-        for part in pieces(lease.entries):
+    def end_save(self, lease: SaveLease, *, commit: bool) -> Steps[None]:
+        """See :class:`kvtier.store.lease.Keeper`. Committed chunks are READY, and they are offered
+        to every lower tier's lane."""
+        filling: _Filling = lease.held
+        entries = filling.entries
+        for part in pieces(entries):
             with self._lock:
                 for entry in part:
                     if commit:
@@ -625,20 +663,20 @@ class Store:
             yield 0.0
         if not commit:
             return
-        if lease.entries:
+        if entries:
             with self._lock:
-                self.timings.save.add(self._clock() - lease.begun)
+                self.timings.save.add(self._clock() - filling.begun)
         yield from self._ordering(lease.run)
         for spills in self._on_save:
-            for part in pieces(lease.entries):
+            for part in pieces(entries):
                 spills.offer(part, lease.run)
                 yield 0.0
-        if lease.entries:
-            self._look_ahead_soon(lease.entries[0].owner)
+        if entries:
+            self._look_ahead_soon(entries[0].owner)
 
     def _look_ahead_soon(self, owner: int) -> None:
-        """``owner`` has taken slots: tiers that write on eviction shall have what leaves next
-        before it leaves."""
+        """``owner`` has taken slots. Tiers that write on eviction shall get what leaves next before
+        it leaves."""
         if self._on_evict and owner not in self._looking:
             self._looking.add(owner)
             if not self._on_evict[0].lower.lane.submit(partial(self._look_ahead, owner)):
@@ -654,9 +692,11 @@ class Store:
             spills.offer(entries, ())
 
     def poll_load(self, lease: LoadLease) -> Progress:
-        """See :meth:`LoadLease.poll`."""
+        """See :class:`kvtier.store.lease.Keeper`."""
+        claim: _Claim = lease.held
         with self._lock:
-            entries, ready = lease.entries, lease.ready
+            entries, before = claim.entries, len(lease.slots)
+            ready = before
             while ready < len(entries) and entries[ready].state is READY:
                 ready += 1
             whole = next(
@@ -664,47 +704,48 @@ class Store:
             )
             if whole < len(entries):
                 self._unpin(entries[whole:])
-                del entries[whole:]
+                del entries[whole:], claim.sources[whole:]
                 lease.asking = False
-            lease.ready = ready
+            if ready > before:
+                lease.slots += [entry.slot for entry in entries[before:ready]]
+                lease.sources += claim.sources[before:ready]
             coming = whole - ready + lease.asking
-            if lease.waits and not coming:
-                lease.waits = False
-                self.timings.wait.add(self._clock() - lease.begun)
+            if claim.waits and not coming:
+                claim.waits = False
+                self.timings.wait.add(self._clock() - claim.begun)
             return Progress(ready, coming)
 
     def end_load(self, lease: LoadLease) -> Steps[None]:
-        """See :class:`kvtier.store.lease.Keeper`. The run's end first, so that its beginning ends
-        up hottest."""
+        """See :class:`kvtier.store.lease.Keeper`. The end of the run is let go first, so that its
+        beginning ends up hottest."""
+        claim: _Claim = lease.held
         with self._lock:
-            lease.closed = True
-            if lease.ready:
-                self._load_ended(lease)
-            drawn = self.audit.drawn(lease.entries[: lease.ready])
-            entries, lease.entries, lease.ready = lease.entries, [], 0
+            entries, claim.entries = claim.entries, []
+            if lease.sources:
+                self._load_ended(claim, lease.sources)
+            drawn = self.audit.drawn(entries[: lease.ready])
         for part in reversed(list(pieces(entries))):
             with self._lock:
                 self._unpin(part)
             yield 0.0
         self.audit.begin(drawn)
 
-    def _load_ended(self, lease: LoadLease) -> None:
-        """Under the lock."""
-        slowest = max(
-            (origin for origin in lease.origins[: lease.ready] if origin is not None), default=None
-        )
-        place = RAM if slowest is None else self.tiers[slowest].name
-        self.timings.load[place].add(self._clock() - lease.begun)
+    def _load_ended(self, claim: _Claim, sources: Sequence[str]) -> None:
+        """Under the lock. The load counts for the slowest tier that its chunks came from."""
+        slowest_first = (tier.name for tier in reversed(self.tiers))
+        place = next((name for name in slowest_first if name in sources), RAM)
+        self.timings.load[place].add(self._clock() - claim.begun)
 
     def _unpin(self, entries: Sequence[Entry]) -> None:
-        """Last first, so that the beginning of the run ends up hottest."""
+        """Under the lock. The last chunk comes first, so that the beginning of the run ends up
+        hottest."""
         for entry in reversed(entries):
             self._directory.unpin(entry)
             self._promotions.unpinned(entry)
 
 
 def _yield() -> None:
-    """Whoever waits for the interpreter goes first."""
+    """Let those who wait for the interpreter go first."""
     time.sleep(0)
 
 

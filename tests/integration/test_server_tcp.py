@@ -105,6 +105,7 @@ def test_engines_near_and_far_share_what_they_saved(server: ServerProcess, port:
         engine(cache_server(port)) as two,
     ):
         save(near, run(1, 4))
+        assert near.lookup(run(1, 4)).ready == 4, "it is answered after the commit"
         assert load(one, run(1, 4)) == ["remote"] * 4
         save(two, run(2, 5))
         wait_for(lambda: near.lookup(run(2, 5)).ready == 5, "spilled to the server")
@@ -266,6 +267,7 @@ def test_a_token_must_be_known_to_both(port: int, token_file: Path) -> None:
                 RemoteTier(cache_server(port, token=wrong))
         with engine(cache_server(port, token=TOKEN)) as store, attached(server.access()) as near:
             save(near, run(1, 2))
+            assert near.lookup(run(1, 2)).ready == 2, "it is answered after the commit"
             assert load(store, run(1, 2)) == ["remote"] * 2
 
 

@@ -31,6 +31,8 @@ WORN_CLASSES = (
 ENVIRONMENT = ("kvtier/config/keys.py", "bench/")
 # Who may start threads: lanes, what hammers tiers in tests, and benchmarks.
 THREADS = ("kvtier/core/lanes.py", "kvtier/testing/", "bench/")
+# What differs between two of a kind is data on it: nobody asks which of them it is.
+KINDS = {"Store", "Client", "KVStore", "SaveLease", "LoadLease", "Pool", "SharedPool"}
 READS = {"os.environ", "os.getenv", "os.environb"}
 STARTS = {
     "threading.Thread",
@@ -76,3 +78,11 @@ def test_only_config_reads_the_environment_and_only_lanes_start_threads(file: st
         assert not dotted(file) & READS
     if not file.startswith(THREADS):
         assert not dotted(file) & STARTS
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_nobody_asks_for_the_type_of_a_store_a_lease_or_a_pool(file: str) -> None:
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+            names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+            assert not names & KINDS, f"{file}:{node.lineno}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import NOBODY
+from kvtier.store.adaptive import Orders
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.lower_tier import Place
 from kvtier.store.segments import SETTINGS, Segments, Setting
@@ -117,8 +119,9 @@ class StoreMachine(RuleBasedStateMachine):
         )  # ten chunks, then one a minute
         places = [Place(*each) for each in zip(self.tiers, self.lanes, strict=True)]
         places[0] = places[0]._replace(budget=budget, on_evict=on_evict)
+        policy = partial(Segments, setting=setting)
         self.store = Store(
-            Pool(slots, SLOT), places, lambda room: Segments(room, setting), clock=lambda: self.now
+            Pool(slots, SLOT), places, Orders(policy, policy), clock=lambda: self.now
         )
         self.saved: set[ChunkKey] = set()
         self.meanwhile: list[list[int]] = []
@@ -180,7 +183,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(target=loads, prompt=PROMPTS, start=st.integers(0, 1), most=st.none() | st.integers(0, 3))
     def load(self, prompt: list[int], start: int, most: int | None) -> LoadLease:
         lease = self.store.load(keys_of(prompt), start, most=most)
-        assert most is None or len(lease.entries) <= most
+        assert most is None or sum(lease.poll()) <= most
         self.open_loads.append(lease)
         return lease
 
@@ -188,7 +191,7 @@ class StoreMachine(RuleBasedStateMachine):
     def poll(self, lease: LoadLease) -> None:
         before = lease.ready
         ready, _ = lease.poll()
-        assert ready >= before or lease.closed
+        assert ready >= before or not lease.open
         self.serves_only_what_was_saved(lease)
 
     @rule(lease=consumes(loads))

@@ -46,6 +46,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
+from kvtier.store.adaptive import Orders
 from kvtier.store.directory import READY
 from kvtier.store.lease import LoadLease
 from kvtier.store.lower_tier import Place
@@ -194,7 +195,8 @@ class Simulation:
             )
         clock = Time(self.world).monotonic
         places = [self.place(tier, lane) for tier, lane in zip(tiers, self.lanes, strict=True)]
-        store = Store(Pool(self.slots, SLOT), places, self.policy, self.share, clock=clock)
+        orders = Orders(self.policy, self.policy)
+        store = Store(Pool(self.slots, SLOT), places, orders, self.share, clock=clock)
         self.filling.clear()
         self.loads.clear()
         self.store, self.process, self.tiers = store, process, tiers

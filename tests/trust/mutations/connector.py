@@ -97,8 +97,8 @@ ROOM = Room(
         ),
         Mutant(
             _SCHEDULER,
-            "        if not pending.failed:\n",
-            "        if pending.done or not pending.failed:\n",
+            "        if not pending.failed:\n            self.misses",
+            "        if pending.done or not pending.failed:\n            self.misses",
             "a chunk that one rank could not write is served",
         ),
         Mutant(
@@ -184,7 +184,7 @@ ROOM = Room(
         ),
         Mutant(
             _SCHEDULER,
-            "            self._loading -= Counter(pending.keys)\n",
+            "        self._loading -= Counter(pending.keys)\n",
             "",
             "what was loaded once is waited for without end",
         ),

@@ -165,7 +165,7 @@ ROOM = Room(
         ),
         Mutant(
             "store/store.py",
-            "            promotions = [] if lease.closed else self._claim(lease)",
+            "            promotions = self._claim(lease) if lease.open else []",
             "            promotions = self._claim(lease)",
             "an answer that comes after the close pins chunks for nobody",
         ),
@@ -275,14 +275,14 @@ ROOM = Room(
         # ---- lease, policy, chunk ---
         Mutant(
             "store/lease.py",
-            "        self.open = False\n        return self._store.end_save(self, commit=True)",
-            "        return self._store.end_save(self, commit=True)",
+            "        self.open = False\n        return self._keeper.end_save(self, commit=True)",
+            "        return self._keeper.end_save(self, commit=True)",
             "a committed lease that is closed takes its chunks back",
         ),
         Mutant(
-            "store/lease.py",
-            "        return [entry.slot for entry in self.entries[: self.ready]]",
-            "        return [entry.slot for entry in self.entries]",
+            "store/store.py",
+            "lease.slots += [entry.slot for entry in entries[before:ready]]",
+            "lease.slots += [entry.slot for entry in entries[before:]]",
             "a load shows slots that are not there yet",
         ),
         Mutant(

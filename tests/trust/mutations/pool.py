@@ -128,8 +128,8 @@ ROOM = Room(
         Mutant(
             "client/attachment.py",
             "        except BaseException:\n            os.close(witness)\n            raise\n     "
-            "   let_go",
-            "        except BaseException:\n            raise\n        let_go",
+            "   self.witness_path",
+            "        except BaseException:\n            raise\n        self.witness_path",
             "each refused pool keeps its server waiting for an engine that never was",
         ),
     ),

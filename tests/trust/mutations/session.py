@@ -11,9 +11,15 @@ ROOM = Room(
     (
         Mutant(
             "server/session.py",
-            ("        if number not in self._leases:\n"),
+            ("        if number not in leases:\n"),
             ("        if False:\n"),
             "an unknown lease number is a bug of the server and not of the client",
+        ),
+        Mutant(
+            "server/session.py",
+            ("        if number not in self._held:\n"),
+            ("        if False:\n"),
+            "the end of an unknown lease is a bug of the server and not of the client",
         ),
         Mutant(
             "server/session.py",
@@ -29,8 +35,8 @@ ROOM = Room(
         ),
         Mutant(
             "server/session.py",
-            ("        if not isinstance(lease, SaveLease):\n"),
-            ("        if False:\n"),
+            "self._opened(self._saves, message.lease)",
+            "self._opened(self._saves | self._loads, message.lease)",
             "a load can be committed",
         ),
         Mutant(
@@ -47,8 +53,8 @@ ROOM = Room(
         ),
         Mutant(
             "server/session.py",
-            "len(lease.keys) if lease.asking else ready + coming",
-            "ready + coming",
+            "len(lease.keys) if lease.asking else ready + coming\n",
+            "ready + coming\n",
             "what a shared tier still brings is not counted",
         ),
         Mutant(
@@ -65,7 +71,7 @@ ROOM = Room(
         ),
         Mutant(
             "server/session.py",
-            "return self._share.left if len(self._leases) < _MAX_LEASES else 0",
+            "return self._share.left if len(self._held) < _MAX_LEASES else 0",
             "return self._share.left",
             "the number of leases has no bound",
         ),
@@ -119,8 +125,8 @@ ROOM = Room(
         ),
         Mutant(
             "server/session.py",
-            ("        while self._leases:\n"),
-            ("        if self._leases:\n"),
+            ("        while self._held:\n"),
+            ("        if self._held:\n"),
             "only one lease of a dead engine ends",
         ),
         Mutant(
@@ -149,13 +155,13 @@ ROOM = Room(
         ),
         Mutant(
             "store/store.py",
-            ("                    for key in absent[: wanted - len(lease.entries)]:\n"),
+            ("                    for key in absent[: wanted - len(entries)]:\n"),
             ("                    for key in absent:\n"),
             "a save reserves more than it may",
         ),
         Mutant(
             "store/store.py",
-            ('            self.counts["save_refused"] += missing - len(lease.entries)\n'),
+            ('            self.counts["save_refused"] += missing - len(entries)\n'),
             ('            self.counts["save_refused"] += 0\n'),
             "saves that found no room are not counted",
         ),

@@ -178,7 +178,7 @@ def test_what_the_audit_found_is_shown(served: Served) -> None:
 
 def test_what_other_sizes_and_policies_would_hit_is_shown(tmp_path: Path) -> None:
     served, spare = Served(tmp_path), ManualLane(bound=1)
-    store = Store(Pool(8, SLOT), policy=Adaptive(), spare=spare)
+    store = Store(Pool(8, SLOT), orders=Adaptive().orders(), spare=spare)
     spare.run()
     served.size_classes = SizeClasses(lambda size: store, lambda call: call())
     served.size_class()

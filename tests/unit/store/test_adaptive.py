@@ -50,7 +50,7 @@ def drive(store: Store, spare: ManualLane, run: list[ChunkKey]) -> int:
 
 def made(slots: int = 60) -> tuple[Store, ManualLane, Adaptive]:
     adaptive, spare = Adaptive(), ManualLane(bound=1)
-    store = Store(Pool(slots, SLOT), policy=adaptive, spare=spare)
+    store = Store(Pool(slots, SLOT), orders=adaptive.orders(), spare=spare)
     spare.run()
     return store, spare, adaptive
 
@@ -106,7 +106,7 @@ def test_the_shadows_run_without_the_lock_and_pause_between_each_other(
 
 
 def test_what_waits_is_bounded_and_what_is_dropped_is_counted() -> None:
-    store = Store(Pool(10, SLOT), policy=Adaptive(), spare=ManualLane(bound=1))
+    store = Store(Pool(10, SLOT), orders=Adaptive().orders(), spare=ManualLane(bound=1))
     for number in range(1000):
         store.load(LAYOUT.keys([number])).close()
     stats = store.stats()
@@ -125,7 +125,7 @@ def test_a_prompt_that_waits_for_a_tier_asks_again_and_counts_once() -> None:
 
 def test_before_the_pool_is_there_its_lane_is_left_alone() -> None:
     spare = ManualLane(bound=1)
-    store = Store(Pool(9000, SLOT), policy=Adaptive(), spare=spare)
+    store = Store(Pool(9000, SLOT), orders=Adaptive().orders(), spare=spare)
     store.load(LAYOUT.keys([1])).close()
     assert len(spare) == 1, "the pool's pages"
     spare.run()

@@ -11,6 +11,7 @@ import pytest
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
+from kvtier.store.adaptive import Orders
 from kvtier.store.directory import Directory, Entry
 from kvtier.store.eviction import LRU, PolicyOf
 from kvtier.store.store import Store
@@ -102,7 +103,7 @@ def keeping(made: list[Twice]) -> PolicyOf:
 def hits(policy: PolicyOf) -> int:
     """One system prompt among prompts that come once, each saved in two steps and held by a reader
     meanwhile."""
-    store, served = Store(Pool(8, SLOT), policy=policy), 0
+    store, served = Store(Pool(8, SLOT), orders=Orders(policy)), 0
     system = [1, 2, 3]
     for number in range(40):
         scan = [100 + number * 8 + part for part in range(6)]
@@ -125,7 +126,7 @@ def test_a_policy_that_remembers_hits_more_than_lru_under_the_real_store() -> No
 @pytest.mark.parametrize("steps", [1, 4])
 def test_to_be_stored_is_no_use_however_many_steps_it_takes(steps: int) -> None:
     made: list[Twice] = []
-    store = Store(Pool(8, SLOT), policy=keeping(made))
+    store = Store(Pool(8, SLOT), orders=Orders(keeping(made)))
     run = LAYOUT.keys([1, 2, 3, 4])
     for step in range(steps):
         with store.save(run[: (step + 1) * 4 // steps]) as lease:
@@ -152,7 +153,7 @@ def test_what_left_for_room_is_remembered_and_what_was_forgotten_is_not() -> Non
 def test_a_tier_tells_its_own_policy_the_same() -> None:
     made: list[Twice] = []
     tier, lane = DictTier(2), ManualLane(bound=8)
-    store = Store(Pool(8, SLOT), [(tier, lane)], policy=keeping(made))
+    store = Store(Pool(8, SLOT), [(tier, lane)], Orders(keeping(made), keeping(made)))
     for token in (1, 2, 3):
         with store.save(LAYOUT.keys([token])) as lease:
             lease.commit()

@@ -4,7 +4,6 @@ written below."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
-from kvtier.store.adaptive import Adaptive
+from kvtier.store.adaptive import Adaptive, Orders
 from kvtier.store.eviction import LRU, PolicyOf
 from kvtier.store.hints import LONGEST_KEEP_S, NOTHING, PRIORITY_KEEP_S, Hint, read
 from kvtier.store.lower_tier import Place
@@ -33,7 +32,13 @@ def keys(*tokens: int) -> list[ChunkKey]:
 class Cache:
     """A Store with a tier that is written on eviction, lanes turned by hand, and a clock."""
 
-    def __init__(self, slots: int, policy: PolicyOf = Segments, below: int = 64) -> None:
+    def __init__(
+        self,
+        slots: int,
+        policy: PolicyOf = Segments,
+        below: int = 64,
+        adaptive: Adaptive | None = None,
+    ) -> None:
         self.tier, self.lane, self.spare, self.clock = (
             DictTier(below),
             ManualLane(),
@@ -41,7 +46,8 @@ class Cache:
             Clock(),
         )
         places = [Place(self.tier, self.lane, on_evict=True)]
-        self.store = Store(Pool(slots, SLOT), places, policy, spare=self.spare, clock=self.clock)
+        orders = Orders(policy, policy) if adaptive is None else adaptive.orders()
+        self.store = Store(Pool(slots, SLOT), places, orders, spare=self.spare, clock=self.clock)
         self.spare.run()
 
     def request(self, run: list[ChunkKey], session: str = "") -> int:
@@ -230,7 +236,7 @@ def test_lru_keeps_nothing_longer() -> None:
 
 def test_the_shadows_learn_what_is_over() -> None:
     adaptive = Adaptive()
-    cache = Cache(8, adaptive)
+    cache = Cache(8, adaptive=adaptive)
     cache.request(keys(1, 2, 3))
     cache.hint(keys(1, 2, 3), OVER)
     assert all(next(iter(shadow)) == keys(1, 2, 3)[2] for shadow in adaptive.shadows._shadows)
@@ -282,13 +288,14 @@ PROMPTS = st.sampled_from(
         max_size=60,
     ),
     st.sampled_from(
-        [LRU, *(lambda room, each=each: Segments(room, each) for each in SETTINGS), Adaptive]
+        [LRU, *(lambda room, each=each: Segments(room, each) for each in SETTINGS), None]
     ),
 )
 def test_a_mark_never_outlives_a_later_use(
-    steps: list[tuple[str, tuple[int, ...]]], policy: Callable[[int], Segments] | type[Adaptive]
+    steps: list[tuple[str, tuple[int, ...]]], policy: PolicyOf | None
 ) -> None:
-    cache = Cache(5, policy() if policy is Adaptive else policy, below=3)  # type: ignore[arg-type]
+    adaptive = Adaptive() if policy is None else None
+    cache = Cache(5, policy or LRU, below=3, adaptive=adaptive)
     touched: dict[ChunkKey, int] = {}
     hinted: dict[ChunkKey, int] = {}
     for now, (step, prompt) in enumerate(steps, 1):

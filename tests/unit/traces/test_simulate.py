@@ -14,8 +14,7 @@ from kvtier.cli.main import main
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
 from kvtier.core.pool import Pool
-from kvtier.store.adaptive import Adaptive
-from kvtier.store.eviction import LRU
+from kvtier.store.adaptive import ALL_LRU, Adaptive
 from kvtier.store.hints import Hint
 from kvtier.store.lower_tier import Place
 from kvtier.store.store import Store
@@ -59,9 +58,8 @@ def test_a_real_store_hits_and_writes_the_same(
     simulated = simulate(trace, Cache(60, below, policy, on_evict))
     tier, lane, spare, clock = DictTier(below), ManualLane(bound=4096), ManualLane(bound=1), Clock()
     places = [Place(tier, lane, on_evict=on_evict)] if below else []
-    store = Store(
-        Pool(60, SLOT), places, Adaptive() if policy == "auto" else LRU, spare=spare, clock=clock
-    )
+    orders = Adaptive().orders() if policy == "auto" else ALL_LRU
+    store = Store(Pool(60, SLOT), places, orders, spare=spare, clock=clock)
     spare.run()
     for request, session, over in trace:
         clock.now = request.at

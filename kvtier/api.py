@@ -1,0 +1,166 @@
+"""KVStore: the one interface of the cache, and the types that go through it. All that a connector
+knows.
+
+Two classes are a KVStore. :class:`kvtier.store.store.Store` lies in the engine's own process.
+:class:`kvtier.client.client.Client` speaks to a server on the same host, which has the Store.
+:func:`kvtier.assemble.assemble` makes the one that is configured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.lookup import NOTHING, Asking, LookupResult, Progress
+from kvtier.core.pool import Pool
+from kvtier.protocol.wire import Reason
+from kvtier.store.hints import Hint
+from kvtier.store.lease import LoadLease, SaveLease
+from kvtier.store.status import SizeClassStatus
+
+__all__ = [
+    "NOTHING",
+    "Asking",
+    "Hint",
+    "KVStore",
+    "LoadLease",
+    "LookupResult",
+    "Progress",
+    "Reason",
+    "SaveLease",
+]
+
+
+class KVStore(Protocol):
+    """Chunks of KV by key, in a pool of slots that the engine's workers map.
+
+    *Units.* Sizes and counts are in chunks, and times are in seconds. A run is a sequence of keys,
+    first chunk first, in which each key stands for all tokens up to its chunk's end.
+
+    *Threads.* Every method may be called by any thread. No method waits for a tier. A Store answers
+    from memory, within microseconds. A Client answers after one round trip, or after its time limit
+    (``server_timeout_ms``). Only :meth:`wait`, :meth:`check` and :meth:`close` may take longer.
+
+    *Errors.* No method raises because a tier or a server is slow, full, damaged or gone. A chunk
+    that cannot be had is a miss, and a chunk that cannot be kept is forgotten. Only :meth:`check`
+    raises. When a server is lost, a Client gets another pool with the next connection. Leases of
+    the old one cannot be committed any more, and what is ready in them can still be read.
+    """
+
+    counts: Counter[str]
+    """Events since the start: a Store's chunks, see :meth:`stats`; a Client's ``unanswered``
+    questions and ``lost`` connections."""
+
+    @property
+    def pool(self) -> Pool | None:
+        """Where the slots are. None while there is no connection to the server."""
+        ...
+
+    # ---- what a scheduler asks -------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[ChunkKey]) -> LookupResult:
+        """How far :meth:`load` would get with this run, and when.
+
+        It has no effect. Nothing is known when a server does not answer.
+        """
+        ...
+
+    def save(self, keys: Sequence[ChunkKey]) -> SaveLease:
+        """Reserve slots for the chunks of a run that are not in RAM.
+
+        ``keys`` is the whole run so far. The lease names the chunks that got a slot. They are fewer
+        where there is no room. The owner of the lease fills the slots, then commits it.
+        """
+        ...
+
+    def load(
+        self,
+        keys: Sequence[ChunkKey],
+        start: int = 0,
+        *,
+        most: int | None = None,
+        session: str = "",
+    ) -> LoadLease:
+        """Pin what can be served of ``keys[start:]`` without a gap, and fetch what is not in RAM.
+
+        The lease pins each chunk from now on, or from its arrival, until the lease is closed. Poll
+        it, copy what is ready, and close it.
+
+        Args:
+            keys: a prompt's run, from its first chunk on.
+            start: how many leading chunks the engine has by itself.
+            most: how many chunks are claimed at most. None: all that can be had.
+            session: the name of the conversation. Without a name it is told from the chunks.
+        """
+        ...
+
+    def decline(self, keys: Sequence[ChunkKey], reason: Reason) -> None:
+        """These chunks could be had, and they are computed instead.
+
+        They are counted under ``reason``. Now and then one of them is read in the background, so
+        that a tier which has become fast is found out.
+        """
+        ...
+
+    def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
+        """Something is known of the future of a run.
+
+        An empty run stands for the last prompt of ``session``. The hint is followed in the
+        background, after the prompts that came before it. It may be dropped.
+        """
+        ...
+
+    # ---- removing --------------------------------------------------------------------------------
+
+    def invalidate(self, keys: Sequence[ChunkKey]) -> None:
+        """Drop these chunks everywhere: they are bad, or nobody may have them any more.
+
+        A Client drops only what is its own namespace's, or nobody's.
+        """
+        ...
+
+    def invalidate_all(self) -> None:
+        """Drop every chunk everywhere, except for those that are being filled right now.
+
+        A Client drops only what is its own namespace's, or nobody's.
+        """
+        ...
+
+    # ---- the rest --------------------------------------------------------------------------------
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when a chunk has arrived in RAM since the last wait, or after ``timeout_s``.
+
+        Only one thread may wait. A Client may return earlier.
+        """
+        ...
+
+    def check(self, idle: bool = False) -> None:
+        """Compare all that is remembered with the rules. For tests and for doctor.
+
+        ``idle``: nothing is in progress, so no slot may be pinned or filling. Raises StateError
+        when a rule is broken, or when a server gives no answer within ten seconds.
+        """
+        ...
+
+    def stats(self) -> dict[str, int]:
+        """Chunks by place and state now, and events since the start, by name.
+
+        A Client has those of the whole server, and its own :attr:`counts`.
+        """
+        ...
+
+    def status(self) -> SizeClassStatus | None:
+        """The same for metrics, with times and in types. None where a server has the chunks: its
+        own metrics tell."""
+        ...
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Finish queued writes for up to ``timeout_s``, then let go of tiers, pool and server.
+
+        Returns False when something was dropped or hangs. The second call has no effect. The leases
+        of a Client that are open end when no process of the engine has the pool mapped any more.
+        """
+        ...

@@ -1,0 +1,94 @@
+"""KVStore: Store and Client are one, with the same two leases, whoever has the chunks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.api import KVStore, LoadLease, SaveLease
+from kvtier.client.client import Client
+from kvtier.client.connect import Address, ServerAccess, hello
+from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.errors import StateError
+from kvtier.core.lookup import NOTHING, Progress
+from kvtier.core.pool import Pool
+from kvtier.store.hints import Hint
+from kvtier.store.store import Store
+
+SLOT = 4096
+LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
+KEYS = LAYOUT.keys([1, 2, 3])
+CALLS = [name for name in vars(KVStore) if not name.startswith("_") and name != "pool"]
+
+
+def without_a_server(folder: Path) -> Client:
+    own = hello(LAYOUT.fingerprint, SLOT, stream=False)
+    return Client(ServerAccess(Address.parse(f"unix://{folder}/no-such-socket"), own))
+
+
+@pytest.fixture(params=["store", "client"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
+    made: KVStore = Store(Pool(4, SLOT)) if request.param == "store" else without_a_server(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("kind", [Store, Client])
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_call_does_is_told_in_one_place(kind: type, name: str) -> None:
+    assert (inspect.getdoc(getattr(kind, name)) or "").startswith(f"See KVStore.{name}.")
+
+
+def test_both_make_the_same_leases(store: KVStore) -> None:
+    with store.save(KEYS) as save, store.load(KEYS) as load:
+        assert (type(save), type(load)) == (SaveLease, LoadLease)
+        assert len(save.keys) == len(save.slots) == len(save.views())
+        assert (load.poll(), load.views(), load.sources) == (Progress(0, 0), [], [])
+
+
+def test_a_save_is_committed_once(store: KVStore) -> None:
+    lease = store.save(KEYS)
+    lease.commit()
+    lease.close()
+    with pytest.raises(StateError):
+        lease.commit()
+    assert store.lookup(KEYS).ready == len(lease.slots), "a close after the commit takes nothing"
+
+
+def test_a_load_shows_nothing_after_its_end(store: KVStore) -> None:
+    with store.save(KEYS) as save:
+        save.commit()
+    lease = store.load(KEYS)
+    assert lease.poll().ready == lease.ready == len(lease.slots) == len(save.slots)
+    assert lease.sources == ["ram"] * lease.ready
+    lease.close()
+    lease.close()
+    assert (lease.open, lease.poll(), lease.slots, lease.sources) == (
+        False,
+        Progress(0, 0),
+        [],
+        [],
+    )
+
+
+def test_without_a_server_everything_is_a_miss_and_nothing_raises(tmp_path: Path) -> None:
+    client = without_a_server(tmp_path)
+    assert (client.pool, client.status(), client.lookup(KEYS)) == (None, None, NOTHING)
+    with client.save(KEYS) as save, client.load(KEYS) as load:
+        assert (save.keys, save.pool, load.poll(), load.pool) == ([], None, Progress(0, 0), None)
+        save.commit()
+    client.decline(KEYS, "slower")
+    client.hint(KEYS, Hint(over=True))
+    client.invalidate(KEYS)
+    client.invalidate_all()
+    client.wait(0.0)
+    client.close()
+
+
+def test_a_pool_of_ones_own_has_no_witness() -> None:
+    pool = Pool(1, SLOT)
+    assert pool.witness_path is None
+    pool.close()
