@@ -1,5 +1,5 @@
-"""Figures: every metric that a Store has, one row each. A server's ``/metrics`` and an engine's
-(vLLM's) are made of the same rows, so they have the same names, kinds and words.
+"""Figures: every metric of a Store, one row each. A server's ``/metrics`` and an engine's (vLLM's)
+are made of the same rows, so they have the same names, kinds and help texts.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from kvtier.store.status import SizeClassStatus, TierStatus
 GAUGE, COUNTER = "gauge", "counter"
 PREFIX = "kvtier_"
 MISSED = ("cold", "evicted", "corrupt", "forgotten", "tier_down", "saving")
-"""Reasons that a Store can tell; salt, adapter and media are known to engines only."""
+"""Reasons that a Store can tell. Only engines know salt, adapter and media."""
 DECLINED = ("slower", "unasked", "deadline", "refused")
 
 
 class TierFigure(NamedTuple):
-    """By tier: name without prefix, gauge or counter, help, where it is read. ``below``: not of
-    RAM."""
+    """A metric by tier: its name without the prefix, gauge or counter, its help text, and where its
+    value is read. ``below``: only lower tiers have it, RAM does not."""
 
     name: str
     kind: str
@@ -28,7 +28,7 @@ class TierFigure(NamedTuple):
 
 
 class StoreFigure(NamedTuple):
-    """Of the whole Store."""
+    """A metric of the whole Store."""
 
     name: str
     kind: str
@@ -175,10 +175,10 @@ TIMINGS = {
     ),
     "spill": "How long the write of one chunk to a lower tier took.",
 }
-"""What is timed -> help. ``load``, ``promotion`` and ``spill`` are by tier."""
+"""What is measured -> its help text. ``load``, ``promotion`` and ``spill`` are by tier."""
 BY_TIER = ("load", "promotion", "spill")
 
 
 def seconds(what: str) -> str:
-    """The name of its histogram."""
+    """The name of the histogram."""
     return f"{PREFIX}{what}_seconds"

@@ -10,8 +10,8 @@ from kvtier.store.lower_tier import Core, LowerTier
 
 
 class Promotions:
-    """``arrived`` is told, on a lane thread without the lock, whenever one has ended. Safe from any
-    thread."""
+    """``arrived`` is called whenever a promotion has ended, on a lane thread without the lock. Safe
+    from any thread."""
 
     def __init__(
         self,
@@ -22,11 +22,11 @@ class Promotions:
     ) -> None:
         self._core, self._below, self._arrived, self._clock = core, below, arrived, clock
         self._queued: dict[Entry, float] = {}
-        """Their reads have not begun; since when they wait for it."""
+        """The entries whose reads have not begun, with the time since when they wait."""
 
     def begin(self, promotions: Sequence[tuple[Entry, int]]) -> None:
-        """Read each of these FILLING entries from its tier (by index). What a lane refuses is a
-        miss."""
+        """Read each of these FILLING entries from its tier (by index). An entry that a lane refuses
+        is a miss."""
         now = self._clock()
         with self._core.lock:
             self._queued.update((entry, now) for entry, _ in promotions)
@@ -35,8 +35,9 @@ class Promotions:
                 self._give_up(entry)
 
     def unpinned(self, entry: Entry) -> None:
-        """Under the lock: who waited for it has gone. A read that has not begun never will, and its
-        slot is free at once: behind a tier that hangs, what nobody wants would take all of RAM."""
+        """Under the lock: a waiter of the entry has gone. When it was the last one, a read that has
+        not begun never begins, and its slot is free at once. Otherwise chunks that nobody wants
+        would take all of RAM when a tier hangs."""
         if entry.pins:
             return
         if entry in self._queued:
@@ -55,8 +56,8 @@ class Promotions:
         self._ended(index, entry, self._below[index].read(entry), begun)
 
     def _ended(self, index: int, entry: Entry, whole: bool | None, begun: float) -> None:
-        """On a lane thread: so the read went. A failed one tries the next slower tier that holds
-        the chunk, none twice; then it is a miss."""
+        """On a lane thread: a read has ended. After a failed read the next slower tier that holds
+        the chunk is tried, none twice. Then the chunk is a miss."""
         again, directory = None, self._core.directory
         with self._core.lock:
             self._below[index].was_read(entry, whole)
