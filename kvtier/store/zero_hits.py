@@ -68,8 +68,8 @@ class ZeroHits:
         room: how much the cache holds, see :func:`room`.
         found: chunks that lower tiers held at the start.
         chunks: the least number of asked chunks in a window without a hit.
-        seconds: the least length of such a window. 0: the whole time since the start is judged
-            once.
+        seconds: the least length of such a window. 0: the whole time since the start counts
+            at once.
         clock: monotonic seconds.
     """
 
