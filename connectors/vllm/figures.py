@@ -75,7 +75,7 @@ def _own(now: SizeClassStatus) -> Iterator[tuple[str, float]]:
     for of_store in figures.STORE_FIGURES:
         yield _name(of_store.kind, of_store.name), of_store.value(now)
     for of_tier in figures.TIER_FIGURES:
-        for tier in now.tiers[of_tier.below :]:
+        for tier in now.tiers[of_tier.lower_only :]:
             yield _name(of_tier.kind, of_tier.name, tier.tier), of_tier.value(now, tier)
     for tier in now.tiers:
         if tier.lane is not None:

@@ -198,7 +198,7 @@ class Geometry:
 
     @cached_property
     def _trunk(self) -> list[Piece]:
-        """The beginning of every trunk, as long as anybody has asked for it so far."""
+        """The beginning of every trunk: the longest that was asked for so far."""
         return []
 
     def trunk(self, first: int, chunks: int) -> list[Piece]:

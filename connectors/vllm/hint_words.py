@@ -20,9 +20,13 @@ import msgspec
 from kvtier.store.hints import LONGEST_KEEP_S, NOTHING, Hint, read, session_name
 
 SESSION, OVER, KEEP, PRIORITY = "kvtier.session", "kvtier.over", "kvtier.keep_s", "kvtier.priority"
-"""In this order: the session's name; true when it ends with this request; for how many seconds (or
-``5m``) after its last use the prompt shall be kept; a number, and above 0 the prompt is kept for a
-while."""
+"""The values of these words, in this order:
+
+- The session's name.
+- True when the session ends with this request.
+- For how many seconds (or ``5m``) after its last use the prompt shall be kept.
+- A number. Above 0 the prompt is kept for a while.
+"""
 BAD = "kvtier.bad_hints"
 """How many hints of the request the middleware could not read."""
 KINDS = ("over", "keep", "priority", "bad")

@@ -192,7 +192,7 @@ class TierMetrics(KVConnectorPromMetrics):
                 self._counters[kind].labels(*values, reason)
         for place in self._places:
             self._counters["loaded"].labels(*values, place)
-        rows = {row.name: self._places[row.below :] for row in figures.TIER_FIGURES}
+        rows = {row.name: self._places[row.lower_only :] for row in figures.TIER_FIGURES}
         rows |= {"lane_failures": below, "load": self._places, "promotion": below, "spill": below}
         for (_, name), metric in self._figures.items():
             if name.startswith(_SERVER) == bool(self._places):

@@ -192,7 +192,7 @@ class _Scrape(Collector):
 
     def _each_tier(self, row: TierFigure) -> Iterator[Sample]:
         for size_class in self._stats.size_classes:
-            for tier in size_class.tiers[row.below :]:
+            for tier in size_class.tiers[row.lower_only :]:
                 yield (str(size_class.slot_bytes), tier.tier), row.value(size_class, tier)
 
     def _by_size_class(

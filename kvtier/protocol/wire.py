@@ -154,7 +154,7 @@ class Commit(Message, tag=17):
 
 
 class End(Message, tag=18):
-    """The end of a load lease, or of a save lease whose slots were not filled."""
+    """Release a load lease, or abandon a save lease."""
 
     lease: Number
 

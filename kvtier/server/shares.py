@@ -33,7 +33,7 @@ class Shares:
         self._shares: set[Share] = set()
 
     def join(self) -> Share:
-        """An engine is attached; returns its share."""
+        """An engine is attached. Returns its share."""
         share = Share(self)
         self._shares.add(share)
         return share

@@ -144,7 +144,7 @@ class Directory:
     # ---- queries: they change nothing ------------------------------------------------------------
 
     def get(self, key: ChunkKey) -> Entry | None:
-        """The chunk's entry, FILLING or READY; None when ABSENT."""
+        """The chunk's entry, FILLING or READY. None when ABSENT."""
         return self._entries.get(key)
 
     def holders(self, key: ChunkKey) -> Iterator[int]:
@@ -510,9 +510,9 @@ class Directory:
                 f"{counted} chunks filling and pinned, booked {(self._filling, self._pinned)}"
             )
         if not set(self._order) <= self._entries.keys():
-            problems.append("the order of leaving names chunks that are not in RAM")
+            problems.append("the eviction order names chunks that are not in RAM")
         if any(key not in self._order for key in self._over):
-            problems.append("chunks are over that are not there")
+            problems.append("chunks that are over are not in RAM")
         unpinned = [entry for entry in entries if entry.state is READY and not entry.pins]
         owned = Counter(
             entry.owner for entry in unpinned if entry.owner and self._share is not None
@@ -546,7 +546,7 @@ class Directory:
                     f"slot {slot} belongs to a chunk that is {entry.state.value} and not there"
                 )
             if (entry.state is READY) != (entry.state is not GONE and entry.key in self._order):
-                problems.append("the order of leaving differs from the READY chunks")
+                problems.append("the eviction order differs from the READY chunks")
         return problems
 
     def check_counts(self, idle: bool = False) -> list[str]:

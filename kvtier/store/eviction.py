@@ -55,7 +55,7 @@ class Policy(Protocol):
         ...
 
     def coldest(self) -> ChunkKey | None:
-        """The key to let go first; None when empty. It stays known until evicted or discarded."""
+        """The key to let go first. None when empty. It stays known until evicted or discarded."""
         ...
 
     def cool(self, run: Sequence[ChunkKey]) -> None:
@@ -221,7 +221,7 @@ class Owned:
         return self._all.owner(key)
 
     def count(self, owner: int) -> int:
-        """Keys of this owner; only where split."""
+        """Keys of this owner. Only where split."""
         return len(self._parts[owner]) if self._parts is not None and owner in self._parts else 0
 
     def coldest(self, owner: int | None = None) -> ChunkKey | None:
@@ -231,7 +231,7 @@ class Owned:
         return self._parts[owner].coldest() if owner in self._parts else None
 
     def part(self, owner: int) -> Iterator[ChunkKey]:
-        """One owner's keys, coldest first; only where split."""
+        """One owner's keys, coldest first. Only where split."""
         return (
             iter(self._parts[owner])
             if self._parts is not None and owner in self._parts

@@ -18,13 +18,13 @@ DECLINED = ("slower", "unasked", "deadline", "refused")
 
 class TierFigure(NamedTuple):
     """A metric by tier: its name without the prefix, gauge or counter, its help text, and where its
-    value is read. ``below``: only lower tiers have it, RAM does not."""
+    value is read. ``lower_only``: RAM does not have it."""
 
     name: str
     kind: str
     text: str
     value: Callable[[SizeClassStatus, TierStatus], float]
-    below: bool = True
+    lower_only: bool = True
 
 
 class StoreFigure(NamedTuple):
@@ -37,141 +37,151 @@ class StoreFigure(NamedTuple):
 
 
 TIER_FIGURES = (
-    TierFigure("capacity_chunks", GAUGE, "Room, in chunks.", lambda _, t: t.capacity, below=False),
+    TierFigure(
+        "capacity_chunks", GAUGE, "Room, in chunks.", lambda _, t: t.capacity, lower_only=False
+    ),
     TierFigure(
         "capacity_bytes",
         GAUGE,
         "Room, in bytes.",
         lambda r, t: t.capacity * r.slot_bytes,
-        below=False,
+        lower_only=False,
     ),
     TierFigure(
-        "held_chunks", GAUGE, "Chunks held; in RAM: ready.", lambda _, t: t.held, below=False
+        "held_chunks", GAUGE, "Chunks held; in RAM: ready.", lambda _, t: t.held, lower_only=False
     ),
     TierFigure(
         "held_bytes",
         GAUGE,
         "Bytes held; in RAM: ready.",
         lambda r, t: t.held * r.slot_bytes,
-        below=False,
+        lower_only=False,
     ),
-    TierFigure("loads", COUNTER, "Chunks served from here.", lambda _, t: t.loads, below=False),
+    TierFigure(
+        "loads", COUNTER, "Chunks served from here.", lambda _, t: t.loads, lower_only=False
+    ),
     TierFigure(
         "stores",
         COUNTER,
-        ("Chunks put here: saves in RAM, spills below."),
+        "Chunks put here: saves in RAM, spills in lower tiers.",
         lambda _, t: t.stores,
-        below=False,
+        lower_only=False,
     ),
     TierFigure(
         "refusals",
         COUNTER,
-        ("Chunks not taken: no room, or no time."),
+        "Chunks not taken: no room, or no time.",
         lambda _, t: t.refused,
-        below=False,
+        lower_only=False,
     ),
     TierFigure(
         "load_misses",
         COUNTER,
-        ("Chunks counted as held that could not be read."),
+        "Chunks counted as held that could not be read.",
         lambda _, t: t.misses,
     ),
     TierFigure(
-        "late_spills", COUNTER, ("Chunks that left RAM before their spill."), lambda _, t: t.late
+        "late_spills", COUNTER, "Chunks that left RAM before their spill.", lambda _, t: t.late
     ),
     TierFigure(
         "over_budget",
         COUNTER,
-        ("Chunks not written to spare the device."),
+        "Chunks not written, to spare the device.",
         lambda _, t: t.over_budget,
     ),
     TierFigure(
-        "evictions", COUNTER, "Chunks that left for room.", lambda _, t: t.evicted, below=False
+        "evictions",
+        COUNTER,
+        "Chunks that left to make room.",
+        lambda _, t: t.evicted,
+        lower_only=False,
     ),
     TierFigure(
         "evicted_unread",
         COUNTER,
-        ("Chunks written and deleted unread."),
+        "Chunks written and deleted unread.",
         lambda _, t: t.evicted_unread,
     ),
     TierFigure(
         "failures",
         COUNTER,
-        ("Calls that failed with an I/O or network error."),
+        "Calls that failed with an I/O or network error.",
         lambda _, t: t.failed,
     ),
     TierFigure(
         "corrupt_chunks",
         COUNTER,
-        ("Checksums that did not match; never served."),
+        "Checksums that did not match; never served.",
         lambda _, t: t.corrupt,
     ),
     TierFigure(
         "read_bytes",
         COUNTER,
-        "Bytes read; of RAM: by loads.",
+        "Bytes read; in RAM: by loads.",
         lambda _, t: t.bytes_read,
-        below=False,
+        lower_only=False,
     ),
     TierFigure(
         "written_bytes",
         COUNTER,
-        ("Bytes written; to RAM: by saves."),
+        "Bytes written; in RAM: by saves.",
         lambda _, t: t.bytes_written,
-        below=False,
+        lower_only=False,
     ),
     TierFigure(
         "open_breakers",
         GAUGE,
-        ("Nodes left alone now because they failed."),
+        "Nodes that are not asked now because they failed.",
         lambda _, t: t.open_breakers,
     ),
     TierFigure("breaker_trips", COUNTER, "Times a breaker opened.", lambda _, t: t.breaker_trips),
     TierFigure(
         "owed_deletes",
         GAUGE,
-        ("Deletes that wait for the tier to be back."),
+        "Deletes that wait until the tier can be reached.",
         lambda _, t: t.owed_deletes,
     ),
 )
 STORE_FIGURES = (
-    StoreFigure("pinned_slots", GAUGE, "Slots in use by somebody.", lambda r: r.pinned),
+    StoreFigure(
+        "pinned_slots", GAUGE, "Slots that somebody reads, spills or waits for.", lambda r: r.pinned
+    ),
     StoreFigure("asked_chunks", COUNTER, "Chunks that loads named.", lambda r: r.asked),
     StoreFigure(
         "load_refusals",
         COUNTER,
-        ("Chunks held below that RAM had no slot for."),
+        "Chunks in a lower tier for which RAM had no slot.",
         lambda r: r.loads_refused,
     ),
     StoreFigure(
         "promotion_refusals",
         COUNTER,
-        ("Chunks that a full lane refused."),
+        "Chunks that a full lane refused.",
         lambda r: r.promotions_refused,
     ),
     StoreFigure(
         "audited_chunks",
         COUNTER,
-        ("Loaded chunks compared with their copy below."),
+        "Loaded chunks compared with their copy in a lower tier.",
         lambda r: r.audited,
     ),
     StoreFigure(
         "audit_mismatches",
         COUNTER,
-        ("Audited chunks that had other bytes."),
+        "Audited chunks that had other bytes.",
         lambda r: r.audit_mismatches,
     ),
 )
 TIMINGS = {
-    "lookup": "How long it took to say how far a prompt can be served.",
-    "load_wait": "From the claim of a prompt's chunks until none of them was on its way any more.",
+    "lookup": "How long it took to say how much of a prompt can be served.",
+    "load_wait": "From the claim of a prompt's chunks until no promotion of them was left.",
     "load": (
         "From the claim of a prompt's chunks to the end of their copy, by the slowest tier one "
         "came from."
     ),
     "save": "From the reservation of a prompt's slots until they were filled.",
     "promotion": (
-        "From the wish to have a chunk of a lower tier until it was in RAM, its queue included."
+        "From the request for a chunk of a lower tier until it was in RAM, with its queue time."
     ),
     "spill": "How long the write of one chunk to a lower tier took.",
 }

@@ -14,7 +14,7 @@ _MOST_STEPS = 32
 _AT_ONCE = 1024
 """Chunks in one piece of :func:`lookup_run`: a few tenths of a millisecond."""
 Wait = Callable[[int], float | None]
-"""Seconds until so many more reads of one tier have ended; None: unknown."""
+"""Seconds until so many more reads of one tier have ended. None: unknown."""
 
 
 def lookup_run(

@@ -102,7 +102,7 @@ class Segments:
         self._bound()
 
     def tick(self, now: float) -> None:
-        """Checks a few of the kept chunks at each call; all of them get their turn."""
+        """Checks a few of the kept chunks at each call. All of them get their turn."""
         self._now = now
         for _ in range(min(_LOOKED_AT, len(self._kept))):
             key, (owner, seconds, until) = self._kept.popitem(last=False)

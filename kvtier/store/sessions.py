@@ -46,7 +46,7 @@ class Sessions:
         self._next = 0
 
     def seen(self, run: Sequence[ChunkKey], name: str = "") -> int:
-        """A session had this prompt; returns its number. ``run`` must not be empty."""
+        """A session had this prompt. Returns its number. ``run`` must not be empty."""
         if name:
             session = self._names[name][0] if name in self._names else self._new()
             _put(self._names, name, (session, run), _MOST_NAMES)

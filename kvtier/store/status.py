@@ -58,7 +58,7 @@ class TierStatus(msgspec.Struct, frozen=True):
     failed: int
     """Calls that failed with an I/O or network error."""
     corrupt: int
-    """Chunks whose checksum did not match; never served."""
+    """Chunks whose checksum did not match. Never served."""
     bytes_read: int
     bytes_written: int
     open_breakers: int
@@ -109,7 +109,7 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     promotions_refused: int
     """Chunks that a lower tier held but whose lane was full."""
     declined: dict[str, int]
-    """Chunks that could be had but were computed, by reason; mostly because that was faster."""
+    """Chunks that could be had but were computed, by reason. Mostly because that was faster."""
     missed: dict[str, int]
     """Chunks that loads named and could not have, by reason: see :mod:`kvtier.store.miss_reasons`.
     Only engines know salt, adapter and media."""

@@ -49,7 +49,7 @@ class Curve:
         self._hits = [[0] * len(scales) for _ in range(_GROUPS)]
 
     def seen(self, run: Sequence[ChunkKey], session: int) -> None:
-        """A prompt of this session asked for ``run``; then all of it is stored."""
+        """A prompt of this session asked for ``run``. Then all of it is stored."""
         if self.part < 1 and session * 0.7548776662466927 % 1.0 >= self.part:
             return
         hits, bands = self._hits[session % _GROUPS], self._bands
