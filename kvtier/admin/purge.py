@@ -33,7 +33,7 @@ async def purge(size_classes: SizeClasses, namespace: str | None, nvme_path: str
     25 seconds a size class. Raises KVTierError when the server is closing."""
     owner = None if namespace is None else tenant(namespace)
     chunks, busy = await asyncio.wrap_future(
-        size_classes.aside(partial(_discard_closed, nvme_path, owner))
+        size_classes.on_lane(partial(_discard_closed, nvme_path, owner))
     )
     opened = size_classes.open
     untouched = [

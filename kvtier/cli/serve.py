@@ -120,7 +120,7 @@ async def _look_again(config: Config, server: Server, name: str) -> None:
         await asyncio.sleep(_LOOK_AGAIN_S)
         try:
             why = await asyncio.shield(
-                asyncio.wrap_future(server.size_classes.aside(partial(LOOKS[name], config)))
+                asyncio.wrap_future(server.size_classes.on_lane(partial(LOOKS[name], config)))
             )
         except KVTierError as error:
             why = str(error)

@@ -275,7 +275,7 @@ class SizeClasses:
                 "a bug: room could not go from one chunk size to another", exc_info=turn.exception()
             )
 
-    def aside(self, work: Callable[[], R]) -> Future[R]:
+    def on_lane(self, work: Callable[[], R]) -> Future[R]:
         """Do ``work`` on the lane where stores are opened, in turn, so that no store is opening
         then."""
         future: Future[R] = Future()

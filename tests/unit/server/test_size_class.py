@@ -64,7 +64,7 @@ class Bench:
 
     def settle(self) -> None:
         self.size_classes.settle()
-        self.size_classes.aside(lambda: None).result(10.0)
+        self.size_classes.on_lane(lambda: None).result(10.0)
 
     @property
     def bytes_in_use(self) -> int:
