@@ -29,7 +29,7 @@ class Pair(NamedTuple):
 
 
 class Audit:
-    """``forget`` drops chunks everywhere. It is called without the lock.
+    """``invalidate`` drops chunks everywhere. It is called without the lock.
 
     Only copies of one origin are compared: a copy that was written from this slot, or that was read
     into it. A chunk that was computed twice may differ in its last bits and be right both times.
@@ -37,11 +37,14 @@ class Audit:
     """
 
     def __init__(
-        self, core: Core, below: Sequence[LowerTier], forget: Callable[[Sequence[ChunkKey]], None]
+        self,
+        core: Core,
+        below: Sequence[LowerTier],
+        invalidate: Callable[[Sequence[ChunkKey]], None],
     ) -> None:
         self.one_in = 0
         """0: never. It is set once, before the first load."""
-        self._core, self._below, self._forget = core, below, forget
+        self._core, self._below, self._invalidate = core, below, invalidate
         self._passed = 0
         self._said = False
 
@@ -92,7 +95,7 @@ class Audit:
                 core.counts["audit_mismatch"] += same is False
         if same is False:
             self._say(entry.key, below.tier.name)
-            self._forget([entry.key])
+            self._invalidate([entry.key])
 
     def _say(self, key: ChunkKey, tier: str) -> None:
         if not self._said:
