@@ -1,2 +1,2 @@
-"""Auto-config: look (:mod:`.probe`), time (:mod:`.measure`), decide (:mod:`.plan`), show why
-(:mod:`.explain`)."""
+"""Auto-config: probe the machine (:mod:`.probe`), measure it (:mod:`.measure`), decide
+(:mod:`.plan`), and show why (:mod:`.explain`)."""

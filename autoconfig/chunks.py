@@ -1,22 +1,22 @@
-"""How large a chunk is: pure arithmetic that a plan and every process of an engine do alike."""
+"""The size of a chunk: pure arithmetic, the same in a plan and in every process of an engine."""
 
 from __future__ import annotations
 
 from kvtier.autoconfig.facts import KIB, MIB
 
 TYPICAL_KV_BYTES = 128 * KIB
-"""A token's KV in models of about 8 billion parameters."""
+"""KV bytes a token in models of about 8 billion parameters."""
 
 
 def stored_kv_bytes(single: int, heads: int, tensor: int) -> int:
-    """Bytes of KV a token on all tensor ranks together, which keep copies of heads they cannot
+    """KV bytes a token on all tensor ranks together. Ranks keep copies of heads that they cannot
     divide."""
     return -(-single * max(tensor, heads) // heads)
 
 
 def chunk_tokens(kv_bytes: int, block: int, longest: int) -> int:
-    """Tokens a chunk: 256, unless that is less than 2 or more than 64 MiB; whole blocks; no more
-    than a sixteenth of the longest context when it grows."""
+    """Tokens a chunk: 256, unless such a chunk has less than 2 or more than 64 MiB. It is whole
+    blocks. When it grows, it is at most a sixteenth of the longest context."""
     tokens = 256
     while tokens * kv_bytes < 2 * MIB and tokens < 1024 and tokens * 32 <= longest:
         tokens *= 2

@@ -1,5 +1,5 @@
-"""``kvtier plan``: look at this machine, or ask what if it were another, and print what would be
-set and why."""
+"""``kvtier plan``: look at this machine, or at an assumed one, and print what would be set and
+why."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _WHAT_IF = "what if"
 
 
 def size(text: str) -> int:
-    """``--ram`` and ``--disk``, in the words of the configuration file."""
+    """Parse ``--ram`` and ``--disk``, written as in the configuration file."""
     try:
         return parse_size(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no size; expected for example 210GiB, 2TB or 1048576"
+            f"{text!r} is not a size; expected for example 210GiB, 2TB or 1048576"
         ) from None
 
 
 def speed(text: str) -> int:
-    """``--disk-speed``: bytes a second."""
+    """Parse ``--disk-speed``: bytes a second."""
     try:
         return parse_size(text.removesuffix("/s"))
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no speed; expected for example 2GB/s or 900MB/s"
+            f"{text!r} is not a speed; expected for example 2GB/s or 900MB/s"
         ) from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``kvtier plan``. Unset options mean: look."""
+    """The options of ``kvtier plan``. What an unset option would give is probed."""
     add = parser.add_argument
     about = (
         "model folder, its config.json, or a hub name that is in this host's hub cache (no "
@@ -92,8 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan. 0; or 1 when kvtier would stay off. Raises ConfigError for a wrong model or
-    option."""
+    """Print the plan. Returns 0, or 1 when kvtier would stay off. Raises ConfigError for a wrong
+    model or option."""
     facts = look(args)
     plan = make_plan(facts if args.no_measure else measure(facts))
     print(as_yaml(plan) if args.yaml else as_json(plan) if args.json else _for_people(plan))
@@ -105,7 +105,7 @@ def _for_people(plan: Plan) -> str:
 
 
 def look(args: argparse.Namespace) -> Facts:
-    """What is there, with the what-if options laid over it."""
+    """The facts of this machine, with the what-if options laid over them."""
     for name in ("tp", "pp", "dp", "engines", "max_model_len", "block_tokens"):
         if (given := getattr(args, name)) is not None and given < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {given}: expected 1 or more")

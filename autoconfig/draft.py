@@ -1,4 +1,4 @@
-"""What a plan consists of, and the draft that it grows in. Pure: looks at nothing."""
+"""What a plan consists of, and the draft in which it is made. Pure: it probes nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Value = int | float | str
 T = TypeVar("T", int, float)
 
 _LATENCY = {"ram": 0.0002, "nvme": 0.001, "redis": 0.002}
-"""Seconds from asking to the first byte."""
+"""Seconds from the request to the first byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``settings`` are config keys; ``derived`` is what led there; ``left_out`` is (tier,
-    reason)."""
+    """``settings`` are config keys. ``derived`` is what led to them. ``left_out`` has pairs of tier
+    and reason."""
 
     settings: tuple[Row, ...]
     derived: tuple[Row, ...]
@@ -35,7 +35,7 @@ class Plan:
     left_out: tuple[tuple[str, str], ...]
 
     def values(self) -> dict[str, Value]:
-        """What to hand to kvtier's config. Without ``ram_bytes`` kvtier must stay off: see
+        """The values for kvtier's config. Without ``ram_bytes`` kvtier must stay off: see
         ``left_out``."""
         return {row.key: row.value for row in self.settings}
 
@@ -57,7 +57,7 @@ class Draft:
         self.left_out.append((tier, reason))
 
     def take(self, key: str, fact: Fact[T], otherwise: T, because: str) -> T:
-        """The fact's value, or ``otherwise`` with the assumption written down."""
+        """The fact's value, or else ``otherwise``, with the assumption written down."""
         if fact.value is not None:
             return fact.value
         self.derived.append(Row(key, otherwise, "assumed", f"unknown ({fact.source}); {because}"))
@@ -78,7 +78,7 @@ class Load:
     stores: int
 
     def too_small(self, size: int) -> str:
-        """Why ``size`` bytes are not worth a tier; "" when one long context fits."""
+        """Why ``size`` bytes are not worth a tier. "" when one long context fits."""
         if size >= max(MIB, self.long_tokens * self.kv_bytes):
             return ""
         needed = size_text(self.long_tokens * self.kv_bytes)
@@ -86,8 +86,8 @@ class Load:
 
 
 def break_even_row(tier: str, speed: Fact[float], load: Load, draft: Draft) -> Row | None:
-    """The length from which the tier beats computing, to be shown; leaves the tier out when there
-    is none."""
+    """The row with the length from which the tier is faster than computing. Without such a length
+    the tier is left out."""
     name, _, place = tier.partition(" ")
     bandwidth = max(1.0, min(speed.value or 0.0, load.link))
     tokens = break_even(Route(bandwidth, _LATENCY[name]), load.kv_bytes, load.prefill, load.longest)
@@ -105,7 +105,7 @@ def break_even_row(tier: str, speed: Fact[float], load: Load, draft: Draft) -> R
         f"{name}_break_even_tokens",
         tokens,
         source,
-        f"shorter hits are faster computed than loaded{where}",
+        f"shorter hits are computed faster than they are loaded{where}",
     )
 
 

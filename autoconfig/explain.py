@@ -1,4 +1,4 @@
-"""Show a plan: a table for people, YAML for kvtier, JSON for programs. Pure: returns text."""
+"""Shows a plan: a table for people, YAML for kvtier, JSON for programs. Pure: it returns text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvtier.core.terminal import rate_text, size_text
 
 
 def value_text(key: str, value: Value) -> str:
-    """``225485783040`` of ``ram_bytes`` -> ``210 GiB``; counts with thousands' commas; a URL
-    without its password."""
+    """``225485783040`` of ``ram_bytes`` -> ``210 GiB``. Counts get commas between thousands. A URL
+    is shown without its password."""
     if isinstance(value, str):
         return str(masked(value))
     if key.endswith("bytes_per_second"):
@@ -26,12 +26,13 @@ def value_text(key: str, value: Value) -> str:
 
 
 def table(plan: Plan, used: Config | None = None, columns: int | None = None) -> str:
-    """Columns key, value, source, reason: what was found, then what is set, then what is left out
-    and why.
+    """Columns key, value, source and reason. First what was found, then what is set, then what is
+    left out and why.
 
-    ``used``: what is really used, where an operator set keys of his own; None: the plan is.
-      ``columns``: as in
-    :func:`kvtier.core.terminal.table`.
+    Args:
+        used: the configuration that is really used, where an operator set some keys. None: the
+            plan is used.
+        columns: as in :func:`kvtier.core.terminal.table`.
     """
     settings = plan.settings if used is None else list(_used(plan, used))
     parts = ["What was found", *_rows(plan.derived, columns)]
@@ -44,18 +45,18 @@ def table(plan: Plan, used: Config | None = None, columns: int | None = None) ->
             *terminal.table(("tier", "reason"), plan.left_out, columns=columns),
         ]
     if plan.warnings:
-        parts += ["", "Mind", *plan.warnings]
+        parts += ["", "Warnings", *plan.warnings]
     return "\n".join(parts)
 
 
 PLANNED = "auto-config"
-"""The source of a key that a plan set."""
+"""The source of a key that a plan has set."""
 _TIER_KEYS = ("chunk_tokens", "ram_bytes", "nvme_path", "nvme_bytes", "redis_url", "redis_bytes")
-"""What a plan may set."""
+"""The keys that a plan may set."""
 
 
 def _used(plan: Plan, used: Config) -> Iterator[Row]:
-    """The plan's rows where its word holds, the operator's where his does."""
+    """The plan's rows where the plan decides, and the operator's where the operator has decided."""
     planned = {row.key: row for row in plan.settings}
     for key in (*_TIER_KEYS, *(key for key in planned if key not in _TIER_KEYS)):
         row, value, source = planned.get(key), getattr(used, key), used.sources.get(key, "default")
@@ -69,7 +70,7 @@ def _used(plan: Plan, used: Config) -> Iterator[Row]:
 
 
 def configuration_text(config: Config) -> str:
-    """The keys that differ from their defaults, in a line, each with its source. Passwords are
+    """The keys that differ from their defaults, in one line, each with its source. Passwords are
     masked."""
     rows = [row for row in describe(config) if row.key in config.sources]
     said = [
@@ -81,7 +82,7 @@ def configuration_text(config: Config) -> str:
 
 
 def _shown(key: str, value: object) -> str:
-    """Sizes as people write them; a flag is no number."""
+    """Sizes as people write them. A flag is not a number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return str(value)
     return value_text(key, value)
@@ -93,7 +94,7 @@ def _rows(rows: Iterable[Row], columns: int | None) -> list[str]:
 
 
 def next_step(plan: Plan) -> str:
-    """What somebody who read the plan does with it."""
+    """What a reader of the plan does next."""
     if not plan.settings:
         return (
             "free some RAM or take a smaller model, and plan again ('--ram 64GiB' shows what "
@@ -106,13 +107,12 @@ def next_step(plan: Plan) -> str:
         )
     return (
         "KVTIER_AUTO=true has an engine do the same at its start; or 'kvtier plan ... --yaml > "
-        "/etc/kvtier.yaml' "
-        "writes it down, and KVTIER_CONFIG_FILE=/etc/kvtier.yaml uses it"
+        "/etc/kvtier.yaml' writes it to a file, and KVTIER_CONFIG_FILE=/etc/kvtier.yaml uses it"
     )
 
 
 def as_yaml(plan: Plan) -> str:
-    """The configuration file that would give the same by hand, reasons as comments."""
+    """The configuration file that would give the same by hand, with reasons as comments."""
     lines = [
         (
             "# Written by 'kvtier plan --yaml' for this machine, model and layout; plan again when "
@@ -123,7 +123,7 @@ def as_yaml(plan: Plan) -> str:
         lines.append(f"# {value_text(row.key, row.value)}: {row.reason} [{row.source}]")
         lines.append(f"{row.key}: {json.dumps(row.value)}")
     lines += [f"# left out: {tier}: {reason}" for tier, reason in plan.left_out]
-    lines += [f"# mind: {warning}" for warning in plan.warnings]
+    lines += [f"# warning: {warning}" for warning in plan.warnings]
     return "\n".join(line.replace("\n", " ") for line in lines)
 
 

@@ -1,8 +1,8 @@
-"""What a machine, a path, a Redis, a model and an engine *are*. Data only:
-:mod:`kvtier.autoconfig.probe.probe` fills it.
+"""What a machine, a path, a Redis, a model and an engine *are*. Data only, which
+:mod:`kvtier.autoconfig.probe.probe` fills in.
 
-Every field is a :class:`Fact`: a value with where it was read, or no value with why it is unknown.
-Sizes are bytes, speeds bytes a second. Nothing here decides anything.
+Every field is a :class:`Fact`: a value with where it was read, or no value with the reason why it
+is unknown. Sizes are bytes, speeds are bytes a second. Nothing here decides anything.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ T = TypeVar("T")
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 UNLIMITED = 1 << 62
-"""A limit that is there but says "no limit" (RLIM_INFINITY)."""
+"""The value of a limit that means "no limit" (RLIM_INFINITY)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact(Generic[T]):
-    """One thing looked at. ``value`` None = unknown, and ``source`` then says why."""
+    """One fact. ``value`` None means unknown, and then ``source`` says why."""
 
     value: T | None
     source: str
@@ -43,23 +43,23 @@ class Memory:
     available: Fact[int] = _UNSEEN
     """What the kernel could give without swapping (MemAvailable)."""
     cgroup_headroom: Fact[int] = _UNSEEN
-    """Tightest limit less use (reclaimable file cache not counted) on the way up the cgroups;
-    UNLIMITED without one."""
+    """The tightest limit less use, over all cgroups up to the top. Reclaimable file cache does not
+    count as use. UNLIMITED without a limit."""
     cgroup_limit: Fact[int] = _UNSEEN
-    """Tightest limit on the way up the cgroups beyond which the kernel kills; UNLIMITED without
-    one."""
+    """The tightest limit, over all cgroups up to the top, beyond which the kernel kills. UNLIMITED
+    without one."""
     shm: Fact[int] = _UNSEEN
     reserved: Fact[int] = _UNSEEN
-    """Huge pages of 2 MiB that the host's owner set apart (vm.nr_hugepages) and nobody has or was
-    promised. Not in ``available``."""
+    """Huge pages of 2 MiB that the host's owner set apart (vm.nr_hugepages) and that nobody has or
+    was promised. They are not in ``available``."""
     makes_huge: Fact[bool] = _UNSEEN
     """Does the kernel make huge pages of ordinary shared memory when it is asked to?"""
     memlock: Fact[int] = _UNSEEN
     numa_nodes: Fact[int] = _UNSEEN
     cpus: Fact[int] = _UNSEEN
     pools: Fact[int] = _UNSEEN
-    """What other engines' kvtier pools hold here already: no longer available, but part of what is
-    to be shared."""
+    """What other engines' kvtier pools take here already. It is no longer available, but it is part
+    of what is to be shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,11 @@ class Disk:
 
     path: str
     free: Fact[int] = _UNSEEN
-    """For us, without root's reserve."""
+    """Free for this user, without root's reserve."""
     total: Fact[int] = _UNSEEN
     own: Fact[int] = _UNSEEN
-    """Bytes that files of an earlier kvtier hold there: ours to reuse, so they count as free."""
+    """Bytes in files that an earlier kvtier left there. They can be reused, so they count as
+    free."""
     filesystem: Fact[str] = _UNSEEN
     writable: Fact[bool] = _UNSEEN
     o_direct: Fact[bool] = _UNSEEN
@@ -107,23 +108,23 @@ class Redis:
 class Model:
     name: Fact[str] = _UNSEEN
     kv_bytes_per_token: Fact[int] = _UNSEEN
-    """One copy, all layers (windowed ones too), before tensor parallelism replicates anything."""
+    """One copy of all layers (windowed ones too), before tensor parallelism replicates anything."""
     kv_bytes_global: Fact[int] = _UNSEEN
     """The same with only the layers that see the whole context (sliding-window models)."""
     kv_heads: Fact[int] = _UNSEEN
-    """1 for MLA: its latent cannot be split."""
+    """1 for MLA, because its latent cannot be split."""
     weight_bytes: Fact[int] = _UNSEEN
     active_parameters: Fact[int] = _UNSEEN
-    """Parameters one token passes through (all of them but the idle experts)."""
+    """Parameters that one token passes through (all except the idle experts)."""
     attention_flops: Fact[int] = _UNSEEN
     """Floating-point operations of causal attention over n tokens, divided by n * n."""
     max_tokens: Fact[int] = _UNSEEN
-    """The longest context the model's config allows."""
+    """The longest context that the model's config allows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The engine's own configuration, and who else runs on this host."""
+    """The engine's own configuration, and the other engines on this host."""
 
     tensor_parallel: Fact[int] = _UNSEEN
     pipeline_parallel: Fact[int] = _UNSEEN
@@ -135,9 +136,10 @@ class Serving:
     block_tokens: Fact[int] = _UNSEEN
     max_model_len: Fact[int] = _UNSEEN
     kv_cache_tokens: Fact[int] = _UNSEEN
-    """What one replica's own KV cache holds: in GPU memory, or in host RAM on the CPU backend."""
+    """Tokens in one replica's own KV cache: in GPU memory, or in host RAM on the CPU backend."""
     started: Fact[bool] = _UNSEEN
-    """The weights are loaded; on the CPU backend the available RAM is already without them."""
+    """The weights are loaded. On the CPU backend the available RAM does not include them any
+    more."""
     prefill_rate: Fact[float] = _UNSEEN
     """Measured prompt tokens a second."""
 
@@ -151,4 +153,4 @@ class Facts:
     model: Model = field(default_factory=Model)
     engine: Serving = field(default_factory=Serving)
     copy_speed: Fact[float] = _UNSEEN
-    """Host memory to host memory, one thread."""
+    """From host memory to host memory, on one thread."""

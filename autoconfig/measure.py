@@ -1,8 +1,8 @@
-"""Bounded timing of what a plan rests on: memory copy, O_DIRECT on each path, Redis. At most
-:data:`SECONDS` in all.
+"""Bounded measurements for a plan: memory copy, O_DIRECT on each path, Redis. At most
+:data:`SECONDS` in total.
 
-One thread each, so a disk with many queues may do better than what is written down: the plan errs
-    to the slow side.
+Each uses one thread. A disk with many queues may do better than measured, so the plan errs on the
+slow side.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ _BLOCK = 4 * MIB
 _COPY_BYTES = 64 * MIB
 _FILE_BLOCKS = 64
 _KEEP_FREE = 8
-"""A trial file takes at most this part (1/8) of what is free."""
+"""A trial file takes at most this part (1/8) of the free space."""
 
 
 def measure(facts: Facts, seconds: float = SECONDS) -> Facts:
-    """``facts`` with speeds filled in where something could be timed; a failure is an unknown with
-    its reason.
+    """``facts`` with the speeds that could be measured. A failure is an unknown fact with its
+    reason.
 
-    Every trial stops at its share of ``seconds``; one operation under way (4 MiB) may run past it.
+    Every trial stops when its share of ``seconds`` is used up. Only an operation that has begun (4
+    MiB) may take longer.
     """
     copy = _copy_speed(seconds * 0.1)
     worth = [disk for disk in facts.disks if _can_time(disk)]
@@ -43,8 +44,8 @@ def measure(facts: Facts, seconds: float = SECONDS) -> Facts:
 
 
 def _rate(step: Callable[[int], int], seconds: float, most: int) -> float:
-    """Bytes a second of ``step(i)``, called for at most ``most`` steps or ``seconds``, and at least
-    once."""
+    """Bytes a second of ``step(i)``. It is called at least once, and at most for ``most`` steps or
+    ``seconds``."""
     done, begun, last = 0, time.perf_counter(), 0.0
     for index in range(most):
         done += step(index)
@@ -57,7 +58,7 @@ def _rate(step: Callable[[int], int], seconds: float, most: int) -> float:
 def _copy_speed(seconds: float) -> Fact[float]:
     with mmap.mmap(-1, _COPY_BYTES) as source, mmap.mmap(-1, _COPY_BYTES) as target:
         source[:] = b"\1" * _COPY_BYTES
-        target[:] = b"\2" * _COPY_BYTES  # pages are there before the clock starts
+        target[:] = b"\2" * _COPY_BYTES  # the pages are present before the clock starts
         with memoryview(source) as src, memoryview(target) as dst:
 
             def copy(_: int) -> int:
@@ -69,7 +70,7 @@ def _copy_speed(seconds: float) -> Fact[float]:
 
 def _can_time(disk: Disk) -> bool:
     kind = disk.filesystem.value or ""
-    if disk.read_speed.value is not None:  # given: what if it were so fast?
+    if disk.read_speed.value is not None:  # a what-if option gave it
         return False
     return (
         bool(disk.o_direct.value)
@@ -108,7 +109,7 @@ def _timed_disk(disk: Disk, seconds: float) -> Disk:
 
 
 def _redis_speed(redis: Redis, seconds: float) -> Fact[float]:
-    """The slower of SET and GET of 4 MiB values under one name that expires by itself."""
+    """The slower of SET and GET of 4 MiB values, under one name that expires by itself."""
     from kvtier.tiers.redis.errors import FAULTS, RefusedError, WrongSizeError
     from kvtier.tiers.redis.servers import RedisServers
 

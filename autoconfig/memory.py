@@ -1,8 +1,8 @@
-"""May this process take so much RAM? Asked before a byte of it is taken, because the kernel refuses
-by killing.
+"""May this process take so much RAM? It is asked before any of it is taken, because the kernel
+refuses by killing.
 
-More than a limit ever allows is an error. More than is free now is a warning: others may give back
-    what they hold.
+More RAM than a limit ever allows is an error. More than is free now is a warning, because others
+may give RAM back.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from kvtier.core.terminal import size_text
 logger = logging.getLogger("kvtier")
 
 INDEX_BYTES = 400
-"""What the process needs for one chunk beside its slot (``python -m kvtier.bench.micro.index``)."""
+"""What the process needs for one chunk besides its slot (``python -m
+kvtier.bench.micro.index``)."""
 
 
 class Room(NamedTuple):
-    """The RAM of this process. A fact is None where neither the machine nor the cgroup says."""
+    """The RAM of this process. A fact is None where neither the machine nor the cgroup tells it."""
 
     limit: Fact[int] | None
-    """What it can ever have."""
+    """What the process can ever have."""
     free: Fact[int] | None
-    """What it could take now."""
+    """What the process could take now."""
     own: int
-    """Bytes that it has, and keeps to its end."""
+    """Bytes that the process has, and keeps to its end."""
 
     def ever(self, size: int) -> bool:
-        """Can it come to hold ``size`` bytes more?"""
+        """Whether the process can ever have ``size`` bytes more."""
         return self.limit is None or size + self.own <= _value(self.limit)
 
     def now(self, size: int) -> bool:
-        """Is there room for them now?"""
+        """Whether there is room for them now."""
         return self.free is None or size <= _value(self.free)
 
 
 def ram_room(root: Path = ROOT) -> Room:
-    """As it is now. ``root``: where /proc and /sys are."""
+    """The room at this moment. ``root``: where /proc and /sys are."""
     memory = probe_memory(root)
     limit = _least(memory.cgroup_limit, memory.total)
     free = _least(memory.available, memory.cgroup_headroom)
@@ -50,8 +51,8 @@ def ram_room(root: Path = ROOT) -> Room:
 
 
 def in_reserved_pages(ram_bytes: int, root: Path = ROOT) -> bool:
-    """Whether free reserved huge pages hold it all: an engine's own pool takes those, which nobody
-    else can have."""
+    """Whether free reserved huge pages can hold all of it. An engine's own pool takes such pages,
+    which nobody else can have."""
     return ram_bytes <= (probe_memory(root).reserved.value or 0)
 
 
@@ -63,15 +64,17 @@ def require_ram(
     lent: bool = False,
     root: Path = ROOT,
 ) -> None:
-    """Raise ConfigError when this process can never hold ``ram_bytes``; log a warning when it
-    cannot now.
+    """Raise ConfigError when this process can never have ``ram_bytes``. Log a warning when it
+    cannot have them now.
 
-    What reserved huge pages hold is not asked about. ``lent``: a server's RAM, which never lies in
-    them.
+    Nothing is checked when reserved huge pages can hold all of it.
 
-    ``slot_bytes``: the size of a slot, for the index; None: not known yet. ``source``: whose word
-      ``ram_bytes`` is.
-    ``root``: where /proc and /sys are.
+    Args:
+        ram_bytes: the size of the RAM tier.
+        slot_bytes: the size of a slot, for the index. None: not known yet.
+        source: who decided ``ram_bytes``.
+        lent: it is a server's RAM, which never lies in reserved huge pages.
+        root: where /proc and /sys are.
     """
     if not lent and in_reserved_pages(ram_bytes, root):
         return
@@ -83,14 +86,12 @@ def require_ram(
         raise ConfigError(
             f"{given} is more RAM than this process can ever have: {size_text(_value(limit))} "
             f"({limit.source}), of which it needs {size_text(own + needed - ram_bytes)} itself. "
-            "The kernel would kill "
-            f"it. Lower ram_bytes below {size_text(most)}, or raise the limit"
+            f"The kernel would kill it. Lower ram_bytes below {size_text(most)}, or raise the limit"
         )
     if free is not None and not room.now(needed):
         logger.warning(
             "%s is more than the %s that are free now (%s): the kernel may kill this process when "
-            "the RAM tier fills. "
-            "Lower ram_bytes, or make room",
+            "the RAM tier fills. Lower ram_bytes, or make room",
             given,
             size_text(_value(free)),
             free.source,
@@ -98,7 +99,7 @@ def require_ram(
 
 
 def _least(*facts: Fact[int]) -> Fact[int] | None:
-    """The smallest that is known."""
+    """The smallest of the known facts."""
     return min((fact for fact in facts if fact.value is not None), key=_value, default=None)
 
 
@@ -107,8 +108,7 @@ def _value(fact: Fact[int]) -> int:
 
 
 def _own_bytes(root: Path) -> int:
-    """Memory of this process that nothing but its end gives back; 0 where the kernel does not
-    say."""
+    """Memory of this process that only its end gives back. 0 where the kernel does not tell."""
     try:
         lines = (root / "proc/self/status").read_text().splitlines()
     except OSError:

@@ -1,9 +1,10 @@
-"""KV bytes per token, parameters and weights from a Hugging Face ``config.json``. Pure: the mapping
-comes in parsed.
+"""KV bytes a token, parameters and weights, from a Hugging Face ``config.json``. Pure: the mapping
+is given parsed.
 
-One token's KV: ``2 * kv_heads * head_dim * item`` bytes a layer (keys and values); with multi-head
-latent attention (MLA) one shared ``kv_lora_rank + qk_rope_head_dim`` row instead. Linear-attention
-and state-space layers keep a state per request, not per token: they count nothing here.
+One token's KV has ``2 * kv_heads * head_dim * item`` bytes a layer (keys and values). With
+multi-head latent attention (MLA) it is one shared row of ``kv_lora_rank + qk_rope_head_dim``.
+Layers with linear attention or a state space keep a state per request and not per token, so they
+count nothing here.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ _DEFAULTS: dict[str, Config] = {
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Geometry of one token's KV, one copy. ``layers`` = those that keep KV; ``global_layers`` see
-    all of it."""
+    """The shape of one token's KV, one copy. ``layers`` are those that keep KV. ``global_layers``
+    are those that see the whole context."""
 
     layers: int
     global_layers: int
     kv_heads: int
     row_bytes: int
-    """One layer's bytes for one token."""
+    """Bytes of one layer for one token."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -68,8 +69,8 @@ class KVShape:
 
 
 def text_config(config: Config) -> Config:
-    """The language model's part of a (possibly multimodal) config, dtype inherited, family defaults
-    filled in."""
+    """The language model's part of a (possibly multimodal) config, with the dtype inherited and the
+    family's defaults filled in."""
     inner: Config = config
     for name in ("text_config", "llm_config", "language_config"):
         if isinstance(config.get(name), Mapping):
@@ -139,7 +140,7 @@ def _kv_item_bytes(config: Config, kv_dtype: str) -> int:
 
 
 def kv_shape(config: Config, kv_dtype: str = "auto") -> KVShape:
-    """Raises ConfigError when a needed key is missing or no layer keeps KV by token."""
+    """Raises ConfigError when a needed key is missing, or when no layer keeps KV by token."""
     config = text_config(config)
     kinds = _layer_kinds(config)
     whole = sum("full" in kind or kind in ("attention", "global_attention") for kind in kinds)
@@ -157,8 +158,8 @@ def kv_shape(config: Config, kv_dtype: str = "auto") -> KVShape:
 
 
 def parameters(config: Config) -> tuple[int, int]:
-    """(all, active for one token), by the usual decoder's formula; norms and biases are left out
-    (below 0.1 %).
+    """(all, active for one token), by the usual formula for decoders. Norms and biases are left out
+    (less than 0.1 %).
 
     Raises ConfigError for models whose layers are not of one kind.
     """
@@ -222,8 +223,8 @@ def _weight_item_bytes(config: Config) -> float:
 def describe(
     config: Config, name: str, kv_dtype: str = "auto", weight_bytes: Fact[int] | None = None
 ) -> Model:
-    """Everything :mod:`.plan` wants to know about a model. ``weight_bytes`` when somebody looked at
-    the files."""
+    """All that :mod:`.plan` needs to know about a model. ``weight_bytes``: given when somebody
+    looked at the files."""
     shape, text = kv_shape(config, kv_dtype), text_config(config)
     source = f"config.json, KV dtype {kv_dtype}"
     heads, head_dim = _heads(text)

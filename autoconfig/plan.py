@@ -1,12 +1,15 @@
-"""Facts -> Plan: the values of kvtier's config keys, each with its source and reason. Pure: looks
-at nothing.
+"""Facts -> Plan: the values of kvtier's config keys, each with its source and reason. Pure: it
+probes nothing.
 
-Rules: no size exceeds what is free for it (RAM within the cgroup, the disk, Redis; locked memory
-    where the driver
-charges it); a tier that cannot hold one long context, or whose hit never beats computing, is left
-out *with the reason*; what is unknown is assumed aloud, and on the safe side. Sizes are for one
-store: all tensor and pipeline ranks of one engine replica together. Replicas and engines on the
-same host get equal shares.
+Rules:
+
+- No size exceeds what is free for it: RAM within the cgroup, the disk, Redis, and locked memory
+  where the driver charges it.
+- A tier that cannot hold one long context, or whose hits are never faster than computing, is left
+  out *with the reason*.
+- What is unknown is assumed on the safe side, and the assumption is shown.
+- Sizes are for one store: all tensor and pipeline ranks of one engine replica together. Replicas
+  and engines on the same host get equal shares.
 """
 
 from __future__ import annotations
@@ -61,11 +64,11 @@ _ASSUMED_READ = {"nvme": 2.0e9, "ssd": 0.4e9, "virtual": 0.2e9, "ebs": 0.125e9, 
 _THREADS = {"nvme": 4, "ssd": 2, "virtual": 2, "ebs": 2, "rotational": 1}
 _KV_BYTES = "2 x KV heads x head dim x layers, or the MLA latent; windowed layers counted in full"
 _REDIS_SHARE = 0.9
-"""Of what Redis has left; the rest is its own overhead and fragmentation."""
+"""The part of what Redis has left. The rest is its own overhead and fragmentation."""
 
 
 def make_plan(facts: Facts) -> Plan:
-    """The whole decision. Never raises for missing facts; never sets a size of 0."""
+    """The whole decision. It never raises for missing facts, and never sets a size of 0."""
     draft = Draft()
     load = _load(facts, draft)
     ram_bytes = _plan_ram(facts, load, draft)
@@ -159,7 +162,7 @@ def _prefill(facts: Facts, ranks: int, draft: Draft) -> Prefill:
             f"estimated for {ranks} x {gpus.kind.value}",
         )
         if kind is None:
-            source += ", taken as H100: with a faster GPU a tier pays later"
+            source += ", taken as an H100: with a faster GPU a tier pays only for longer hits"
     prefill = Prefill.estimate(size, model.attention_flops.value or 0, peak)
     draft.show(
         "prefill_tokens_per_second",
@@ -171,7 +174,7 @@ def _prefill(facts: Facts, ranks: int, draft: Draft) -> Prefill:
 
 
 def _link(facts: Facts, ranks: int, draft: Draft) -> float:
-    """Bytes a second between RAM and the engine's KV memory, all ranks together."""
+    """Bytes a second between RAM and the engine's KV memory, for all ranks together."""
     if facts.gpus.count.value == 0:
         return max(
             1.0,
@@ -187,8 +190,8 @@ def _link(facts: Facts, ranks: int, draft: Draft) -> float:
 
 
 def _available(facts: Facts, draft: Draft) -> Fact[int]:
-    """RAM that is free for us: the tighter of the machine and the cgroup, less what a Redis here
-    may still grow."""
+    """RAM that is free for kvtier: what the machine or the cgroup leaves, whichever is less, minus
+    what a Redis on this host may still take."""
     seen = [
         f for f in (facts.memory.available, facts.memory.cgroup_headroom) if f.value is not None
     ]
@@ -207,22 +210,21 @@ def _available(facts: Facts, draft: Draft) -> Fact[int]:
         growth = max(0, redis.maxmemory.value - (redis.used.value or 0))
         return known(
             (free.value or 0) - growth,
-            f"{free.source}, less {size_text(growth)} the Redis here may take",
+            f"{free.source}, less {size_text(growth)} that the Redis here may take",
         )
     return free
 
 
 def _reserve(facts: Facts, available: int, load: Load, draft: Draft) -> int:
-    """RAM left to others, as LMI does it, but of what is available inside the cgroup and for every
+    """RAM left to others, as LMI does it, but as a part of what the cgroup leaves, and for every
     engine."""
     weights, cpu = facts.model.weight_bytes, facts.gpus.count.value == 0
     fifth = available // 5
     if weights.value is None:
         reserve, why = available // 2, f"half of it: weight bytes are unknown ({weights.source})"
     else:
-        copies = (
-            1 if cpu and facts.engine.started.value else 2
-        )  # then the first is no longer in what is available
+        # once it has started, one copy is no longer in what is available
+        copies = 1 if cpu and facts.engine.started.value else 2
         reserve = max(copies * weights.value * load.stores, fifth)
         times = f" x {load.stores} engines" if load.stores > 1 else ""
         why = (
@@ -238,7 +240,7 @@ def _reserve(facts: Facts, available: int, load: Load, draft: Draft) -> int:
 
 
 def _plan_ram(facts: Facts, load: Load, draft: Draft) -> int:
-    """The RAM tier's bytes for one store; 0 when it is left out."""
+    """The bytes of the RAM tier for one store. 0 when it is left out."""
     free = _available(facts, draft)
     if free.value is None:
         draft.leave_out(
@@ -254,7 +256,7 @@ def _plan_ram(facts: Facts, load: Load, draft: Draft) -> int:
             "ram_held_bytes",
             pools,
             facts.memory.pools.source,
-            "engines here have it: it is shared too",
+            "engines here have it already: it is shared too",
         )
     reserve = _reserve(facts, max(0, free.value + pools), load, draft)
     share = max(
@@ -286,7 +288,8 @@ def _plan_ram(facts: Facts, load: Load, draft: Draft) -> int:
 
 
 def _show_memory(memory: Memory, share: int, stores: int, draft: Draft) -> None:
-    """What an operator wants to see of a host's memory beside the RAM tier's ``share`` bytes."""
+    """What an operator wants to know of a host's memory besides the ``share`` bytes of the RAM
+    tier."""
     shm = size_text(memory.shm.value) if memory.shm.value is not None else "unknown"
     draft.show(
         "shm_bytes",
@@ -324,15 +327,15 @@ def _show_huge_pages(memory: Memory, share: int, stores: int, draft: Draft) -> N
     else:
         pages = -(-share // HUGE_BYTES) * stores
         note = (
-            "a disk needs a second copy; spared by Linux 6.1, or by sysctl "
+            "a disk needs a second copy; Linux 6.1 avoids it, or sysctl "
             f"vm.nr_hugepages={pages} before a start"
         )
         draft.show("huge_pages", "none", memory.makes_huge.source, note)
 
 
 def _locked(facts: Facts, share: int, draft: Draft) -> tuple[int, str]:
-    """Cut ``share`` to RLIMIT_MEMLOCK where pinning it for a GPU is, or may be, charged to that
-    limit."""
+    """Cut ``share`` to RLIMIT_MEMLOCK where pinning it for a GPU is charged to that limit, or may
+    be."""
     gpus, limit = facts.gpus, facts.memory.memlock
     if gpus.count.value == 0 or limit.value is None or limit.value >= UNLIMITED:
         return share, ""
@@ -342,10 +345,9 @@ def _locked(facts: Facts, share: int, draft: Draft) -> tuple[int, str]:
         )
         return share, ""
     note = (
-        f"; cut to RLIMIT_MEMLOCK {size_text(limit.value)}, which pinning for the GPU may be "
-        "charged to: raise it "
+        f"; cut to RLIMIT_MEMLOCK {size_text(limit.value)}, to which pinning for the GPU may be "
+        "charged: raise it (docker run --ulimit memlock=-1, systemd LimitMEMLOCK=infinity)"
     )
-    note += "(docker run --ulimit memlock=-1, systemd LimitMEMLOCK=infinity)"
     return (share, "") if limit.value >= share else (limit.value, note)
 
 
@@ -353,7 +355,7 @@ def _plan_chunk(facts: Facts, load: Load, draft: Draft) -> None:
     block = max(1, facts.engine.block_tokens.value or 16)
     tokens = chunk_tokens(load.kv_bytes, block, load.longest)
     size = tokens * load.kv_bytes
-    why = "2 to 64 MiB keep disks busy and match finely"
+    why = "2 to 64 MiB keep disks busy, and prefixes match in small steps"
     if size < 2 * MIB:
         why += "; a larger one would be over 1,024 tokens or a sixteenth of the longest context"
     elif size > 64 * MIB:
@@ -365,7 +367,7 @@ def _plan_chunk(facts: Facts, load: Load, draft: Draft) -> None:
 
 
 class _Usable(NamedTuple):
-    """A folder that would do; ``speed`` in bytes a second, from ``source``."""
+    """A folder that can be used. ``speed`` in bytes a second, from ``source``."""
 
     speed: float
     size: int
@@ -418,13 +420,13 @@ def _plan_disk(facts: Facts, load: Load, draft: Draft) -> None:
 
 
 def _disk_reserve(disk: Disk) -> int:
-    """A tenth of the filesystem, at least 2 GiB: file systems and flash slow down when full, and
-    others log there."""
+    """A tenth of the file system, at least 2 GiB. File systems and flash slow down when they are
+    full, and others write logs there."""
     return max((disk.total.value or disk.free.value or 0) // 10, 2 * GIB)
 
 
 def _disk_verdict(disk: Disk, load: Load) -> tuple[str, int, Fact[float]]:
-    """(why it cannot be used or "", bytes for one store, read speed)."""
+    """(why it cannot be used, or "", bytes for one store, read speed)."""
     kind, name = disk.device.value, disk.filesystem.value or "unknown"
     speed = or_assumed(
         disk.read_speed, _ASSUMED_READ.get(kind or "", 0.2e9), kind or "an unknown device"
@@ -484,7 +486,7 @@ def _plan_redis(redis: Redis | None, load: Load, draft: Draft) -> None:
     draft.derived.append(pays)
     if "random" in (redis.policy.value or ""):
         draft.warnings.append(
-            f"Redis policy {redis.policy.value} forgets at random: set noeviction, kvtier evicts"
+            f"Redis policy {redis.policy.value} evicts at random: set noeviction, kvtier evicts"
         )
     draft.set("redis_url", redis.url, "given", redis.reachable.source)
     draft.set(
@@ -497,8 +499,7 @@ def _plan_redis(redis: Redis | None, load: Load, draft: Draft) -> None:
 
 
 def _show_worth(facts: Facts, load: Load, ram_bytes: int, draft: Draft) -> None:
-    """From which working set on the tiers have anything to do (:mod:`.breakeven`, second
-    question)."""
+    """The working sets from which on the tiers are useful (:mod:`.breakeven`, second question)."""
     own = facts.engine.kv_cache_tokens
     weights, memory = facts.model.weight_bytes.value, facts.gpus.bytes_each.value
     if own.value is None and weights and memory and facts.gpus.count.value:
@@ -510,13 +511,13 @@ def _show_worth(facts: Facts, load: Load, ram_bytes: int, draft: Draft) -> None:
         "ram_useful_from_tokens",
         own.value,
         own.source,
-        "working sets below it fit the engine's own KV cache",
+        "smaller working sets fit in the engine's own KV cache",
     )
-    below = offload_from(ram_bytes, load.kv_bytes)
+    least = offload_from(ram_bytes, load.kv_bytes)
     draft.show(
-        "nvme_useful_from_tokens", below, "ram_bytes", "working sets below it fit the RAM tier"
+        "nvme_useful_from_tokens", least, "ram_bytes", "smaller working sets fit in the RAM tier"
     )
-    if below < own.value:
+    if least < own.value:
         draft.warnings.append(
             "the RAM tier is smaller than the engine's own KV cache: expect few hits from it alone"
         )

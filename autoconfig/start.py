@@ -1,4 +1,5 @@
-"""What an engine's start asks when auto-config is on (``auto`` in :mod:`kvtier.config.keys`)."""
+"""What an engine asks at its start when auto-config is on (``auto`` in
+:mod:`kvtier.config.keys`)."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ def plan_for_engine(
     engines: int = 1,
     timed: bool = True,
 ) -> Plan:
-    """Look, time (<= 5 s unless ``timed`` is false) and plan for a vLLM engine that is starting on
-    this host.
+    """Probe, measure (at most 5 s, unless ``timed`` is false) and plan for a vLLM engine that is
+    starting on this host.
 
     ``paths`` are candidate directories for the disk tier (default: the usual mounts). Raises
     ConfigError when the model keeps no KV by token.
@@ -37,9 +38,9 @@ def plan_for_engine(
 
 
 def chunk_tokens_for_engine(vllm_config: Any, block: int) -> int:
-    """The plan's ``chunk_tokens``. From the engine's configuration alone, so that its scheduler and
-    all its workers, which must agree before anything is planned, come to the same. ``block``:
-    tokens of one of its blocks."""
+    """The plan's ``chunk_tokens``, from the engine's configuration alone. The scheduler and all
+    workers must agree on it before anything is planned, and so they do. ``block``: the tokens of
+    one engine block."""
     from kvtier.autoconfig.chunks import TYPICAL_KV_BYTES, chunk_tokens, stored_kv_bytes
     from kvtier.autoconfig.probe import probe
 

@@ -1,4 +1,4 @@
-"""A real kvtier server with its admin surface, for tests: asked by HTTP and by kvtier's own
+"""A real kvtier server with its admin interface, for tests: asked by HTTP and by kvtier's own
 commands."""
 
 from __future__ import annotations

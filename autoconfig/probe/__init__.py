@@ -1,1 +1,1 @@
-"""What looks at the machine. Everything else in auto-config is told."""
+"""The part that looks at the machine. All other parts of auto-config get its facts."""

@@ -1,4 +1,4 @@
-"""How much memory this process's cgroups leave it, in either version of cgroups, below any root."""
+"""How much memory this process's cgroups leave it, in either version of cgroups, under any root."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class _Limit(NamedTuple):
 
     limit: int
     room: int
-    """What is left below the limit."""
+    """What is left up to the limit."""
     kills: bool
-    """Beyond it the kernel kills. Beyond ``memory.high`` it only slows down."""
+    """The kernel kills beyond it. Beyond ``memory.high`` it only slows down."""
     where: str
 
 
 def memory_limits(root: Path) -> tuple[Fact[int], Fact[int]]:
-    """From this process's cgroup up to the mount's top, in either version of cgroups: the tightest
-    ``limit - use``, and the tightest limit that kills."""
+    """Two facts over this process's cgroup and all above it up to the mount's top, in either
+    version of cgroups: the tightest ``limit - use``, and the tightest limit that kills."""
     membership = text_of(root / "proc/self/cgroup")
     if not membership:
         unread: Fact[int] = unknown("/proc/self/cgroup cannot be read")
@@ -51,7 +51,7 @@ def _value(fact: Fact[int]) -> int:
 
 
 def _below(path: str, top: str) -> str:
-    """A cgroup's path below what is mounted: in a container the mount often starts at the
+    """A cgroup's path relative to what is mounted. In a container the mount often starts at the
     container's own group."""
     inside = path.removeprefix(top) if top != "/" else path
     return "" if ".." in inside.split("/") else inside.strip("/")
@@ -72,9 +72,8 @@ def _limits(mount: Path, inside: str, version2: bool) -> Iterable[_Limit]:
         for name in names:
             limit = text_of(level / name)
             if inherited := re.search(r"^hierarchical_memory_limit (\d+)$", stat, re.MULTILINE):
-                limit = min(
-                    limit, inherited[1], key=int
-                )  # of groups above the mount, which only version 1 tells
+                # of groups above the mount, which only version 1 tells
+                limit = min(limit, inherited[1], key=int)
             if limit.isdigit() and int(limit) < 1 << 60:
                 where = f"/{level.relative_to(mount)}" if level != mount else "/"
                 room = max(0, int(limit) - used)

@@ -1,8 +1,8 @@
-"""A model's name on the Hugging Face hub -> its folder in this host's hub cache. Asks no network
+"""A model's name on the Hugging Face hub -> its folder in this host's hub cache. It asks no network
 and needs no library.
 
-The cache's form (huggingface_hub's own): ``models--ORG--NAME/refs/REVISION`` holds a commit, and
-``models--ORG--NAME/snapshots/COMMIT`` the files of that commit, as links.
+The cache has huggingface_hub's form: ``models--ORG--NAME/refs/REVISION`` contains a commit, and
+``models--ORG--NAME/snapshots/COMMIT`` contains the files of that commit, as links.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def cache_folder(env: Mapping[str, str]) -> Path:
-    """Where huggingface_hub keeps its files with this environment."""
+    """Where huggingface_hub keeps its files in this environment."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if env.get(variable):
             return Path(env[variable]).expanduser()
@@ -27,9 +27,9 @@ def cache_folder(env: Mapping[str, str]) -> Path:
 
 
 def snapshot(name: str, env: Mapping[str, str], revision: str | None = None) -> Path | None:
-    """The cached folder of ``name`` at ``revision`` (default: main; where that was never asked for,
-    the newest of those that were). None when it has no ``config.json`` there, or ``name`` is no hub
-    name."""
+    """The cached folder of ``name`` at ``revision``. The default is main, or the newest cached
+    revision where main was never asked for. None when there is no ``config.json``, or when ``name``
+    is no hub name."""
     if not _NAME.fullmatch(name):
         return None
     place = _place(name, env)
@@ -52,15 +52,12 @@ def model_folder(name: str, env: Mapping[str, str]) -> Path:
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"--model {name}: no such file or folder; expected a local model folder, its "
-            "config.json, or a name on the "
-            "hub such as Qwen/Qwen2.5-7B-Instruct"
+            "config.json, or a name on the hub such as Qwen/Qwen2.5-7B-Instruct"
         )
     raise ConfigError(
         f"--model {name}: there is no such folder here, and nothing of that name in the hub cache "
-        "(looked for "
-        f"{_place(name, env)}/snapshots/*/config.json; the network is never asked): run 'hf "
-        f"download {name} "
-        "config.json', or give a local model folder or its config.json"
+        f"(looked for {_place(name, env)}/snapshots/*/config.json; the network is never asked): "
+        f"run 'hf download {name} config.json', or give a local model folder or its config.json"
     )
 
 

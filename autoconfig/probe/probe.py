@@ -1,8 +1,8 @@
-"""The only file that looks. Each look can fail; a failure is an unknown :class:`Fact` with the
-reason, never an error.
+"""The only file that looks at the machine. Every look can fail. A failure is an unknown
+:class:`Fact` with the reason, and never an error.
 
-``root`` is where ``/proc`` and ``/sys`` are read below, so that tests can show a made-up machine.
-Paths themselves (``statvfs``, the O_DIRECT trial) are always real.
+``/proc`` and ``/sys`` are read under ``root``, so that tests can show a made-up machine. Paths
+themselves (``statvfs``, the O_DIRECT trial) are always real.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ CANDIDATES = (
     "/mnt",
     "/data",
 )
-"""Where images and clouds mount local disks; only real mounts of theirs are judged, as those below
-always are."""
+"""Where images and clouds mount local disks. A folder counts only if it is a real mount; the
+temporary folders always count."""
 _ALWAYS = ("/var/tmp", "/tmp")
 _PAGE = 4096
 
@@ -128,7 +128,7 @@ def _numa_nodes(root: Path) -> int:
 
 
 def _pool_bytes(root: Path) -> int:
-    """Pages of every pool that a process we may look at holds open, each pool once."""
+    """Pages of every pool that any process this user may inspect has open, each pool once."""
     found = {}
     for link in (root / "proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # it ended, or is another user's
@@ -142,7 +142,7 @@ def _pool_bytes(root: Path) -> int:
 
 
 def probe_gpus(root: Path = ROOT) -> Gpus:
-    """NVIDIA's tool when it is there, else what the driver shows in /proc; AMD is recognised, not
+    """What NVIDIA's tool says, or else what the driver shows in /proc. AMD is recognised but not
     measured."""
     names, sizes = _nvidia_smi() if root == ROOT else ([], [])
     source = "nvidia-smi"
@@ -191,7 +191,7 @@ def _mount_of(path: str, root: Path) -> Mount | None:
 
 
 def probe_disk(path: str, root: Path = ROOT) -> Disk:
-    """Look at the directory ``path``, or, where it does not exist yet, at the nearest one above
+    """Look at the directory ``path``, or where it does not exist yet, at the nearest folder above
     it."""
     place = Path(path).resolve()
     while not place.is_dir():
@@ -201,7 +201,7 @@ def probe_disk(path: str, root: Path = ROOT) -> Disk:
     source = (
         f"mountinfo: {mount.source} on {mount.point}"
         if mount
-        else "no line of mountinfo holds this path"
+        else "no line of mountinfo has this path"
     )
     writable, direct = _try_direct(place)
     return Disk(
@@ -242,7 +242,7 @@ def _try_direct(place: Path) -> tuple[Fact[bool], Fact[bool]]:
 
 @contextlib.contextmanager
 def open_direct(place: Path) -> Any:
-    """A file descriptor with O_DIRECT of a file that vanishes with it. Raises OSError."""
+    """A file descriptor with O_DIRECT, of a file that vanishes with it. Raises OSError."""
     flags = os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
     try:
         fd = os.open(place, flags | os.O_TMPFILE, 0o600)
@@ -251,7 +251,7 @@ def open_direct(place: Path) -> Any:
         FileNotFoundError,
         NotImplementedError,
         OSError,
-    ):  # a file system without O_TMPFILE
+    ):  # the file system has no O_TMPFILE
         name = place / f"kvtier-probe-{os.getpid()}"
         fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
         name.unlink()
@@ -263,11 +263,10 @@ def open_direct(place: Path) -> Any:
 
 def _device(mount: Mount, root: Path) -> Fact[str]:
     if mount.kind == "overlay":
-        return unknown("overlay: the disk below it is not visible from in here")
+        return unknown("overlay: the disk under it is not visible from in here")
     link = root / "sys/dev/block" / mount.device
-    if not link.exists() and mount.source.startswith(
-        "/dev/"
-    ):  # btrfs and others show a made-up device number
+    # btrfs and others show a made-up device number
+    if not link.exists() and mount.source.startswith("/dev/"):
         link = root / "sys/class/block" / Path(mount.source).name
     if not link.exists():
         return unknown(f"{mount.kind} {mount.source} is not a block device here")
@@ -276,7 +275,7 @@ def _device(mount: Mount, root: Path) -> Fact[str]:
     return (
         known(kinds[0], source)
         if kinds
-        else unknown(f"{source}: neither NVMe nor rotational nor not")
+        else unknown(f"{source}: it is not NVMe, and does not say whether it is rotational")
     )
 
 
@@ -284,12 +283,12 @@ _SLOWEST = ["rotational", "ebs", "virtual", "ssd", "nvme"]
 
 
 def _device_kinds(device: Path) -> set[str]:
-    """Kinds of all disks below a partition, RAID or device-mapper volume."""
+    """The kinds of all disks under a partition, RAID or device-mapper volume."""
     if (device / "partition").exists():
         device = device.parent
-    below = list((device / "slaves").glob("*"))
-    if below:
-        return set().union(*(_device_kinds(slave.resolve()) for slave in below))
+    slaves = list((device / "slaves").glob("*"))
+    if slaves:
+        return set().union(*(_device_kinds(slave.resolve()) for slave in slaves))
     model, name = text_of(device / "device/model"), device.name
     if "Elastic Block Store" in model:
         return {"ebs"}
@@ -298,9 +297,8 @@ def _device_kinds(device: Path) -> set[str]:
         "nvme_card-pd",
         "Virtual Disk",
     ):
-        return {
-            "virtual"
-        }  # a hypervisor's disk; what it says of itself, "rotational" included, means nothing
+        # a hypervisor's disk: what it says of itself, "rotational" included, means nothing
+        return {"virtual"}
     if name.startswith("nvme"):
         return {"nvme"}
     rotational = text_of(device / "queue/rotational")
@@ -308,8 +306,8 @@ def _device_kinds(device: Path) -> set[str]:
 
 
 def probe_disks(paths: Sequence[str] = (), root: Path = ROOT) -> tuple[Disk, ...]:
-    """The given paths, else a folder of ours in each of :data:`CANDIDATES` and the temporary ones,
-    one a device."""
+    """The given paths. Without any: a folder for kvtier in each of :data:`CANDIDATES` and the
+    temporary folders, at most one for each device."""
     if paths:
         return tuple(probe_disk(path, root) for path in paths)
     seen: set[int] = set()
@@ -329,8 +327,9 @@ def probe_disks(paths: Sequence[str] = (), root: Path = ROOT) -> tuple[Disk, ...
 
 
 def probe_redis(url: str) -> Redis:
-    """One INFO of every node, at most a second to connect and one to answer. Memory is that of all
-    primaries together. Raises ConfigError for a URL that is none, without showing it."""
+    """One INFO of every node, with at most a second to connect and one to answer. Memory is that of
+    all primaries together. Raises ConfigError for text that is not a Redis URL, without showing
+    it."""
     from kvtier.config.redis_url import parse
     from kvtier.tiers.redis.errors import FAULTS
     from kvtier.tiers.redis.servers import RedisServers
@@ -362,7 +361,7 @@ def probe_redis(url: str) -> Redis:
 
 
 def probe_model(place: str, kv_dtype: str = "auto") -> Model:
-    """A model folder, its ``config.json``, or a name that lies in the hub's cache here. Raises
+    """A model folder, its ``config.json``, or a name that is in this host's hub cache. Raises
     ConfigError when it is none of them, or lacks what is needed."""
     path, source = Path(place), "given"
     if not path.exists():
@@ -376,13 +375,16 @@ def probe_model(place: str, kv_dtype: str = "auto") -> Model:
             f"--model {place}: {error}; expected a local model folder or config.json"
         ) from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{file} holds a {type(config).__name__}, expected a model's config.json")
+        raise ConfigError(
+            f"{file} contains a {type(config).__name__}, expected a model's config.json"
+        )
     weights = probe_weights(path) if path.is_dir() else unknown("only a config.json was given")
     return replace(describe(config, place, kv_dtype, weights), name=known(place, source))
 
 
 def probe_weights(folder: Path) -> Fact[int]:
-    """Bytes of the weights: the safetensors index, else the files, else the .bin files."""
+    """Bytes of the weights: from the safetensors index, or else the files, or else the .bin
+    files."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         return known(int(index["metadata"]["total_size"]), "model.safetensors.index.json")
@@ -393,7 +395,8 @@ def probe_weights(folder: Path) -> Fact[int]:
 
 
 def probe_engine(vllm_config: Any, engines: int = 1) -> tuple[Serving, Model]:
-    """The engine's own configuration object -> facts, by attribute: nothing of vLLM is imported."""
+    """The engine's own configuration object -> facts. It reads attributes and imports nothing of
+    vLLM."""
     parallel, cache, model = (
         vllm_config.parallel_config,
         vllm_config.cache_config,

@@ -1,4 +1,4 @@
-"""What /proc and /sys say, below any root."""
+"""What /proc and /sys say, under any root."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def text_of(path: Path) -> str:
-    """A small file's text; empty where it cannot be read."""
+    """A small file's text. Empty where it cannot be read."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return path.read_text().strip()
     return ""
@@ -26,7 +26,7 @@ class Mount:
 
 
 def mounts(root: Path) -> list[Mount]:
-    """/proc/self/mountinfo, see proc(5); later lines hide earlier ones."""
+    """/proc/self/mountinfo, see proc(5). Later lines hide earlier ones."""
     found = []
     for line in text_of(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")

@@ -1,5 +1,5 @@
-"""LMCache over a kvtier server: a remote storage plug-in of LMCache's own kind (tested with lmcache
-0.5.6), no fork.
+"""LMCache over a kvtier server, as a remote storage plug-in of LMCache's own kind (tested with
+lmcache 0.5.6). No fork is needed.
 
 Five lines in the YAML that ``LMCACHE_CONFIG_FILE`` names:
 
@@ -11,6 +11,6 @@ Five lines in the YAML that ``LMCACHE_CONFIG_FILE`` names:
       remote_storage_plugin.kvtier.class_name: KVTier
       remote_storage_plugin.kvtier.server: unix:///run/kvtier/kvtier.sock   # or tcp://host:port
 
-README.md beside this file says the rest. Nothing outside this package imports lmcache, and this
-package imports it in ``plugin.py`` and ``remote.py`` only, which LMCache loads.
+README.md in this folder says the rest. Nothing outside this package imports lmcache. In this
+package only ``plugin.py`` and ``remote.py`` import it, and LMCache loads those.
 """

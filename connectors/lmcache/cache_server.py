@@ -1,8 +1,8 @@
-"""A kvtier server as LMCache's connector needs it: find, save, load and forget runs; by shared
-memory, or by TCP.
+"""A kvtier server as LMCache's connector needs it: find, save, load and invalidate runs, by shared
+memory or by TCP.
 
-Blocking, bounded calls for lane threads. Nothing here knows LMCache; chunks are filled and taken by
-callbacks that get the slot. A run is named first chunk first.
+Its calls block for a bounded time and are for lane threads. This file knows nothing of LMCache:
+callbacks get a slot and fill it or read it. A run is named first chunk first.
 """
 
 from __future__ import annotations
@@ -19,44 +19,43 @@ from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.chunk import ChunkKey
 
 Fill = Callable[[int, memoryview], bool]
-"""Write chunk ``i`` of the run into this slot; False: it cannot be."""
+"""Write chunk ``i`` of the run into this slot. False: it cannot be written."""
 Take = Callable[[int, memoryview], bool]
-"""Read chunk ``i`` of the run from this slot; False: it is of no use, stop here."""
+"""Read chunk ``i`` of the run from this slot. False: it cannot be used, stop here."""
 
-_LOOK_S = 0.005
-"""Between two looks at what is coming."""
+_POLL_S = 0.005
+"""The interval between two polls of chunks that are coming."""
 _ASKING_S = 0.05
-"""Longest a search waits for what the server itself has to ask Redis for."""
+"""The longest time that a lookup waits when the server itself has to ask Redis."""
 
 
 class CacheServer(Protocol):
-    """No method raises for a server that is dead, slow or not there: nothing is found, saved or
-    loaded."""
+    """No method raises for a server that is dead, slow or not there. Then nothing is found, saved
+    or loaded."""
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
-        """How many chunks from the first on are held; what lies on a lower tier is on its way up
-        from now on."""
+        """How many leading chunks are held. Chunks on a lower tier are promoted from now on."""
         ...
 
     def save(self, keys: Sequence[ChunkKey], fill: Fill) -> int:
-        """Save what is not held yet; returns how many chunks were new."""
+        """Save the chunks that are not held yet. Returns how many were new."""
         ...
 
     def load(self, keys: Sequence[ChunkKey], take: Take) -> int:
-        """Hand over the run chunk by chunk, as far as it can be had in time; returns how many were
-        taken."""
+        """Pass the run to ``take`` chunk by chunk, as far as it can be had in time. Returns how
+        many chunks were taken."""
         ...
 
     def invalidate(self, keys: Sequence[ChunkKey]) -> None:
-        """These chunks are bad."""
+        """These chunks are bad: drop them."""
         ...
 
     def close(self) -> None: ...
 
 
 class Attached:
-    """On this host: the server's pool is mapped, one copy between it and LMCache's memory. Safe
-    from any thread."""
+    """A server on this host. Its pool is mapped, and there is one copy between it and LMCache's
+    memory. Safe from any thread."""
 
     def __init__(self, access: ServerAccess, timeout_s: float, load_timeout_s: float) -> None:
         self._client = Client(access, timeout_s)
@@ -69,7 +68,7 @@ class Attached:
                 known = sum(self._client.lookup(keys).progress)
                 if sum(lease.poll()) <= known or time.monotonic() > until:
                     return known
-                self._client.wait(_LOOK_S)
+                self._client.wait(_POLL_S)
 
     def save(self, keys: Sequence[ChunkKey], fill: Fill) -> int:
         places = {key: place for place, key in enumerate(keys)}
@@ -82,8 +81,8 @@ class Attached:
             return len(lease.keys)
 
     def load(self, keys: Sequence[ChunkKey], take: Take) -> int:
-        """A part at a time: a run on the server's NVMe may be larger than its RAM, and a lease lets
-        no chunk of its own run leave to make room for the others."""
+        """Load one part at a time. A run on the server's NVMe may be larger than its RAM, and a
+        lease lets no chunk of its own run leave to make room for the others."""
         until = time.monotonic() + self._load_timeout_s
         pool = self._client.pool
         most = max(1, pool.slots // 2) if pool is not None else len(keys)
@@ -115,25 +114,26 @@ class Attached:
                 return taken, True
             if time.monotonic() > until:
                 return taken, False
-            self._client.wait(_LOOK_S)
+            self._client.wait(_POLL_S)
 
 
 class Streamed:
-    """On another host: bytes come and go over TCP, through a buffer of our own. Safe from any
-    thread."""
+    """A server on another host. Bytes come and go over TCP, through a buffer of this object. Safe
+    from any thread."""
 
     def __init__(self, access: ServerAccess, load_timeout_s: float) -> None:
         self._tier = RemoteTier(access)
         self._load_timeout_s = load_timeout_s
         self._chunk_bytes = access.hello.chunk_bytes
         self._buffers: deque[memoryview] = deque()
-        """Idle ones; never more than there are threads."""
+        """Unused buffers. There are never more than threads."""
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         return self._tier.find(keys)
 
     def save(self, keys: Sequence[ChunkKey], fill: Fill) -> int:
-        """Last chunk first: each is saved by itself there, and what comes last is hottest."""
+        """Save the last chunk first. The server saves each by itself, and the chunk that comes last
+        is the hottest."""
         buffer = self._take_buffer()
         saved = 0
         for place in range(len(keys) - 1, self._tier.find(keys) - 1, -1):
@@ -151,9 +151,8 @@ class Streamed:
                 break
             done += 1
         if done > 1:
-            self._tier.find(
-                keys[:done]
-            )  # reading made the end hottest; this makes the beginning so
+            # Reading made the end of the run the hottest. This makes its beginning the hottest.
+            self._tier.find(keys[:done])
         self._buffers.append(buffer)
         return done
 

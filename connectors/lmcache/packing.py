@@ -1,15 +1,15 @@
-"""One chunk of LMCache's as the bytes of one kvtier chunk, and its name. Pure: no I/O, no lmcache,
+"""One of LMCache's chunks as the bytes of one kvtier chunk, and its key. Pure: no I/O, no lmcache,
 no torch.
 
-A parcel is one page of head, then the chunk's bytes::
+A packed chunk is a head of one page, then the chunk's bytes::
 
     magic (16) | XXH3-128 (16) | length of the head (2) | head, msgpack | zeros to 4096 | bytes ...
 
-LMCache's last chunk of a prompt may be shorter than the others, and says its own shape; kvtier's
-chunks are all equally large. So the head has the size, and what a reader needs to make the same
-object of it. The checksum is over key, head and bytes: it is made where LMCache's memory is read
-and checked where LMCache's memory was filled, so it covers everything between. A page, because
-slots are whole pages and copies of aligned bytes are quicker.
+LMCache's last chunk of a prompt may be shorter than the others and has its own shape. kvtier's
+chunks all have the same size. So the head has the size, and what a reader needs to make the same
+object of it. The checksum is over key, head and bytes. It is made where LMCache's memory is read,
+and checked where LMCache's memory was filled, so it covers everything between. The head is a page,
+because slots are whole pages and copies of aligned bytes are faster.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Shape = Annotated[list[Size], msgspec.Meta(min_length=1, max_length=8)]
 
 
 class Head(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """What LMCache's object is besides its bytes: a shape and a dtype for each group of layers, and
-    their format."""
+    """What LMCache's object is besides its bytes: its size, a shape and a dtype for each group of
+    layers, and their format."""
 
     size: Size
     shapes: Annotated[list[Shape], msgspec.Meta(min_length=1, max_length=64)]
@@ -46,26 +46,26 @@ class Head(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=T
 
 
 def chunk_key(fingerprint: bytes, *name: object) -> ChunkKey:
-    """The key of the chunk that LMCache calls ``name`` (its key's fields, JSON-able), for engines
-    of ``fingerprint``.
+    """The key of the chunk that LMCache calls ``name`` (its key's fields, which can be written as
+    JSON), for engines of ``fingerprint``.
 
-    Its parent link is zero, *flat*: LMCache names a chunk by a hash over all tokens up to its end,
-        but never says which
-    chunk comes before it, and a reader must be able to make the same key from one name alone.
-    Leaf-first order needs no links where runs come whole, and LMCache hands over runs (its
-    batches): a save or load of a run touches it from its end to its beginning. What is lost is that
-    order among the several batches of one prefill, until the prompt is asked again, and on NVMe
-    after a restart, where flat keys are ordered by their last use alone.
+    Its parent half is zero, so the key is *flat*. LMCache names a chunk by a hash over all tokens
+    up to its end, but never says which chunk comes before it. A reader must be able to make the
+    same key from one name alone. Leaf-first order needs no parents where runs come whole, and
+    LMCache passes whole runs (its batches): a save or load of a run touches it from its end to its
+    beginning. What is lost is that order among the several batches of one prefill, until the prompt
+    is asked for again. On NVMe it is also lost after a restart, where flat keys are ordered only by
+    their last use.
     """
     text = json.dumps(name, separators=(",", ":"), ensure_ascii=True)
     return ChunkKey(hashlib.sha256(_MAGIC + fingerprint + text.encode()).digest() + _FLAT)
 
 
 def pack(slot: memoryview, key: ChunkKey, head: Head, data: memoryview) -> bool:
-    """Write the parcel into ``slot``. False, and an undefined slot, when the head does not fit into
-    its page.
+    """Write the packed chunk into ``slot``. False, and an undefined slot, when the head does not
+    fit into its page.
 
-    ``data`` is read once for the copy; the checksum is of the copy, which nobody else writes.
+    ``data`` is read once, for the copy. The checksum is of the copy, which nobody else writes.
     """
     words = msgspec.msgpack.encode(head)
     if _FIXED.size + len(words) > HEAD_BYTES or len(data) != head.size:
@@ -78,7 +78,7 @@ def pack(slot: memoryview, key: ChunkKey, head: Head, data: memoryview) -> bool:
 
 
 def head_of(slot: memoryview) -> Head | None:
-    """The head, not proven yet; None when there is none."""
+    """The head, which the checksum has not proved yet. None when there is none."""
     magic, _, length = _FIXED.unpack_from(slot)
     if magic != _MAGIC or _FIXED.size + length > HEAD_BYTES:
         return None
@@ -91,9 +91,11 @@ def head_of(slot: memoryview) -> Head | None:
 
 
 def unpack(slot: memoryview, key: ChunkKey, into: memoryview) -> bool:
-    """Copy the bytes of a parcel that has a head into ``into``, as long as they are. False: it is
-    not what was packed for this key, and ``into`` is undefined. The checksum is of the copy: what
-    changes in the slot meanwhile is seen."""
+    """Copy the bytes of a packed chunk that has a head into ``into``, as many as fit there.
+
+    False: these are not the bytes that were packed for this key, and ``into`` is undefined. The
+    checksum is of the copy, so a slot that changes during the copy is noticed.
+    """
     _, checksum, length = _FIXED.unpack_from(slot)
     words = bytes(slot[_FIXED.size : _FIXED.size + length])
     _copy(into, slot[HEAD_BYTES : HEAD_BYTES + len(into)])
@@ -107,5 +109,5 @@ def _checksum(key: ChunkKey, words: bytes, data: memoryview) -> bytes:
 
 
 def _copy(into: memoryview, data: memoryview) -> None:
-    """By numpy, which lets other threads run meanwhile."""
+    """Copy by numpy, which lets other threads run meanwhile."""
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))

@@ -1,5 +1,5 @@
-"""KVTier: what ``remote_storage_plugin.kvtier.class_name`` names; LMCache makes one and asks it for
-a connector."""
+"""KVTier: the class that ``remote_storage_plugin.kvtier.class_name`` names. LMCache makes one and
+asks it for a connector."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KEYS = (
     "load_timeout_ms",
     "namespace",
 )
-"""kvtier's keys that mean something here, as ``remote_storage_plugin.<name>.<key>`` under
+"""The keys of kvtier that are valid here, as ``remote_storage_plugin.<name>.<key>`` under
 ``extra_config``."""
 
 
@@ -44,7 +44,7 @@ class KVTier(ConnectorAdapter):
         super().__init__(f"plugin://{_KIND}")
 
     def create_connector(self, context: Any) -> KVTierRemote:
-        """Raises ConfigError; LMCache logs it and goes on without."""
+        """Raises ConfigError. LMCache logs it and goes on without the connector."""
         config = settings(context.config.extra_config or {}, context.plugin_name or _KIND)
         _refuse(context.config)
         metadata = context.metadata
@@ -62,7 +62,7 @@ class KVTier(ConnectorAdapter):
 
 
 def settings(extra: Mapping[str, Any], name: str) -> Config:
-    """kvtier's configuration out of LMCache's ``extra_config``; nothing else is read. Raises
+    """kvtier's configuration from LMCache's ``extra_config``. Nothing else is read. Raises
     ConfigError."""
     prefix = f"remote_storage_plugin.{name}."
     given = {
@@ -84,7 +84,7 @@ def settings(extra: Mapping[str, Any], name: str) -> Config:
 
 
 def _refuse(config: Any) -> None:
-    """Raises ConfigError for what LMCache can do and this cannot."""
+    """Raises ConfigError for settings of LMCache that kvtier does not support."""
     if config.use_layerwise:
         raise ConfigError("use_layerwise=true: kvtier keeps chunks of all layers; set it to false")
     if config.remote_serde not in {None, "naive"}:
@@ -94,8 +94,8 @@ def _refuse(config: Any) -> None:
 
 
 def _parts(metadata: Any) -> dict[str, Any]:
-    """What makes LMCache's bytes equal where its keys are: the shape of a whole chunk is not in
-    them."""
+    """What makes LMCache's bytes equal where its keys are equal. Its keys do not contain the shape
+    of a whole chunk."""
     return {
         "lmcache": 1,
         "model": metadata.model_name,

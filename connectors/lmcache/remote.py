@@ -1,8 +1,8 @@
 """KVTierRemote: LMCache's RemoteConnector over a kvtier server.
 
-LMCache calls it on its event loop (gets and puts) and on the thread that answers the engine's
-look-ups. Neither may wait for a server, so the work is done on lanes, and a look-up waits a second
-at most. With asyncio because LMCache's interface is made of coroutines. Nothing raises into
+LMCache calls it on its event loop (gets and puts), and on the thread that answers the engine's
+lookups. Neither may wait for a server, so the work is done on lanes, and a lookup waits at most a
+second. It uses asyncio because LMCache's interface consists of coroutines. Nothing raises into
 LMCache: what cannot be had is a miss, what cannot be kept is dropped, and both are counted.
 """
 
@@ -29,7 +29,7 @@ from kvtier.core.lanes import Executor, Lane
 logger = logging.getLogger("kvtier.lmcache")
 
 _FIND_S = 1.0
-"""Longest a look-up waits: LMCache's are made while the engine's scheduler waits for the answer."""
+"""The longest time that a lookup waits, because the engine's scheduler waits for the answer."""
 _FINDS_QUEUED, _BATCHES_QUEUED = 16, 64
 _MOVE_THREADS = 2
 _CLOSE_S = 5.0
@@ -39,7 +39,7 @@ Found = list[Any]
 
 
 class Lanes(NamedTuple):
-    """Where look-ups and copies are done; look-ups never queue behind copies."""
+    """The lanes for lookups and for copies. A lookup never queues behind copies."""
 
     find: Executor
     move: Executor
@@ -54,9 +54,9 @@ class Lanes(NamedTuple):
 
 
 class KVTierRemote(RemoteConnector):
-    """LMCache's chunks of one engine in the server behind ``cache_server``.
+    """The chunks that LMCache has of one engine, in the server behind ``cache_server``.
 
-    ``context`` is what LMCache makes connectors from; ``fingerprint`` is part of every key.
+    LMCache makes connectors from ``context``. ``fingerprint`` is part of every key.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class KVTierRemote(RemoteConnector):
     ) -> None:
         super().__init__(context.config, context.metadata)
         self.counts: Counter[str] = Counter()
-        """In chunks since the start: ``saved``, ``loaded``, ``missed``, ``corrupt``,
-        ``refused``."""
+        """Chunks since the start: ``saved``, ``loaded``, ``missed``, ``corrupt`` and
+        ``refused``. ``failed`` counts calls."""
         self._memory = context.local_cpu_backend
         self._cache_server = cache_server
         self._fingerprint = fingerprint
@@ -78,7 +78,7 @@ class KVTierRemote(RemoteConnector):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {dict(self.counts)}>"
 
-    # ---- look-up ---------------------------------------------------------------------------------
+    # ---- lookup ----------------------------------------------------------------------------------
 
     async def exists(self, key: Any) -> bool:
         return await self._find_later([key]) == 1
@@ -90,7 +90,7 @@ class KVTierRemote(RemoteConnector):
         return True
 
     def batched_contains(self, keys: Sequence[Any]) -> int:
-        """How many from the first on are held; 0 when the server does not say so in time."""
+        """How many leading chunks are held. 0 when the server does not answer in time."""
         answer: Future[int] = Future()
         if not self._lanes.find.submit(lambda: answer.set_result(self._find(keys)), urgent=True):
             return 0
@@ -121,7 +121,8 @@ class KVTierRemote(RemoteConnector):
         return True
 
     async def batched_get(self, keys: Sequence[Any]) -> Found:
-        """The objects of a run (first chunk first) as far as they can be had, then None."""
+        """The objects of a run (first chunk first) as far as they can be had, then None for the
+        rest."""
         found = await self.batched_get_non_blocking("", keys)
         return [*found, *[None] * (len(keys) - len(found))]
 
@@ -159,12 +160,12 @@ class KVTierRemote(RemoteConnector):
         self._safely(lambda: self._cache_server.load(named, take), 0)
         if bad:
             self.counts["corrupt"] += len(bad)
-            logger.warning("chunk %s came back wrong and is forgotten", bad[0].hex()[:16])
+            logger.warning("chunk %s came back wrong and is dropped", bad[0].hex()[:16])
             self._safely(lambda: self._cache_server.invalidate(bad), None)
         return found
 
     def _memory_for(self, head: Head) -> Any:
-        """An object of LMCache's to fill; None when its memory is in use. Never waits for
+        """An object of LMCache's to fill. None when its memory is in use. It never waits for
         memory."""
         shapes = [torch.Size(shape) for shape in head.shapes]
         dtypes = [_dtype(name) for name in head.dtypes]
@@ -183,8 +184,8 @@ class KVTierRemote(RemoteConnector):
         return True
 
     async def batched_put(self, keys: Sequence[Any], memory_objs: Sequence[Any]) -> None:
-        """Save a run. The lane has a reference of its own: if the caller gives up, its memory may
-        be used anew while the copy goes on, and other bytes would be saved under this name."""
+        """Save a run. The lane has a reference of its own. If the caller gives up, its memory might
+        otherwise be reused while the copy runs, and other bytes would be saved under this name."""
         for one in memory_objs:
             one.ref_count_up()
 
@@ -221,14 +222,14 @@ class KVTierRemote(RemoteConnector):
         return True
 
     async def close(self) -> None:
-        """Finish what is queued, for five seconds; LMCache waits."""
+        """Finish the queued work within five seconds. LMCache waits for that."""
         for lane in self._lanes:
             lane.close(_CLOSE_S)
         self._cache_server.close()
         logger.info("closed; chunks since the start: %s", dict(self.counts))
 
     async def list(self) -> Found:
-        """Nothing: a server shared by many does not tell who saved what."""
+        """Always empty: a server that many share does not tell who saved what."""
         return []
 
     # ---- steps -----------------------------------------------------------------------------------
@@ -260,8 +261,8 @@ class KVTierRemote(RemoteConnector):
         urgent: bool = False,
         unwanted: Callable[[R], None] = lambda _: None,
     ) -> R:
-        """Do ``work`` on the lane and await it. ``unwanted`` gets what nobody waits for any more:
-        LMCache cancels gets that take too long."""
+        """Do ``work`` on the lane and await its result. ``unwanted`` gets a result for which nobody
+        waits any more, because LMCache cancels gets that take too long."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[R] = loop.create_future()
 
@@ -295,7 +296,7 @@ def _head(one: Any) -> Head:
 
 
 def _consistent(head: Head) -> bool:
-    """Nothing is allocated for a head that cannot be right."""
+    """Whether the head can be right. Nothing is allocated for one that cannot."""
     if head.fmt not in MemoryFormat.__members__ or not all(_is_dtype(name) for name in head.dtypes):
         return False
     parts = zip(head.shapes, head.dtypes, strict=True)

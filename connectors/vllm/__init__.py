@@ -1,8 +1,8 @@
 """vLLM connector: ``kv_connector="KVTierConnector"``,
 ``kv_connector_module_path="kvtier.connectors.vllm"``.
 
-Importing this package does not import vLLM. The class is resolved when vLLM asks for it, on the
-plug-in's road and on that of the module path, and only where vLLM is new enough.
+Importing this package does not import vLLM. The class is resolved only when vLLM asks for it,
+through its plug-ins or through the module path, and only where vLLM is new enough.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["CONNECTOR", "LMCACHE", "KVTierConnector", "register"]
 
 CONNECTOR = "KVTierConnector"
 LMCACHE = "LMCacheConnectorV1"
-"""The connector of LMCache's that kvtier serves where ``KVTIER_REPLACE_LMCACHE`` says so."""
+"""LMCache's connector, which kvtier replaces where ``KVTIER_REPLACE_LMCACHE`` says so."""
 
-# Under vLLM's own logger, because nothing of kvtier's is set up when plug-ins are loaded.
+# Under vLLM's own logger, because kvtier's loggers are not set up yet when plug-ins are loaded.
 logger = logging.getLogger("vllm.kvtier")
 
 
@@ -36,11 +36,13 @@ def __getattr__(name: str) -> Any:
 
 
 def register() -> None:
-    """vLLM's ``vllm.general_plugins`` entry point: makes the bare name ``KVTierConnector`` known,
-    and answers to ``LMCacheConnectorV1`` too where the operator said so. Idempotent, as vLLM loads
-    plug-ins once in every process but may be asked twice. Below the oldest vLLM the names are known
-    too, and refuse when they are asked for: an engine that does not ask for kvtier goes on. Raises
-    ConfigError when what the operator said is no flag."""
+    """vLLM's ``vllm.general_plugins`` entry point: makes the bare name ``KVTierConnector`` known.
+    Where the operator said so, it also makes ``LMCacheConnectorV1`` mean kvtier.
+
+    It is idempotent, because vLLM loads plug-ins once in every process but may be asked twice. On a
+    vLLM that is too old the names are known too, and refuse when they are asked for. So an engine
+    that does not ask for kvtier runs. Raises ConfigError when the operator's value is no flag.
+    """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     known = KVConnectorFactory._registry

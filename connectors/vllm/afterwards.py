@@ -1,5 +1,5 @@
-"""What requests say of their future, told to the store once they have finished and everything they
-saved is there: a save that comes later would take the hint back."""
+"""Hints of requests about their future. The store is told of them once the request has finished and
+all that it saved is there, because a later save would cancel the hint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.store.hints import NOTHING
 
 
 class Afterwards:
-    """Called by vLLM's scheduling loop, one thread."""
+    """Called only by the thread of vLLM's scheduling loop."""
 
     def __init__(self, store: KVStore, geometry: Geometry) -> None:
         self._store, self._geometry = store, geometry
@@ -23,7 +23,8 @@ class Afterwards:
         self._new: Counter[str] = Counter()
 
     def finished(self, name: str, said: Said, keys: Sequence[ChunkKey], *, saving: bool) -> None:
-        """A request ended. ``keys``: of its chunks. ``saving``: :meth:`saved` will be called."""
+        """A request ended. ``keys``: the keys of its chunks. ``saving``: :meth:`saved` will be
+        called."""
         self._new.update(f"hints_{kind}" for kind in said.kinds)
         if said.hint == NOTHING or not (keys or said.session):
             return
@@ -32,18 +33,18 @@ class Afterwards:
             self.saved(name)
 
     def saved(self, name: str) -> None:
-        """Nothing of this request is on its way to the store any more."""
+        """All saves of this request have ended."""
         if name in self._waiting:
             said, keys = self._waiting.pop(name)
             self._store.hint(self._run(keys), said.hint, said.session)
 
     def _run(self, keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
-        """What the request has in the store; without a whole chunk nothing: then the session's last
-        prompt is meant."""
+        """What the request has in the store. Empty without a whole chunk: then the hint is about
+        the session's last prompt."""
         end = len(keys) * self._geometry.chunk_tokens
         return self._geometry.run(keys, 0, end).keys if keys else ()
 
     def new(self) -> dict[str, int]:
-        """Hints ``hints_<kind>`` since the last call."""
+        """Hints as ``hints_<kind>`` since the last call."""
         counts, self._new = dict(self._new), Counter()
         return counts

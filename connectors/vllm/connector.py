@@ -53,10 +53,10 @@ _WORKERS_FIRST = versions.workers_tell_first(versions.running())
 
 
 class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V1)):  # type: ignore[misc]
-    """Keeps KV of full chunks in RAM, NVMe and Redis and loads it on prefill.
+    """Keeps KV of full chunks in RAM, NVMe and Redis, and loads it on prefill.
 
     Configuration: kvtier's own file and environment (see README), overridden by
-        ``kv_connector_extra_config``.
+    ``kv_connector_extra_config``.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         ranks = vllm_config.parallel_config.world_size
         self._config = load(flags=transfer.kv_connector_extra_config, ranks=ranks)
         versions.log_like_vllm(self._config.log_level)
-        if role == KVConnectorRole.SCHEDULER:  # one process of the engine says it, not each
+        if role == KVConnectorRole.SCHEDULER:  # only one process of the engine logs it
             self._tell(found)
         versions.set_failure_policy(vllm_config)
         self._kept = layout.kept(kv_cache_config, with_groups=_WITH_GROUPS)
@@ -103,14 +103,14 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Best-effort: a save that is dropped is a later miss."""
+        """False, because saves are best-effort: a save that is dropped is a later miss."""
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """No layout is required. vLLM asks before it forms KV cache groups, so models whose
-        recurrent state cannot be kept are refused here, by name, before vLLM fails on them in words
-        of its own."""
+        """No layout is required. vLLM asks before it forms KV cache groups. So models whose
+        recurrent state cannot be kept are refused here, by name, before vLLM fails on them with
+        its own message."""
         layout.refuse_recurrent(vllm_config, with_groups=_WITH_GROUPS)
         return None
 
@@ -120,8 +120,11 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         self._of_worker().register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """A MultiConnector hands what one of its connectors says to all of them. There each rank's
-        layout comes with the report of a first step, and the others' handshake is left alone."""
+        """This rank's layout, for the handshake.
+
+        A MultiConnector passes what one of its connectors says to all of them. There the handshake
+        is left to the others, and each rank's layout comes with the report of a first step.
+        """
         among_others = has_kv_transfer_group() and get_kv_transfer_group() is not self
         return None if among_others else self._of_worker().layout()
 
@@ -133,7 +136,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         self._of_worker().load(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads go into blocks that no step computes with."""
+        """Nothing to wait for: loads go into blocks with which no step computes."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -144,18 +147,18 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         self._of_worker().save(self._step())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Before 0.32: see :meth:`get_transfer_results`."""
+        """For vLLM before 0.32; see :meth:`get_transfer_results`."""
         return None, self._of_worker().transfers()[0]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Requests whose load has ended, and of them those whose load failed."""
+        """Requests whose load has ended, and those of them whose load failed."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
         ended, failed = self._of_worker().transfers()
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Block ids tell vLLM of a failed load only where it cannot be told by name."""
+        """Block ids of failed loads, where vLLM cannot be told their requests by name."""
         bad = self._of_worker().bad_blocks()
         return set() if _NAMES_FAILED_LOADS else bad
 
@@ -172,8 +175,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """All ranks have told their layout: the store can be made now, before the first request.
-        What prevents that ends the engine's start."""
+        """All ranks have told their layout, so the store can be made now, before the first request.
+        An error here ends the engine's start."""
         ranks = {place: rank for place, rank in metadata.items() if isinstance(rank, RankLayout)}
         if ranks:
             self._begin(ranks)
@@ -234,7 +237,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
                 self._begin_late()
 
     def _begin_late(self) -> None:
-        """In an engine that runs already: what prevents it turns the cache off and ends no
+        """Begin in an engine that runs already. An error here turns the cache off and ends no
         request."""
         try:
             self._begin(self._starting.layouts)
@@ -259,8 +262,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return versions.hit_sources(self._of_scheduler().sources(request))
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """vLLM asks both halves after every step. The counts are the scheduler's; where it is asked
-        only after a worker has given some, a worker gives an empty one."""
+        """vLLM asks both halves after every step. The scheduler's half has the counts. Where vLLM
+        asks it only after a worker has given some, a worker gives an empty one."""
         counts: dict[str, float] = (
             dict(self._scheduler.counts()) if self._scheduler is not None else {}
         )
@@ -300,8 +303,9 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         tell(self._config.remarks)
 
     def _planned(self) -> tuple[Config, Prefill]:
-        """Auto-config: what the machine can give, for every key that nobody set, logged with its
-        reasons; and how fast the engine is held to be until its own steps are known."""
+        """Auto-config: the machine's values for every key that nobody set, logged with their
+        reasons. With them comes the estimate of the engine's prefill speed, which is used until its
+        own steps are known."""
         given = self._config
         paths = [given.nvme_path] if given.nvme_path else []
         plan = plan_for_engine(

@@ -1,9 +1,9 @@
-"""What an engine's own Store has to tell vLLM's metrics: everything that a server's ``/metrics``
-has of it, as numbers by name, so that vLLM can carry them from the process that schedules to the
-one that serves ``/metrics``.
+"""What an engine's own Store tells vLLM's metrics: all metrics that a server's ``/metrics`` has of
+it, as numbers by name, so that vLLM can carry them from the process that schedules to the one that
+serves ``/metrics``.
 
-A name is ``kind|figure|tier``, a histogram's ``kind|what|tier|place``. Counts are those since the
-last time they were told, gauges are as they are now.
+A name is ``kind|figure|tier``, and for a histogram ``kind|what|tier|bucket``. Counters are since
+the last report. Gauges are the present values.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from kvtier.store.status import SizeClassStatus
 
 SEPARATOR = "|"
 TIMES, SECONDS = "times", "seconds"
-"""Kinds of a histogram's numbers: how often, and how long altogether."""
+"""The kinds of a histogram's numbers: how often, and how long in total."""
 QUEUES = ("reads", "writes")
 SERVER_COUNTS = {
     "unanswered": "Questions that the server did not answer in time: misses.",
     "lost": "Times the connection to the server was lost.",
 }
-"""What an engine counts of its server -> help."""
+"""Counts of a server's client -> their help texts."""
 HELD = SEPARATOR.join((figures.GAUGE, "held_chunks", ""))
-"""Before a tier's name: what it holds."""
+"""The name of what a tier holds, without the tier's name at its end."""
 _EVERY_S = 1.0
 
 
 class Figures:
-    """Read at most once a second, by vLLM's scheduling loop. ``clock``: monotonic seconds."""
+    """vLLM's scheduling loop reads it, at most once a second. ``clock``: monotonic seconds."""
 
     def __init__(self, store: KVStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
@@ -39,14 +39,14 @@ class Figures:
         self._told: dict[str, float] = {}
 
     def new(self) -> dict[str, float]:
-        """What has changed since the last call; everything the first time."""
+        """What has changed since the last call. Everything the first time."""
         if self._clock() < self._due:
             return {}
         self._due = self._clock() + _EVERY_S
         own = self._store.status()
         now = dict(_server(self._store.counts) if own is None else _own(own))
         changed = {name: value for name, value in now.items() if self._told.get(name) != value}
-        if changed:  # vLLM's log always has something to show then
+        if changed:  # so that vLLM's log always has something to show
             changed |= {name: value for name, value in now.items() if name.startswith(HELD)}
         told, self._told = self._told, now
         return {
@@ -82,9 +82,8 @@ def _own(now: SizeClassStatus) -> Iterator[tuple[str, float]]:
             yield _name(figures.COUNTER, "lane_failures", tier.tier), tier.lane.failures
     for timing in now.timings:
         for place, (count, seconds) in enumerate(zip(timing.counts, timing.seconds, strict=True)):
-            if (
-                count or not place
-            ):  # the first of all places is told at the start: the series is there from then on
+            # the first bucket is always told, so that the series exists from the start
+            if count or not place:
                 yield _name(TIMES, timing.what, timing.tier, str(place)), count
                 yield _name(SECONDS, timing.what, timing.tier, str(place)), seconds
 

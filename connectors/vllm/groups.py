@@ -1,25 +1,24 @@
 """Which KV of a model a chunk keeps, and what of it a hit needs: the geometry of vLLM's cache
 groups. Pure.
 
-vLLM puts layers that need the same tokens into one *group*: full attention needs all tokens before
-a position, a sliding window the last of them, chunked local attention those of the current
-attention chunk, and a recurrent layer one *state*, which stands for all of them. Every group has
-its own blocks.
+vLLM puts layers that need the same tokens into one *group*. Full attention needs all tokens before
+a position. A sliding window needs the last of them. Chunked local attention needs those of the
+current attention chunk. A recurrent layer needs one *state*, which stands for all of them. Every
+group has its own blocks.
 
-The store knows nothing of this. It keeps *pieces*, all of one size, each by its own key:
+The store knows nothing of this. It keeps *pieces*, all of one size, each under its own key:
 
-- The KV of ``piece_tokens`` consecutive tokens in one group, by number: piece 3 begins at token ``3
-  * piece_tokens``. A chunk has ``chunk_tokens / piece_tokens`` of them in each group.
+- The KV of ``piece_tokens`` consecutive tokens in one group, by number: piece 3 begins at token
+  ``3 * piece_tokens``. A chunk has ``chunk_tokens / piece_tokens`` of them in each group.
 - The state of one recurrent group at the end of a chunk, with the chunk's number.
 
-So all kinds share RAM, disks and quotas, to the byte, and nothing below the connector differs
-between models. A model with one group of full attention has one piece a chunk, whose key is the
-chunk's.
+So all kinds share RAM, disks and quotas, to the byte, and models differ only in the connector. A
+model with one group of full attention has one piece a chunk, and the piece has the chunk's key.
 
-A hit ends with a chunk. Every *anchor* group must have all pieces of the run: groups of full
-attention; where a model has none, its windows, which are then kept whole, so that it can be known
-how far a prompt is there. Of the others only what is behind some ends is kept: see
-:meth:`Geometry.is_kept`.
+A hit ends with a chunk. Every *anchor* group must have all pieces of the run. The anchors are the
+groups of full attention. A model without such groups has its windows as anchors, which are then
+kept whole, so that the store can tell how much of a prompt is there. Of the other groups only the
+pieces behind some ends are kept: see :meth:`Geometry.is_kept`.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from kvtier.core.chunk import ChunkKey, PieceMask
 from kvtier.core.errors import LayoutError
 
 _KEEP_TOKENS = 2_048
-"""Within a prompt a hit may end at every multiple of so many tokens (rounded up to whole chunks):
-what other prompts share may end anywhere, and windows and states at every chunk would take more
-room than all the rest."""
+"""Within a prompt a hit may end at every multiple of so many tokens (rounded up to whole chunks).
+What several prompts share may end anywhere, and windows and states at every chunk would take more
+room than everything else."""
 _MOST_PIECES = 16
 _MOST_ENDS = 8
-"""Ends that are looked at for one prompt."""
+"""How many ends are tried for one prompt."""
 
 
 class Kind(Enum):
@@ -54,42 +53,42 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One of vLLM's cache groups. ``reach``: tokens of the window, or of an attention chunk; else
+    """One of vLLM's cache groups. ``span``: tokens of the window, or of an attention chunk; else
     0."""
 
     number: int
     kind: Kind
     block_tokens: int
-    reach: int = 0
+    span: int = 0
 
     def first_needed(self, end: int) -> int:
         """The first token whose KV the position ``end`` needs."""
         if self.kind is Kind.WINDOW:
-            return max(0, end - (self.reach - 1))
+            return max(0, end - (self.span - 1))
         if self.kind is Kind.LOCAL:
-            return end // self.reach * self.reach
+            return end // self.span * self.span
         return 0
 
 
 class Piece(NamedTuple):
-    """See the module's text. Of a STATE group ``number`` counts chunks: the state after chunk
-    ``number``."""
+    """See the module's text. For a STATE group ``number`` counts chunks: it is the state after
+    chunk ``number``."""
 
     group: Group
     number: int
 
 
 class Run(NamedTuple):
-    """What a hit consists of, in the order in which it is asked for."""
+    """What a hit consists of, in the order in which the store is asked for it."""
 
     keys: list[ChunkKey]
     start: int
-    """How many leading keys the engine has by itself: they are only named, so that they stay
+    """How many leading keys the engine has by itself. They are only named, so that they stay
     hot."""
     pieces: list[Piece]
-    """What the others are the keys of."""
+    """The pieces to which the other keys belong."""
     end: int
-    """Tokens that the request has with all of it."""
+    """How many tokens the request has with all of it."""
 
     @property
     def wanted(self) -> list[ChunkKey]:
@@ -98,7 +97,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Geometry:
-    """``groups`` of one model, in chunks of ``chunk_tokens``.
+    """The ``groups`` of one model, in chunks of ``chunk_tokens``.
 
     Raises LayoutError where chunks are not whole blocks of every group.
     """
@@ -111,24 +110,25 @@ class Geometry:
             if self.chunk_tokens % group.block_tokens:
                 raise LayoutError(
                     f"chunk_tokens={self.chunk_tokens} is not a multiple of {group.block_tokens}, "
-                    "the block size of a "
-                    f"cache group ({group.kind.value}); leave chunk_tokens out, or give a multiple"
+                    f"the block size of a cache group ({group.kind.value}); leave chunk_tokens "
+                    "out, or give a multiple"
                 )
 
     # ---- sizes -----------------------------------------------------------------------------------
 
     @cached_property
     def block_tokens(self) -> int:
-        """Where a hit of full attention may end: with a block of every group."""
+        """A hit of full attention may end at every multiple of this: with a block of every
+        group."""
         return math.lcm(*(group.block_tokens for group in self.groups))
 
     @cached_property
     def piece_tokens(self) -> int:
-        """Tokens of a piece: short enough that a window, or a state beside one block, wastes little
-        of it."""
+        """Tokens of a piece. It is short, so that a window, or a state as large as one block,
+        wastes little of it."""
         blocks = self.chunk_tokens // self.block_tokens
         shortest = min(
-            (group.reach - 1 for group in self.groups if group.kind is Kind.WINDOW),
+            (group.span - 1 for group in self.groups if group.kind is Kind.WINDOW),
             default=self.chunk_tokens,
         )
         if any(group.kind is Kind.STATE for group in self.groups):
@@ -149,7 +149,7 @@ class Geometry:
 
     @cached_property
     def anchors(self) -> tuple[Group, ...]:
-        """Groups of which every piece is kept."""
+        """The groups of which every piece is kept."""
         full = tuple(group for group in self.groups if group.kind is Kind.FULL)
         return full or tuple(group for group in self.groups if group.kind is not Kind.STATE)
 
@@ -159,20 +159,21 @@ class Geometry:
 
     @cached_property
     def is_simple(self) -> bool:
-        """One group of full attention: a chunk is a piece, and a hit may end with any block."""
+        """One group of full attention: a chunk is one piece, and a hit may end with any block."""
         return len(self.groups) == 1 and self.groups[0].kind is Kind.FULL
 
     @cached_property
     def is_gradual(self) -> bool:
-        """Only full attention: every leading part of a run serves."""
+        """Only full attention: every leading part of a run can be used."""
         return all(group.kind is Kind.FULL for group in self.groups)
 
     # ---- names -----------------------------------------------------------------------------------
 
     @cached_property
     def _masks(self) -> dict[tuple[int, int], PieceMask | None]:
-        """By group and place in the chunk. The last piece that the first anchor has of a chunk
-        bears the chunk's own key: who knows only chunks can look for it."""
+        """Masks by group and by the piece's place in the chunk. The last piece that the first
+        anchor has of a chunk has the chunk's own key. So code that knows only chunks can find
+        it."""
         masks: dict[tuple[int, int], PieceMask | None] = {
             (group.number, part): PieceMask(f"{group.number} {part}")
             for group in self.groups
@@ -181,7 +182,7 @@ class Geometry:
         return masks | {(self.anchors[0].number, self.pieces_per_chunk - 1): None}
 
     def key(self, piece: Piece, keys: Sequence[ChunkKey]) -> ChunkKey:
-        """``keys``: of all chunks of the prompt."""
+        """The piece's key. ``keys``: the keys of all chunks of the prompt."""
         group, number = piece
         chunk, part = (
             (number, 0) if group.kind is Kind.STATE else divmod(number, self.pieces_per_chunk)
@@ -192,12 +193,12 @@ class Geometry:
     # ---- runs ------------------------------------------------------------------------------------
 
     def first(self, computed: int) -> int:
-        """Number of the piece that token ``computed`` lies in."""
+        """The number of the piece that contains token ``computed``."""
         return computed // self.piece_tokens
 
     @cached_property
     def _trunk(self) -> list[Piece]:
-        """The beginning of every trunk, as far as anybody has asked for it."""
+        """The beginning of every trunk: the longest that was asked for so far."""
         return []
 
     def trunk(self, first: int, chunks: int) -> list[Piece]:
@@ -208,7 +209,7 @@ class Geometry:
         return known[first * wide : chunks * self.pieces_per_chunk * wide]
 
     def trunk_keys(self, keys: Sequence[ChunkKey], chunks: int) -> list[ChunkKey]:
-        """Of the whole trunk of so many chunks."""
+        """The keys of the whole trunk of so many chunks."""
         masks = [
             self._masks[group.number, part]
             for part in range(self.pieces_per_chunk)
@@ -219,13 +220,13 @@ class Geometry:
         return [key if mask is None else mask.key(key) for key in keys[:chunks] for mask in masks]
 
     def tokens(self, first: int, pieces: int) -> int:
-        """Tokens there are with so many leading pieces of the trunk from piece number ``first``
-        on."""
+        """How many tokens a request has with so many leading pieces of the trunk from piece number
+        ``first`` on."""
         return (first + pieces // len(self.anchors)) * self.piece_tokens
 
     def behind(self, end: int, computed: int = 0) -> list[Piece]:
-        """What groups that are no anchors must have for a hit of ``end`` tokens, a multiple of
-        ``chunk_tokens``, for a request that has ``computed`` of them by itself."""
+        """What groups that are no anchors must have for a hit of ``end`` tokens. ``end`` is a
+        multiple of ``chunk_tokens``, and the request has ``computed`` tokens by itself."""
         return list(self._needed(self.others, end, computed))
 
     def _needed(self, groups: Sequence[Group], end: int, computed: int) -> Iterator[Piece]:
@@ -241,8 +242,8 @@ class Geometry:
                 )
 
     def run(self, keys: Sequence[ChunkKey], computed: int, end: int) -> Run:
-        """The hit of ``end`` tokens for a request that has ``computed`` of them. ``keys``: of its
-        chunks."""
+        """The hit of ``end`` tokens for a request that has ``computed`` of them. ``keys``: the keys
+        of its chunks."""
         first, wide = self.first(computed), len(self.anchors)
         if self.is_gradual:
             return Run(
@@ -260,23 +261,23 @@ class Geometry:
     # ---- ends ------------------------------------------------------------------------------------
 
     def last_end(self, tokens: int) -> int:
-        """Where the longest hit for a prompt of so many tokens ends: at least one token is left to
+        """Where the longest hit for a prompt of so many tokens ends. At least one token is left to
         compute. Full attention ends with a block, all others with a chunk."""
         step = self.block_tokens if self.is_gradual else self.chunk_tokens
         return (tokens - 1) // step * step
 
     @property
     def keep_tokens(self) -> int:
-        """Chunks of models with a state are long, and vLLM has states at few ends: each of them is
-        kept."""
+        """Chunks of models with a state are long, and vLLM has states at few ends, so each of those
+        is kept."""
         if any(group.kind is Kind.STATE for group in self.groups):
             return self.chunk_tokens
         return -(-_KEEP_TOKENS // self.chunk_tokens) * self.chunk_tokens
 
     def is_kept(self, end: int, prompt_tokens: int, shared: int = 0) -> bool:
-        """Whether what is behind this end is worth its room. Kept are the last ends of a prompt,
-        every end of an answer, where other prompts are known to branch off (``shared``), and in a
-        long prompt one in so many."""
+        """Whether the pieces behind this end are worth their room. It is so for the last ends of a
+        prompt, for every end of an answer, for the end where other prompts are known to branch off
+        (``shared``), and in a long prompt for one end in so many."""
         size = self.chunk_tokens
         return (
             end >= (prompt_tokens - 1) // size * size
@@ -285,7 +286,7 @@ class Geometry:
         )
 
     def ends(self, most: int, known: int, computed: int) -> list[int]:
-        """Where a hit may end, the longest first, beyond ``computed`` tokens: ``most`` at the
+        """Where a hit may end after ``computed`` tokens, the longest first: ``most`` at the
         longest, then the ``known`` length, then the ends that are kept within a prompt."""
         step = self.keep_tokens
         found = [most, min(known, most), *range((min(known, most) - 1) // step * step, 0, -step)]

@@ -1,10 +1,11 @@
-"""Words that people already send of a prompt's future, and what they say. Pure; imports no vLLM.
+"""The hints about a prompt's future that clients already send, and what they mean. Pure; imports no
+vLLM.
 
 The middleware (:mod:`kvtier.connectors.vllm.hints`) turns headers and fields of a body into words
-of ``kv_transfer_params``, where :func:`of_request` finds them in the scheduler. Whoever sends those
-words himself needs no middleware. Where several say the same, the first rules:
-``kv_transfer_params``, ``kv_hints``, ``nvext``, the providers' own fields, headers. What is bad or
-unknown is counted and has no effect.
+of ``kv_transfer_params``, where :func:`of_request` finds them in the scheduler. A client that sends
+those words itself needs no middleware. Where several sources give the same word, the first of these
+wins: ``kv_transfer_params``, ``kv_hints``, ``nvext``, the providers' own fields, headers. Bad and
+unknown hints are counted and have no effect.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ import msgspec
 from kvtier.store.hints import LONGEST_KEEP_S, NOTHING, Hint, read, session_name
 
 SESSION, OVER, KEEP, PRIORITY = "kvtier.session", "kvtier.over", "kvtier.keep_s", "kvtier.priority"
-"""The session's name; true: it ends with this request; seconds (or ``5m``) that the prompt shall be
-kept after its last use; a number, above 0 is kept for a while."""
+"""The values of these words, in this order:
+
+- The session's name.
+- True when the session ends with this request.
+- For how many seconds (or ``5m``) after its last use the prompt shall be kept.
+- A number. Above 0 the prompt is kept for a while.
+"""
 BAD = "kvtier.bad_hints"
 """How many hints of the request the middleware could not read."""
 KINDS = ("over", "keep", "priority", "bad")
@@ -49,14 +55,14 @@ _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class Words:
-    """What was said so far; who speaks first rules."""
+    """The words of a request so far. The first value of a word wins."""
 
     def __init__(self) -> None:
         self.said: dict[str, Any] = {}
         self.bad = 0
 
     def say(self, word: str, value: Any) -> None:
-        """``value``: None is a bad one."""
+        """``value``: None means a bad one."""
         if value is None:
             self.bad += 1
         else:
@@ -67,8 +73,8 @@ class Words:
 
 
 def of_http(headers: Mapping[str, str], body: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
-    """The words for ``kv_transfer_params`` that a request's headers and body say. ``headers``:
-    names in lower case."""
+    """The words for ``kv_transfer_params`` in a request's headers and body. ``headers``: names in
+    lower case."""
     words = Words()
     for field, reader in _FIELDS.items():
         if field in body and (value := _decoded(body[field])) is not None:
@@ -142,7 +148,7 @@ def _nvext(words: Words, given: Any) -> None:
 
 
 def _retention(words: Words, given: Any) -> None:
-    if given not in ("in_memory", "in-memory"):  # what is done anyway
+    if given not in ("in_memory", "in-memory"):  # these ask for what is done anyway
         words.say(KEEP, seconds(given))
 
 
@@ -154,8 +160,8 @@ def _options(words: Words, given: Any) -> None:
 
 
 def _marks(words: Words, body: Mapping[str, msgspec.Raw]) -> None:
-    """Anthropic's marks: the longest of them. How many tokens lie before a mark cannot be told
-    here, so all of the prompt is kept."""
+    """Anthropic's marks. The longest of them counts. How many tokens lie before a mark cannot be
+    told here, so all of the prompt is kept."""
     found = [_marked(mark) for mark in _each_mark(body) if mark is not None]
     good = [one for one in found if one is not None]
     words.bad += len(found) - len(good)
@@ -164,7 +170,8 @@ def _marks(words: Words, body: Mapping[str, msgspec.Raw]) -> None:
 
 
 def _each_mark(body: Mapping[str, msgspec.Raw]) -> Iterator[Any]:
-    """Of the request, and of the blocks that may have one. Texts and arguments are not searched."""
+    """The marks of the request, and of the blocks that may have one. Texts and arguments are not
+    searched."""
     if "cache_control" in body:
         yield _decoded(body["cache_control"])
     for field in ("system", "tools", "messages"):
@@ -200,17 +207,17 @@ _FIELDS: dict[str, Callable[[Words, Any], None]] = {
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a request says of its future."""
+    """The hints of one request about its future."""
 
     session: str = ""
-    """A name of fixed length, told apart by cache salt; empty: it names none."""
+    """A name of fixed length, different for each cache salt. Empty: the request names none."""
     hint: Hint = NOTHING
     kinds: Sequence[str] = ()
-    """Of :data:`KINDS`, each as often as it was said."""
+    """Entries of :data:`KINDS`, each as often as it was said."""
 
 
 def of_request(request: Any) -> Said:
-    """What vLLM's ``Request`` says, whatever it holds."""
+    """The hints in vLLM's ``Request``, whatever they look like."""
     given = request.kv_transfer_params
     given = given if isinstance(given, Mapping) else {}
     words = Words()
@@ -241,7 +248,8 @@ def of_request(request: Any) -> Said:
 
 
 def seconds(value: Any) -> float | None:
-    """``300``, ``"300"``, ``"5m"``, ``"1h"``: at most a day. None: neither."""
+    """Seconds of ``300``, ``"300"``, ``"5m"`` or ``"1h"``: at most a day. None: the value is no
+    duration."""
     if isinstance(value, str):
         match = _DURATION.fullmatch(value.strip())
         return min(float(match[1]) * _UNITS[match[2]], LONGEST_KEEP_S) if match else None
@@ -250,7 +258,7 @@ def seconds(value: Any) -> float | None:
 
 
 def _number(value: Any) -> float | None:
-    """None: no number, or one without an end."""
+    """The number, or None when it is none or not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 2**63:
         return None
     return float(value)

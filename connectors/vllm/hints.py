@@ -1,10 +1,10 @@
 """``vllm serve --middleware kvtier.connectors.vllm.hints.Middleware``: carries hints that clients
-already send to the connector, so that no client changes.
+already send to the connector, so that no client has to change.
 
-What headers and fields say (:mod:`kvtier.connectors.vllm.hint_words`) goes into the body's
-``kv_transfer_params``, and what is there already stays. A body without hints is passed on as it
-came, and so is one that is too long, no JSON, or odd: no request fails for its hints. Every other
-field keeps its bytes.
+The hints in headers and fields (:mod:`kvtier.connectors.vllm.hint_words`) go into the body's
+``kv_transfer_params``. What is there already stays. A body without hints is passed on as it came.
+So is a body that is too long, is no JSON, or has an unexpected form: no request fails because of
+its hints. Every other field keeps its bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class Middleware:
-    """ASGI. ``unread``: requests whose hints were not looked for, by reason; vLLM's ``/metrics``
+    """ASGI. ``unread``: requests that were not searched for hints, by reason. vLLM's ``/metrics``
     shows them as ``kvtier_unread_hints_total``."""
 
     def __init__(self, app: App, most_bytes: int = MOST_BYTES) -> None:
@@ -76,7 +76,7 @@ class Middleware:
         await self._app(scope, again, send)
 
     def _read(self, headers: dict[str, str], body: bytes) -> bytes:
-        """The body with what it and the headers say; itself where they say nothing."""
+        """The body with its hints and those of the headers. The same body where there are none."""
         try:
             return carried(headers, body)
         except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -91,9 +91,9 @@ class Middleware:
 
 
 def carried(headers: dict[str, str], body: bytes) -> bytes:
-    """The body with the words that it and the headers say in its ``kv_transfer_params``; itself
-    where they say nothing or those are odd. Raises msgspec.MsgspecError for what is no JSON
-    object."""
+    """The body with its hints and those of the headers in its ``kv_transfer_params``. The same body
+    where there are none, or where those have an unexpected form. Raises msgspec.MsgspecError for a
+    body that is no JSON object."""
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     said = hint_words.of_http(headers, fields)
     given = msgspec.json.decode(fields[_PARAMS]) if _PARAMS in fields else None
@@ -125,12 +125,10 @@ def _resized(headers: list[tuple[bytes, bytes]], size: int) -> list[tuple[bytes,
 
 @cache
 def _counter() -> Any:
-    """One a process, however many middlewares there are."""
+    """One counter a process, however many middlewares there are."""
     from prometheus_client import Counter
 
-    unread = Counter(
-        "kvtier_unread_hints", "Requests that were not looked through for hints.", ["why"]
-    )
+    unread = Counter("kvtier_unread_hints", "Requests that were not searched for hints.", ["why"])
     for why in ("too_long", "malformed", "bug"):
         unread.labels(why)
     return unread

@@ -1,8 +1,8 @@
-"""What decides an engine's KV bytes besides the layout: model, weights, numbers. The scheduler's
-side.
+"""What decides an engine's KV bytes besides the layout: model, weights and numeric types. It runs
+in the scheduler's process.
 
 Equal identities must mean equal bytes. Where nobody can tell which weights run, the identity
-contains a random word: such a cache serves this start of the engine and no other.
+contains a random word. Such a cache serves this start of the engine and no other.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvtier.connectors.vllm")
 
 _FORMAT = 2
-"""Version of the bytes inside a slot. Raise it when their meaning changes."""
+"""The version of the bytes in a slot. Raise it when their meaning changes."""
 _VOLATILE = frozenset(("_name_or_path", "transformers_version"))
-"""Of a configuration, and of those inside it: where it lies, and who wrote it."""
+"""Fields of a configuration, and of those inside it, that tell only where it lies and who wrote
+it."""
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _FROM_FOLDER = (
@@ -46,8 +47,8 @@ _FROM_FOLDER = (
 
 
 def identity(vllm_config: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> dict[str, Any]:
-    """JSON-able. Ids of machine and process and the names of local folders are left out on
-    purpose."""
+    """The identity, which can be written as JSON. Ids of machine and process and the names of local
+    folders are left out on purpose."""
     model, cache, parallel = (
         vllm_config.model_config,
         vllm_config.cache_config,
@@ -68,13 +69,13 @@ def identity(vllm_config: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> d
 
 
 def start_word(why: str) -> str:
-    """A random word that makes the keys this start's own. Says why, once a call."""
+    """A random word that makes the keys valid for this start only. It logs why, once a call."""
     logger.warning("%s: what kvtier keeps is of use to this start of the engine only", why)
     return secrets.token_hex(16)
 
 
 def _unknown(vllm_config: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> str:
-    """Why equal identities might not mean equal bytes in this engine; "" when they do."""
+    """Why equal identities might not mean equal bytes in this engine. "" when they do."""
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         return "calculate_kv_scales takes the KV scales from the first prompts"
     if any(rank.model is None for rank in ranks.values()):
@@ -106,8 +107,8 @@ def _model(model: Any) -> dict[str, Any]:
 
 
 def _without(config: Mapping[str, Any], names: AbstractSet[str]) -> dict[str, Any]:
-    """Configurations inside another one, as an EAGLE draft's has its model's, tell their folders
-    too."""
+    """The configuration without these fields. A configuration inside another one (an EAGLE draft's
+    has its model's) also names its folder, which is left out too."""
     return {
         name: _without(value, _VOLATILE) if isinstance(value, dict) else value
         for name, value in config.items()
@@ -119,8 +120,8 @@ def _without(config: Mapping[str, Any], names: AbstractSet[str]) -> dict[str, An
 
 
 def _weights(model: Any, load: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> dict[str, Any]:
-    """By the content of the files that vLLM reads. Where those are not local: by their name, and by
-    what every rank sees in the model it has loaded."""
+    """The weights by the content of the files that vLLM reads. Where those are not local: by their
+    name, and by what every rank sees in the model that it has loaded."""
     files = _files(model, load)
     if files:
         return {"files": files_digest(files)}
@@ -133,7 +134,7 @@ def _source(model: Any) -> str:
 
 
 def _files(model: Any, load: Any) -> list[Path]:
-    """The local files that the model's weights are read from. Empty if there are none, or if they
+    """The local files from which the model's weights are read. Empty if there are none, or if they
     lie elsewhere."""
     load_format = str(getattr(load.load_format, "value", load.load_format)).lower()
     if getattr(model, "model_weights", "") or load_format not in _FROM_FOLDER:
@@ -154,11 +155,10 @@ def _model_folder(model: Any) -> Path | None:
 
 def files_digest(files: Iterable[Path]) -> str:
     """Hex digest of files: the name, the size, and 64 samples of 4 KiB of each. Raises OSError when
-    one cannot be read.
+    a file cannot be read.
 
-    A sample, not a full read: 70B weights take milliseconds. Another checkpoint of the same model
-        differs nearly
-    everywhere, so it differs in the samples.
+    It samples and does not read all, so 70B weights take milliseconds. Another checkpoint of the
+    same model differs nearly everywhere, so it differs in the samples.
     """
     digest = hashlib.sha256()
     for file in files:

@@ -8,8 +8,8 @@ from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 
 
 class IdleHalf:
-    """Of an engine that kvtier leaves alone: nothing is served, nothing is kept. Has the calls of
-    :class:`kvtier.connectors.vllm.scheduler.SchedulerHalf` that vLLM's hooks lead to."""
+    """For an engine that kvtier does not serve: nothing is served, nothing is kept. It has the
+    methods of :class:`kvtier.connectors.vllm.scheduler.SchedulerHalf` that vLLM's hooks call."""
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         return 0, False
@@ -43,8 +43,8 @@ class IdleHalf:
 
 
 class StartingHalf(IdleHalf):
-    """Until every one of ``ranks`` workers has told its layout: a request waits. That takes one
-    step, which runs without tokens if there is nothing to compute."""
+    """Used until each of ``ranks`` workers has told its layout; requests wait for that. It takes
+    one step, which runs without tokens if there is nothing to compute."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks

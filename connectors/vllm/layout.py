@@ -1,5 +1,5 @@
-"""vLLM's KV cache configuration -> ChunkLayout, and which models are refused or left alone, by
-name."""
+"""Turns vLLM's KV cache configuration into a ChunkLayout, and refuses models that kvtier cannot
+keep, by name."""
 
 from __future__ import annotations
 
@@ -20,49 +20,48 @@ _NOT_FULL = {
     "HiddenStateCacheSpec": "keeps hidden states and no KV",
     "SinkFullAttentionSpec": "keeps its sinks in blocks of their own",
 }
-"""Kinds that vLLM derives from full attention."""
+"""Kinds that vLLM derives from full attention but that are not kept."""
 
 
 class Kept(NamedTuple):
-    """What of an engine's KV cache is kept."""
+    """The part of an engine's KV cache that is kept."""
 
     groups: tuple[Group, ...]
     layers: tuple[frozenset[str], ...]
-    """Names of each group's layers."""
+    """The names of each group's layers."""
 
     @property
     def block_tokens(self) -> int:
-        """Chunks are whole multiples of it."""
+        """Chunks are whole multiples of this."""
         return math.lcm(*(group.block_tokens for group in self.groups))
 
 
 def kept(kv_cache_config: Any, *, with_groups: bool) -> Kept:
-    """The cache groups that prefixes are made of. ``with_groups``: see
+    """The cache groups of which prefixes consist. ``with_groups``: see
     :func:`kvtier.connectors.vllm.versions.keeps_groups`.
 
-    Raises LayoutError, naming what kvtier does not keep.
+    Raises LayoutError, which names what kvtier does not keep.
     """
     every = kv_cache_config.kv_cache_groups
     numbers = getattr(kv_cache_config, "prefix_cacheable_group_ids", range(len(every)))
     groups = tuple(_group(number, every[number].kv_cache_spec) for number in numbers)
     if not groups:
         raise LayoutError(
-            f"this model's KV cache has no group that vLLM caches prefixes of. {_WITHOUT}"
+            f"this model's KV cache has no group of which vLLM caches prefixes. {_WITHOUT}"
         )
     others = [group for group in groups if group.kind is not Kind.FULL]
     if not with_groups and (others or len(groups) > 1):
         kinds = ", ".join(sorted({group.kind.value for group in groups}))
         raise LayoutError(
             f"this model's KV cache has {len(groups)} group(s) ({kinds}), which kvtier keeps from "
-            "vLLM 0.32 on. Before "
-            "it only full attention is kept; sliding windows beside it are, with "
-            "--disable-hybrid-kv-cache-manager"
+            "vLLM 0.32 on. Older versions keep only full attention, and sliding windows beside it "
+            "with --disable-hybrid-kv-cache-manager"
         )
     return Kept(groups, tuple(frozenset(every[number].layer_names) for number in numbers))
 
 
 def _group(number: int, spec: Any) -> Group:
-    """Raises LayoutError for a kind that is not kept, and for layers of one group that are unequal
+    """Raises LayoutError for a kind that is not kept, and for a group whose layers are of different
     kinds."""
     each = list(spec.kv_cache_specs.values()) if hasattr(spec, "kv_cache_specs") else [spec]
     kinds = {_kind(one) for one in each}
@@ -71,8 +70,8 @@ def _group(number: int, spec: Any) -> Group:
         raise LayoutError(
             f"layers of one cache group differ in what they keep ({found}). {_WITHOUT}"
         )
-    kind, reach = kinds.pop()
-    return Group(number, kind, int(spec.block_size), reach)
+    kind, span = kinds.pop()
+    return Group(number, kind, int(spec.block_size), span)
 
 
 def _kind(spec: Any) -> tuple[Kind, int]:
@@ -93,28 +92,25 @@ def _kind(spec: Any) -> tuple[Kind, int]:
         if spec.mamba_cache_mode != "align":
             raise LayoutError(
                 f"this model's recurrent state is in mamba_cache_mode={spec.mamba_cache_mode!r}; "
-                "kvtier keeps states "
-                "in mode 'align', in which vLLM caches prefixes. Set --mamba-cache-mode align, "
-                f"or: {_WITHOUT}"
+                "kvtier keeps states in mode 'align', in which vLLM caches prefixes. Set "
+                f"--mamba-cache-mode align, or: {_WITHOUT}"
             )
         if spec.num_speculative_blocks:
             raise LayoutError(
                 "this model has a recurrent state and drafts tokens ahead; kvtier does not keep "
-                "both together. "
-                f"{_WITHOUT}, or without speculation"
+                f"both together. {_WITHOUT}, or without speculation"
             )
         return Kind.STATE, 0
     raise LayoutError(
         f"this model's KV cache is {name}; kvtier keeps full attention (MHA, GQA, MLA), sliding "
-        "windows, chunked local "
-        f"attention and recurrent states. {_WITHOUT}"
+        f"windows, chunked local attention and recurrent states. {_WITHOUT}"
     )
 
 
 def chunk_tokens(configured: int, found: Kept, *, is_default: bool) -> int:
-    """Tokens a chunk: what is configured. A default that nobody touched grows to whole blocks.
-    Beside a state it is one block, which is long there: vLLM has states at the ends of blocks, and
-    a hit ends where there is one."""
+    """Tokens a chunk: the configured number. A default that nobody changed grows to whole blocks.
+    For a model with a state it is one block, which is long there: vLLM has states at the ends of
+    blocks, and a hit ends where there is one."""
     block = found.block_tokens
     if is_default:
         has_state = any(group.kind is Kind.STATE for group in found.groups)
@@ -132,9 +128,9 @@ def chunk_layout(
     """The layout of chunks for this engine, their geometry, and where the parts of ranks lie in a
     slot.
 
-    ``ranks`` is keyed by (pp rank, tp rank). Ranks of one pipeline stage that hold identical KV in
-    every layer (MLA's latent, but not beside a draft model with heads of its own) share one part,
-    written by the first of them.
+    ``ranks`` is keyed by (pp rank, tp rank). Ranks of one pipeline stage that have identical KV in
+    every layer share one part, which the first of them writes. That is so for MLA's latent, but not
+    beside a draft model with heads of its own.
     """
     _refuse_context_parallel(vllm_config.parallel_config)
     _refuse_several_hosts(vllm_config.parallel_config)
@@ -162,9 +158,7 @@ def chunk_layout(
             geometry,
             owners,
         )
-    named["groups"] = [
-        [group.kind.value, group.block_tokens, group.reach] for group in found.groups
-    ]
+    named["groups"] = [[group.kind.value, group.block_tokens, group.span] for group in found.groups]
     piece_bytes = max(
         geometry.blocks_per_piece(group) * sum(sizes)
         for group, (_, sizes) in zip(found.groups, placed, strict=True)
@@ -179,8 +173,8 @@ def chunk_layout(
 def _placed(
     geometry: Geometry, place: int, ranks: Mapping[tuple[int, int], RankLayout], replicated: bool
 ) -> tuple[list[tuple[int, bool]], list[int]]:
-    """Of one group: each rank's first byte in a slot and whether it writes there; and each part's
-    bytes a block."""
+    """For one group: each rank's first byte in a slot and whether it writes there, and the bytes a
+    block of each part."""
     group = geometry.groups[place]
     blocks, shared_parts = (
         geometry.blocks_per_piece(group),
@@ -211,8 +205,8 @@ def on_cpu(ranks: Mapping[tuple[int, int], RankLayout]) -> bool:
 
 def refuse_recurrent(vllm_config: Any, *, with_groups: bool) -> None:
     """Raise LayoutError for a model with recurrent state (mamba, short convolutions) that cannot be
-    kept: alone, because vLLM caches no prefixes of it, and beside attention where vLLM does not say
-    which blocks hold states."""
+    kept. Without attention it cannot, because vLLM caches no prefixes of it. Beside attention it
+    cannot where vLLM does not say which blocks hold states."""
     model = vllm_config.model_config
     if model.is_attention_free:
         why = "vLLM caches no prefixes of it"
@@ -229,9 +223,9 @@ def refuse_recurrent(vllm_config: Any, *, with_groups: bool) -> None:
 
 
 def why_no_prefixes(vllm_config: Any) -> str:
-    """Why kvtier has to leave this engine alone: the platform has turned prefix caching off because
-    its kernels do not continue a prefix as they computed it. "" when it may serve; also when it was
-    the user who turned it off."""
+    """Why kvtier must not be used in this engine: the platform has turned prefix caching off,
+    because its kernels do not continue a prefix as they computed it. "" when kvtier may serve, also
+    when the user turned prefix caching off."""
     from vllm.platforms import CpuArchEnum, current_platform
 
     if vllm_config.cache_config.enable_prefix_caching or not current_platform.is_cpu():
@@ -258,8 +252,8 @@ def start_only(layout: ChunkLayout, why: str) -> ChunkLayout:
 
 
 def _replicated(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Whether all tensor ranks hold the same KV. Before 0.32 vLLM does not count them, and MLA has
-    to do for it."""
+    """Whether all tensor ranks have the same KV. Before 0.32 vLLM does not count the replicas, and
+    MLA is taken as the sign of them."""
     replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
     if replicas is None:
         return bool(vllm_config.model_config.use_mla)
@@ -271,8 +265,7 @@ def _refuse_several_hosts(parallel: Any) -> None:
     if hosts > 1:
         raise LayoutError(
             f"nnodes={hosts}: the workers of one engine share kvtier's RAM, so they have to be on "
-            "one host. Run an "
-            "engine on each host, or this one without the kvtier connector"
+            "one host. Run an engine on each host, or this one without the kvtier connector"
         )
 
 

@@ -1,10 +1,10 @@
-"""A worker's loaded model: what its layers resolved to, which weights it has, and whether these
-were replaced.
+"""A worker's loaded model: what its layers resolved to, which weights it has, and whether the
+weights were replaced.
 
-A model's configuration does not tell all that decides its KV: vLLM picks rotary tables by the
-engine's longest prompt, and scales, windows and kernels by flags and platform. So the worker looks
-at the layers themselves. vLLM hands a connector its attention layers only. The modules above them
-are found among the process's objects, once, at the start.
+A model's configuration does not tell all that decides its KV. vLLM chooses rotary tables by the
+engine's longest prompt, and scales, windows and kernels by flags and platform. So the worker
+inspects the layers themselves. vLLM gives a connector only its attention layers. The modules that
+contain them are found among the process's objects, once, at the start.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import torch
 from torch import nn
 
 _RUNS, _RUN = 64, 128
-"""A digest reads so many runs of so many elements of each tensor, evenly spread from its first to
-its last."""
+"""A digest reads so many runs of so many elements of each tensor, evenly spread from its first
+element to its last."""
 _LOOKED_AT, _SEEN = 16, 64
-"""Each look for replaced weights compares so many parameters, by so many elements each, and goes
-round."""
+"""Each check for replaced weights compares so many parameters, and so many elements of each. Later
+checks take the next parameters in turn."""
 _ROTARY = re.compile("rotary|rope", re.IGNORECASE)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class LoadedModel:
-    """Made after the model was loaded. Belongs to the worker's thread.
+    """Made after the model was loaded. Only the worker's thread uses it.
 
-    It keeps no weights alive: an engine that replaces them must not hold them twice.
+    It keeps no weights alive, because an engine that replaces them must not have them twice.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -47,8 +47,8 @@ class LoadedModel:
         self._watch = Watch(self._roots, moves=_moves(vllm_config))
 
     def backends(self) -> list[str]:
-        """Names of the attention backends. They decide how a block is packed where no stride shows
-        it."""
+        """The names of the attention backends. They decide how a block is packed, which strides do
+        not always show."""
         return sorted({layer.get_attn_backend().get_name() for layer in self._layers.values()})
 
     def resolved(self) -> dict[str, str] | None:
@@ -61,18 +61,18 @@ class LoadedModel:
         return {"attention": _digest(attention), "rotary": _digest(rotary)}
 
     def weights(self) -> str | None:
-        """Hex digest of samples of every parameter. None where some cannot be read: kernels of
-        vLLM's CPU backend keep weights packed in a form of their own."""
+        """Hex digest of samples of every parameter. None where some cannot be read, because kernels
+        of vLLM's CPU backend keep packed weights in a form of their own."""
         return weights_digest(self._roots)
 
     def replaced(self, *, looks: bool) -> bool:
-        """Whether the weights are others than at the last call; see :class:`Watch`."""
+        """Whether the weights are different from those at the last call; see :class:`Watch`."""
         return self._watch.replaced(looks=looks)
 
 
 def models_with(layers: list[nn.Module]) -> list[nn.Module]:
-    """The outermost modules that contain some of these layers: the model, and a draft model beside
-    it."""
+    """The outermost modules that contain some of these layers: the model, and a draft model if
+    there is one."""
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     inside = {id(child) for module in modules for child in module.children()}
     wanted = {id(layer) for layer in layers}
@@ -94,8 +94,8 @@ def _names(root: nn.Module, wanted: set[int]) -> Iterator[str]:
 
 
 def attention_facts(layer: Any) -> dict[str, Any]:
-    """Scale, soft cap, window, cache type, scales of K and V: all that is plain in the layer and
-    its kernel."""
+    """Scale, soft cap, window, cache type, scales of K and V: all plain values of the layer and its
+    kernel."""
     buffers = {name: sampled(tensor) for name, tensor in layer.named_buffers()}
     return {
         "layer": _plain(layer),
@@ -107,8 +107,8 @@ def attention_facts(layer: Any) -> dict[str, Any]:
 def rotary_facts(root: nn.Module, longest: int) -> dict[str, Any]:
     """For each rotary module of a model: its plain attributes and samples of its tables.
 
-    One without any table that could be read counts with the engine's longest prompt instead, which
-    is what such tables are chosen by.
+    A module without a readable table counts with the engine's longest prompt instead, by which such
+    tables are chosen.
     """
     found: dict[str, Any] = {}
     for name, module in root.named_modules():
@@ -128,7 +128,7 @@ def rotary_facts(root: nn.Module, longest: int) -> dict[str, Any]:
 
 
 def _plain(thing: Any) -> dict[str, str]:
-    """The public attributes that are numbers, words, or lists of such."""
+    """The public attributes that are numbers, strings, or lists of those."""
     attributes = vars(thing) if hasattr(thing, "__dict__") else {}
     return {
         name: repr(value)
@@ -164,7 +164,7 @@ def weights_digest(roots: list[nn.Module]) -> str | None:
 
 @torch.no_grad()
 def sampled(tensor: torch.Tensor) -> str:
-    """Shape, type, and a digest of elements spread over the whole tensor."""
+    """Shape, type, and a digest of elements from all over the tensor."""
     bits = tensor.detach()
     if (
         bits.dtype in (torch.bool, torch.complex64, torch.complex128)
@@ -182,7 +182,7 @@ def sampled(tensor: torch.Tensor) -> str:
 
 
 class _Seen(NamedTuple):
-    """A parameter as it was at the last look; ``module`` and ``name`` are where it is found."""
+    """A parameter at the last check. ``module`` and ``name`` tell where to find it."""
 
     module: nn.Module
     name: str
@@ -191,17 +191,17 @@ class _Seen(NamedTuple):
 
 
 class Watch:
-    """Notices that weights were replaced under a running engine.
+    """Notices that weights were replaced under a running engine. There are three signs:
 
-    - The model's ``load_weights`` was called: vLLM's reloads and most weight transfers do.
+    - The model's ``load_weights`` was called: vLLM's reloads and most weight transfers do that.
     - A parameter is another tensor, lies elsewhere, or was written in place (torch counts that).
-    - Its elements differ. That shows writes which torch does not count (``parameter.data.copy_``):
-      each look compares some parameters by some elements, and goes round, so a change of one layer
-      alone may be seen some looks later.
+    - Its elements differ. That shows writes that torch does not count (``parameter.data.copy_``).
+      Each check compares some elements of some parameters, in turn. So a change of one layer alone
+      may be noticed some checks later.
 
-    It cannot see writes of the last kind to elements that it does not compare, to weights that a
-    kernel keeps outside the module's parameters, and, with ``moves`` (the engine itself moves
-    weights about), any but the first kind.
+    It cannot see uncounted writes to elements that it does not compare, nor writes to weights that
+    a kernel keeps outside the module's parameters. With ``moves`` (the engine itself moves weights
+    about) it sees only the first sign.
     """
 
     def __init__(self, roots: list[nn.Module], *, moves: bool = False) -> None:
@@ -210,22 +210,22 @@ class Watch:
         self._loaded = False
         self._next = 0
         for root in roots:
-            self._listen(root)
+            self._note_loads(root)
         self._seen: list[_Seen] = []
         self._elements: list[bytes] = []
         self._stream: torch.cuda.Stream | None = None
         self._remember()
 
     def replaced(self, *, looks: bool) -> bool:
-        """Whether something was noticed since the last call. ``looks``: compare, too; some 0.1
-        ms."""
+        """Whether something was noticed since the last call. ``looks``: compare as well, which
+        takes some 0.1 ms."""
         if not (self._loaded or (looks and not self._moves and self._differs())):
             return False
         self._loaded = False
         self._remember()
         return True
 
-    def _listen(self, root: nn.Module) -> None:
+    def _note_loads(self, root: nn.Module) -> None:
         load = getattr(root, "load_weights", None)
         if load is None:
             return
@@ -267,7 +267,7 @@ class Watch:
         return now != b"".join(self._elements[index] for index in chosen)
 
     def _read(self, parameters: list[_Seen]) -> bytes:
-        """On a GPU by a stream of their own, so that the look waits for no step of the model."""
+        """On a GPU it uses a stream of its own, so that it waits for no step of the model."""
         if self._stream is None:
             return bytes(_elements(parameters))
         with torch.cuda.stream(self._stream):
@@ -280,7 +280,7 @@ def _place(parameter: torch.Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def _elements(parameters: list[_Seen]) -> bytes:
-    """Some elements of each, in order."""
+    """Some elements of each parameter, in order."""
     parts = []
     for module, name, *_ in parameters:
         tensor = module._parameters[name]

@@ -1,6 +1,6 @@
-"""What travels between the scheduler's and the workers' half of the connector: slot numbers, block
-ids and, of loads, the names of requests, because vLLM is told of a load by that name. Never keys,
-tokens or KV bytes. Plain data, pickled by vLLM between its own processes.
+"""What the scheduler's and the workers' halves of the connector tell each other: slot numbers,
+block ids and, for loads, the names of requests, because vLLM is told of a load by that name. Never
+keys, tokens or KV bytes. It is plain data, which vLLM pickles between its own processes.
 """
 
 from __future__ import annotations
@@ -20,106 +20,107 @@ Parts = tuple[tuple[tuple[int, bool], ...], ...]
 
 @dataclass
 class RankLayout(KVConnectorHandshakeMetadata):
-    """One worker rank's KV cache, told to the scheduler once at start."""
+    """One worker rank's KV cache. The scheduler is told once, at the start."""
 
     block_bytes: tuple[int, ...]
-    """Of one block, for each cache group that is kept."""
+    """Bytes of one block, for each cache group that is kept."""
     description: dict[str, Any]
-    """JSON-able shape of the regions; part of the fingerprint. Of several groups: ``{"groups":
-    [...]}``."""
+    """The shape of the regions, which can be written as JSON. It is part of the fingerprint. For
+    several groups it is ``{"groups": [...]}``."""
     model: dict[str, Any] | None = None
-    """What the loaded model's layers resolved to (:mod:`kvtier.connectors.vllm.loaded`); part of
-    the fingerprint. None: it cannot be looked at."""
+    """What the loaded model's layers resolved to (:mod:`kvtier.connectors.vllm.loaded`). It is part
+    of the fingerprint. None: the model cannot be inspected."""
     weights: str | None = None
-    """Digest of the loaded parameters; None where they cannot be read."""
+    """A digest of the loaded parameters. None where they cannot be read."""
 
 
 @dataclass(frozen=True)
 class PoolAddress:
-    """Where workers map a pool, and which bytes of each slot are whose. A server that comes back
-    has another pool."""
+    """Where workers map a pool, and which bytes of each slot belong to which rank. A server that
+    restarts has another pool."""
 
     path: str
     witness_path: str | None
-    """What a worker holds open as long as it maps a server's pool; None for a pool of the engine's
-    own."""
+    """A file that a worker keeps open as long as it maps a server's pool. None for the engine's own
+    pool."""
     slots: int
     slot_bytes: int
     parts: Parts
-    """For each rank and, of it, each kept group: first byte of its part of a slot, and whether it
-    is the one who writes that part."""
+    """For each rank and each of its kept groups: the first byte of its part of a slot, and whether
+    this rank writes that part."""
 
 
 class Move(NamedTuple):
-    """Copy pieces of one group between slots and blocks. A load may start inside its first piece
+    """Copies pieces of one group between slots and blocks. A load may start inside its first piece
     and end inside its last."""
 
     group: int
-    """Place of the group among those that are kept."""
+    """The index of the group among those that are kept."""
     slots: list[int]
     blocks: list[int]
     first: int = 0
-    """Block of the first piece at which ``blocks`` begins."""
+    """The block of the first piece at which ``blocks`` begins."""
 
 
 @dataclass
 class Job:
-    """What is copied together, for one request."""
+    """Copies that belong together, for one request."""
 
     number: int
     pool: PoolAddress
     moves: list[Move]
     request_id: str = ""
-    """Of a load: the request that waits for it."""
+    """For a load: the request that waits for it."""
     tokens: int = 0
-    """Of a load."""
+    """For a load: how many tokens it loads."""
 
     @property
     def blocks(self) -> list[int]:
-        """Of all groups."""
+        """The blocks of all groups."""
         return [block for move in self.moves for block in move.blocks]
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler -> workers, one a step."""
+    """Scheduler -> workers, one for each step."""
 
     pool: PoolAddress | None
-    """The pool of jobs to come; workers let go of all others but those of this step's jobs."""
+    """The pool of jobs to come. Workers unmap all other pools except those of this step's jobs."""
     loads: list[Job] = field(default_factory=list)
     saves: list[Job] = field(default_factory=list)
     number: int = 0
-    """Of the step; see :class:`kvtier.load_policy.prefill.StepClock`."""
+    """The step's number; see :class:`kvtier.load_policy.prefill.StepClock`."""
     computes: bool = False
     """Whether the step runs a forward pass, so that requests wait for it."""
     replacements_seen: dict[int, int] = field(default_factory=dict)
     """For each rank, how many replacements of its weights the scheduler knew of when it planned
     this step."""
     asks_layout: bool = False
-    """Whether the scheduler's half has yet to hear how the ranks' KV caches lie."""
+    """Whether the scheduler's half has yet to be told how the ranks' KV caches lie."""
 
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """Workers -> scheduler, one a step, merged over ranks: who has done or failed which job, and
-    what copies took."""
+    """Workers -> scheduler, one for each step, merged over ranks: how many ranks have done or
+    failed each job, and how long copies took."""
 
     step: int = 0
     """Number of the step, as in its metadata."""
     loaded_tokens: float = 0.0
-    """Tokens whose KV one rank copied from slots, and the seconds of the slowest rank for them."""
+    """Tokens whose KV one rank copied from slots. ``load_s``: the seconds that the slowest rank
+    took for them."""
     load_s: float = 0.0
     save_s: float = 0.0
     unmapped: str = ""
     """Why some rank cannot map the engine's own pool."""
     layouts: dict[tuple[int, int], RankLayout] = field(default_factory=dict)
-    """Where the scheduler's half asked for it: each rank's, by ``(pipeline stage, tensor
-    rank)``."""
+    """Each rank's layout by ``(pipeline stage, tensor rank)``, where the scheduler's half asked for
+    it."""
     done: Counter[int] = field(default_factory=Counter)
     failed: Counter[int] = field(default_factory=Counter)
     replacements: dict[int, int] = field(default_factory=dict)
-    """For each rank whose weights are not those that it had at the last step's report: how often
-    they were replaced since its start."""
+    """Ranks whose weights were replaced since the last step's report, with how often they were
+    replaced since the rank's start."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)

@@ -1,5 +1,5 @@
-"""Misses: what became of every chunk that requests of one engine asked for, counted once under one
-reason."""
+"""Misses: what happened to every chunk for which requests of one engine asked, counted once under
+one reason."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ZERO_HITS = "zero_hits"
 
 
 class Misses:
-    """Counts for vLLM's metrics, and a warning when nothing is ever hit. Called by vLLM's
-    scheduling loop, one thread.
+    """Counts for vLLM's metrics, and a warning when nothing is ever hit. Called only by the thread
+    of vLLM's scheduling loop.
 
     ``clock``: monotonic seconds.
     """
@@ -30,7 +30,7 @@ class Misses:
         self._why: Counter[str] = Counter()
         self._new: Counter[str] = Counter()
         self._told = False
-        """What :meth:`new` has said last of :data:`ZERO_HITS`."""
+        """The last value of :data:`ZERO_HITS` that :meth:`new` returned."""
 
     def saved(self, chunks: int) -> None:
         self._saved += chunks
@@ -42,8 +42,9 @@ class Misses:
         declined: Mapping[str, int],
         missed: tuple[str, int],
     ) -> None:
-        """A request got its blocks. From chunk ``start`` on: where each loaded chunk came from,
-        then those that were declined, and those that are missing, by reason."""
+        """A request got its blocks. From chunk ``start`` on there are loaded chunks (each with the
+        place from which it came), then declined chunks by reason, then missing chunks by
+        reason."""
         why, short = missed
         self._new.update(f"loaded_{place}" for place in places)
         for kind, counts in (("declined", declined), ("missed", {why: short} if short > 0 else {})):
@@ -51,26 +52,26 @@ class Misses:
                 self._new[f"{kind}_{reason}"] += count
                 self._why[reason] += count if not start else 0
         self._hits += len(places)
-        if not start:  # else vLLM's own prefix cache has served its beginning, and all is well
+        if not start:  # otherwise vLLM's own prefix cache has served its beginning: all is well
             self._asked += len(places) + sum(declined.values()) + max(0, short)
-        self._look()
+        self._check()
 
     def too_short(self) -> None:
         """A prompt without a whole chunk came."""
         self._asked += 1
         self._why["short"] += 1
-        self._look()
+        self._check()
 
     def new(self) -> dict[str, int]:
-        """Chunks ``loaded_<place>``, ``declined_<reason>`` and ``missed_<reason>`` since the last
-        call; :data:`ZERO_HITS` 1 or 0 when that has changed."""
+        """Chunks as ``loaded_<place>``, ``declined_<reason>`` and ``missed_<reason>`` since the
+        last call, and :data:`ZERO_HITS` as 1 or 0 when it has changed."""
         counts, self._new = dict(self._new), Counter()
         if bool(self._zero.verdict) != self._told:
             self._told = not self._told
             counts[ZERO_HITS] = int(self._told)
         return counts
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._zero.look(self._asked, self._hits, self._saved, self._why):
             logger.warning("%s", self._zero.verdict)
 

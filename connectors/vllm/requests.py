@@ -12,24 +12,25 @@ from kvtier.connectors.vllm.identity import files_digest
 logger = logging.getLogger("kvtier.connectors.vllm")
 
 CACHE = "kvtier.cache"
-"""In a request's ``kv_transfer_params``: false keeps kvtier out of it. Nothing is loaded for it,
-nothing is kept."""
+"""In a request's ``kv_transfer_params``: false keeps kvtier out of the request. Nothing is loaded
+for it and nothing of it is kept."""
 
 
 class Adapters:
     """Names LoRA adapters by content, so that a renamed adapter is shared and a replaced one is
     not.
 
-    vLLM keeps an adapter in memory after its files change and reloads it whenever it likes, so once
-    the files under a known adapter change nobody can tell which weights a request uses: from then
-    on it is not cached, until a request asks to load it anew (``load_inplace``).
+    vLLM keeps an adapter in memory after its files change, and reloads it whenever it likes. So
+    once the files of a known adapter change, nobody can tell which weights a request uses. From
+    then on the adapter is not cached, until a request asks to load it anew (``load_inplace``).
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int, str], tuple[Any, list[str] | None]] = {}
 
     def identity(self, lora: Any) -> list[str] | None:
-        """JSON-able identity, or None when requests with this adapter must not be cached."""
+        """The adapter's identity, which can be written as JSON. None when requests with this
+        adapter must not be cached."""
         files = sorted(Path(lora.lora_path).glob("adapter_*"))
         try:
             stamp = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files]
@@ -56,9 +57,9 @@ class Adapters:
 def request_extra(request: Any, adapters: Adapters) -> bytes | None:
     """Canonical bytes of what decides a whole request's KV besides its tokens.
 
-    None: its KV cannot be named (prompt embeddings, an adapter that changed), or it asks not to be
-        kept
-    (:data:`CACHE`; whatever is not plainly true counts as a no). It is left alone.
+    None means that kvtier does not touch the request. Either its KV cannot be named (prompt
+    embeddings, or an adapter that changed), or it asks not to be kept (:data:`CACHE`; whatever is
+    not plainly true counts as false).
     """
     if (request.kv_transfer_params or {}).get(CACHE, True) is not True:
         return None
@@ -74,7 +75,7 @@ def request_extra(request: Any, adapters: Adapters) -> bytes | None:
 
 
 def first_extras(request: Any, adapters: Adapters, media: dict[int, bytes]) -> tuple[bytes, ...]:
-    """What besides its tokens the key of a request's first chunk depends on, in the order of
+    """What the key of a request's first chunk depends on besides its tokens, in the order of
     :data:`kvtier.store.miss_reasons.EXTRAS`."""
     adapter = None if request.lora_request is None else adapters.identity(request.lora_request)
     return (

@@ -1,10 +1,9 @@
 """What the connector tells vLLM's own metrics: chunks loaded by place, declined and missed by
-reason since it last told, whether nothing is ever hit, and all that a server's ``/metrics`` has of
-a Store, under the same names. vLLM adds them up in its log ("KV Transfer metrics") and on its
-/metrics.
+reason, whether nothing is ever hit, and all metrics of a Store that a server's ``/metrics`` has,
+under the same names. Counts are since the last report. vLLM adds them up in its log ("KV Transfer
+metrics") and on its /metrics.
 
-An engine whose cache is a server's tells what it sees of the server; tiers are the server's to
-tell.
+An engine whose cache is a server's tells what it sees of the server. The server tells its tiers.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _METRICS = {
     "loaded": (
         "loaded_chunks",
         "place",
-        "Chunks of KV loaded into the engine, by the tier they came from.",
+        "Chunks of KV loaded into the engine, by the tier from which they came.",
     ),
     "declined": (
         "declined_chunks",
@@ -59,10 +58,10 @@ _METRICS = {
     "hints": (
         "hints",
         "kind",
-        "Hints that requests gave of their future, by kind; bad: not understood.",
+        "Hints about the future of requests, by kind; bad: not understood.",
     ),
 }
-"""Before the first ``_`` of a count's name -> the metric's name, its label and what it is."""
+"""The part of a count's name before the first ``_`` -> the metric's name, label and help."""
 _REASONS = {
     "declined": figures.DECLINED,
     "missed": (*figures.MISSED, "salt", "adapter", "media"),
@@ -70,14 +69,14 @@ _REASONS = {
 }
 _SERVER = "server_"
 _registered: list[Any] = []
-"""What the last TierMetrics of this process has put into Prometheus' registry. vLLM takes out its
-own when an engine is made; these do not have vLLM's prefix."""
+"""What the last TierMetrics of this process has put into Prometheus' registry. vLLM takes its own
+metrics out when an engine is made, but these do not have vLLM's prefix."""
 
 
 class TierStats(KVConnectorStats):
-    """``data``: chunks by ``loaded_<place>``, ``declined_<reason>`` and ``missed_<reason>``; hints
-    by ``hints_<kind>``; ``zero_hits``, 1 or 0 where that has changed; figures as
-    :mod:`kvtier.connectors.vllm.figures` names them."""
+    """``data``: chunks by ``loaded_<place>``, ``declined_<reason>`` and ``missed_<reason>``, hints
+    by ``hints_<kind>``, ``zero_hits`` as 1 or 0 where it has changed, and figures under the names
+    of :mod:`kvtier.connectors.vllm.figures`."""
 
     def reset(self) -> None:
         self.data.clear()
@@ -90,7 +89,7 @@ class TierStats(KVConnectorStats):
         return TierStats(data=both)
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log: what became of chunks, and what each tier holds."""
+        """For vLLM's log: what happened to chunks, and what each tier holds."""
         shown = {name: value for name, value in self.data.items() if SEPARATOR not in name}
         return shown | {
             f"{n.removeprefix(HELD)}_held": v for n, v in self.data.items() if n.startswith(HELD)
@@ -102,8 +101,8 @@ class TierStats(KVConnectorStats):
 
 class TierMetrics(KVConnectorPromMetrics):
     """``vllm:kvtier_loaded_chunks_total{place}``, ``..._declined_chunks_total{reason}``,
-    ``..._missed_chunks_total{reason}``, ``vllm:kvtier_hints_total{kind}`` and
-    ``vllm:kvtier_zero_hits``; and ``kvtier_*``, the same as a server has. Every series is there
+    ``..._missed_chunks_total{reason}``, ``vllm:kvtier_hints_total{kind}``,
+    ``vllm:kvtier_zero_hits``, and the ``kvtier_*`` metrics that a server has. Every series exists
     from the start."""
 
     def __init__(
@@ -123,10 +122,7 @@ class TierMetrics(KVConnectorPromMetrics):
             kind: self._counter_cls(f"vllm:kvtier_{name}", about, labelnames=[*labelnames, label])
             for kind, (name, label, about) in _METRICS.items()
         }
-        about = (
-            "1: not one chunk that was asked for has been a hit for long; the engine's log "
-            "says why."
-        )
+        about = "1: no asked chunk has been a hit for long; the engine's log says why."
         self._zero_hits = self._gauge_cls(f"vllm:kvtier_{ZERO_HITS}", about, labelnames=labelnames)
         self._figures = {row[:2]: self._made(*row) for row in self._rows()}
         _registered.extend(self._figures.values())
@@ -152,26 +148,26 @@ class TierMetrics(KVConnectorPromMetrics):
     def _observe_times(
         self, rest: str, count: float, data: dict[str, Any], values: list[object]
     ) -> None:
-        """So many durations of one place. Each is taken as their mean: the bucket and the sum are
-        exact."""
+        """Add so many durations of one bucket. Each is taken as their mean, so the bucket and the
+        sum are exact."""
         what, tier, _ = rest.split(SEPARATOR)
         series = self._figures[TIMES, what].labels(*values, *([tier] if tier else []))
         seconds = data.get(f"{SECONDS}{SEPARATOR}{rest}", 0.0)
         for _ in range(round(count)):
             series.observe(seconds / count)
 
-    # ---- what there is ---------------------------------------------------------------------------
+    # ---- the series ------------------------------------------------------------------------------
 
     def _rows(self) -> Iterator[tuple[str, str, str, list[str]]]:
-        """Kind, name, help and labels of every figure that an engine may have."""
+        """Kind, name, help and labels of every metric that an engine may have."""
         for name, text in SERVER_COUNTS.items():
             yield figures.COUNTER, f"{_SERVER}{name}", text, []
         for of_store in figures.STORE_FIGURES:
             yield of_store.kind, of_store.name, of_store.text, []
         for of_tier in figures.TIER_FIGURES:
             yield of_tier.kind, of_tier.name, of_tier.text, ["tier"]
-        yield figures.GAUGE, "lane_queued", "Works that wait in front of a tier.", ["tier", "queue"]
-        yield figures.COUNTER, "lane_failures", "Works that raised: a bug.", ["tier"]
+        yield figures.GAUGE, "lane_queued", "Jobs that wait in front of a tier.", ["tier", "queue"]
+        yield figures.COUNTER, "lane_failures", "Jobs that raised: a bug.", ["tier"]
         for what, text in figures.TIMINGS.items():
             yield TIMES, what, text, ["tier"] if what in figures.BY_TIER else []
 
@@ -188,7 +184,8 @@ class TierMetrics(KVConnectorPromMetrics):
         return self._counter_cls(f"{figures.PREFIX}{name}", text, labelnames=names)
 
     def _begin(self, engine: int) -> None:
-        """Series that can be known before anything happens are 0, not absent."""
+        """Make the series that are known before anything happens, so that they are 0 and not
+        absent."""
         values, lower = self.per_engine_labelvalues[engine], self._places[1:]
         for kind, reasons in _REASONS.items():
             for reason in reasons:
@@ -212,11 +209,11 @@ class TierMetrics(KVConnectorPromMetrics):
 
 
 def _places(vllm_config: Any) -> list[str]:
-    """Where the engine keeps chunks, as its configuration says; what auto-config adds is there with
-    the first step."""
+    """Where the engine keeps chunks, according to its configuration. Places that auto-config adds
+    appear with the first step."""
     transfer = vllm_config.kv_transfer_config
     try:
         return places(load(flags=getattr(transfer, "kv_connector_extra_config", None)))
     except KVTierError as error:  # among other connectors the settings are not ours alone
-        logger.debug("what the engine keeps where is not known before its first step: %s", error)
+        logger.debug("where the engine keeps chunks is not known before its first step: %s", error)
         return [RAM]

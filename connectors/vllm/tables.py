@@ -10,23 +10,23 @@ from kvtier.connectors.vllm.groups import Geometry, Kind, Piece
 from kvtier.connectors.vllm.metadata import Move
 
 NULL_BLOCK = 0
-"""vLLM's block for tokens that a group does not need any more. Nothing is ever loaded to it or
+"""vLLM's block for tokens that a group does not need any more. Nothing is ever loaded into it or
 saved from it."""
 Tables = Sequence[Sequence[int]]
 """Block ids by group."""
 
 
 class BlockTables:
-    """The tables of one step's requests. From 0.32 on vLLM tells them when they are asked for.
-    Before, it tells what was added, and only one group of full attention is kept, whose table grows
-    at its end."""
+    """The block tables of one step's requests. From 0.32 on vLLM tells a table when it is asked for
+    it. Older versions tell what was added, and only one group of full attention is kept, whose
+    table grows at its end."""
 
     def __init__(self) -> None:
         self._told: Any = None
         self._grown: dict[str, list[int]] = {}
 
     def begin(self, output: Any) -> None:
-        """``output``: vLLM's plan of a step. What it tells is right until :meth:`end`."""
+        """``output``: vLLM's plan of a step. What it tells is valid until :meth:`end`."""
         told = getattr(output, "kv_connector_block_state", None)
         if hasattr(told, "get_block_ids"):
             self._told = told
@@ -61,12 +61,12 @@ class BlockTables:
         )
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """The request has ended."""
         self._grown.pop(request_id, None)
 
 
 def blocks_of(geometry: Geometry, piece: Piece, tables: Tables) -> list[int] | None:
-    """All blocks of a piece; None where the group does not have all of them (any more)."""
+    """All blocks of a piece. None where the group does not have all of them (any more)."""
     group, count = piece.group, geometry.blocks_per_piece(piece.group)
     first = piece.number * count
     if group.kind is Kind.STATE:
@@ -76,7 +76,7 @@ def blocks_of(geometry: Geometry, piece: Piece, tables: Tables) -> list[int] | N
 
 
 def saving(geometry: Geometry, pieces: Iterable[tuple[Piece, int, list[int]]]) -> list[Move]:
-    """Moves of whole pieces: each with its slot and its blocks."""
+    """The moves of whole pieces, each given with its slot and its blocks."""
     place = {group: index for index, group in enumerate(geometry.groups)}
     moves: dict[int, Move] = {}
     for piece, slot, blocks in pieces:
@@ -89,8 +89,8 @@ def saving(geometry: Geometry, pieces: Iterable[tuple[Piece, int, list[int]]]) -
 def loading(
     geometry: Geometry, slots: Mapping[Piece, int], tables: Tables, begin: int, end: int
 ) -> list[Move]:
-    """Moves of the pieces with ``slots`` into the blocks of tokens ``begin`` to ``end``, in each
-    group as far back as it needs."""
+    """The moves of the pieces in ``slots`` into the blocks of tokens ``begin`` to ``end``, in each
+    group as many as it needs."""
     moves = []
     place = {group: index for index, group in enumerate(geometry.groups)}
     in_order = sorted(slots, key=lambda piece: (place[piece.group], piece.number))

@@ -1,8 +1,8 @@
-"""Everything that differs between the vLLM versions kvtier supports, in one place. Importing this
-imports no vLLM.
+"""Everything that differs between the vLLM versions that kvtier supports, in one place. Importing
+this module does not import vLLM.
 
-Below the floor every road ends with the sentence of :func:`verdict`. Above it a feature whose hook
-this vLLM lacks is off, and :func:`limits` says so.
+With a vLLM that is too old, every way to use kvtier ends with the message of :func:`verdict`. With
+a supported one, a feature whose hook this vLLM lacks is off, and :func:`limits` says so.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kvtier.core.errors import ConfigError
 OLDEST = (0, 23)
 TESTED = ("0.23.0", "0.29.0", "0.32.0", "0.33.0")
 ASKS_SCHEDULER = (0, 29)
-"""The oldest vLLM known to ask the scheduler's half for statistics whether or not a worker gave
+"""The oldest vLLM known to ask the scheduler's half for statistics even when no worker gave
 some."""
 
 LOAD_RESULTS = "get_transfer_results"
-"""The hook that names requests whose load failed. Before it a failed load is told by its block
+"""The hook that names requests whose load failed. Without it a failed load is told by its block
 ids."""
 _LIMITS = {
     "has_pending_push_work": (
@@ -29,11 +29,11 @@ _LIMITS = {
     ),
     "get_external_cache_hit_sources": "vLLM's metrics do not split hits by source",
 }
-"""Hook of vLLM's connectors -> what holds where vLLM has no such hook."""
+"""Hook of vLLM's connectors -> what is limited where vLLM has no such hook."""
 
 
 def verdict(version: str) -> str:
-    """What to say of this version of vLLM. Raises ConfigError when it is too old."""
+    """What to log about this version of vLLM. Raises ConfigError when it is too old."""
     tested = ", ".join(TESTED)
     numbers = _numbers(version)
     if len(numbers) == 2 and numbers < OLDEST:
@@ -47,13 +47,13 @@ def verdict(version: str) -> str:
 
 
 def require() -> str:
-    """:func:`verdict` for the vLLM of this process. One that does not know its version passes as
+    """:func:`verdict` for the vLLM of this process. A vLLM that does not know its version passes as
     not tested."""
     return verdict(running())
 
 
 def running() -> str:
-    """Version of the vLLM of this process."""
+    """The version of this process's vLLM."""
     import vllm
 
     return getattr(vllm, "__version__", None) or "of unknown version"
@@ -65,29 +65,29 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def workers_tell_first(version: str) -> bool:
     """Whether this vLLM asks the scheduler's half for statistics only after a worker has given
-    some, if only none."""
+    some, even empty ones."""
     numbers = _numbers(version)
     return len(numbers) == 2 and numbers < ASKS_SCHEDULER
 
 
 def has_hook(base: type, hook: str) -> bool:
-    """Whether vLLM calls this hook: ``base`` is its class of connectors."""
+    """Whether vLLM calls this hook. ``base`` is its class of connectors."""
     return hasattr(base, hook)
 
 
 def keeps_groups(base: type) -> bool:
-    """Whether models with other groups than one of full attention can be kept: this vLLM tells its
-    connectors at each step which blocks a request has in each group, and survives a load that fails
-    there. ``base``: as above."""
+    """Whether models with other groups than one of full attention can be kept. This vLLM must tell
+    its connectors at each step which blocks a request has in each group, and must survive a load
+    that fails there. ``base``: as above."""
     from vllm.v1.core.sched import output
 
     return hasattr(output, "KVConnectorBlockState") and has_hook(base, LOAD_RESULTS)
 
 
 def groups_base(base: type) -> type:
-    """What a connector derives from besides ``base`` to be given all groups: vLLM then makes
-    windows as small as they are, and gives them blocks of their own. :class:`object` where they
-    cannot be kept."""
+    """What a connector derives from besides ``base`` so that it is given all groups. vLLM then
+    makes windows as small as they are, and gives them blocks of their own. :class:`object` where
+    they cannot be kept."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base as connectors
 
     found: type = connectors.SupportsHMA if keeps_groups(base) else object
@@ -95,7 +95,7 @@ def groups_base(base: type) -> type:
 
 
 def limits(base: type) -> list[str]:
-    """A line for each feature that is off because ``base``, vLLM's class of connectors, lacks its
+    """One line for each feature that is off because ``base``, vLLM's class of connectors, lacks its
     hook."""
     return [
         f"this vLLM has no {hook}: {limit}"
@@ -105,7 +105,7 @@ def limits(base: type) -> list[str]:
 
 
 def hit_sources(tokens: Mapping[str, int]) -> dict[Any, int]:
-    """Tokens by kvtier place (``ram``, ``nvme``, ...) as vLLM's own split. Only for a vLLM that
+    """Tokens by kvtier's place (``ram``, ``nvme``, ...) as vLLM's own split. Only for a vLLM that
     asks for it."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -119,8 +119,8 @@ def hit_sources(tokens: Mapping[str, int]) -> dict[Any, int]:
 
 
 def log_like_vllm(level: str) -> None:
-    """kvtier's log lines go where vLLM's go, in its format, from ``level`` on; set up once a
-    process."""
+    """Send kvtier's log lines to where vLLM's go, in its format, from ``level`` on. It is set up
+    once a process."""
     ours = logging.getLogger("kvtier")
     ours.setLevel(level)
     if not ours.handlers:
@@ -129,8 +129,8 @@ def log_like_vllm(level: str) -> None:
 
 
 def set_failure_policy(vllm_config: Any) -> None:
-    """A request whose cached KV cannot be loaded is computed: vLLM gives back what it holds and
-    begins anew.
+    """Make vLLM compute a request whose cached KV cannot be loaded: vLLM takes its blocks back and
+    starts the request again.
 
     That is right in every mode, because kvtier loads into blocks of requests that wait: nothing has
     been planned or computed over them. vLLM's own default ends such a request with an error.

@@ -1,25 +1,24 @@
-"""A worker's half: slots <-> blocks. Knows slot numbers and block ids, and of a load who waits for
-it; never keys or tokens.
+"""A worker's half of the connector: copies between slots and blocks. It knows slot numbers, block
+ids and, for a load, the request that waits for it. It never knows keys or tokens.
 
 A load goes into blocks of a request that waits. vLLM plans no step over them before every rank has
-said that the load ended, so a load that fails costs its request the time to compute, and nothing
-else. Each rank says it exactly once (:meth:`WorkerHalf.transfers`), also for a request that was
-aborted meanwhile: until then vLLM keeps its blocks.
+reported that the load ended. So a load that fails costs its request the time to compute, and
+nothing else. Each rank reports it exactly once (:meth:`WorkerHalf.transfers`), also for a request
+that was aborted in the meantime: until then vLLM keeps its blocks.
 
-*On a CPU* the worker's own thread copies, after the forward pass, chunk by chunk. A step that
-computes is made longer by at most 5 ms or a twentieth of its forward pass; the rest of a load waits
-for the next step. A step that computes nothing makes nobody wait, and copies for up to 20 ms.
+*On a CPU* the worker's own thread copies, after the forward pass, chunk by chunk. Copies make a
+step that computes longer by at most 5 ms or a twentieth of its forward pass. The rest of a load
+waits for the next step. A step that computes nothing delays nobody, and copies for up to 20 ms.
 
-*On a GPU* copies go on while the step and its followers run. They are ordered against the forward
-pass on the device (:mod:`kvtier.gpu.staged`), and a job is confirmed by the first step that finds
-its copy through. vLLM keeps on taking steps, without tokens if there are none to compute, until all
-jobs are confirmed (``has_pending_push_work``), so a chunk is READY a step after its DMA also when
-nobody asks anything more. The host waits nowhere.
+*On a GPU* copies run while the step and the following steps run. They are ordered against the
+forward pass on the device (:mod:`kvtier.gpu.staged`). The first step that finds a job's copy done
+confirms the job. vLLM goes on with steps until all jobs are confirmed (``has_pending_push_work``),
+without tokens if there are none to compute. So a chunk is READY one step after its DMA, even when
+no further request comes. The host waits nowhere.
 
-*Replaced weights.* What a step computes belongs to the weights that it found. They are looked at at
-the beginning of every step that has chunks to move. When they turn out to be others than before,
-the loads fail, and nothing is saved until the scheduler's metadata shows that it knows
-(``replacements_seen``).
+*Replaced weights.* What a step computes belongs to the weights that it found. The worker checks
+them at the beginning of every step that has chunks to move. When they have changed, the loads fail,
+and nothing is saved until the scheduler's metadata shows that it knows (``replacements_seen``).
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ from kvtier.gpu import Job as SlotJob
 logger = logging.getLogger("kvtier.connectors.vllm")
 
 BUSY_COPY_S, BUSY_COPY_PART = 0.005, 0.05
-"""Longest that copies of loads make a step longer that computes: this, or this part of its forward
-pass."""
+"""The longest time by which copies of loads make a step that computes longer: so many seconds, or
+this part of its forward pass, whichever is longer."""
 _IDLE_COPY_S = 0.02
-"""The same of a step that computes nothing: a request that arrives meanwhile waits for it."""
+"""The same for a step that computes nothing: a request that arrives meanwhile waits for it."""
 
 
 Placed = tuple[int, SlotJob]
-"""A copy, and the place of its group."""
+"""A copy, with the index of its group."""
 
 
 class GroupLayers(NamedTuple):
@@ -60,8 +59,8 @@ class GroupLayers(NamedTuple):
     blocks_per_piece: int
 
 
-class _UnderWay(NamedTuple):
-    """A job whose copy a device was told of, and that is not confirmed."""
+class _Running(NamedTuple):
+    """A job whose copy runs on a device and is not confirmed yet."""
 
     job: Job
     copy: Copy
@@ -74,7 +73,7 @@ class _Copying(NamedTuple):
     job: Job
     left: deque[Placed]
     block_tokens: float
-    """What of the job's tokens one of its blocks stands for."""
+    """How many of the job's tokens one of its blocks stands for."""
 
 
 class Loaded(Protocol):
@@ -87,7 +86,7 @@ class Loaded(Protocol):
 
 
 class WorkerHalf:
-    """One rank. Called by vLLM's worker thread only."""
+    """One rank. Only vLLM's worker thread calls it."""
 
     def __init__(
         self,
@@ -97,8 +96,8 @@ class WorkerHalf:
         model: Callable[[], Loaded],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``groups``: those that are kept. ``model``: the loaded model, once the KV caches are
-        registered. ``clock``: seconds."""
+        """``groups``: the groups that are kept. ``model``: returns the loaded model, once the KV
+        caches are registered. ``clock``: seconds."""
         self._rank = rank
         self._find_model = model
         self._model: Loaded | None = None
@@ -106,17 +105,17 @@ class WorkerHalf:
         self._groups = groups
         self._clock = clock
         self._paged: list[PagedBlocks] = []
-        """One a group: their blocks lie over one another in the same memory, and a block belongs to
-        one of them."""
+        """One for each group. Blocks of all groups share the same memory, and a block belongs to
+        one group."""
         self._pinning: Pinning | None = None
         self._pools: dict[PoolAddress, _MappedPool] = {}
         self._told: PoolAddress | None = None
-        """The pool that was last mapped early, or could not be."""
+        """The last pool that was mapped early, or that could not be."""
         self._copying: deque[_Copying] = deque()
-        self._under_way: deque[_UnderWay] = deque()
+        self._running: deque[_Running] = deque()
         self._step_began = 0.0
         self._forward_s = 0.0
-        """Of the last step that computed."""
+        """The time of the last step that computed."""
         self._token_s: float | None = None
         """Seconds a token of the last load that a device copied by itself."""
         self._replacements = 0
@@ -126,7 +125,8 @@ class WorkerHalf:
         self._report = StepReport()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """vLLM's ``register_kv_caches``. Raises LayoutError for tensors kvtier cannot describe."""
+        """vLLM's ``register_kv_caches``. Raises LayoutError for tensors that kvtier cannot
+        describe."""
         regions = [
             regions_of(_of_group(kv_caches, group, self._groups), self._num_blocks)
             for group in self._groups
@@ -165,7 +165,7 @@ class WorkerHalf:
             self._pinning.look()
 
     def load(self, metadata: StepMetadata) -> None:
-        """vLLM's ``start_load_kv``: begin this step's loads, and go on with those of earlier steps.
+        """vLLM's ``start_load_kv``: begin this step's loads, and continue those of earlier steps.
         vLLM calls it after the forward pass (before 0.32: before it)."""
         self._let_go({metadata.pool, *(job.pool for job in (*metadata.loads, *metadata.saves))})
         self._report.step = metadata.number
@@ -190,15 +190,14 @@ class WorkerHalf:
             logger.exception("rank %d: load of %d blocks failed", self._rank, len(job.blocks))
             self._ended(job, failed=True)
             return
-        self._under_way.append(_UnderWay(job, copy, is_load=True))
-        if (
-            self._token_s is not None
-        ):  # how long this one takes is known only when its step was reported
+        self._running.append(_Running(job, copy, is_load=True))
+        # how long this copy takes is known only after its step was reported
+        if self._token_s is not None:
             self._report.loaded_tokens += job.tokens
             self._report.load_s += self._token_s * job.tokens
 
     def _copy_on(self, computes: bool) -> None:
-        """Copy chunks until all loads are through, or the time of this step is up."""
+        """Copy chunks until all loads are done, or the time of this step is up."""
         begun = now = self._clock()
         until = begun + (
             max(BUSY_COPY_S, BUSY_COPY_PART * self._forward_s) if computes else _IDLE_COPY_S
@@ -222,7 +221,7 @@ class WorkerHalf:
         self._report.load_s += now - begun
 
     def _has_other_weights(self, metadata: StepMetadata) -> bool:
-        """Whether the weights were replaced since the last look. It comes before anything is
+        """Whether the weights were replaced since the last check. It is asked before anything is
         loaded."""
         looks = bool(metadata.loads or metadata.saves or self._copying)
         if self._model is None or not self._model.replaced(looks=looks):
@@ -232,8 +231,8 @@ class WorkerHalf:
         return True
 
     def save(self, metadata: StepMetadata) -> None:
-        """vLLM's ``wait_for_save``: after the forward pass; returns when the engine may go on and
-        overwrite blocks."""
+        """vLLM's ``wait_for_save``, after the forward pass. It returns when the engine may go on
+        and overwrite blocks."""
         self._confirm()
         begun = self._clock()
         if metadata.computes:
@@ -246,9 +245,7 @@ class WorkerHalf:
             try:
                 own = [copy for copy in self._copies(job) if self._mapped(job.pool).writes[copy[0]]]
                 if own:
-                    self._under_way.append(
-                        _UnderWay(job, self._moved(own, load=False), is_load=False)
-                    )
+                    self._running.append(_Running(job, self._moved(own, load=False), is_load=False))
                 else:
                     self._report.done[job.number] += 1
             except Exception:
@@ -266,21 +263,22 @@ class WorkerHalf:
 
     def bad_blocks(self) -> set[int]:
         """vLLM's ``get_block_ids_with_load_errors``, where :meth:`transfers` cannot say which loads
-        failed: blocks of the loads that failed since the last call. After :meth:`transfers`."""
+        failed. It returns the blocks of the loads that failed since the last call. Called after
+        :meth:`transfers`."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def report(self) -> StepReport:
-        """vLLM's ``build_connector_worker_meta``: which jobs have ended since the last step, and
-        that this one has."""
+        """vLLM's ``build_connector_worker_meta``: that this step has ended, and which jobs have
+        ended since the last one."""
         report, self._report = self._report, StepReport()
         return report
 
     def close(self) -> None:
-        """Wait for copies under way, then unmap."""
-        while self._under_way:
+        """Wait for the copies that run, then unmap."""
+        while self._running:
             try:
-                self._under_way.popleft().copy.wait()
+                self._running.popleft().copy.wait()
             except Exception:
                 logger.exception("rank %d: a copy failed", self._rank)
         self._copying.clear()
@@ -291,9 +289,9 @@ class WorkerHalf:
     # ---- steps -----------------------------------------------------------------------------------
 
     def _confirm(self) -> None:
-        """Count the copies that are through, in the order in which they were begun."""
-        while self._under_way:
-            job, copy, is_load = self._under_way[0]
+        """Count the copies that are done, in the order in which they were begun."""
+        while self._running:
+            job, copy, is_load = self._running[0]
             try:
                 if not copy.done():
                     return
@@ -306,14 +304,14 @@ class WorkerHalf:
                 failed = False
                 if copy.seconds is not None:
                     self._token_s = copy.seconds / max(1, job.tokens)
-            self._under_way.popleft()
+            self._running.popleft()
             if is_load:
                 self._ended(job, failed=failed)
             else:
                 (self._report.failed if failed else self._report.done)[job.number] += 1
 
     def _ended(self, job: Job, *, failed: bool) -> None:
-        """A load has ended: the store gets its slots back, and vLLM is told, once."""
+        """A load has ended: the store gets its slots back, and vLLM is told once."""
         (self._report.failed if failed else self._report.done)[job.number] += 1
         self._finished.add(job.request_id)
         if failed:
@@ -322,11 +320,11 @@ class WorkerHalf:
 
     @property
     def _copies_at_once(self) -> bool:
-        """Whether this thread itself copies."""
+        """Whether this thread copies by itself."""
         return all(paged.copies_at_once for paged in self._paged)
 
     def _moved(self, copies: Sequence[Placed], *, load: bool) -> Copy:
-        """Begin the copies of a job; the last of them to end ends it."""
+        """Begin the copies of a job. The job ends with the last of them."""
         parts = []
         for place, paged in enumerate(self._paged):
             own = [copy for where, copy in copies if where == place]
@@ -335,7 +333,7 @@ class WorkerHalf:
         return parts[0] if len(parts) == 1 else Copies(parts)
 
     def _mapped(self, address: PoolAddress) -> _MappedPool:
-        """Map a pool, at its first job if it is not mapped yet."""
+        """Map a pool at its first job, unless it is mapped."""
         if address not in self._pools:
             self._pools[address] = _MappedPool(
                 address, self._rank, self._part_bytes(), self._pinning
@@ -343,13 +341,13 @@ class WorkerHalf:
         return self._pools[address]
 
     def _map_early(self, address: PoolAddress | None) -> None:
-        """Map the engine's own pool in the first step. What prevents that (another host, other
-        process ids) prevents it for ever, so the scheduler's half hears of it at once; a server's
-        pool may only be away.
+        """Map the engine's own pool in the first step. What prevents that (another host, or other
+        process ids) prevents it for ever, so the scheduler's half is told at once. A server's pool
+        may only be away for a time.
 
-        On a GPU a server's pool is mapped too when a step first names it, because to lock its pages
-        takes a while. No earlier word of a pool comes here: vLLM's handshake tells workers nothing.
-        By then vLLM has captured its graphs.
+        On a GPU a server's pool is also mapped when a step first names it, because it takes a while
+        to lock its pages. Workers hear of a pool no earlier than that: vLLM's handshake tells them
+        nothing. By then vLLM has captured its graphs.
         """
         own = address is not None and address.witness_path is None
         if (
@@ -367,20 +365,18 @@ class WorkerHalf:
                 self._report.unmapped = f"rank {self._rank}: {error}"
 
     def _let_go(self, needed: set[PoolAddress | None]) -> None:
-        """Unmap what no job needs any more: a server waits for that."""
-        needed |= {one.job.pool for one in self._under_way} | {
-            one.job.pool for one in self._copying
-        }
+        """Unmap the pools that no job needs any more, because a server waits for that."""
+        needed |= {one.job.pool for one in self._running} | {one.job.pool for one in self._copying}
         for address in self._pools.keys() - needed:
             self._pools.pop(address).close()
 
     def _part_bytes(self) -> list[int]:
-        """Of this rank's part of a piece, by group."""
+        """Bytes of this rank's part of a piece, by group."""
         return [paged.block_bytes * paged.blocks_per_chunk for paged in self._paged]
 
     def _copies(self, job: Job) -> list[Placed]:
-        """Cut a job into (slot part, first block in the piece, block ids), one a piece. Raises
-        StateError for the null block, which stands for what a group does not have."""
+        """Cut a job into (slot part, first block in the piece, block ids), one for each piece.
+        Raises StateError for the null block, which stands for tokens that a group does not have."""
         mapped = self._mapped(job.pool)
         copies = list[Placed]()
         for place, slots, blocks, at in job.moves:
@@ -397,7 +393,7 @@ class WorkerHalf:
 def _of_group(
     kv_caches: Mapping[str, Any], group: GroupLayers, groups: Sequence[GroupLayers]
 ) -> dict[str, torch.Tensor]:
-    """A group's tensors. A recurrent layer has several, each with a row a block."""
+    """A group's tensors. A recurrent layer has several, each with one row a block."""
     found = dict[str, torch.Tensor]()
     for layer, cache in kv_caches.items():
         if len(groups) > 1 and layer not in group.layers:
@@ -412,15 +408,15 @@ def _of_group(
 class _MappedPool:
     """One pool as one rank maps it. Raises TierError when it cannot be mapped (any more).
 
-    Its pages are made present by the pool's owner, not here: a worker shares its cores with the
-    model. Here they are mapped: by the driver that page-locks them, or a slot when it is first
-    used.
+    The pool's owner makes its pages present, not the worker, because a worker shares its cores with
+    the model. Here the pages are mapped: by the driver that page-locks them, or for each slot at
+    its first use.
     """
 
     def __init__(
         self, address: PoolAddress, rank: int, part_bytes: Sequence[int], pinning: Pinning | None
     ) -> None:
-        """``part_bytes``: of this rank's part of a piece, by group."""
+        """``part_bytes``: bytes of this rank's part of a piece, by group."""
         if address.witness_path is None:
             self.pool: Pool = Pool.attach(address.path, address.slots, address.slot_bytes)
         else:
@@ -447,7 +443,7 @@ class _MappedPool:
         return self._parts[slot][slice(*self._spans[place])]
 
     def close(self) -> None:
-        """Unmap, when no copy from or to it is under way."""
+        """Unmap the pool. No copy from it or to it may be running."""
         self._parts.clear()
         if self._pinning is not None:
             self._pinning.end(self.pool.buffer)

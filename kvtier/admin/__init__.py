@@ -1,1 +1,1 @@
-"""The HTTP surface of a server: health, metrics, counts, lookup, purge."""
+"""The HTTP interface of a server: health, metrics, counts, lookup, purge."""

@@ -1,23 +1,23 @@
-"""Admin: the HTTP surface of a server, on the server's own loop: a page, health, metrics, counts,
-lookup, clear.
+"""Admin: the HTTP interface of a server, on the server's own loop: a page, health, metrics, counts,
+lookup and clear.
 
 Who may call what: on loopback, health, metrics and counts are open to every process of the host.
-    What tells which
-prompts were seen (lookup) or destroys (clear) needs the token always: a loopback port is open to
-every user of the host, a Unix socket of mode 0600 is not. Beyond loopback everything but health and
-the page's file needs it; what the page shows does.
+Requests that tell which prompts were seen (lookup) or that destroy (clear) always need the token,
+because a loopback port is open to every user of the host and a Unix socket of mode 0600 is not. On
+other addresses every request needs the token, except health and the page's file. The data that the
+page shows needs it.
 
-A browser on the host must not be a way in: on loopback the Host header has to name this host (a
-page whose name was rebound to 127.0.0.1 sends its own), there are no CORS headers, and bodies must
-say that they are JSON.
+A browser on the host must not become a way in. On loopback the Host header has to name this host (a
+page whose name was rebound to 127.0.0.1 sends its own name), there are no CORS headers, and bodies
+must say that they are JSON.
 
-What is sent to it is bounded before it is read: 64 connections (:mod:`kvtier.admin.places`), 3 s
-until the first request and 15 s between two, bodies of 4 MiB and only with the token. What
-strangers cause in the log is bounded, too.
+What clients send is bounded before it is read: 64 connections (:mod:`kvtier.admin.places`), 3 s
+until the first request and 15 s between two, and bodies of 4 MiB, only with the token. The log
+lines that strangers cause are bounded, too.
 
-The token is sent as it is (``Authorization: Bearer``, for curl and Prometheus), or only used to
-sign the request (:mod:`kvtier.protocol.admin_proof`, for ``kvtier stats`` and ``kvtier clear``);
-the answer to a signed request is signed.
+The token is either sent as it is (``Authorization: Bearer``, for curl and Prometheus), or it only
+signs the request (:mod:`kvtier.protocol.admin_proof`, for ``kvtier stats`` and ``kvtier clear``).
+The answer to a signed request is signed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from aiohttp import web
 from kvtier.admin import forms, prometheus, status
 from kvtier.admin.page import Page
 from kvtier.admin.places import AT_WORK, PLACES, Places
-from kvtier.admin.purge import erase
+from kvtier.admin.purge import purge
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.protocol import admin_proof
@@ -55,16 +55,16 @@ logger = logging.getLogger("kvtier.admin")
 
 _IDLE_S = 15.0
 _MOST_NAMED = 20
-"""Namespaces in the answer to a clear of an unknown one."""
+"""The most namespaces that the refusal of an unknown one names."""
 _STRANGERS = logging.getLogger("kvtier.admin.http")
-"""What aiohttp says of requests that are no HTTP: anybody can send them."""
+"""aiohttp's log of requests that are no valid HTTP. Anybody can send them."""
 _STRANGERS.addFilter(LogLimit(10, 10.0))
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Server": "kvtier"}
 
 
 class Port(NamedTuple):
-    """Where the surface is: a bound socket that listens. ``local``: only processes of this host get
-    there."""
+    """Where the interface is: a bound socket that listens. ``local``: only processes of this host
+    can connect."""
 
     socket: socket.socket
     url: str
@@ -73,23 +73,23 @@ class Port(NamedTuple):
 
 
 class Host(status.Served, Protocol):
-    """What the surface needs of a server."""
+    """What the interface needs from a server."""
 
     loop: asyncio.AbstractEventLoop
 
 
 def bind(url: str, *, token: bool, tls: ssl.SSLContext | None) -> Port:
-    """Listen at ``http://host:port`` or ``https://host:port``; port 0 is any.
+    """Listen at ``http://host:port`` or ``https://host:port``. Port 0 means any free port.
 
-    Raises ConfigError when the port is taken, when it is beyond loopback and there is no token, or
-    when https is asked for without a certificate.
+    Raises ConfigError when the port is taken, when the address is not loopback and there is no
+    token, or when https is asked for without a certificate.
     """
     scheme, host, number = _parts(url)
     local = _is_this_host(host)
     if not local and not token:
         raise ConfigError(
             f"admin={url} would let everybody on the network look in: set admin_token_file, or "
-            "127.0.0.1"
+            "give an address on 127.0.0.1"
         )
     if scheme == "https" and tls is None:
         raise ConfigError(
@@ -116,8 +116,8 @@ def bind(url: str, *, token: bool, tls: ssl.SSLContext | None) -> Port:
 async def beside(
     server: Host, port: Port, token: bytes | None, nvme_path: str | None
 ) -> AsyncIterator[None]:
-    """The surface, for as long as the context lasts. ``nvme_path``: the folder that has the size
-    classes' folders."""
+    """The interface, for as long as the context lasts. ``nvme_path``: the folder that contains the
+    size classes' folders."""
     places = Places(server.loop, port.tls)
     runner = web.AppRunner(
         Admin(server, port, token, nvme_path, places).app(),
@@ -131,7 +131,7 @@ async def beside(
     assert runner.server is not None
     accepting = server.loop.create_task(places.accept(port.socket, runner.server))
     logger.info(
-        "admin surface at %s%s",
+        "admin interface at %s%s",
         port.url,
         "" if token else "; no token, so without lookup and clear",
     )
@@ -145,7 +145,7 @@ async def beside(
 
 
 class _RefusedError(Exception):
-    """A request that is not served, and why."""
+    """A request that is refused, and why."""
 
     def __init__(self, status: int, what: str, expected: str, do: str) -> None:
         super().__init__(what)
@@ -154,7 +154,7 @@ class _RefusedError(Exception):
 
 
 class Admin:
-    """The application over one server. Everything runs on the server's loop, in turns of a few
+    """The application over one server. All of it runs on the server's loop, in turns of a few
     milliseconds."""
 
     def __init__(
@@ -217,7 +217,8 @@ class Admin:
     async def _answered(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Every request, known or not: who may ask, and what went wrong in words."""
+        """Wraps every request, known or not: check who may ask, and put what went wrong into
+        words."""
         try:
             self._expect_our_name(request)
             with self._places.request(request.protocol):
@@ -248,8 +249,8 @@ class Admin:
             )
 
     def _signed_body(self, request: web.Request) -> str | None:
-        """What the body's SHA-256 must be; None where the token did not sign this request, or
-        signed it for another."""
+        """The SHA-256 that the body must have. None where the token did not sign this request, or
+        where the same signature came before."""
         credentials, now = request.headers.get("Authorization", ""), time.time()
         if self._token is None:
             return None
@@ -273,11 +274,11 @@ class Admin:
                 401,
                 "no token, or a wrong one",
                 "Authorization: Bearer <token>",
-                "send what admin_token_file has; a signed request holds once, and while both "
-                "clocks agree to a minute",
+                "send what admin_token_file has; a signed request is valid once, and only while "
+                "both clocks agree to a minute",
             )
 
-    # ---- what is asked ---------------------------------------------------------------------------
+    # ---- requests --------------------------------------------------------------------------------
 
     async def _show(self, _: None) -> web.Response:
         return web.Response(body=self._page.body, headers={**_HEADERS, **self._page.headers})
@@ -335,11 +336,11 @@ class Admin:
         if asked.everything == (asked.namespace is not None):
             raise _RefusedError(
                 400,
-                "both or none of namespace and everything",
+                "both or neither of namespace and everything",
                 "one of them",
                 'send {"namespace": "..."} for a tenant',
             )
-        cleared = await erase(self._server.size_classes, asked.namespace, self._nvme_path)
+        cleared = await purge(self._server.size_classes, asked.namespace, self._nvme_path)
         if asked.namespace is not None and cleared.complete and not cleared.chunks:
             self._expect_known(asked.namespace)
         whose = "everything" if asked.everything else f"namespace {asked.namespace!r}"
@@ -347,7 +348,8 @@ class Admin:
         return _json(cleared, 200)
 
     def _expect_known(self, namespace: str) -> None:
-        """A name of which nothing was there and nobody came may be misspelt: refuse it."""
+        """Refuse a name of which no chunk was there and no engine came, because it may be
+        misspelt."""
         known = sorted(
             {
                 name
@@ -365,7 +367,7 @@ class Admin:
             f"one of {len(known)}: {', '.join(map(repr, known[:_MOST_NAMED])) or 'none is known'}",
             f"did you mean {near[0]!r}?"
             if near
-            else "see /v1/namespaces; nothing is left to forget if it is right",
+            else "see /v1/namespaces; if the name is right, nothing of it is left",
         )
 
     async def _openapi(self, _: None) -> web.Response:
@@ -373,7 +375,7 @@ class Admin:
 
 
 def _keys(asked: forms.Lookup) -> list[ChunkKey]:
-    """Raises a refusal when it is not clear which."""
+    """The keys that a lookup names. Raises a refusal when that is not clear."""
     if asked.keys is not None and asked.tokens is None and asked.fingerprint is None:
         return [ChunkKey(bytes.fromhex(key)) for key in asked.keys]
     if asked.keys is not None or asked.tokens is None or asked.fingerprint is None:
@@ -395,7 +397,8 @@ def _keys(asked: forms.Lookup) -> list[ChunkKey]:
 
 
 async def _body(request: web.Request, form: type[Any], digest: str | None) -> Any:
-    """``digest``: the SHA-256 that was signed; None: the request is not signed."""
+    """The decoded body. ``digest``: the SHA-256 that was signed. None: the request is not
+    signed."""
     if request.content_type != forms.JSON:
         raise _RefusedError(
             415,
@@ -417,7 +420,7 @@ async def _body(request: web.Request, form: type[Any], digest: str | None) -> An
 
 
 def _plain(request: web.Request, error: web.HTTPException) -> forms.Problem:
-    """aiohttp's own refusals: unknown path or method, too long a body."""
+    """aiohttp's own refusals in our form: an unknown path or method, or a body that is too long."""
     if error.status == 413:
         return forms.Problem(
             "the body is too long", f"at most {forms.MAX_BODY:,} bytes", "ask for less at once"
@@ -453,7 +456,7 @@ def _parts(url: str) -> tuple[str, str, int]:
 
 
 def _without_port(host: str) -> str:
-    """The name in a Host header; "" for nonsense."""
+    """The name in a Host header. "" when the header makes no sense."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -461,7 +464,7 @@ def _without_port(host: str) -> str:
 
 
 def _is_this_host(name: str) -> bool:
-    """``name`` is localhost or a loopback address (``127.example.org`` is neither)."""
+    """Whether ``name`` is localhost or a loopback address (``127.example.org`` is neither)."""
     try:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:

@@ -1,5 +1,5 @@
-"""The page at ``/``: one file, which asks ``/v1/stats`` every two seconds and shows it. It has no
-secret in it, and nothing of another origin may run in it."""
+"""The page at ``/``: one file, which asks ``/v1/stats`` every two seconds and shows the answer. It
+contains no secret, and no code of another origin may run in it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ HTML = "text/html"
 
 
 class Page:
-    """Read once. Raises OSError when the file is not there."""
+    """The file is read once. Raises OSError when it is not there."""
 
     def __init__(self) -> None:
         self.body = Path(__file__).with_name("page.html").read_bytes()
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """A policy that lets the browser run what is in the file, and ask this server; nothing
+        """A policy that lets the browser run what is in the file and ask this server, and nothing
         else."""
         policy = [
             "default-src 'none'",

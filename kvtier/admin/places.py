@@ -1,8 +1,9 @@
-"""Places for connections to the admin surface: who is let in, and who goes when they are short.
+"""Places for connections to the admin interface: who is let in, and who must leave when places are
+short.
 
-A connection that has no request under way gives up its place for a new one, the one that is quiet
-for longest first. So a crowd of idle connections keeps no liveness probe out. A connection that
-sends no request soon is closed.
+A connection that has no request running gives up its place for a new one. The one that has been
+quiet longest goes first. So a crowd of idle connections keeps no liveness probe out. A connection
+that does not soon send a request is closed.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from aiohttp import web
 
 PLACES = 64
 AT_WORK = 32
-"""Requests under way at once; only liveness and readiness are answered beyond, so that they always
-find a place."""
+"""The most requests that run at once. Beyond that only liveness and readiness are answered, so that
+these always find a place."""
 FIRST_REQUEST_S = 3.0
-"""From a connection's start, its TLS handshake included, to its first request."""
+"""From a connection's start, with its TLS handshake, to its first request."""
 _NO_DESCRIPTORS_S = 0.1
 
 
 class _Visit:
-    """One connection. It is quiet while none of its requests is under way."""
+    """One connection. It is quiet while none of its requests is running."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.handler: Any = None
-        """aiohttp's protocol, from its making on."""
+        """aiohttp's protocol, once it exists."""
         self.admitting: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.working = 0
@@ -44,7 +45,7 @@ class _Visit:
         )
 
     def close(self) -> None:
-        """Now, whatever is under way."""
+        """Close it now, whatever is running."""
         if self.timer is not None:
             self.timer.cancel()
         if self.admitting is not None:
@@ -54,21 +55,21 @@ class _Visit:
 
 
 class Places:
-    """At most :data:`PLACES` connections. Everything runs on the loop."""
+    """At most :data:`PLACES` connections. All of it runs on the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, tls: ssl.SSLContext | None) -> None:
         self._loop, self._tls = loop, tls
         self._visits: OrderedDict[_Visit, None] = OrderedDict()
-        """The one that is quiet for longest first."""
+        """The connection that has been quiet longest comes first."""
 
     @property
     def at_work(self) -> int:
-        """Requests under way."""
+        """How many requests are running."""
         return sum(visit.working for visit in self._visits)
 
     @contextmanager
     def request(self, handler: object) -> Iterator[None]:
-        """A request of this connection is under way for as long as the context lasts."""
+        """A request of this connection is running for as long as the context lasts."""
         visit = next((one for one in self._visits if one.handler is handler), None)
         if visit is None:
             yield
@@ -84,8 +85,8 @@ class Places:
                 self._visits.move_to_end(visit)
 
     async def accept(self, listening: socket.socket, serve: web.Server) -> None:
-        """Let connections in, until cancelled; then close those that are quiet. The others are
-        aiohttp's to end."""
+        """Let connections in until cancelled. Then close those that are quiet. aiohttp ends the
+        others."""
         try:
             while True:
                 try:
@@ -94,9 +95,8 @@ class Places:
                     await asyncio.sleep(_NO_DESCRIPTORS_S)
                     continue
                 self._enter(sock, serve)
-                await asyncio.sleep(
-                    0
-                )  # sock_accept does not let others run while clients are queued
+                # sock_accept does not let others run while clients are queued
+                await asyncio.sleep(0)
         finally:
             for visit in self._visits:
                 if not visit.working:

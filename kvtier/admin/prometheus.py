@@ -1,10 +1,9 @@
-"""Metrics: a server's Stats -> Prometheus' text. Owns no state: every scrape reads the objects' own
-counts.
+"""Metrics: a server's Stats as Prometheus' text. It keeps no state: every scrape reads the objects'
+own counts.
 
-All names begin with ``kvtier_``. ``tier`` is ``ram``, ``nvme``, ``redis`` or ``object``;
+All names begin with ``kvtier_``. ``tier`` is ``ram``, ``nvme``, ``redis`` or ``object``.
 ``slot_bytes`` tells the size classes of one server apart. Counters begin at 0 with the process.
-prometheus_client is imported with this module, so this module is imported by whoever serves
-metrics, and by nobody else.
+This module imports prometheus_client, so only code that serves metrics imports this module.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def exposition(stats: Stats) -> bytes:
 
 
 class _Scrape(Collector):
-    """One look, in Prometheus' words."""
+    """One scrape, as Prometheus' metrics."""
 
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
@@ -67,26 +66,28 @@ class _Scrape(Collector):
         stats = self._stats
         facts = (stats.version, platform.python_version())
         labels = ("version", "python_version")
-        yield self._metric(_GAUGE, "build_info", "Always 1; what runs.", labels, [(facts, 1)])
+        yield self._metric(
+            _GAUGE, "build_info", "Always 1; the labels say what runs.", labels, [(facts, 1)]
+        )
         yield GaugeMetricFamily("kvtier_ready", "1 while engines are let in.", stats.ready)
         yield GaugeMetricFamily(
             "kvtier_trouble", "Things that are wrong now; /healthz names them.", len(stats.trouble)
         )
-        yield GaugeMetricFamily("kvtier_uptime_seconds", "Since the start.", stats.uptime_s)
+        yield GaugeMetricFamily("kvtier_uptime_seconds", "Seconds since the start.", stats.uptime_s)
         memory = [(("process",), stats.memory.process), (("pools",), stats.memory.pools)]
-        text = "Resident memory: the RAM tiers, and all else."
+        text = "Resident memory: the RAM tiers (pools), and everything else (process)."
         yield self._metric(_GAUGE, "memory_bytes", text, ("of",), memory)
 
     def _connections(self) -> Iterator[Metric]:
         now = self._stats.connections
         states = [(("open",), now.open), (("lingering",), now.lingering)]
-        text = "Connections; lingering: closed, with the pool still mapped by some process."
+        text = "Connections; lingering: closed, but some process still has the pool mapped."
         yield self._metric(_GAUGE, "connections", text, ("state",), states)
         events = [
             ((event,), getattr(now, event))
             for event in ("accepted", "rejected", "dropped", "ended")
         ]
-        text = "What happened to connections; dropped: the client did what it should not."
+        text = "Events of connections; dropped: the client broke the rules."
         yield self._metric(_COUNTER, "connection_events", text, ("event",), events)
         yield GaugeMetricFamily("kvtier_leases", "Leases that engines have open.", now.leases)
 
@@ -104,8 +105,8 @@ class _Scrape(Collector):
         text = "Slots of the RAM tier by state."
         yield self._metric(_GAUGE, "slots", text, ("slot_bytes", "state"), slots)
         for row in STORE_FIGURES:
-            yield self._size_class(_KINDS[row.kind], row.name, row.text, row.value)
-        yield self._size_class(
+            yield self._by_size_class(_KINDS[row.kind], row.name, row.text, row.value)
+        yield self._by_size_class(
             _GAUGE, "namespaces", "Tenants and models so far.", lambda r: r.namespaces
         )
         text = "Chunks that could be had and were computed instead."
@@ -120,8 +121,8 @@ class _Scrape(Collector):
             text,
             lambda size_class: dict.fromkeys(figures.MISSED, 0) | size_class.missed,
         )
-        text = "1: not one chunk that was asked for has been a hit for long; kvtier stats says why."
-        yield self._size_class(
+        text = "1: no asked chunk has been a hit for long; kvtier stats says why."
+        yield self._by_size_class(
             _GAUGE, "zero_hits", text, lambda size_class: bool(size_class.zero_hits)
         )
         yield from self._policies()
@@ -129,8 +130,8 @@ class _Scrape(Collector):
     def _policies(self) -> Iterator[Metric]:
         """What other settings of eviction, and other sizes, would have hit."""
         size_classes = self._stats.size_classes
-        text = "Chunks that each setting of RAM's order of leaving was tried with."
-        yield self._size_class(
+        text = "Chunks that each setting of RAM's eviction order was tried with."
+        yield self._by_size_class(
             _COUNTER, "policy_asked_chunks", text, lambda size_class: size_class.policy_asked
         )
         hits = [
@@ -140,21 +141,21 @@ class _Scrape(Collector):
         ]
         labels = ("slot_bytes", "setting")
         yield self._metric(
-            _COUNTER, "policy_hit_chunks", "Chunks of them that it would have hit.", labels, hits
+            _COUNTER, "policy_hit_chunks", "Those that the setting would have hit.", labels, hits
         )
         rules = [
             ((str(r.slot_bytes), name), float(name == r.policy))
             for r in size_classes
             for name in r.policy_hits
         ]
-        yield self._metric(_GAUGE, "policy_rules", "1 for the setting that rules.", labels, rules)
+        yield self._metric(_GAUGE, "policy_rules", "1 for the setting in use.", labels, rules)
         points = [
             ((str(size_class.slot_bytes), tier.tier, scale), ratio)
             for size_class in size_classes
             for tier in size_class.tiers
             for scale, ratio in tier.what_if.items()
         ]
-        text = "Part of the chunks asked for that an LRU of so many times the size would have hit."
+        text = "Part of the asked chunks that an LRU of so many times the size would have hit."
         yield self._metric(_GAUGE, "whatif_hit_ratio", text, (*_TIER_LABELS, "scale"), points)
 
     def _lanes(self) -> Iterator[Metric]:
@@ -169,11 +170,11 @@ class _Scrape(Collector):
             for labels, lane in lanes
             for queue, count in (("reads", lane.queued_reads), ("writes", lane.queued_writes))
         ]
-        text = "Works that wait in front of a tier."
+        text = "Jobs that wait in front of a tier."
         yield self._metric(_GAUGE, "lane_queued", text, (*_TIER_LABELS, "queue"), queued)
         failures = [(labels, lane.failures) for labels, lane in lanes]
         yield self._metric(
-            _COUNTER, "lane_failures", "Works that raised: a bug.", _TIER_LABELS, failures
+            _COUNTER, "lane_failures", "Jobs that raised: a bug.", _TIER_LABELS, failures
         )
 
     def _timing(self, what: str, text: str) -> Metric:
@@ -194,7 +195,7 @@ class _Scrape(Collector):
             for tier in size_class.tiers[row.lower_only :]:
                 yield (str(size_class.slot_bytes), tier.tier), row.value(size_class, tier)
 
-    def _size_class(
+    def _by_size_class(
         self, family: Family, name: str, text: str, value: Callable[[SizeClassStatus], float]
     ) -> Metric:
         samples = [

@@ -1,9 +1,9 @@
-"""Erase: make a server forget a tenant, or everything, and say what is left.
+"""Purge: make a server drop a tenant's chunks, or all chunks, and say what is left.
 
-What it promises is in the description of ``POST /v1/clear`` (:mod:`kvtier.admin.forms`). A Store
-forgets at once what is READY; a chunk that an engine is filling, or a tier is writing, is caught
-when that has ended: hence the rounds. The lock is taken for a batch at a time, so that engines go
-on in between.
+The description of ``POST /v1/clear`` (:mod:`kvtier.admin.forms`) says what it promises. A Store
+drops READY chunks at once. A chunk that an engine is filling, or that a tier is writing, is dropped
+when that has ended. That is why there are several rounds. The lock is taken for one batch at a
+time, so that engines go on in between.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ T = TypeVar("T")
 _WAITS_S = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0, 1.0, 1.0)
 
 
-async def erase(size_classes: SizeClasses, namespace: str | None, nvme_path: str | None) -> Cleared:
-    """Forget the tenant ``namespace``; None: everything. On the server's loop; at most about 25
-    seconds a size class. Raises KVTierError when the server is closing."""
+async def purge(size_classes: SizeClasses, namespace: str | None, nvme_path: str | None) -> Cleared:
+    """Purge the tenant ``namespace``, or everything (None). On the server's loop, for at most about
+    25 seconds a size class. Raises KVTierError when the server is closing."""
     owner = None if namespace is None else tenant(namespace)
     chunks, busy = await asyncio.wrap_future(
-        size_classes.aside(partial(_discard_closed, nvme_path, owner))
+        size_classes.on_lane(partial(_discard_closed, nvme_path, owner))
     )
     opened = size_classes.open
     untouched = [
@@ -42,11 +42,10 @@ async def erase(size_classes: SizeClasses, namespace: str | None, nvme_path: str
     left = owed = 0
     for size, size_class in opened.items():
         seen: set[ChunkKey] = set()
-        await _forget(size_class.store, owner, seen)
+        await _drop(size_class.store, owner, seen)
         unseen, unsearched = await _purge_unseen(size_class.store, owner)
-        unfinished = await _forget(
-            size_class.store, owner, seen
-        )  # and what engines loaded before it was deleted below
+        # Engines may have loaded chunks before these were deleted from the lower tiers.
+        unfinished = await _drop(size_class.store, owner, seen)
         chunks += len(seen) - unfinished + unseen
         left += unfinished
         untouched += [f"{name}, chunks of {size} bytes" for name in unsearched]
@@ -54,8 +53,8 @@ async def erase(size_classes: SizeClasses, namespace: str | None, nvme_path: str
     return Cleared(not (left or owed or untouched), chunks, left, owed, untouched)
 
 
-async def _forget(store: Store, owner: int | None, seen: set[ChunkKey]) -> int:
-    """Adds the chunks that were there to ``seen``; how many of those are left."""
+async def _drop(store: Store, owner: int | None, seen: set[ChunkKey]) -> int:
+    """Drop the chunks and add those that were there to ``seen``. Returns how many are left."""
     left = 0
     for wait_s in _WAITS_S:
         await asyncio.sleep(wait_s)
@@ -69,7 +68,7 @@ async def _forget(store: Store, owner: int | None, seen: set[ChunkKey]) -> int:
 
 
 async def _in_turns(steps: Steps[T]) -> T:
-    """Do it piece by piece, and everything else on the loop in between."""
+    """Do it piece by piece, so that all other work on the loop runs in between."""
     while True:
         try:
             await asyncio.sleep(next(steps))
@@ -79,8 +78,8 @@ async def _in_turns(steps: Steps[T]) -> T:
 
 
 async def _purge_unseen(store: Store, owner: int | None) -> tuple[int, list[str]]:
-    """Chunks deleted in shared tiers that nobody here knew of, and the tiers that were not searched
-    to the end."""
+    """How many chunks of shared tiers were deleted that nobody here knew of, and the tiers that
+    were not searched to the end."""
     searches = [asyncio.wrap_future(search) for search in store.purge_unseen(owner)]
     if searches:
         await asyncio.wait(searches, timeout=_SEARCH_S)
@@ -90,8 +89,8 @@ async def _purge_unseen(store: Store, owner: int | None) -> tuple[int, list[str]
 
 
 def _discard_closed(nvme_path: str | None, owner: int | None) -> tuple[int, list[Path]]:
-    """On the lane that opens size classes: chunks removed from the files of size classes that are
-    not open, and the others."""
+    """On the lane that opens size classes: how many chunks were removed from the files of size
+    classes that are not open, and the folders in use, where none could be."""
     chunks, busy = 0, []
     for index in sorted(Path(nvme_path).glob(f"slots-*/{INDEX_NAME}")) if nvme_path else []:
         try:

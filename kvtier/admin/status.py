@@ -1,8 +1,9 @@
-"""What a server says of itself, as one document: read from the objects' own counts, kept nowhere.
+"""What a server reports of itself, as one document: read from the objects' own counts, kept
+nowhere.
 
 The Structs are the answer of ``GET /v1/stats``, the schemas of the OpenAPI document, and what
-:mod:`kvtier.admin.prometheus` turns into Prometheus' text: one truth, three forms. All counts are
-since the start of the server; chunks unless said otherwise.
+:mod:`kvtier.admin.prometheus` turns into Prometheus' text: one source, three forms. All counts are
+since the start of the server, and count chunks unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["LaneStatus", "SizeClassStatus", "TierStatus", "TimingStatus"]
 class ConnectionStatus(msgspec.Struct, frozen=True):
     open: int
     lingering: int
-    """Closed connections of engines of which some process has the pool mapped still."""
+    """Closed connections of engines of which some process still has the pool mapped."""
     leases: int
     accepted: int
     rejected: int
@@ -35,20 +36,20 @@ class ConnectionStatus(msgspec.Struct, frozen=True):
 
 
 class MemoryStatus(msgspec.Struct, frozen=True):
-    """Bytes resident now, from /proc/self/status; 0 where the kernel does not say."""
+    """Bytes resident now, from /proc/self/status. 0 where the kernel does not tell."""
 
     process: int
-    """Anonymous memory and files: what the server needs beside the pools."""
+    """Anonymous memory and files: what the server needs apart from the pools."""
     pools: int
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """Everything, now."""
+    """The whole report of one moment."""
 
     version: str
     uptime_s: float
     ready: bool
-    """Engines are let in."""
+    """Whether engines are let in."""
     trouble: list[str]
     """What is wrong now, in words, as in ``/healthz``."""
     memory: MemoryStatus
@@ -57,21 +58,21 @@ class Stats(msgspec.Struct, frozen=True):
 
 
 class Peer(Protocol):
-    """What is read of a connection."""
+    """What is read from a connection."""
 
     @property
     def leases(self) -> int: ...
 
 
 class Served(Protocol):
-    """What is read of a server."""
+    """What is read from a server."""
 
     size_classes: SizeClasses
     counts: Counter[str]
     ready: bool
     trouble: dict[str, str]
     started: float
-    """``time.monotonic()`` at its making."""
+    """``time.monotonic()`` when it was made."""
 
     @property
     def connections(self) -> Collection[Peer]: ...
@@ -81,7 +82,7 @@ class Served(Protocol):
 
 
 def read(server: Served) -> Stats:
-    """On the server's loop. No walk over chunks: these are counts that are kept."""
+    """On the server's loop. It walks over no chunks: these counts are always kept."""
     return Stats(
         version=kvtier.__version__,
         uptime_s=time.monotonic() - server.started,
@@ -97,8 +98,9 @@ def read(server: Served) -> Stats:
 
 
 def trouble(server: Served) -> list[str]:
-    """What is wrong now, in words: what the start found, tiers that are left alone, and tiers that
-    have lost their place. It costs hits, and is no reason to take the server out of service."""
+    """What is wrong now, in words: what was found at the start, tiers with open breakers, and tiers
+    that have lost their place. It costs hits, and is no reason to take the server out of
+    service."""
     tiers = [
         tier for size_class in server.size_classes.open.values() for tier in size_class.store.tiers
     ]

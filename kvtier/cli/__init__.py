@@ -1,1 +1,1 @@
-"""The ``kvtier`` command: one file a subcommand."""
+"""The ``kvtier`` command, with one file for each subcommand."""

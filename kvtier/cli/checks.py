@@ -1,7 +1,7 @@
-"""What ``kvtier doctor`` looks at: each check gives findings, each finding says what was seen and
+"""The checks of ``kvtier doctor``. Each gives findings, and each finding says what was seen and
 what to do about it.
 
-Nothing here changes anything that lasts, and every look has a deadline of its own.
+Nothing here makes a lasting change, and every check has a deadline of its own.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from kvtier.store.zero_hits import ZeroHits, totals
 State = Literal["ok", "warn", "fail"]
 
 _FEW_HITS = 0.01
-"""Of what was asked for; as good as none, and left out, for the self-test's own chunks are hits
-too."""
+"""Part of the asked chunks. So few hits count as none and are left out, because the self-test's own
+chunks are hits too."""
 
 _LOAD_TIMEOUT_S = 120
 _LOAD = f"""
@@ -99,7 +99,7 @@ def check_host(config: Config) -> Iterator[Finding]:
 
 
 def _memory(config: Config) -> Finding:
-    """As the start judges it (:func:`~kvtier.autoconfig.memory.require_ram`)."""
+    """Checks as the start does (:func:`~kvtier.autoconfig.memory.require_ram`)."""
     limit, free, _ = room = ram_room()
     if limit is None or free is None:
         source = probe.probe_memory().available.source
@@ -117,15 +117,15 @@ def _memory(config: Config) -> Finding:
     if not room.now(size):
         more = size_text(size - (free.value or 0))
         do = (
-            f"lower ram_bytes, or make room for {more} more: the kernel may kill what holds it "
-            "when the RAM tier fills"
+            f"lower ram_bytes, or make room for {more} more: the kernel may kill the process when "
+            "the RAM tier fills"
         )
         return Finding("ram", "warn", seen, do)
     return Finding("ram", "ok", seen)
 
 
 def _huge_pages(config: Config) -> Finding:
-    """Without them all works, with a second copy between a slot and the disk."""
+    """Everything works without huge pages, with a second copy between a slot and the disk."""
     memory, size = probe.probe_memory(), ram_bytes(config)
     free = memory.reserved.value or 0
     aside = f"; {size_text(free)} of reserved ones are free" if free else ""
@@ -155,7 +155,7 @@ def _memlock(config: Config) -> Finding:
         return Finding("memlock", "ok", seen)
     do = "docker run --ulimit memlock=-1, systemd LimitMEMLOCK=infinity"
     return Finding(
-        "memlock", "warn", f"{seen}, less than ram_bytes, which pinning may be charged to", do
+        "memlock", "warn", f"{seen}, less than ram_bytes, to which pinning may be charged", do
     )
 
 
@@ -178,13 +178,13 @@ def check_engine() -> Iterator[Finding]:
         return
     tested = "not tested" not in text
     yield Finding(
-        "vllm", "ok" if tested else "warn", text, "" if tested else "mind the release notes of both"
+        "vllm", "ok" if tested else "warn", text, "" if tested else "read the release notes of both"
     )
     yield _connector(env)
 
 
 def check_command(words: Sequence[str]) -> Iterator[Finding]:
-    """Whether what starts the engine leaves kvtier's connector in its place: LMI's options, and
+    """Whether the command that starts the engine keeps kvtier's connector: LMI's options, and
     vLLM's command."""
     env, vllm = environment(), list(words[1:] if words[:1] == ["--"] else words)
     try:
@@ -259,8 +259,8 @@ def _connector(env: dict[str, str]) -> Finding:
 
 
 def planned(config: Config, model: Model) -> tuple[Config, Finding]:
-    """What auto-config would make of it; the engine, which knows its own parallelism, decides at
-    its start."""
+    """What auto-config would set here. The engine knows its own parallelism, and decides at its
+    start."""
     paths = [config.nvme_path] if config.nvme_path else []
     redis = probe.probe_redis(config.redis_url) if config.redis_url else None
     engine = Serving(engines=known(config.host_engines, "host_engines"))
@@ -305,10 +305,11 @@ def check_model(config: Config, model: Model) -> Finding:
 
 
 def check_secrets(config: Config) -> Iterator[Finding]:
-    """Files with secrets: there, readable by us, and by nobody else; and what encryption needs."""
+    """Files with secrets: they must exist, be readable by this user and by nobody else. And what
+    encryption needs."""
     if config.encryption_key_file is not None or encryption_key() is not None:
         wrong = _no_key(config)
-        do = "mend this first: the tiers that would be encrypted are not tried" if wrong else ""
+        do = "repair this first: the tiers that would be encrypted are not tried" if wrong else ""
         yield Finding(
             "encryption", "fail" if wrong else "ok", wrong or "what lies below RAM is encrypted", do
         )
@@ -334,7 +335,7 @@ def check_secrets(config: Config) -> Iterator[Finding]:
 
 
 def _no_key(config: Config) -> str:
-    """Why chunks that must be encrypted cannot be; "" when they can, or need not be."""
+    """Why chunks that must be encrypted cannot be. "" when they can, or need not be."""
     try:
         secret_key(config)
     except ConfigError as error:
@@ -343,7 +344,7 @@ def _no_key(config: Config) -> str:
 
 
 def check_ram() -> Finding:
-    """The way a worker reaches the slots."""
+    """Reach the slots as a worker does."""
     wrong = selftest.try_ram()
     if not wrong:
         return Finding(
@@ -357,7 +358,7 @@ def check_ram() -> Finding:
 
 
 def _tried(tier: str, wrong: str, do: str) -> Finding:
-    """What came of a tier's self-test; ``wrong`` is empty when all was well."""
+    """The finding of a tier's self-test. ``wrong`` is empty when all went well."""
     if wrong:
         return Finding(f"self-test {tier}", "fail", wrong, do)
     return Finding(
@@ -378,7 +379,8 @@ def check_nvme(config: Config) -> Iterator[Finding]:
 
 
 def disk_findings(config: Config, disk: Disk) -> Iterator[Finding]:
-    """Rights, room, file system and O_DIRECT. Pure but for the folder's own kind and mode."""
+    """Rights, room, file system and O_DIRECT. Pure, except that it looks at the folder's own kind
+    and mode."""
     if os.path.lexists(disk.path) and not os.path.isdir(disk.path):
         yield Finding(
             "nvme", "fail", f"{disk.path} is no folder", "name a folder of its own in nvme_path"
@@ -457,7 +459,7 @@ def check_redis(config: Config) -> Iterator[Finding]:
 
 
 def redis_findings(config: Config, redis: Redis) -> Iterator[Finding]:
-    """Reachable, and does it forget by itself? Pure."""
+    """Whether Redis can be reached, and whether it evicts by itself. Pure."""
     where = masked(config.redis_url)
     if not redis.reachable.value:
         do = "start it, or correct redis_url"
@@ -569,7 +571,7 @@ def _one_server(config: Config, address: str) -> Iterator[Finding]:
 
 
 def check_hits(config: Config, address: str, slot_bytes: int) -> Finding:
-    """Is what a server on this host keeps ever asked for again? Since its start."""
+    """Whether chunks that a server on this host keeps are ever asked for again, since its start."""
     nobody = ChunkLayout(fingerprint({"doctor": os.getpid()}), 1, 1, (slot_bytes,))
     with closing(Client(access(replace(config, namespace=None), address, nobody))) as client:
         stats = client.stats()

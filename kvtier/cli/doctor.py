@@ -1,5 +1,5 @@
-"""``kvtier doctor``: is everything here as an engine with kvtier needs it? A line a finding; 1 when
-something fails."""
+"""``kvtier doctor``: is everything here as an engine with kvtier needs it? It prints one line for
+each finding, and exits with 1 when something fails."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print findings as they are made. 0; or 1 when one is a fail."""
+    """Print each finding as soon as it is made. Returns 0, or 1 when one is a fail."""
     counts: Counter[str] = Counter()
     rows = []
     for finding in examine(arguments):
@@ -57,19 +57,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"status": status, "findings": rows}, indent=2))
     else:
-        print(f"\n{counts['ok']} ok, {counts['warn']} to mind, {counts['fail']} to mend")
+        print(f"\n{counts['ok']} ok, {counts['warn']} to consider, {counts['fail']} to repair")
     return status
 
 
 def line(finding: Finding) -> str:
-    """``ok    nvme    what was seen``, and below it what to do."""
+    """``ok    nvme    what was seen``, and under it what to do."""
     head = f"{finding.state:5} {finding.check:{_WIDTH}} {finding.seen}"
     return f"{head}\n{'':{_WIDTH + 6}} -> {finding.do}" if finding.do else head
 
 
 def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
-    """All findings, the configuration's first: without one that can be read, the rest is judged by
-    the defaults."""
+    """All findings, the configuration's first. When the configuration cannot be read, the rest is
+    checked with the defaults."""
     try:
         config = load(arguments.config, ranks=arguments.ranks)
         yield Finding("config", "ok", _sources(config))
@@ -83,7 +83,7 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
     except ConfigError as error:
         config = Config()
         yield Finding(
-            "config", "fail", str(error), "correct it; what follows is judged by the defaults"
+            "config", "fail", str(error), "correct it; the rest is checked with the defaults"
         )
     model = Model()
     if arguments.model:
@@ -104,7 +104,7 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 
 def tiers(config: Config) -> Iterator[Finding]:
-    """Every configured place for chunks, with the trial between two processes."""
+    """Findings on every configured place for chunks, with a trial between two processes."""
     yield from guarded("token", partial(checks.check_secrets, config))
     yield from guarded("self-test ram", lambda: [checks.check_ram()])
     yield from guarded("nvme", partial(checks.check_nvme, config))
@@ -114,11 +114,11 @@ def tiers(config: Config) -> Iterator[Finding]:
 
 
 def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """One check's findings. Whatever it did not foresee is a finding too: the others are made all
-    the same."""
+    """The findings of one check. An error that it did not foresee is a finding too, so that the
+    other checks still run."""
     try:
         yield from look()
-    except Exception as error:  # noqa: BLE001 - a doctor does not die of what ails the patient
+    except Exception as error:  # noqa: BLE001 - doctor reports faults and must not fail of them
         yield Finding(
             check,
             "fail",

@@ -1,8 +1,8 @@
-"""Which vLLM a Python has, and whether kvtier is beside it: asked of that very interpreter, which
-imports neither.
+"""Which vLLM a Python has, and whether kvtier is installed beside it. That interpreter is asked
+itself, and imports neither.
 
-``python -m kvtier.cli.installed`` says it of its own Python; exit status 2 when kvtier cannot run
-with it.
+``python -m kvtier.cli.installed`` tells it for its own Python. Its exit status is 2 when kvtier
+cannot run there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Installed(NamedTuple):
 
 
 def look(python: str, env: Mapping[str, str]) -> Installed:
-    """What that Python can import, without importing it. Raises ConfigError when it does not
+    """What that Python can import, found without importing it. Raises ConfigError when it does not
     run."""
     command = [python, "-c", _LOOK]
     try:
@@ -49,12 +49,12 @@ def look(python: str, env: Mapping[str, str]) -> Installed:
         )
         return Installed(**json.loads(done.stdout))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise ConfigError(f"{python} cannot say whether it has vLLM: {error}") from error
+        raise ConfigError(f"{python} does not tell whether it has vLLM: {error}") from error
 
 
 def verdict(found: Installed, python: str) -> str:
-    """What to say of its vLLM. Raises ConfigError without one, with one too old, and without kvtier
-    beside it."""
+    """What to log about its vLLM. Raises ConfigError when vLLM is missing or too old, and when
+    kvtier is missing."""
     if found.vllm is None:
         raise ConfigError(
             f"{python} has no vLLM: pip install 'kvtier[vllm]' there, or give the python "
@@ -68,7 +68,7 @@ def verdict(found: Installed, python: str) -> str:
 
 
 def main() -> int:
-    """Print what :func:`verdict` says of this Python."""
+    """Print the :func:`verdict` on this Python."""
     try:
         print(verdict(look(sys.executable, environment()), sys.executable))
     except ConfigError as error:

@@ -1,8 +1,8 @@
-"""``kvtier launch -- vllm serve MODEL ...``: the same command with kvtier's connector in it, and no
-process more.
+"""``kvtier launch -- vllm serve MODEL ...``: the same command with kvtier's connector in it, and
+without a further process.
 
-What would only fail a minute into the engine's start is looked at first: kvtier's configuration,
-vLLM's version, and whether vLLM's Python can find kvtier at all.
+Faults that would appear only a minute into the engine's start are checked first: kvtier's
+configuration, vLLM's version, and whether vLLM's Python can find kvtier at all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TRANSFER = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-"""With its module's path: it works where vLLM's plug-ins are switched off (VLLM_PLUGINS), too."""
+"""The module's path is given, so it also works where vLLM's plug-ins are off (VLLM_PLUGINS)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,15 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Become the engine; returns only for ``--print``. Raises ConfigError for what cannot work,
-    before it starts."""
+    """Become the engine. It returns only for ``--print``. Raises ConfigError for what cannot work,
+    before the engine starts."""
     files = {"KVTIER_CONFIG_FILE": arguments.config, PROPERTIES_VARIABLE: arguments.properties}
     env = environment(**{name: os.path.abspath(path) for name, path in files.items() if path})
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     config = load(env=env)
-    if not (
-        config.auto or config.server
-    ):  # auto-config counts for itself; a server has the RAM tier of its engines
+    # auto-config checks its own sizes, and a server has the RAM tier of its engines
+    if not (config.auto or config.server):
         require_ram(ram_bytes(config), source=config.sources.get("ram_bytes", "default"))
     refuse_own_offloading(env)
     command = understood(words, env.get("PATH"))
@@ -89,8 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def with_connector(command: Command, found: Installed) -> list[str]:
-    """The command to run. The ``vllm`` command of the CPU wheel asks for a distribution called
-    ``vllm`` and ends, so there the server is run as a module."""
+    """The command to run. The ``vllm`` command of the CPU wheel looks for a distribution called
+    ``vllm`` and fails, so there the server is run as a module."""
     program, arguments = command.program, command.arguments
     if found.package != "vllm" and program[1:] == ["serve"]:
         program = [command.python, "-m", API_SERVER]
@@ -103,7 +102,7 @@ def with_connector(command: Command, found: Installed) -> list[str]:
 
 
 def settings(config: Config) -> str:
-    """What the cache will be, in a line."""
+    """What the cache will be, in one line."""
     if config.auto:
         asked = config.sources["auto"]
         return (

@@ -1,5 +1,5 @@
-"""The ``kvtier`` command. A subcommand is one line of :data:`COMMANDS`; its module is imported when
-it is run."""
+"""The ``kvtier`` command. A subcommand is one entry of :data:`COMMANDS`. Its module is imported
+only when it is run."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from kvtier.core.extras import explained
 _OPERATOR_ERROR = 2
 _CLOSED_PIPE = 128 + signal.SIGPIPE
 _INTERRUPTED = 128 + signal.SIGINT
-"""What a shell shows for a program that ended by that signal."""
+"""The exit status that a shell shows for a program that was ended by that signal."""
 
 
 class Command(NamedTuple):
-    """``add_arguments`` declares the flags, ``run`` does the work and gives the exit status."""
+    """``add_arguments`` declares the flags. ``run`` does the work and returns the exit status."""
 
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
 
 
 def _module(name: str, part: str = "") -> Callable[[], Command]:
-    """A subcommand whose module, or ``part`` of it, has the two functions; imported only when it is
-    asked for."""
+    """A subcommand whose module, or ``part`` of it, has the two functions. The module is imported
+    only when it is asked for."""
 
     def find() -> Command:
         module: Any = importlib.import_module(name)
@@ -87,7 +87,7 @@ COMMANDS: dict[str, tuple[str, Callable[[], Command]]] = {
         _module("kvtier.tiers.nvme.check"),
     ),
     "clear": (
-        "make a server forget a tenant, or everything",
+        "make a server drop a tenant's chunks, or all chunks",
         _module("kvtier.cli.operate", "ClearCommand"),
     ),
     "simulate": (
@@ -108,16 +108,16 @@ COMMANDS: dict[str, tuple[str, Callable[[], Command]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit status: the command's; 2 for what the operator gave wrongly; 130 after
-    ^C; 141 when the reader of standard output went away (``| head``), as for a program that the
-    signal ended."""
+    """Run one command. Returns its exit status; 2 for wrong input from the operator; 130 after ^C;
+    141 when the reader of standard output went away (``| head``), as for a program that was ended
+    by that signal."""
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # The interpreter flushes once more at its end, and would complain then.
+        # The interpreter flushes once more at its end, and would then report the error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_PIPE
     except KeyboardInterrupt:
@@ -140,13 +140,13 @@ def _run(words: list[str]) -> int:
             raise
         return _told(what)
     except OSError as error:
-        if error.filename is None:  # no file or folder that the operator named
+        if error.filename is None:  # it is about no file or folder that the operator named
             raise
         return _told(f"{error.filename}: {error.strerror}")
 
 
 def _no_command(parsers: Mapping[str, argparse.ArgumentParser], words: list[str]) -> int:
-    """Help, --version, or which command is nearest to the one that there is not."""
+    """Print help, the version, or the command that is nearest to an unknown one."""
     group = words[0] if words and words[0] in parsers else ""
     tried = words[1 if group else 0 :]
     known = sorted(
@@ -168,8 +168,8 @@ def _told(what: str) -> int:
 
 
 def _parsers() -> dict[str, argparse.ArgumentParser]:
-    """Every parser by its words: the whole command's (""), groups' (``bench``: two words), and
-    commands'."""
+    """Every parser by its words: the parser of the whole command (""), of groups (``bench``, which
+    needs a second word), and of commands."""
     root = argparse.ArgumentParser(
         prog="kvtier", description=(kvtier.__doc__ or "").partition("\n")[0]
     )

@@ -1,4 +1,4 @@
-"""``kvtier stats`` and ``kvtier clear``: a server's admin surface, asked from a terminal."""
+"""``kvtier stats`` and ``kvtier clear``: a server's admin interface, asked from a terminal."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ T = TypeVar("T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What both commands need."""
+    """The options of both commands."""
     parser.add_argument(
-        "--admin", metavar="URL", help="the server's admin surface; none: the key admin"
+        "--admin", metavar="URL", help="the server's admin interface; default: the key admin"
     )
     parser.add_argument(
         "--config", metavar="YAML", help="configuration file that has admin and admin_token_file"
     )
     parser.add_argument(
-        "--token-file", metavar="FILE", help="the server's token; none: the key admin_token_file"
+        "--token-file", metavar="FILE", help="the server's token; default: the key admin_token_file"
     )
 
 
 class Surface:
-    """One server's admin surface. Raises TierError when it cannot be reached, ConfigError when it
-    refuses."""
+    """One server's admin interface. Raises TierError when it cannot be reached, and ConfigError
+    when it refuses."""
 
     def __init__(self, url: str, token: bytes | None, tls: ssl.SSLContext | None) -> None:
         self._url, self._token, self._tls = url, token, tls
@@ -52,13 +52,13 @@ class Surface:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Surface:
-        """From the flags of :func:`add_arguments`, and the configuration where they are not
-        given."""
+        """Make it from the flags of :func:`add_arguments`, and from the configuration where they
+        are not given."""
         flags = {"admin": arguments.admin, "admin_token_file": arguments.token_file}
         config = load(arguments.config, flags=typed(flags))
         if config.admin == "off":
             raise ConfigError(
-                "admin=off: the server has no admin surface; give --admin http://host:port"
+                "admin=off: the server has no admin interface; give --admin http://host:port"
             )
         secret = config.admin_token_file
         token = read_token(secret, "admin_token_file") if secret else None
@@ -66,15 +66,16 @@ class Surface:
 
     def ask(self, path: str, kind: type[T], body: msgspec.Struct | None = None) -> T:
         """GET, or POST with a body. With a token the request is signed, and an answer that is not
-        is not believed: the token itself is never sent, because anybody may have taken the port."""
+        signed is not believed. The token itself is never sent, because anybody may have taken the
+        port."""
         parts = self._parts
         assert parts.hostname is not None
         if self._tls is not None:
-            line: http.client.HTTPConnection = http.client.HTTPSConnection(
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
                 parts.hostname, parts.port, timeout=_TIMEOUT_S, context=self._tls
             )
         else:
-            line = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+            connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S)
         sent = None if body is None else msgspec.json.encode(body)
         method, headers = "GET" if sent is None else "POST", {"Content-Type": JSON}
         if self._token is not None:
@@ -82,15 +83,15 @@ class Surface:
                 self._token, method, path, sent or b"", time.time()
             )
         try:
-            line.request(method, path, sent, headers)
-            answer = line.getresponse()
+            connection.request(method, path, sent, headers)
+            answer = connection.getresponse()
             text = answer.read()
         except (OSError, http.client.HTTPException) as error:
             raise TierError(
                 f"no kvtier server answers at {self._url}: {error}; is it running, with admin on?"
             ) from error
         finally:
-            line.close()
+            connection.close()
         if answer.status == 200 and self._token is not None:
             self._expect_proof(
                 headers["Authorization"], text, answer.headers.get(admin_proof.ANSWER_HEADER, "")
@@ -101,11 +102,10 @@ class Surface:
         assert self._token is not None
         if not admin_proof.is_answer(self._token, credentials, 200, text, proof):
             raise ConfigError(
-                f"who answers at {self._url} does not show that it knows the token: it is not the "
-                "server, or has "
-                "another admin_token_file. The token was not sent, and the answer is not believed. "
-                "See who has the "
-                "port (ss -ltnp), and give the server's own token"
+                f"what answers at {self._url} does not prove that it knows the token: it is not "
+                "the server, or it has another admin_token_file. The token was not sent, and the "
+                "answer is not believed. See which process has the port (ss -ltnp), and give the "
+                "server's own token"
             )
 
     def _read(self, text: bytes, status: int, kind: type[T]) -> T:
@@ -164,7 +164,7 @@ class ClearCommand:
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_arguments(parser)
         parser.add_argument(
-            "--namespace", metavar="NAME", help="only this tenant's chunks, and nobody's"
+            "--namespace", metavar="NAME", help="only this tenant's chunks, and those of nobody"
         )
         parser.add_argument("--everything", action="store_true", help="all chunks of all tenants")
         parser.add_argument("--json", action="store_true", help="print the answer of /v1/clear")
@@ -181,10 +181,10 @@ class ClearCommand:
 
 
 def _cleared(done: Cleared) -> str:
-    lines = [f"{done.chunks:,} chunks forgotten"]
+    lines = [f"{done.chunks:,} chunks dropped"]
     if done.left:
         lines.append(
-            f"{done.left:,} are being saved or deleted still: stop the engines, or run this again"
+            f"{done.left:,} are still being saved or deleted: stop the engines, or run this again"
         )
     if done.owed_deletes:
         lines.append(
@@ -199,7 +199,7 @@ def _cleared(done: Cleared) -> str:
 
 
 def _show(surface: Surface, before: Stats | None, arguments: argparse.Namespace) -> Stats:
-    """Ask, print, and give what was shown."""
+    """Ask for the stats and print them. Returns what was shown."""
     now = surface.ask("/v1/stats", Stats)
     if arguments.json:
         print(msgspec.json.encode(now).decode(), flush=True)
@@ -210,7 +210,7 @@ def _show(surface: Surface, before: Stats | None, arguments: argparse.Namespace)
 
 
 def screen(now: Stats, before: Stats | None = None) -> str:
-    """One screen of plain text; rates per second where there is a look before."""
+    """One screen of plain text. Rates are per second where earlier stats are given."""
     there = now.connections
     state = "ready" if now.ready else "NOT READY"
     memory = f"memory {size_text(now.memory.process)} + pools {size_text(now.memory.pools)}"
@@ -231,13 +231,13 @@ def screen(now: Stats, before: Stats | None = None) -> str:
             else None
         )
         seconds = now.uptime_s - before.uptime_s if before else 0.0
-        lines += ["", *_size_class(size_class, last if seconds > 0 else None, seconds)]
+        lines += ["", *_size_class_lines(size_class, last if seconds > 0 else None, seconds)]
     if not now.size_classes:
         lines += ["", "no engine has come yet"]
     return "\n".join(lines)
 
 
-def _size_class(
+def _size_class_lines(
     size_class: SizeClassStatus, before: SizeClassStatus | None, seconds: float
 ) -> Iterator[str]:
     yield (
@@ -266,7 +266,7 @@ def _size_class(
 
 
 def _what_if(size_class: SizeClassStatus) -> Iterator[str]:
-    """What other sizes would have hit, and how the policy does beside LRU."""
+    """What other sizes would have hit, and how the policy compares with LRU."""
     for tier in size_class.tiers:
         now = tier.what_if.get("1")
         if not now and not any(tier.what_if.values()):
@@ -282,7 +282,10 @@ def _what_if(size_class: SizeClassStatus) -> Iterator[str]:
     if size_class.policy_asked and "lru" in size_class.policy_hits:
         best = max(size_class.policy_hits.values())
         gain = 100 * (best - size_class.policy_hits["lru"]) / size_class.policy_asked
-        yield f"policy {size_class.policy} rules; the best setting is {gain:+.1f} points beside lru"
+        yield (
+            f"policy {size_class.policy} is in use; the best setting hits {gain:+.1f} points "
+            "compared with lru"
+        )
 
 
 def _tier(tier: TierStatus, before: TierStatus | None, seconds: float) -> list[str]:
@@ -315,8 +318,8 @@ def _hits(size_class: SizeClassStatus, before: SizeClassStatus | None) -> str:
 
 
 def _misses(size_class: SizeClassStatus, before: SizeClassStatus | None) -> Iterator[str]:
-    """Why chunks were computed, the most common reason first; what the audit found; why there are
-    no hits at all."""
+    """Why chunks were computed, the most common reason first. Then what the audit found, and why
+    there are no hits at all."""
     counts = Counter(size_class.missed) + Counter(size_class.declined)
     if before:
         counts -= Counter(before.missed) + Counter(before.declined)

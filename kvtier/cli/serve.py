@@ -35,7 +35,7 @@ from kvtier.tiers.nvme.check import discard
 logger = logging.getLogger("kvtier.server")
 
 _LOOK_AGAIN_S = 5.0
-"""Between two looks at what the start could not have."""
+"""The interval at which a tier that the start could not use is tried again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until SIGTERM. Exit status 1 when something was dropped at the end."""
+    """Serve until SIGTERM. Returns 1 when something was dropped at the end."""
     config = load(arguments.config)
     logging.basicConfig(
         level=config.log_level,
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     away = try_everything(config)
     if config.self_test:
         selftest.at_start(replace(config, server=None))
-    surface = admin_surface(config)  # first: who can attach can ask, too
+    surface = admin_surface(config)  # first, so that whoever can attach can also ask
     listeners = _listeners(config, addresses, token is not None, arguments.insecure)
     opener, closer = Stores(config), partial(discard_closed, config)
     make = lambda: Server(opener, listeners, token=token, discard=closer)  # noqa: E731
@@ -97,7 +97,7 @@ def status_text(server: Server) -> str:
 async def _beside(
     config: Config, surface: Beside, away: Mapping[str, str], server: Server
 ) -> AsyncIterator[None]:
-    """The admin surface, and a look now and then at what the start could not reach."""
+    """Run the admin interface, and retry from time to time what the start could not reach."""
     for name, why in away.items():
         server.trouble[name] = (
             f"{name} cannot be reached: its chunks are misses until it can; the log says more"
@@ -113,14 +113,14 @@ async def _beside(
 
 
 async def _look_again(config: Config, server: Server, name: str) -> None:
-    """Until a tier of :data:`LOOKS` can be used; on the lane where stores are opened, which is idle
-    but for that."""
+    """Retry until a tier of :data:`LOOKS` can be used. It runs on the lane where stores are opened,
+    which is otherwise idle."""
     said = ""
     while name in server.trouble:
         await asyncio.sleep(_LOOK_AGAIN_S)
         try:
             why = await asyncio.shield(
-                asyncio.wrap_future(server.size_classes.aside(partial(LOOKS[name], config)))
+                asyncio.wrap_future(server.size_classes.on_lane(partial(LOOKS[name], config)))
             )
         except KVTierError as error:
             why = str(error)
@@ -133,10 +133,13 @@ async def _look_again(config: Config, server: Server, name: str) -> None:
 
 
 def admin_surface(config: Config) -> Beside:
-    """What serves ``config.admin``. Where nobody asked for it, a port that is taken (by the admin
-    surface of another server on this host) or a library that is missing costs the surface and not
-    the server: a cache must not fail for its gauges. It is trouble then, and a port is tried again.
-    Asked for by name, it is a ConfigError."""
+    """What serves ``config.admin``.
+
+    A port may be taken (by the admin interface of another server on this host), or a library may be
+    missing. When nobody asked for the interface, that costs only the interface and not the server:
+    a cache must not fail for its gauges. It is reported as trouble, and a port is tried again. When
+    it was asked for by name, it is a ConfigError.
+    """
     if config.admin == "off":
         return lambda server: nullcontext()
     try:
@@ -144,14 +147,14 @@ def admin_surface(config: Config) -> Beside:
     except ConfigError as error:
         if "admin" in config.sources:
             raise
-        logger.warning("no admin surface: %s", error)
+        logger.warning("no admin interface: %s", error)
         return partial(_surface_later, config, str(error))
 
 
 @asynccontextmanager
 async def _surface_later(config: Config, why: str, server: Server) -> AsyncIterator[None]:
-    """The surface as soon as it can be had."""
-    server.trouble["admin"] = f"no admin surface: {why}"
+    """Run the interface as soon as it can be had."""
+    server.trouble["admin"] = f"no admin interface: {why}"
     over = asyncio.Event()
     trying = server.loop.create_task(_try_surface(config, server, over))
     try:
@@ -189,20 +192,20 @@ def _admin_surface(config: Config) -> Beside:
 
 
 class Stores:
-    """Opens the Store of one size class: all of RAM, and of NVMe in a folder of its own; in Redis
-    it is one with the size classes of other servers that have the same slot size. For one
-    thread."""
+    """Opens the Store of one size class. It has all of RAM, and NVMe in a folder of its own. In
+    Redis it shares chunks with the size classes of other servers that have the same slot size. For
+    one thread."""
 
     def __init__(self, config: Config) -> None:
         self._config = replace(config, server=None)
         self._writes = write_budget(config, threading.Lock())
 
     def __call__(self, slot_bytes: int, lent: bool = False) -> Store:
-        """``lent``: others have the room of it. Raises ConfigError or TierError."""
+        """``lent``: other sizes have the room. Raises ConfigError or TierError."""
         config = self._config = _with_bytes(self._config)
         if slot_bytes != config.slot_bytes:
             logger.info(
-                "chunks of %d bytes are new here: slot_bytes=%d has them ready at the start",
+                "chunks of %d bytes are new here: with slot_bytes=%d they are ready at the start",
                 slot_bytes,
                 slot_bytes,
             )
@@ -214,15 +217,14 @@ class Stores:
 
 
 def _with_bytes(config: Config) -> Config:
-    """With what there is to be divided, which is looked at once: later the first Store has most of
-    it."""
+    """The configuration with the sizes that are to be divided. They are probed once, because later
+    the first Store has most of them."""
     disk = nvme_bytes(config) if config.nvme_path else None
     return replace(config, ram_bytes=ram_bytes(config), nvme_bytes=disk)
 
 
 def kept_sizes(config: Config) -> list[int]:
-    """Slot sizes of which there are folders in ``nvme_path`` from before, the one used last
-    first."""
+    """The slot sizes of which ``nvme_path`` has folders from before, the one used last first."""
     folders = Path(config.nvme_path).glob("slots-*/") if config.nvme_path else ()
     found = [folder for folder in folders if folder.name.removeprefix("slots-").isdecimal()]
     found.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
@@ -230,8 +232,8 @@ def kept_sizes(config: Config) -> list[int]:
 
 
 def discard_closed(config: Config, slot_bytes: int) -> None:
-    """Remove the NVMe folder of a size class that is closed. Best effort: one that is in use is not
-    ours."""
+    """Remove the NVMe folder of a size class that is closed. Best effort: a folder in use belongs
+    to somebody else."""
     if config.nvme_path:
         with suppress(TierError):
             discard(Path(config.nvme_path) / f"slots-{slot_bytes}")
@@ -240,7 +242,7 @@ def discard_closed(config: Config, slot_bytes: int) -> None:
 def _listeners(
     config: Config, addresses: Sequence[str], token: bool, insecure: bool
 ) -> list[Listener]:
-    """All or none."""
+    """Make all listeners, or none."""
     listeners: list[Listener] = []
     with ExitStack() as undo:
         for text in addresses:

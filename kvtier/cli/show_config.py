@@ -1,5 +1,5 @@
-"""``kvtier config``: every key with the value that it has here and now, its unit, and where it came
-from."""
+"""``kvtier config``: every key with the value that it has here and now, its unit, and where the
+value came from."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the effective configuration. Raises ConfigError for one that cannot be read."""
+    """Print the effective configuration. Raises ConfigError when it cannot be read."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     if arguments.ranks < 1:
         raise ConfigError(f"--ranks {arguments.ranks}: expected 1 or more")
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def effective(config: Config, key: str) -> Any:
-    """The value that an engine started here now would use; None where it has none, or learns it
+    """The value that an engine started here and now would use. None where it has none, or gets it
     from elsewhere."""
     value = masked(getattr(config, key))
     if value is not None or _elsewhere(config, key):
@@ -85,7 +85,7 @@ def effective(config: Config, key: str) -> Any:
 
 
 def _elsewhere(config: Config, key: str) -> str:
-    """Who decides about a key that is not set, where this configuration alone does not; empty where
+    """Who decides about a key that is not set, where this configuration alone does not. Empty where
     it does."""
     tier = key.partition("_")[0]
     if tier == "ram" and (config.server or "").startswith("unix:"):
@@ -101,7 +101,7 @@ def _elsewhere(config: Config, key: str) -> str:
 
 
 def _as_json(config: Config, row: Setting) -> dict[str, Any]:
-    """``value`` is what was set (null: nothing), ``effective`` what comes of it."""
+    """``value`` is what was set (null: nothing). ``effective`` is what follows from it."""
     return {**row._asdict(), "effective": effective(config, row.key)}
 
 

@@ -32,7 +32,7 @@ _MOST_CHUNKS = 1 << 28
 
 
 class Case(NamedTuple):
-    """One row: sizes in chunks, and what came of it."""
+    """One row: sizes in chunks, and the result."""
 
     policy: str
     ram: int
@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", help="a trace in Mooncake's form: a request a line of JSON")
+    parser.add_argument("file", help="a trace in Mooncake's form: one request a line of JSON")
     parser.add_argument(
         "--ram",
         nargs="+",
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="chunks in RAM, or a percentage of all chunks of the trace; several: one row each",
     )
     parser.add_argument(
-        "--nvme", default="0", metavar="SIZE", help="the same below RAM; 0: no such tier"
+        "--nvme", default="0", metavar="SIZE", help="chunks in NVMe, likewise; 0: no such tier"
     )
     parser.add_argument(
         "--write", choices=("save", "evict"), default="evict", help="when NVMe is written"
@@ -62,27 +62,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hints",
         choices=("none", "recorded", "oracle"),
         default="none",
-        help="that a session is over; oracle: at its end",
+        help="which sessions say that they are over; oracle: each at its end",
     )
     parser.add_argument(
-        "--cover", type=_part, default=1.0, help="oracle: the part of the sessions that say it"
+        "--cover", type=_part, default=1.0, help="oracle: the part of the sessions that say so"
     )
     parser.add_argument(
         "--wrong",
         type=_part,
         default=0.0,
-        help="oracle: the part of the requests before it that say it too",
+        help="oracle: the part of the earlier requests that say so wrongly",
     )
     parser.add_argument(
         "--keep-partial",
         action="store_true",
-        help="keep a prompt's last block though it is not full; kvtier does not",
+        help="keep a prompt's last block although it is not full; kvtier does not",
     )
     parser.add_argument("--json", action="store_true", help="print a list of cases, in chunks")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigError for a file that is no trace."""
+    """Raises ConfigError for a file that is not a trace."""
     with open(arguments.file, encoding="utf-8", errors="replace") as file:
         trace = list(read(file, arguments.keep_partial))
     every = unique(trace)
@@ -177,7 +177,7 @@ def _size(given: str, every: int) -> int:
         size = -1
     if not 0 <= size <= _MOST_CHUNKS:
         raise ConfigError(
-            f"{given!r} is no size: give chunks such as 5000, or a percentage such as 2.5%"
+            f"{given!r} is not a size: give chunks such as 5000, or a percentage such as 2.5%"
         )
     return int(size)
 
@@ -190,7 +190,7 @@ def _part(given: str) -> float:
 
 
 def _progress(what: str, requests: int) -> Callable[[int], None]:
-    """A bar on a terminal, and nothing elsewhere."""
+    """A progress bar on a terminal, and nothing elsewhere."""
     if not sys.stderr.isatty():
         return lambda done: None
     begun = time.monotonic()

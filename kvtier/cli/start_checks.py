@@ -1,8 +1,8 @@
 """What ``kvtier serve`` tries before it lets engines in: memory, secrets, and every tier.
 
-What waiting does not mend is a ConfigError: given, expected, what to do. A Redis or bucket that is
-only away is trouble in words: RAM serves meanwhile, and the tier comes back by itself. Nothing here
-depends on the size of chunks.
+A fault that waiting does not repair is a ConfigError: given, expected, what to do. A Redis or
+bucket that cannot be reached now is reported as trouble, in words. RAM serves meanwhile, and the
+tier comes back by itself. Nothing here depends on the size of chunks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvtier.core.errors import ConfigError, TierError
 logger = logging.getLogger("kvtier.server")
 
 _NAMESPACE = bytes(8)
-"""For the trial's names in Redis; chunks have their engine's."""
+"""For the names that the trial uses in Redis. Chunks have their engine's namespace."""
 
 
 def try_everything(config: Config) -> dict[str, str]:
-    """What is only away now, in words, by what it is about. Raises ConfigError. Takes some seconds
+    """What cannot be reached now, in words, by subject. Raises ConfigError. It takes a few seconds
     at most."""
     secret_key(config)
     require_ram(ram_bytes(config), source=config.sources.get("ram_bytes", "default"), lent=True)
@@ -39,8 +39,7 @@ def require_whole_pages(config: Config) -> None:
     if config.slot_bytes is not None and config.slot_bytes % PAGE_BYTES:
         raise ConfigError(
             f"slot_bytes={config.slot_bytes:,}: expected a multiple of {PAGE_BYTES:,}; take the "
-            "one that /v1/stats of "
-            "a server with engines shows, or remove it"
+            "one that /v1/stats of a server with engines shows, or remove it"
         )
 
 
@@ -55,8 +54,8 @@ def _try_nvme(config: Config) -> None:
 
 
 def try_redis(config: Config) -> str:
-    """Why Redis cannot be used for now; empty when it can. Raises ConfigError for what waiting does
-    not mend."""
+    """Why Redis cannot be used for now. Empty when it can. Raises ConfigError for a fault that
+    waiting does not repair."""
     if config.redis_url is None:
         return ""
     try:
@@ -86,4 +85,4 @@ def _greeted(config: Config, url: str) -> str:
 
 
 LOOKS = {"redis": try_redis, "object": try_objects}
-"""Of the tiers on the network: why it cannot be used for now, by its name."""
+"""For each tier on the network: a function that says why it cannot be used for now."""

@@ -1,5 +1,5 @@
-"""vLLM's command line, as far as it decides about connectors: which program, and which connector it
-asks for."""
+"""vLLM's command line, as far as it decides about connectors: which program it starts, and for
+which connector it asks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _POLICY = "kv_load_failure_policy"
 
 
 class Command(NamedTuple):
-    """``arguments`` are vLLM's, after ``program``; ``python`` is the interpreter that will run
+    """``arguments`` are vLLM's, after ``program``. ``python`` is the interpreter that will run
     it."""
 
     program: list[str]
@@ -33,7 +33,7 @@ class Command(NamedTuple):
 
 
 def understood(words: Sequence[str], path: str | None = None) -> Command:
-    """The command's parts. Raises ConfigError for one that does not start vLLM's server."""
+    """The parts of the command. Raises ConfigError for one that does not start vLLM's server."""
     name = Path(words[0]).name if words else ""
     if name == "vllm" and words[1:2] == ["serve"]:
         program = shutil.which(words[0], path=path)
@@ -53,7 +53,7 @@ def understood(words: Sequence[str], path: str | None = None) -> Command:
 
 
 def _interpreter(script: str) -> str:
-    """The Python in a script's first line, or ours when it has none."""
+    """The Python in a script's first line, or this process's when it has none."""
     with open(script, "rb") as file:
         first = file.readline(512).decode(errors="replace")
     words = first.removeprefix("#!").split()
@@ -63,9 +63,9 @@ def _interpreter(script: str) -> str:
 
 
 def transfer(arguments: Sequence[str], replaces: bool) -> list[str]:
-    """What to say of the connector that the command names itself; nothing when it names none.
+    """What to log about the connector that the command names itself.
 
-    Raises ConfigError when that is not ours: an engine has one connector.
+    Raises ConfigError when that connector is not kvtier's, because an engine has one connector.
     """
     if value(arguments, _OWN_OFFLOADING) is not None:
         raise _own_offloading(_OWN_OFFLOADING)
@@ -92,9 +92,9 @@ def transfer(arguments: Sequence[str], replaces: bool) -> list[str]:
 
 
 def recomputing(arguments: Sequence[str]) -> list[str]:
-    """vLLM's arguments with the failure policy that is right with kvtier, where kvtier is one of
-    several connectors: a connector sets it for itself, and only vLLM's own configuration sets it
-    for a MultiConnector. What the command says of the policy stays."""
+    """vLLM's arguments, with the failure policy that is right for kvtier where kvtier is one of
+    several connectors. A connector alone sets the policy itself. For a MultiConnector only vLLM's
+    own configuration sets it. A policy that the command gives stays."""
     given = named_connector(arguments)
     if (
         given is None
@@ -111,7 +111,7 @@ def recomputing(arguments: Sequence[str]) -> list[str]:
 
 
 def _failing(given: Mapping[str, Any]) -> list[str]:
-    """What to say where a request whose cached KV cannot be loaded ends with an error."""
+    """What to log where a request whose cached KV cannot be loaded ends with an error."""
     policy = given.get(_POLICY, "fail, vLLM's default")
     if policy == "recompute":
         return []
@@ -132,7 +132,7 @@ def _without_transfer(arguments: Sequence[str]) -> list[str]:
 
 
 def refuse_own_offloading(env: Mapping[str, str]) -> None:
-    """Raises ConfigError where LMI's options ask for vLLM's own offloading, which LMI hands on to
+    """Raises ConfigError where LMI's options ask for vLLM's own offloading, which LMI passes to
     vLLM."""
     given = lmi.option("kv_offloading_size", env)
     if given is not None:
@@ -141,14 +141,14 @@ def refuse_own_offloading(env: Mapping[str, str]) -> None:
 
 def _own_offloading(source: str) -> ConfigError:
     return ConfigError(
-        f"{source} asks for vLLM's own offloading, which replaces kvtier's connector and says "
-        "nothing: remove it"
+        f"{source} asks for vLLM's own offloading, which silently replaces kvtier's connector: "
+        "remove it"
     )
 
 
 def named_connector(arguments: Sequence[str]) -> Mapping[str, Any] | None:
-    """The KV transfer configuration in vLLM's arguments, in each way it may be written there or in
-    its ``--config`` file; None where there is none. Raises ConfigError when it names no
+    """The KV transfer configuration in vLLM's arguments or in its ``--config`` file, in each way in
+    which it may be written. None where there is none. Raises ConfigError when it names no
     connector."""
     dotted: dict[str, str] = {}
     for word, following in pairwise([*arguments, ""]):
@@ -165,8 +165,8 @@ def named_connector(arguments: Sequence[str]) -> Mapping[str, Any] | None:
 
 
 def value(arguments: Sequence[str], flag: str) -> Any:
-    """The value of a flag of vLLM's, on the command line or in the ``--config`` file; None where it
-    is not given."""
+    """The value of a vLLM flag on the command line or in the ``--config`` file. None where it is
+    not given."""
     for word, following in pairwise([*arguments, ""]):
         name, equals, given = word.partition("=")
         if name.replace("_", "-") == flag:

@@ -1,2 +1,2 @@
-"""What everything else rests on: chunks and their keys, errors, tenants, lanes, the pool of slots,
-private files."""
+"""What everything else is built on: chunks and their keys, errors, tenants, lanes, the pool of
+slots, and secret files."""

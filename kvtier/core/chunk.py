@@ -1,15 +1,15 @@
 """What a chunk is, its bytes, and how it is named. Pure: no I/O, clock, lock or thread.
 
-A *chunk* is the KV of ``chunk_tokens`` consecutive tokens of one prompt: all layers, all ranks,
-fixed size, never changed once written. A :data:`ChunkKey` names its content: two chunks with equal
-keys hold equal bytes.
+A *chunk* is the KV of ``chunk_tokens`` consecutive tokens of one prompt: all layers and all ranks.
+It has a fixed size and never changes once it is written. A :data:`ChunkKey` names its content: two
+chunks with equal keys hold equal bytes.
 
 Key = 40 bytes = SHA-256 digest (32) of *fingerprint + extra + every token up to the chunk's end*,
 followed by the first 8 bytes of the parent chunk's digest (zeros for the first chunk). The digest
-is one running SHA-256 over the prompt (FIPS 180-4), so it does not depend on PYTHONHASHSEED, the
-process or the machine, and a hostile tenant who wants another tenant's chunk needs a SHA-256
-collision. The link makes a run of chunks recoverable from the keys alone, which is how a restarted
-tier learns again which chunk is the leaf of which.
+is one running SHA-256 over the prompt (FIPS 180-4). So it does not depend on PYTHONHASHSEED, the
+process or the machine, and a hostile tenant needs a SHA-256 collision to get another tenant's
+chunk. The parent's bytes make a run of chunks recoverable from the keys alone. With them a
+restarted tier learns again which chunk comes after which.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PIECE_DOMAIN = b"kvtier/piece/1\0"
 
 
 def parent_half(key: ChunkKey) -> bytes:
-    """The 8 bytes that :func:`own_half` gives for this chunk's parent; zeros for the first chunk of
+    """The 8 bytes that :func:`own_half` gives for this chunk's parent. Zeros for the first chunk of
     a prompt."""
     return key[_DIGEST_BYTES:]
 
@@ -48,10 +48,12 @@ def own_half(key: ChunkKey) -> bytes:
 
 
 class PieceMask:
-    """Names one kind of piece of a chunk: :meth:`key` gives its key. Two pieces have equal keys
-    only where chunk and name are equal (else somebody has found two prompts whose SHA-256 digests
-    differ by a given number). A piece links to the same piece of the parent chunk, so that pieces
-    are recovered leaf-first like chunks."""
+    """Names one kind of piece of a chunk. :meth:`key` gives the piece's key.
+
+    Two pieces have equal keys only where chunk and name are equal. Otherwise somebody has found two
+    prompts whose SHA-256 digests differ by a given number. A piece's key refers to the same piece
+    of the parent chunk, so pieces are recovered leaf-first like chunks.
+    """
 
     __slots__ = ("_any", "_first")
 
@@ -61,17 +63,17 @@ class PieceMask:
         self._first = int.from_bytes(digest + _ROOT_LINK)
 
     def key(self, key: ChunkKey) -> ChunkKey:
-        """Of this piece of the chunk ``key``."""
+        """The key of this piece of the chunk ``key``."""
         mask = self._first if key.endswith(_ROOT_LINK) else self._any
         return ChunkKey((int.from_bytes(key) ^ mask).to_bytes(KEY_BYTES))
 
 
 def fingerprint(parts: Mapping[str, Any]) -> bytes:
-    """32 bytes over everything that makes KV bytes equal (model content, dtype, layout, parallelism
-    ...).
+    """32 bytes over everything that decides whether KV bytes are equal (model content, dtype,
+    layout, parallelism ...).
 
-    ``parts`` is JSON-able; the digest is of its canonical form (sorted keys), so insertion order
-    does not matter.
+    ``parts`` can be written as JSON. The digest is of its canonical form (sorted keys), so
+    insertion order does not matter.
     """
     text = json.dumps(
         parts, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
@@ -85,11 +87,11 @@ class ChunkLayout:
 
     Attributes:
         fingerprint: 32 bytes, see :func:`fingerprint`.
-        chunk_tokens: tokens a chunk; a multiple of ``block_tokens``.
-        block_tokens: tokens of one engine block (page).
-        rank_block_bytes: bytes one block takes in each worker rank's part of a slot, in rank order.
-            A chunk's slot holds ``blocks_per_chunk * rank_block_bytes[r]`` bytes for every rank
-            ``r``, one rank after the other.
+        chunk_tokens: tokens in a chunk; a multiple of ``block_tokens``.
+        block_tokens: tokens in one engine block (page).
+        rank_block_bytes: bytes that one block takes in each worker rank's part of a slot, in rank
+            order. A chunk's slot holds ``blocks_per_chunk * rank_block_bytes[r]`` bytes for every
+            rank ``r``, one rank after the other.
 
     Raises LayoutError when the numbers do not fit together.
     """
@@ -110,8 +112,7 @@ class ChunkLayout:
             )
             raise LayoutError(
                 f"chunk_tokens={self.chunk_tokens} is not a positive multiple of the engine's "
-                "block size "
-                f"{self.block_tokens}; set chunk_tokens to {nearest}"
+                f"block size {self.block_tokens}; set chunk_tokens to {nearest}"
             )
         if not self.rank_block_bytes or min(self.rank_block_bytes) < 1:
             raise LayoutError(
@@ -124,22 +125,22 @@ class ChunkLayout:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of KV in one chunk, all layers and ranks."""
+        """Bytes of KV in one chunk, for all layers and ranks."""
         return self.blocks_per_chunk * sum(self.rank_block_bytes)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes one chunk takes in the pool: ``chunk_bytes`` rounded up to whole pages."""
+        """Bytes that one chunk takes in the pool: ``chunk_bytes`` rounded up to whole pages."""
         return -(-self.chunk_bytes // PAGE_BYTES) * PAGE_BYTES
 
     def rank_span(self, rank: int) -> tuple[int, int]:
-        """``(start, end)`` byte offsets of a rank's part inside a slot."""
+        """``(start, end)`` byte offsets of a rank's part in a slot."""
         start = self.blocks_per_chunk * sum(self.rank_block_bytes[:rank])
         return start, start + self.blocks_per_chunk * self.rank_block_bytes[rank]
 
     def chain(self, extra: bytes = b"", per_chunk: Mapping[int, bytes] | None = None) -> KeyChain:
-        """A :class:`KeyChain` for one prompt. ``extra`` separates LoRA adapters and salts;
-        ``per_chunk`` gives what else (multimodal hashes) a chunk index depends on."""
+        """A :class:`KeyChain` for one prompt. ``extra`` separates LoRA adapters and salts.
+        ``per_chunk`` gives, by chunk index, what else (multimodal hashes) a chunk depends on."""
         return KeyChain(self, extra, per_chunk)
 
     def keys(
@@ -148,13 +149,14 @@ class ChunkLayout:
         extra: bytes = b"",
         per_chunk: Mapping[int, bytes] | None = None,
     ) -> list[ChunkKey]:
-        """Keys of all whole chunks of ``tokens``, first to last. 32,768 tokens take about 0.2
+        """The keys of all whole chunks of ``tokens``, first to last. 32,768 tokens take about 0.2
         ms."""
         return self.chain(extra, per_chunk).extend(tokens)
 
 
 class KeyChain:
-    """The keys of one growing prompt; hashes each token once. Not thread-safe: one owner."""
+    """The keys of one growing prompt. It hashes each token once. Not thread-safe: it has one
+    owner."""
 
     __slots__ = ("_chunk_tokens", "_hash", "_link", "_per_chunk", "keys")
 
@@ -170,7 +172,7 @@ class KeyChain:
         self.keys: list[ChunkKey] = []
 
     def extend(self, tokens: Sequence[int]) -> list[ChunkKey]:
-        """Hash what is new in ``tokens`` (the *whole* prompt so far) and return all keys so far.
+        """Hash what is new in ``tokens`` (the *whole* prompt so far), and return all keys so far.
 
         Raises ConfigError for a token id outside ``0 .. 2**32 - 1``.
         """

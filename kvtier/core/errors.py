@@ -3,10 +3,10 @@
 ::
 
     KVTierError
-    |-- ConfigError        a value, key, file or combination the operator gave is wrong
-    |   `-- LayoutError    an engine's KV cache cannot be described (or is refused by name)
-    |-- TierError          a tier cannot be opened, or does not fit its place
-    `-- StateError         the caller broke a promise (a bug, never an operator's fault)
+    |-- ConfigError        a value, key, file or combination from the operator is wrong
+    |   `-- LayoutError    an engine's KV cache cannot be described, or is refused by name
+    |-- TierError          a tier cannot be opened, or does not fit where it is
+    `-- StateError         the calling code broke its contract: a bug, never an operator's fault
 
 A miss, a refusal ("not now") and a failed read are *values*, never exceptions.
 Messages say what was given, what was expected and what to do.
@@ -16,11 +16,11 @@ from __future__ import annotations
 
 
 class KVTierError(Exception):
-    """Root of every deliberate kvtier error."""
+    """The base of every error that kvtier raises on purpose."""
 
 
 class ConfigError(KVTierError, ValueError):
-    """The operator's input is wrong; the message names the key and the remedy."""
+    """The operator's input is wrong. The message names the key and what to do."""
 
 
 class LayoutError(ConfigError):
@@ -28,8 +28,8 @@ class LayoutError(ConfigError):
 
 
 class TierError(KVTierError):
-    """A tier cannot be opened or reserved; nothing was changed."""
+    """A tier cannot be opened or reserved. Nothing was changed."""
 
 
 class StateError(KVTierError, RuntimeError):
-    """An internal promise was broken; always a bug, never an input error."""
+    """An internal contract was broken. It is always a bug and never an input error."""

@@ -1,4 +1,4 @@
-"""Packages that only some users need, and the words that say how to get one that is missing."""
+"""Packages that only some users need, and what to say when one of them is missing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "server": ("aiohttp", "prometheus_client"),
     "bench": ("aiohttp", "matplotlib", "rich"),
 }
-"""Extra -> the modules it brings."""
+"""Extra -> the modules that it installs."""
 
 
 def how(extra: str) -> str:
@@ -23,16 +23,16 @@ def how(extra: str) -> str:
 
 
 def require(extra: str) -> None:
-    """Raises ConfigError, which names the modules and the command, when a module of ``extra`` is
-    not installed."""
+    """Raises ConfigError, which names the missing modules and the command, when a module of
+    ``extra`` is not installed."""
     missing = [module for module in EXTRAS[extra] if find_spec(module) is None]
     if missing:
         raise ConfigError(f"not installed here: {', '.join(missing)}; {how(extra)}")
 
 
 def explained(error: ModuleNotFoundError) -> str | None:
-    """What to do about an import that failed; None when the module is of no extra, and its absence
-    is a bug."""
+    """What to do about an import that failed. None when the module belongs to no extra: then its
+    absence is a bug."""
     module = (error.name or "").partition(".")[0]
     for extra, modules in EXTRAS.items():
         if module in modules:

@@ -1,7 +1,7 @@
-"""Lane: the threads and bounded queues of one tier. The only file that starts threads.
+"""Lane: the threads and bounded queues of one tier. No other file starts threads.
 
-A full lane refuses instead of queueing: a slow tier costs misses, never memory and never its host's
-time. Reads (somebody waits for them) go before writes (nobody does).
+A full lane refuses work and does not queue it. So a slow tier costs misses, and never memory or its
+host's time. Reads go before writes, because somebody waits for a read and nobody for a write.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ Work = Callable[[], None]
 
 
 class Executor(Protocol):
-    """What the Store asks of a lane; :class:`kvtier.testing.ManualLane` is the one tests turn by
-    hand."""
+    """What the Store needs of a lane. Tests run :class:`kvtier.testing.ManualLane`, which works
+    only when it is told to."""
 
     threads: int
-    """How much work it does at once."""
+    """How many jobs it does at once."""
 
     def submit(self, work: Work, *, urgent: bool = False) -> bool:
-        """Queue ``work`` if there is room; urgent work goes first. False: refused, nothing will
-        happen."""
+        """Queue ``work`` if there is room. Urgent work goes first. False: it was refused and will
+        never run."""
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse new work, run what is queued for up to ``timeout_s``, stop. False: some of it was
-        dropped or hangs."""
+        """Refuse new work, run what is queued for up to ``timeout_s``, and stop. False: some of the
+        work was dropped or hangs."""
         ...
 
 
 class Lane:
-    """``threads`` daemon threads (a hung tier cannot keep the process alive) before two bounded
-    queues."""
+    """``threads`` daemon threads that serve two bounded queues. Daemon threads do not keep the
+    process alive when a tier hangs."""
 
     def __init__(self, name: str, threads: int, *, urgent_bound: int, bound: int) -> None:
         self.name = name
@@ -49,7 +49,7 @@ class Lane:
         self._closing = False
         self._running = 0
         self.failures = 0
-        """Works that raised: a bug in a tier, logged, never fatal."""
+        """Jobs that raised: a bug in a tier. It is logged and never fatal."""
         self._threads = [
             threading.Thread(target=self._serve, name=f"kvtier-{name}-{i}", daemon=True)
             for i in range(threads)
@@ -59,7 +59,7 @@ class Lane:
 
     @property
     def queued(self) -> tuple[int, int]:
-        """Works that wait now: urgent ones, others."""
+        """Jobs that wait now: urgent ones and others."""
         return len(self._queues[True]), len(self._queues[False])
 
     def submit(self, work: Work, *, urgent: bool = False) -> bool:

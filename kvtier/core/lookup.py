@@ -1,5 +1,5 @@
-"""Lookup: how much of a prompt's prefix can be had, and when. What a Store or a Client answers.
-Data only."""
+"""Lookup: how much of a prompt's prefix can be had, and when. A Store or a Client gives this
+answer. Data only."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    """How much of a run is there, in chunks: ``ready`` now; ``coming`` after those, if nothing
-    fails on the way."""
+    """How much of a run is there, in chunks: ``ready`` now, and ``coming`` after those if nothing
+    fails."""
 
     ready: int
     coming: int
 
 
 class Asking(NamedTuple):
-    """What asking a shared tier for the unknown rest of a run would take."""
+    """What it would take to ask a shared tier for the unknown rest of a run."""
 
     answer_s: float | None
-    """Seconds until it has answered; None: unknown."""
+    """Seconds until it has answered. None: unknown."""
     arrive_s: float | None
-    """Seconds until all of the rest is in RAM, if it has it."""
+    """Seconds until all of the rest is in RAM, if the tier has it."""
     odds: float
-    """How likely it has it."""
+    """The probability that the tier has it, from 0 to 1."""
 
 
 class LookupResult(NamedTuple):
-    """How far a run can be served, and when."""
+    """How much of a run can be served, and when."""
 
     steps: Sequence[tuple[int, float | None]]
     """``(chunks, seconds)``: so many leading chunks are in RAM so many seconds after they are
-    claimed; None: unknown. The first step is what is there now, in no time; the last is all that is
-    known of."""
+    claimed. None: unknown. The first step is what is there now, in 0 seconds. The last step is all
+    that is known of the run."""
     asking: Asking | None = None
     why: str = ""
-    """The reason why there is no more of the run: see :mod:`kvtier.store.miss_reasons`; "": there
-    is all, or nobody answered."""
+    """The reason why the run goes no further: see :mod:`kvtier.store.miss_reasons`. "": all of it
+    is there, or nobody answered."""
 
     @property
     def ready(self) -> int:
@@ -48,7 +48,7 @@ class LookupResult(NamedTuple):
 
     @property
     def coming(self) -> int:
-        """Chunks after the ready ones that a lower tier has, or that are on their way."""
+        """Chunks after the ready ones that a lower tier has, or that are being promoted."""
         return self.known - self.ready
 
     @property

@@ -1,16 +1,15 @@
-"""Pool: one shared region cut into equal page-aligned slots. Memory only; which slot is free the
-Directory knows.
+"""Pool: one shared region cut into equal page-aligned slots. It is memory only. The Directory knows
+which slots are free.
 
-The region is a memfd: it needs no room in ``/dev/shm`` (64 MB in a default container), leaves
-    nothing behind when its
-processes die however they die, and any process of the same user can map it through
-``/proc/<pid>/fd/<n>``.
+The region is a memfd. It needs no room in ``/dev/shm`` (64 MB in a default container). It leaves
+nothing behind when its processes die, however they die. Any process of the same user can map it
+through ``/proc/<pid>/fd/<n>``.
 
-It is sealed against shrinking and growing: to touch a page beyond the end of a file kills a
-process, and every process that maps the region has a descriptor that it could shorten. So whoever
-maps it looks for the seals first.
+It is sealed against shrinking and growing. A process that touches a page beyond the end of a file
+is killed, and every process that maps the region has a descriptor with which it could shorten it.
+So a process that maps the region checks the seals first.
 
-It lies in huge pages where the machine gives them: see :mod:`kvtier.core.region`.
+It lies in huge pages where the machine has them: see :mod:`kvtier.core.region`.
 """
 
 from __future__ import annotations
@@ -34,22 +33,25 @@ from kvtier.core.region import (
     map_region,
 )
 
-_MADV_REMOVE, _MADV_POPULATE_READ = (
-    9,
-    22,
-)  # linux/mman.h; the second since Linux 5.14, and not in Python's mmap module
+# linux/mman.h. MADV_POPULATE_READ came with Linux 5.14, and Python's mmap module does not name it.
+_MADV_REMOVE, _MADV_POPULATE_READ = 9, 22
 
 
 class Pool:
     """``slots`` equal slots of ``slot_bytes`` bytes (a multiple of 4096) in one region.
 
-    Thread-safe: views are plain memory; who may read or write a slot is decided by leases. ``fd``:
-    map this region of another process instead of making one; it is closed with the pool, or when it
-    is refused. ``reserved``: it may lie in huge pages that the host's owner reserved, if there are
-    enough; not for a region that strangers map.
+    Thread-safe: views are plain memory, and leases decide who may read or write a slot.
 
-    Raises ConfigError for impossible sizes and for a region that is not sealed or has another size,
-    and TierError when the memory cannot be had.
+    Args:
+        slots: the number of slots.
+        slot_bytes: the size of one slot.
+        fd: map this region of another process, and make none. It is closed with the pool, or when
+            the region is refused.
+        reserved: the region may lie in huge pages that the host's owner reserved, if there are
+            enough of them. Not for a region that strangers map.
+
+    Raises ConfigError for impossible sizes, and for a region that is not sealed or has another
+    size. Raises TierError when the memory cannot be had.
     """
 
     def __init__(
@@ -86,9 +88,11 @@ class Pool:
 
     @classmethod
     def attach(cls, path: str, slots: int, slot_bytes: int) -> Pool:
-        """Map another process's pool by its :attr:`path`. Raises TierError when it is gone or not
-        ours to map, and ConfigError when it is no pool of this size. Its owner is trusted not to
-        take its pages away."""
+        """Map another process's pool by its :attr:`path`.
+
+        Its owner is trusted not to take its pages away. Raises TierError when the pool is gone or
+        this user may not map it. Raises ConfigError when it is no pool of this size.
+        """
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -99,67 +103,70 @@ class Pool:
 
     @property
     def path(self) -> str:
-        """Where another process of the same user can map the region while this process lives."""
+        """The path by which another process of the same user can map the region, while this process
+        lives."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     @property
     def buffer(self) -> memoryview:
-        """All slots, writable."""
+        """All slots, as writable memory."""
         return self._view
 
     def view(self, slot: int) -> memoryview:
-        """The slot's bytes, writable, page-aligned."""
+        """The slot's bytes, writable and page-aligned."""
         return self._view[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
     def populate(self, first: int, count: int) -> None:
-        """Allocate and map the pages of ``count`` slots from ``first`` on, huge ones where
-        possible: a first save into absent pages runs at a tenth of its speed. Slots are handed out
-        from 0 on. Releases the GIL. Best effort: before Linux 5.14 pages arrive at first touch."""
+        """Allocate and map the pages of ``count`` slots from ``first`` on, as huge pages where that
+        is possible. A first save into absent pages runs at a tenth of the speed. Slots are handed
+        out from 0 on. It releases the GIL. Best effort: before Linux 5.14 pages are allocated at
+        the first touch."""
         memory = self._map
         if memory is not None:
             self._huge.fill(memory, first * self.slot_bytes, (first + count) * self.slot_bytes)
 
     def in_huge_pages(self, part: memoryview) -> bool:
-        """Whether ``part`` is memory of this pool that lies wholly in huge pages, which
-        :meth:`populate` made."""
+        """Whether ``part`` is memory of this pool that lies wholly in huge pages made by
+        :meth:`populate`."""
         return self._huge.hold(part)
 
     @property
     def huge_bytes(self) -> int:
-        """How much of the region lies in huge pages now."""
+        """The bytes of the region that lie in huge pages now."""
         return self._huge.held_bytes
 
     def give_back(self, slot: int) -> None:
-        """Return a slot's memory to the host; it reads as zeros from now on. A page that a device
-        has locked comes back when that lets go of it. Best effort. No effect on reserved huge
-        pages: one that is touched again and cannot be had again would end the process."""
+        """Return a slot's memory to the host. It reads as zeros from then on. A page that a device
+        has locked returns when the device unlocks it. Best effort. It does nothing with reserved
+        huge pages: touching such a page again, when none is free any more, would end the
+        process."""
         if not self.reserved:
             begin, end = slot * self.slot_bytes, (slot + 1) * self.slot_bytes
             self._huge.split(begin, end)
             self._advise(begin, end, _MADV_REMOVE)
 
     def touch(self, slot: int, begin: int, end: int) -> None:
-        """Map bytes ``begin`` to ``end`` of a slot whose pages another process has made present: 16
-        of them at a fault (the kernel's fault-around, writable as well), where a first write would
-        fault at every one. Releases the GIL; best effort."""
+        """Map bytes ``begin`` to ``end`` of a slot whose pages another process has made present.
+        The kernel's fault-around maps 16 pages at a fault, also for writing, where first writes
+        would fault at every page. It releases the GIL. Best effort."""
         start = slot * self.slot_bytes
         self._advise(start + begin // PAGE_BYTES * PAGE_BYTES, start + end, _MADV_POPULATE_READ)
 
     def _advise(self, begin: int, end: int, advice: int) -> None:
-        memory = self._map  # stays mapped until this returns
+        memory = self._map  # it stays mapped until this returns
         if memory is not None:
             advise(memory, begin, end, advice)
 
     def close(self) -> None:
-        """Unmap. While views are still held the memory stays mapped: the last of them unmaps it. No
-        effect the second time."""
+        """Unmap the region. While views of it exist, the memory stays mapped, and the last view
+        unmaps it. No effect the second time."""
         self._view.release()
         self._map = None
         self._closer()
 
 
 def _region_bytes(slots: int, slot_bytes: int) -> int:
-    """Raises ConfigError for impossible sizes."""
+    """The bytes of all slots. Raises ConfigError for impossible sizes."""
     if slots < 1 or slot_bytes < 1 or slot_bytes % PAGE_BYTES:
         raise ConfigError(
             f"pool of {slots} slots of {slot_bytes} bytes: expected >= 1 slot of whole 4 KiB pages"
@@ -168,23 +175,23 @@ def _region_bytes(slots: int, slot_bytes: int) -> int:
 
 
 def _refuse_unsealed(fd: int, size: int, reserved: bool) -> int:
-    """The region's bytes. Raises ConfigError for one that may be shortened or emptied under us, or
-    of another size."""
+    """The region's bytes. Raises ConfigError for a region that others could shorten or empty while
+    it is mapped, or that has another size."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:  # no memfd
+    except OSError:  # it is not a memfd
         seals = 0
     if seals & SEALS != SEALS:
         raise ConfigError(
             "the shared region is not sealed against shrinking, expected a memfd that a kvtier "
-            "server sealed: who can "
-            "shorten it can kill every process that maps it; run the same kvtier on both sides"
+            "server sealed: a process that can shorten it can kill every process that maps it; run "
+            "the same kvtier on both sides"
         )
     if in_reserved_pages(fd) and not reserved:
         raise ConfigError(
-            "the shared region lies in reserved huge pages, expected ordinary memory: who can give "
-            "such pages back can "
-            "kill every process that maps them; run the same kvtier on both sides"
+            "the shared region lies in reserved huge pages, expected ordinary memory: a process "
+            "that can give such pages back can kill every process that maps them; run the same "
+            "kvtier on both sides"
         )
     size, found = expected_bytes(fd, size), os.fstat(fd).st_size
     if found != size:

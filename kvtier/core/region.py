@@ -1,16 +1,18 @@
-"""One region of memory that processes share: a sealed memfd, how it is mapped, and which of it lies
-in huge pages.
+"""One region of memory that processes share: a sealed memfd, how it is mapped, and which parts of
+it lie in huge pages.
 
-Huge pages (2 MiB) spare page faults and page walks, and a disk reads and writes them in few long
-pieces, so that a tier needs no buffer of its own between a slot and the disk. There are two kinds:
+Huge pages (2 MiB) save page faults and page walks. A disk reads and writes them in few long pieces,
+so a tier needs no buffer of its own between a slot and the disk. There are two kinds:
 
-- *Collapsed*: ordinary shared memory, of which the kernel is asked to make 2 MiB pieces whole
-  (``MADV_COLLAPSE``, Linux 6.1; it does not heed ``shmem_enabled``, unless that is ``deny``). What
-  the kernel refuses stays in small pages. Holes, seals, sizes and limits are as for any memfd.
-- *Reserved*: pages that the host's owner set apart (``sysctl vm.nr_hugepages``). One that is
-  missing when it is touched ends the process (SIGBUS), so all of them are taken before anybody maps
-  the region, or none. Whoever has such a region can give its pages back, and so end the others. It
-  is therefore for one engine's own processes only, and nothing here gives its pages back.
+- *Collapsed*: ordinary shared memory of which the kernel is asked to merge 2 MiB pieces into huge
+  pages (``MADV_COLLAPSE``, Linux 6.1, which ignores ``shmem_enabled`` unless that is ``deny``).
+  Pieces that the kernel refuses stay in small pages. Holes, seals, sizes and limits are as for any
+  memfd.
+- *Reserved*: pages that the host's owner set apart (``sysctl vm.nr_hugepages``). A process that
+  touches a missing one is ended (SIGBUS). So either all of them are allocated before anybody maps
+  the region, or none. A process that has such a region can give its pages back, and so end the
+  others. It is therefore only for one engine's own processes, and no code here gives its pages
+  back.
 """
 
 from __future__ import annotations
@@ -29,19 +31,17 @@ HUGE_BYTES = 2 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 Memory = Any
-"""A ctypes array over a mapping, which is unmapped with the last reference to it or to a view of
-it."""
+"""A ctypes array over a mapping. The mapping ends with the last reference to the array or to a view
+of it."""
 
 _NAME, _RESERVED_NAME = "kvtier-pool", "kvtier-huge"
-"""Reserved pages are not part of the memory that others compete for, so they are told apart where
-that is counted."""
-_POPULATE_WRITE, _COLLAPSE = (
-    23,
-    25,
-)  # linux/mman.h, Linux 5.14 and 6.1; not named by Python's mmap module
+"""Reserved pages are not part of the memory for which others compete. A name of their own lets
+those who count memory tell them apart."""
+# linux/mman.h, Linux 5.14 and 6.1. Python's mmap module does not name them.
+_POPULATE_WRITE, _COLLAPSE = 23, 25
 _REFUSED_AT_MOST = 8
-"""Pieces in a row that the kernel may refuse to make whole before it is asked no more: each try
-looks for memory."""
+"""After so many refused pieces in a row the kernel is not asked to merge any more, because each
+attempt searches for memory."""
 _FIXED, _NO_RESERVE = 0x10, 0x4000  # linux/mman.h
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -60,7 +60,7 @@ _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def make_region(size: int) -> int:
-    """A memfd of ``size`` bytes that stays so, whoever has it. Raises TierError when the memory
+    """A memfd of ``size`` bytes whose size nobody can change. Raises TierError when the memory
     cannot be had."""
     try:
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -78,9 +78,9 @@ def make_region(size: int) -> int:
 
 
 def make_reserved_region(size: int) -> int | None:
-    """A sealed memfd of reserved huge pages, all of them taken, rounded up to whole ones; None
-    where the host has not so many free or does not let us have them. Takes a second for some 10
-    GiB, which the kernel clears."""
+    """A sealed memfd of reserved huge pages, all of them allocated, rounded up to whole pages. None
+    where the host has too few free pages or does not permit their use. It takes a second for some
+    10 GiB, which the kernel clears."""
     try:
         fd = os.memfd_create(
             _RESERVED_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | os.MFD_HUGE_2MB
@@ -89,9 +89,8 @@ def make_reserved_region(size: int) -> int | None:
         return None
     try:
         os.ftruncate(fd, _whole(size))
-        with mmap.mmap(
-            fd, _whole(size)
-        ):  # claims all or nothing: of two that come at once, one gets them
+        # This claims all pages or none. Of two processes that come at once, one gets them.
+        with mmap.mmap(fd, _whole(size)):
             os.posix_fallocate(fd, 0, _whole(size))
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except (OSError, ValueError):
@@ -101,18 +100,18 @@ def make_reserved_region(size: int) -> int | None:
 
 
 def in_reserved_pages(fd: int) -> bool:
-    """Whether a memfd is of the second kind. Raises OSError."""
+    """Whether a memfd is of the reserved kind. Raises OSError."""
     return os.fstatvfs(fd).f_bsize >= HUGE_BYTES
 
 
 def expected_bytes(fd: int, size: int) -> int:
-    """What a region for ``size`` bytes takes in ``fd``'s kind of memory."""
+    """The bytes that a region for ``size`` bytes takes in ``fd``'s kind of memory."""
     return _whole(size) if in_reserved_pages(fd) else size
 
 
 def map_region(fd: int, size: int) -> Memory:
-    """Map ``size`` bytes, readable and writable, from the boundary of a huge page on: elsewhere the
-    kernel neither makes pieces whole nor maps them as such. Raises OSError."""
+    """Map ``size`` bytes, readable and writable, from the boundary of a huge page on. Elsewhere the
+    kernel neither merges pieces nor maps them as huge pages. Raises OSError."""
     room = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     found = _LIBC.mmap(None, size + HUGE_BYTES, 0, room, -1, 0)
     if found == _FAILED:
@@ -130,20 +129,20 @@ def map_region(fd: int, size: int) -> Memory:
         if length > 0:
             _LIBC.munmap(begin, length)
     memory = (ctypes.c_char * size).from_address(base)
-    # Not at the end of the process: a thread may still copy then, and the kernel unmaps it after
-    # that.
+    # It is not called at the end of the process: a thread may still copy then, and the kernel
+    # unmaps the memory after that.
     weakref.finalize(memory, _LIBC.munmap, base, size).atexit = False
     return memory
 
 
 def advise(memory: Memory, begin: int, end: int, advice: int) -> bool:
-    """Whether the kernel took ``advice`` about these bytes. Releases the GIL."""
+    """Whether the kernel accepted ``advice`` about these bytes. It releases the GIL."""
     return end > begin and not _LIBC.madvise(ctypes.addressof(memory) + begin, end - begin, advice)
 
 
 class HugePages:
-    """Which 2 MiB pieces of a mapping lie in huge pages, and the making of them. Threads: any; one
-    fills."""
+    """Knows which 2 MiB pieces of a mapping lie in huge pages, and makes such pieces. Any thread
+    may ask; one thread fills."""
 
     def __init__(self, memory: Memory, *, reserved: bool) -> None:
         self._base, self._size = ctypes.addressof(memory), ctypes.sizeof(memory)
@@ -153,8 +152,8 @@ class HugePages:
             advise(memory, 0, self._size, mmap.MADV_HUGEPAGE)
 
     def fill(self, memory: Memory, begin: int, end: int) -> None:
-        """Make the pages of these bytes present, in whole pieces where the kernel does that. A
-        piece that begins or ends outside of them is made whole too. Best effort."""
+        """Make the pages of these bytes present, as huge pages where the kernel permits. A huge
+        page is made whole even where it begins or ends outside of these bytes. Best effort."""
         for piece in range(begin // HUGE_BYTES, -(-end // HUGE_BYTES)):
             if self._whole[piece]:
                 continue
@@ -170,12 +169,12 @@ class HugePages:
             advise(memory, max(begin, start), min(end, stop), _POPULATE_WRITE)
 
     def split(self, begin: int, end: int) -> None:
-        """Pages of these bytes go back to the host."""
+        """The pages of these bytes go back to the host."""
         first, after = begin // HUGE_BYTES, -(-end // HUGE_BYTES)
         self._whole[first:after] = bytes(after - first)
 
     def hold(self, part: memoryview) -> bool:
-        """Whether ``part`` is pages of this mapping that all lie in huge ones."""
+        """Whether ``part`` consists of whole pages of this mapping, all of them in huge pages."""
         if part.readonly or not part.nbytes:
             return False
         begin = ctypes.addressof(ctypes.c_char.from_buffer(part)) - self._base
@@ -186,12 +185,13 @@ class HugePages:
 
     @property
     def held_bytes(self) -> int:
-        """How much of the mapping lies in huge pages now."""
+        """The bytes of the mapping that lie in huge pages now."""
         return min(self._size, sum(self._whole) * HUGE_BYTES)
 
 
 def _collapse(memory: Memory, start: int, stop: int) -> bool:
-    """One page must be there: of a piece that has none the kernel says it is not mapped."""
+    """Merge one piece. One of its pages must be present first: the kernel says that a piece without
+    pages is not mapped."""
     return advise(memory, start, start + mmap.PAGESIZE, _POPULATE_WRITE) and advise(
         memory, start, stop, _COLLAPSE
     )

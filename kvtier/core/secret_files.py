@@ -1,5 +1,5 @@
-"""What is nobody else's: folders that only this user may enter, secrets in files that others cannot
-read, and who is at the other end of a Unix socket."""
+"""Files and sockets that only one user may use: folders that only this user may enter, secrets in
+files that others cannot read, and the user at the other end of a Unix socket."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from kvtier.core.errors import ConfigError
 _MOST_SECRET_BYTES = 4096
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
 _MOST_LINKS = 40
-"""On one path, as in the kernel."""
+"""The most symbolic links on one path, as in the kernel."""
 _STEP = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def make_folder(folder: Path) -> None:
-    """Make ``folder`` and every parent that is missing, each with mode 0700: in a parent that
-    others may write, they could put a folder of their own in this one's place. What is there is
-    left as it is. Raises OSError."""
+    """Make ``folder`` and every missing parent, each with mode 0700. In a parent where others may
+    write, they could put a folder of their own in its place. Folders that exist stay as they are.
+    Raises OSError."""
     os.close(open_folder(folder, make=True))
 
 
 def open_folder(folder: Path, *, make: bool = False) -> int:
-    """A descriptor (``O_PATH``) of ``folder``. ``make``: make what is missing, see
+    """A descriptor (``O_PATH``) of ``folder``. ``make``: make missing folders, see
     :func:`make_folder`.
 
-    The way goes from one open folder to the next, so nobody can exchange a part of it meanwhile. A
-    symbolic link on the way must belong to root or to this user: anybody else's could lead into any
-    folder. Raises OSError.
+    It goes from one open folder to the next, so nobody can exchange a part of the path in the
+    meantime. A symbolic link on the path must belong to root or to this user, because anybody
+    else's link could lead into any folder. Raises OSError.
     """
     here, ahead, links = -1, list(reversed(folder.absolute().parts)), 0
     try:
@@ -58,7 +58,7 @@ def open_folder(folder: Path, *, make: bool = False) -> int:
 
 
 def _enter(here: int, name: str, *, make: bool) -> int:
-    """What is called ``name`` in the folder ``here``. A symbolic link is not followed. For "/" any
+    """A descriptor of ``name`` in the folder ``here``. A symbolic link is not followed. For "/" any
     ``here`` will do."""
     try:
         return os.open(name, _STEP, dir_fd=here)
@@ -71,8 +71,9 @@ def _enter(here: int, name: str, *, make: bool) -> int:
 
 
 def _target(found: int, links: int) -> Path | None:
-    """Where a symbolic link leads, and None for what is none. ``links``: those that were followed
-    before. Raises OSError, with ``found`` closed, for another user's link and for one too many."""
+    """Where a symbolic link leads, or None when ``found`` is no link. ``links``: how many links
+    were followed before. Raises OSError, with ``found`` closed, for another user's link and for too
+    many links."""
     state = os.fstat(found)
     if not stat.S_ISLNK(state.st_mode):
         return None
@@ -90,34 +91,33 @@ def _target(found: int, links: int) -> Path | None:
 
 
 def refuse_shared_folder(folder: Path) -> None:
-    """For a folder that holds a socket. Raises ConfigError where others could put their own socket
-    in its place: they may write in the folder, or own it. The sticky bit does not help: they may be
-    there first. Raises OSError."""
+    """Check the folder of a socket. Raises ConfigError where others could put their own socket in
+    its place: they may write in the folder, or own it. The sticky bit does not help, because they
+    may be there first. Raises OSError."""
     status = folder.stat()
     if status.st_uid not in (os.geteuid(), 0):
         raise ConfigError(
             f"{folder} belongs to user {status.st_uid}, expected user {os.geteuid()} or root: they "
-            "could put their own "
-            "socket there; give the socket a folder of its own"
+            "could put their own socket there; give the socket a folder of its own"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        mend = "" if status.st_mode & stat.S_ISVTX else f", or chmod 700 {folder}"
+        remedy = "" if status.st_mode & stat.S_ISVTX else f", or chmod 700 {folder}"
         raise ConfigError(
             f"others may write in {folder} (mode {stat.S_IMODE(status.st_mode):o}), and so put "
-            "their own socket there: "
-            f"give the socket a folder of its own{mend}"
+            f"their own socket there: give the socket a folder of its own{remedy}"
         )
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """The user at the other end of a Unix socket: who connected, or who began to listen."""
+    """The user at the other end of a Unix socket: the one that connected, or the one that began to
+    listen."""
     _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return int(uid)
 
 
 def read_secret(path: str, key: str) -> bytes:
-    """What is in a file, without surrounding space. Raises ConfigError for a file others can read;
-    ``key`` is the configuration's word for it."""
+    """The content of a file, without surrounding space. ``key`` is the configuration key that names
+    the file. Raises ConfigError for a file that others can read."""
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode

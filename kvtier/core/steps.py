@@ -1,10 +1,10 @@
-"""Steps: work on many chunks in short pieces, so that whoever shares a lock or a loop has a turn in
-between. Pure.
+"""Steps: work on many chunks in short pieces, so that others who share a lock or a loop get their
+turn in between. Pure.
 
 The work is a generator. It yields the seconds that it wants to pause, nearly always 0, and returns
-its result. On a thread of its own it is done at a stretch by :func:`whole`; on a loop its owner
-calls ``next`` as often as there is time (:mod:`kvtier.server.connection`). Each piece takes a lock
-for itself, and holds none while it pauses.
+its result. On a thread of its own :func:`whole` does all of it at once. On a loop its owner calls
+``next`` as often as there is time (:mod:`kvtier.server.connection`). Each piece takes a lock for
+itself, and no lock is held during a pause.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Steps = Generator[float, None, T]
 
 
 def whole(steps: Steps[T]) -> T:
-    """Do all of it now."""
+    """Do all of the work now."""
     while True:
         try:
             next(steps)
@@ -29,6 +29,6 @@ def whole(steps: Steps[T]) -> T:
 
 
 def pieces(items: Sequence[T], size: int = AT_ONCE) -> Iterator[Sequence[T]]:
-    """``items`` in pieces of ``size``; no items are one empty piece."""
+    """``items`` in pieces of ``size``. No items give one empty piece."""
     for first in range(0, max(1, len(items)), size):
         yield items[first : first + size]

@@ -1,15 +1,14 @@
-"""Owner: whose a chunk is, as a number that is the same on every server and after every restart.
-Pure.
+"""Owner: the tenant and model of a chunk, as a number that is the same on every server and after
+every restart. Pure.
 
-An owner is 128 bits of SHA-256: the upper half of the tenant's name, the lower half of model
-(fingerprint) and name. So what a tenant has can be told by the upper half alone, of models too that
-no engine has asked for since the start. Tiers keep the number beside the chunk; the name cannot be
-read from it, only guessed and compared.
+An owner is 128 bits of SHA-256: the upper half is of the tenant's name, the lower half of the model
+(fingerprint) and the name. So the upper half alone finds all that a tenant has, also of models for
+which no engine has asked since the start. Tiers store the number beside the chunk. The name cannot
+be read from the number, only guessed and compared.
 
-0 is nobody: one embedded Store has no use for owners, and a tier does not always know. Two names
-    with one number would
-be forgotten together; nothing is ever served or kept for that reason, because chunks are found by
-their keys alone.
+0 is nobody: one embedded Store has no use for owners, and a tier does not always know the owner.
+Two names with the same number would be purged together. Nothing else would go wrong, because
+chunks are found by their keys alone.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ _DOMAIN = b"kvtier/owner/1\0"
 
 
 def tenant(namespace: str) -> int:
-    """Everything of this tenant, of all models: for :func:`may`, no chunk's owner. Its lower half
-    is 0."""
+    """All chunks of this tenant, of all models. Its lower half is 0. It is for :func:`may` and is
+    never a chunk's owner."""
     return _half(namespace.encode()) << _HALF
 
 
 def owner_of(fingerprint: bytes, namespace: str) -> int:
-    """One tenant's chunks of one model. ``fingerprint``: 32 bytes."""
+    """The owner of one tenant's chunks of one model. ``fingerprint``: 32 bytes."""
     return tenant(namespace) | _half(fingerprint + namespace.encode())
 
 
 def may(owner: int | None, whose: int) -> bool:
-    """Whether who is ``owner`` (or a :func:`tenant`) may drop a chunk of ``whose``: its own and
-    nobody's; None: all."""
+    """Whether ``owner`` (or a :func:`tenant`) may drop a chunk of ``whose``: its own chunks, and
+    those that nobody owns. None: all chunks."""
     if owner is None or whose in (NOBODY, owner):
         return True
     return owner == whose >> _HALF << _HALF

@@ -1,5 +1,5 @@
-"""What people read on a terminal: sizes, rates and tables, the same in every command. Only
-:func:`width` looks."""
+"""Text for a terminal: sizes, rates and tables, the same in every command. Only :func:`width` looks
+at the terminal."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 _LEAST_WRAPPED = 40
-"""Characters that a wrapped last column has at least: narrower terminals wrap it themselves."""
+"""The least width of a wrapped last column. Narrower terminals wrap it themselves."""
 
 
 def size_text(size: float) -> str:
-    """``3.5 GiB``: four digits that matter, binary units."""
+    """``3.5 GiB``: four significant digits, binary units."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.4g} {unit}"
@@ -22,7 +22,7 @@ def size_text(size: float) -> str:
 
 
 def rate_text(rate: float) -> str:
-    """``2.5 GB/s``: bytes a second in decimal units, as disks and links are sold."""
+    """``2.5 GB/s``: bytes a second in decimal units, as disks and networks are sold."""
     for unit in ("B/s", "kB/s", "MB/s"):
         if abs(rate) < 1000:
             return f"{rate:.3g} {unit}"
@@ -31,8 +31,8 @@ def rate_text(rate: float) -> str:
 
 
 def width() -> int | None:
-    """Columns of the terminal that standard output is; None for a file or a pipe, whose lines are
-    never wrapped."""
+    """The columns of the terminal that is standard output. None for a file or a pipe, whose lines
+    are never wrapped."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -43,10 +43,10 @@ def table(
     numbers: Sequence[int] = (),
     columns: int | None = None,
 ) -> list[str]:
-    """Lines of a table whose columns are as wide as their widest cell, two spaces apart.
+    """The lines of a table. Columns are as wide as their widest cell and two spaces apart.
 
-    ``numbers`` are the columns that end at the right. Where ``columns`` is the width of a terminal,
-    the last column is wrapped below itself instead of at the edge.
+    The columns in ``numbers`` are aligned to the right. Where ``columns`` is the width of a
+    terminal, the last column is wrapped within itself, and not at the edge of the terminal.
     """
     whole = [list(heads), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*whole, strict=True)]

@@ -25,12 +25,12 @@ def nothing(_part: torch.Tensor) -> None:
 
 
 class PagedBlocks:
-    """Copies between an engine's paged blocks and slots; ``block_bytes`` is what one block takes in
+    """Copies between an engine's paged blocks and slots. ``block_bytes`` is what one block takes in
     all regions.
 
-    Raises LayoutError when the regions cannot belong to one engine (none, several devices, unequal
-    block counts), lie on a device that is neither a CPU nor a CUDA device, or leave no room for
-    staging memory.
+    Raises LayoutError when the regions cannot belong to one engine (none, several devices, or
+    unequal block counts), when they lie on a device that is neither a CPU nor a CUDA device, or
+    when they leave no room for staging memory.
     """
 
     def __init__(
@@ -43,10 +43,13 @@ class PagedBlocks:
         make_rows: MakeRows = rows_of,
         sharers: int = 1,
     ) -> None:
-        """``locked`` tells whether a slot's part is page-locked; ``streams`` and ``make_rows`` are
-        the device's own
-        unless a test brings some. ``sharers``: how many of these share the room for staging
-          memory."""
+        """Make the copier for the regions' device.
+
+        Args:
+            locked: tells whether a slot's part is page-locked.
+            streams, make_rows: the device's own, unless a test brings some.
+            sharers: how many of these objects share the room for staging memory.
+        """
         rows = [region.rows for region in regions]
         kinds = sorted({f"{tensor.shape[0]} blocks on {tensor.device}" for tensor in rows})
         if len(kinds) != 1:
@@ -61,8 +64,7 @@ class PagedBlocks:
         if self._device.type not in _SERVED:
             raise LayoutError(
                 f"the KV cache lies on {self._device}; kvtier copies KV of CPUs and of CUDA "
-                "devices (NVIDIA, ROCm) "
-                "only. Run this engine without the kvtier connector"
+                "devices (NVIDIA, ROCm) only. Run this engine without the kvtier connector"
             )
         if streams is None and self._device.type == "cuda":
             streams = CudaStreams(self._device)
@@ -75,11 +77,11 @@ class PagedBlocks:
             )
 
     def describe(self) -> dict[str, Any]:
-        """What decides the meaning of a slot part's bytes; JSON-able, equal for engines of unequal
-        block counts.
+        """What decides the meaning of a slot part's bytes. It can be written as JSON, and is equal
+        for engines that differ only in the number of blocks.
 
-        CPU attention kernels pack keys by the instruction set they find, which no stride shows, so
-        it is told too.
+        CPU attention kernels pack keys according to the instruction set that they find. No stride
+        shows that, so it is part of the description.
         """
         return {
             "device": _device_kind(self._device),
@@ -93,25 +95,25 @@ class PagedBlocks:
         """Blocks -> slots. Every job names all blocks of its chunk. Raises StateError before any
         byte moves.
 
-        Runs after what is queued on the current stream; later work of that stream waits until the
-        blocks are read.
+        It runs after the work queued on the current stream. Later work of that stream waits until
+        the blocks are read.
         """
         self._check(jobs, fewest=self.blocks_per_chunk)
         return self._copier.save(jobs)
 
     def load(self, jobs: Sequence[Job]) -> Copy:
-        """Slots -> blocks. A job may cover a part of its chunk; no other block is touched. Raises
-        StateError before any byte moves.
+        """Slots -> blocks. A job may cover a part of its chunk, and no other block is touched.
+        Raises StateError before any byte moves.
 
-        Runs after what is queued on the current stream. Nothing of the engine may use the blocks
-        before the copy is done; its stream does not wait for it.
+        It runs after the work queued on the current stream. Nothing of the engine may use the
+        blocks before the copy is done, because its stream does not wait for the copy.
         """
         self._check(jobs, fewest=1)
         return self._copier.load(jobs)
 
     @property
     def copies_at_once(self) -> bool:
-        """Whether the calling thread copies, so that a copy is done when its call returns."""
+        """Whether the calling thread copies. Then a copy is done when its call returns."""
         return isinstance(self._copier, HostCopier)
 
     def _check(self, jobs: Sequence[Job], fewest: int) -> None:

@@ -16,12 +16,12 @@ _SHORT_ROW = 8 * PAGE_BYTES
 
 
 class HostCopier:
-    """CPU memory, one thread. Of the ways measured (bench/NOTES.md) the simplest that is fast in
-    all layouts.
+    """Copies in CPU memory, on one thread. Of the methods that were measured (bench/NOTES.md) it is
+    the simplest that is fast in all layouts.
 
-    Neighbouring blocks move as one strided copy over all regions; scattered ones are loaded by an
-    assignment a region. For short scattered rows a byte of every page is read first: page walks,
-    else a stall a row, then overlap.
+    Neighbouring blocks move as one strided copy over all regions. Scattered blocks are loaded by
+    one assignment for each region. For short scattered rows one byte of every page is read first.
+    The page walks then overlap, where otherwise each row would stall.
     """
 
     def __init__(self, groups: Sequence[torch.Tensor], blocks_per_chunk: int) -> None:
@@ -58,8 +58,8 @@ class HostCopier:
 
 
 def plan(at: int, blocks: Sequence[int]) -> tuple[list[tuple[int, int, int]], Array | None]:
-    """``(block in chunk, block id, count)`` of each stretch of neighbouring ids; if those are
-    short, all ids too."""
+    """``(block in chunk, block id, count)`` of each run of consecutive ids. When the runs are
+    short, it returns all ids too."""
     runs, start = [], 0
     for index in range(1, len(blocks) + 1):
         if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:

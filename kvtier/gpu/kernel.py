@@ -1,11 +1,10 @@
-"""The Triton kernel that moves rows between staging memory and blocks. Imported on CUDA devices
-only.
+"""The Triton kernel that moves rows between staging memory and blocks. Only CUDA devices import it.
 
-One launch moves all blocks of many chunks in all regions: a program a tile of a row, over (block,
-region, tile). Where the rows lie is in tables of addresses, so it serves every layout that
-:mod:`kvtier.gpu.regions` finds, groups of unequal regions and separate allocations too. Addresses,
-strides and offsets are 64-bit. Elements are as wide as all rows allow. The engine's numbers are not
-compiled in: one variant an element width and tile.
+One launch moves all blocks of many chunks in all regions. It runs one program for each tile of a
+row, over (block, region, tile). Tables of addresses tell where the rows lie, so it serves every
+layout that :mod:`kvtier.gpu.regions` finds, also groups of unequal regions and separate
+allocations. Addresses, strides and offsets are 64-bit. Elements are as wide as all rows allow. The
+engine's numbers are not compiled in: there is one variant for each element width and tile.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _WORDS = {
     torch.uint8: tl.uint8,
 }
 _MOST_WORDS = 1024
-"""Words of one program: 8 KiB of the widest, 8 a thread."""
+"""Words of one program: 8 KiB of the widest words, 8 words for each thread."""
 
 
 @triton.jit(
@@ -64,11 +63,11 @@ def _move_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917 a laun
 
 
 class KernelRows:
-    """:class:`kvtier.gpu.rows.Rows` by the kernel: a launch a batch.
+    """:class:`kvtier.gpu.rows.Rows` by the kernel, with one launch for each batch.
 
-    It is compiled and tried out here, on memory of its own, so that no request waits for the
-    compiler. Raises what Triton raises where it does not serve the device, and RuntimeError if
-    bytes come out wrong.
+    It is compiled and tried out when it is made, on memory of its own, so that no request waits for
+    the compiler. Raises what Triton raises where it does not support the device, and RuntimeError
+    when the moved bytes are wrong.
     """
 
     def __init__(self, groups: Sequence[torch.Tensor], blocks_per_chunk: int) -> None:
@@ -129,8 +128,8 @@ class KernelRows:
         )
 
     def _try_out(self) -> None:
-        """Both ways with rows of one tile, in blocks of two tiles, inside two chunks of one
-        block."""
+        """Move rows of one tile in both directions: in blocks of two tiles, inside two chunks of
+        one block."""
         size = self._tile * self._item
         blocks = (torch.arange(4 * size, device=self._device) % 251).to(torch.uint8)
         before, staged = (

@@ -26,8 +26,8 @@ _CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How a mapping is registered: of every ``step`` bytes the ``length`` from ``offset`` on,
-    ``piece`` a call."""
+    """How a mapping is registered: of every ``step`` bytes, the ``length`` bytes from ``offset``
+    on, with at most ``piece`` bytes in one call."""
 
     step: int
     offset: int
@@ -36,15 +36,18 @@ class _Cut:
 
     @property
     def pieces(self) -> int:
-        """Of one step."""
+        """Pieces in one step."""
         return -(-self.length // self.piece)
 
 
 def cut_of(slot_bytes: int, span: tuple[int, int], piece_bytes: int) -> _Cut:
-    """A rank's own span of each slot, in whole pages, where that spares at least half of the slot
-    and is 1 MiB or more (a call costs the driver tens of microseconds whatever its size). Else
-    whole slots, as many as a piece holds. A piece is ``piece_bytes`` at most (or a page), and holds
-    whole slots or lies inside one."""
+    """Decide what to lock of a mapping of slots.
+
+    It is a rank's own span of each slot, in whole pages, where that saves at least half of the slot
+    and is 1 MiB or more. (A call costs the driver tens of microseconds, whatever its size.)
+    Otherwise it is whole slots, as many as fit in a piece. A piece has at most ``piece_bytes`` (or
+    one page), and holds whole slots or lies inside one slot.
+    """
     piece = max(PAGE_BYTES, piece_bytes // PAGE_BYTES * PAGE_BYTES)
     begin, end = span[0] // PAGE_BYTES * PAGE_BYTES, -(-span[1] // PAGE_BYTES) * PAGE_BYTES
     if _LEAST_SPAN <= end - begin <= slot_bytes // 2:
@@ -55,15 +58,15 @@ def cut_of(slot_bytes: int, span: tuple[int, int], piece_bytes: int) -> _Cut:
 
 @dataclass
 class _Region:
-    """One mapping. ``guard`` is held while a piece is locked."""
+    """One mapping. ``guard`` is locked while a piece is being page-locked."""
 
     base: int
     size: int
     cut: _Cut
     pieces: list[int] = field(default_factory=list)
-    """Where those begin that are locked, in order: written by the lane, read by the worker."""
+    """The beginnings of the locked pieces, in order. The lane writes it, the worker reads it."""
     waiting: bool = False
-    """Its next piece is not with the lane: page-locking is held."""
+    """Its next piece is not queued on the lane, because page-locking is paused."""
     ended: bool = False
     guard: threading.Lock = field(default_factory=threading.Lock)
 
@@ -90,14 +93,14 @@ class _Region:
 
 
 class Pinning:
-    """Which host memory is page-locked. :meth:`begin`, :meth:`look`, :meth:`hold`, :meth:`go_on`,
-    :meth:`cuts` and :meth:`end` are the worker's thread's.
+    """Knows which host memory is page-locked. Only the worker's thread calls :meth:`begin`,
+    :meth:`look`, :meth:`hold`, :meth:`go_on`, :meth:`cuts` and :meth:`end`.
 
-    Locking goes on in the background (a lane's thread) in pieces of 64 MiB at most, because a
-    registration reads every page table entry and holds the driver's and the process's memory locks
-    meanwhile; after each the thread rests as long as it took, so that others get those locks. When
-    the driver refuses, what is locked stays so, the rest is copied through a small buffer, and the
-    log says so once.
+    A lane's thread locks in the background, in pieces of at most 64 MiB. A registration reads every
+    page table entry and has the driver's and the process's memory locks meanwhile. So after each
+    piece the thread rests as long as the piece took, and others get those locks. When the driver
+    refuses, the locked pieces stay locked, the rest is copied through a small buffer, and the log
+    says so once.
 
     A registration from any thread may spoil a CUDA graph that is being captured. So nothing is
     locked from :meth:`hold` to :meth:`go_on`, nor between two calls of :meth:`look` if the first
@@ -114,10 +117,16 @@ class Pinning:
         capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
         rest: Callable[[float], object] = time.sleep,
     ) -> None:
-        """``runtime`` stands for ``torch.cuda.cudart()``; without ``device`` the calling thread's
-        is taken.
-        ``capturing``: whether the calling thread captures a CUDA graph now. ``rest`` takes
-          seconds."""
+        """Nothing is locked before :meth:`begin`.
+
+        Args:
+            device: the device; None: the calling thread's.
+            runtime: stands for ``torch.cuda.cudart()``.
+            lane: the lane on which pieces are locked; None: one of its own.
+            piece_bytes: the most bytes in one registration.
+            capturing: whether the calling thread is capturing a CUDA graph now.
+            rest: sleeps for so many seconds.
+        """
         self._device = device
         self._runtime = torch.cuda.cudart() if runtime is None else runtime
         self._lane = Lane("pinning", 1, urgent_bound=1, bound=16) if lane is None else lane
@@ -129,16 +138,17 @@ class Pinning:
     def begin(
         self, buffer: memoryview, slot_bytes: int, span: tuple[int, int] | None = None
     ) -> None:
-        """Start to lock a mapping of whole slots, of each slot the bytes of ``span`` (all of it);
-        :func:`cut_of` says when more. It must not be unmapped before :meth:`end`."""
+        """Start to lock a mapping of whole slots: of each slot the bytes of ``span``, or all bytes
+        without a span. :func:`cut_of` says when more is locked. The mapping must not be unmapped
+        before :meth:`end`."""
         cut = cut_of(slot_bytes, span or (0, slot_bytes), self._piece_bytes)
         region = _Region(_address(buffer), buffer.nbytes, cut)
         self._regions[region.base] = region
         self._submit(region)
 
     def cuts(self, part: torch.Tensor) -> tuple[int, ...] | None:
-        """None unless all of a slot's part is locked. Else where in it two pieces meet: no DMA may
-        cross that."""
+        """None unless all of a slot's part is locked. Otherwise the offsets in it at which two
+        pieces meet, because no DMA may cross those."""
         start, size = part.data_ptr(), part.nbytes
         for one in self._regions.values():
             if one.base <= start < one.base + one.size:
@@ -146,7 +156,7 @@ class Pinning:
         return None
 
     def look(self) -> None:
-        """To be called now and then: hold while the calling thread captures a graph."""
+        """Called from time to time: pause locking while the calling thread captures a graph."""
         (self.hold if self._capturing() else self.go_on)()
 
     def hold(self) -> None:
@@ -157,7 +167,7 @@ class Pinning:
                 pass
 
     def go_on(self) -> None:
-        """After :meth:`hold`; at any other time it does nothing."""
+        """Lock again after :meth:`hold`. At any other time it does nothing."""
         if not self._held:
             return
         self._held = False
@@ -168,7 +178,7 @@ class Pinning:
                 self._submit(region)
 
     def end(self, buffer: memoryview) -> None:
-        """Unlock a mapping; every copy from or to it must be done. Waits for the piece that is
+        """Unlock a mapping. Every copy from it and to it must be done. Waits for the piece that is
         being locked."""
         region = self._regions.pop(_address(buffer), None)
         if region is None:
@@ -179,7 +189,7 @@ class Pinning:
                 self._runtime.cudaHostUnregister(piece)
 
     def close(self) -> None:
-        """Stop; every mapping must have been ended."""
+        """Stop. Every mapping must have been ended."""
         self._lane.close(_CLOSE_S)
 
     def _submit(self, region: _Region) -> None:
@@ -191,7 +201,8 @@ class Pinning:
             )
 
     def _lock_piece(self, region: _Region) -> None:
-        """On the lane's thread, whose own last error is what the driver leaves after a refusal."""
+        """On the lane's thread. After a refusal the driver leaves the thread's last error set, and
+        here it is set on the lane's thread only."""
         with region.guard, self._on_device():
             piece = region.next()
             if region.ended or piece is None:
@@ -205,9 +216,8 @@ class Pinning:
             if refusal:
                 logger.warning(
                     "cudaHostRegister refused %d bytes (error %d) after %d pieces of up to %d in a "
-                    "mapping of %d: "
-                    "copies of the other slots go through a buffer and are slower; see `ulimit -l` "
-                    "and free memory",
+                    "mapping of %d: copies of the other slots go through a buffer and are slower; "
+                    "see `ulimit -l` and free memory",
                     piece[1],
                     refusal,
                     len(region.pieces),
@@ -222,7 +232,8 @@ class Pinning:
             self._submit(region)
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        """A thread that never chose a device would open a context on the first one."""
+        """Choose the device. A thread that never chose one would open a context on the first
+        device."""
         return contextlib.nullcontext() if self._device is None else torch.cuda.device(self._device)
 
 
@@ -231,5 +242,5 @@ def _address(buffer: memoryview) -> int:
 
 
 def _code(error: Any) -> int:
-    """torch hands CUDA's error codes out as an enumeration."""
+    """CUDA's error code as a number. torch returns an enumeration."""
     return int(getattr(error, "value", error))

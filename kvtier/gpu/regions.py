@@ -1,5 +1,5 @@
-"""An engine's KV tensors as regions: which rows there are, how they lie in memory, which can move
-together."""
+"""An engine's KV tensors as regions: which rows there are, how they lie in memory, and which of
+them can move together."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Region:
     """``rows`` is ``[num_blocks, row_bytes]`` uint8 with stride ``(pitch, 1)``, a view of the
     engine's memory.
 
-    ``interior`` tells how a row is laid out: ``(extent, stride in bytes)`` an axis, in the engine's
-      logical order.
+    ``interior`` tells how a row is laid out: ``(extent, stride in bytes)`` for each axis, in the
+    engine's logical order.
     """
 
     layer: str
@@ -26,14 +26,14 @@ class Region:
 
 
 def regions_of(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> list[Region]:
-    """The engine's per-layer KV tensors as regions, in the mapping's order; layers that alias one
+    """The engine's per-layer KV tensors as regions, in the mapping's order. Layers that share one
     tensor count once.
 
-    The block axis is axis 0 (``num_blocks`` or, where a block is several kernel blocks, a multiple)
-    or axis 1 behind a leading 2 (keys | values). The rest goes by strides: an axis outside the
-    blocks (keys | values, heads before blocks) gives a region an index; the others must fill a row
-    without a hole, or LayoutError names the layer. Rows may lie apart (padded pages, layers packed
-    inside a block).
+    The block axis is axis 0, of extent ``num_blocks`` (or a multiple of it, where a block is
+    several kernel blocks), or axis 1 after a leading 2 (keys | values). Strides decide the rest. An
+    axis outside the blocks (keys | values, or heads before blocks) gives several regions. The other
+    axes must fill a row without a hole, or LayoutError names the layer. Rows may lie apart (padded
+    pages, or layers packed inside a block).
     """
     found: dict[tuple[int, int, int], Region] = {}
     for layer, cache in kv_caches.items():
@@ -85,7 +85,7 @@ def _block_axis(layer: str, cache: torch.Tensor, num_blocks: int) -> int:
 
 
 def _dense_bytes(axes: Sequence[tuple[int, int]], item: int) -> int | None:
-    """Bytes the axes span together; None when they leave a hole or overlap."""
+    """Bytes that the axes span together. None when they leave a hole or overlap."""
     dense = item
     for extent, stride in sorted(axes, key=lambda pair: pair[1]):
         if stride != dense:
@@ -103,8 +103,8 @@ def _unsupported(layer: str, cache: torch.Tensor, num_blocks: int, why: str) -> 
 
 
 def merged(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """``[regions, num_blocks, row_bytes]`` views: one for each stretch of equal regions at one
-    distance in memory."""
+    """``[regions, num_blocks, row_bytes]`` views: one for each series of equal regions at equal
+    distances in memory."""
     groups: list[list[torch.Tensor]] = []
     for tensor in rows:
         if groups and _continues(groups[-1], tensor):
@@ -134,7 +134,8 @@ def _stacked(group: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def widest_word(groups: Sequence[torch.Tensor]) -> torch.dtype:
-    """The widest integer all rows can be seen as: kernels move an element a thread."""
+    """The widest integer as which all rows can be seen, because kernels move one element a
+    thread."""
     for word, size in ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2)):
         if all(
             not number % size

@@ -1,10 +1,10 @@
-"""Rows between staging memory and blocks: by one Triton kernel for many chunks, or by torch, chunk
-by chunk.
+"""Moves rows between staging memory and blocks: by one Triton kernel for many chunks, or by torch,
+chunk by chunk.
 
-The kernel (:mod:`kvtier.gpu.kernel`) is the way on CUDA devices. torch's ``index_select`` and
-``index_copy_`` are the one fallback, where Triton cannot be imported or does not serve the device.
-It is right and slow to queue: a call for every chunk and group of regions, and torch cuts an
-``index_copy_`` whose strides pass 32 bits into some 30 launches.
+CUDA devices use the kernel (:mod:`kvtier.gpu.kernel`). The only fallback is torch's
+``index_select`` and ``index_copy_``, where Triton cannot be imported or does not support the
+device. It is correct but slow to queue. It needs a call for every chunk and group of regions, and
+torch splits an ``index_copy_`` whose strides exceed 32 bits into some 30 launches.
 """
 
 from __future__ import annotations
@@ -26,26 +26,31 @@ class Batch:
     """What one launch moves: the same piece of some chunks."""
 
     number: int
-    """Of the piece."""
+    """The number of the piece."""
     piece: Piece
     start: int
-    """Its first row in the call's table."""
+    """The batch's first row in the call's table."""
     chunks: Sequence[tuple[Place, int, int]]
-    """Of each: where it is staged, its first block in the chunk, how many blocks."""
+    """For each chunk: where it is staged, its first block in the chunk, and the number of
+    blocks."""
 
     @property
     def rows(self) -> int:
-        """Blocks: rows of the table, and of each region."""
+        """Blocks in the batch: rows of the table, and rows in each region."""
         return sum(count for _, _, count in self.chunks)
 
 
 class Rows(Protocol):
-    """``table`` is int64 ``[3, rows]`` on the device: block id, address of byte 0 of the chunk's
-    slot part as it is staged (outside the place where it holds a later piece), and index of the
-    block in its chunk."""
+    """Moves rows. ``table`` is int64 ``[3, rows]`` on the device: three numbers for each block.
+
+    1. The block id.
+    2. The address of byte 0 of the chunk's slot part, as it is staged. It lies outside of the place
+       when the place holds a later piece.
+    3. The index of the block in its chunk.
+    """
 
     launches: int
-    """Kernels that were queued."""
+    """How many kernels were queued."""
 
     def gather(self, batch: Batch, table: torch.Tensor) -> None:
         """Blocks -> staging memory, on the current stream."""
@@ -57,11 +62,11 @@ class Rows(Protocol):
 
 
 MakeRows = Callable[[Sequence[torch.Tensor], int], Rows]
-"""Groups as ``merged`` gives them, seen as words; blocks of a chunk."""
+"""Its arguments are groups from ``merged``, seen as words, and the blocks of a chunk."""
 
 
 def rows_of(groups: Sequence[torch.Tensor], blocks_per_chunk: int) -> Rows:
-    """The best way of the device."""
+    """The best :class:`Rows` for the device."""
     if groups[0].is_cuda:
         try:
             from kvtier.gpu.kernel import KernelRows
@@ -69,7 +74,7 @@ def rows_of(groups: Sequence[torch.Tensor], blocks_per_chunk: int) -> Rows:
             return KernelRows(groups, blocks_per_chunk)
         except Exception as error:  # noqa: BLE001 no Triton, no compiler for its launcher, a device it does not know
             logger.warning(
-                "Triton serves no copies on %s (%s: %s): torch does, with many more launches",
+                "Triton serves no copies on %s (%s: %s): torch copies, with many more launches",
                 groups[0].device,
                 type(error).__name__,
                 error,
@@ -78,7 +83,7 @@ def rows_of(groups: Sequence[torch.Tensor], blocks_per_chunk: int) -> Rows:
 
 
 class TorchRows:
-    """``index_select`` and ``index_copy_``, a call for each chunk and group."""
+    """``index_select`` and ``index_copy_``, with one call for each chunk and group."""
 
     def __init__(self, groups: Sequence[torch.Tensor], blocks_per_chunk: int) -> None:
         self._groups, self._blocks_per_chunk = groups, blocks_per_chunk
@@ -95,7 +100,7 @@ class TorchRows:
     def _parts(
         self, batch: Batch, table: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """For each chunk and group: its regions of the piece, those rows as they are staged, and
+        """For each chunk and group: the regions of the piece, their rows as they are staged, and
         the block ids."""
         parts, at = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]](), batch.start
         for place, first, count in batch.chunks:

@@ -1,4 +1,4 @@
-"""A rank's part of a slot, jobs over it, and what the caller holds while a copy is under way."""
+"""A rank's part of a slot, copy jobs over it, and the object that a caller keeps during a copy."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ Job = tuple[torch.Tensor, int, Sequence[int]]
 
 
 def slot_tensor(view: memoryview) -> torch.Tensor:
-    """The slot's bytes as a uint8 tensor, zero copy; it keeps the mapping alive. Raises StateError
-    if read-only."""
+    """The slot's bytes as a uint8 tensor, without a copy. The tensor keeps the mapping alive.
+    Raises StateError for a read-only view."""
     if view.readonly:
         raise StateError("slot view is read-only; expected a writable view of the pool")
     return torch.frombuffer(view, dtype=torch.uint8)
 
 
 class Copy:
-    """A save or load that is through, as all are on a CPU device; keeps the slots' memory
+    """A save or load that is done, as all are on a CPU device. It keeps the slots' memory
     mapped."""
 
     seconds: float | None = None
-    """How long the device took for a load, once it is done; None where it ran on the caller's own
+    """How long the device took for a load, once it is done. None where it ran in the caller's own
     time."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._parts = [part for part, _, _ in jobs]
 
     def done(self) -> bool:
-        """Whether every byte has arrived; never waits for the device. To be asked by the thread
-        that began the copy. Raises RuntimeError when the device failed."""
+        """Whether every byte has arrived. It never waits for the device. Only the thread that began
+        the copy may ask. Raises RuntimeError when the device failed."""
         return True
 
     def wait(self) -> None:
@@ -58,13 +58,13 @@ class Copies(Copy):
 
     @property
     def seconds(self) -> float | None:  # type: ignore[override]
-        """Of all of them; they share the device."""
+        """The sum for all copies, because they share the device."""
         times = [copy.seconds for copy in self._copies]
         return None if None in times else sum(time for time in times if time is not None)
 
 
 def cut(part: Any, shapes: Sequence[tuple[int, int, int]]) -> Iterator[Any]:
-    """Views of a flat slot part (array or tensor), one a group of regions."""
+    """Views of a flat slot part (array or tensor), one for each group of regions."""
     start = 0
     for shape in shapes:
         end = start + shape[0] * shape[1] * shape[2]

@@ -1,10 +1,11 @@
 """Copies between blocks in device memory and slots in host memory, on side streams, through staging
 memory.
 
-The blocks of some chunks are gathered by one launch (:mod:`kvtier.gpu.rows`) into staging memory on
-the device (:mod:`kvtier.gpu.staging`), which lies as a slot does, and moved by one DMA a chunk;
-loads go the other way. DMAs are not merged: a hit's slots are seldom neighbours, and a chunk is
-long enough for a DMA. Who waits for whom, always on the device, never the host:
+One launch (:mod:`kvtier.gpu.rows`) gathers the blocks of some chunks into staging memory on the
+device (:mod:`kvtier.gpu.staging`), which has the layout of a slot. One DMA for each chunk moves
+them on to the slot. Loads go the other way. DMAs are not merged: the slots of a hit are seldom
+neighbours, and a chunk is long enough for a DMA. All waiting is on the device and never on the
+host:
 
 - A save's gather waits for the engine's stream, because the forward pass wrote the blocks, and for
   the DMAs that empty its staging memory.
@@ -12,15 +13,15 @@ long enough for a DMA. Who waits for whom, always on the device, never the host:
 - The engine's stream waits for the gathers, so that it may overwrite the blocks. It does not wait
   for the DMAs.
 - A load's DMAs wait for the scatter that empties their staging memory. They do not wait for the
-  engine's stream: they may run ahead of it.
-- A load's scatter waits for its DMAs, and for what the engine's stream did with the blocks last. It
+  engine's stream and may run ahead of it.
+- A load's scatter waits for its DMAs, and for the last use of the blocks on the engine's stream. It
   does not wait for what the engine queues later.
-- The engine's stream does not wait for loads: it uses blocks of loads that are done.
+- The engine's stream does not wait for loads, because it uses only blocks of loads that are done.
 
-A slot that is not page-locked (yet) goes through one of two page-locked buffers; the host copies
-between buffer and slot, for a save when somebody asks :meth:`Copy.done`. Such copies are slower,
-and from the third of a call on the host waits for a buffer: for a save until the forward pass is
-through.
+A slot that is not page-locked (yet) goes through one of two page-locked buffers. The host copies
+between buffer and slot; for a save it does so when somebody calls :meth:`Copy.done`. Such copies
+are slower. From the third one in a call on, the host waits for a buffer: for a save until the
+forward pass has run.
 """
 
 from __future__ import annotations
@@ -41,18 +42,17 @@ from kvtier.gpu.streams import Event, Streams
 
 _BOUNCING = 2
 Cuts = Callable[[torch.Tensor], Sequence[int] | None]
-"""Where one DMA to or from (a piece of) a slot's part must end and another begin, because two
-registrations with the driver meet there; None where not all of it is page-locked."""
+"""The offsets in a slot's part (or a piece of it) at which one DMA must end and another begin,
+because two registrations with the driver meet there. None where not all of it is page-locked."""
 Moves = list[tuple[torch.Tensor, torch.Tensor]]
-"""DMAs: to where, from where."""
+"""DMAs as (target, source)."""
 
 
 class StagedCopier:
-    """One thread. Raises LayoutError where staging memory does not fit what the device has room
-    for.
+    """For one thread. Raises LayoutError where the device has no room for staging memory.
 
-    A step that saves more than its places hold makes the engine's stream wait for the DMAs of the
-    rest.
+    When a step saves more chunks than there are places, the engine's stream waits for the DMAs of
+    the rest.
     """
 
     def __init__(
@@ -79,9 +79,8 @@ class StagedCopier:
         self._bounces = [_Bounce(streams, self.budget.place_bytes) for _ in range(_BOUNCING)]
         self._bouncing = cycle(self._bounces)
         for stream in (self._gathering, self._leaving, self._coming, self._scattering):
-            stream.wait_event(
-                streams.record(streams.current())
-            )  # the memory may just have been others'
+            # others may just have used the memory
+            stream.wait_event(streams.record(streams.current()))
 
     # ---- saves -----------------------------------------------------------------------------------
 
@@ -157,8 +156,8 @@ class StagedCopier:
     def _plan(
         self, jobs: Sequence[Job], ring: Ring
     ) -> tuple[list[tuple[Batch, list[torch.Tensor]]], _Table]:
-        """What each launch moves, and between which parts of slots; and the table of all
-        launches."""
+        """For each launch, what it moves and the parts of slots that it uses. With it comes the
+        table of all launches."""
         counts = [len(blocks) for _, _, blocks in jobs]
         batches, bases, start = list[tuple[Batch, list[torch.Tensor]]](), list[int](), 0
         for number, piece in enumerate(self.budget.pieces):
@@ -186,8 +185,8 @@ class StagedCopier:
 
     @contextlib.contextmanager
     def _nothing_left(self) -> Iterator[None]:
-        """A call that fails half-way waits for what it has queued: its slots and blocks may then be
-        others' at once."""
+        """When a call fails half-way, wait for what it has queued, because others may use its slots
+        and blocks at once after that."""
         try:
             yield
         except BaseException:
@@ -199,7 +198,7 @@ class StagedCopier:
 
 
 class StagedCopy(Copy):
-    """A save or load under way."""
+    """A save or load that is running."""
 
     def __init__(
         self, jobs: Sequence[Job], start: Event, end: Event, legs: Sequence[_LastLeg]
@@ -221,9 +220,9 @@ class StagedCopy(Copy):
 
 
 class _Table:
-    """The rows of a call's launches, as :class:`kvtier.gpu.rows.Rows` takes them. They go to the
-    device together, from page-locked memory so that the host does not wait, on the stream that asks
-    first: no other may ask."""
+    """The rows of a call's launches, as :class:`kvtier.gpu.rows.Rows` needs them. They go to the
+    device together, from page-locked memory so that the host does not wait. They are copied on the
+    stream that asks first, and no other stream may ask."""
 
     def __init__(
         self, jobs: Sequence[Job], counts: Sequence[int], bases: Sequence[int], device: torch.device
@@ -249,8 +248,8 @@ class _Table:
 
 
 class _Bounce:
-    """One place's bytes in page-locked host memory, made when first needed; ``user`` waits until
-    its last user is through."""
+    """A page-locked host buffer for one place, made when it is first needed. ``user`` waits until
+    its last user is done."""
 
     def __init__(self, streams: Streams, size: int) -> None:
         self._streams, self._size = streams, size
@@ -264,16 +263,16 @@ class _Bounce:
         return self._bytes
 
     def free(self) -> _Bounce:
-        """This buffer, when nobody uses it any more."""
+        """This buffer, once nobody uses it any more. It waits for that."""
         if self.user is not None:
             self.user()
         return self
 
 
 class _LastLeg:
-    """The end of a save whose slot is not page-locked: from the buffer to the slot, by the host,
-    when the DMA is through. Runs once, by whoever comes first: the copy's owner, or the buffer's
-    next user."""
+    """The end of a save whose slot is not page-locked: the host copies from the buffer to the slot
+    when the DMA has run. It runs once. Whoever comes first runs it: the copy's owner, or the
+    buffer's next user."""
 
     def __init__(self, part: torch.Tensor, buffer: torch.Tensor, arrived: Event) -> None:
         self._way: tuple[torch.Tensor, torch.Tensor] | None = part, buffer
@@ -292,7 +291,7 @@ class _LastLeg:
 
 
 def _refill(batch: Batch, stream: torch.cuda.Stream) -> None:
-    """What is queued on ``stream`` from now on may fill the batch's places."""
+    """Work queued on ``stream`` from now on may fill the batch's places."""
     for event in {id(place.user): place.user for place, _, _ in batch.chunks}.values():
         if event is not None:
             stream.wait_event(event)
@@ -309,8 +308,8 @@ def _cut(target: torch.Tensor, source: torch.Tensor, cuts: Sequence[int]) -> Mov
 
 
 def _launch(move: Callable[[Batch, torch.Tensor], None], batch: Batch, table: _Table) -> None:
-    """In inference mode, as all work here: an engine may have made its tensors in it, and such
-    change in it only."""
+    """Run it in inference mode, like all work here. An engine may have made its tensors in that
+    mode, and such tensors can be changed only in it."""
     with torch.inference_mode():
         move(batch, table.on_device)
 

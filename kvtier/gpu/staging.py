@@ -1,19 +1,20 @@
-"""Staging memory on the device: how much of it there is, how a chunk fits into it, and whose turn
-it is.
+"""Staging memory on the device: how much of it there is, how a chunk fits into it, and in which
+order its places are used.
 
-All staging memory of an engine is one allocation that is made once, at registration, of no more
-bytes than :attr:`Streams.room` allows (on CUDA an eighth of what is free then, 512 MiB at most). It
-is cut into equal *places*:
+All staging memory of an engine is one allocation. It is made once, at registration, and has no more
+bytes than :attr:`Streams.room` allows (on CUDA an eighth of the free memory at that time, 512 MiB
+at most). It is cut into equal *places*:
 
 - A place holds one chunk where four chunks fit. With less room it holds a *piece* of a chunk: whole
-  regions (layers), which lie together in a slot. The least that serves is two places of the largest
+  regions (layers) that lie together in a slot. The least that works is two places of the largest
   region: 1 MiB each for a layer of 8 KV heads of 128 in bf16 and chunks of 256 tokens. An engine
-  with less room is refused, with the numbers.
+  with less room is refused, and the message has the numbers.
 - Half of the places are for loads, 8 at most. The others are for saves, 64 at most.
-- Half of a direction's places go through one launch, so that the next half can come or leave
+- One launch uses half of a direction's places, so that the other half can be filled or emptied
   meanwhile. A load of 128 chunks (32k tokens) takes 64 launches or fewer where six chunks fit, and
-  32 where sixteen do.
-- Beside it lie block ids, 24 bytes a block and piece of a call under way, and 32 bytes a region.
+  32 where sixteen fit.
+- In addition there are tables: 24 bytes for each block and piece of a running call, and 32 bytes
+  for each region.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _FEWEST_PLACES = 4
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Regions ``first`` to ``end`` of a chunk: ``size`` bytes from byte ``start`` of a rank's part
-    of a slot on."""
+    of a slot."""
 
     first: int
     end: int
@@ -46,7 +47,7 @@ class Budget:
     """How staging memory is cut."""
 
     pieces: tuple[Piece, ...]
-    """Of a chunk, in the slot's order."""
+    """The pieces of a chunk, in the slot's order."""
     place_bytes: int
     saving: int
     loading: int
@@ -56,17 +57,17 @@ class Budget:
         return self.place_bytes * (self.saving + self.loading)
 
     def launches(self, chunks: int) -> int:
-        """Of a load of so many chunks."""
+        """Launches of a load of so many chunks."""
         return len(self.pieces) * -(-chunks // a_batch(self.loading))
 
 
 def a_batch(places: int) -> int:
-    """Places that one launch goes through."""
+    """How many places one launch uses."""
     return -(-places // 2)
 
 
 def budget(region_bytes: Sequence[int], room: int, free: int) -> Budget:
-    """``region_bytes``: what a chunk takes in each region. Raises LayoutError where nothing fits
+    """``region_bytes``: what a chunk takes in each region. Raises LayoutError where nothing fits in
     ``room`` bytes."""
     largest = max(region_bytes)
     if 2 * largest > room:
@@ -85,8 +86,8 @@ def budget(region_bytes: Sequence[int], room: int, free: int) -> Budget:
 
 
 def _even(region_bytes: Sequence[int], most: int) -> tuple[Piece, ...]:
-    """As few pieces of ``most`` bytes as it takes, the longest as short as that allows (in steps of
-    a region)."""
+    """As few pieces of at most ``most`` bytes as possible, with the longest as short as that allows
+    (in steps of one region)."""
     fewest, largest = len(list(_pieces(region_bytes, most))), max(region_bytes)
     for limit in range(max(largest, -(-sum(region_bytes) // fewest)), most, largest):
         pieces = tuple(_pieces(region_bytes, limit))
@@ -106,7 +107,7 @@ def _pieces(region_bytes: Sequence[int], most: int) -> Iterator[Piece]:
 
 
 class Place:
-    """Staging memory of one piece. ``user``: its last user is through."""
+    """Staging memory of one piece. ``user``: the event of its last use."""
 
     def __init__(self, words: torch.Tensor, pieces: Sequence[Piece]) -> None:
         memory = words.view(torch.uint8)
@@ -115,26 +116,26 @@ class Place:
         self._bytes = [memory[: piece.size] for piece in pieces]
 
     def bytes(self, piece: int) -> torch.Tensor:
-        """As many as the ``piece``-th piece of a chunk has."""
+        """As many bytes as the ``piece``-th piece of a chunk has."""
         return self._bytes[piece]
 
 
 class Ring:
-    """One direction's places, used in turn."""
+    """The places of one direction, used in turn."""
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places, self._next = places, 0
         self.batch = a_batch(len(places))
 
     def take(self, count: int) -> list[Place]:
-        """The next places, :attr:`batch` of them at most."""
+        """The next ``count`` places, at most :attr:`batch`."""
         taken = [self._places[(self._next + index) % len(self._places)] for index in range(count)]
         self._next = (self._next + count) % len(self._places)
         return taken
 
 
 def rings(plan: Budget, word: torch.dtype, device: torch.device) -> tuple[Ring, Ring]:
-    """``(for saves, for loads)`` in one allocation."""
+    """``(for saves, for loads)``, in one allocation."""
     words = torch.empty(plan.bytes // word.itemsize, dtype=word, device=device)
     places = [Place(one, plan.pieces) for one in words.split(plan.place_bytes // word.itemsize)]
     return Ring(places[: plan.saving]), Ring(places[plan.saving :])

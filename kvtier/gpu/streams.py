@@ -1,9 +1,9 @@
-"""What staged copies ask of a device: streams that run their work in order, and events that mark a
-place in one.
+"""What staged copies need of a device: streams, which run their work in order, and events, which
+mark a place in a stream.
 
-The names are torch's own, and :class:`CudaStreams` is little more than ``torch.cuda``. Copies are
-written against the protocols, so that tests can run them on CPU tensors with streams which hold
-work back and let it go in any order that a device may choose.
+The names are torch's own, and :class:`CudaStreams` is little more than ``torch.cuda``. The copies
+use only the protocols. So tests can run them on CPU tensors, with streams that delay work and run
+it in any order that a device may choose.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ _MOST_STAGING, _STAGING_PART = 512 << 20, 8
 
 
 class Event(Protocol):
-    """A place in a stream. CUDA's errors are sticky: once one happened every call raises, also the
-    engine's own."""
+    """A place in a stream. CUDA's errors are sticky: after the first one every call raises, also
+    the engine's own."""
 
     def query(self) -> bool:
-        """Whether all before it has run; never blocks. Raises RuntimeError when some of it
-        failed."""
+        """Whether all work before it has run. It never blocks. Raises RuntimeError when some of
+        the work failed."""
         ...
 
     def synchronize(self) -> None:
-        """Block the calling thread until :meth:`query`."""
+        """Block the calling thread until :meth:`query` is true."""
         ...
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this to a later event, when both have happened and were recorded with
-        ``timing``."""
+        """Milliseconds from this event to a later one. Both must have happened, and both must have
+        been recorded with ``timing``."""
         ...
 
 
 class Stream(Protocol):
     def wait_event(self, event: Any) -> None:
-        """What is queued from now on runs after ``event``. The host does not wait."""
+        """Work queued from now on runs after ``event``. The host does not wait."""
         ...
 
 
@@ -46,7 +46,7 @@ class Streams(Protocol):
 
     @property
     def room(self) -> int:
-        """Bytes of device memory that staging memory may take: a hard limit."""
+        """Bytes of device memory that staging memory may take. It is a hard limit."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class Streams(Protocol):
         ...
 
     def current(self) -> Any:
-        """The stream the engine queues on now."""
+        """The stream on which the engine queues work now."""
         ...
 
     def side(self) -> Any:
@@ -67,11 +67,11 @@ class Streams(Protocol):
         ...
 
     def record(self, stream: Any, *, timing: bool = False) -> Event:
-        """The place behind what is queued on ``stream`` now."""
+        """An event after the work that is queued on ``stream`` now."""
         ...
 
     def host_buffer(self, size: int) -> torch.Tensor:
-        """``size`` bytes of host memory that the device copies to and from without the host's
+        """``size`` bytes of host memory, from and to which the device copies without the host's
         help."""
         ...
 
@@ -84,8 +84,8 @@ class CudaStreams:
 
     @property
     def room(self) -> int:
-        """Out of what the engine left free for its own peaks: an eighth of that, and 512 MiB at
-        most. Whole 2 MiB, as torch takes them from the driver."""
+        """An eighth of the memory that the engine left free for its own peaks, and at most 512 MiB.
+        It is a multiple of 2 MiB, the unit in which torch gets memory from the driver."""
         return min(_MOST_STAGING, self.free // _STAGING_PART) >> 21 << 21
 
     @property

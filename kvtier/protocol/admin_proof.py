@@ -1,11 +1,11 @@
-"""Requests to the admin surface whose token never crosses, and answers that show who gave them.
+"""Requests to the admin interface that never send the token, and answers that show who gave them.
 Pure.
 
-A port of loopback is anybody's who takes it first, so ``kvtier clear`` must not show its token to
-whoever is there. It sends a MAC over the request instead, and believes only an answer with a MAC
-over the answer. Both need the token.
+A port on loopback belongs to whoever takes it first, so ``kvtier clear`` must not show its token to
+the process that is there. It sends a MAC over the request instead, and believes only an answer with
+a MAC over the answer. Both need the token.
 
-A request holds for a minute and once: :class:`Seen` remembers what was served.
+A request is valid once and for a minute: :class:`Seen` remembers what was served.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from collections import OrderedDict
 SCHEME = "KVTier-MAC"
 ANSWER_HEADER = "KVTier-Proof"
 VALID_S = 60
-"""Between the clocks of both ends, at most."""
+"""The largest difference between the clocks of both ends."""
 _MOST_SEEN = 4096
 _FORM = re.compile(rf"{SCHEME} ([0-9]{{1,12}}) ([0-9a-f]{{32}}) ([0-9a-f]{{64}}) ([0-9a-f]{{64}})")
 
 
 class Seen:
-    """The last requests that were served, so that a copy of one is not. Bounded by number."""
+    """The last requests that were served, so that a copy of a request is not served. The number is
+    bounded."""
 
     def __init__(self, most: int = _MOST_SEEN) -> None:
         self._most = most
         self._served: OrderedDict[str, int] = OrderedDict()
 
     def first(self, credentials: str, now: float) -> bool:
-        """Whether this is the first time. False too when more requests came in a minute than can be
-        remembered."""
+        """Whether this request comes for the first time. Also False when more requests came in a
+        minute than can be remembered."""
         while self._served and next(iter(self._served.values())) < now - 2 * VALID_S:
             self._served.popitem(last=False)
         if credentials in self._served or len(self._served) >= self._most:
@@ -50,8 +51,8 @@ def signed(token: bytes, method: str, path: str, body: bytes, now: float) -> str
 
 
 def body_digest(token: bytes, header: str, method: str, path: str, now: float) -> str | None:
-    """The SHA-256 that the body of this request must have; None when its sender does not know the
-    token, or sent it more than a minute ago."""
+    """The SHA-256 that the body of this request must have. None when its sender does not know the
+    token, or sent the request more than a minute ago."""
     found = _FORM.fullmatch(header)
     if found is None or abs(now - int(found[1])) > VALID_S:
         return None
@@ -61,13 +62,13 @@ def body_digest(token: bytes, header: str, method: str, path: str, now: float) -
 
 
 def answered(token: bytes, header: str, status: int, body: bytes) -> str:
-    """What the answer to the request with this Authorization header must carry in
+    """The proof that the answer to the request with this Authorization header must carry in
     :data:`ANSWER_HEADER`."""
     return _mac(token, "answer", header, str(status), hashlib.sha256(body).hexdigest())
 
 
 def is_answer(token: bytes, header: str, status: int, body: bytes, proof: str) -> bool:
-    """Whether this answer is from somebody who knows the token, and to this request."""
+    """Whether this answer is to this request, and comes from somebody who knows the token."""
     return hmac.compare_digest(
         answered(token, header, status, body).encode(), proof.encode(errors="replace")
     )

@@ -1,9 +1,9 @@
-"""What a server of ours can have answered, and nothing else. Pure.
+"""Checks that an answer is one that a kvtier server can have given. Pure.
 
-An engine goes by these numbers when it copies: a slot or a place that is not there would be an
-error in its scheduler, or another chunk's bytes. :mod:`kvtier.protocol.wire` has looked at each
-field by itself, here they are compared with the question. Every function raises
-:class:`~kvtier.protocol.wire.WireError`; the connection is of no use then.
+An engine uses these numbers when it copies. A slot or a place that does not exist would be an error
+in its scheduler, or another chunk's bytes. :mod:`kvtier.protocol.wire` has checked each field by
+itself. Here the fields are compared with the question. Every function raises
+:class:`~kvtier.protocol.wire.WireError`, and the connection cannot be used after that.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from kvtier.protocol import wire
 
 
 def check_number(answer: wire.Answer, asked: int) -> None:
-    """One question is open at a time, so whatever comes is the answer to it."""
+    """Only one question is open at a time, so every answer must be the answer to it."""
     if answer.id != asked:
         raise wire.WireError(f"an answer to question {answer.id}, expected one to {asked}")
 
 
 def check_lookup(answer: wire.LookupAnswer, chunks: int) -> None:
-    """``chunks``: how many were asked for."""
+    """``chunks``: how many chunks the client asked for."""
     counts = [count for count, _ in answer.steps]
     if counts != sorted(counts) or counts[-1] > chunks:
         raise wire.WireError(f"runs of {counts} chunks, expected rising numbers up to {chunks}")
 
 
 def check_slots(slots: wire.Slots, chunks: int, pool_slots: int) -> None:
-    """``chunks``: how many are to be saved, into a pool of ``pool_slots``."""
+    """``chunks``: how many chunks are to be saved, into a pool of ``pool_slots``."""
     if len(slots.places) != len(slots.slots):
         raise wire.WireError(f"{len(slots.slots)} slots for {len(slots.places)} chunks")
     if max(slots.places, default=0) >= max(chunks, 1) or len(set(slots.places)) < len(slots.places):
@@ -36,8 +36,8 @@ def check_slots(slots: wire.Slots, chunks: int, pool_slots: int) -> None:
 
 
 def check_claim(claim: wire.Claim, chunks: int, pool_slots: int, places: int) -> None:
-    """``chunks``: how many of the lease the engine has not been told of; ``places``: how many the
-    Welcome named."""
+    """``chunks``: how many chunks of the lease the engine has not been told of. ``places``: how
+    many places the Welcome named."""
     if len(claim.sources) != len(claim.slots):
         raise wire.WireError(f"{len(claim.sources)} sources of {len(claim.slots)} chunks")
     if len(claim.slots) + claim.coming > chunks:

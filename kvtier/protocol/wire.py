@@ -1,23 +1,24 @@
 """Messages between engines and a kvtier server, and their bytes. Sans-I/O: no sockets, loop, clock
-or lock here.
+or lock.
 
-A frame is a 4-byte little-endian length, then one msgpack array ``[tag, field, ...]`` (no pickle,
-no names). Lengths are checked before anything is allocated, fields by msgspec while decoding, and
-what is not exactly a known message is a :class:`WireError`, which ends the connection.
+A frame is a 4-byte little-endian length and then one msgpack array ``[tag, field, ...]`` (no
+pickle, no names). Lengths are checked before anything is allocated, and msgspec checks fields while
+decoding. Whatever is not exactly a known message is a :class:`WireError`, which ends the
+connection.
 
-A connection begins with a greeting: ``Challenge`` (server), ``Hello`` (client), ``Welcome`` or
-    ``Refused`` (server).
-Then, by the ``mode`` of the Hello:
+A connection begins with a greeting: ``Challenge`` (server), ``Hello`` (client), then ``Welcome`` or
+``Refused`` (server). The ``mode`` of the Hello says what follows:
 
-- ``attach`` (Unix socket, same host): the Store's verbs. The Welcome carries two descriptors, the
-  pool's memory and the witness (see :mod:`kvtier.server.server`); KV bytes never cross the socket.
-- ``stream`` (TCP, another host): a tier's verbs, one question at a time. The bytes of a chunk
-  follow ``Go`` (from the client) or ``Chunk`` (from the server) outside of any frame, and then a
-  ``Seal`` with their checksum.
+- ``attach`` (Unix socket, same host): the operations of a Store. The Welcome carries two
+  descriptors, the pool's memory and the witness (see :mod:`kvtier.server.connection`). KV bytes
+  never cross the socket.
+- ``stream`` (TCP, another host): the operations of a tier, one question at a time. The bytes of a
+  chunk follow ``Go`` (from the client) or ``Chunk`` (from the server) outside of any frame. After
+  them comes a ``Seal`` with their checksum.
 
-Keys travel as one blob of 40 bytes each. ``id`` pairs an answer with its question; messages without
-one are not answered. ``lease`` numbers are the session's own; 0 is an empty lease that needs no
-end.
+Keys travel as one blob of 40 bytes each. ``id`` pairs an answer with its question, and messages
+without an ``id`` are not answered. ``lease`` numbers belong to the session. Lease 0 is empty and
+needs no end.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ MAX_KEYS = 32_768
 """Keys in one message: a million tokens in chunks of 32."""
 MAX_FRAME = MAX_KEYS * KEY_BYTES + 1024
 MAX_GREETING = 1024
-"""Longest frame before the other side is known."""
+"""The longest frame before the other side is known."""
 NONCE_BYTES = PROOF_BYTES = 32
 _HEADER_BYTES = 4
 _ROOM_BYTES = 64 * 1024
 
 
 class WireError(KVTierError):
-    """The other side does not speak this protocol: malformed, too long, or out of turn."""
+    """The other side breaks this protocol: a message is malformed, too long, or out of turn."""
 
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
@@ -61,7 +62,7 @@ Numbers32k = Annotated[list[Slot], msgspec.Meta(max_length=MAX_KEYS)]
 
 
 class Message(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
-    """Root of all messages."""
+    """The base of all messages."""
 
 
 # ---- greeting ------------------------------------------------------------------------------------
@@ -73,8 +74,8 @@ class Challenge(Message, tag=1):
 
 
 class Hello(Message, tag=2):
-    """``fingerprint`` and ``namespace`` name whose chunks these are; ``chunk_bytes`` is the size of
-    one; ``proof`` see :func:`client_proof`, empty without a token."""
+    """``fingerprint`` and ``namespace`` tell whose chunks these are. ``chunk_bytes`` is the size of
+    one chunk. ``proof``: see :func:`client_proof`; it is empty without a token."""
 
     version: Number
     mode: Mode
@@ -87,8 +88,8 @@ class Hello(Message, tag=2):
 
 
 class Welcome(Message, tag=3):
-    """``places``: what ``Claim.sources`` refer to, RAM first. ``capacity``: chunks that all places
-    hold together."""
+    """``places``: what ``Claim.sources`` refers to, RAM first. ``capacity``: the chunks that all
+    places can hold together."""
 
     slots: Slot
     slot_bytes: Slot
@@ -97,9 +98,10 @@ class Welcome(Message, tag=3):
     proof: Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)] = b""
 
 
-class Refused(
-    Message, tag=4
-):  # the last message: why it ends; later: the client did no wrong and may try again
+class Refused(Message, tag=4):
+    """The last message: why the connection ends. ``later``: the client did no wrong and may try
+    again."""
+
     reason: Annotated[str, msgspec.Meta(max_length=900)]
     later: bool = False
 
@@ -126,7 +128,7 @@ class Load(Message, tag=12):
 
 
 class Poll(Message, tag=13):
-    """``known``: how many ready chunks of the lease the client has been told of."""
+    """``known``: how many ready chunks of the lease the client knows already."""
 
     id: Number
     lease: Number
@@ -151,7 +153,9 @@ class Commit(Message, tag=17):
     lease: Number
 
 
-class End(Message, tag=18):  # release of a load lease, abandon of a save lease
+class End(Message, tag=18):
+    """Release a load lease, or abandon a save lease."""
+
     lease: Number
 
 
@@ -169,8 +173,8 @@ class Decline(Message, tag=21):
 
 
 class Hint(Message, tag=22):
-    """See :class:`kvtier.store.hints.Hint`. Without keys: of the last prompt of the session with
-    this name."""
+    """See :class:`kvtier.store.hints.Hint`. Without keys it is about the last prompt of the session
+    with this name."""
 
     keys: Keys
     over: bool
@@ -207,7 +211,7 @@ class LookupAnswer(Message, tag=30):
 
 
 class Slots(Message, tag=31):
-    """Answer to Save: chunk ``places[i]`` of the run belongs into ``slots[i]``."""
+    """Answer to Save: chunk ``places[i]`` of the run belongs in ``slots[i]``."""
 
     id: Number
     lease: Number
@@ -216,8 +220,8 @@ class Slots(Message, tag=31):
 
 
 class Claim(Message, tag=32):
-    """Answer to Load and Poll: the chunks that became ready since ``known``; ``sources`` are
-    indexes of places."""
+    """Answer to Load and Poll: the chunks that became ready after the first ``known``. ``sources``
+    are indexes of places."""
 
     id: Number
     lease: Number
@@ -227,7 +231,7 @@ class Claim(Message, tag=32):
 
 
 class Done(Message, tag=33):
-    """Answer to Wait and Check, and to a stream's Delete; ``trouble`` says what Check found."""
+    """Answer to Wait and Check, and to a stream's Delete. ``trouble`` says what Check found."""
 
     id: Number
     trouble: Annotated[str, msgspec.Meta(max_length=4096)] = ""
@@ -260,7 +264,9 @@ class Put(Message, tag=42):
     key: Key
 
 
-class Seal(Message, tag=43):  # after the bytes of a chunk
+class Seal(Message, tag=43):
+    """It follows the bytes of a chunk."""
+
     checksum: Bytes16
 
 
@@ -270,22 +276,22 @@ class Delete(Message, tag=44):
 
 
 class Found(Message, tag=50):
-    """Answer to Find: how many from the first on, without a gap."""
+    """Answer to Find: how many leading chunks are held, without a gap."""
 
     id: Number
     count: Number
 
 
 class Chunk(Message, tag=51):
-    """Answer to Get: ``size`` bytes and a Seal follow; 0 is a miss."""
+    """Answer to Get: ``size`` bytes and a Seal follow. 0 is a miss."""
 
     id: Number
     size: Slot
 
 
 class Go(Message, tag=52):
-    """First answer to Put: ``send`` the bytes and a Seal; else ``held`` says whether the chunk is
-    there already."""
+    """First answer to Put. ``send``: the client shall send the bytes and a Seal. Otherwise ``held``
+    says whether the chunk is there already."""
 
     id: Number
     send: bool
@@ -308,7 +314,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def frame(message: Message) -> bytes:
-    """The message as it goes over the socket."""
+    """The message as it crosses the socket."""
     body = _encode(message)
     return len(body).to_bytes(_HEADER_BYTES, "little") + body
 
@@ -319,7 +325,7 @@ def joined(keys: Sequence[ChunkKey]) -> bytes:
 
 
 def split(blob: bytes) -> list[ChunkKey]:
-    """The keys of a blob. Raises WireError when they do not come out even."""
+    """The keys of a blob. Raises WireError when its length is not a multiple of a key's."""
     if len(blob) % KEY_BYTES:
         raise WireError(f"a blob of {len(blob)} bytes of keys, expected a multiple of {KEY_BYTES}")
     return [ChunkKey(blob[at : at + KEY_BYTES]) for at in range(0, len(blob), KEY_BYTES)]
@@ -329,10 +335,10 @@ T = TypeVar("T")
 
 
 class Inbox(Generic[T]):
-    """Bytes from a socket -> messages of one union, incrementally.
+    """Turns bytes from a socket into messages of one union, incrementally.
 
-    Read into :meth:`room`, tell :meth:`filled`, then call :meth:`next` until it is None. Keeps at
-    most one frame of ``limit`` bytes and 64 KiB. Not thread-safe.
+    Read into :meth:`room`, call :meth:`filled`, then call :meth:`next` until it returns None. It
+    keeps at most one frame of ``limit`` bytes and 64 KiB. Not thread-safe.
     """
 
     __slots__ = ("_buffer", "_decode", "_end", "_limit", "_size", "_start")
@@ -343,14 +349,14 @@ class Inbox(Generic[T]):
         self._start = self._end = 0
 
     def expect(self, union: Any, limit: int = MAX_FRAME) -> None:
-        """From the next frame on: other messages."""
+        """Expect messages of another union, from the next frame on."""
         self._decode = msgspec.msgpack.Decoder(union).decode
         self._limit = limit
         self._size = min(_ROOM_BYTES, _HEADER_BYTES + limit)
 
     def room(self) -> memoryview:
-        """Where the next bytes belong; never empty. Raises WireError when too much was read and not
-        taken."""
+        """Where the next bytes belong. It is never empty. Raises WireError when too much was read
+        and not taken."""
         need = self._needed()
         if self._start == self._end:
             self._start = self._end = 0
@@ -376,8 +382,8 @@ class Inbox(Generic[T]):
         self._end += count
 
     def next(self) -> T | None:
-        """The next message; None when more bytes are needed. Raises WireError; the connection is of
-        no use then."""
+        """The next message, or None when more bytes are needed. Raises WireError, and the
+        connection cannot be used after that."""
         need = self._needed()
         if self._end - self._start < need:
             return None
@@ -402,7 +408,7 @@ class Inbox(Generic[T]):
                 yield message
 
     def drain(self, into: memoryview) -> int:
-        """Move bytes that were read and are not of a frame to where they belong; returns how
+        """Move bytes that were read and do not belong to a frame to where they belong. Returns how
         many."""
         count = min(self._end - self._start, len(into))
         into[:count] = self._buffer[self._start : self._start + count]
@@ -410,8 +416,8 @@ class Inbox(Generic[T]):
         return count
 
     def _needed(self) -> int:
-        """Bytes of the frame at the front, as far as they are known. Raises WireError for one that
-        is too long."""
+        """Bytes of the first frame, as far as they are known. Raises WireError when the frame is
+        too long."""
         if self._end - self._start < _HEADER_BYTES:
             return _HEADER_BYTES
         length = int.from_bytes(self._buffer[self._start : self._start + _HEADER_BYTES], "little")
@@ -420,18 +426,18 @@ class Inbox(Generic[T]):
         return _HEADER_BYTES + length
 
 
-# ---- who is who ----------------------------------------------------------------------------------
+# ---- proofs --------------------------------------------------------------------------------------
 
 
 def client_proof(token: bytes, challenge: Challenge, hello: Hello) -> bytes:
-    """HMAC-SHA256 (RFC 2104) of both nonces and everything the Hello says: shows that the client
-    has the token, which itself never crosses the wire, and cannot be used a second time."""
+    """HMAC-SHA256 (RFC 2104) of both nonces and all fields of the Hello. It shows that the client
+    has the token. The token never crosses the wire, and the proof cannot be used a second time."""
     said = _encode(msgspec.structs.replace(hello, proof=b""))
     return hmac.digest(token, b"kvtier client\0" + challenge.nonce + said, hashlib.sha256)
 
 
 def server_proof(token: bytes, challenge: Challenge, hello: Hello) -> bytes:
-    """The same for the server, so that a client with a token gives no KV to an impostor."""
+    """The same proof for the server, so that a client with a token gives no KV to an impostor."""
     return hmac.digest(token, b"kvtier server\0" + hello.nonce + challenge.nonce, hashlib.sha256)
 
 

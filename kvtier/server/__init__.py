@@ -1,1 +1,1 @@
-"""One cache for several engines: listeners, connections, sessions, Stores by slot size."""
+"""One cache for several engines: listeners, connections, sessions, and Stores by slot size."""

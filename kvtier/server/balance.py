@@ -1,15 +1,16 @@
 """Balance: how many bytes of one place each slot size of a server may take. Pure.
 
 The rule is one LRU over all sizes, in bytes: the size whose coldest chunk was used longest ago
-gives, one that finds no free room gets. CacheLib moves slabs between its allocation classes so, by
-the age of the tails of their lists (its *LRU tail age* strategy); an LRU of slots cannot do more,
-because a chunk of one size does not fit another's slot. What is free is colder than any chunk.
-Every size keeps a least part, so that it can be used at once when its engines are.
+gives room, and a size that finds no free room gets it. CacheLib moves slabs between its allocation
+classes in the same way, by the age of the tails of their lists (its *LRU tail age* strategy). An
+LRU of slots cannot do more, because a chunk of one size does not fit another size's slot. Free room
+counts as colder than any chunk. Every size keeps a least part, so that its engines can use it at
+once when they come back.
 
-Against back and forth: nothing moves but to a size that lacked room in the last turn, twice what it
-    lacked, and at most
-an eighth of the place a turn. A chunk leaves only for one that is clearly hotter (:data:`_RATIO`,
-:data:`_MARGIN`); between two sizes under equal pressure nothing moves.
+Three bounds keep room from going back and forth. Room moves only to a size that lacked some in the
+last turn. It is at most twice what that size lacked, and at most an eighth of the place a turn. A
+chunk leaves only for one that is clearly hotter (:data:`_RATIO`, :data:`_MARGIN`), so nothing moves
+between two sizes under equal pressure.
 """
 
 from __future__ import annotations
@@ -22,34 +23,37 @@ _LEAST_PART = 80
 """Seven sizes that only keep their least part leave nine tenths to the eighth."""
 _TURN_PART, _TURN_BYTES = 8, 8 << 30
 _RATIO, _MARGIN = 1.25, 2
-"""Turns: the giver's coldest chunk is unused for this much longer than the taker's."""
+"""In turns: the giver's coldest chunk must be unused for this much longer than the taker's."""
 
 
 class Side(NamedTuple):
-    """One size's part of one place; all in bytes."""
+    """One size's part of one place. All amounts are bytes."""
 
     room: int
-    """What it may take."""
+    """Bytes that it may take."""
     unit: int
-    """One chunk."""
+    """Bytes of one chunk."""
     fixed: int
-    """Taken without any chunk."""
+    """Bytes taken even without any chunk."""
     used: int
-    """Taken now, ``fixed`` among it."""
+    """Bytes taken now, ``fixed`` included."""
     wanted: int = 0
-    """Of chunks that found no free room in the last turn."""
+    """Bytes of the chunks that found no free room in the last turn."""
     age: int | None = None
-    """Turns since its coldest chunk was used; None: none can leave, or it is not known."""
+    """Turns since the last use of its coldest chunk. None: no chunk can leave, or the turn is not
+    known."""
 
     def least(self, place: int) -> int:
-        """What it keeps of so many bytes."""
+        """The bytes that it always keeps, of a place with so many bytes."""
         return self.fixed + max(self.unit, place // _LEAST_PART)
 
 
 def divide(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
-    """Rooms for these sizes when one has come or gone: first of all for what each holds, and what
-    is free makes them as equal as it can. Where there is less, the largest give, down to what each
-    keeps."""
+    """The rooms of these sizes when one has come or gone.
+
+    Each size first gets room for what it holds. Free room then makes the sizes as equal as it can.
+    When there is too little, the largest sizes give, down to what each always keeps.
+    """
     least = {size: side.least(place) for size, side in sides.items()}
     held = {size: max(least[size], side.used) for size, side in sides.items()}
     if sum(least.values()) > place:
@@ -65,7 +69,7 @@ def divide(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
 
 
 def shift(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
-    """Rooms for the next turn."""
+    """The rooms for the next turn."""
     rooms = {size: side.room for size, side in sides.items()}
     left = min(place // _TURN_PART, _TURN_BYTES)
     for taker in sorted(sides, key=lambda size: sides[size].age or 0):
@@ -84,8 +88,8 @@ def shift(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
 def _givers(
     place: int, sides: Mapping[int, Side], rooms: Mapping[int, int], taker: int
 ) -> list[tuple[int, int]]:
-    """Who gives to ``taker``, and how much at most: first what is free of those that lack nothing,
-    then chunks, those of the size with the coldest first."""
+    """Which sizes give to ``taker``, and how much at most. First comes the free room of sizes that
+    lack nothing. Then come chunks, from the size with the coldest chunks first."""
     others = {size: side for size, side in sides.items() if size != taker}
     bound = _RATIO * (sides[taker].age or 0) + _MARGIN
     free = {

@@ -1,19 +1,19 @@
-"""Connection: one client's socket, from its greeting to its end. With server.py the only files that
-know asyncio.
+"""Connection: one client's socket, from its greeting to its end. Only this file and server.py know
+asyncio.
 
-After its greeting a connection is a Session (same host, pool mapped) or a Stream (another host),
-and owns what that asked for. How it comes back:
+After its greeting a connection is a Session (same host, pool mapped) or a Stream (another host). It
+owns what the client asked for, and gives it back in one of two ways:
 
-- a stream's slots are touched by this process only: with its connection everything of it ends.
-- an attached engine maps the pool in several processes (its scheduler and workers). Each of them
-  holds open the write end of a pipe, the *witness*, so end-of-file at the server's end means that
-  none is left who could read or write a slot. A session's leases end when both its connection and
-  its witness are closed, and no sooner: a worker may outlive its scheduler for a moment, and a live
-  engine may lose its connection in the middle of a copy. No time-outs.
+- Only this process touches a stream's slots. With its connection everything of it ends.
+- An attached engine maps the pool in several processes (its scheduler and workers). Each of them
+  keeps the write end of a pipe, the *witness*, open. So end-of-file at the server's end means that
+  no process is left that could read or write a slot. A session's leases end when both its
+  connection and its witness are closed, and no sooner: a worker may outlive its scheduler for a
+  moment, and a live engine may lose its connection in the middle of a copy. There are no time-outs.
 
-Nothing a client sends can do more than close its own connection. Every connection has its turn:
-what it asks is answered in pieces (:mod:`kvtier.core.steps`), for about a millisecond at a time,
-and then all others go first.
+Nothing that a client sends can do more than close its own connection. Every connection gets its
+turn: the server answers a question in pieces (:mod:`kvtier.core.steps`), for about a millisecond at
+a time, and then serves all other connections first.
 """
 
 from __future__ import annotations
@@ -40,44 +40,45 @@ from kvtier.server.stream import Stream
 logger = logging.getLogger("kvtier.server")
 
 _TURN_S = 0.001
-"""What one connection asks is worked on for so long, and one more piece, before the others have
-their turn."""
+"""How long one connection's question is worked on, plus one more piece, before the others get their
+turn."""
 _UNSENT_BYTES = 1 << 20
-"""Answers a client has not read: an attached one is dropped, a stream waits."""
+"""Answers that a client has not read. Beyond this, an attached client is dropped and a stream
+waits."""
 _GREETING_S = 4.0
 _STALLED_S = 30.0
 """A chunk that does not move for this long ends its connection."""
 _FLUSH_S = 2.0
-"""For a closing connection to take what is written."""
+"""The time in which a closing connection may take what is written."""
 
 
 class Host(Protocol):
-    """What a connection needs of its server."""
+    """What a connection needs from its server."""
 
     loop: asyncio.AbstractEventLoop
     clock: Callable[[], float]
-    """Seconds that only grow; by it turns are measured."""
+    """Monotonic seconds. Turns are measured with it."""
     token: bytes | None
     size_classes: SizeClasses
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Run ``call`` on the loop; from any thread."""
+        """Run ``call`` on the loop. Any thread may call it."""
         ...
 
     def dropped(self, listener: Listener, reason: str) -> None:
-        """A client did what it should not."""
+        """A client did what it must not do, and was dropped."""
         ...
 
     def greeted(self, one: Connection) -> None:
-        """The client has shown that it may come in."""
+        """The client has proved that it may come in."""
         ...
 
     def closed(self, one: Connection) -> None:
-        """The socket is closed; :attr:`Connection.lingers` may still be so."""
+        """The socket is closed. :attr:`Connection.lingers` may still be true."""
         ...
 
     def retired(self, one: Connection) -> None:
-        """It does not linger any more."""
+        """The connection does not linger any more."""
         ...
 
 
@@ -96,22 +97,22 @@ class Connection(asyncio.BufferedProtocol):
         self._stream: Stream | None = None
         self._greeted = False
         self._payload = False
-        """The last :meth:`get_buffer` was a slot."""
+        """The last :meth:`get_buffer` returned a part of a slot."""
         self._turning = self._flowing = self._choked = self._finishing = False
         self._closed = self._lost = self._scheduled = False
         self._rest: asyncio.TimerHandle | None = None
-        """What was asked pauses until then."""
+        """Set while the work on a question pauses."""
         self._work: Steps[wire.Answer | None] | None = None
-        """What was asked and is not fully answered."""
+        """The question that is not fully answered yet."""
         self._ended = False
-        """The session's leases are ended, or being ended."""
+        """The session's leases have ended, or are being ended."""
         self._witness = -1
         self._waiting: int | None = None
         self._waiting_until: asyncio.TimerHandle | None = None
         self._arrivals_seen = 0
         self._moved_at = time.monotonic()
         self._timers: list[asyncio.TimerHandle] = []
-        """Cancelled at the end: a timer must not keep a connection that is gone in memory."""
+        """They are cancelled at the end: a timer must not keep a closed connection in memory."""
 
     # ---- asyncio's calls -------------------------------------------------------------------------
 
@@ -153,7 +154,7 @@ class Connection(asyncio.BufferedProtocol):
             timer.cancel()
         self._stop_waiting()
         if self._stream is not None:
-            self._work = None  # what it claims on its way goes back with it
+            self._work = None  # its claims return with it
             self._stream.end()
             self._leave()
         if self._session is not None and not self._session.leases and self._work is None:
@@ -164,7 +165,7 @@ class Connection(asyncio.BufferedProtocol):
     # ---- messages --------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Work on what has come until it is done or the turn is over; then the others go first."""
+        """Work on what has come until it is done or the turn is over. Then the others go first."""
         self._scheduled = False
         until = self._host.clock() + _TURN_S
         try:
@@ -185,8 +186,8 @@ class Connection(asyncio.BufferedProtocol):
         self._end_turn()
 
     def _works_on(self) -> bool:
-        """One piece of what was asked last, or the first of the next message. False: there is
-        neither."""
+        """Do one piece of the last question, or the first piece of the next message. False: there
+        is neither."""
         if self._work is None:
             message = None if self._closed else self._inbox.next()
             if message is None:
@@ -210,7 +211,7 @@ class Connection(asyncio.BufferedProtocol):
         self._turn()
 
     def _turn_again(self) -> None:
-        """Read no more before what was read is done."""
+        """Read no more before the work on what was read is done."""
         if not self._turning:
             self._turning = True
             if not self._closed:
@@ -248,7 +249,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.write(data)
 
     def drop(self, reason: str, *, later: bool = False) -> None:
-        """End a connection that does not do as it should, or cannot be served now (``later``)."""
+        """End a connection that breaks the rules, or that cannot be served now (``later``)."""
         if not self._closed:
             self._closed = True
             self._host.dropped(self.listener, reason)
@@ -256,19 +257,20 @@ class Connection(asyncio.BufferedProtocol):
             self.close()
 
     def finish(self) -> None:
-        """End the connection when no chunk is on its way."""
+        """End the connection when no chunk is being sent or received."""
         self._finishing = True
         if not self.busy:
             self.close()
 
     def close(self) -> None:
-        """End the connection after what is written has been sent, or cannot be."""
+        """End the connection when all that is written has been sent, or cannot be sent."""
         self._closed = True
         self._transport.close()
         self._timers.append(self._host.loop.call_later(_FLUSH_S, self._transport.abort))
 
     def cut(self) -> None:
-        """End a connection that may still be in its TLS handshake, at once and without a word."""
+        """End a connection that may still be in its TLS handshake, at once and without a
+        message."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -279,16 +281,16 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def busy(self) -> bool:
-        """A chunk is on its way, or what was asked is being worked on."""
+        """A chunk is being sent or received, or a question is being worked on."""
         return self._work is not None or self._streams
 
     @property
     def _streams(self) -> bool:
-        """A chunk is on its way."""
+        """A chunk is being sent or received."""
         return self._stream is not None and self._stream.busy
 
     def _expect_progress(self) -> None:
-        """Every now and then: a greeting or a chunk that does not get on."""
+        """Called from time to time: drop a greeting or a chunk that makes no progress."""
         if self._closed:
             return
         if not self._greeted:
@@ -333,9 +335,8 @@ class Connection(asyncio.BufferedProtocol):
         try:
             size_class = future.result()
             if not self._host.size_classes.enter(size_class):
-                self._ask_for_size_class(
-                    hello, proof
-                )  # its room was given to another size just now
+                # its room was given to another size just now
+                self._ask_for_size_class(hello, proof)
                 return
             self._size_class = size_class
             owner = size_class.owner(hello.fingerprint, hello.namespace)
@@ -373,7 +374,7 @@ class Connection(asyncio.BufferedProtocol):
         )
 
     def _attach(self, session: Session, pool_descriptor: int, welcome: wire.Welcome) -> None:
-        """Pass the pool and the witness with the first byte of the Welcome."""
+        """Pass the descriptors of the pool and the witness with the first byte of the Welcome."""
         frame = wire.frame(welcome)
         ours, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -393,8 +394,8 @@ class Connection(asyncio.BufferedProtocol):
     # ---- an attached engine's end ----------------------------------------------------------------
 
     def _witnessed(self) -> None:
-        """End-of-file: nobody of that engine has the pool mapped. Nothing should ever be written
-        there."""
+        """End-of-file: no process of that engine has the pool mapped. Nobody should ever write to
+        this pipe."""
         with contextlib.suppress(BlockingIOError):
             if os.read(self._witness, 4096):
                 return
@@ -402,7 +403,7 @@ class Connection(asyncio.BufferedProtocol):
             self._retire()
 
     def _retire(self) -> None:
-        """End the session if the engine can touch no slot any more, and nothing of it is being
+        """End the session if the engine can touch no slot any more and nothing of it is being
         worked on."""
         if self._work is not None or not self._lost or self._session is None or self._witness >= 0:
             return
@@ -421,8 +422,8 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def lingers(self) -> bool:
-        """Processes of an attached engine may have the pool mapped, or leases of theirs have yet to
-        end."""
+        """Processes of an attached engine may still have the pool mapped, or its leases have not
+        all ended."""
         return self._session is not None
 
     def let_go(self) -> None:
@@ -464,13 +465,13 @@ class Connection(asyncio.BufferedProtocol):
     # ---- a stream's bytes ------------------------------------------------------------------------
 
     def _flow(self) -> None:
-        """Begin to send, unless that is going on."""
+        """Begin to send, unless it has begun."""
         if self._stream is not None and self._stream.sending and not self._flowing:
             self._flowing = True
             self._host.loop.call_soon(self._pump)
 
     def _pump(self) -> None:
-        """One piece a turn of the loop, while the socket takes it."""
+        """Send one piece in each turn of the loop, as long as the socket takes it."""
         stream = self._stream
         assert stream is not None
         self._flowing = False

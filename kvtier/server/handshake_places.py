@@ -1,10 +1,10 @@
-"""Handshakes: the places of connections from other hosts that have not shown yet that they may come
-in. Pure.
+"""Handshakes: the places for connections from other hosts that have not proved yet that they may
+come in. Pure.
 
-Whoever reaches the port can open connections and say nothing. They have few places of their own,
-apart from those of engines that were let in, and what is full makes room at once: the oldest
-leaves, first of the address that has most. An engine needs its place for a moment only, so a flood
-of sockets that say nothing costs it at most a second try.
+Whoever reaches the port can open connections and say nothing. Such connections have few places,
+apart from the places of engines that were let in. When the places are full, the oldest connection
+of the address that has the most leaves at once. An engine needs its place for a moment only, so a
+flood of silent sockets costs it at most a second attempt.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Generic, TypeVar
 
 PLACES = 64
 PLACES_OF_ONE = 16
-"""Of one address; of one network of 64 bits for IPv6, where a host has as many addresses as it
-likes."""
+"""Places of one address. For IPv6 it is one network of 64 bits, because a host has as many
+addresses in it as it likes."""
 _NETWORK_BITS = 64
 T = TypeVar("T")
 
 
 class Handshakes(Generic[T]):
-    """Connections by the address they come from, the oldest first. Not thread-safe."""
+    """Connections by the address from which they come, the oldest first. Not thread-safe."""
 
     def __init__(self, places: int = PLACES, places_of_one: int = PLACES_OF_ONE) -> None:
         self._places = places
@@ -36,7 +36,7 @@ class Handshakes(Generic[T]):
         return len(self._under_way)
 
     def enter(self, one: T, address: str) -> T | None:
-        """``one`` begins its handshake; returns who must leave for it."""
+        """``one`` begins its handshake. Returns the connection that must leave for it, or None."""
         origin = _origin(address)
         counts = Counter(self._under_way.values())
         if counts[origin] >= self._places_of_one:
@@ -49,7 +49,7 @@ class Handshakes(Generic[T]):
         return leaves
 
     def leave(self, one: T) -> None:
-        """``one`` is let in, or gone. No effect the second time."""
+        """``one`` was let in or has closed. No effect the second time."""
         self._under_way.pop(one, None)
 
     def _oldest(self, origin: str) -> T:

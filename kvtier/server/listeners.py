@@ -1,5 +1,5 @@
-"""Where a server listens, and who may knock: socket files, modes, peer credentials, TLS. No loop
-here."""
+"""Where a server listens, and who may connect: socket files, modes, peer credentials and TLS. This
+file has no event loop."""
 
 from __future__ import annotations
 
@@ -34,16 +34,18 @@ class Listener(NamedTuple):
 
     @property
     def local(self) -> bool:
-        """Clients are processes of this host, and can map the pool."""
+        """Clients are processes of this host and can map the pool."""
         return bool(self.address.path)
 
 
 def listen_unix(address: Address) -> Listener:
-    """A socket file of mode 0600, in a folder of ours or root's that nobody else may write (made
-    with mode 0700 if it is missing). A folder such as /tmp is refused.
+    """Make a socket file of mode 0600.
 
-    A stale file is replaced; raises ConfigError when another server has it, or its folder is not
-    safe.
+    Its folder must belong to this user or to root, and nobody else may write to it. A missing
+    folder is made with mode 0700. A folder such as /tmp is refused.
+
+    A stale socket file is replaced. Raises ConfigError when another server has it, or when its
+    folder is not safe.
     """
     path = Path(address.path)
     make_folder(path.parent)
@@ -83,19 +85,19 @@ def listen_tcp(
     insecure: bool = False,
     unencrypted: bool = False,
 ) -> Listener:
-    """A TCP port. ``token``: the server has one, which clients must know.
+    """Make a TCP port. ``token``: the server has a token, which clients must know.
 
-    Raises ConfigError where anybody could come in: without a token and client certificates, unless
-    bound to loopback and told ``insecure``. Raises it too where anybody could read along: beyond
-    loopback without TLS, unless told ``unencrypted``, which is said in the log.
+    Raises ConfigError where anybody could come in: without a token and without client certificates,
+    unless the address is loopback and ``insecure`` is given. Raises it also where anybody could
+    read along: on other addresses without TLS, unless ``unencrypted`` is given. Then the log says
+    so.
     """
     named = tls is not None and tls.verify_mode is ssl.CERT_REQUIRED
     if not token and not named and not (insecure and address.is_loopback):
         raise ConfigError(
             f"{address} would serve KV to anybody: set server_token_file, or server_ca for client "
-            "certificates; beyond "
-            "loopback also server_cert and server_key for TLS. On a loopback address, --insecure "
-            "serves without"
+            "certificates; on an address that is not loopback also set server_cert and server_key "
+            "for TLS. On a loopback address, --insecure serves without"
         )
     if tls is None and not address.is_loopback:
         refuse_plain(address, "server_cert and server_key", unencrypted=unencrypted)
@@ -111,8 +113,8 @@ def listen_tcp(
 
 
 def server_tls(certificate: str, key: str, ca: str | None = None) -> ssl.SSLContext:
-    """Our certificate and key; ``ca``: clients must show a certificate that it signed. Raises
-    ConfigError."""
+    """TLS with our certificate and key. With ``ca``, clients must show a certificate that it
+    signed. Raises ConfigError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
@@ -128,8 +130,8 @@ def server_tls(certificate: str, key: str, ca: str | None = None) -> ssl.SSLCont
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove a socket file nobody listens at. Raises ConfigError when somebody does, or it is
-    another kind of file."""
+    """Remove a socket file at which nobody listens. Raises ConfigError when somebody does, or when
+    it is another kind of file."""
     if not path.exists():
         return
     if not path.is_socket():

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 
 class LogLimit(logging.Filter):
-    """Lets at most ``lines`` records pass in ``seconds``, and none of their tracebacks. From any
-    thread.
+    """Lets at most ``lines`` records pass in ``seconds``, and no tracebacks of them. Any thread may
+    use it.
 
-    The first record after some were left out says how many.
+    The first record after an omission says how many records were left out.
     """
 
     def __init__(

@@ -1,9 +1,10 @@
-"""Size class: one Store of a server with what its sessions share. Size classes: several of them, by
+"""SizeClass: one Store of a server, with what its sessions share. SizeClasses: several of them, by
 slot size, in one budget.
 
-Engines whose slots are equally large share one Store; keys contain the engines' fingerprints, so
-chunks of different models cannot meet. An *owner* is a namespace (fingerprint and tenant name) as a
-number: what quotas count, and what ``clear`` is limited to; see :mod:`kvtier.core.tenant`.
+Engines with slots of the same size share one Store. Keys contain the engines' fingerprints, so
+chunks of different models cannot meet. An *owner* is the number of a namespace (fingerprint and
+tenant name). Quotas are counted by owner, and ``clear`` is limited to an owner's chunks; see
+:mod:`kvtier.core.tenant`.
 """
 
 from __future__ import annotations
@@ -32,24 +33,25 @@ _MAX_OWNERS = 4096
 _MOST_SIZES = 8
 _IDLE_S = 600.0
 _CLOSE_S = 5.0
-_MAX_LINKS = 65_536
+_MAX_PARENTS = 65_536
 _OPENINGS_QUEUED = 64
 _MAX_SLOT_BYTES = 1 << 30
-"""No tier keeps larger chunks; who asks for one learns what is kept, and opens nothing."""
-Listener = Callable[[], None]
+"""No tier keeps larger chunks. A client that asks for one is told which sizes are kept, and no
+Store is opened."""
+Subscriber = Callable[[], None]
 R = TypeVar("R")
 
 
 class SizeClass:
-    """All methods but :meth:`_arrived` are called on the server's loop.
+    """All methods except :meth:`_arrived` are called on the server's loop.
 
-    ``call_soon``: how a lane thread hands a call to that loop; from any thread.
+    ``call_soon``: how a lane thread hands a call to that loop. Any thread may use it.
     """
 
     def __init__(
         self,
         store: Store,
-        call_soon: Callable[[Listener], object],
+        call_soon: Callable[[Subscriber], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store = store
@@ -57,19 +59,20 @@ class SizeClass:
         self.shares = Shares(lambda: store.slots)
         self.pace = Pace(clock)
         self._owners: OrderedDict[tuple[bytes, str], int] = OrderedDict()
-        self._listeners: set[Listener] = set()
-        self._links: OrderedDict[bytes, ChunkKey] = OrderedDict()
+        self._subscribers: set[Subscriber] = set()
+        self._parents: OrderedDict[bytes, ChunkKey] = OrderedDict()
         self.users = 0
-        """Connections, for :class:`SizeClasses`; and when the last one of them left."""
+        """Connections that use it, counted by :class:`SizeClasses`. ``left`` is when the last one
+        left."""
         self.left = clock()
         self.arrivals = 0
-        """Differs from what it was when promotions have ended since."""
+        """It changes whenever promotions have ended."""
         store.on_arrival = self._arrived
         self.zero_hits = ZeroHits.of(store, clock)
 
     def owner(self, fingerprint: bytes, namespace: str) -> int:
-        """The namespace's number, which its name alone decides. Of many names those are forgotten
-        that came longest ago: only the list of names is shorter then."""
+        """The namespace's number, which its name alone decides. When there are too many names, the
+        oldest are forgotten. That only shortens the list of names."""
         name = fingerprint, namespace
         number = self._owners.setdefault(name, owner_of(fingerprint, namespace))
         self._owners.move_to_end(name)
@@ -79,80 +82,86 @@ class SizeClass:
 
     @property
     def owners(self) -> Mapping[tuple[bytes, str], int]:
-        """Number by fingerprint and tenant name, of the engines that came last: at most 4,096."""
+        """The number by fingerprint and tenant name, of the at most 4,096 namespaces that came
+        last."""
         return self._owners
 
     def look(self) -> None:
-        """Now and then: has nothing been hit for long? One line in the log each time that is so."""
+        """Called from time to time: log one line when nothing has been hit for long."""
         if self.zero_hits.look(*totals(self.store.stats())):
             logger.warning("%s", self.zero_hits.verdict)
 
     # ---- promotions that end ---------------------------------------------------------------------
 
-    def listen(self, listener: Listener) -> None:
-        """Call ``listener`` whenever promotions have ended, until :meth:`ignore`. Look once after
-        this call: what ended before it is not told."""
-        self._listeners.add(listener)
+    def listen(self, subscriber: Subscriber) -> None:
+        """Call ``subscriber`` whenever promotions have ended, until :meth:`ignore`. Check once
+        after this call: it does not tell of promotions that ended before."""
+        self._subscribers.add(subscriber)
 
-    def ignore(self, listener: Listener) -> None:
-        self._listeners.discard(listener)
+    def ignore(self, subscriber: Subscriber) -> None:
+        self._subscribers.discard(subscriber)
 
     def _arrived(self) -> None:
-        """On a lane thread. A listener added meanwhile has yet to look for the first time, and sees
-        the chunk."""
+        """On a lane thread. A subscriber that is added in the meantime has yet to check for the
+        first time, and then sees the chunk."""
         self.arrivals += 1
-        if self._listeners:
-            self._call_soon(self._tell)
+        if self._subscribers:
+            self._call_soon(self._notify)
 
-    def _tell(self) -> None:
-        for listener in tuple(self._listeners):
-            listener()
+    def _notify(self) -> None:
+        for subscriber in tuple(self._subscribers):
+            subscriber()
 
     # ---- runs of chunks that come one by one -----------------------------------------------------
 
     def remember(self, keys: Sequence[ChunkKey]) -> None:
-        """Know these keys as somebody's parents, for :meth:`run_to`."""
+        """Remember these keys as possible parents, for :meth:`run_to`."""
         for key in keys:
-            self._links[own_half(key)] = key
-            self._links.move_to_end(own_half(key))
-        while len(self._links) > _MAX_LINKS:
-            self._links.popitem(last=False)
+            self._parents[own_half(key)] = key
+            self._parents.move_to_end(own_half(key))
+        while len(self._parents) > _MAX_PARENTS:
+            self._parents.popitem(last=False)
 
     def run_to(self, key: ChunkKey) -> list[ChunkKey]:
-        """The run that ends with ``key``, first chunk first, as far as its ancestors were seen
-        lately: chunks that are written one by one leave leaf first like all others."""
+        """The run that ends with ``key``, first chunk first, as far as its earlier chunks were seen
+        lately. With it, chunks that are written one by one also leave leaf-first."""
         run, seen = [key], {key}
-        while (parent := self._links.get(parent_half(run[-1]))) is not None and parent not in seen:
+        while (
+            parent := self._parents.get(parent_half(run[-1]))
+        ) is not None and parent not in seen:
             run.append(parent)
             seen.add(parent)
         return run[::-1]
 
 
 class SizeClasses:
-    """A Store for each slot size that engines ask for, all out of one budget, from which each takes
-    what it needs more than the others; :mod:`kvtier.server.balance` has the rule, which is asked
-    once in every :meth:`settle`.
+    """A Store for each slot size that engines ask for, all in one budget. A size gets room when it
+    needs room more than the others: :meth:`settle` applies the rule of
+    :mod:`kvtier.server.balance` at each call.
 
-    They are opened and resized on a lane of their own: recovery of a large NVMe tier takes seconds,
-    and nobody else shall wait for it. A size that comes beside others gets what they do not use, or
-    its least part. One without engines for ten minutes is closed, and the others have its room.
-    There are at most eight: for one more the size leaves that has been without engines longest, and
-    where all have engines, who asks is told to try again later. All methods are for the server's
-    loop, but for those that say otherwise.
+    Stores are opened and resized on a lane of their own, because recovery of a large NVMe tier
+    takes seconds and nobody else shall wait for it. A size that comes beside others gets what they
+    do not use, or its least part. A size without engines for ten minutes is closed, and the others
+    get its room. There are at most eight sizes. For one more, the size that has been without
+    engines longest is closed. When all sizes have engines, the client is told to try again later.
+
+    All methods are for the server's loop, except where they say otherwise.
 
     Args:
-        open_store: ``open_store(slot_bytes)`` makes a Store with the whole budget,
-            ``open_store(slot_bytes, True)`` one that is lent all of it, to be divided with others.
-            On the lane; raises KVTierError, and is tried anew when that size is asked for again.
+        open_store: ``open_store(slot_bytes)`` makes a Store with the whole budget.
+            ``open_store(slot_bytes, True)`` makes one that shares the budget with others. It is
+            called on the lane. When it raises KVTierError, it is called again when that size is
+            asked for again.
         call_soon: how a lane thread hands a call to the loop.
-        clock: seconds that only grow.
-        discard: removes what is left of a closed size class on disks, by slot size. On the lane.
+        clock: monotonic seconds.
+        discard: removes what a closed size class left on disks, by slot size. It is called on the
+            lane.
     """
 
     def __init__(
         self,
         open_store: Callable[..., Store],
-        call_soon: Callable[[Listener], object],
+        call_soon: Callable[[Subscriber], object],
         clock: Callable[[], float] = time.monotonic,
         discard: Callable[[int], object] = lambda slot_bytes: None,
     ) -> None:
@@ -164,17 +173,17 @@ class SizeClasses:
         self._opening: dict[int, Future[SizeClass]] = {}
         self._kept: int | None = None
         self._settling = False
-        # What follows is the lane's.
+        # Only the lane uses what follows.
         self._expected = 0
-        """Sizes that are opened together, and have yet to be."""
+        """Sizes of the start that have yet to be opened."""
         self._sharing: dict[int, SizeClass] = {}
         """The open size classes."""
         self._places: Counter[str] = Counter()
-        """Bytes of RAM and of every tier with a budget: that the size classes have together."""
+        """Bytes of RAM and of every tier with a budget that all size classes have together."""
         self._parts: dict[str, dict[int, int]] = {}
-        """Of each place the bytes that every size may take."""
+        """For each place, the bytes that every size may take."""
         self._wanted: Counter[tuple[str, int]] = Counter()
-        """What a size wanted of a place until the last turn."""
+        """What a size had wanted of a place up to the last turn."""
         self._turn = 0
 
     @property
@@ -189,16 +198,16 @@ class SizeClasses:
     def prepare(
         self, slot_bytes: int | None, found: Sequence[int] = ()
     ) -> dict[int, Future[SizeClass]]:
-        """At the start: open the size that is configured, which is kept for good, and those
-        ``found`` on the disk. Each fails as in :meth:`get`."""
+        """At the start: open the configured size, which is always kept, and the sizes ``found`` on
+        the disk. Each may fail as in :meth:`get`."""
         self._kept = slot_bytes
         sizes = list(dict.fromkeys([*([slot_bytes] if slot_bytes else []), *found]))[:_MOST_SIZES]
         self._expected = len(sizes)
         return {size: self.get(size) for size in sizes}
 
     def get(self, slot_bytes: int) -> Future[SizeClass]:
-        """The size class of this slot size, now or soon; fails with KVTierError: TierError where
-        another attempt may succeed."""
+        """The size class of this slot size, now or soon. It fails with KVTierError. TierError means
+        that another attempt may succeed."""
         self._opening = {
             size: future for size, future in self._opening.items() if not _failed(future)
         }
@@ -222,8 +231,8 @@ class SizeClasses:
             future.set_exception(
                 TierError(
                     f"this server keeps chunks of {_MOST_SIZES} sizes, all with engines, and has "
-                    "no room for chunks of "
-                    f"{slot_bytes:,} bytes; give the engine's model a server of its own"
+                    f"no room for chunks of {slot_bytes:,} bytes; give the engine's model a server "
+                    "of its own"
                 )
             )
             return future
@@ -235,20 +244,20 @@ class SizeClasses:
         return future
 
     def enter(self, size_class: SizeClass) -> bool:
-        """A connection uses it from now on. False: it is closed; ask again."""
+        """A connection uses it from now on. False: it is closed, ask for it again."""
         if size_class not in self.open.values():
             return False
         size_class.users += 1
         return True
 
     def leave(self, size_class: SizeClass) -> None:
-        """A connection uses it no more."""
+        """A connection does not use it any more."""
         size_class.users -= 1
         size_class.left = self._clock()
 
     def settle(self) -> None:
-        """Now and then: close what has been without engines for long beside others, and move room
-        to where it belongs, as slots are let go of."""
+        """Called from time to time: close sizes that have been without engines for long, and move
+        room to the sizes that need it, as slots become free."""
         closing = self._without_engines(_IDLE_S)
         if self._settling or not (closing or len(self._opening) > 1):
             return
@@ -259,22 +268,22 @@ class SizeClasses:
         self._submit(future, lambda: self._balance(closed))
 
     def _settled(self, turn: Future[None]) -> None:
-        """On the lane, or where it was refused."""
+        """On the lane, or on the caller's thread when the lane refused the work."""
         self._settling = False
         if isinstance(turn.exception(), Exception) and not isinstance(turn.exception(), TierError):
             logger.error(
                 "a bug: room could not go from one chunk size to another", exc_info=turn.exception()
             )
 
-    def aside(self, work: Callable[[], R]) -> Future[R]:
-        """Do ``work`` on the lane where stores are opened: in turn, so that none is opening
-        meanwhile."""
+    def on_lane(self, work: Callable[[], R]) -> Future[R]:
+        """Do ``work`` on the lane where stores are opened, in turn, so that no store is opening
+        then."""
         future: Future[R] = Future()
         self._submit(future, work)
         return future
 
     def close(self, timeout_s: float) -> bool:
-        """Close every store; queued writes have ``timeout_s`` seconds. False: something was dropped
+        """Close every store. Queued writes have ``timeout_s`` seconds. False: something was dropped
         or hangs."""
         clean = self._lane.close(timeout_s)
         for size_class in self.open.values():
@@ -288,8 +297,8 @@ class SizeClasses:
         return False
 
     def _without_engines(self, seconds: float) -> list[int]:
-        """Sizes that nobody has used for so long, the longest first; never the configured one, nor
-        the last one."""
+        """Sizes that nobody has used for so long, the longest first. Never the configured size, and
+        never the last one."""
         now, found = self._clock(), self.open
         idle = [
             size
@@ -314,10 +323,9 @@ class SizeClasses:
         try:
             if too_large:
                 raise TierError(
-                    f"{budget:,} bytes of RAM, of which {len(sizes) - 1} other sizes keep the "
-                    "least, hold no chunk of "
-                    f"{slot_bytes:,} bytes: raise ram_bytes, or give the engine's model a server "
-                    "of its own"
+                    f"{budget:,} bytes of RAM cannot hold a chunk of {slot_bytes:,} bytes, because "
+                    f"{len(sizes) - 1} other sizes keep their least part: raise ram_bytes, or give "
+                    "the engine's model a server of its own"
                 )
             lent = bool(self._sharing) or together > 1
             store = self._open_store(slot_bytes, True) if lent else self._open_store(slot_bytes)
@@ -345,7 +353,7 @@ class SizeClasses:
             self._discard(size)
 
     def _balance(self, closed: Mapping[int, SizeClass]) -> None:
-        """A turn: who lacks room gets some of the others'."""
+        """One turn: a size that lacks room gets some of the others'."""
         if closed:
             self._close(closed)
             self._divide()
@@ -356,7 +364,7 @@ class SizeClasses:
         self._grant(rooms)
 
     def _divide(self) -> None:
-        """A size has come or gone."""
+        """Divide the room anew: a size has come or gone."""
         rooms = self._rooms()
         self._parts = {
             place: divide(self._places[place], self._sides(place, rooms)) for place in self._places
@@ -364,7 +372,8 @@ class SizeClasses:
         self._grant(rooms)
 
     def _rooms(self) -> dict[int, dict[str, Room]]:
-        """What every size has now, by place; the ages of chunks are counted in these looks."""
+        """What every size has now, by place. Each call is a turn, in which ages of chunks are
+        counted."""
         self._turn = self._turn + 1 if len(self._sharing) > 1 else 0
         return {
             size: size_class.store.rooms(self._turn) for size, size_class in self._sharing.items()
@@ -383,8 +392,9 @@ class SizeClasses:
         return sides
 
     def _grant(self, rooms: dict[int, dict[str, Room]]) -> None:
-        """Give each what it may take; first take, then give, so that together they never have more.
-        What somebody holds is taken, and given to another, in a later turn."""
+        """Give each size what it may take. Limits are lowered first and raised afterwards, so that
+        the sizes never have more than the budget together. Slots with a pin leave in a later
+        turn, and only then another size gets their room."""
         for growing in (False, True):
             for size, size_class in self._sharing.items():
                 limits = {}

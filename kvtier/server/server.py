@@ -1,5 +1,5 @@
 """The server: listens, keeps its connections and its Stores, and ends in order. One loop thread
-does everything."""
+does all the work."""
 
 from __future__ import annotations
 
@@ -25,28 +25,27 @@ from kvtier.store.store import Store
 logger = logging.getLogger("kvtier.server")
 
 _MAX_CONNECTIONS = 512
-"""Through Unix sockets, and as many again through TCP that were let in."""
+"""The most connections through Unix sockets, and the most through TCP that were let in."""
 _HANDSHAKE_S = 4.0
-"""For TLS; the greeting has its own bound after it."""
+"""The time for TLS. The greeting after it has its own bound."""
 _LOG_LINES, _LOG_SECONDS = 10, 10.0
 _DRAIN_S = 2.0
 _SETTLE_S = 1.0
-"""Between two looks at whether room must go from one slot size to another."""
-_LOOK_S = 60.0
-"""Between two looks at whether there are hits."""
+"""The interval at which room may move from one slot size to another."""
+_HITS_CHECKED_S = 60.0
+"""The interval at which the server checks whether there are hits."""
 
 
 class Server:
-    """Serves Stores to any number of engines until :meth:`stop`. Make it, then ``await`` its
+    """Serves Stores to any number of engines until :meth:`stop`. Create it and ``await`` its
     methods on one loop.
 
     Args:
-        open_store: makes the Store for a slot size, and how many sizes share if it is not the only
-            one; called on a lane thread; raises KVTierError.
-        listeners: where to listen; closed by :meth:`stop`.
-        token: what clients of ``needs_token`` listeners must prove to know.
-        discard: removes what is left of a slot size's chunks on disks, when its room goes to
-            others.
+        open_store: makes the Store for a slot size, and is told whether several sizes share the
+            budget. It is called on a lane thread and raises KVTierError.
+        listeners: where to listen. :meth:`stop` closes them.
+        token: clients of ``needs_token`` listeners must prove that they know it.
+        discard: removes what is left of a slot size's chunks on disks when others get its room.
     """
 
     def __init__(
@@ -71,31 +70,35 @@ class Server:
         ``ended``."""
         self.connections: set[Connection] = set()
         self.handshakes: Handshakes[Connection] = Handshakes()
-        """Connections through TCP that have not shown yet that they may come in."""
+        """Connections through TCP that have not proved yet that they may come in."""
         self.lingering: set[Connection] = set()
-        """Attached engines whose connection is closed while some of their processes have the pool
-        mapped."""
+        """Attached engines whose connection is closed while some of their processes still have the
+        pool mapped."""
         self.started = time.monotonic()
         self._empty = asyncio.Event()
         self.ready = False
-        """Connections are accepted."""
+        """Whether connections are accepted."""
         self.trouble: dict[str, str] = {}
-        """What is wrong beside the tiers that engines use now, in words, by what it is about. For
-        whoever shows it."""
+        """What is wrong apart from the tiers that engines use now, in words, by subject. The admin
+        surface shows it."""
         self._tasks: list[asyncio.Task[None]] = []
         self._admitting: set[asyncio.Task[None]] = set()
         self._logged: list[float] = []
 
     @property
     def stores(self) -> dict[int, Store]:
-        """The open stores by slot size; thread-safe objects, for whoever shows or checks them."""
+        """The open stores by slot size. They are thread-safe, so any thread may show or check
+        them."""
         return {size: size_class.store for size, size_class in self.size_classes.open.items()}
 
     async def prepare(self, slot_bytes: int | None, found: Sequence[int] = ()) -> None:
-        """Open the Store of the configured slot size, which is kept for good, and touch its whole
-        pool; and open those ``found`` on the disk. That is what the first engine of each size would
-        do. Raises KVTierError when the configured one cannot be opened; another is tried again when
-        an engine asks for it."""
+        """Open the Store of the configured slot size, which is always kept, and touch its whole
+        pool. Also open the Stores of the sizes ``found`` on the disk. The first engine of each size
+        would otherwise wait for that.
+
+        Raises KVTierError when the configured size cannot be opened. Another size is tried again
+        when an engine asks for it.
+        """
         opened = {
             size: asyncio.wrap_future(one)
             for size, one in self.size_classes.prepare(slot_bytes, found).items()
@@ -113,15 +116,18 @@ class Server:
 
     async def start(self) -> None:
         self._tasks = [self.loop.create_task(self._accept(listener)) for listener in self.listeners]
-        self._tasks += [self.loop.create_task(self._look()), self.loop.create_task(self._settle())]
+        self._tasks += [
+            self.loop.create_task(self._check_hits()),
+            self.loop.create_task(self._settle()),
+        ]
         self.ready = True
         logger.info(
             "serving at %s", ", ".join(str(listener.address) for listener in self.listeners)
         )
 
     async def stop(self, timeout_s: float = 20.0) -> bool:
-        """Stop listening, let chunks on their way arrive, close every connection, write what is
-        queued to the lower tiers. False: something was dropped."""
+        """Stop listening, finish the chunks being sent or received, close every connection, and
+        write what is queued to the lower tiers. False: something was dropped."""
         self.ready = False
         for task in (*self._tasks, *self._admitting):
             task.cancel()
@@ -134,7 +140,7 @@ class Server:
         return self.size_classes.close(timeout_s)
 
     async def _close_connections(self) -> None:
-        """First those without a chunk on its way, then the others."""
+        """First close those without a chunk being sent or received, then the others."""
         for close in (Connection.finish, Connection.close):
             for one in tuple(self.connections):
                 close(one)
@@ -144,13 +150,13 @@ class Server:
                     await asyncio.wait_for(self._empty.wait(), _DRAIN_S)
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Run ``call`` on the loop; from any thread. No effect once the loop is closed."""
+        """Run ``call`` on the loop. Any thread may call it. No effect once the loop is closed."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(call)
 
-    async def _look(self) -> None:
+    async def _check_hits(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_HITS_CHECKED_S)
             for size_class in self.size_classes.open.values():
                 size_class.look()
 
@@ -249,7 +255,7 @@ class Server:
         self._log("%s: dropped a connection: %s", listener.address, reason)
 
     def _log(self, text: str, *arguments: object) -> None:
-        """Warn, at most ten times in ten seconds, whatever clients do."""
+        """Warn at most ten times in ten seconds, whatever clients do."""
         now = time.monotonic()
         self._logged = [at for at in self._logged if now - at < _LOG_SECONDS]
         if len(self._logged) < _LOG_LINES:
@@ -258,12 +264,12 @@ class Server:
 
 
 Beside = Callable[[Server], contextlib.AbstractAsyncContextManager[None]]
-"""What runs on a server's loop for a while: from before it is ready until after it has ended, or
-while it is ready."""
+"""A context that a server's loop runs in: from before the server is ready until after it has ended,
+or only while it is ready."""
 
 
 Sizes = tuple[int | None, Sequence[int]]
-"""The slot size that is configured, and those of which there are chunks from before; see
+"""The configured slot size, and the sizes of chunks that are left from before; see
 :meth:`Server.prepare`."""
 
 
@@ -274,12 +280,12 @@ def serve(
     sizes: Sizes = (None, ()),
     timeout_s: float = 20.0,
 ) -> bool:
-    """Run a server until SIGTERM or SIGINT, then :meth:`Server.stop`. ``make`` is called on the
-    loop.
+    """Run a server until SIGTERM or SIGINT, then call :meth:`Server.stop`. ``make`` is called on
+    the loop.
 
-    ``beside`` runs all the time, ``ready`` while engines are let in. ``sizes``: see
-    :meth:`Server.prepare`. False: something was dropped at the end. Raises KVTierError when it
-    cannot start.
+    ``beside`` runs all the time, ``ready`` only while engines are let in. ``sizes``: see
+    :meth:`Server.prepare`. False: something was dropped at the end. Raises KVTierError when the
+    server cannot start.
     """
     return asyncio.run(_until_told(make, beside, ready, sizes, timeout_s))
 
@@ -312,6 +318,6 @@ async def _until_told(
 async def _start(server: Server, sizes: Sizes) -> None:
     await server.prepare(*sizes)
     gc.collect()
-    # what was made until now stays, so no later collection has to walk it while engines wait
+    # Objects made until now stay. So no later collection walks over them while engines wait.
     gc.freeze()
     await server.start()

@@ -1,5 +1,5 @@
-"""Tell systemd how a service is: started, alive, stopping (sd_notify(3)). One datagram for each;
-nothing waits."""
+"""Tells systemd how the service is: started, alive or stopping (sd_notify(3)). Each message is one
+datagram, and nothing waits."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from collections.abc import AsyncIterator, Callable, Mapping
 logger = logging.getLogger("kvtier.server")
 
 _TELLS_A_WATCHDOG_TIME = 3
-"""The service manager gives up after one watchdog time without a sign."""
+"""The service manager gives up when it hears nothing for one watchdog time. So it is told three
+times in that time."""
 
 
 class Notifier:
-    """What the service manager is told. Without one, nothing is sent.
+    """What the service manager is told. Without a service manager nothing is sent.
 
-    ``env``: the environment, in which the manager names its socket (``NOTIFY_SOCKET``) and its
-      patience in
-    microseconds (``WATCHDOG_USEC``).
+    ``env``: the environment. In it the manager names its socket (``NOTIFY_SOCKET``) and its
+    watchdog time in microseconds (``WATCHDOG_USEC``).
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
@@ -30,8 +30,8 @@ class Notifier:
         self.watchdog_s = int(patience) / 1e6 if patience.isdigit() and int(patience) else None
 
     def tell(self, *states: str) -> None:
-        """Send these lines, such as ``READY=1``. From any thread. A manager that is away is logged,
-        and no error."""
+        """Send these lines, such as ``READY=1``. Any thread may call it. When the manager cannot be
+        reached, that is logged and no error."""
         if not self._address:
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sock:
@@ -44,8 +44,8 @@ class Notifier:
 
     @contextlib.asynccontextmanager
     async def serving(self, status: Callable[[], str]) -> AsyncIterator[None]:
-        """Ready, and alive as long as the loop runs, until the context ends. ``status``: one line
-        for people."""
+        """Report ready, and then alive as long as the loop runs, until the context ends.
+        ``status``: one line for people."""
         self.tell("READY=1", f"STATUS={status()}")
         beating = asyncio.create_task(self._beat(status)) if self.watchdog_s is not None else None
         try:

@@ -1,1 +1,1 @@
-"""The Store: what is where, who holds it, what comes up and what goes down."""
+"""The Store: which tier has which chunk, who uses it, and what is promoted, spilled and evicted."""

@@ -1,9 +1,9 @@
-"""Adaptive: a RAM order of leaving that changes its setting when another one would hit more
+"""Adaptive: an eviction order of RAM that changes its setting when another one would hit more
 (``policy: auto``).
 
-The live order is the Directory's, guarded by the Store's lock. The shadows run on a lane thread
-without the lock, and let go of the interpreter after each of them: whoever waits for it waits for
-one prompt in one shadow.
+The live order belongs to the Directory, and the Store's lock guards it. The shadows run on a lane
+thread without the lock. They release the interpreter after each shadow, so another thread waits at
+most for one prompt in one shadow.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kvtier.store.shadows import Shadows
 
 
 class Adaptive:
-    """Called as a policy's maker it gives the one live order. One thread at a time, but for the
-    live order."""
+    """As a maker of policies it returns its one live order. Used by one thread at a time, except
+    the live order."""
 
     def __init__(self) -> None:
         self.live = Segments(0)
@@ -38,8 +38,8 @@ class Adaptive:
         lock: AbstractContextManager[object],
         pause: Callable[[], object],
     ) -> None:
-        """A prompt of this session asked for ``run``. Without the lock, which is taken when the
-        setting changes."""
+        """A prompt of this session asked for ``run``. Called without the lock, and takes it when
+        the setting changes."""
         shadows = self.shadows
         if shadows.room != self.live.room:
             shadows.resize(self.live.room)
@@ -51,8 +51,8 @@ class Adaptive:
                 self.live.settle(shadows.settings[shadows.now])
 
     def counts(self) -> dict[str, int]:
-        """The number of the setting that rules (``policy_now``), and what each of them hit of the
-        chunks that its shadow was asked for."""
+        """The index of the setting in use (``policy_now``), the chunks that the shadows were asked
+        for, and how many of them each setting hit."""
         shadows = self.shadows
         hits = {
             f"policy_hits_{each.name}": hits

@@ -1,8 +1,9 @@
-"""Ages: in which turn chunks were used last, so that Stores that share one budget can compare their
-coldest. Pure.
+"""Ages: the turn of each chunk's last use, so that Stores that share one budget can compare their
+coldest chunks. Pure.
 
-Kept for a sample of the chunks, which their keys decide (spatial sampling: Waldspurger et al.,
-*SHARDS*, FAST 2015), and only while somebody counts turns: a Store alone pays one comparison a run.
+Ages are kept for a sample of the chunks, which the keys decide (spatial sampling: Waldspurger et
+al., *SHARDS*, FAST 2015), and only while somebody counts turns. A Store alone pays one comparison a
+run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _MOST = 65_536
 
 
 class Ages:
-    """For a Directory with room for so many ``chunks``. Its Store's lock guards every call."""
+    """For a Directory with room for so many ``chunks``. The Store's lock guards every call."""
 
     __slots__ = ("_floor", "_mask", "_turn", "_used")
 
@@ -30,8 +31,8 @@ class Ages:
         self._turn = self._floor = 0
 
     def begin(self, turn: int) -> None:
-        """What is used from now on is used in this turn; 0: nobody counts. What was there when
-        counting began counts as used then."""
+        """Uses from now on are in this turn. 0: nobody counts. Chunks that were there when counting
+        began count as used then."""
         if not turn:
             self._used.clear()
         elif not self._turn:
@@ -51,8 +52,8 @@ class Ages:
             self._floor = used.popitem(last=False)[1]
 
     def first(self, keys: Iterable[ChunkKey]) -> int | None:
-        """The turn in which the first of ``keys`` that is in the sample was used last; None: none
-        is in it."""
+        """The turn of the last use of the first of ``keys`` that is in the sample. None: none of
+        them is in it."""
         if not self._turn:
             return None
         return next(

@@ -1,8 +1,7 @@
-"""Audit: one in so many loaded chunks is compared, in the background, with its copy in a lower
-tier.
+"""Audit: compares one in so many loaded chunks, in the background, with its copy in a lower tier.
 
-Every read from a tier is checked against its checksum as it is. What that cannot see is a slot that
-changes after it was filled: memory that flips bits, or a write through a stale address.
+Every read from a tier is compared with its checksum anyway. That cannot see a slot that changes
+after it was filled: memory that flips bits, or a write through a stale address.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kvtier.store.lower_tier import Core, LowerTier
 logger = logging.getLogger("kvtier")
 
 _PIECE_BYTES = 256 * 1024
-"""Compared at once: for about 0.1 ms nobody else runs Python."""
+"""Bytes compared at once: for about 0.1 ms no other thread runs Python."""
 
 
 class Pair(NamedTuple):
@@ -30,27 +29,27 @@ class Pair(NamedTuple):
 
 
 class Audit:
-    """``invalidate`` drops chunks everywhere; it is called without the lock.
+    """``invalidate`` drops chunks everywhere. It is called without the lock.
 
-    Compared are only copies of one origin: written from this slot, or read into it. A chunk that
-    was computed twice may differ in its last bits, and be right both times. For that reason tiers
-    that others write to are left out.
+    Only copies of one origin are compared: a copy that was written from this slot, or that was read
+    into it. A chunk that was computed twice may differ in its last bits and be right both times.
+    For that reason tiers to which others write are left out.
     """
 
     def __init__(
         self,
         core: Core,
         lower_tiers: Sequence[LowerTier],
-        forget: Callable[[Sequence[ChunkKey]], None],
+        invalidate: Callable[[Sequence[ChunkKey]], None],
     ) -> None:
         self.one_in = 0
         """0: never; set once, before the first load."""
-        self._core, self._lower_tiers, self._forget = core, lower_tiers, forget
+        self._core, self._lower_tiers, self._invalidate = core, lower_tiers, invalidate
         self._passed = 0
         self._said = False
 
     def drawn(self, loaded: Sequence[Entry]) -> list[Pair]:
-        """Under the lock: of chunks that were loaded just now, those whose turn it is."""
+        """Under the lock: those of the just loaded chunks whose turn it is."""
         drawn: list[Pair] = []
         for entry in loaded if self.one_in else ():
             self._passed += 1
@@ -60,13 +59,13 @@ class Audit:
         return drawn
 
     def begin(self, pairs: Sequence[Pair]) -> None:
-        """Queue the comparisons, behind everything that somebody waits for. A full lane: this time
-        not."""
+        """Queue the comparisons behind everything that somebody waits for. When the lane is full,
+        they are left out."""
         for pair in pairs:
             pair.lower.lane.submit(partial(self._compare, pair))
 
     def _copy(self, entry: Entry) -> LowerTier | None:
-        """Under the lock: the fastest tier that holds the very bytes of this slot."""
+        """Under the lock: the fastest tier that holds exactly the bytes of this slot."""
         holders = self._core.directory.holders(entry.key) if entry.state is READY else ()
         same = (self._lower_tiers[index] for index in holders if entry.copies >> index & 1)
         return next((lower for lower in same if not lower.tier.shared), None)
@@ -90,23 +89,23 @@ class Audit:
                 core.counts["audit_mismatch"] += same is False
         if same is False:
             self._say(entry.key, lower.tier.name)
-            self._forget([entry.key])
+            self._invalidate([entry.key])
 
     def _say(self, key: ChunkKey, tier: str) -> None:
         if not self._said:
             self._said = True
             logger.error(
                 "audit: chunk %s has other bytes in RAM than in %s, although one is a copy of the "
-                "other; it is dropped "
-                "everywhere. Test this host's memory, and report it if that is sound. Further ones "
-                "are only counted",
+                "other. It is dropped everywhere. Test this host's memory, and report this if the "
+                "memory is sound. Further cases are only counted",
                 key.hex()[:16],
                 tier,
             )
 
 
 def _same(one: memoryview, other: memoryview) -> bool:
-    """Byte by byte, in pieces: bytes compare much faster than views, and need a copy."""
+    """Compare in pieces, byte by byte. Two bytes objects compare much faster than two views, but
+    they are copies."""
     pieces = range(0, len(one), _PIECE_BYTES)
     return all(
         bytes(one[at : at + _PIECE_BYTES]) == bytes(other[at : at + _PIECE_BYTES]) for at in pieces

@@ -1,32 +1,34 @@
-"""Directory: every state of every chunk and every transition. Pure: no I/O, lock, thread, clock or
-log.
+"""Directory: every state of every chunk, and every transition.
+
+It is pure: no I/O, no lock, no thread, no clock and no log.
 
 A chunk's states in RAM, all of them::
 
-    ABSENT --reserve--> FILLING --filled--> READY --evicted in reserve, or forget--> ABSENT
+    ABSENT --reserve--> FILLING --filled--> READY --evicted in reserve, or invalidate--> ABSENT
                            `------fill_failed------> ABSENT
 
-An :class:`Entry` is one stay of a chunk in RAM, from reserve until its slot is free again. When the
-chunk becomes ABSENT while somebody still holds a pin (a reader, a waiter, a spill in progress), the
-entry is GONE: it can no longer be found, and its slot returns to the free list with the last pin.
-So a slot is never reused under a reader.
+An :class:`Entry` is one stay of a chunk in RAM, from reserve until its slot is free again. A chunk
+may become ABSENT while somebody still has a pin on it (a reader, a waiter or a spill in progress).
+Then the entry is GONE: it can no longer be found, and its slot returns to the free list with the
+last pin. So a slot is never reused under a reader.
 
-Besides, the set of tiers that hold a chunk: one Policy a tier, its keys being what the tier holds
-or is being given.
+The Directory also knows which tiers hold a chunk. Each tier has one Policy, whose keys are what the
+tier holds or is being given.
 
 Rules (``check`` asserts them):
 
-1. a slot is free, or given back (:meth:`Directory.shrink`), or belongs to exactly one entry;
-2. a READY entry, and nothing else, is in the RAM policy; what is pinned keeps its place there and
-   is passed over by evictions. A write makes nothing hotter; a chunk whose last reader leaves
-   becomes the hottest of its kind;
-3. no tier is asked to hold more than its capacity;
-4. at rest no entry is FILLING, pinned or GONE;
-5. no owner has more than its quota of slots, or of a tier's room.
+1. A slot is free, or is given back (:meth:`Directory.shrink`), or belongs to exactly one entry.
+2. The READY entries, and no others, are in the RAM policy. An entry with a pin keeps its place
+   there, and evictions pass over it. A spill makes no chunk hotter. A chunk whose last reader
+   leaves becomes the hottest of its kind.
+3. No tier is asked to hold more than its capacity.
+4. At rest no entry is FILLING, pinned or GONE.
+5. No owner has more than its quota of slots, or more than its quota of a tier's room.
 
-Owners (:mod:`kvtier.core.tenant`; 0 is nobody) are whom a server keeps apart. A chunk belongs to
-who saved it, in RAM again when it is promoted. Nobody's counts against no quota and leaves like
-everything else; in RAM it is who asked for it's.
+An owner is the number of a tenant (:mod:`kvtier.core.tenant`). The number 0 means that nobody owns
+the chunk. A chunk belongs to the tenant that saved it, and keeps that owner when it is promoted to
+RAM. A chunk in a tier without an owner counts against no quota and leaves like every other one.
+When it is promoted, it belongs to the tenant that asked for it.
 
 Not thread-safe: the Store's lock guards every call.
 """
@@ -60,7 +62,7 @@ FILLING, READY, GONE = State.FILLING, State.READY, State.GONE
 
 
 class Entry:
-    """One stay of one chunk in one slot. Fields are the Directory's to change."""
+    """One stay of one chunk in one slot. Only the Directory changes its fields."""
 
     __slots__ = ("copies", "key", "offered", "origin", "owner", "pins", "slot", "state", "writes")
 
@@ -70,23 +72,27 @@ class Entry:
         self.slot = slot
         self.state = FILLING
         self.pins = self.writes = 0
-        """Who needs the slot as it is; how many of them only write it below."""
+        """How many need the slot unchanged, and how many of those only write it to a lower tier."""
         self.origin = origin
-        """The tier it is promoted from (FILLING takes bounded time); None when an engine fills
-        it."""
+        """The tier from which it is promoted, or None when an engine fills it. A promotion is
+        FILLING for a bounded time."""
         self.offered = origin is not None
-        """It lies below, or tiers that write on eviction were asked to take it."""
+        """A lower tier holds it, or the tiers that write on eviction were asked to take it."""
         self.copies = 0
-        """Tiers, as bits, that got their copy from this slot or gave it: exactly these bytes."""
+        """The tiers, as bits, that wrote their copy from this slot or filled it: they have exactly
+        these bytes."""
 
 
 class Directory:
-    """Who holds what, for ``slots`` RAM slots and any number of lower tiers (given by their
-    capacities).
+    """Which chunk is where.
 
-    ``policy``: the order of leaving of RAM, and of the tiers where ``lower`` is not given.
-    ``share``: the part of RAM and of every tier that one owner may have, above 0 and up to 1; None
-    for no quotas.
+    Args:
+        slots: the number of RAM slots.
+        capacities: the capacity of each lower tier, in chunks.
+        policy: makes the eviction order of RAM, and of the tiers where ``lower`` is not given.
+        share: the part of RAM and of every tier that one owner may have, above 0 and up to 1. None:
+            there are no quotas.
+        lower: makes the eviction order of the lower tiers.
     """
 
     def __init__(
@@ -99,15 +105,15 @@ class Directory:
         lower: PolicyOf | None = None,
     ) -> None:
         self.slots = slots
-        """Slots that may be in use; fewer than there are while another Store has the room of the
-        others."""
+        """Slots that may be in use. They are fewer than all slots while another Store has the room
+        of the rest."""
         self._share = share
         self._quota = quota_of(slots, share)
         self._used: Counter[int] = Counter()
-        """Slots by owner, 0 not counted; no owner without a slot."""
+        """Slots by owner. Owner 0 is not counted, and an owner without a slot is not listed."""
         self._free = list(range(slots - 1, -1, -1))
         self._leaving: list[int] = []
-        """Slots whose memory is to be given back; not free before :meth:`gave_back`."""
+        """Slots whose memory will be given back. They are not free before :meth:`gave_back`."""
         self._given: list[int] = []
         """Slots without memory."""
         self._in_slot: list[Entry | None] = [None] * slots
@@ -118,27 +124,27 @@ class Directory:
         self.evicted_unoffered = 0
         """Chunks since the start that left RAM before :meth:`next_out` named them."""
         self.evicted = 0
-        """Chunks since the start that left RAM for room."""
+        """Chunks since the start that left RAM to make room."""
         self._past = Past(slots + sum(capacities))
         self.ages = Ages(slots + sum(capacities))
         self.crowded = [0] * (1 + len(capacities))
         """Chunks since the start that found no free room, in RAM and in each tier."""
         self._idle = 0
         self._idle_of: Counter[int] = Counter()
-        """READY entries without any pin, and those by owner where owners have quotas: is there
-        anything to evict?"""
+        """READY entries without any pin, in total and by owner (only where owners have quotas).
+        They tell whether there is anything to evict."""
         self._over: set[ChunkKey] = set()
-        """READY chunks that nobody will ask for again, as far as is known; not written below when
-        they leave."""
+        """READY chunks that nobody will ask for again, as far as is known. They are not written to
+        lower tiers when they leave."""
         self.distrust = False
-        """What is over is written all the same: too many were not."""
+        """True: chunks in ``_over`` are written all the same, because too many were used again."""
         self._order = Owned(policy(slots), share is not None)
         self._tiers = [TierIndex(capacity, lower or policy, share) for capacity in capacities]
 
-    # ---- looks: no effect ------------------------------------------------------------------------
+    # ---- queries: they change nothing ------------------------------------------------------------
 
     def get(self, key: ChunkKey) -> Entry | None:
-        """The chunk's entry, FILLING or READY; None when ABSENT."""
+        """The chunk's entry, FILLING or READY. None when ABSENT."""
         return self._entries.get(key)
 
     def holders(self, key: ChunkKey) -> Iterator[int]:
@@ -155,8 +161,8 @@ class Directory:
         return len(keys)
 
     def held_run(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
-        """How many leading chunks are READY, or can be without an engine's help: on the way up, or
-        held lower."""
+        """How many leading chunks are READY, are being promoted, or are held by a lower tier: all
+        that can be had without an engine's help."""
         entries, tiers = self._entries, self._tiers
         for index in range(start, len(keys)):
             key = keys[index]
@@ -178,11 +184,13 @@ class Directory:
     def reserve(
         self, key: ChunkKey, keep: Container[ChunkKey], origin: int | None = None, owner: int = 0
     ) -> Entry | None:
-        """ABSENT -> FILLING: a slot for ``key``, evicting the coldest unpinned chunk if none is
-        free, and the owner's own coldest if its quota is used up.
+        """ABSENT -> FILLING: take a slot for ``key``.
 
-        None when every slot is filling or pinned, or when only chunks of ``keep`` (the run this is
-        for) could leave.
+        Without a free slot the coldest unpinned chunk is evicted. When the owner's quota is used
+        up, the owner's own coldest chunk is evicted.
+
+        Returns None when every slot is filling or pinned, or when only chunks of ``keep`` (the run
+        that the slot is for) could leave.
         """
         if key in self._entries:
             raise StateError(
@@ -206,8 +214,8 @@ class Directory:
         return entry
 
     def filled(self, entry: Entry, source: int | None = None) -> None:
-        """FILLING -> READY, by an engine or from tier ``source``. No effect on an entry that is
-        GONE meanwhile."""
+        """FILLING -> READY, by an engine or from tier ``source``. No effect on an entry that became
+        GONE in the meantime."""
         if entry.state is GONE:
             return
         self._expect(entry, FILLING)
@@ -219,7 +227,7 @@ class Directory:
             self._count_idle(entry, 1)
 
     def fill_failed(self, entry: Entry) -> None:
-        """FILLING -> ABSENT. No effect on an entry that is GONE meanwhile."""
+        """FILLING -> ABSENT. No effect on an entry that became GONE in the meantime."""
         if entry.state is GONE:
             return
         self._expect(entry, FILLING)
@@ -239,8 +247,8 @@ class Directory:
             self._order.ordered((entry.key,))
 
     def used(self, run: Sequence[ChunkKey]) -> None:
-        """A prompt asked for this run: hotter now in RAM and in every tier, its beginning hottest
-        of all."""
+        """A prompt asked for this run. It becomes hotter in RAM and in every tier, and its
+        beginning becomes the hottest."""
         if self._over:
             self._over.difference_update(run)
         self._order.used(run)
@@ -249,8 +257,8 @@ class Directory:
         self.ages.use(run)
 
     def ordered(self, run: Sequence[ChunkKey]) -> None:
-        """A prompt's run is being stored, which is no use of what is held of it: in order again
-        everywhere."""
+        """A prompt's run is being stored: put it in order again everywhere. That does not count as
+        a use of the chunks that are held already."""
         if self._over:
             self._over.difference_update(run)
         self._order.ordered(run)
@@ -259,9 +267,9 @@ class Directory:
         self.ages.use(run)
 
     def over(self, run: Sequence[ChunkKey]) -> None:
-        """Nobody will ask for these chunks again, as far as is known, until somebody uses or saves
-        one: coldest now everywhere, the end of the run first. What is read or filled at this moment
-        is not over."""
+        """Nobody will ask for these chunks again, as far as is known. They become the coldest
+        everywhere, the end of the run first, until somebody uses or saves one. Chunks that are
+        being read or filled at this moment are left as they are."""
         entries = self._entries
         idle = [key for key in run if (entry := entries.get(key)) is None or self._is_idle(entry)]
         self._over.update(key for key in idle if key in entries)
@@ -269,13 +277,13 @@ class Directory:
             order.cool(idle)
 
     def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
-        """These chunks will be used within so many seconds after their last use: they leave RAM
-        after all else, if they are not more than half of it."""
+        """These chunks will be used again within ``seconds`` after their last use. They leave RAM
+        after all others, as long as such chunks are at most half of RAM."""
         self._over.difference_update(run)
         self._order.keep(run, seconds)
 
     def tick(self, now: float) -> None:
-        """It is ``now``: what was to be kept until then is not any more."""
+        """The time is ``now``: chunks that were kept until then leave like others again."""
         self._order.tick(now)
 
     @staticmethod
@@ -283,11 +291,12 @@ class Directory:
         return entry.state is READY and entry.pins == entry.writes
 
     def invalidate(self, key: ChunkKey, owner: int | None = None) -> list[int]:
-        """The chunk is bad or unwanted: ABSENT everywhere. Returns the tiers that must delete it,
-        then :meth:`deleted`.
+        """The chunk is bad or unwanted: make it ABSENT everywhere. Returns the tiers that must
+        delete it and then call :meth:`deleted`.
 
-        ``owner``: only where it is this owner's or nobody's. A FILLING chunk stays: it is being
-        made anew. A write in progress is caught by :meth:`spill_ended`.
+        With ``owner``, only copies of this owner, and copies without an owner, are dropped. A
+        FILLING chunk stays, because it is being made anew. :meth:`spill_ended` catches a write that
+        is in progress.
         """
         entry = self._entries.get(key)
         if entry is not None and entry.state is READY and may(owner, entry.owner):
@@ -303,9 +312,11 @@ class Directory:
         return holders
 
     def next_out(self, owner: int = 0) -> list[Entry]:
-        """Chunks that leave RAM soon, coldest first, each named once in its stay: those that go
-        when ``owner`` wants half of RAM, or half of its quota, at most :data:`_MOST_AHEAD`
-        slots."""
+        """Chunks that will leave RAM soon, coldest first. Each is named once in its stay.
+
+        They are the chunks that leave when ``owner`` wants half of RAM, or half of its quota. At
+        most :data:`_MOST_AHEAD` slots are looked through.
+        """
         wanted = min(_MOST_AHEAD, -(-self.slots // 2)) - len(self._free)
         entries = list(islice(self._unread(self._order), max(0, wanted)))
         if self._quota is not None and owner:
@@ -314,12 +325,12 @@ class Directory:
         return self._offer(entries)
 
     def all_out(self) -> list[Entry]:
-        """Every chunk in RAM without a reader that :meth:`next_out` has not named, hottest
+        """Every chunk in RAM that has no reader and that :meth:`next_out` has not named, hottest
         first."""
         return self._offer(self._unread(self._order))[::-1]
 
     def _unread(self, keys: Iterable[ChunkKey]) -> Iterator[Entry]:
-        """Of those of ``keys`` that have no reader, their entries."""
+        """The entries of those ``keys`` that have no reader."""
         entries = self._entries
         return (entry for key in keys if (entry := entries[key]).pins == entry.writes)
 
@@ -337,9 +348,12 @@ class Directory:
     def found(
         self, index: int, keys: Sequence[ChunkKey], owners: Iterable[int] = repeat(0)
     ) -> list[ChunkKey]:
-        """Tier ``index`` turned out to hold ``keys`` (at start, or by asking a shared tier),
-        coldest first; all of them are hotter than what it was known to hold. ``owners``: whose each
-        of them is. Returns the keys that leave for it; the tier must delete them, then
+        """Tier ``index`` turned out to hold ``keys``, at the start or when a shared tier was asked.
+
+        The keys are given coldest first. All of them become hotter than what the tier was known to
+        hold. ``owners`` tells the owner of each key.
+
+        Returns the keys that leave to make room. The tier must delete them and then call
         :meth:`deleted`.
         """
         tier, grown = self._tiers[index], set[int]()
@@ -353,19 +367,20 @@ class Directory:
         return surplus
 
     def unwanted(self, index: int, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
-        """Tier ``index`` has ``keys``, known here or not. Returns those it must delete, then
-        :meth:`deleted`."""
+        """Tier ``index`` has ``keys``, whether they are known here or not. Returns those that it
+        must delete before it calls :meth:`deleted`."""
         return self._tiers[index].leave_all(keys)
 
     def takes(self, index: int, key: ChunkKey) -> bool:
-        """Tier ``index`` neither has the chunk nor is being given it nor has yet to delete it."""
+        """Whether tier ``index`` can be given the chunk: it does not hold it, is not being given
+        it, and has no delete of it to do."""
         return self._tiers[index].takes(key)
 
     def spill_begun(self, entry: Entry, index: int) -> list[ChunkKey] | None:
-        """Tier ``index`` shall take this READY chunk: pins it and makes room.
+        """Tier ``index`` shall take this READY chunk: pin the chunk and make room.
 
-        Returns the keys the tier must delete first (then :meth:`deleted`), or None when the tier
-        has the chunk, gets it already, or has no room.
+        Returns the keys that the tier must delete first (then :meth:`deleted`). Returns None when
+        the tier has the chunk, is getting it already, or has no room.
         """
         self._expect(entry, READY)
         tier = self._tiers[index]
@@ -383,10 +398,10 @@ class Directory:
         return victims
 
     def spill_ended(self, entry: Entry, index: int, stored: bool) -> bool:
-        """The write ended; ``stored`` says whether the tier holds the chunk now.
+        """The write ended. ``stored`` says whether the tier holds the chunk now.
 
-        Returns False when the chunk was forgotten meanwhile: the tier must delete it, then
-        :meth:`deleted`.
+        Returns False when the chunk was invalidated in the meantime. Then the tier must delete it
+        and call :meth:`deleted`.
         """
         tier = self._tiers[index]
         del tier.writing[entry.key]
@@ -401,7 +416,7 @@ class Directory:
         return wanted or not stored
 
     def stored_with(self, index: int, run: Sequence[ChunkKey]) -> None:
-        """Tier ``index`` got a chunk of ``run``: writes end in any order, so the run is put in
+        """Tier ``index`` got a chunk of ``run``. Writes end in any order, so the run is put in
         order again."""
         self._tiers[index].order.ordered(run)
 
@@ -410,8 +425,11 @@ class Directory:
         self._tiers[index].leaving.difference_update(keys)
 
     def lost(self, index: int, key: ChunkKey, how: Left = Left.EVICTED) -> None:
-        """Tier ``index`` does not hold the chunk after all. Not for a tier that cannot be asked
-        now: what it holds must stay known, or no :meth:`invalidate` reaches it."""
+        """Tier ``index`` does not hold the chunk after all.
+
+        Not for a tier that cannot be asked now: what it holds must stay known, or no
+        :meth:`invalidate` reaches it.
+        """
         self._tiers[index].order.discard(key)
         self._past.left(key, how)
 
@@ -419,10 +437,10 @@ class Directory:
         """What tier ``index`` holds, coldest first."""
         return iter(self._tiers[index].order)
 
-    # ---- looks at the whole ----------------------------------------------------------------------
+    # ---- the whole -------------------------------------------------------------------------------
 
     def usage(self) -> dict[str, int]:
-        """Chunks by place and state. No walk: these are counts that each step keeps."""
+        """Chunks by place and state. It walks over nothing: each transition keeps these counts."""
         return {
             "ram_free": len(self._free),
             "ram_ready": len(self._entries) - self._filling,
@@ -431,15 +449,16 @@ class Directory:
         }
 
     def keys(self) -> list[ChunkKey]:
-        """Every chunk in RAM or in a tier, some of them twice. The one look at all: 20 ns a
-        chunk."""
+        """Every chunk in RAM or in a tier, some of them twice. No other query walks over all
+        chunks; it takes 20 ns a chunk."""
         every = [*self._entries]
         for tier in self._tiers:
             every += tier.order.keys()
         return every
 
     def of(self, keys: Iterable[ChunkKey], owner: int | None) -> Iterator[ChunkKey]:
-        """Those of ``keys`` that ``owner`` may drop somewhere: his own and nobody's; None: all."""
+        """Those of ``keys`` that ``owner`` may drop somewhere: its own and those that nobody owns.
+        None: all."""
         for key in keys:
             entry = self._entries.get(key)
             if (entry is not None and may(owner, entry.owner)) or any(
@@ -448,8 +467,8 @@ class Directory:
                 yield key
 
     def unfinished(self, keys: Iterable[ChunkKey], owner: int | None = None) -> int:
-        """How many of ``keys`` outlive a :meth:`invalidate` for now: being filled, written or
-        deleted."""
+        """How many of ``keys`` an :meth:`invalidate` does not remove yet, because they are being
+        filled, written or deleted."""
         return sum(
             (key in self._entries and may(owner, self._entries[key].owner))
             or any(key in tier.leaving or key in tier.writing for tier in self._tiers)
@@ -474,8 +493,8 @@ class Directory:
         return len(self._tiers[index]) + len(self._tiers[index].leaving)
 
     def check(self, idle: bool = False) -> None:
-        """Raise StateError when a rule of this module is broken; ``idle`` adds rule 4. A full
-        walk."""
+        """Raise StateError when a rule of this module is broken; ``idle`` adds rule 4. It walks
+        over all chunks."""
         problems = [*self.check_slots(0, len(self._in_slot)), *self.check_counts(idle)]
         entries = [*self._entries.values(), *self._gone]
         slots = sorted(
@@ -491,9 +510,9 @@ class Directory:
                 f"{counted} chunks filling and pinned, booked {(self._filling, self._pinned)}"
             )
         if not set(self._order) <= self._entries.keys():
-            problems.append("the order of leaving names chunks that are not in RAM")
+            problems.append("the eviction order names chunks that are not in RAM")
         if any(key not in self._order for key in self._over):
-            problems.append("chunks are over that are not there")
+            problems.append("chunks that are over are not in RAM")
         unpinned = [entry for entry in entries if entry.state is READY and not entry.pins]
         owned = Counter(
             entry.owner for entry in unpinned if entry.owner and self._share is not None
@@ -511,8 +530,8 @@ class Directory:
             raise StateError("; ".join(problems))
 
     def check_slots(self, first: int, count: int) -> list[str]:
-        """What is wrong with these slots and their chunks, in words: rules 1 and 2 for each by
-        itself."""
+        """What is wrong with these slots and their chunks, in words. It checks rules 1 and 2 for
+        each slot by itself."""
         problems = []
         for slot, entry in enumerate(self._in_slot[first : first + count], start=first):
             if entry is None:
@@ -527,12 +546,12 @@ class Directory:
                     f"slot {slot} belongs to a chunk that is {entry.state.value} and not there"
                 )
             if (entry.state is READY) != (entry.state is not GONE and entry.key in self._order):
-                problems.append("the order of leaving differs from the READY chunks")
+                problems.append("the eviction order differs from the READY chunks")
         return problems
 
     def check_counts(self, idle: bool = False) -> list[str]:
-        """What is wrong with the counts, in words: rules 1, 3, 5 and, with ``idle``, 4. No walk
-        over chunks."""
+        """What is wrong with the counts, in words. It checks rules 1, 3 and 5, and rule 4 with
+        ``idle``. It walks over no chunks."""
         problems = []
         used = self.in_use
         if used + len(self._free) + len(self._leaving) + len(self._given) != len(self._in_slot):
@@ -561,9 +580,11 @@ class Directory:
     # ---- room that another Store has -------------------------------------------------------------
 
     def shrink(self, slots: int, most: int) -> bool:
-        """From now on at most ``slots`` may be in use: free slots and, coldest first, up to
-        ``most`` chunks leave; a slot that somebody holds leaves when he lets go. True: call again,
-        there is more that can leave now."""
+        """From now on at most ``slots`` may be in use. Free slots leave first, then up to ``most``
+        chunks, coldest first. A slot with a pin leaves with its last pin.
+
+        True: more slots can leave now, call again.
+        """
         self._resize(slots)
         for _ in range(most):
             if self._surplus <= 0:
@@ -578,26 +599,26 @@ class Directory:
         return self._surplus > 0
 
     def leaving(self, most: int) -> list[int]:
-        """Up to ``most`` slots whose memory nobody uses any more and is to be given back; then
-        :meth:`gave_back`."""
+        """Up to ``most`` slots whose memory nobody uses any more and that is to be given back.
+        :meth:`gave_back` follows."""
         return self._leaving[-most:]
 
     def gave_back(self, slots: Sequence[int]) -> None:
-        """The memory of these slots, named by :meth:`leaving`, is given back."""
+        """The memory of these slots, which :meth:`leaving` named, is given back."""
         gone = set(slots)
         self._leaving = [slot for slot in self._leaving if slot not in gone]
         self._given += slots
 
     def grow(self, slots: int) -> None:
-        """At most ``slots`` may be in use from now on: so many of those given back are free
-        again."""
+        """From now on at most ``slots`` may be in use. As many of the slots that were given back
+        become free again."""
         self._resize(slots)
         while self._surplus < 0 and self._given:
             self._free.append(self._given.pop())
 
     def limit(self, index: int, capacity: int, most: int) -> list[ChunkKey]:
         """Tier ``index`` shall hold at most ``capacity`` chunks from now on. Returns up to ``most``
-        keys that it must delete, then :meth:`deleted`; call again until there are none."""
+        keys that it must delete (then :meth:`deleted`). Call again until there are none."""
         victims = self._tiers[index].limit(capacity, most)
         for victim in victims:
             self._past.left(victim, Left.EVICTED)
@@ -605,7 +626,7 @@ class Directory:
 
     @property
     def occupied(self) -> int:
-        """Slots that have memory, or may get some at any time."""
+        """Slots that have memory, or may get memory at any time."""
         return len(self._in_slot) - len(self._given)
 
     @property
@@ -618,8 +639,8 @@ class Directory:
         return self._given[: -most - 1 : -1] if most > 0 else []
 
     def coldest(self, index: int | None = None) -> int | None:
-        """The turn in which the chunk was used last that would leave tier ``index`` next, or (None)
-        RAM. A guess where only a sample is known; None: nothing can leave."""
+        """The turn of the last use of the chunk that would leave next: from tier ``index``, or from
+        RAM (None). It is an estimate where only a sample is known. None: nothing can leave."""
         order = self._order if index is None else self._tiers[index].order
         return self.ages.first(islice(order, _MOST_AHEAD))
 
@@ -630,9 +651,11 @@ class Directory:
         self._order.resize(slots)
 
     def _coldest(self, owner: int = 0) -> Entry | None:
-        """What leaves next, of all or of one owner's. What is read and lies before it becomes hot
-        at once, as it will when its reader leaves: else every eviction would walk over what is read
-        for long."""
+        """The entry that leaves next, of all entries or of one owner's.
+
+        Entries with a reader that come before it in the order become hot at once, as they will when
+        the reader leaves. Otherwise every eviction would walk over the chunks of a long read.
+        """
         if not (self._idle_of[owner] if owner else self._idle):
             return None
         read, found = list[ChunkKey](), None
@@ -703,7 +726,7 @@ class Directory:
 
     @property
     def _surplus(self) -> int:
-        """Slots in use or free beyond those that may be."""
+        """Slots in use or free, less the slots that may be."""
         return len(self._in_slot) - len(self._leaving) - len(self._given) - self.slots
 
     @staticmethod

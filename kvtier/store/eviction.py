@@ -1,13 +1,13 @@
-"""The order in which chunks leave a place. Pure: keys and order only; no sizes, places, clock or
-lock.
+"""The order in which chunks leave a place. Pure: only keys and their order. No sizes, no places, no
+clock and no lock.
 
-Leaf-first: within one prompt the end leaves before its beginning, because a chunk without its
-ancestors can serve nobody. Policies get this for free by moving a run from its end to its
-beginning: the root is always the most recently used of its run.
+The order is leaf-first: the end of a prompt leaves before its beginning, because a chunk without
+the chunks before it can serve nobody. Policies get this order for free, because they move a run
+from its end to its beginning: the root is always the most recently used chunk of its run.
 
-A policy is told apart what is easily taken for one thing: a prompt asked for a chunk (``used``) or
-the chunk was only stored or let go (``ordered``); a chunk left for room and may come back
-(``evicted``) or is unwanted (``discard``). What is pinned stays known and keeps what the policy
+A policy is told two differences that are easily missed. A prompt asked for a chunk (``used``), or
+the chunk was only stored or let go (``ordered``). A chunk left to make room and may come back
+(``evicted``), or it is unwanted (``discard``). A pinned chunk stays known and keeps what the policy
 remembers of it: the Directory passes it over.
 """
 
@@ -20,32 +20,33 @@ from typing import Protocol
 from kvtier.core.chunk import ChunkKey
 
 _MOST_OWNERS = 8192
-"""Numbers of owners that are kept as one object each; then they are collected anew."""
+"""Owner numbers that are kept as one object each. When there are more, they are collected anew."""
 
 
 class Policy(Protocol):
     """Which key leaves next. Not thread-safe: the owner's lock guards it."""
 
     def add(self, key: ChunkKey, owner: int = 0) -> None:
-        """``key`` is held from now on, or still is: the hottest of its kind, and whose it is."""
+        """``key`` is held from now on, or is still held. It becomes the hottest of its kind, and
+        belongs to ``owner``."""
         ...
 
     def owner(self, key: ChunkKey) -> int:
-        """Whose ``key`` is; 0 also for one that is not known."""
+        """The owner of ``key``; 0 also for an unknown key."""
         ...
 
     def used(self, run: Sequence[ChunkKey]) -> None:
-        """A prompt with this run (first chunk first) asked for it; unknown keys in it are
-        ignored."""
+        """A prompt with this run (first chunk first) asked for it. Unknown keys are ignored."""
         ...
 
     def ordered(self, run: Sequence[ChunkKey]) -> None:
-        """The run was stored, or a reader let go of it: hot again, its end coldest. That is no use
-        of it, because every prompt is stored in several steps; unknown keys in it are ignored."""
+        """The run was stored, or a reader let go of it: it is hot again, its end coldest. That does
+        not count as a use, because every prompt is stored in several steps. Unknown keys are
+        ignored."""
         ...
 
     def evicted(self, key: ChunkKey) -> None:
-        """``key`` left for room: forget that it is held, and remember what helps when it comes
+        """``key`` left to make room. Forget that it is held, and remember what helps if it comes
         back."""
         ...
 
@@ -54,20 +55,20 @@ class Policy(Protocol):
         ...
 
     def coldest(self) -> ChunkKey | None:
-        """The key to let go first; None when empty. It stays known until evicted or discarded."""
+        """The key to let go first. None when empty. It stays known until evicted or discarded."""
         ...
 
     def cool(self, run: Sequence[ChunkKey]) -> None:
-        """These leave before all else, the end of the run first; unknown keys in it are ignored."""
+        """These leave before all others, the end of the run first. Unknown keys are ignored."""
         ...
 
     def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
-        """These leave after all else for so long after their last use, if that is not more than
-        half of all."""
+        """These leave after all others until ``seconds`` after their last use, as long as such
+        chunks are at most half of all."""
         ...
 
     def tick(self, now: float) -> None:
-        """It is ``now``, in seconds."""
+        """The time is ``now``, in seconds."""
         ...
 
     def resize(self, room: int) -> None:
@@ -85,15 +86,15 @@ class Policy(Protocol):
 
 PolicyOf = Callable[[int], Policy]
 """Makes a policy for a place with room for so many chunks. All chunks of a place have the same
-size, so that one chunk is the unit in which everything is weighed."""
+size, so every quantity is counted in chunks."""
 
 
 class LRU:
     """Least recently used leaves first.
 
-    An OrderedDict, not a dict: taking the front of a dict walks over the places of all deleted keys
-    (measured 40 times slower at 100,000 keys), and ``move_to_end`` is one step. Its values are the
-    owners.
+    It is an OrderedDict and not a dict. Taking the front of a dict walks over the places of all
+    deleted keys (measured 40 times slower at 100,000 keys), and ``move_to_end`` is one step. Its
+    values are the owners.
     """
 
     __slots__ = ("_order",)
@@ -127,7 +128,7 @@ class LRU:
                 self._order.move_to_end(key, last=False)
 
     def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
-        """The oldest leaves first, whatever is said of it."""
+        """The oldest chunk leaves first, whatever is said of it."""
 
     def tick(self, now: float) -> None:
         """It has no clock."""
@@ -149,12 +150,11 @@ class LRU:
 
 
 class Owned:
-    """A Policy's order, in which every key belongs to an owner (:mod:`kvtier.core.tenant`), 0 for
-    nobody.
+    """A Policy's order in which every key has an owner (:mod:`kvtier.core.tenant`). 0 means nobody.
 
-    ``split`` keeps an order per owner besides, so that :meth:`coldest` and :meth:`count` can ask
-    for one owner's; it costs memory, so it is for places where owners have quotas. An owner's own
-    order is LRU: only all keys of a place together are enough to learn from.
+    With ``split`` there is also an order for each owner, so that :meth:`coldest` and :meth:`count`
+    can answer for one owner. That costs memory, so only places where owners have quotas use it. An
+    owner's own order is LRU, because only all keys of a place together are enough to learn from.
     """
 
     __slots__ = ("_all", "_once", "_parts")
@@ -162,7 +162,8 @@ class Owned:
     def __init__(self, policy: Policy, split: bool) -> None:
         self._all = policy
         self._once: dict[int, int] = {}
-        """Every owner's number: one object for all its keys, not one of 44 bytes for each."""
+        """Each owner's number, as one object for all its keys. Otherwise each key had its own
+        object of 44 bytes."""
         self._parts: defaultdict[int, LRU] | None = defaultdict(LRU) if split else None
 
     def add(self, key: ChunkKey, owner: int = 0) -> None:
@@ -220,17 +221,17 @@ class Owned:
         return self._all.owner(key)
 
     def count(self, owner: int) -> int:
-        """Keys of this owner; only where split."""
+        """Keys of this owner. Only where split."""
         return len(self._parts[owner]) if self._parts is not None and owner in self._parts else 0
 
     def coldest(self, owner: int | None = None) -> ChunkKey | None:
-        """The key to let go first: of all, or (only where split) of one owner's."""
+        """The key to let go first: of all keys, or (only where split) of one owner's keys."""
         if owner is None or self._parts is None:
             return self._all.coldest()
         return self._parts[owner].coldest() if owner in self._parts else None
 
     def part(self, owner: int) -> Iterator[ChunkKey]:
-        """One owner's keys, coldest first; only where split."""
+        """One owner's keys, coldest first. Only where split."""
         return (
             iter(self._parts[owner])
             if self._parts is not None and owner in self._parts

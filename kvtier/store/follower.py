@@ -1,8 +1,8 @@
-"""Follower: what a Store does about prompts and hints afterwards, without its lock: sessions,
-shadows, marks.
+"""Follower: the work that prompts and hints cause in a Store later, without its lock: sessions,
+shadows and the marks of hints.
 
-Prompts and hints wait in one bounded queue, in the order in which they came, and are followed on
-the Store's spare lane. The lock is taken for short pieces only.
+Prompts and hints wait in one bounded queue, in the order in which they came. The Store's spare lane
+works on them. It takes the lock for short pieces only.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ _AT_ONCE = 8
 _MOST_RECENT = 8
 _MOST_ENDED = 4096
 _WRONG, _LEAST_SAID, _MOST_SAID = 0.02, 50, 2500
-"""Too much of what was said to be over goes on: a larger part, of so many at least. The past counts
-half then."""
+"""Hints are distrusted when more than this part of the sessions they called over went on, among at
+least so many. After so many the past counts half."""
 
 
 class _Item(NamedTuple):
     run: Sequence[ChunkKey]
     session: str
     hint: Hint = NOTHING
-    """A prompt has none."""
+    """:data:`NOTHING` for a prompt."""
 
 
 class Follower:
-    """:meth:`prompt` and :meth:`hint` may be called by any thread, :meth:`work` by one at a time.
+    """Any thread may call :meth:`prompt` and :meth:`hint`. One thread at a time calls :meth:`work`.
 
-    ``adaptive``: RAM's policy, where it adapts. ``clock``: seconds, monotonic. ``rooms``: of each
-    place, in chunks.
+    Args:
+        adaptive: RAM's policy, where it adapts.
+        clock: monotonic seconds.
+        rooms: the room of each place, in chunks.
     """
 
     def __init__(
@@ -57,9 +59,9 @@ class Follower:
         self.curves = {place: Curve(room) for place, room in rooms.items()}
         """What LRU caches of other sizes would have hit, by place."""
         self._ended: OrderedDict[ChunkKey, None] = OrderedDict()
-        """The last chunks of prompts after which a session was said to be over."""
+        """The last chunks of prompts after which a hint said that the session is over."""
         self._said = self._wrong = 0.0
-        """How many that were, and after how many of them it went on; the past fades."""
+        """How many hints said so, and how many of those sessions went on. Old ones fade."""
         self._waiting: deque[_Item] = deque()
         self._recent: deque[ChunkKey] = deque(maxlen=_MOST_RECENT)
         self.counts = {
@@ -69,10 +71,10 @@ class Follower:
             "hints_dropped": 0,
             "hints_wrong": 0,
         }
-        """Prompts and hints; what is dropped came faster than it could be followed."""
+        """Counts of prompts and hints. Those that came faster than the work are dropped."""
 
     def prompt(self, run: Sequence[ChunkKey], session: str = "") -> bool:
-        """A prompt asked for this run. True: :meth:`work` should be called, soon and elsewhere."""
+        """A prompt asked for this run. True: call :meth:`work` soon, on another thread."""
         if not run or run[-1] in self._recent:  # a prompt that waits for a tier asks again
             return bool(self._waiting)
         if self._put(_Item(tuple(run), session), "dropped_prompts"):
@@ -80,8 +82,8 @@ class Follower:
         return True
 
     def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> bool:
-        """Something is known of this run, or (an empty one) of the last prompt of the session with
-        this name. True as :meth:`prompt`."""
+        """A hint about this run. An empty run means the last prompt of the session with this name.
+        Returns what :meth:`prompt` returns."""
         self._recent.clear()
         self._put(_Item(tuple(run), session, hint), "hints_dropped")
         return True
@@ -94,7 +96,7 @@ class Follower:
         return True
 
     def work(self, pause: Callable[[], object]) -> bool:
-        """Without the lock: follow some of what waits; ``pause`` is called often. True: more is
+        """Work on some of what waits, without the lock. ``pause`` is called often. True: more is
         waiting."""
         with self._lock:
             self._directory.tick(self._clock())
@@ -123,26 +125,26 @@ class Follower:
         self.counts["hints_followed"] += 1
         run = item.run or self._sessions.last(item.session)
         if item.hint.over:
-            # A prompt that came after the hint uses what it has again.
+            # A prompt that came after the hint will use its chunks again.
             later = {
                 key for other in list(self._waiting) if other.hint == NOTHING for key in other.run
             }
-            private = [key for key in self._sessions.private(run) if key not in later]
-            for part in pieces(private):  # the beginning first: the end is the coldest
+            exclusive = [key for key in self._sessions.exclusive(run) if key not in later]
+            for part in pieces(exclusive):  # the beginning first, so that the end is the coldest
                 with self._lock:
                     self._directory.over(part)
             if self._adaptive is not None:
-                self._adaptive.shadows.over(private)
-            if private:
-                self._note_end(private[-2:])
+                self._adaptive.shadows.over(exclusive)
+            if exclusive:
+                self._note_end(exclusive[-2:])
         elif item.hint.keep_s:
             for part in reversed(list(pieces(run))):
                 with self._lock:
                     self._directory.keep(part, item.hint.keep_s)
 
     def _note_end(self, last: Sequence[ChunkKey]) -> None:
-        """It is said that nobody will ask for these; of the last two one may be a chunk that was
-        not full."""
+        """A hint says that nobody will ask for these. Two chunks are noted, because the last one
+        may not have been full."""
         self._said += 1
         self._ended.update(dict.fromkeys(last))
         while len(self._ended) > _MOST_ENDED:
@@ -153,7 +155,7 @@ class Follower:
             self._said, self._wrong = self._said / 2, self._wrong / 2
 
     def _apply(self, run: Sequence[ChunkKey]) -> None:
-        """Did a session go on that was said to be over?"""
+        """Count a session that went on although a hint said that it is over."""
         again = [key for key in run if key in self._ended] if self._ended else []
         for key in again:
             del self._ended[key]

@@ -1,8 +1,9 @@
 """Hint: what somebody knows of a prompt's future. Pure.
 
-Hints are soft: they change the order in which chunks leave, and whether a chunk that leaves is
-written below. A wrong one costs a recompute and never more. They are bounded (what is kept is at
-most half of RAM), and any later use or save of a chunk takes away that it was over.
+Hints are soft. They change the order in which chunks leave, and whether a chunk that leaves is
+written to a lower tier. A wrong hint costs a recompute and never more. Hints are bounded: chunks
+that are kept are at most half of RAM, and any later use or save of a chunk cancels that its session
+is over.
 """
 
 from __future__ import annotations
@@ -22,27 +23,29 @@ class Hint(NamedTuple):
     """What is known of a run."""
 
     over: bool = False
-    """Its session has ended: what no other session shares leaves first and is not written below."""
+    """Its session has ended. Chunks that no other session shares leave first, and are not written
+    to lower tiers."""
     keep_s: float = 0.0
-    """It will be used again within so many seconds after its last use; 0: nothing is known."""
+    """It will be used again within so many seconds after its last use. 0: nothing is known."""
 
 
 NOTHING = Hint()
 
 
 def session_name(salt: str | None, session: str) -> str:
-    """What a session is called in a Store, with a fixed length: those of different cache salts are
-    different ones, whatever they are called. Empty: it has no name."""
+    """The name of a session in a Store, with a fixed length. Sessions with different cache salts
+    are different, even with the same name. Empty: the session has no name."""
     if not session:
         return ""
     return hashlib.blake2b(json.dumps([salt or "", session]).encode(), digest_size=16).hexdigest()
 
 
 def read(given: Mapping[str, object]) -> tuple[Hint, int]:
-    """The hint in a request's words, and how many of them are bad or unknown: they are ignored.
+    """The hint in a request's words, and how many words are bad or unknown. Those are ignored.
 
-    ``over``: true or false. ``keep_s``: seconds, at most a day. ``priority``: a number, above 0 is
-    kept for a while.
+    - ``over``: true or false.
+    - ``keep_s``: seconds, at most a day.
+    - ``priority``: a number; above 0 the prompt is kept for a while.
     """
     over, keep_s, bad = False, 0.0, 0
     for word, value in given.items():

@@ -1,4 +1,4 @@
-"""What a Directory and its tiers' queues say of a run. Pure: the caller gives the times; no clock,
+"""How much of a run a Directory can serve, and when. Pure: the caller gives the times. No clock,
 lock or I/O."""
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ _MOST_STEPS = 32
 _AT_ONCE = 1024
 """Chunks in one piece of :func:`lookup_run`: a few tenths of a millisecond."""
 Wait = Callable[[int], float | None]
-"""Seconds until so many more reads of one tier have ended; None: unknown."""
+"""Seconds until so many more reads of one tier have ended. None: unknown."""
 
 
 def lookup_run(
     directory: Directory, waits: Sequence[Wait], keys: Sequence[ChunkKey]
 ) -> Steps[LookupResult]:
-    """The outlook of a run, but for asking. One step for each change of place, as between two
-    changes the time saved by loading one chunk more only grows: the best place to stop is an end
-    (:func:`choose`). In pieces, each under the Store's lock."""
+    """The lookup of a run, except what only asking a shared tier can tell.
+
+    The result has one step for each change of place. Between two changes the time saved by loading
+    one more chunk only grows, so the best place to stop is always an end of a step. It runs in
+    pieces, each under the Store's lock.
+    """
     steps: list[tuple[int, float | None]] = []
     reads: dict[int, int] = {}
     here, end = -1, len(keys)
@@ -48,7 +51,7 @@ def lookup_run(
 
 
 def _arrival(waits: Sequence[Wait], reads: Mapping[int, int]) -> float | None:
-    """When all ``reads`` by tier, and what is on its way from those tiers already, have ended."""
+    """The seconds until all ``reads`` by tier, and what those tiers read already, have ended."""
     seconds = [waits[index](count) for index, count in reads.items()]
     known = [one for one in seconds if one is not None]
     return max(known, default=0.0) if len(known) == len(seconds) else None

@@ -1,20 +1,20 @@
-"""Reasons: why a chunk that was asked for is not there. Pure: no I/O, lock, thread, clock or log.
+"""Miss reasons: why a chunk that was asked for is not there. Pure: no I/O, lock, thread, clock or
+log.
 
-A prompt's run ends at its first chunk that is missing; everything behind that counts under the same
-reason.
+A prompt's run ends at its first missing chunk. All chunks after it count under the same reason.
 
 - ``cold``: it was never seen, as far as is remembered.
-- ``evicted``: it was held, and left for room.
+- ``evicted``: it was held, and left to make room.
 - ``corrupt``: it was held, and its bytes did not match their checksum any more. It was not served.
-- ``forgotten``: it was dropped on purpose: cleared, erased, or no load of it worked.
-- ``tier_down``: a lower tier, or the server, that has it or may have it does not answer.
+- ``forgotten``: it was dropped on purpose: it was cleared or purged, or no load of it worked.
+- ``tier_down``: a lower tier or the server that has it, or may have it, does not answer.
 - ``saving``: another prompt is computing it at this moment.
 - ``salt``: the same tokens were saved under another cache salt.
 - ``adapter``: the same tokens were saved under another LoRA adapter.
 - ``media``: the same tokens were saved with other images, audio or video.
 
-What is there and is computed all the same is *declined*, not missed: ``slower``, ``unasked``,
-``deadline`` or ``refused``.
+A chunk that is there but is computed all the same is *declined* and not missed. The reasons are
+``slower``, ``unasked``, ``deadline`` and ``refused``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FIRST_PLACES = 1 << 14
 
 
 class Left(IntEnum):
-    """How a chunk ceased to be held; the name in small letters is the reason."""
+    """How a chunk ceased to be held. The name in lower case is the reason."""
 
     EVICTED = 1
     CORRUPT = 2
@@ -41,12 +41,12 @@ class Left(IntEnum):
 
 
 class Marks:
-    """A bounded memory of small numbers (1 to 7) by digest; 8 bytes a place, all taken at the
-    start.
+    """A bounded memory of small numbers (1 to 7) by digest. A place takes 8 bytes, and all places
+    are allocated at the start.
 
-    Set-associative as processor caches are (A. J. Smith, *Cache Memories*, ACM Computing Surveys
-    1982): a digest has four places, and the oldest of the four goes. 61 bits of a digest are
-    compared, so one is mistaken for another once in 10**17 looks. Not thread-safe.
+    It is set-associative as processor caches are (A. J. Smith, *Cache Memories*, ACM Computing
+    Surveys 1982): a digest has four places, and the oldest of the four is replaced. 61 bits of a
+    digest are compared, so one digest is taken for another once in 10**17 queries. Not thread-safe.
     """
 
     __slots__ = ("_sets", "_words")
@@ -59,13 +59,13 @@ class Marks:
         return len(self._words)
 
     def put(self, digest: bytes, mark: int) -> None:
-        """``digest``: 8 bytes or more, evenly distributed; ``mark`` replaces an older one of the
-        same digest."""
+        """``digest`` has 8 bytes or more, evenly distributed. ``mark`` replaces an older mark of
+        the same digest."""
         words, (tag, start) = self._words, self._find(digest)
         first, second, third, _ = words[start : start + _WAYS]
         words[start] = tag << _MARK_BITS | mark
-        # Each moves on by one place, up to the one that has the same digest. No loop: it runs at
-        # every eviction.
+        # Each word moves on by one place, up to the place that had the same digest. There is no
+        # loop, because this runs at every eviction.
         if first >> _MARK_BITS != tag:
             words[start + 1] = first
             if second >> _MARK_BITS != tag:
@@ -74,7 +74,7 @@ class Marks:
                     words[start + 3] = third
 
     def get(self, digest: bytes) -> int:
-        """The mark; 0 when there is none (any more)."""
+        """The mark, or 0 when there is none (any more)."""
         tag, start = self._find(digest)
         for word in self._words[start : start + _WAYS]:
             if word >> _MARK_BITS == tag:
@@ -87,12 +87,11 @@ class Marks:
 
 
 class Past:
-    """Why chunks that were held are held no more: ghosts, as in 2Q's A1out (Johnson and Shasha,
-    *2Q*, VLDB 1994).
+    """Why chunks that were held are not held any more: ghosts, as in 2Q's A1out (Johnson and
+    Shasha, *2Q*, VLDB 1994).
 
-    Remembers as many departures as twice the chunks that there is room for, within 256 KiB and 8
-    MiB. It keeps parts of keys, which say nothing without the tokens. Guarded by its Directory's
-    lock.
+    It remembers twice as many departures as there is room for chunks, within 256 KiB and 8 MiB. It
+    keeps parts of keys, which say nothing without the tokens. Its Directory's lock guards it.
     """
 
     __slots__ = ("_marks",)
@@ -104,22 +103,22 @@ class Past:
         self._marks.put(key, how)
 
     def why(self, key: ChunkKey) -> str:
-        """The reason why a chunk that is held nowhere is not held."""
+        """The reason why a chunk is held nowhere."""
         mark = self._marks.get(key)
         return Left(mark).name.lower() if mark else "cold"
 
 
 EXTRAS = ("salt", "adapter", "media")
-"""What besides its tokens a first chunk's key depends on, within one engine."""
+"""What the key of a first chunk depends on besides its tokens, within one engine."""
 
 
 class FirstChunks:
-    """Which tokens prompts began with, and under which salt, adapter and media they were saved:
-    what tells a mismatch of keys from a prompt that is new.
+    """The tokens with which prompts began, and the salt, adapter and media under which they were
+    saved. It tells a mismatch of keys from a new prompt.
 
-    One engine's scheduler's own memory: it never leaves that process and no request is told what it
-    says, only counters are; servers, which several tenants use, keep none. 128 KiB: about the last
-    3,000 beginnings. One thread.
+    It is the memory of one engine's scheduler and never leaves that process. No request is told
+    what it says; only counters are. A server keeps none, because several tenants use it. It takes
+    128 KiB, for about the last 3,000 beginnings. One thread uses it.
     """
 
     __slots__ = ("_marks",)
@@ -128,14 +127,15 @@ class FirstChunks:
         self._marks = Marks(_FIRST_PLACES)
 
     def saved(self, tokens: Sequence[int], extras: Sequence[bytes]) -> None:
-        """A first chunk with these tokens was saved; ``extras`` in the order of :data:`EXTRAS`."""
+        """A first chunk with these tokens was saved. ``extras`` follow the order of
+        :data:`EXTRAS`."""
         name = _namer(tokens)
         for without in (None, *range(len(EXTRAS))):
             self._marks.put(name(extras, without), 1)
 
     def differs(self, tokens: Sequence[int], extras: Sequence[bytes]) -> str:
-        """The one of :data:`EXTRAS` in which this first chunk differs from one that was saved; ""
-        when none was, or the very same was."""
+        """The one of :data:`EXTRAS` in which this first chunk differs from a saved one. "" when
+        none was saved, or when the very same chunk was."""
         name, marks = _namer(tokens), self._marks
         if marks.get(name(extras, None)):
             return ""
@@ -143,7 +143,7 @@ class FirstChunks:
 
 
 def _namer(tokens: Sequence[int]) -> Callable[[Sequence[bytes], int | None], bytes]:
-    """Digests of a first chunk with all its extras but one."""
+    """Makes digests of a first chunk with all its extras, or with all but one."""
     content = hashlib.blake2b(array("I", tokens).tobytes(), digest_size=32).digest()
 
     def name(extras: Sequence[bytes], without: int | None) -> bytes:

@@ -10,8 +10,8 @@ from kvtier.store.lower_tier import Core, LowerTier
 
 
 class Promotions:
-    """``arrived`` is told, on a lane thread without the lock, whenever one has ended. Safe from any
-    thread."""
+    """``arrived`` is called whenever a promotion has ended, on a lane thread without the lock. Safe
+    from any thread."""
 
     def __init__(
         self,
@@ -41,8 +41,9 @@ class Promotions:
                 self._give_up(entry, lower)
 
     def unpinned(self, entry: Entry) -> None:
-        """Under the lock: who waited for it has gone. A read that has not begun never will, and its
-        slot is free at once: behind a tier that hangs, what nobody wants would take all of RAM."""
+        """Under the lock: a waiter of the entry has gone. When it was the last one, a read that has
+        not begun never begins, and its slot is free at once. Otherwise chunks that nobody wants
+        would take all of RAM when a tier hangs."""
         if entry.pins:
             return
         if entry in self._queued:
@@ -70,8 +71,8 @@ class Promotions:
     def _ended(
         self, entry: Entry, lower: LowerTier, whole: bool | None, call: int, since: float
     ) -> None:
-        """On a lane thread: so the read went. A failed one tries the next slower tier that holds
-        the chunk, none twice; then it is a miss."""
+        """On a lane thread: a read has ended. After a failed read the next slower tier that holds
+        the chunk is tried, none twice. Then the chunk is a miss."""
         again, directory = None, self._core.directory
         with self._core.lock:
             now = self._clock()

@@ -1,10 +1,11 @@
-"""Segments: an order of leaving with a memory, which one setting turns from LRU into one that scans
-cannot flush. Pure.
+"""Segments: an eviction order that remembers what left. One setting turns it from LRU into an order
+that a scan cannot flush. Pure.
 
-Two lists, what was used once and what came back; the second may take a part of the room. What left
-is remembered for a while (a ghost), so that a chunk that is stored again soon counts as one that
-came back. It is a segmented LRU (Karedla, Love, Wherry, *Caching strategies to improve disk system
-performance*, IEEE Computer 27(3), 1994) with 2Q's A1out (Johnson and Shasha, *2Q*, VLDB 1994).
+It has two lists: chunks that were used once, and chunks that came back. The second list may take a
+part of the room. A chunk that left is remembered for a while (a ghost), so a chunk that is stored
+again soon counts as one that came back. It is a segmented LRU (Karedla, Love, Wherry, *Caching
+strategies to improve disk system performance*, IEEE Computer 27(3), 1994) with 2Q's A1out (Johnson
+and Shasha, *2Q*, VLDB 1994).
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from typing import NamedTuple
 from kvtier.core.chunk import ChunkKey
 
 _MOST_GHOSTS = 1 << 16
-"""250 bytes each."""
+"""A ghost takes 250 bytes."""
 _LOOKED_AT = 8
 _TRIMMED_AT_ONCE = 4
-"""A new setting may want thousands of keys moved; nobody waits for all of them."""
+"""A new setting may have to move thousands of keys. They move in small numbers, so that nobody
+waits for all of them."""
 
 
 class Setting(NamedTuple):
-    """How much a :class:`Segments` trusts what came back."""
+    """How much a :class:`Segments` favours chunks that came back."""
 
     share: float
-    """The part of the room that it may take; 0: this is LRU."""
+    """The part of the room that they may take. 0: the order is LRU."""
     memory: float
-    """For how many departures, as a multiple of the room, what left is known as having been
-    here."""
+    """For how many departures a chunk that left is remembered, as a multiple of the room."""
 
     @property
     def name(self) -> str:
@@ -66,16 +67,16 @@ class Segments:
         self._again: OrderedDict[ChunkKey, int] = OrderedDict()
         """Keys and their owners, coldest first."""
         self._ghosts: OrderedDict[ChunkKey, int] = OrderedDict()
-        """What left, the longest ago first, and the number of the departure."""
+        """Chunks that left, the oldest first, with the number of their departure."""
         self._left = 0
         self._kept: OrderedDict[ChunkKey, tuple[int, float, float]] = OrderedDict()
-        """What leaves after all else: owner, for how many seconds after its last use, and until
-        when."""
+        """Chunks that leave after all others: the owner, the seconds after the last use, and the
+        time until which they are kept."""
         self._now = 0.0
         self._weigh()
 
     def settle(self, setting: Setting) -> None:
-        """Another setting from now on. What it remembers stays."""
+        """Use another setting from now on. The order keeps what it remembers."""
         self.setting = setting
         self._weigh()
 
@@ -101,7 +102,7 @@ class Segments:
         self._bound()
 
     def tick(self, now: float) -> None:
-        """Looks at a few; all of them have their turn."""
+        """Checks a few of the kept chunks at each call. All of them get their turn."""
         self._now = now
         for _ in range(min(_LOOKED_AT, len(self._kept))):
             key, (owner, seconds, until) = self._kept.popitem(last=False)

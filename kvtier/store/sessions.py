@@ -1,14 +1,14 @@
-"""Sessions: which conversation a prompt belongs to, and which chunks are only that conversation's.
+"""Sessions: which conversation a prompt belongs to, and which chunks only that conversation has.
 Pure and bounded.
 
-A session is told by the name that a request carries, else from its chunks. A prompt goes on with
-the session that has its last known chunk, if it has at least half of that session's last prompt: a
-turn has all of it, an answer that is made anew has most of it, and another conversation only the
-system prompt. Where a third way goes on from one chunk, that is no conversation but a beginning
-that many share.
+A session is known by the name that a request carries, or else from its chunks. A prompt continues
+the session that has its last known chunk, if the prompt contains at least half of that session's
+last prompt. A next turn contains all of it. A regenerated answer contains most of it. Another
+conversation contains only the system prompt. When a third prompt branches off at one chunk, that
+chunk ends a beginning that many prompts share, and no conversation.
 
-A chunk is private as long as the prompts of only one session contained it, and shared for good
-afterwards.
+A chunk is exclusive as long as the prompts of only one session contained it. Afterwards it is
+shared for good.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ V = TypeVar("V")
 
 
 class Sessions:
-    """One thread at a time. ``most``: of how many chunks it knows whose they are, those seen last;
-    170 bytes each."""
+    """Used by one thread at a time. ``most``: for how many chunks, those seen last, the session is
+    remembered; a chunk takes 170 bytes."""
 
     __slots__ = ("_forks", "_lengths", "_most", "_names", "_next", "_whose")
 
@@ -39,26 +39,26 @@ class Sessions:
         self._lengths: OrderedDict[int, int] = OrderedDict()
         """Chunks of each session's last prompt."""
         self._forks: OrderedDict[ChunkKey, int] = OrderedDict()
-        """How often another way went on from a chunk."""
+        """How often another prompt branched off at a chunk."""
         self._names: OrderedDict[str, tuple[int, Sequence[ChunkKey]]] = OrderedDict()
-        """Number and last prompt."""
+        """Each name's session number and last prompt."""
         self._most = most
         self._next = 0
 
     def seen(self, run: Sequence[ChunkKey], name: str = "") -> int:
-        """A session had this prompt: its number. ``run`` must not be empty."""
+        """A session had this prompt. Returns its number. ``run`` must not be empty."""
         if name:
             session = self._names[name][0] if name in self._names else self._new()
             _put(self._names, name, (session, run), _MOST_NAMES)
         else:
-            session = self._reached(run)
+            session = self._continued(run)
         _put(self._lengths, session, len(run), _MOST_SESSIONS)
         self._own(run, session)
         return session
 
-    def private(self, run: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Those chunks of ``run`` that no other session's prompt had: of a prompt that was seen,
-        and of the answer after it, which was in no prompt yet."""
+    def exclusive(self, run: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """The chunks of ``run`` that no other session's prompt contained. ``run`` is a prompt that
+        was seen, with the chunks of the answer after it, which were in no prompt yet."""
         whose = self._whose
         last = next((at for at in range(len(run) - 1, -1, -1) if run[at] in whose), -1)
         session = whose[run[last]] if last >= 0 else _SHARED
@@ -70,16 +70,15 @@ class Sessions:
         """The last prompt of the session with this name."""
         return self._names[name][1] if name in self._names else ()
 
-    def _reached(self, run: Sequence[ChunkKey]) -> int:
+    def _continued(self, run: Sequence[ChunkKey]) -> int:
         whose = self._whose
         at = next((at for at in range(len(run) - 1, -1, -1) if run[at] in whose), -1)
         session = whose[run[at]] if at >= 0 else _SHARED
         length = self._lengths.get(session)
         if length is None or 2 * (at + 1) < length:
             return self._new()
-        if (
-            at + 1 < length - 1
-        ):  # the last chunk may be one that was not full, and differs in the next turn
+        # The last chunk may not have been full. Then it differs in the next turn.
+        if at + 1 < length - 1:
             forks = self._forks.get(run[at], 0) + 1
             _put(self._forks, run[at], forks, _MOST_FORKS)
             if forks >= _FORKS:

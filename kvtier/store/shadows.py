@@ -1,10 +1,10 @@
-"""Shadows: which setting of :class:`~kvtier.store.segments.Segments` would hit most, found by
+"""Shadows: find the setting of :class:`~kvtier.store.segments.Segments` that would hit most, by
 trying all of them. Pure.
 
-Each shadow is the index of a place under one setting, without a byte. All of them see the same
-prompts; the one that hits most rules the live place. Only a part of the sessions is followed where
-a place is large, all turns of each, in shadows that are smaller by as much. Never under the Store's
-lock: one thread at a time (a lane's).
+Each shadow is the index of a place under one setting, without any data. All shadows see the same
+prompts, and the setting that hits most is used for the live place. For a large place only a part of
+the sessions is followed, with all turns of each, in shadows that are smaller by the same factor.
+Shadows never run under the Store's lock. One thread at a time uses them (a lane's).
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.store.segments import SETTINGS, Segments, Setting
 
 _MOST_ROOM, _LEAST_ROOM = 6144, 8
-"""Chunks in a shadow: of a place with more a part is followed."""
+"""Chunks in a shadow. A larger place is followed in part."""
 _REQUESTS = 200
-"""Between two looks at who leads."""
+"""Prompts between two comparisons of the settings."""
 _LEAD, _FADES = 1.02, 0.8
-"""A leader is so much better; what was scored fades by this at each look, so that a change of load
-shows."""
+"""A setting takes over when its score is higher by the first factor. At each comparison all scores
+fade by the second factor, so that a change of load shows."""
 
 
 class Shadow(Segments):
-    """A place's index, served as a Store would serve it."""
+    """The index of a place, which serves prompts as a Store would."""
 
     __slots__ = ()
 
     def serve(self, run: Sequence[ChunkKey]) -> int:
-        """A prompt asks for ``run``, then all of it is stored: how many leading chunks were held.
+        """A prompt asks for ``run``, then all of it is stored. Returns how many leading chunks were
+        held.
 
-        The same as ``used``, ``evicted`` and ``add`` of each chunk, and ``ordered``, without their
-        calls.
+        It has the same effect as ``used``, ``evicted`` and ``add`` of each chunk, and ``ordered``,
+        without those calls.
         """
         once, again, ghosts = self._once, self._again, self._ghosts
         held = next(
@@ -55,7 +56,7 @@ class Shadow(Segments):
         return held
 
     def _make_room(self, count: int, run: Sequence[ChunkKey]) -> None:
-        """For so many chunks of ``run``, but not by what is held of the run itself."""
+        """Make room for ``count`` chunks of ``run``, but never evict a chunk of the run itself."""
         once, again, ghosts, own = self._once, self._again, self._ghosts, frozenset(run)
         for _ in range(len(once) + len(again) + count - self.room):
             order = once or again
@@ -70,25 +71,25 @@ class Shadow(Segments):
 
 
 class Shadows:
-    """For a place with room for ``room`` chunks.
+    """The shadows of a place with room for ``room`` chunks.
 
     Args:
-        settings: what is tried; the first one rules at the beginning.
+        settings: the settings to try. The first one is used at the beginning.
     """
 
     def __init__(self, room: int, settings: Sequence[Setting] = SETTINGS) -> None:
         self.settings = tuple(settings)
         self.now = 0
-        """The number of the setting that rules."""
+        """The index of the setting in use."""
         self.asked = 0
-        """Chunks that were tried in the shadows; and those hit, by setting."""
+        """Chunks that the shadows were asked for. ``hits`` counts those hit, by setting."""
         self.hits = [0] * len(self.settings)
         self._scores = [0.0] * len(self.settings)
         self._requests = 0
         self.resize(room)
 
     def resize(self, room: int) -> None:
-        """The live place has so much room from now on. The shadows begin anew."""
+        """The live place has room for so many chunks from now on. The shadows start empty."""
         self.room = room
         self.part = min(1.0, _MOST_ROOM / max(1, room))
         self._shadows = [
@@ -96,8 +97,8 @@ class Shadows:
         ]
 
     def seeing(self, run: Sequence[ChunkKey], session: int) -> Iterator[None]:
-        """A prompt of this session asked for ``run``. In pieces, one a shadow; :attr:`now` says
-        what rules after the last of them."""
+        """A prompt of this session asked for ``run``. It runs in pieces, one for each shadow. After
+        the last piece :attr:`now` says which setting to use."""
         if self.part == 1 or _spread(session) < self.part:
             self.asked += len(run)
             for index, shadow in enumerate(self._shadows):
@@ -107,14 +108,14 @@ class Shadows:
                 yield
         self._requests += 1
         if not self._requests % _REQUESTS:
-            self._look()
+            self._compare()
 
     def over(self, run: Sequence[ChunkKey]) -> None:
         """These chunks will not be asked for again."""
         for shadow in self._shadows:
             shadow.cool(run)
 
-    def _look(self) -> None:
+    def _compare(self) -> None:
         scores = self._scores
         best = max(range(len(scores)), key=scores.__getitem__)
         if scores[best] > _LEAD * scores[self.now]:
@@ -123,5 +124,6 @@ class Shadows:
 
 
 def _spread(session: int) -> float:
-    """0 to 1, evenly, the same for the same session: the golden ratio's multiples."""
+    """A number from 0 to 1, evenly distributed and always the same for one session: a multiple of
+    the golden ratio."""
     return session * 0.6180339887498949 % 1.0

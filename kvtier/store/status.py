@@ -1,8 +1,8 @@
-"""What a Store says of itself, read from the objects' own counts and kept nowhere: chunks unless
-said otherwise, since the start.
+"""What a Store reports of itself, read from the objects' own counts and kept nowhere. Numbers count
+chunks since the start unless they say otherwise.
 
-A server's ``/v1/stats`` has one a chunk size; an engine tells vLLM's metrics the same of its own
-Store.
+A server's ``/v1/stats`` has one report for each chunk size. An engine gives vLLM's metrics the same
+report of its own Store.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LaneStatus(msgspec.Struct, frozen=True):
     queued_reads: int
     queued_writes: int
     failures: int
-    """Works that raised: a bug in a tier, logged, never fatal."""
+    """Jobs that raised: a bug in a tier. It is logged and never fatal."""
 
 
 class TierStatus(msgspec.Struct, frozen=True):
@@ -38,42 +38,43 @@ class TierStatus(msgspec.Struct, frozen=True):
     tier: str
     capacity: int
     held: int
-    """In RAM: ready to be served."""
+    """In RAM: chunks that are ready to be served."""
     loads: int
-    """Served from here: by RAM at once, by a lower tier into RAM."""
+    """Chunks served from here: by RAM at once, by a lower tier into RAM."""
     misses: int
-    """Counted as held, and could not be read: bad, evicted by somebody else, or the tier was
-    away."""
+    """Chunks that counted as held and could not be read: they were bad, somebody else evicted
+    them, or the tier could not be reached."""
     stores: int
-    """Put here: by engines into RAM (saves), from RAM into a lower tier (spills)."""
+    """Chunks put here: by engines into RAM (saves), from RAM into a lower tier (spills)."""
     refused: int
-    """Not taken: no free slot, a full lane, or a tier that is full or left alone."""
+    """Chunks not taken: no free slot, a full lane, a full tier, or a tier with an open breaker."""
     late: int
-    """Spills that were not done, because the chunk had left RAM before its turn."""
+    """Spills that were not done because the chunk had left RAM before its turn."""
     over_budget: int
-    """Not written, because that would have been more than the tier may write in a day."""
+    """Chunks not written because the tier may not write so much in a day."""
     evicted: int
-    """Left for room."""
+    """Chunks that left to make room."""
     evicted_unread: int
-    """Written, and deleted without ever having been read: what the device wore out for."""
+    """Chunks written and deleted without ever having been read: wear of the device for nothing."""
     failed: int
     """Calls that failed with an I/O or network error."""
     corrupt: int
-    """Chunks whose checksum did not match; never served."""
+    """Chunks whose checksum did not match. Never served."""
     bytes_read: int
     bytes_written: int
     open_breakers: int
-    """Nodes of a networked tier that are left alone now because they failed."""
+    """Nodes of a networked tier that are not asked now because they failed."""
     breaker_trips: int
     owed_deletes: int
     """Deletes that wait until the tier can be reached."""
     lane: LaneStatus | None
     """None for RAM."""
     what_if: dict[str, float]
-    """The part of the chunks asked for that an LRU of another size would have hit, by its size as a
-    multiple of this one; empty before anything is asked for."""
+    """The part of the asked chunks that an LRU of another size would have hit, by its size as a
+    multiple of this one. Empty before anything is asked for."""
     what_if_error: float
-    """The largest standard error of these, where a part of the sessions is followed; else 0."""
+    """The largest standard error of these, where only a part of the sessions is followed. Else
+    0."""
 
 
 class TimingStatus(msgspec.Struct, frozen=True):
@@ -82,12 +83,12 @@ class TimingStatus(msgspec.Struct, frozen=True):
     what: str
     """lookup, load_wait, load, save, promotion or spill."""
     tier: str
-    """Empty where it is of no tier."""
+    """Empty where it belongs to no tier."""
     counts: list[int]
-    """By place, not cumulated. Place i is up to 2 ** (10 + i) nanoseconds, the last one is all
+    """By bucket, not cumulated. Bucket i is up to 2 ** (10 + i) nanoseconds. The last one is all
     above."""
     seconds: list[float]
-    """Their sum by place."""
+    """The sum of the durations by bucket."""
 
 
 class SizeClassStatus(msgspec.Struct, frozen=True):
@@ -98,35 +99,35 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     free: int
     filling: int
     pinned: int
-    """Slots, filling or ready, that somebody reads, waits for or writes below."""
+    """Slots, filling or ready, that somebody reads, waits for or writes to a lower tier."""
     namespaces: int
     """Tenants and models that came last, at most 4,096."""
     asked: int
-    """Chunks that loads named; loads of all tiers / asked is the hit rate. An engine on another
+    """Chunks that loads named. The loads of all tiers / asked is the hit rate. An engine on another
     host asks twice."""
     loads_refused: int
-    """Held lower, but RAM had no free slot for them."""
+    """Chunks that a lower tier held but for which RAM had no free slot."""
     promotions_refused: int
-    """Held lower, but the lane was full."""
+    """Chunks that a lower tier held but whose lane was full."""
     declined: dict[str, int]
-    """Chunks that could be had and were computed instead, by reason: computing them was faster."""
+    """Chunks that could be had but were computed, by reason. Mostly because that was faster."""
     missed: dict[str, int]
     """Chunks that loads named and could not have, by reason: see :mod:`kvtier.store.miss_reasons`.
-    Salt, adapter and media are known to engines only."""
+    Only engines know salt, adapter and media."""
     zero_hits: str
-    """Why not one chunk that was asked for has been a hit for long, in words; empty while all is
-    well."""
+    """Why no asked chunk has been a hit for a long time, in words. Empty while all is well."""
     policy: str
-    """The setting of RAM's order of leaving that rules now."""
+    """The setting of RAM's eviction order that is in use now."""
     policy_asked: int
-    """Chunks that were tried with each setting; and how many of them each would have hit."""
+    """Chunks that were tried with each setting. ``policy_hits`` counts how many each would have
+    hit."""
     policy_hits: dict[str, int]
     audited: int
     """Loaded chunks that were compared with their copy in a lower tier."""
     timings: list[TimingStatus]
     """How long lookups, loads, waits before loads, saves, promotions and spills took."""
     audit_mismatches: int
-    """Of them, those that had other bytes: bad memory, or a bug. Dropped everywhere."""
+    """Those of them that had other bytes: bad memory or a bug. They are dropped everywhere."""
     tiers: list[TierStatus]
     """RAM first."""
 

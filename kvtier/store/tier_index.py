@@ -1,5 +1,5 @@
-"""TierIndex: what one lower tier holds, is being given, and has yet to delete. Pure, as its
-Directory is."""
+"""TierIndex: what one lower tier holds, is being given, and has yet to delete. Pure, like its
+Directory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvtier.store.eviction import Owned, PolicyOf
 
 
 def quota_of(room: int, share: float | None) -> int | None:
-    """The part of ``room`` chunks that one owner may have; None: all."""
+    """The part of ``room`` chunks that one owner may have. None: there is no quota."""
     return None if share is None else max(1, int(room * share))
 
 
 class TierIndex:
-    """An order of leaving and a capacity in chunks; ``share``: see
+    """An eviction order and a capacity in chunks. ``share``: see
     :class:`kvtier.store.directory.Directory`."""
 
     __slots__ = ("_share", "capacity", "leaving", "order", "quota", "writing")
@@ -26,38 +26,41 @@ class TierIndex:
         self.order = Owned(policy(capacity), share is not None)
         self.quota = quota_of(capacity, share)
         self.writing: dict[ChunkKey, int] = {}
-        """Being written now, and whose; counted against the capacity, not yet held."""
+        """Chunks being written now, with their owners. They count against the capacity and are not
+        held yet."""
         self.leaving: set[ChunkKey] = set()
-        """No longer held; the tier has yet to delete them. Not written again before that."""
+        """Chunks that are no longer held and that the tier has yet to delete. Until then they are
+        not written again."""
 
     def __len__(self) -> int:
         return len(self.order) + len(self.writing)
 
     def takes(self, key: ChunkKey) -> bool:
-        """It neither holds the chunk nor is being given it nor has yet to delete it."""
+        """Whether the chunk can be given to the tier: it does not hold it, is not being given it,
+        and has no delete of it to do."""
         return not (key in self.order or key in self.writing or key in self.leaving)
 
     def leave(self, key: ChunkKey) -> None:
-        """It is unwanted."""
+        """The chunk is unwanted."""
         self.order.discard(key)
         self.leaving.add(key)
 
     def evict(self, key: ChunkKey) -> None:
-        """It goes for room, and may come back."""
+        """The chunk leaves to make room, and may come back."""
         self.order.evicted(key)
         self.leaving.add(key)
 
     def leave_all(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
-        """Those of ``keys``, known or not, that the tier must delete now: it neither writes nor
-        deletes them."""
+        """Those of ``keys``, known or not, that the tier must delete now: those that it is neither
+        writing nor deleting."""
         going = [key for key in keys if key not in self.writing and key not in self.leaving]
         for key in going:
             self.leave(key)
         return going
 
     def make_room(self, owner: int) -> list[ChunkKey] | None:
-        """Room for one more chunk of ``owner``: which chunks leave for it; None when there is none
-        to be had."""
+        """Make room for one more chunk of ``owner``. Returns the chunks that leave for it, or None
+        when no room can be made."""
         spent = self._is_spent(owner)
         if not spent and len(self) < self.capacity:
             return []
@@ -68,8 +71,8 @@ class TierIndex:
         return [victim]
 
     def limit(self, capacity: int, most: int) -> list[ChunkKey]:
-        """Hold at most ``capacity`` from now on; up to ``most`` chunks that leave for that, coldest
-        first."""
+        """Hold at most ``capacity`` chunks from now on. Returns up to ``most`` chunks that leave
+        for that, coldest first."""
         self.capacity, self.quota = capacity, quota_of(capacity, self._share)
         self.order.resize(capacity)
         surplus: list[ChunkKey] = []
@@ -83,8 +86,8 @@ class TierIndex:
         return surplus
 
     def shrink(self, owners: Iterable[int]) -> list[ChunkKey]:
-        """What leaves because it holds more than its capacity, or of one of ``owners`` more than
-        the quota; of each the coldest first."""
+        """The chunks that leave because the tier holds more than its capacity, or more than the
+        quota of one of ``owners``. Each group leaves coldest first."""
         surplus: list[ChunkKey] = []
         for owner in owners:
             while self._is_spent(owner, 1) and (victim := self.order.coldest(owner)) is not None:
@@ -96,7 +99,7 @@ class TierIndex:
         return surplus
 
     def _is_spent(self, owner: int, beyond: int = 0) -> bool:
-        """The owner has used up its quota, and so many chunks more."""
+        """Whether the owner has used up its quota and ``beyond`` more chunks."""
         if self.quota is None or not owner:
             return False
         count = self.order.count(owner) + sum(whose == owner for whose in self.writing.values())

@@ -1,5 +1,5 @@
-"""Timings: how long a Store's walks take, a histogram each. All of them are there from the start.
-Pure: no clock."""
+"""Timings: a histogram for each kind of work in a Store that takes time. All of them exist from the
+start. Pure: no clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RAM = "ram"
 
 
 class Timings:
-    """Guarded by the Store's lock. ``tiers``: the names of the lower ones."""
+    """The Store's lock guards it. ``tiers``: the names of the lower tiers."""
 
     __slots__ = ("load", "lookup", "promotion", "save", "spill", "wait")
 
@@ -22,7 +22,7 @@ class Timings:
         self.spill = {tier: Histogram() for tier in tiers}
 
     def each(self) -> Iterator[tuple[str, str, Histogram]]:
-        """(what, tier or "", its histogram)."""
+        """(what, tier or "", its histogram) for each."""
         yield from (
             ("lookup", "", self.lookup),
             ("load_wait", "", self.wait),

@@ -1,9 +1,9 @@
-"""Curve: what an LRU cache of other sizes would have hit, all of them at once and exactly. Pure.
+"""Curve: what an LRU cache of other sizes would have hit, for all sizes at once and exactly. Pure.
 
-One list of chunks by recency, as long as the largest size, is cut at each size (Mattson, Gecsei,
-Slutz, Traiger, *Evaluation techniques for storage hierarchies*, IBM Systems Journal 9(2), 1970: an
-LRU of any size holds the front of it). A chunk that is used moves to the front, and one chunk
-crosses each cut that it came from beyond. No walk.
+One list of chunks by recency, as long as the largest size, is cut at each size. An LRU of any size
+holds the front of that list (Mattson, Gecsei, Slutz, Traiger, *Evaluation techniques for storage
+hierarchies*, IBM Systems Journal 9(2), 1970). A chunk that is used moves to the front, and at each
+cut that it passes one other chunk moves back. Nothing walks over the list.
 """
 
 from __future__ import annotations
@@ -23,32 +23,33 @@ _LEAST_GROUPS = 2
 
 
 class Point(NamedTuple):
-    """One size."""
+    """What one size would have hit."""
 
     scale: float
-    """As a multiple of the size there is."""
+    """The size, as a multiple of the present size."""
     ratio: float
     """The part of the chunks asked for that would have been hits."""
     error: float
-    """The standard error of the ratio, from the sample; 0 where nothing was left out."""
+    """The standard error of the ratio, estimated from the sample. 0 when all sessions were
+    followed."""
 
 
 class Curve:
-    """Of a place with room for ``room`` chunks. One thread at a time."""
+    """For a place with room for ``room`` chunks. Used by one thread at a time."""
 
     def __init__(self, room: int, scales: Sequence[float] = SCALES) -> None:
         self.room, self.scales = room, tuple(scales)
         self.part = min(1.0, _MOST_KEYS / max(1.0, room * max(scales)))
-        """Of the sessions, the part that is followed."""
+        """The part of the sessions that is followed."""
         cuts = [0, *(max(1, int(room * scale * self.part)) for scale in scales)]
         self._rooms = [larger - smaller for smaller, larger in pairwise(cuts)]
         self._bands: list[OrderedDict[ChunkKey, None]] = [OrderedDict() for _ in scales]
-        """What lies between two cuts, coldest first."""
+        """The chunks between two cuts, coldest first."""
         self._asked = [0] * _GROUPS
         self._hits = [[0] * len(scales) for _ in range(_GROUPS)]
 
     def seen(self, run: Sequence[ChunkKey], session: int) -> None:
-        """A prompt of this session asked for ``run``; then all of it is stored."""
+        """A prompt of this session asked for ``run``. Then all of it is stored."""
         if self.part < 1 and session * 0.7548776662466927 % 1.0 >= self.part:
             return
         hits, bands = self._hits[session % _GROUPS], self._bands
@@ -69,8 +70,8 @@ class Curve:
         self._use(run)
 
     def _use(self, run: Sequence[ChunkKey]) -> None:
-        """All of it goes to the front, its beginning first of all; then so many cross each cut as
-        came from beyond."""
+        """Move the whole run to the front, its first chunk foremost. At each cut as many chunks
+        move back as came from behind it."""
         bands = self._bands
         own = frozenset(run)
         for keys in bands:
@@ -88,7 +89,7 @@ class Curve:
                     following[moved] = None
 
     def points(self) -> list[Point]:
-        """What has been seen so far; nothing before a chunk was asked for."""
+        """The curve of what has been seen so far. Empty before a chunk was asked for."""
         asked = sum(self._asked)
         if not asked:
             return []
@@ -101,7 +102,7 @@ class Curve:
         return [list(hits) for hits in zip(*self._hits, strict=True)]
 
     def _error(self, hits: Sequence[int]) -> float:
-        """Of the mean of the groups of sessions."""
+        """The standard error of the mean of the groups of sessions."""
         ratios = [each / asked for each, asked in zip(hits, self._asked, strict=True) if asked]
         if self.part == 1 or len(ratios) < _LEAST_GROUPS:
             return 0.0

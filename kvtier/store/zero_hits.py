@@ -1,5 +1,4 @@
-"""ZeroHits: notices that a cache has not had a single hit for long although it is used, and says
-why in words."""
+"""ZeroHits: notices that a cache in use has had no hit for a long time, and says why in words."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from kvtier.store.store import Store
 
 _CHUNKS, _SECONDS = 2000, 600.0
 _SHOWN, _LEAST_PART = 2, 0.1
-"""So many reasons are told, each of at least this part of what was asked for."""
+"""How many reasons are told, and the least part of the asked chunks that each must explain."""
 
 _WORDS = {
     "cold": (
@@ -49,11 +48,11 @@ _WORDS = {
 def room(slots: int, lower: Mapping[str, int]) -> str:
     """How much a cache holds, in words; ``lower``: chunks by tier."""
     places = ", ".join(f"{name} {chunks:,}" for name, chunks in lower.items())
-    return f"RAM holds {slots:,} chunks, {places or 'nothing lies below it'}"
+    return f"RAM holds {slots:,} chunks, {places or 'there is no lower tier'}"
 
 
 def totals(stats: Mapping[str, int]) -> tuple[int, int, int, dict[str, int]]:
-    """What :meth:`ZeroHits.lookup_run` wants to know, of ``Store.stats()``."""
+    """What :meth:`ZeroHits.look` needs, from ``Store.stats()``."""
     hits = sum(count for name, count in stats.items() if name.endswith("_loaded"))
     kinds = ("missed_", "declined_")
     reasons = {
@@ -63,13 +62,14 @@ def totals(stats: Mapping[str, int]) -> tuple[int, int, int, dict[str, int]]:
 
 
 class ZeroHits:
-    """Looks at counts that only grow. One thread, or its caller's lock.
+    """Compares counts that only grow. One thread uses it, or the caller's lock guards it.
 
     Args:
         room: how much the cache holds, see :func:`room`.
         found: chunks that lower tiers held at the start.
-        chunks, seconds: what a window without a hit must have at least; 0 s: for one look at all
-            that ever was.
+        chunks: the least number of asked chunks in a window without a hit.
+        seconds: the least length of such a window. 0: the whole time since the start counts
+            at once.
         clock: monotonic seconds.
     """
 
@@ -83,7 +83,7 @@ class ZeroHits:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.verdict = ""
-        """Why nothing is ever hit; empty as long as there are hits, or too little was asked for to
+        """Why nothing is ever hit. Empty as long as there are hits, or too little was asked for to
         say."""
         self._room, self._found = room, found
         self._chunks, self._seconds, self._clock = chunks, seconds, clock
@@ -102,10 +102,11 @@ class ZeroHits:
         )
 
     def look(self, asked: int, hits: int, saved: int, reasons: Mapping[str, int]) -> bool:
-        """Chunks since the start: asked for, of them hits and the others by reason, and saved. A
-        prompt too short for a chunk is one that was asked for, with the reason ``short``.
+        """Tell the counts since the start: chunks asked for, hits, chunks saved, and the other
+        asked chunks by reason. A prompt too short for a chunk counts as one asked chunk, with the
+        reason ``short``.
 
-        True once for every time without hits: :attr:`verdict` is new, and should be logged.
+        True once in each period without hits: :attr:`verdict` is new and should be logged.
         """
         if hits > self._hits:
             self.verdict, self._hits, self._asked = "", hits, asked

@@ -1,6 +1,6 @@
-"""The optimum that knows the future: what is used again last leaves first (Belady, *A study of
-replacement algorithms*, IBM Systems Journal 5(2), 1966). An upper bound to measure policies
-against."""
+"""The optimum, which knows the future: the chunk whose next use comes last leaves first (Belady, *A
+study of replacement algorithms*, IBM Systems Journal 5(2), 1966). It is an upper bound with which
+policies are compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NEVER = 1 << 60
 
 
 def belady(trace: Sequence[Request], slots: int) -> Result:
-    """Hits with room for ``slots`` chunks, all of RAM. What will never be used again is not
+    """Hits with room for ``slots`` chunks, all in RAM. Chunks that will never be used again are not
     taken."""
     after = _next_uses(trace)
     held: dict[ChunkKey, int] = {}
@@ -39,7 +39,7 @@ def belady(trace: Sequence[Request], slots: int) -> Result:
 
 
 def _next_uses(trace: Sequence[Request]) -> list[list[int]]:
-    """For each chunk of each request: the number of the next request that has it."""
+    """For each chunk of each request, the number of the next request that contains it."""
     seen: dict[ChunkKey, int] = {}
     uses: list[list[int]] = []
     for at in range(len(trace) - 1, -1, -1):

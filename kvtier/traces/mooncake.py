@@ -1,6 +1,6 @@
-"""Mooncake's traces: a request a line of JSON, its prompt as ids of blocks of 512 tokens (Qin et
-al., *Mooncake*, FAST 2025). An id stands for a block with everything before it, as a chunk's key
-does."""
+"""Mooncake's traces: one request a line of JSON, with its prompt as ids of blocks of 512 tokens
+(Qin et al., *Mooncake*, FAST 2025). An id stands for a block with everything before it, as a
+chunk's key does."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Request(NamedTuple):
     session: str = ""
     """The conversation's name, where the trace has one."""
     over: bool = False
-    """It is recorded that the session ended with this request."""
+    """The trace says that the session ended with this request."""
 
 
 def read(lines: Iterable[str], partial: bool = False) -> Iterator[Request]:
-    """The requests of a trace. Raises ConfigError, naming the line.
+    """The requests of a trace. Raises ConfigError, which names the line.
 
     Args:
-        lines: JSON, a request each; empty ones are passed over, fields nobody knows are allowed.
-        partial: keep a prompt's last block though it is not full; a cache keeps full ones only.
+        lines: JSON, one request each. Empty lines are skipped, and unknown fields are ignored.
+        partial: keep a prompt's last block although it is not full. A cache keeps only full ones.
     """
     keys: dict[int, ChunkKey] = {}
     for number, line in enumerate(lines, 1):

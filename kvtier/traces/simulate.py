@@ -1,8 +1,8 @@
-"""What a Store of given sizes would have hit of a trace: its own Directory, policy, sessions and
-spill rules. No bytes.
+"""What a Store of given sizes would have hit of a trace: with its own Directory, policy, sessions
+and spill rules, and without bytes.
 
-Every write ends at once, and so does every read: what is counted is what is held, not what comes in
-time. A test drives a real Store with the same requests and compares.
+Every write ends at once, and so does every read. So it counts what is held, not what arrives in
+time. A test sends the same requests to a real Store and compares.
 """
 
 from __future__ import annotations
@@ -27,31 +27,32 @@ OVER = Hint(over=True)
 
 
 class Hinted(NamedTuple):
-    """A request, and how the hint that its session is over goes with it."""
+    """A request with the hint that comes with it."""
 
     request: Request
     session: str = ""
     over: bool = False
-    """After this request it is said that its session is over."""
+    """A hint after this request says that its session is over."""
 
 
 class Result(NamedTuple):
-    """In chunks."""
+    """The counts, in chunks."""
 
     requests: int
     asked: int
     ram: int
-    """Hits that lay in RAM, and those that lay below."""
+    """Hits in RAM. ``lower`` counts the hits in the lower tier."""
     lower: int
     writes: int
-    """Written below; and of these never read before they left."""
+    """Chunks written to the lower tier. ``unread`` counts those of them that left unread."""
     unread: int
     late: int
-    """Left RAM before they were offered below."""
+    """Chunks that left RAM before they were offered to the lower tier."""
     refused: int
-    """Not taken into RAM: only chunks of the same prompt could have left for them."""
+    """Chunks not taken into RAM, because only chunks of the same prompt could have left for
+    them."""
     shadows: dict[str, int]
-    """What the shadows counted."""
+    """The counts of the shadows."""
 
     @property
     def hits(self) -> int:
@@ -68,7 +69,7 @@ class Cache:
         slots: chunks in RAM.
         lower: chunks in the tier below RAM; 0 for none.
         policy: ``auto`` or ``lru``.
-        on_evict: the tier is written when RAM drops a chunk, else when it is saved.
+        on_evict: write to the tier when RAM drops a chunk. False: write when a chunk is saved.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Cache:
         self._unread: set[ChunkKey] = set()
 
     def serve(self, hinted: Hinted) -> None:
-        """One request, from its load to its save, and the hint after it."""
+        """Serve one request, from its load to its save, and the hint after it."""
         run, directory, self._now = hinted.request.run, self.directory, hinted.request.at
         self._counts["requests"] += 1
         self._counts["asked"] += len(run)
@@ -190,7 +191,7 @@ def _nothing() -> None:
 def simulate(
     trace: Iterable[Hinted], cache: Cache, tell: Callable[[int], object] = lambda requests: None
 ) -> Result:
-    """Serve all of ``trace``; ``tell`` is called with the number of requests so far."""
+    """Serve all of ``trace``. ``tell`` is called with the number of requests so far."""
     for number, hinted in enumerate(trace, 1):
         cache.serve(hinted)
         tell(number)
@@ -198,7 +199,7 @@ def simulate(
 
 
 def unique(trace: Iterable[Request]) -> int:
-    """How many chunks a cache would need to hold them all."""
+    """How many different chunks the trace has: the room for all of them."""
     return len({key for request in trace for key in request.run})
 
 
@@ -207,19 +208,20 @@ def unhinted(trace: Iterable[Request]) -> list[Hinted]:
 
 
 def recorded(trace: Iterable[Request]) -> list[Hinted]:
-    """Hints as the trace has them."""
+    """The requests with the hints that the trace records."""
     return [Hinted(request, request.session, request.over) for request in trace]
 
 
 def oracle(
     trace: Sequence[Request], cover: float = 1.0, wrong: float = 0.0, seed: int = 1
 ) -> list[Hinted]:
-    """Hints that know the future: each session says after its last request that it is over.
+    """The requests with hints that know the future: after the last request of a session comes the
+    hint that it is over.
 
     Args:
-        cover: the part of the sessions that say it.
-        wrong: the part of the other requests, after which a session goes on, that say it too.
-        seed: which ones.
+        cover: the part of the sessions that give the hint.
+        wrong: the part of the other requests, after which a session goes on, that give it too.
+        seed: decides which ones.
     """
     sessions, draw = Sessions(_ALL), random.Random(seed)  # noqa: S311
     turns: dict[int, list[int]] = {}

@@ -327,7 +327,7 @@ def test_a_tenant_is_erased_in_a_redis_where_another_server_wrote(stack: ExitSta
         assert names_in(redis, theirs + others) == [False] * len(theirs) + [True] * len(others)
         again = eraser.ask("POST", "/v1/clear", {"namespace": "acme"})
         assert (again.status, "no chunk of it was found" in again.text) == (404, True), (
-            "nothing is left to forget"
+            "nothing of it is left"
         )
         assert load(here, others) == ["ram"] * 2 + ["redis"] * 4
         assert eraser.clear(everything=True)["complete"]

@@ -1,4 +1,4 @@
-"""The admin surface of real servers: what it tells, what it forgets, whom it lets in, and its
+"""The admin interface of real servers: what it tells, what it forgets, whom it lets in, and its
 OpenAPI document."""
 
 from __future__ import annotations
@@ -492,7 +492,7 @@ def test_a_port_that_is_taken_costs_the_surface_and_only_when_nobody_asked_for_i
         ):
             assert save(client, run(1, 2)) == 2
             assert (
-                "no admin surface: admin=http://127.0.0.1:9588: cannot listen there"
+                "no admin interface: admin=http://127.0.0.1:9588: cannot listen there"
                 in server.said()
             )
             assert server.stop() == 0
@@ -521,7 +521,7 @@ def test_stats_and_clear_from_a_terminal(server: AdminServer) -> None:
         done = server.cli(
             "clear", "--namespace", "acme", "--admin", server.url, "--token-file", server.token
         )
-        assert (done.returncode, done.stdout) == (0, "4 chunks forgotten\n")
+        assert (done.returncode, done.stdout) == (0, "4 chunks dropped\n")
         assert client.lookup(run(1, 4)).progress == Progress(0, 0)
         guess = server.token.with_name("guess")
         guess.write_text("x" * 32)

@@ -1,4 +1,4 @@
-"""The admin surface of real servers and those who should not get anything from it: crowds,
+"""The admin interface of real servers and those who should not get anything from it: crowds,
 guessers, impostors."""
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ def test_an_impostor_gets_no_token_and_is_not_believed(server: AdminServer) -> N
             "clear", "--everything", "--admin", impostor.url, "--token-file", server.token
         )
         assert (told.returncode, told.stdout) == (2, "")
-        assert "does not show that it knows the token" in told.stderr
+        assert "does not prove that it knows the token" in told.stderr
         assert len(impostor.heard) == 1
         assert not impostor.heard_the_token()
         told = server.cli("stats", "--admin", impostor.url, "--token-file", server.token)
@@ -305,7 +305,7 @@ def test_a_relay_can_neither_change_an_answer_nor_use_a_request_again(server: Ad
         save(client, run(1, 2))
         words = ("clear", "--everything", "--token-file", server.token, "--admin")
         told = server.cli(*words, relay.url)
-        assert (told.returncode, told.stdout) == (0, "2 chunks forgotten\n")
+        assert (told.returncode, told.stdout) == (0, "2 chunks dropped\n")
         save(client, run(1, 2))
         ((path, headers, body),) = relay.heard
         again = server.ask("POST", path, body, token=None, Authorization=headers["Authorization"])
@@ -347,6 +347,6 @@ def test_a_misspelt_namespace_is_told_which_there_are(server: AdminServer) -> No
         assert "'acme', 'else'" in json.loads(answer.text)["expected"]
         assert client.lookup(run(1, 2)).progress == Progress(2, 0)
         done = server.cli("clear", "--namespace", "else", "--token-file", server.token)
-        assert (done.returncode, done.stdout) == (0, "0 chunks forgotten\n"), (
+        assert (done.returncode, done.stdout) == (0, "0 chunks dropped\n"), (
             "it is known, and has nothing"
         )

@@ -78,7 +78,7 @@ def test_a_sound_installation_is_0_and_left_as_it_was(
     assert [path.name for path in tmp_path.iterdir()] == ["kvtier.yaml"]
     for check in ("self-test ram", "self-test nvme", "self-test redis"):
         assert f"ok    {check}" in said
-    assert said.splitlines()[-1].endswith("0 to mend")
+    assert said.splitlines()[-1].endswith("0 to repair")
 
 
 def test_what_is_wrong_is_1_with_what_to_do_and_the_rest_is_looked_at_all_the_same(

@@ -212,16 +212,16 @@ def test_paths_typed_at_a_shell_may_be_relative(tmp_path: Path) -> None:
     token.chmod(0o600)
     with ServerProcess(tmp_path, admin="http://127.0.0.1:0", admin_token_file=token) as server:
         wait_for(
-            lambda: "admin surface at" in server.log.read_text(encoding="utf-8"),
-            "its admin surface",
+            lambda: "admin interface at" in server.log.read_text(encoding="utf-8"),
+            "its admin interface",
         )
         url = re.findall(
-            r"admin surface at (http://[\d.:]+)", server.log.read_text(encoding="utf-8")
+            r"admin interface at (http://[\d.:]+)", server.log.read_text(encoding="utf-8")
         )[0]
         cleared = kvtier(
             "clear", "--everything", "--admin", url, "--token-file", "tok", cwd=tmp_path
         )
-        assert (cleared.returncode, cleared.stdout) == (0, "0 chunks forgotten\n"), cleared.stderr
+        assert (cleared.returncode, cleared.stdout) == (0, "0 chunks dropped\n"), cleared.stderr
         again = kvtier(
             "clear", "--everything", "--json", "--admin", url, "--token-file", "tok", cwd=tmp_path
         )

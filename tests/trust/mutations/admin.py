@@ -1,4 +1,4 @@
-"""The admin surface: who is let in, whose requests and answers are believed, what strangers may
+"""The admin interface: who is let in, whose requests and answers are believed, what strangers may
 cost."""
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ ROOM = Room(
     mutants=(
         Mutant(
             _GROUPS,
-            "return max(0, end - (self.reach - 1))",
-            "return max(0, end - (self.reach - 1) + 16)",
+            "return max(0, end - (self.span - 1))",
+            "return max(0, end - (self.span - 1) + 16)",
             "a window is loaded one block short",
         ),
         Mutant(
@@ -33,8 +33,8 @@ ROOM = Room(
         ),
         Mutant(
             _GROUPS,
-            "            return end // self.reach * self.reach\n",
-            "            return (end - 1) // self.reach * self.reach + 16\n",
+            "            return end // self.span * self.span\n",
+            "            return (end - 1) // self.span * self.span + 16\n",
             "an attention chunk is loaded without its first block",
         ),
         Mutant(

@@ -49,8 +49,8 @@ ROOM = Room(
         ),
         Mutant(
             "core/pool.py",
-            "    except OSError:  # no memfd\n        seals = 0",
-            "    except OSError:  # no memfd\n        seals = SEALS",
+            "    except OSError:  # it is not a memfd\n        seals = 0",
+            "    except OSError:  # it is not a memfd\n        seals = SEALS",
             "a file that anybody can shorten is taken for memory",
         ),
         Mutant(

@@ -6,7 +6,7 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 
 ROOM = Room(
     {
-        "unit": (*PYTEST, "tests/unit/admin/test_erase.py"),
+        "unit": (*PYTEST, "tests/unit/admin/test_purge.py"),
         "directory": (
             *PYTEST,
             "tests/unit/store/test_directory.py",
@@ -16,14 +16,9 @@ ROOM = Room(
     (
         Mutant(
             "admin/purge.py",
-            (
-                "        unfinished = await _forget(\n"
-                "            size_class.store, owner, seen\n"
-                "        )  # and what engines loaded before it was deleted below\n"
-            ),
-            "        unfinished = 0 * len(seen)  # and what engines loaded before it was "
-            "deleted below\n",
-            "what engines load during an erase survives it",
+            "        unfinished = await _drop(size_class.store, owner, seen)\n",
+            "        unfinished = 0 * len(seen)\n",
+            "what engines load during a purge survives it",
         ),
         Mutant(
             "admin/purge.py",
@@ -35,13 +30,13 @@ ROOM = Room(
             "store/directory.py",
             "key in tier.order and may(owner, tier.order.owner(key)) for tier in self._tiers",
             "key in tier.order for tier in self._tiers",
-            "an erase of one tenant counts what others have in lower tiers",
+            "a purge of one tenant counts what others have in lower tiers",
         ),
         Mutant(
             "admin/purge.py",
             "await _in_turns(store.finding(owner))",
             "await _in_turns(store.finding())",
-            "an erase counts chunks of others",
+            "a purge counts chunks of others",
         ),
         Mutant(
             "store/directory.py",

@@ -90,14 +90,8 @@ ROOM = Room(
         ),
         Mutant(
             "cli/launch.py",
-            (
-                "    if not (\n"
-                "        config.auto or config.server\n"
-                "    ):  # auto-config counts for itself; a server has the RAM tier of its "
-                "engines\n"
-            ),
-            "    if config.server:  # auto-config counts for itself; a server has the RAM tier of "
-            "its engines\n",
+            "    if not (config.auto or config.server):\n",
+            "    if config.server:\n",
             "launch starts an engine that will be killed",
         ),
         # ---- tiers ---
@@ -166,7 +160,7 @@ ROOM = Room(
             "cli/serve.py",
             '        if "admin" in config.sources:\n            raise\n',
             "",
-            "the admin surface that was asked for is silently not there",
+            "the admin interface that was asked for is silently not there",
         ),
         Mutant(
             "admin/status.py",

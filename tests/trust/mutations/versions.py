@@ -56,9 +56,8 @@ ROOM = Room(
         ),
         Mutant(
             "connectors/vllm/connector.py",
-            "        if role == KVConnectorRole.SCHEDULER:  # one process of the engine says it, "
-            "not each",
-            "        if True:",
+            "if role == KVConnectorRole.SCHEDULER:  # only one process",
+            "if True:  # only one process",
             "every process of an engine says the same",
         ),
         Mutant(

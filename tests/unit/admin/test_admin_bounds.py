@@ -1,4 +1,4 @@
-"""What the admin surface remembers and logs is bounded."""
+"""What the admin interface remembers and logs is bounded."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def test_what_other_sizes_and_policies_would_hit_is_shown(tmp_path: Path) -> Non
         "other sizes of ram, points of hits under LRU: x0.25 (8 KiB) +0.0, x0.5 (16 KiB) +0.0, x2 "
         "(64 KiB) +66.7" in screen
     )
-    assert "policy lru rules; the best setting is" in screen
+    assert "policy lru is in use; the best setting hits" in screen
     served.size_classes.close(10.0)
 
 
@@ -356,7 +356,7 @@ def test_a_bug_is_an_answer_in_words(served: Served, caplog: pytest.LogCaptureFi
 
 
 def test_a_server_looks_for_hits_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_LOOK_S", 0.001)
+    monkeypatch.setattr(server, "_HITS_CHECKED_S", 0.001)
 
     async def looked() -> None:
         one, seen = server.Server(lambda size: Store(Pool(2, size)), []), asyncio.Event()

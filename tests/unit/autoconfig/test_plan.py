@@ -166,7 +166,7 @@ CASES = [
         904,
         "/opt/dlami/nvme",
         6284.8,
-        ("working sets below it fit",),
+        ("smaller working sets fit",),
     ),
     Case(
         ("p4de 8 replicas of 7B share fairly"),
@@ -214,7 +214,7 @@ CASES = [
         1616,
         "/opt/dlami/nvme",
         25_180,
-        ("nvme_break_even_tokens", "than loaded from /opt/dlami/nvme"),
+        ("nvme_break_even_tokens", "than they are loaded from /opt/dlami/nvme"),
     ),
     Case(
         "g5.12xlarge 7B tp4", on(G5, "qwen2.5-7b", engine(tp=4)), 182 * 0.8, "/opt/dlami/nvme", 3046
@@ -507,7 +507,7 @@ CASES = [
         60 - 12 - 2 * W8B,
         "/opt/dlami/nvme",
         359,
-        ("12 GiB the Redis here may take",),
+        ("12 GiB that the Redis here may take",),
     ),
     Case(
         "random eviction warns",
@@ -515,7 +515,7 @@ CASES = [
         60 - 2 * W8B,
         "/opt/dlami/nvme",
         359,
-        ("forgets at random",),
+        ("evicts at random",),
     ),
     Case(
         ("the engine serves 8k: that is the long context"),
@@ -620,7 +620,7 @@ def test_every_setting_says_where_it_comes_from_and_why() -> None:
     [
         (4000 * GIB, True, ("reserved", "an engine's own pool lies in them")),
         (GIB, True, ("made", "the kernel makes them of ordinary memory")),
-        (GIB, False, ("none", "by sysctl vm.nr_hugepages=")),
+        (GIB, False, ("none", "or sysctl vm.nr_hugepages=")),
     ],
 )
 def test_the_plan_says_what_huge_pages_there_are(

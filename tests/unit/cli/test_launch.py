@@ -127,7 +127,7 @@ def test_the_cpu_wheel_whose_command_does_not_start_is_run_as_a_module(
         ({}, ["vllm", "bench"], "the command 'vllm bench' was given: expected vllm serve"),
         ({}, [], "the command 'nothing' was given"),
         ({}, ["/none/vllm", "serve", "m"], "/none/vllm: no such program"),
-        ({}, ["/none/python", "-m", SERVER], "/none/python cannot say whether it has vLLM"),
+        ({}, ["/none/python", "-m", SERVER], "/none/python does not tell whether it has vLLM"),
         (
             {"OPTION_KV_OFFLOADING_SIZE": "4"},
             ["vllm", "serve", "m"],
@@ -184,7 +184,7 @@ def test_vllms_own_offloading_is_seen_however_it_is_written(
     file.write_text("kv_offloading_size: 4\n")
     ours = ["--kv-transfer-config", json.dumps(launch.TRANSFER)]
     with pytest.raises(
-        ConfigError, match=r"--kv-offloading-size asks for .* which replaces kvtier's"
+        ConfigError, match=r"--kv-offloading-size asks for .* which silently replaces kvtier's"
     ):
         vllm_command.transfer(
             [*ours, *(word.replace("{file}", str(file)) for word in words)], False

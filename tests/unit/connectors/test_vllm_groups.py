@@ -124,12 +124,12 @@ def test_a_run_has_every_token_that_a_hit_needs_and_hardly_more(
 def test_what_is_needed_is_what_vllm_does_not_skip(other: Group, position: int) -> None:
     if other.kind is groups.Kind.WINDOW:
         theirs = managers.SlidingWindowManager.__new__(managers.SlidingWindowManager)
-        theirs.sliding_window = other.reach
+        theirs.sliding_window = other.span
     else:
         theirs = managers.ChunkedLocalAttentionManager.__new__(
             managers.ChunkedLocalAttentionManager
         )
-        theirs.attention_chunk_size = other.reach
+        theirs.attention_chunk_size = other.span
     theirs.extra_retained_tokens = 0
     assert other.first_needed(position) == theirs.get_num_skipped_tokens(position)
 

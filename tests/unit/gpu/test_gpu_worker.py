@@ -177,7 +177,7 @@ def test_a_load_is_told_once_when_it_is_through_and_counts_at_the_rate_of_the_la
     rank.streams.run()
     assert bool((rank.cache[4:6] == 5).all())
 
-    copy = rank.half._under_way[0].copy
+    copy = rank.half._running[0].copy
     second = rank.step([rank.job(2, [1, 2], [1, 2, 3, 6])])
     assert dict(second.done) == {1: 1}
     assert (rank.ended, rank.failed) == ({"r1"}, set())

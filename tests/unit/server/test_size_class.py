@@ -64,7 +64,7 @@ class Bench:
 
     def settle(self) -> None:
         self.size_classes.settle()
-        self.size_classes.aside(lambda: None).result(10.0)
+        self.size_classes.on_lane(lambda: None).result(10.0)
 
     @property
     def bytes_in_use(self) -> int:
@@ -203,7 +203,7 @@ def test_there_are_eight_sizes_and_one_more_takes_the_room_of_one_without_engine
 def test_a_size_that_cannot_be_had_costs_nobody_anything(bench: Bench) -> None:
     first = bench.get(4096, users=1)
     save_all(first)
-    with pytest.raises(TierError, match="hold no chunk of"):
+    with pytest.raises(TierError, match="cannot hold a chunk of"):
         bench.size_classes.get(BUDGET).result(10.0)
     assert list(bench.size_classes.open) == [4096]
     assert load(first.store, layout(4096).keys(range(64))) == ["ram"] * 64, (

@@ -24,7 +24,7 @@ def test_it_speaks_once_when_both_enough_time_and_enough_chunks_have_gone_by() -
     assert zero.look(4096, 0, 9, {"cold": 160, "evicted": 3936})
     assert zero.verdict == (
         "0 of 4,096 chunks asked for were hits in 15 min: 96% evicted: RAM holds 512 chunks, "
-        "nothing lies below it, "
+        "there is no lower tier, "
         "and what is used again needs more: raise ram_bytes, or give nvme_path"
     )
     clock.now = 9000.0

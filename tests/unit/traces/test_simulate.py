@@ -226,7 +226,7 @@ def test_what_is_no_size_is_told(
     size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["simulate", trace_file(tmp_path, 3), f"--ram={size}"]) == 2
-    assert "is no size" in capsys.readouterr().err
+    assert "is not a size" in capsys.readouterr().err
 
 
 def test_an_empty_trace_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

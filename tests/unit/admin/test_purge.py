@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from kvtier.admin.forms import Cleared
-from kvtier.admin.purge import erase
+from kvtier.admin.purge import purge
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
@@ -66,8 +66,8 @@ def save(store: Store, owner: int, *tokens: int) -> list[ChunkKey]:
     return keys
 
 
-def erased(size_classes: SizeClasses, namespace: str | None) -> Cleared:
-    return asyncio.run(erase(size_classes, namespace, None))
+def purged(size_classes: SizeClasses, namespace: str | None) -> Cleared:
+    return asyncio.run(purge(size_classes, namespace, None))
 
 
 def spilled(store: Store, count: int) -> None:
@@ -83,7 +83,7 @@ def test_clearing_everything_reaches_ram_and_the_tiers_below(
     save(one.store, THEIRS, 3)
     spilled(one.store, 3)
     assert len(tier.held) == 3
-    told = erased(size_classes, None)
+    told = purged(size_classes, None)
     assert (told.complete, told.chunks) == (True, 3)
     assert (tier.held, one.store.keys()) == ({}, set())
 
@@ -102,11 +102,11 @@ def test_of_a_tenant_only_what_is_its_own(size_class: tuple[SizeClasses, SizeCla
     save(one.store, OURS, 1, 2)
     theirs = save(one.store, THEIRS, 3)
     spilled(one.store, 3)
-    assert erased(size_classes, "ours").chunks == 2
+    assert purged(size_classes, "ours").chunks == 2
     assert one.store.keys() == set(theirs)
 
 
-def test_what_an_engine_brings_back_into_ram_during_an_erase_goes_too(
+def test_what_an_engine_brings_back_into_ram_during_a_purge_goes_too(
     size_class: tuple[SizeClasses, SizeClass], tier: SharedDict
 ) -> None:
     """The first pass has been over RAM when an engine loads a chunk from the tier; only then it is
@@ -123,7 +123,7 @@ def test_what_an_engine_brings_back_into_ram_during_an_erase_goes_too(
             came.append(lease.poll().ready)
 
     tier.before = load
-    told = erased(size_classes, None)
+    told = purged(size_classes, None)
     assert came == [1], "it was in RAM"
     assert (told.complete, tier.held, one.store.keys()) == (True, {}, set())
 
@@ -135,5 +135,5 @@ def test_what_others_wrote_into_a_shared_tier_goes_too(
     (key,) = LAYOUT.keys([9])
     tier.write(key, memoryview(bytes(SLOT)), OURS)
     assert one.store.keys() == set(), "nobody here knows of it"
-    told = erased(size_classes, "ours")
+    told = purged(size_classes, "ours")
     assert (told.complete, told.chunks, tier.held) == (True, 1, {})
