@@ -27,6 +27,7 @@ from kvtier.client.client import Client
 from kvtier.client.leases import SharedLoad, SharedSave
 from kvtier.connectors.vllm.afterwards import Afterwards
 from kvtier.connectors.vllm.claims import Claims
+from kvtier.connectors.vllm.events import Announcer
 from kvtier.connectors.vllm.groups import Geometry, Kind, Piece
 from kvtier.connectors.vllm.hint_words import of_request
 from kvtier.connectors.vllm.layout import start_only
@@ -80,6 +81,8 @@ class SchedulerHalf:
         duty: Duty,
     ) -> None:
         self.store = store
+        self.announcer: Announcer | None = None
+        """Tells vLLM's event stream what the store holds. None: nobody asks."""
         self._duty = duty
         self._running: set[str] = set()
         """Requests that the last step computed for and that have not finished."""
@@ -126,6 +129,8 @@ class SchedulerHalf:
         keys = self._keys(prompt, request.num_tokens)
         if self._is_coming_for_others(keys, computed):
             return None, False
+        if self.announcer is not None and not prompt.looked:
+            self.announcer.named(request, keys)
         promised = self._claims.promise(prompt, keys, computed, busy=bool(self._running))
         return promised, bool(promised)
 
@@ -321,6 +326,10 @@ class SchedulerHalf:
         if not lease.keys:
             lease.close()
             return
+        if self.announcer is not None:
+            self.announcer.saved(
+                self._prompts[request_id].request, {key: pieces[key] for key in lease.keys}
+            )
         held = [(pieces[key], slot) for key, slot in zip(lease.keys, lease.slots, strict=True)]
         moves = saving(
             geometry,
@@ -368,6 +377,8 @@ class SchedulerHalf:
                 pending.lease.close()
             return
         pending.lease.close()
+        if self.announcer is not None and not pending_load:
+            self.announcer.not_saved(pending.keys)
         prompt = self._prompts.get(pending.request_id)
         if pending_load and not refused:
             self.store.invalidate(pending.keys)
@@ -410,7 +421,12 @@ class SchedulerHalf:
         """vLLM's ``has_pending_push_work``: whether to take steps even with nothing to compute, so
         that workers can say that a copy is through. Not for ever after the last job: a report may
         never come."""
-        return bool(self._pending) and self._load_policy.clock() < self._reports_until
+        reports = bool(self._pending) and self._load_policy.clock() < self._reports_until
+        return reports or (self.announcer is not None and self.announcer.waits)
+
+    def events(self) -> list[Any]:
+        """vLLM's ``take_events``."""
+        return self.announcer.take() if self.announcer is not None else []
 
     def finished(self, request: Any) -> None:
         """vLLM's ``request_finished``: also for aborted requests, waiting or running."""

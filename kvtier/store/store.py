@@ -24,6 +24,7 @@ from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
 from kvtier.store.adaptive import Adaptive
 from kvtier.store.audit import Audit
+from kvtier.store.changes import Change, Changes
 from kvtier.store.directory import FILLING, GONE, READY, Directory, Entry
 from kvtier.store.eviction import LRU, PolicyOf
 from kvtier.store.follower import Follower
@@ -83,6 +84,7 @@ class Store:
         self._directory = Directory(
             pool.slots, capacities, policy, share, lower=LRU if self._adaptive else policy
         )
+        self._changes: Changes | None = None
         self.timings = Timings([tier.name for tier in self.tiers])
         self._clock = clock
         core = Core(self._lock, self._directory, pool, self.counts, self.timings)
@@ -441,6 +443,30 @@ class Store:
             with self._lock:
                 self._directory.grow(growing)
             yield 0.0
+
+    def watch(self) -> bool:
+        """Note from now on what comes to a place and what leaves it, for :meth:`changes`. True: it
+        is done here."""
+        with self._lock:
+            self._changes = self._directory.watch()
+        return True
+
+    def changes(self) -> list[Change] | None:
+        """What came and what left since the last call, in order; see
+        :mod:`kvtier.store.changes`. Empty where nobody watches."""
+        if self._changes is None or not self._changes.waits:
+            return []
+        with self._lock:
+            return self._changes.take()
+
+    @property
+    def has_changes(self) -> bool:
+        return self._changes is not None and self._changes.waits
+
+    def places(self, keys: Sequence[ChunkKey]) -> list[list[int]]:
+        """For each chunk, the places that it can be served from now. No effect; memory only."""
+        with self._lock:
+            return [self._directory.places(key) for key in keys]
 
     def lookup_by_tier(self, keys: Sequence[ChunkKey]) -> list[int]:
         """How many leading chunks of a run each place holds by itself: RAM, then every tier. No
