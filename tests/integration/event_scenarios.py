@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvtier.core.errors import StateError
 from tests.integration.scenarios import BLOCK, CHUNK, Engine, document
 
 PROMPTS = 5
@@ -128,12 +129,14 @@ class Followed:
                 self.core.step()
 
         def is_at_rest() -> bool:
-            idle = not any(lane.queued[0] or lane.queued[1] for lane in self.store.lanes)
-            return idle and not self.half.expects_reports()
+            try:
+                self.store.check(idle=True)
+            except StateError:
+                return False
+            return not any(sum(lane.queued) for lane in self.store.lanes)
 
         self.picture.hear(is_at_rest, step)
         agree = self.picture.hear(lambda: self.seen() == self.truth(keys), step)
-        self.store.check(idle=True)
         return {"agree": agree, "seen": self.seen(), "truth": self.truth(keys)}
 
 
