@@ -16,6 +16,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import NOTHING, Asking, LookupResult, Progress
 from kvtier.core.pool import Pool
 from kvtier.protocol.wire import Reason
+from kvtier.store.changes import Change
 from kvtier.store.hints import Hint
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.status import SizeClassStatus
@@ -31,6 +32,26 @@ __all__ = [
     "Reason",
     "SaveLease",
 ]
+
+
+class Watched(Protocol):
+    """A KVStore whose changes are noted. One thread asks."""
+
+    @property
+    def place_names(self) -> list[str]:
+        """RAM, then the lower tiers, fastest first. A change names its place by this index."""
+        ...
+
+    @property
+    def has_changes(self) -> bool: ...
+
+    def changes(self) -> list[Change] | None:
+        """What came and what left since the last call, in order. None: some changes were lost."""
+        ...
+
+    def places(self, keys: Sequence[ChunkKey]) -> list[list[int]]:
+        """For each chunk, the places that it can be served from now. It has no effect."""
+        ...
 
 
 class KVStore(Protocol):
@@ -155,6 +176,11 @@ class KVStore(Protocol):
     def status(self) -> SizeClassStatus | None:
         """The same for metrics, with times and in types. None where a server has the chunks: its
         own metrics tell."""
+        ...
+
+    def watch(self) -> Watched | None:
+        """Note every change of what the places hold, from now on. None where a server has the
+        chunks: it tells no engine of them."""
         ...
 
     def close(self, timeout_s: float = 5.0) -> bool:

@@ -19,12 +19,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier import selftest
+from kvtier.api import KVStore
 from kvtier.assemble import assemble
 from kvtier.autoconfig.explain import PLANNED, configuration_text, table
 from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
 from kvtier.config.keys import Config, filled, load
 from kvtier.config.remarks import tell
 from kvtier.connectors.vllm import layout, versions
+from kvtier.connectors.vllm.events import Announcer, are_wanted, groups_of
 from kvtier.connectors.vllm.figures import Figures
 from kvtier.connectors.vllm.groups import Geometry
 from kvtier.connectors.vllm.idle import IdleHalf, StartingHalf
@@ -217,6 +219,21 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
                 shares_blocks=bool(self._vllm_config.cache_config.enable_prefix_caching),
             ),
         )
+        self._scheduler.announcer = self._announcer(store, geometry)
+
+    def _announcer(self, store: KVStore, geometry: Geometry) -> Announcer | None:
+        """None where vLLM publishes no events, or where the chunks are a server's."""
+        if not are_wanted(self._vllm_config):
+            return None
+        watched = store.watch()
+        if watched is None:
+            logger.warning(
+                "KV events name vLLM's own blocks only: what a kvtier server holds is not announced"
+            )
+            return None
+        return Announcer(
+            watched, geometry, groups_of(self._vllm_config, self._kv_cache_config, geometry)
+        )
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -288,7 +305,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return True
 
     def take_events(self) -> Iterable[Any]:
-        return ()
+        return self._scheduler.events() if self._scheduler is not None else ()
 
     def shutdown(self) -> None:
         if self._scheduler is not None:

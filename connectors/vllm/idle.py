@@ -35,6 +35,9 @@ class IdleHalf:
     def expects_reports(self) -> bool:
         return False
 
+    def events(self) -> list[Any]:
+        return []
+
     def clear(self) -> None:
         return
 

@@ -31,6 +31,7 @@ from weakref import WeakKeyDictionary
 from kvtier.api import KVStore, LoadLease, SaveLease
 from kvtier.connectors.vllm.afterwards import Afterwards
 from kvtier.connectors.vllm.claims import Claims
+from kvtier.connectors.vllm.events import Announcer
 from kvtier.connectors.vllm.groups import Geometry, Kind, Piece
 from kvtier.connectors.vllm.hint_words import of_request
 from kvtier.connectors.vllm.layout import start_only
@@ -89,6 +90,8 @@ class SchedulerHalf:
         duty: Duty,
     ) -> None:
         self.store = store
+        self.announcer: Announcer | None = None
+        """Tells vLLM's event stream what the store holds. None: nobody asks."""
         self._duty = duty
         self._running: set[str] = set()
         """Requests that the last step computed for, if they have not finished."""
@@ -138,6 +141,8 @@ class SchedulerHalf:
         keys = self._keys(prompt, request.num_tokens)
         if self._is_coming_for_others(keys, computed):
             return None, False
+        if self.announcer is not None and not prompt.looked:
+            self.announcer.named(request, keys)
         promised = self._claims.promise(prompt, keys, computed, busy=bool(self._running))
         return promised, bool(promised)
 
@@ -343,6 +348,10 @@ class SchedulerHalf:
         if not lease.keys:
             lease.close()
             return
+        if self.announcer is not None:
+            self.announcer.saved(
+                self._prompts[request_id].request, {key: pieces[key] for key in lease.keys}
+            )
         held = [(pieces[key], slot) for key, slot in zip(lease.keys, lease.slots, strict=True)]
         moves = saving(
             geometry,
@@ -389,6 +398,8 @@ class SchedulerHalf:
             lease.commit()
             return
         lease.close()
+        if self.announcer is not None:
+            self.announcer.not_saved(pending.keys)
         prompt = self._prompts.get(pending.request_id)
         if prompt is not None and not prompt.retried:
             # The worker refuses saves for a while after weights were replaced.
@@ -442,9 +453,14 @@ class SchedulerHalf:
         """vLLM's ``has_pending_push_work``: whether to take steps even with nothing to compute.
 
         Workers can say only in a step that a copy is through. This ends some time after the last
-        job, because a report may never come.
+        job, because a report may never come. Events leave in a step too.
         """
-        return bool(self._pending) and self._load_policy.clock() < self._reports_until
+        reports = bool(self._pending) and self._load_policy.clock() < self._reports_until
+        return reports or (self.announcer is not None and self.announcer.waits)
+
+    def events(self) -> list[Any]:
+        """vLLM's ``take_events``."""
+        return self.announcer.take() if self.announcer is not None else []
 
     def finished(self, request: Any) -> None:
         """vLLM's ``request_finished``. It is called for aborted requests too, whether they waited

@@ -162,6 +162,10 @@ class Client:
         if answer.trouble:
             raise StateError(answer.trouble)
 
+    def watch(self) -> None:
+        """See KVStore.watch."""
+        return
+
     def close(self, timeout_s: float = 5.0) -> bool:
         """See KVStore.close."""
         self._ending.set()

@@ -44,6 +44,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
 from kvtier.core.tenant import may
 from kvtier.store.ages import Ages
+from kvtier.store.changes import RAM_PLACE, Changes
 from kvtier.store.eviction import LRU, Owned, PolicyOf
 from kvtier.store.miss_reasons import Left, Past
 from kvtier.store.tier_index import TierIndex, quota_of
@@ -139,9 +140,27 @@ class Directory:
         self.distrust = False
         """True: chunks in ``_over`` are written all the same, because too many were used again."""
         self._order = Owned(policy(slots), share is not None)
-        self._tiers = [TierIndex(capacity, lower or policy, share) for capacity in capacities]
+        self._tiers = [
+            TierIndex(place, capacity, lower or policy, share)
+            for place, capacity in enumerate(capacities, RAM_PLACE + 1)
+        ]
+        self._changes: Changes | None = None
 
     # ---- queries: they change nothing ------------------------------------------------------------
+
+    def watch(self) -> Changes:
+        """Note every change of what RAM and the tiers hold, from now on."""
+        if self._changes is None:
+            self._changes = Changes()
+            for tier in self._tiers:
+                tier.changes = self._changes
+        return self._changes
+
+    def places(self, key: ChunkKey) -> list[int]:
+        """Where the chunk can be served from now; see :mod:`kvtier.store.changes`."""
+        entry = self._entries.get(key)
+        ready = entry is not None and entry.state is READY
+        return [RAM_PLACE] * ready + [tier.place for tier in self._tiers if key in tier.order]
 
     def get(self, key: ChunkKey) -> Entry | None:
         """The chunk's entry, FILLING or READY. None when ABSENT."""
@@ -223,6 +242,8 @@ class Directory:
         self._filling -= 1
         entry.copies = 0 if source is None else 1 << source
         self._order.add(entry.key, entry.owner)
+        if self._changes is not None:
+            self._changes.note(RAM_PLACE, entry.key, there=True)
         if not entry.pins:
             self._count_idle(entry, 1)
 
@@ -359,7 +380,7 @@ class Directory:
         tier, grown = self._tiers[index], set[int]()
         for key, owner in zip(keys, owners, strict=False):
             if tier.takes(key):
-                tier.order.add(key, owner)
+                tier.hold(key, owner)
                 grown.add(owner)
         surplus = tier.shrink(grown)
         for victim in surplus:
@@ -407,7 +428,7 @@ class Directory:
         del tier.writing[entry.key]
         wanted = entry.state is not GONE
         if stored and wanted:
-            tier.order.add(entry.key, entry.owner)
+            tier.hold(entry.key, entry.owner)
             entry.copies |= 1 << index
         elif stored:
             tier.leaving.add(entry.key)
@@ -430,7 +451,7 @@ class Directory:
         Not for a tier that cannot be asked now: what it holds must stay known, or no
         :meth:`invalidate` reaches it.
         """
-        self._tiers[index].order.discard(key)
+        self._tiers[index].lose(key)
         self._past.left(key, how)
 
     def order(self, index: int) -> Iterator[ChunkKey]:
@@ -681,8 +702,11 @@ class Directory:
         del self._entries[entry.key]
         self._over.discard(entry.key)
         self._filling -= entry.state is FILLING
-        if entry.state is READY and not entry.pins:
-            self._count_idle(entry, -1)
+        if entry.state is READY:
+            if self._changes is not None:
+                self._changes.note(RAM_PLACE, entry.key, there=False)
+            if not entry.pins:
+                self._count_idle(entry, -1)
         entry.state = GONE
         if entry.pins:
             self._gone.add(entry)

@@ -24,6 +24,7 @@ from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
 from kvtier.store.adaptive import ALL_LRU, Orders
 from kvtier.store.audit import Audit
+from kvtier.store.changes import Change, Changes
 from kvtier.store.directory import FILLING, GONE, READY, Directory, Entry
 from kvtier.store.follower import Follower
 from kvtier.store.hints import Hint
@@ -115,6 +116,7 @@ class Store:
         self._adaptive = orders.adaptive
         capacities = [tier.capacity for tier in self.tiers]
         self._directory = Directory(pool.slots, capacities, orders.ram, share, lower=orders.lower)
+        self._changes: Changes | None = None
         self.timings = Timings([tier.name for tier in self.tiers])
         self._clock = clock
         core = Core(self._lock, self._directory, pool, self.counts, self.timings)
@@ -466,6 +468,33 @@ class Store:
             with self._lock:
                 self._directory.grow(growing)
             yield 0.0
+
+    def watch(self) -> Store:
+        """See KVStore.watch."""
+        with self._lock:
+            self._changes = self._directory.watch()
+        return self
+
+    @property
+    def place_names(self) -> list[str]:
+        """See Watched."""
+        return [RAM, *(tier.name for tier in self.tiers)]
+
+    def changes(self) -> list[Change] | None:
+        """See Watched. Empty where nobody watches."""
+        if self._changes is None or not self._changes.waits:
+            return []
+        with self._lock:
+            return self._changes.take()
+
+    @property
+    def has_changes(self) -> bool:
+        return self._changes is not None and self._changes.waits
+
+    def places(self, keys: Sequence[ChunkKey]) -> list[list[int]]:
+        """See Watched. Memory only."""
+        with self._lock:
+            return [self._directory.places(key) for key in keys]
 
     def lookup_by_tier(self, keys: Sequence[ChunkKey]) -> list[int]:
         """How many leading chunks of a run each place holds by itself: RAM, then every tier. No

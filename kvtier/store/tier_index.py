@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.store.changes import Changes
 from kvtier.store.eviction import Owned, PolicyOf
 
 
@@ -18,9 +19,12 @@ class TierIndex:
     """An eviction order and a capacity in chunks. ``share``: see
     :class:`kvtier.store.directory.Directory`."""
 
-    __slots__ = ("_share", "capacity", "leaving", "order", "quota", "writing")
+    __slots__ = ("_share", "capacity", "changes", "leaving", "order", "place", "quota", "writing")
 
-    def __init__(self, capacity: int, policy: PolicyOf, share: float | None) -> None:
+    def __init__(self, place: int, capacity: int, policy: PolicyOf, share: float | None) -> None:
+        self.place = place
+        self.changes: Changes | None = None
+        """Where every change of what the tier holds is noted. None: nobody asks."""
         self.capacity = capacity
         self._share = share
         self.order = Owned(policy(capacity), share is not None)
@@ -40,13 +44,27 @@ class TierIndex:
         and has no delete of it to do."""
         return not (key in self.order or key in self.writing or key in self.leaving)
 
+    def hold(self, key: ChunkKey, owner: int = 0) -> None:
+        """The tier has the chunk."""
+        if self.changes is not None:
+            self.changes.note(self.place, key, there=True)
+        self.order.add(key, owner)
+
+    def lose(self, key: ChunkKey) -> None:
+        """The tier does not have the chunk, and nothing has to be deleted."""
+        if self.changes is not None and key in self.order:
+            self.changes.note(self.place, key, there=False)
+        self.order.discard(key)
+
     def leave(self, key: ChunkKey) -> None:
         """The chunk is unwanted."""
-        self.order.discard(key)
+        self.lose(key)
         self.leaving.add(key)
 
     def evict(self, key: ChunkKey) -> None:
         """The chunk leaves to make room, and may come back."""
+        if self.changes is not None:
+            self.changes.note(self.place, key, there=False)
         self.order.evicted(key)
         self.leaving.add(key)
 

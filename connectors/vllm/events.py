@@ -1,0 +1,267 @@
+"""KV events: what the cache holds, for routers that follow vLLM's event stream.
+
+vLLM publishes ``BlockStored`` and ``BlockRemoved`` of its own prefix cache when
+``kv_events_config`` asks for it. This module adds those of RAM and the lower tiers, with vLLM's
+block hashes, so that any consumer of that stream sees where a prompt's prefix is kept.
+
+- A chunk is announced when it can be served, once for each place, and withdrawn when it cannot.
+- An event needs the tokens of a chunk. They are known while a prompt names the chunk, and kept as
+  long as the chunk is in RAM. No tier stores tokens. So after a restart a chunk is announced when
+  the next prompt names it.
+- Groups of full attention are announced. Windows and states are not: no prefix is found by them.
+
+Belongs to the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kvtier.api import Watched
+from kvtier.connectors.vllm.groups import Geometry, Kind, Piece
+from kvtier.core.chunk import ChunkKey
+from kvtier.store.changes import RAM_PLACE, Change
+
+_REMOTE = frozenset({"redis", "remote", "object"})
+"""Tiers that other hosts reach too."""
+
+
+class Group(NamedTuple):
+    """What events say of one cache group."""
+
+    hash_tokens: int
+    """Tokens of one of a request's block hashes."""
+    block_tokens: int
+    kind: str
+    """vLLM's name of its KV cache spec."""
+
+
+@dataclass(slots=True)
+class _Described:
+    """What events say of one piece. ``tokens`` is None when the piece left RAM."""
+
+    group: int
+    hashes: list[Any]
+    parent: Any
+    tokens: array[int] | None
+    adapter: tuple[int | None, str | None]
+    extras: list[tuple[Any, ...] | None] | None
+    session: str | None
+    places: set[int] = field(default_factory=set)
+    """Where it was announced."""
+
+
+class Announcer:
+    """``groups``: those of full attention, by number."""
+
+    def __init__(self, store: Watched, geometry: Geometry, groups: Mapping[int, Group]) -> None:
+        self._store, self._geometry, self._groups = store, geometry, groups
+        self._names = store.place_names
+        self._described: dict[ChunkKey, _Described] = {}
+        self._ready: list[Any] = []
+        """Events that the next :meth:`take` gives."""
+
+    @property
+    def waits(self) -> bool:
+        """There are events, or changes that become events."""
+        return bool(self._ready) or self._store.has_changes
+
+    def saved(self, request: Any, pieces: Mapping[ChunkKey, Piece]) -> None:
+        """These pieces of the request may be stored from now on."""
+        for key, piece in pieces.items():
+            self._describe(request, key, piece)
+
+    def not_saved(self, keys: Sequence[ChunkKey]) -> None:
+        """A save of these pieces failed."""
+        for key in keys:
+            described = self._described.get(key)
+            if described is not None and not described.places:
+                del self._described[key]
+
+    def named(self, request: Any, keys: Sequence[ChunkKey]) -> None:
+        """A prompt names these chunks: what is held of them and was not announced is announced.
+        ``keys``: of the request's whole chunks."""
+        geometry = self._geometry
+        pieces = dict(
+            zip(geometry.trunk_keys(keys, len(keys)), geometry.trunk(0, len(keys)), strict=True)
+        )
+        bare = [key for key in pieces if not self._has_tokens(key)]
+        for key, places in zip(bare, self._store.places(bare), strict=True):
+            if not places:
+                break
+            described = self._describe(request, key, pieces[key])
+            for place in places if described is not None else ():
+                self._stored(key, place)
+
+    def take(self) -> list[Any]:
+        """Events since the last call, in order."""
+        changes = self._store.changes()
+        if changes is None:
+            self._withdraw_all()
+        for change in changes or ():
+            self._change(change)
+        events, self._ready = self._ready, []
+        return events
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def _has_tokens(self, key: ChunkKey) -> bool:
+        described = self._described.get(key)
+        return described is not None and described.tokens is not None
+
+    def _change(self, change: Change) -> None:
+        place, key, there = change
+        if there:
+            self._stored(key, place)
+            return
+        described = self._described.get(key)
+        if described is None:
+            return
+        if place == RAM_PLACE:
+            described.tokens = None
+        if place in described.places:
+            described.places.discard(place)
+            self._ready.append(self._removed(described, place))
+        if not described.places and not self._store.places([key])[0]:
+            del self._described[key]
+
+    def _stored(self, key: ChunkKey, place: int) -> None:
+        described = self._described.get(key)
+        if described is None or described.tokens is None or place in described.places:
+            return
+        from vllm.distributed.kv_events import BlockStored
+
+        group = self._groups[described.group]
+        described.places.add(place)
+        event = {
+            "block_hashes": described.hashes,
+            "parent_block_hash": described.parent,
+            "token_ids": described.tokens.tolist(),
+            "block_size": group.block_tokens,
+            "lora_id": described.adapter[0],
+            "lora_name": described.adapter[1],
+            "extra_keys": described.extras,
+            "group_idx": described.group,
+            "kv_cache_spec_kind": group.kind,
+            "session_id": described.session,
+            **self._place(place),
+        }
+        self._ready.append(_made(BlockStored, event))
+
+    def _removed(self, described: _Described, place: int) -> Any:
+        from vllm.distributed.kv_events import BlockRemoved
+
+        event = {
+            "block_hashes": described.hashes,
+            "group_idx": described.group,
+            **self._place(place),
+        }
+        return _made(BlockRemoved, event)
+
+    def _place(self, place: int) -> dict[str, str | None]:
+        """RAM is vLLM's medium CPU. A lower tier is STORAGE, owned by its name."""
+        if place == RAM_PLACE:
+            return {"medium": "CPU", "locality": "LOCAL", "ownership": None}
+        name = self._names[place]
+        locality = "REMOTE" if name in _REMOTE else "LOCAL"
+        return {"medium": "STORAGE", "locality": locality, "ownership": name}
+
+    def _withdraw_all(self) -> None:
+        """Changes were lost: nothing that was announced is sure. Prompts announce it anew."""
+        for described in self._described.values():
+            self._ready += [self._removed(described, place) for place in sorted(described.places)]
+        self._described.clear()
+
+    def _describe(self, request: Any, key: ChunkKey, piece: Piece) -> _Described | None:
+        group = self._groups.get(piece.group.number)
+        if group is None or piece.group.kind is not Kind.FULL:
+            return None
+        size = self._geometry.piece_tokens
+        begin, end = piece.number * size, (piece.number + 1) * size
+        hashes = self._hashes(request, group, begin, end)
+        if len(hashes) * group.block_tokens != size:
+            return None  # vLLM has not hashed these tokens yet.
+        known = self._described.get(key)
+        if known is None:
+            known = self._described[key] = _Described(
+                piece.group.number,
+                hashes,
+                self._parent(request, group, begin),
+                None,
+                _adapter(request),
+                _extras(request, begin, end, group.block_tokens),
+                getattr(request, "session_id", None),
+            )
+        if known.tokens is None:
+            known.tokens = array("I", request.all_token_ids[begin:end])
+        return known
+
+    @staticmethod
+    def _hashes(request: Any, group: Group, begin: int, end: int) -> list[Any]:
+        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_block_hashes
+
+        found = resolve_block_hashes(request.block_hashes, group.hash_tokens, group.block_tokens)
+        most = len(request.block_hashes) * group.hash_tokens // group.block_tokens
+        first, last = begin // group.block_tokens, min(end // group.block_tokens, most)
+        return [maybe_convert_block_hash(found[index]) for index in range(first, last)]
+
+    def _parent(self, request: Any, group: Group, begin: int) -> Any:
+        before = begin - group.block_tokens
+        return self._hashes(request, group, before, begin)[0] if before >= 0 else None
+
+
+def groups_of(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> dict[int, Group]:
+    """What events say of each group of full attention, by its number."""
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+
+    _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return {
+        group.number: Group(
+            hash_tokens, group.block_tokens, get_kv_cache_spec_kind(specs[group.number]).value
+        )
+        for group in geometry.groups
+        if group.kind is Kind.FULL
+    }
+
+
+def are_wanted(vllm_config: Any) -> bool:
+    """Whether vLLM publishes events."""
+    wanted = getattr(vllm_config, "kv_events_config", None)
+    return bool(wanted is not None and wanted.enable_kv_cache_events)
+
+
+def _adapter(request: Any) -> tuple[int | None, str | None]:
+    adapter = request.lora_request
+    return (None, None) if adapter is None else (adapter.adapter_id, adapter.name)
+
+
+def _extras(
+    request: Any, begin: int, end: int, block_tokens: int
+) -> list[tuple[Any, ...] | None] | None:
+    """What vLLM hashed into each block besides its tokens, as vLLM publishes it."""
+    from vllm.v1.core import kv_cache_utils
+
+    media, extras = 0, list[tuple[Any, ...] | None]()
+    for first in range(begin, end, block_tokens):
+        one, media = kv_cache_utils.generate_block_hash_extra_keys(
+            request, first, first + block_tokens, media
+        )
+        extras.append(one)
+    published = getattr(kv_cache_utils, "to_event_extra_keys", list)
+    found: list[tuple[Any, ...] | None] | None = published(extras)
+    return found
+
+
+def _made(kind: Any, fields: Mapping[str, Any]) -> Any:
+    """An event with those of ``fields`` that this vLLM's has."""
+    return kind(**{name: fields[name] for name in _names(kind) if name in fields})
+
+
+def _names(kind: Any) -> Iterable[str]:
+    names: Iterator[str] = iter(kind.__struct_fields__)
+    return names

@@ -1,0 +1,28 @@
+"""Changes of what a Store holds wait in one bounded list. Whoever takes them learns of a loss."""
+
+from __future__ import annotations
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.store.changes import RAM_PLACE, Change, Changes
+
+KEYS = [ChunkKey(bytes([number]) * 40) for number in range(4)]
+
+
+def test_changes_come_in_order_and_once() -> None:
+    changes = Changes()
+    changes.note(RAM_PLACE, KEYS[0], there=True)
+    changes.note(RAM_PLACE, KEYS[0], there=False)
+    assert changes.waits
+    assert changes.take() == [Change(0, KEYS[0], True), Change(0, KEYS[0], False)]
+    assert changes.take() == []
+    assert not changes.waits
+
+
+def test_more_than_may_wait_are_lost_and_that_is_told_once() -> None:
+    changes = Changes(most=2)
+    for key in KEYS:
+        changes.note(RAM_PLACE, key, there=True)
+    assert changes.waits
+    assert changes.take() is None
+    changes.note(RAM_PLACE, KEYS[3], there=False)
+    assert changes.take() == [Change(0, KEYS[3], False)]
