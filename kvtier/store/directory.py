@@ -43,6 +43,7 @@ from kvtier.core.errors import StateError
 from kvtier.core.tenant import may
 from kvtier.store.ages import Ages
 from kvtier.store.eviction import LRU, Owned, PolicyOf
+from kvtier.store.hints import UsesSince
 from kvtier.store.miss_reasons import Left, Past
 from kvtier.store.tier_index import TierIndex, quota_of
 
@@ -120,6 +121,7 @@ class Directory:
         self.evicted = 0
         """Chunks since the start that left RAM for room."""
         self._past = Past(slots + sum(capacities))
+        self.uses_since = UsesSince(2 * (slots + sum(capacities)))
         self.ages = Ages(slots + sum(capacities))
         self.crowded = [0] * (1 + len(capacities))
         """Chunks since the start that found no free room, in RAM and in each tier."""
@@ -241,8 +243,7 @@ class Directory:
     def used(self, run: Sequence[ChunkKey]) -> None:
         """A prompt asked for this run: hotter now in RAM and in every tier, its beginning hottest
         of all."""
-        if self._over:
-            self._over.difference_update(run)
+        self._go_on(run)
         self._order.used(run)
         for tier in self._tiers:
             tier.order.used(run)
@@ -251,12 +252,17 @@ class Directory:
     def ordered(self, run: Sequence[ChunkKey]) -> None:
         """A prompt's run is being stored, which is no use of what is held of it: in order again
         everywhere."""
-        if self._over:
-            self._over.difference_update(run)
+        self._go_on(run)
         self._order.ordered(run)
         for tier in self._tiers:
             tier.order.ordered(run)
         self.ages.use(run)
+
+    def _go_on(self, run: Sequence[ChunkKey]) -> None:
+        """What is used or saved is not over."""
+        if self._over:
+            self._over.difference_update(run)
+        self.uses_since.used(run)
 
     def over(self, run: Sequence[ChunkKey]) -> None:
         """Nobody will ask for these chunks again, as far as is known, until somebody uses or saves

@@ -35,6 +35,8 @@ class _Item(NamedTuple):
     session: str
     hint: Hint = NOTHING
     """A prompt has none."""
+    number: int = 0
+    """Of the hint; see :class:`kvtier.store.hints.UsesSince`."""
 
 
 class Follower:
@@ -75,7 +77,8 @@ class Follower:
         """A prompt asked for this run. True: :meth:`work` should be called, soon and elsewhere."""
         if not run or run[-1] in self._recent:  # a prompt that waits for a tier asks again
             return bool(self._waiting)
-        if self._put(_Item(tuple(run), session), "dropped_prompts"):
+        if self._has_room("dropped_prompts"):
+            self._waiting.append(_Item(tuple(run), session))
             self._recent.append(run[-1])
         return True
 
@@ -83,14 +86,16 @@ class Follower:
         """Something is known of this run, or (an empty one) of the last prompt of the session with
         this name. True as :meth:`prompt`."""
         self._recent.clear()
-        self._put(_Item(tuple(run), session, hint), "hints_dropped")
+        with self._lock:
+            if self._has_room("hints_dropped"):
+                number = self._directory.uses_since.came()
+                self._waiting.append(_Item(tuple(run), session, hint, number))
         return True
 
-    def _put(self, item: _Item, dropped: str) -> bool:
+    def _has_room(self, dropped: str) -> bool:
         if len(self._waiting) >= _MOST_WAITING:
             self.counts[dropped] += 1
             return False
-        self._waiting.append(item)
         return True
 
     def work(self, pause: Callable[[], object]) -> bool:
@@ -105,6 +110,8 @@ class Follower:
                 return False
             if item.hint != NOTHING:
                 self._take(item)
+                with self._lock:
+                    self._directory.uses_since.followed(item.number)
             elif item.run:
                 self._follow(item, pause)
         return bool(self._waiting)
@@ -123,18 +130,17 @@ class Follower:
         self.counts["hints_followed"] += 1
         run = item.run or self._sessions.last(item.session)
         if item.hint.over:
-            # A prompt that came after the hint uses what it has again.
-            later = {
-                key for other in list(self._waiting) if other.hint == NOTHING for key in other.run
-            }
-            private = [key for key in self._sessions.private(run) if key not in later]
-            for part in pieces(private):  # the beginning first: the end is the coldest
+            over = list[ChunkKey]()
+            # The beginning first: the end is the coldest.
+            for part in pieces(self._sessions.private(run)):
                 with self._lock:
-                    self._directory.over(part)
+                    unused = self._directory.uses_since.unused(part, item.number)
+                    self._directory.over(unused)
+                over += unused
             if self._adaptive is not None:
-                self._adaptive.shadows.over(private)
-            if private:
-                self._note_end(private[-2:])
+                self._adaptive.shadows.over(over)
+            if over:
+                self._note_end(over[-2:])
         elif item.hint.keep_s:
             for part in reversed(list(pieces(run))):
                 with self._lock:
