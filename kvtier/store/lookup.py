@@ -20,9 +20,8 @@ Wait = Callable[[int], float | None]
 def lookup_run(
     directory: Directory, waits: Sequence[Wait], keys: Sequence[ChunkKey]
 ) -> Steps[LookupResult]:
-    """The outlook of a run, but for asking. One step for each change of place, as between two
-    changes the time saved by loading one chunk more only grows: the best place to stop is an end
-    (:func:`choose`). In pieces, each under the Store's lock."""
+    """How far a run can be served, and when, but for asking; in pieces, each under the Store's
+    lock. There is one step for each change of place."""
     steps: list[tuple[int, float | None]] = []
     reads: dict[int, int] = {}
     here, end = -1, len(keys)
