@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvtier.autoconfig.breakeven import Prefill, Route, break_even
+from kvtier.autoconfig.breakeven import Route, break_even
 from kvtier.autoconfig.facts import MIB, Fact, known
 from kvtier.core.terminal import rate_text, size_text
+from kvtier.load_policy.prefill import PrefillTime
 
 Value = int | float | str
 T = TypeVar("T", int, float)
@@ -26,13 +27,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``settings`` are config keys; ``derived`` is what led there; ``left_out`` is (tier,
-    reason)."""
+    """``settings`` are config keys; ``derived`` is what led there; ``left_out`` is (tier, reason);
+    ``prefill`` is how fast the engine is held to be until it has computed something."""
 
     settings: tuple[Row, ...]
     derived: tuple[Row, ...]
     warnings: tuple[str, ...]
     left_out: tuple[tuple[str, str], ...]
+    prefill: PrefillTime
 
     def values(self) -> dict[str, Value]:
         """What to hand to kvtier's config. Without ``ram_bytes`` kvtier must stay off: see
@@ -72,7 +74,7 @@ class Load:
     kv_bytes: int
     long_tokens: int
     longest: int
-    prefill: Prefill
+    prefill: PrefillTime
     link: float
     ranks: int
     stores: int

@@ -13,7 +13,7 @@ import pytest
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.load_policy.decide import LoadPolicy
-from kvtier.load_policy.prefill import Prefill
+from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.clock import Clock
@@ -56,7 +56,9 @@ class Bench:
         )
         self.keys = LAYOUT.keys(TOKENS)
         self.store = self.made()
-        self.load_policy = LoadPolicy(60.0, always=always, prefill=Prefill(1e-3), clock=self.clock)
+        self.load_policy = LoadPolicy(
+            60.0, always=always, prefill=Prefill(PrefillTime(1e-3)), clock=self.clock
+        )
         self.request = SimpleNamespace(
             request_id="one", num_tokens=len(TOKENS), num_prompt_tokens=len(TOKENS)
         )

@@ -17,7 +17,7 @@ from prometheus_client import Counter as Counted
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.lookup import NOTHING
 from kvtier.core.pool import Pool
-from kvtier.load_policy.prefill import Prefill
+from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.clock import Clock
@@ -74,7 +74,10 @@ class Bench:
         self.tier, self.lane = SlowTier(self.clock), ManualLane()
         self.store = Store(Pool(slots, SLOT), [(self.tier, self.lane)], clock=self.clock)
         self.load_policy = LoadPolicy(
-            60.0, always=always, prefill=Prefill(PER_TOKEN if known else None), clock=self.clock
+            60.0,
+            always=always,
+            prefill=Prefill(PrefillTime(PER_TOKEN) if known else None),
+            clock=self.clock,
         )
         self.half = SchedulerHalf(
             self.store,
@@ -460,7 +463,9 @@ def test_what_a_load_costs_in_a_busy_engine_counts() -> None:
 
     def chosen(busy: bool, slice_s: tuple[float, float] | None) -> int | None:
         clock = Clock(100.0)
-        load_policy = LoadPolicy(60.0, prefill=Prefill(1 / 64), slice_s=slice_s, clock=clock)
+        load_policy = LoadPolicy(
+            60.0, prefill=Prefill(PrefillTime(1 / 64)), slice_s=slice_s, clock=clock
+        )
         for _ in range(3):
             number = load_policy.planned([(1, 500)])
             clock.now += 0.34  # a step of 40 ms, made longer by the copy

@@ -13,7 +13,7 @@ from kvtier.core.lookup import Asking
 from kvtier.load_policy.choose import HitEnd, LoadPlan, choose
 from kvtier.load_policy.decide import LoadPolicy
 from kvtier.load_policy.latency import Average, Pace
-from kvtier.load_policy.prefill import Prefill, StepClock
+from kvtier.load_policy.prefill import Prefill, PrefillTime, StepClock
 
 SECONDS = st.floats(0, 1e4)
 
@@ -169,14 +169,14 @@ def test_prefill_is_learned_from_steps_and_holds_for_other_sizes(tokens: int, ca
 
 
 def test_a_wrong_estimate_is_corrected_and_an_engine_that_slows_down_believed() -> None:
-    prefill = taught(Prefill(per_token=10 * FLAT))
+    prefill = taught(Prefill(PrefillTime(10 * FLAT)))
     assert prefill.seconds(2048, 0) == pytest.approx(truth(2048, 0), rel=0.05)
     assert taught(prefill, pace=3.0).seconds(2048, 0) == pytest.approx(3 * truth(2048, 0), rel=0.15)
 
 
 def test_nothing_is_known_of_a_new_engine() -> None:
     assert Prefill().seconds(100, 0) is None
-    assert Prefill(per_token=1e-3).seconds(100, 0) == pytest.approx(0.1)
+    assert Prefill(PrefillTime(1e-3)).seconds(100, 0) == pytest.approx(0.1)
 
 
 def test_short_tails_hardly_change_what_whole_steps_taught() -> None:
@@ -264,7 +264,7 @@ def test_an_engines_first_prefill_is_a_hint_and_no_measure(prefill: Learnt) -> N
     clock.end(clock.plan(0.0, [(2000, 0)]), 10.0, 0.0)
     assert prefill.steps == []
     assert prefill.seconds(1000, 0) == pytest.approx(5.0)
-    taught(known := Prefill(per_token=1.0)).guess(9.0)
+    taught(known := Prefill(PrefillTime(1.0))).guess(9.0)
     assert (known.seconds(1000, 0) or 9) < 1
 
 
@@ -307,14 +307,18 @@ def test_an_unknown_engine_loads_all_there_is_and_a_known_one_what_is_worth_it()
     asking = Asking(1.0, 2.0, 0.5)
     ends = [HitEnd(1, 0.0), HitEnd(10, 99.0), HitEnd(20, asking.arrive_s, asking)]
     assert LoadPolicy(60.0).choose(ends, 0) == LoadPlan(1, True, 60.0)
-    assert LoadPolicy(60.0, prefill=Prefill(1e-3)).choose(ends, 0) == LoadPlan(0, False, 0.0)
-    assert LoadPolicy(60.0, prefill=Prefill(1e-3), always=True).choose(ends, 0)[:2] == (1, True)
+    assert LoadPolicy(60.0, prefill=Prefill(PrefillTime(1e-3))).choose(ends, 0) == LoadPlan(
+        0, False, 0.0
+    )
+    assert LoadPolicy(60.0, prefill=Prefill(PrefillTime(1e-3)), always=True).choose(ends, 0)[
+        :2
+    ] == (1, True)
     assert LoadPolicy(60.0).choose(ends[:2], 0) == LoadPlan(1, False, 60.0)
 
 
 def test_behind_a_long_beginning_the_same_tokens_are_worth_more() -> None:
     ends = [HitEnd(0, 0.0), HitEnd(1000, 0.1)]
-    policy = LoadPolicy(60.0, prefill=Prefill(10e-6, 10e-9))
+    policy = LoadPolicy(60.0, prefill=Prefill(PrefillTime(10e-6, 10e-9)))
     assert policy.choose(ends, 0).row == 0
     assert policy.choose(ends, 100_000).row == 1
 
