@@ -5,23 +5,19 @@ A promise cannot be made smaller, so nothing is promised that is not in RAM, ver
 While chunks are on their way up vLLM is told to ask again, until a deadline; then what is there
 counts.
 
-Where a hit may end is a table, :class:`kvtier.load_policy.choose.HitEnd`. LoadPolicy says which row
-of it is loaded, and everything longer is declined. With full attention alone every leading part of
-a run serves. With other groups a hit ends where all of them have what they need, so each row is a
-run of its own, which is loaded whole or not at all.
+:mod:`.hit_table` says where the hit may end, and LoadPolicy which of these ends is loaded.
+Everything longer is declined.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import NamedTuple
 
 from kvtier.client.client import Client
 from kvtier.client.leases import SharedLoad
-from kvtier.connectors.vllm.groups import Geometry, Kind, Run
+from kvtier.connectors.vllm.groups import Geometry, Run
+from kvtier.connectors.vllm.hit_table import WholeHit, WholeHits, ends_of_parts, tokens_with
 from kvtier.connectors.vllm.prompts import Prompt
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import LookupResult
@@ -32,24 +28,8 @@ from kvtier.store.lease import LoadLease
 from kvtier.store.store import Store
 
 
-class _WholeHit(NamedTuple):
-    """A hit that is loaded whole or not at all."""
-
-    run: Run
-    result: LookupResult
-
-    @property
-    def is_ready(self) -> bool:
-        return self.result.ready == len(self.run.pieces)
-
-    @property
-    def is_known(self) -> bool:
-        """Nobody has to be asked for a part of it."""
-        return self.result.known == len(self.run.pieces)
-
-
 class Claims:
-    """``prompts``: all live requests by name. ``load_policy`` says what of a hit is taken."""
+    """``prompts``: all live requests by name. ``load_policy`` says what of a hit is loaded."""
 
     def __init__(
         self,
@@ -95,12 +75,7 @@ class Claims:
             return None
         if coming or ready < prompt.taken:
             ready = self._cut(prompt, run, ready, coming)
-        return self._end_of(prompt, run, ready)
-
-    def _end_of(self, prompt: Prompt, run: Run, pieces: int) -> int:
-        """Tokens there are with so many leading pieces of the run. At least one token must be left
-        to compute; whole blocks, like vLLM's own prefix cache."""
-        return min(self._geometry.tokens(self._geometry.first(prompt.begin), pieces), run.end)
+        return tokens_with(self._geometry, prompt.begin, run, ready)
 
     def _claim_part(self, prompt: Prompt, run: Run, busy: bool) -> LoadLease | SharedLoad | None:
         """The request's lease; a new one when the old one starts elsewhere or the store has learnt
@@ -122,7 +97,7 @@ class Claims:
         self, prompt: Prompt, run: Run, result: LookupResult, busy: bool
     ) -> LoadLease | SharedLoad | None:
         """Claim the part of a run that is worth it, and no more: what is claimed starts to move."""
-        pieces, ends = self._ends_of_parts(prompt, run, result)
+        pieces, ends = ends_of_parts(self._geometry, prompt.begin, run, result)
         plan = self._load_policy.choose(ends, prompt.begin, busy=busy)
         taken = 0 if plan.row is None else pieces[plan.row]
         most = len(run.wanted) if plan.ask else taken
@@ -135,26 +110,6 @@ class Claims:
         elif result.asking and not plan.ask:
             self._decline(prompt, run.wanted[result.known :], "unasked")
         return lease
-
-    def _ends_of_parts(
-        self, prompt: Prompt, run: Run, result: LookupResult
-    ) -> tuple[list[int], list[HitEnd]]:
-        """The table of a run of which every leading part serves, and the pieces of each row.
-
-        There is a row for each step of the lookup. Between two steps waiting grows evenly while
-        what a piece saves grows with its depth, so the best end is a step's.
-        """
-
-        def saved(count: int) -> int:
-            return max(0, self._end_of(prompt, run, count) - prompt.begin)
-
-        steps = [result.steps[0]]
-        steps += (step for last, step in pairwise(result.steps) if step[0] > last[0])
-        ends = [HitEnd(saved(count), wait_s) for count, wait_s in steps]
-        if result.asking is not None:
-            asked = saved(len(run.wanted))
-            ends.append(HitEnd(asked, result.asking.arrive_s, result.asking))
-        return [count for count, _ in steps], ends
 
     def _cut(self, prompt: Prompt, run: Run, ready: int, coming: int) -> int:
         """Do with what is ready: the rest is not coming in time (``coming``), or not at all:
@@ -203,22 +158,14 @@ class Claims:
         most = min(geometry.last_end(prompt.request.num_tokens), len(keys) * geometry.chunk_tokens)
         if most <= prompt.begin:
             return False
-        longest = self._look_up_whole(prompt, keys, most)
-        result = longest.result
-        prompt.why = result.why
-        seen = (
-            result.ready,
-            result.known,
-            result.asking is not None,
-            len(prompt.missing),
-            prompt.ready_only,
-        )
+        hits = WholeHits(self._store, geometry, keys, prompt.begin)
+        longest = hits.at(most)
+        prompt.why, seen = longest.result.why, _seen(prompt, longest.result)
         if seen == prompt.seen:
             return False
-        hits = self._whole_hits(prompt, keys, longest)
-        plan = self._plan_whole(prompt, hits, busy)
-        row = len(hits) - 1 if plan.ask else plan.row
-        hit = None if row is None else hits[row]
+        rows = hits.rows(longest, prompt.missing)
+        plan = self._plan_whole(prompt, rows, busy)
+        hit = rows[-1] if plan.ask else None if plan.row is None else rows[plan.row]
         if hit is None:
             prompt.seen = seen
         elif not self._has_room(prompt, len(hit.run.pieces)):
@@ -226,92 +173,26 @@ class Claims:
         else:
             self._take_whole(prompt, hit, plan)
         if not prompt.ready_only:
-            self._decline_longer(prompt, hits, plan)
+            self._decline_longer(prompt, rows, plan)
         return hit is not None
 
-    def _plan_whole(self, prompt: Prompt, hits: Sequence[_WholeHit | None], busy: bool) -> LoadPlan:
+    def _plan_whole(self, prompt: Prompt, rows: Sequence[WholeHit | None], busy: bool) -> LoadPlan:
         if prompt.ready_only:
             return LoadPlan(0, ask=False, within_s=0.0)
-        ends = [self._end_of_whole(prompt, hit) for hit in hits]
+        ends = [HitEnd(0, 0.0) if hit is None else hit.end(prompt.begin) for hit in rows]
         return self._load_policy.choose(ends, prompt.begin, busy=busy)
 
-    def _end_of_whole(self, prompt: Prompt, hit: _WholeHit | None) -> HitEnd:
-        """The row of the table."""
-        if hit is None:
-            return HitEnd(0, 0.0)
-        tokens, asking = hit.run.end - prompt.begin, hit.result.asking
-        if asking is None or hit.is_known:
-            return HitEnd(tokens, hit.result.steps[-1][1])
-        return HitEnd(tokens, asking.arrive_s, asking)
-
-    def _whole_hits(
-        self, prompt: Prompt, keys: Sequence[ChunkKey], longest: _WholeHit
-    ) -> list[_WholeHit | None]:
-        """What the rows of the table stand for, the shortest first.
-
-        The first is the longest hit that is all in RAM; None where there is none. Then comes the
-        longest one for each tier that the anchors are in, and last the longest one that a shared
-        tier has to be asked for.
-        """
-        steps = self._known_tokens(prompt, keys, longest.result)
-        found, asked = list[_WholeHit | None](), list[_WholeHit | None]()
-        ready: _WholeHit | None = None
-        lowest = len(steps) + 1
-        for end in self._geometry.ends(longest.run.end, steps[-1], prompt.begin):
-            step = bisect_left(steps, end)
-            if end in prompt.missing or (step and step >= lowest):
-                continue
-            hit = longest if end == longest.run.end else self._hit_at(prompt, keys, end)
-            if hit is None:
-                continue
-            if hit.is_ready:
-                ready = hit
-                break
-            if hit.is_known:
-                found, lowest = [hit, *found], step
-            elif hit.result.asking is not None and not found and not asked:
-                asked = [hit]
-        return [ready, *found, *asked]
-
-    def _hit_at(self, prompt: Prompt, keys: Sequence[ChunkKey], end: int) -> _WholeHit | None:
-        """The hit that ends after so many tokens; None where it lacks something that nobody can be
-        asked for."""
-        geometry = self._geometry
-        behind = [geometry.key(piece, keys) for piece in geometry.behind(end, prompt.begin)]
-        if behind:
-            result = self._store.lookup(behind)
-            if result.known < len(behind) and result.asking is None:
-                return None
-        return self._look_up_whole(prompt, keys, end)
-
-    def _look_up_whole(self, prompt: Prompt, keys: Sequence[ChunkKey], end: int) -> _WholeHit:
-        run = self._geometry.run(keys, prompt.begin, end)
-        return _WholeHit(run, self._store.lookup(run.wanted))
-
-    def _known_tokens(
-        self, prompt: Prompt, keys: Sequence[ChunkKey], result: LookupResult
-    ) -> list[int]:
-        """Tokens of whose chunks the anchors have all pieces, in whole chunks: those in RAM, then
-        at each step of the lookup. ``result``: of the longest run."""
-        geometry, first = self._geometry, self._geometry.first(prompt.begin)
-        if geometry.anchors[0].kind is not Kind.FULL:  # of the run only its end is needed
-            result = self._store.lookup(
-                [geometry.key(one, keys) for one in geometry.trunk(first, len(keys))]
-            )
-        size = geometry.chunk_tokens
-        return [geometry.tokens(first, count) // size * size for count, _ in result.steps]
-
-    def _take_whole(self, prompt: Prompt, hit: _WholeHit, plan: LoadPlan) -> None:
+    def _take_whole(self, prompt: Prompt, hit: WholeHit, plan: LoadPlan) -> None:
         until = prompt.until if prompt.missing else math.inf
         self._take(prompt, hit.run, hit.result, len(hit.run.pieces), plan)
         prompt.until = min(prompt.until, until)
 
     def _decline_longer(
-        self, prompt: Prompt, hits: Sequence[_WholeHit | None], plan: LoadPlan
+        self, prompt: Prompt, rows: Sequence[WholeHit | None], plan: LoadPlan
     ) -> None:
         """Longer hits than the one that is loaded are slower than computing."""
         first = 0 if plan.row is None else plan.row + 1
-        for hit in hits[first:]:
+        for hit in rows[first:]:
             if hit is not None and hit.is_known:
                 self._decline(prompt, hit.run.wanted[-1:], "slower")
 
@@ -343,3 +224,10 @@ class Claims:
         if keys:
             prompt.declined[reason] = prompt.declined.get(reason, 0) + len(keys)
             self._store.decline(keys, reason)
+
+
+def _seen(prompt: Prompt, result: LookupResult) -> tuple[int, int, bool, int, bool]:
+    """What has to change before a request to which nothing was promised is looked at again.
+    ``result``: of its longest run."""
+    asks = result.asking is not None
+    return result.ready, result.known, asks, len(prompt.missing), prompt.ready_only

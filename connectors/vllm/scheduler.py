@@ -2,8 +2,8 @@
 memory only, no waits.
 
 Life of a request here: :meth:`matched` claims as much of what the store has as pays, and asks vLLM
-    to come back while
-chunks are on their way up, until a deadline. What it then promises is in RAM, verified and pinned.
+to come back while chunks are on their way up, until a deadline. What it then promises is in RAM,
+verified and pinned.
 :meth:`allocated` turns the claim into a load job, and vLLM lets the request wait until every rank
 has reported the load. Every :meth:`step` turns newly finished chunks into save jobs. :meth:`report`
 ends the jobs' leases as workers confirm them. :meth:`finished` forgets the request. Leases belong
