@@ -69,7 +69,7 @@ class WholeHit(NamedTuple):
     def end(self, begin: int) -> HitEnd:
         """Its row, for a request that has ``begin`` tokens by itself."""
         tokens, asking = self.run.end - begin, self.result.asking
-        if asking is None or self.is_known:
+        if asking is None:
             return HitEnd(tokens, self.result.steps[-1][1])
         return HitEnd(tokens, asking.arrive_s, asking)
 
