@@ -2,25 +2,26 @@
 two answers:
 
 *One hit*: loading ``n`` tokens of KV takes ``latency + n * bytes / bandwidth``; computing them
-  takes
-``n * a + n * n * b`` (``a``: the weights' share, ``b``: causal attention's). :func:`break_even` is
-the ``n`` from which loading wins.
+takes what :class:`kvtier.load_policy.prefill.PrefillTime` says. :func:`break_even` is the ``n``
+from which loading wins.
 
 *A whole service*: a tier below is only ever asked for what the tier above could not keep. Documents
-  that come round
-in turn under LRU hit nothing as soon as they are larger than the cache, so offloading begins to
-matter at :func:`offload_from`: the working set that fills the engine's own KV memory (then RAM),
-and disk at the one that fills RAM. This is the model behind LMI's published table for the
-p4de.24xlarge (8 A100 of 80 GB, 1152 GiB): with its test layouts (TP 1, 1, 4) it gives 2.5M, 399K
-and 474K tokens for RAM, published as the next lower step of 250K * 2^k: 2M, 250K, 250K (its text
-says 2.5M and "around 500K"); and 33.9M, 6.6M and 2.8M for disk, published as 25M, 6M and 2.5M. Its
-7-10B row fits a model with 144 KiB a token (Qwen3-8B), not Qwen2.5-7B with 56 (1.0M, 16.9M).
+that come round in turn under LRU hit nothing as soon as they are larger than the cache, so
+offloading begins to matter at :func:`offload_from`: the working set that fills the engine's own KV
+memory (then RAM), and disk at the one that fills RAM. This is the model behind LMI's published
+table for the p4de.24xlarge (8 A100 of 80 GB, 1152 GiB): with its test layouts (TP 1, 1, 4) it gives
+2.5M, 399K and 474K tokens for RAM, published as the next lower step of 250K * 2^k: 2M, 250K, 250K
+(its text says 2.5M and "around 500K"); and 33.9M, 6.6M and 2.8M for disk, published as 25M, 6M and
+2.5M. Its 7-10B row fits a model with 144 KiB a token (Qwen3-8B), not Qwen2.5-7B with 56 (1.0M,
+16.9M).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+from kvtier.load_policy.prefill import PrefillTime
 
 GPU_UTILIZATION = 0.9
 """The engine's usual share of GPU memory."""
@@ -83,21 +84,13 @@ def gpu_kind(name: str) -> GpuKind | None:
     return GPU_KINDS[best] if best is not None else None
 
 
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """Seconds to compute a prompt: ``n * per_token + n * n * per_square``."""
-
-    per_token: float
-    per_square: float = 0.0
-
-    def seconds(self, tokens: int) -> float:
-        return tokens * self.per_token + tokens * tokens * self.per_square
-
-    @classmethod
-    def estimate(cls, active_parameters: int, attention_flops: int, peak_flops: float) -> Prefill:
-        """Before anything was measured: 2 operations a parameter and token at half of the peak."""
-        usable = peak_flops * _USABLE_PEAK
-        return cls(2 * active_parameters / usable, attention_flops / usable)
+def estimated_prefill(
+    active_parameters: int, attention_flops: int, peak_flops: float
+) -> PrefillTime:
+    """Before anything was measured: 2 operations a parameter and token at half of the peak.
+    ``attention_flops``: of a prompt, for each square of its tokens."""
+    usable = peak_flops * _USABLE_PEAK
+    return PrefillTime(2 * active_parameters / usable, 2 * attention_flops / usable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +104,17 @@ class Route:
         return self.latency + tokens * bytes_per_token / self.bytes_per_second
 
 
-def break_even(route: Route, bytes_per_token: int, prefill: Prefill, longest: int) -> int | None:
+def break_even(
+    route: Route, bytes_per_token: int, prefill: PrefillTime, longest: int
+) -> int | None:
     """Fewest tokens from which a hit beats computing them; None when not even ``longest`` tokens
     do."""
     gain = prefill.per_token - bytes_per_token / route.bytes_per_second
-    root = math.sqrt(gain * gain + 4 * prefill.per_square * route.latency)
+    root = math.sqrt(gain * gain + 2 * prefill.per_depth * route.latency)
     if gain > 0:  # the stable form of the quadratic's positive root
         tokens = 2 * route.latency / (gain + root)
-    elif prefill.per_square > 0:
-        tokens = (root - gain) / (2 * prefill.per_square)
+    elif prefill.per_depth > 0:
+        tokens = (root - gain) / prefill.per_depth
     else:
         return None
     return max(1, math.ceil(tokens)) if tokens <= longest else None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvtier.autoconfig.breakeven import Prefill, Route, break_even
+from kvtier.autoconfig.breakeven import Route, break_even
 from kvtier.autoconfig.facts import MIB, Fact, known
 from kvtier.core.terminal import rate_text, size_text
+from kvtier.load_policy.prefill import PrefillTime
 
 Value = int | float | str
 T = TypeVar("T", int, float)
@@ -27,12 +28,13 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """``settings`` are config keys. ``derived`` is what led to them. ``left_out`` has pairs of tier
-    and reason."""
+    and reason. ``prefill`` is how fast the engine is assumed to be until it has computed."""
 
     settings: tuple[Row, ...]
     derived: tuple[Row, ...]
     warnings: tuple[str, ...]
     left_out: tuple[tuple[str, str], ...]
+    prefill: PrefillTime
 
     def values(self) -> dict[str, Value]:
         """The values for kvtier's config. Without ``ram_bytes`` kvtier must stay off: see
@@ -72,7 +74,7 @@ class Load:
     kv_bytes: int
     long_tokens: int
     longest: int
-    prefill: Prefill
+    prefill: PrefillTime
     link: float
     ranks: int
     stores: int

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from kvtier.autoconfig.breakeven import (
     CPU_CORE_FLOPS,
     GPU_KINDS,
-    Prefill,
+    estimated_prefill,
     gpu_kind,
     gpu_kv_bytes,
     offload_from,
@@ -40,6 +40,7 @@ from kvtier.autoconfig.facts import (
 )
 from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import rate_text, size_text
+from kvtier.load_policy.prefill import PrefillTime
 
 LONG_CONTEXT = 32_768
 RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
@@ -84,7 +85,11 @@ def make_plan(facts: Facts) -> Plan:
                 "without a RAM tier nothing can be loaded: every chunk passes through a RAM slot",
             )
     return Plan(
-        tuple(draft.settings), tuple(draft.derived), tuple(draft.warnings), tuple(draft.left_out)
+        tuple(draft.settings),
+        tuple(draft.derived),
+        tuple(draft.warnings),
+        tuple(draft.left_out),
+        load.prefill,
     )
 
 
@@ -138,11 +143,11 @@ def _load(facts: Facts, draft: Draft) -> Load:
     )
 
 
-def _prefill(facts: Facts, ranks: int, draft: Draft) -> Prefill:
+def _prefill(facts: Facts, ranks: int, draft: Draft) -> PrefillTime:
     rate = facts.engine.prefill_rate
     if rate.value:
         draft.show("prefill_tokens_per_second", round(rate.value), rate.source, "measured")
-        return Prefill(1 / rate.value)
+        return PrefillTime(1 / rate.value)
     model, gpus = facts.model, facts.gpus
     halves = model.weight_bytes.value
     guess = max(1, halves // 2) if halves else 8_000_000_000
@@ -163,7 +168,7 @@ def _prefill(facts: Facts, ranks: int, draft: Draft) -> Prefill:
         )
         if kind is None:
             source += ", taken as an H100: with a faster GPU a tier pays only for longer hits"
-    prefill = Prefill.estimate(size, model.attention_flops.value or 0, peak)
+    prefill = estimated_prefill(size, model.attention_flops.value or 0, peak)
     draft.show(
         "prefill_tokens_per_second",
         round(1 / prefill.per_token),

@@ -20,7 +20,7 @@ from kvtier.connectors.vllm.prompts import Prompt
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.load_policy.decide import LoadPolicy
-from kvtier.load_policy.prefill import Prefill
+from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.store.store import Store
 
 CHUNK, CHUNKS, BLOCK, SLOT = 256, 128, 16, 4096
@@ -50,7 +50,10 @@ def promising(groups: tuple[Group, ...]) -> Callable[[], float]:
     """Makes one promise for a request that is new; the seconds it took."""
     geometry, keys = Geometry(groups, CHUNK), LAYOUT.keys(TOKENS)
     run = geometry.run(keys, 0, CHUNK * CHUNKS)
-    store, load_policy = Store(Pool(len(run.keys), SLOT)), LoadPolicy(60.0, prefill=Prefill(1e-3))
+    store, load_policy = (
+        Store(Pool(len(run.keys), SLOT)),
+        LoadPolicy(60.0, prefill=Prefill(PrefillTime(1e-3))),
+    )
     with store.save(run.keys) as lease:
         lease.commit()
     request = SimpleNamespace(

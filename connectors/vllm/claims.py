@@ -5,26 +5,28 @@ A promise cannot be made smaller, so nothing is promised that is not in RAM, ver
 While chunks are on their way up vLLM is told to ask again, until a deadline; then what is there
 counts.
 
-With full attention alone every leading part of a run serves. With other groups a hit ends where all
-of them have what they need, so runs are tried whole, the longest first (:meth:`Geometry.ends`).
+:mod:`.hit_table` says where the hit may end, and LoadPolicy which of these ends is loaded.
+Everything longer is declined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 from kvtier.api import KVStore, LoadLease
-from kvtier.connectors.vllm.groups import Geometry, Kind, Run
+from kvtier.connectors.vllm.groups import Geometry, Run
+from kvtier.connectors.vllm.hit_table import WholeHit, WholeHits, ends_of_parts, tokens_with
 from kvtier.connectors.vllm.prompts import Prompt
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import LookupResult
-from kvtier.load_policy.choose import Choice
+from kvtier.load_policy.choose import HitEnd, LoadPlan
 from kvtier.load_policy.decide import LoadPolicy
 from kvtier.protocol.wire import Reason
 
 
 class Claims:
-    """``prompts``: all live requests by name. ``load_policy`` says what of a hit is taken."""
+    """``prompts``: all live requests by name. ``load_policy`` says what of a hit is loaded."""
 
     def __init__(
         self,
@@ -44,26 +46,25 @@ class Claims:
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool
     ) -> int | None:
         """Tokens beyond the first ``computed`` that are there for the request; None: ask again.
-        ``keys``: of its
-        chunks. ``busy``: the engine computes for others."""
+        ``keys``: of its chunks. ``busy``: the engine computes for others."""
         if prompt.begin != computed:
             prompt.missing.clear()
             prompt.seen, prompt.ready_only = None, False
         prompt.begin, prompt.looked = computed, True
         end = (
-            self._gradual(prompt, keys, busy)
+            self._promise_part(prompt, keys, busy)
             if self._geometry.is_gradual
-            else self._whole(prompt, keys, busy)
+            else self._promise_whole(prompt, keys, busy)
         )
         return None if end is None else max(0, end - computed)
 
     # ---- full attention alone --------------------------------------------------------------------
 
-    def _gradual(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> int | None:
+    def _promise_part(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> int | None:
         """Tokens the request has with what is there; None: ask again."""
         last = self._geometry.last_end(prompt.request.num_tokens)
         run = self._geometry.run(keys, prompt.begin, last)
-        lease = self._claim(prompt, run, busy)
+        lease = self._claim_part(prompt, run, busy)
         if lease is None:
             return None
         ready, coming = lease.poll()
@@ -71,14 +72,9 @@ class Claims:
             return None
         if coming or ready < prompt.taken:
             ready = self._cut(prompt, run, ready, coming)
-        return self._end_of(prompt, run, ready)
+        return tokens_with(self._geometry, prompt.begin, run, ready)
 
-    def _end_of(self, prompt: Prompt, run: Run, pieces: int) -> int:
-        """Tokens there are with so many leading pieces of the run. At least one token must be left
-        to compute; whole blocks, like vLLM's own prefix cache."""
-        return min(self._geometry.tokens(self._geometry.first(prompt.begin), pieces), run.end)
-
-    def _claim(self, prompt: Prompt, run: Run, busy: bool) -> LoadLease | None:
+    def _claim_part(self, prompt: Prompt, run: Run, busy: bool) -> LoadLease | None:
         """The request's lease; a new one when the old one starts elsewhere or the store has learnt
         of more since. None: there is no room for it now."""
         lease, result = prompt.lease, None
@@ -92,28 +88,24 @@ class Claims:
             if not learned:
                 return lease
         prompt.drop()
-        return self._decide(prompt, run, result or self._store.lookup(run.wanted), busy)
+        return self._load_or_decline(prompt, run, result or self._store.lookup(run.wanted), busy)
 
-    def _decide(
+    def _load_or_decline(
         self, prompt: Prompt, run: Run, result: LookupResult, busy: bool
     ) -> LoadLease | None:
         """Claim the part of a run that is worth it, and no more: what is claimed starts to move."""
-        rest = run.wanted
-        choice = self._load_policy.choose(
-            result,
-            len(rest),
-            prompt.begin,
-            lambda count: self._end_of(prompt, run, count),
-            busy=busy,
-        )
-        most = len(rest) if choice.ask else choice.chunks
+        pieces, ends = ends_of_parts(self._geometry, prompt.begin, run, result)
+        plan = self._load_policy.choose(ends, prompt.begin, busy=busy)
+        taken = 0 if plan.row is None else pieces[plan.row]
+        most = len(run.wanted) if plan.ask else taken
         if not self._has_room(prompt, most):
             return None
-        lease = self._take(prompt, run, result, choice, most)
-        if choice.chunks < result.known:
-            self._decline(prompt, rest[choice.chunks : result.known], "slower")
-        elif result.asking and not choice.ask:
-            self._decline(prompt, rest[result.known :], "unasked")
+        lease = self._take(prompt, run, result, most, plan)
+        prompt.taken = taken
+        if taken < result.known:
+            self._decline(prompt, run.wanted[taken : result.known], "slower")
+        elif result.asking and not plan.ask:
+            self._decline(prompt, run.wanted[result.known :], "unasked")
         return lease
 
     def _cut(self, prompt: Prompt, run: Run, ready: int, coming: int) -> int:
@@ -133,7 +125,7 @@ class Claims:
 
     # ---- windows and states ----------------------------------------------------------------------
 
-    def _whole(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> int | None:
+    def _promise_whole(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> int | None:
         """Tokens the request has with what is there; None: ask again."""
         while True:
             if prompt.lease is None or prompt.run is None or prompt.lease_begin != prompt.begin:
@@ -157,94 +149,60 @@ class Claims:
                 prompt.ready_only = True
 
     def _claim_whole(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> bool | None:
-        """Claim the longest run that is worth it. False: there is none; None: there is no room for
-        it now."""
-        for run, result in self._runs(prompt, keys):
-            size = len(run.pieces)
-            if prompt.ready_only:
-                choice = Choice(size if result.ready == size else 0, ask=False, within_s=0.0)
-            else:
-                choice = self._load_policy.choose(
-                    result,
-                    size,
-                    prompt.begin,
-                    lambda count, run=run, size=size: run.end if count >= size else prompt.begin,  # type: ignore[misc]
-                    busy=busy,
-                )
-            if choice.chunks < size and not choice.ask:
-                if result.known == size and not prompt.ready_only:
-                    self._decline(prompt, run.wanted[-1:], "slower")
-                continue
-            if not self._has_room(prompt, size):
-                return None
-            until = prompt.until if prompt.missing else 0.0
-            self._take(prompt, run, result, choice, size)
-            if until:
-                prompt.until = min(prompt.until, until)
-            return True
-        return False
-
-    def _runs(self, prompt: Prompt, keys: Sequence[ChunkKey]) -> Iterator[tuple[Run, LookupResult]]:
-        """Runs of which everything is known, or may be had by asking, the longest first. Nothing
-        where nothing has changed since the last look."""
-        geometry, computed = self._geometry, prompt.begin
+        """Claim the run that is worth it most. False: there is none, or nothing has changed since
+        there was none; None: there is no room for it now."""
+        geometry = self._geometry
         most = min(geometry.last_end(prompt.request.num_tokens), len(keys) * geometry.chunk_tokens)
-        if most <= computed:
-            return
-        run = geometry.run(keys, computed, most)
-        result = self._store.lookup(run.wanted)
-        prompt.why = result.why
-        seen = (
-            result.ready,
-            result.known,
-            result.asking is not None,
-            len(prompt.missing),
-            prompt.ready_only,
-        )
+        if most <= prompt.begin:
+            return False
+        hits = WholeHits(self._store, geometry, keys, prompt.begin)
+        longest = hits.at(most)
+        prompt.why, seen = longest.result.why, _seen(prompt, longest.result)
         if seen == prompt.seen:
-            return
-        known = self._known(prompt, keys, result)
-        for end in geometry.ends(most, known, computed):
-            if end in prompt.missing:
-                continue
-            if end != most:
-                behind = [geometry.key(piece, keys) for piece in geometry.behind(end, computed)]
-                if behind:
-                    result = self._store.lookup(behind)
-                    if result.known < len(behind) and result.asking is None:
-                        continue
-                run = geometry.run(keys, computed, end)
-                result = self._store.lookup(run.wanted)
-            if result.known == len(run.pieces) or result.asking is not None:
-                yield run, result
-        prompt.seen = seen
+            return False
+        rows = hits.rows(longest, prompt.missing)
+        plan = self._plan_whole(prompt, rows, busy)
+        hit = rows[-1] if plan.ask else None if plan.row is None else rows[plan.row]
+        if hit is None:
+            prompt.seen = seen
+        elif not self._has_room(prompt, len(hit.run.pieces)):
+            return None
+        else:
+            self._take_whole(prompt, hit, plan)
+        if not prompt.ready_only:
+            self._decline_longer(prompt, rows, plan)
+        return hit is not None
 
-    def _known(self, prompt: Prompt, keys: Sequence[ChunkKey], result: LookupResult) -> int:
-        """Tokens of whose chunks the anchors have all pieces, in whole chunks. ``result``: of the
-        longest run."""
-        geometry, first = self._geometry, self._geometry.first(prompt.begin)
-        known = result.known
-        if geometry.anchors[0].kind is not Kind.FULL:  # of the run only its end is needed
-            known = self._store.lookup(
-                [geometry.key(one, keys) for one in geometry.trunk(first, len(keys))]
-            ).known
-        size = geometry.chunk_tokens
-        return geometry.tokens(first, known) // size * size
+    def _plan_whole(self, prompt: Prompt, rows: Sequence[WholeHit | None], busy: bool) -> LoadPlan:
+        if prompt.ready_only:
+            return LoadPlan(0, ask=False, within_s=0.0)
+        ends = [HitEnd(0, 0.0) if hit is None else hit.end(prompt.begin) for hit in rows]
+        return self._load_policy.choose(ends, prompt.begin, busy=busy)
+
+    def _take_whole(self, prompt: Prompt, hit: WholeHit, plan: LoadPlan) -> None:
+        until = prompt.until if prompt.missing else math.inf
+        self._take(prompt, hit.run, hit.result, len(hit.run.pieces), plan)
+        prompt.until = min(prompt.until, until)
+
+    def _decline_longer(
+        self, prompt: Prompt, rows: Sequence[WholeHit | None], plan: LoadPlan
+    ) -> None:
+        """Longer hits than the one that is loaded are slower than computing."""
+        first = 0 if plan.row is None else plan.row + 1
+        for hit in rows[first:]:
+            if hit is not None and hit.is_known:
+                self._decline(prompt, hit.run.wanted[-1:], "slower")
 
     # ---- both ------------------------------------------------------------------------------------
 
     def _take(
-        self, prompt: Prompt, run: Run, result: LookupResult, choice: Choice, most: int
+        self, prompt: Prompt, run: Run, result: LookupResult, most: int, plan: LoadPlan
     ) -> LoadLease:
+        """Claim ``most`` pieces of the run."""
         prompt.lease = self._store.load(run.keys, run.start, most=most, session=prompt.said.session)
         prompt.lease_begin, prompt.run = prompt.begin, run
-        prompt.known, prompt.taken, prompt.why, prompt.declined = (
-            result.known,
-            choice.chunks,
-            result.why,
-            {},
-        )
-        prompt.until = self._load_policy.clock() + choice.within_s
+        prompt.known, prompt.why, prompt.declined = result.known, result.why, {}
+        prompt.until = self._load_policy.clock() + plan.within_s
         return prompt.lease
 
     def _has_room(self, prompt: Prompt, pieces: int) -> bool:
@@ -263,3 +221,10 @@ class Claims:
         if keys:
             prompt.declined[reason] = prompt.declined.get(reason, 0) + len(keys)
             self._store.decline(keys, reason)
+
+
+def _seen(prompt: Prompt, result: LookupResult) -> tuple[int, int, bool, int, bool]:
+    """What has to change before a request to which nothing was promised is looked at again.
+    ``result``: of its longest run."""
+    asks = result.asking is not None
+    return result.ready, result.known, asks, len(prompt.missing), prompt.ready_only

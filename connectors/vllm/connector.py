@@ -339,11 +339,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
                 f"auto-config finds no room for a RAM tier: {dict(plan.left_out)}; set "
                 "ram_bytes by hand"
             )
-        rate = next(
-            (float(row.value) for row in plan.derived if row.key == "prefill_tokens_per_second"),
-            0.0,
-        )
-        return config, Prefill(1 / rate if rate > 0 else None)
+        return config, Prefill(plan.prefill)
 
     # ---- steps -----------------------------------------------------------------------------------
 

@@ -1,76 +1,96 @@
-"""What of a hit to take, by when it can be there and what it saves. Pure.
+"""Which end of a hit is worth waiting for: loading is compared with computing. Pure.
 
-What is unknown is taken to be fast: a hit is tried, and teaches.
+A hit may end in several places. Each place is one row of a table, :class:`HitEnd`. The answer is a
+:class:`LoadPlan`. What is unknown is taken to be fast: such a hit is tried, and teaches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvtier.core.lookup import LookupResult
+from kvtier.core.lookup import Asking
 
 _LEAST_ODDS = 0.02
 _SAFETY = 0.9
 """Waiting must cost less than this part of what it saves: at the break-even point nothing is gained
 by either."""
 _PATIENCE, _LEAST_PATIENCE = 3.0, 1 / 8
-"""A load is given up after this multiple of what was forecast, and no sooner than this part of what
-it saves: the first reads of a tier open connections and touch memory, and to lose seconds of
-compute over milliseconds is no bargain."""
+"""A load is given up after this multiple of its estimate, and no sooner than this part of what it
+saves: the first reads of a tier open connections and touch memory, and to lose seconds of compute
+over milliseconds is no bargain."""
 
 
-class Choice(NamedTuple):
-    """What of a hit to take."""
+class HitEnd(NamedTuple):
+    """One place where a hit may end: a row of the table.
 
-    chunks: int
-    """Leading chunks to claim."""
+    The first row is what is in RAM now, perhaps nothing. Each further row saves more tokens.
+    """
+
+    tokens: int
+    """Tokens of the prompt that the hit saves from being computed."""
+    wait_s: float | None
+    """An estimate of the seconds until lower tiers have brought all of it into RAM; 0 where nothing
+    has to come; None: unknown."""
+    asking: Asking | None = None
+    """A shared tier has to be asked whether it has the rest of this hit. Only in the last row."""
+
+
+class LoadPlan(NamedTuple):
+    """What is done about a hit."""
+
+    row: int | None
+    """The row of the table that is loaded. None: everything is computed."""
     ask: bool
-    """Claim the unknown rest too."""
+    """The last row is claimed too: a shared tier is asked for it."""
     within_s: float
-    """When to take what is there and compute the rest."""
+    """The deadline: after so many seconds what is in RAM is taken, and the rest is computed."""
 
 
-def choose(result: LookupResult, rest: int, saved: Callable[[int], float | None]) -> Choice:
-    """The part of a run of ``rest`` chunks that is soonest served.
+def load_all(ends: Sequence[HitEnd]) -> LoadPlan:
+    """Everything that may be had is loaded, however long it takes."""
+    ask = ends[-1].asking is not None
+    return LoadPlan(_last_known(ends), ask, math.inf)
 
-    ``saved(chunks)``: seconds of compute, less those of the copy, that so many leading chunks save;
-    None: unknown, and then all is taken. Only ends of the outlook's steps are looked at: between
-    them waiting grows evenly while what a chunk saves grows with its depth, so the difference has
-    its maximum at an end.
 
-    The deadline is a multiple of the forecast, at least an eighth and never more than what
-    computing would have cost: waiting in vain at most doubles the time to the first token, once
+def choose(ends: Sequence[HitEnd], saved_s: Sequence[float]) -> LoadPlan:
+    """The end at which the prompt is served soonest. ``saved_s``: seconds that each row saves the
+    engine once it is in RAM. They are negative where its copy is slower than computing.
+
+    The deadline is a multiple of the estimate, at least an eighth of what computing would have cost
+    and never more than all of it: waiting in vain at most doubles the time to the first token, once
     (the competitive ratio 2 of ski rental, Karlin et al. 1988).
     """
-    ready = result.ready
-    best, worth, wait = ready, saved(ready), 0.0
-    if worth is None:
-        return Choice(result.known, result.asking is not None, math.inf)
-    if worth < 0:
-        best, worth = 0, 0.0
-    at_once = worth
-    soon: float | None = wait
-    for chunks, seconds in result.steps[1:]:
-        gain = (saved(chunks) or 0.0) - (seconds or 0.0) / _SAFETY
-        if chunks > best and gain > worth:
-            best, worth, soon = chunks, gain, seconds
-    ask = best == result.known and _worth_asking(result, best, rest, saved)
-    if ask and result.asking is not None:
-        soon = result.asking.arrive_s
-    most = (saved(rest if ask else best) or 0.0) - at_once
-    patience = math.inf if soon is None else max(_PATIENCE * soon, _LEAST_PATIENCE * most)
-    return Choice(best, ask, max(0.0, min(patience, most)))
+    at_once = max(0.0, saved_s[0])
+    row: int | None = 0 if saved_s[0] >= 0 else None
+    gain, wait_s = at_once, ends[0].wait_s
+    known = _last_known(ends)
+    for other in range(1, known + 1):
+        if _gain(ends[other].wait_s, saved_s[other]) > gain:
+            row, wait_s = other, ends[other].wait_s
+            gain = _gain(wait_s, saved_s[other])
+    most = at_once if row is None else saved_s[row]
+    asking = ends[-1].asking if row == known else None
+    ask = asking is not None and _worth_asking(asking, saved_s[-1] - most)
+    if ask:
+        wait_s, most = ends[-1].wait_s, saved_s[-1]
+    most -= at_once
+    patience = math.inf if wait_s is None else max(_PATIENCE * wait_s, _LEAST_PATIENCE * most)
+    return LoadPlan(row, ask, max(0.0, min(patience, most)))
 
 
-def _worth_asking(
-    result: LookupResult, chunks: int, rest: int, saved: Callable[[int], float | None]
-) -> bool:
-    """Is what a shared tier may have worth the answer that it has nothing?"""
-    asking = result.asking
-    if asking is None:
-        return False
-    gain = (saved(rest) or 0.0) - (saved(chunks) or 0.0) - (asking.arrive_s or 0.0) / _SAFETY
+def _last_known(ends: Sequence[HitEnd]) -> int:
+    """The last row for which nobody has to be asked."""
+    return len(ends) - (1 if ends[-1].asking is None else 2)
+
+
+def _gain(wait_s: float | None, saved_s: float) -> float:
+    return saved_s - (wait_s or 0.0) / _SAFETY
+
+
+def _worth_asking(asking: Asking, saved_s: float) -> bool:
+    """Is what a shared tier may have worth the answer that it has nothing? ``saved_s``: by what is
+    asked for alone."""
     odds = max(asking.odds, _LEAST_ODDS)
-    return odds * gain > (1 - odds) * (asking.answer_s or 0.0)
+    return odds * _gain(asking.arrive_s, saved_s) > (1 - odds) * (asking.answer_s or 0.0)

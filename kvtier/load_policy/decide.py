@@ -1,14 +1,12 @@
-"""LoadPolicy: what of a hit the engine takes, by what loading and computing it are forecast to
-take. Memory only."""
+"""LoadPolicy: whether a hit is loaded or declined. It estimates how long the engine would compute,
+and :func:`kvtier.load_policy.choose.choose` compares that with the tiers. Memory only."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 
-from kvtier.core.lookup import LookupResult
-from kvtier.load_policy.choose import Choice, choose
+from kvtier.load_policy.choose import HitEnd, LoadPlan, choose, load_all
 from kvtier.load_policy.latency import Average
 from kvtier.load_policy.prefill import Prefill, StepClock
 
@@ -21,7 +19,7 @@ class LoadPolicy:
     """Learns from every step of one engine. Called by vLLM's scheduling loop, one thread.
 
     Args:
-        timeout_s: longest a load may be waited for, whatever the forecast.
+        timeout_s: longest a load may be waited for, whatever the estimate.
         always: take every hit whole; for comparison.
         prefill: what is known of the engine's speed at the start.
         slice_s: where workers copy by themselves, the longest that copies make a step longer: these
@@ -51,31 +49,25 @@ class LoadPolicy:
         self._queued = 0
         """Tokens of loads that have begun and not ended."""
 
-    def choose(
-        self,
-        result: LookupResult,
-        rest: int,
-        begin: int,
-        end: Callable[[int], int],
-        *,
-        busy: bool = False,
-    ) -> Choice:
-        """What to take of a run of ``rest`` chunks for a request that has ``begin`` tokens.
-        ``end(n)``: how many it has with ``n`` leading chunks of the run loaded. ``busy``: the
-        engine computes for other requests."""
+    def choose(self, ends: Sequence[HitEnd], before: int, *, busy: bool = False) -> LoadPlan:
+        """What is loaded for a request that has ``before`` tokens by itself. ``ends``: where its
+        hit may end, at least one row. ``busy``: the engine computes for other requests."""
+        saved_s = [
+            seconds
+            for end in ends
+            if (seconds := self._saved_s(end.tokens, before, busy)) is not None
+        ]
+        unknown = len(saved_s) < len(ends)
+        plan = load_all(ends) if self._always or unknown else choose(ends, saved_s)
+        return plan._replace(within_s=min(plan.within_s, self._timeout_s))
 
-        def saved(chunks: int) -> float | None:
-            tokens = max(0, end(chunks) - begin)
-            compute = self._prefill.seconds(tokens, begin)
-            return (
-                compute if compute is None or not tokens else compute - self._load_s(tokens, busy)
-            )
-
-        if self._always:
-            choice = Choice(result.known, result.asking is not None, math.inf)
-        else:
-            choice = choose(result, rest, saved)
-        return choice._replace(within_s=min(choice.within_s, self._timeout_s))
+    def _saved_s(self, tokens: int, before: int, busy: bool) -> float | None:
+        """Seconds of computing that so many tokens in RAM save, less those of their copy; None:
+        the engine's speed is unknown."""
+        compute_s = self._prefill.seconds(tokens, before)
+        if compute_s is None or not tokens:
+            return compute_s
+        return compute_s - self._load_s(tokens, busy)
 
     def _load_s(self, tokens: int, busy: bool) -> float:
         """From the grant until the request can go on: the copies before it and its own; in a busy

@@ -1,5 +1,5 @@
-"""How long the engine takes to compute tokens, learned from its steps. Pure: every time comes from
-the caller, in monotonic seconds; no clock, lock or I/O.
+"""How long the engine takes to compute tokens: planned before it starts, then learned from its
+steps. Pure: every time comes from the caller, in monotonic seconds; no clock, lock or I/O.
 
 What is learned is forgotten with work, so that an engine that changes is believed to have changed.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvtier.load_policy.latency import Average
 
@@ -20,26 +21,42 @@ _DEPTHS_APART = 256.0
 """Steps whose depths are closer than this many tokens do not tell what depth costs."""
 
 
-class Prefill:
-    """Seconds to compute ``n`` tokens behind ``c`` that are there: ``n * a + (n * c + n * n / 2) *
-    d``.
+@dataclass(frozen=True, slots=True)
+class PrefillTime:
+    """How long a prefill takes. The one model of it, for a plan and for a running engine."""
 
-    ``a`` is the weights' share of a token, ``d`` causal attention's for each token it looks back
-    at. Both come from a weighted least squares line, seconds a token over mean depth, whose past
-    fades with the tokens computed since (recursive least squares with exponential forgetting;
-    Haykin, *Adaptive Filter Theory*, chapter 10, in its sums form). Weights are squares of tokens:
-    what a step costs whatever it computes is an error of constant size. ``d`` is drawn to its first
-    value (ridge) as long as all steps are equally deep, and neither is ever negative.
+    per_token: float
+    """Seconds a token: the weights' share."""
+    per_depth: float = 0.0
+    """Seconds a token for each token before it that it looks back at: causal attention's share."""
+
+    def seconds(self, tokens: int, before: int = 0) -> float:
+        """To compute so many tokens behind ``before`` that are there."""
+        return tokens * self.per_token + looks_back(tokens, before) * self.per_depth
+
+
+def looks_back(tokens: int, before: int) -> float:
+    """At how many tokens in all these tokens look back."""
+    return tokens * before + tokens * tokens / 2
+
+
+class Prefill:
+    """A :class:`PrefillTime` that is learned.
+
+    It is a weighted least squares line, seconds a token over mean depth, whose past fades with the
+    tokens computed since (recursive least squares with exponential forgetting; Haykin, *Adaptive
+    Filter Theory*, chapter 10, in its sums form). Weights are squares of tokens: what a step costs
+    whatever it computes is an error of constant size. ``per_depth`` is drawn to its first value
+    (ridge) as long as all steps are equally deep, and neither is ever negative.
     """
 
-    def __init__(self, per_token: float | None = None, per_depth: float = 0.0) -> None:
-        """``per_token`` and ``per_depth``: an estimate to start from, see :meth:`guess`; None:
-        unknown."""
-        self._first_depth = per_depth
+    def __init__(self, planned: PrefillTime | None = None) -> None:
+        """``planned``: an estimate to start from, see :meth:`guess`; None: unknown."""
+        self._first_depth = planned.per_depth if planned is not None else 0.0
         self._sums = [0.0] * 5
-        self._line: tuple[float, float] | None = None
-        if per_token is not None:
-            self.guess(per_token)
+        self._line: PrefillTime | None = None
+        if planned is not None:
+            self.guess(planned.per_token)
 
     def guess(self, per_token: float) -> None:
         """Seconds a token, worth a step of 128 tokens; where something is known already, no
@@ -47,14 +64,11 @@ class Prefill:
         if self._line is None and 0 < per_token < math.inf:
             weight = float(_LEAST_TOKENS**2)
             self._sums = [weight, 0.0, weight * per_token, 0.0, 0.0]
-            self._line = per_token, self._first_depth
+            self._line = PrefillTime(per_token, self._first_depth)
 
-    def seconds(self, tokens: int, cached: int) -> float | None:
-        """None while nothing is known."""
-        if self._line is None:
-            return None
-        flat, slope = self._line
-        return tokens * flat + (tokens * cached + tokens * tokens / 2) * slope
+    def seconds(self, tokens: int, before: int) -> float | None:
+        """See :meth:`PrefillTime.seconds`; None while nothing is known."""
+        return None if self._line is None else self._line.seconds(tokens, before)
 
     def learn(self, tokens: int, looks: float, seconds: float) -> None:
         """A step computed ``tokens`` tokens, which looked back at ``looks`` tokens in all, in
@@ -71,7 +85,8 @@ class Prefill:
         x, y, xx, xy = (one / total for one in rest)
         ridge = _DEPTHS_APART**2
         slope = max(0.0, (xy - x * y + ridge * self._first_depth) / (max(0.0, xx - x * x) + ridge))
-        self._line = (y - slope * x, slope) if y > slope * x else (0.0, xy / xx)
+        flat = y - slope * x
+        self._line = PrefillTime(flat, slope) if flat > 0 else PrefillTime(0.0, xy / xx)
 
 
 class StepClock:
@@ -97,7 +112,7 @@ class StepClock:
         """A step that computes, for each request, ``(tokens, tokens there before)``; its number."""
         self.number += 1
         tokens = sum(new for new, _ in work)
-        looks = sum(new * before + new * new / 2 for new, before in work)
+        looks = sum(looks_back(new, before) for new, before in work)
         self._planned[self.number] = now, tokens, len(work), looks
         return self.number
 

@@ -46,6 +46,7 @@ from kvtier.core.tenant import may
 from kvtier.store.ages import Ages
 from kvtier.store.changes import RAM_PLACE, Changes
 from kvtier.store.eviction import LRU, Owned, PolicyOf
+from kvtier.store.hints import UsesSince
 from kvtier.store.miss_reasons import Left, Past
 from kvtier.store.tier_index import TierIndex, quota_of
 
@@ -127,6 +128,7 @@ class Directory:
         self.evicted = 0
         """Chunks since the start that left RAM to make room."""
         self._past = Past(slots + sum(capacities))
+        self.uses_since = UsesSince(2 * (slots + sum(capacities)))
         self.ages = Ages(slots + sum(capacities))
         self.crowded = [0] * (1 + len(capacities))
         """Chunks since the start that found no free room, in RAM and in each tier."""
@@ -270,8 +272,7 @@ class Directory:
     def used(self, run: Sequence[ChunkKey]) -> None:
         """A prompt asked for this run. It becomes hotter in RAM and in every tier, and its
         beginning becomes the hottest."""
-        if self._over:
-            self._over.difference_update(run)
+        self._go_on(run)
         self._order.used(run)
         for tier in self._tiers:
             tier.order.used(run)
@@ -280,12 +281,17 @@ class Directory:
     def ordered(self, run: Sequence[ChunkKey]) -> None:
         """A prompt's run is being stored: put it in order again everywhere. That does not count as
         a use of the chunks that are held already."""
-        if self._over:
-            self._over.difference_update(run)
+        self._go_on(run)
         self._order.ordered(run)
         for tier in self._tiers:
             tier.order.ordered(run)
         self.ages.use(run)
+
+    def _go_on(self, run: Sequence[ChunkKey]) -> None:
+        """What is used or saved is not over."""
+        if self._over:
+            self._over.difference_update(run)
+        self.uses_since.used(run)
 
     def over(self, run: Sequence[ChunkKey]) -> None:
         """Nobody will ask for these chunks again, as far as is known. They become the coldest

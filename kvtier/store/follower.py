@@ -34,7 +34,9 @@ class _Item(NamedTuple):
     run: Sequence[ChunkKey]
     session: str
     hint: Hint = NOTHING
-    """:data:`NOTHING` for a prompt."""
+    """A prompt has none."""
+    number: int = 0
+    """Of the hint; see :class:`kvtier.store.hints.UsesSince`."""
 
 
 class Follower:
@@ -77,7 +79,8 @@ class Follower:
         """A prompt asked for this run. True: call :meth:`work` soon, on another thread."""
         if not run or run[-1] in self._recent:  # a prompt that waits for a tier asks again
             return bool(self._waiting)
-        if self._put(_Item(tuple(run), session), "dropped_prompts"):
+        if self._has_room("dropped_prompts"):
+            self._waiting.append(_Item(tuple(run), session))
             self._recent.append(run[-1])
         return True
 
@@ -85,14 +88,16 @@ class Follower:
         """A hint about this run. An empty run means the last prompt of the session with this name.
         Returns what :meth:`prompt` returns."""
         self._recent.clear()
-        self._put(_Item(tuple(run), session, hint), "hints_dropped")
+        with self._lock:
+            if self._has_room("hints_dropped"):
+                number = self._directory.uses_since.came()
+                self._waiting.append(_Item(tuple(run), session, hint, number))
         return True
 
-    def _put(self, item: _Item, dropped: str) -> bool:
+    def _has_room(self, dropped: str) -> bool:
         if len(self._waiting) >= _MOST_WAITING:
             self.counts[dropped] += 1
             return False
-        self._waiting.append(item)
         return True
 
     def work(self, pause: Callable[[], object]) -> bool:
@@ -107,6 +112,8 @@ class Follower:
                 return False
             if item.hint != NOTHING:
                 self._take(item)
+                with self._lock:
+                    self._directory.uses_since.followed(item.number)
             elif item.run:
                 self._follow(item, pause)
         return bool(self._waiting)
@@ -125,18 +132,17 @@ class Follower:
         self.counts["hints_followed"] += 1
         run = item.run or self._sessions.last(item.session)
         if item.hint.over:
-            # A prompt that came after the hint will use its chunks again.
-            later = {
-                key for other in list(self._waiting) if other.hint == NOTHING for key in other.run
-            }
-            exclusive = [key for key in self._sessions.exclusive(run) if key not in later]
-            for part in pieces(exclusive):  # the beginning first, so that the end is the coldest
+            over = list[ChunkKey]()
+            # The beginning first: the end is the coldest.
+            for part in pieces(self._sessions.exclusive(run)):
                 with self._lock:
-                    self._directory.over(part)
+                    unused = self._directory.uses_since.unused(part, item.number)
+                    self._directory.over(unused)
+                over += unused
             if self._adaptive is not None:
-                self._adaptive.shadows.over(exclusive)
-            if exclusive:
-                self._note_end(exclusive[-2:])
+                self._adaptive.shadows.over(over)
+            if over:
+                self._note_end(over[-2:])
         elif item.hint.keep_s:
             for part in reversed(list(pieces(run))):
                 with self._lock:

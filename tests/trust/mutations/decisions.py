@@ -103,7 +103,7 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "        self._tiers[index].order.discard(key)\n",
+            "        self._tiers[index].lose(key)\n",
             "        pass\n",
             "a chunk that a tier lost is promised for ever",
         ),
@@ -293,8 +293,8 @@ ROOM = Room(
         ),
         Mutant(
             "store/directory.py",
-            "                tier.order.add(key, owner)\n                grown",
-            "                tier.order.add(key)\n                grown",
+            "                tier.hold(key, owner)\n                grown",
+            "                tier.hold(key)\n                grown",
             "after a restart every chunk is nobody's",
         ),
         Mutant(

@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtier.autoconfig.breakeven import (
-    Prefill,
     Route,
     break_even,
+    estimated_prefill,
     gpu_kind,
     gpu_kv_bytes,
     offload_from,
 )
 from kvtier.autoconfig.model import describe
+from kvtier.load_policy.prefill import PrefillTime
 
 GIB = 1 << 30
 MODELS: dict[str, dict[str, Any]] = json.loads(
@@ -25,7 +28,7 @@ MODELS: dict[str, dict[str, Any]] = json.loads(
 
 
 def test_a_fast_tier_pays_after_its_latency_and_a_slow_one_never() -> None:
-    prefill = Prefill(per_token=100e-6)
+    prefill = PrefillTime(per_token=100e-6)
     assert (
         break_even(Route(10e9, 0.009), 100_000, prefill, 100_000) == 100
     )  # 10 us a token to load: 90 us gained
@@ -36,16 +39,34 @@ def test_a_fast_tier_pays_after_its_latency_and_a_slow_one_never() -> None:
 
 
 def test_attention_makes_a_slow_tier_pay_for_long_prompts_only() -> None:
-    prefill = Prefill(per_token=50e-6, per_square=1e-9)
+    prefill = PrefillTime(per_token=50e-6, per_depth=2e-9)
     route = Route(1e9, 0.0)  # 100 us a token: pays where 1e-9 * n > 50e-6
     assert break_even(route, 100_000, prefill, 100_000) == 50_000
     assert break_even(route, 100_000, prefill, 49_999) is None
 
 
+@given(
+    st.floats(1e-7, 1e-3),
+    st.floats(1e-12, 1e-8),
+    st.floats(1e8, 1e11),
+    st.floats(0, 0.1),
+    st.integers(1, 10**6),
+)
+def test_from_the_break_even_length_on_loading_beats_computing(
+    per_token: float, per_depth: float, bandwidth: float, latency: float, kv_bytes: int
+) -> None:
+    prefill, route = PrefillTime(per_token, per_depth), Route(bandwidth, latency)
+    tokens = break_even(route, kv_bytes, prefill, 10**12)
+    assert tokens is not None
+    assert prefill.seconds(tokens) >= route.seconds(tokens, kv_bytes) * (1 - 1e-9)
+    if tokens > 1:
+        assert prefill.seconds(tokens - 1) <= route.seconds(tokens - 1, kv_bytes) * (1 + 1e-9)
+
+
 def test_the_fields_example_8b_at_25k_tokens_a_second_needs_more_than_3_2_gigabytes_a_second() -> (
     None
 ):
-    prefill = Prefill(1 / 25_000)
+    prefill = PrefillTime(1 / 25_000)
     assert break_even(Route(3.2e9, 0.001), 128 * 1024, prefill, 131_072) is None
     assert break_even(Route(3.4e9, 0.001), 128 * 1024, prefill, 131_072) is not None
 
@@ -56,7 +77,7 @@ def test_prefill_estimates_are_of_the_right_size() -> None:
     model = describe(MODELS["qwen2.5-7b"], "7b")
     assert model.active_parameters.value
     assert model.attention_flops.value == 2 * 28 * 3584
-    estimate = Prefill.estimate(
+    estimate = estimated_prefill(
         model.active_parameters.value, model.attention_flops.value, a100.flops
     )
     assert 8_000 < 1 / estimate.per_token < 12_000

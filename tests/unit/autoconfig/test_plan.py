@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvtier.autoconfig.draft import Plan
+from kvtier.autoconfig.explain import as_json
 from kvtier.autoconfig.facts import (
     UNLIMITED,
     Disk,
@@ -26,6 +27,7 @@ from kvtier.autoconfig.facts import (
 )
 from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.plan import make_plan
+from kvtier.load_policy.prefill import Prefill, PrefillTime
 
 GIB = 1 << 30
 MODELS: dict[str, dict[str, Any]] = json.loads(
@@ -603,6 +605,18 @@ def test_plan(case: Case) -> None:
     assert {key: values.get(key) for key in case.values} == case.values
     for part in case.says:
         assert part in text
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.name))
+def test_an_engine_starts_with_the_prefill_time_that_the_plan_is_made_with(case: Case) -> None:
+    plan = make_plan(case.facts)
+    learned = Prefill(plan.prefill)
+    for tokens, before in ((1, 0), (2048, 0), (512, 100_000)):
+        assert learned.seconds(tokens, before) == plan.prefill.seconds(tokens, before)
+    (row,) = [row for row in plan.derived if row.key == "prefill_tokens_per_second"]
+    assert row.value == round(1 / plan.prefill.per_token)
+    written = json.loads(as_json(plan))["prefill"]
+    assert PrefillTime(**written) == plan.prefill
 
 
 def test_the_table_is_wide_enough() -> None:

@@ -4,6 +4,7 @@ a hit that has all of every group, the longest there is, and nothing that is not
 from __future__ import annotations
 
 import warnings
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.load_policy.decide import LoadPolicy
-from kvtier.load_policy.prefill import Prefill
+from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.clock import Clock
@@ -30,19 +31,34 @@ LAYOUT = ChunkLayout(bytes(32), CHUNK, CHUNK, (SLOT,))
 LAST = CHUNKS * CHUNK
 
 
+class SlowTier(DictTier):
+    """A tier whose reads take time."""
+
+    def __init__(self, clock: Clock, *, shared: bool) -> None:
+        super().__init__(256, shared=shared)
+        self.clock, self.read_s = clock, 0.0
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+        self.clock.now += self.read_s
+        return super().read(key, into)
+
+
 class Bench:
     """A prompt of nine chunks, whose ends at 2,048, 4,096 and 4,608 tokens are kept, over RAM and
     one tier."""
 
     def __init__(self, *, shared: bool = False, always: bool = False) -> None:
-        self.clock, self.tier, self.lane = Clock(100.0), DictTier(256, shared=shared), ManualLane()
+        self.clock, self.lane = Clock(100.0), ManualLane()
+        self.tier = SlowTier(self.clock, shared=shared)
         self.geometry = groups.Geometry(
             (groups.Group(0, groups.Kind.FULL, 16), groups.Group(1, groups.Kind.WINDOW, 16, 512)),
             CHUNK,
         )
         self.keys = LAYOUT.keys(TOKENS)
         self.store = self.made()
-        self.load_policy = LoadPolicy(60.0, always=always, prefill=Prefill(1e-3), clock=self.clock)
+        self.load_policy = LoadPolicy(
+            60.0, always=always, prefill=Prefill(PrefillTime(1e-3)), clock=self.clock
+        )
         self.request = SimpleNamespace(
             request_id="one", num_tokens=len(TOKENS), num_prompt_tokens=len(TOKENS)
         )
@@ -62,6 +78,21 @@ class Bench:
         """All is in the tier, and nothing in RAM."""
         self.lane.run()
         self.store = self.made()
+
+    def raise_to_ram(self, end: int) -> None:
+        """All that a hit of so many tokens needs."""
+        with self.store.load(self.geometry.run(self.keys, 0, end).keys):
+            self.lane.run()
+
+    def slow_down(self, read_s: float) -> None:
+        """A read of the tier takes so long from now on, and that is known."""
+        self.clock.now += 60.0
+        probe = LAYOUT.keys([7] * CHUNK)
+        self.tier.held[probe[0]] = bytes(SLOT)
+        self.store._directory.found(0, probe)
+        self.tier.read_s = read_s
+        with self.store.load(probe):
+            self.lane.run()
 
     def asks(self, computed: int = 0) -> Any:
         """The first answer to a new request."""
@@ -157,12 +188,61 @@ def test_at_the_deadline_the_longest_end_that_is_in_ram_is_promised() -> None:
     bench = Bench()
     bench.save(CHUNKS, 2048, LAST)
     bench.restart()
-    with bench.store.load([*bench.geometry.run(bench.keys, 0, 2048).keys]):
-        bench.lane.run()
+    bench.raise_to_ram(2048)
     assert bench.asks() is None
     bench.clock.now += 100.0
     assert bench.again() == 2048
     assert bench.again() == 2048, "it waits no more"
+    bench.ends()
+
+
+@pytest.mark.parametrize(
+    ("read_s", "promised"),
+    [
+        pytest.param(0.1, None, id="six reads are faster than computing 2,560 tokens"),
+        pytest.param(0.5, 2048, id="faster than computing all, slower than computing the rest"),
+        pytest.param(1.0, 2048, id="slower than computing all"),
+    ],
+)
+def test_the_hit_that_is_served_soonest_is_promised(read_s: float, promised: int | None) -> None:
+    bench = Bench()
+    bench.save(CHUNKS, 2048, LAST)
+    bench.restart()
+    bench.raise_to_ram(2048)
+    bench.slow_down(read_s)
+    assert bench.asks() == promised
+    assert bench.prompt.declined == ({} if promised is None else {"slower": 1})
+    assert bench.waits() == (promised or LAST)
+    bench.ends()
+
+
+@pytest.mark.parametrize(("read_s", "promised"), [(0.1, None), (1.0, 4096)])
+def test_a_slow_window_makes_the_hit_shorter_where_all_else_is_in_ram(
+    read_s: float, promised: int | None
+) -> None:
+    bench = Bench()
+    bench.save(CHUNKS, 2048, 4096, LAST)
+    bench.restart()
+    bench.raise_to_ram(4096)
+    with bench.store.load(bench.keys):
+        bench.lane.run()
+    bench.slow_down(read_s)
+    assert bench.asks() == promised
+    bench.ends()
+
+
+@pytest.mark.parametrize("in_ram", [True, False])
+def test_where_one_tier_has_all_of_the_longest_hit_no_shorter_one_is_looked_up(
+    in_ram: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, lookups = Bench(), count()
+    bench.save(CHUNKS, 2048, 4096, LAST)
+    if not in_ram:
+        bench.restart()
+    lookup = bench.store.lookup
+    monkeypatch.setattr(bench.store, "lookup", lambda keys: (next(lookups), lookup(keys))[1])
+    assert bench.asks() == (LAST if in_ram else None)
+    assert next(lookups) == 1
     bench.ends()
 
 

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from kvtier.autoconfig.facts import GIB, Facts, Memory, Model, known
+from kvtier.autoconfig.plan import make_plan
+
 pytestmark = pytest.mark.vllm
 
 
@@ -49,6 +52,22 @@ def steps(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[
     monkeypatch.setattr(module.versions, "log_like_vllm", done.append)
     monkeypatch.setattr(module, "tell", lambda remarks: done.append(list(remarks)))
     return done
+
+
+def test_an_engine_that_is_planned_starts_with_the_plans_prefill_time(
+    module: Any, steps: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = Facts(
+        memory=Memory(available=known(100 * GIB, "test"), cgroup_headroom=known(1 << 62, "test")),
+        model=Model(
+            active_parameters=known(7_000_000_000, "test"), attention_flops=known(200_000, "test")
+        ),
+    )
+    plan = make_plan(facts)
+    monkeypatch.setattr(module, "plan_for_engine", lambda *_, **__: plan)
+    _, prefill = made(module, "SCHEDULER")._planned()
+    assert plan.prefill.per_depth > 0
+    assert prefill.seconds(512, 30_000) == plan.prefill.seconds(512, 30_000)
 
 
 def test_the_scheduler_says_what_was_read_once_its_log_is_vllms(

@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 from prometheus_client import Counter as Counted
 
 from kvtier.core.chunk import ChunkLayout, fingerprint
-from kvtier.core.lookup import NOTHING, LookupResult
+from kvtier.core.lookup import NOTHING
 from kvtier.core.pool import Pool
-from kvtier.load_policy.prefill import Prefill
+from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.clock import Clock
@@ -74,7 +74,10 @@ class Bench:
         self.tier, self.lane = SlowTier(self.clock), ManualLane()
         self.store = Store(Pool(slots, SLOT), [(self.tier, self.lane)], clock=self.clock)
         self.load_policy = LoadPolicy(
-            60.0, always=always, prefill=Prefill(PER_TOKEN if known else None), clock=self.clock
+            60.0,
+            always=always,
+            prefill=Prefill(PrefillTime(PER_TOKEN) if known else None),
+            clock=self.clock,
         )
         self.half = SchedulerHalf(
             self.store,
@@ -455,21 +458,23 @@ def test_requests_that_wait_claim_half_of_ram_together_and_the_first_may_always(
 def test_what_a_load_costs_in_a_busy_engine_counts() -> None:
     """64 tokens take a second to compute. A load of 96 tokens copies for 0.3 s: at once where
     nobody computes, in slices of 5 ms where each slice comes with a step of others."""
+    from kvtier.load_policy.choose import HitEnd
     from kvtier.load_policy.decide import LoadPolicy
 
-    def chosen(busy: bool, slice_s: tuple[float, float] | None) -> int:
+    def chosen(busy: bool, slice_s: tuple[float, float] | None) -> int | None:
         clock = Clock(100.0)
-        load_policy = LoadPolicy(60.0, prefill=Prefill(1 / 64), slice_s=slice_s, clock=clock)
+        load_policy = LoadPolicy(
+            60.0, prefill=Prefill(PrefillTime(1 / 64)), slice_s=slice_s, clock=clock
+        )
         for _ in range(3):
             number = load_policy.planned([(1, 500)])
             clock.now += 0.34  # a step of 40 ms, made longer by the copy
             load_policy.ended(number, 96, 0.3, 0.0)
-        result = LookupResult([(3, 0.0)])
-        return load_policy.choose(result, 3, 0, lambda chunks: chunks * CHUNK, busy=busy).chunks
+        return load_policy.choose([HitEnd(3 * CHUNK, 0.0)], 0, busy=busy).row
 
-    assert chosen(busy=False, slice_s=(0.005, 0.05)) == 3
-    assert chosen(busy=True, slice_s=None) == 3
-    assert chosen(busy=True, slice_s=(0.005, 0.05)) == 0, "61 steps of 40 ms are more than 1.5 s"
+    assert chosen(busy=False, slice_s=(0.005, 0.05)) == 0
+    assert chosen(busy=True, slice_s=None) == 0
+    assert chosen(busy=True, slice_s=(0.005, 0.05)) is None, "61 steps of 40 ms are more than 1.5 s"
 
 
 def test_an_engine_whose_workers_cannot_map_the_pool_is_left_alone_with_one_error(

@@ -20,7 +20,7 @@ from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import LayoutError
 from kvtier.core.pool import Pool
 from kvtier.gpu import PagedBlocks, Pinning, regions_of
-from kvtier.load_policy.prefill import Prefill
+from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
 from tests.clock import Clock
@@ -522,7 +522,7 @@ def test_an_idle_engine_takes_steps_until_its_chunks_are_ready_and_not_for_ever(
         ChunkLayout(fingerprint({"model": "t"}), CHUNK_TOKENS, BLOCK_TOKENS, (SLOT,)),
     )
     store = Store(rank.pool, [], clock=clock)
-    load_policy = LoadPolicy(60.0, prefill=Prefill(1 / 64), clock=clock)
+    load_policy = LoadPolicy(60.0, prefill=Prefill(PrefillTime(1 / 64)), clock=clock)
     geometry = Geometry((Group(0, Kind.FULL, BLOCK_TOKENS),), CHUNK_TOKENS)
     scheduler = SchedulerHalf(store, layout, geometry, (((0, True),),), load_policy, Duty())
     request, keys = prompt(), layout.keys([*range(CHUNK_TOKENS)])

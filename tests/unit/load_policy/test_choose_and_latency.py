@@ -1,19 +1,19 @@
-"""Forecasts: they converge, forget, are never negative or NaN; and what is chosen by them is the
-soonest served."""
+"""Estimates: they converge, forget, are never negative or NaN; and what is loaded because of them
+is the soonest served."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.lookup import Asking, LookupResult
-from kvtier.load_policy.choose import Choice, choose
+from kvtier.core.lookup import Asking
+from kvtier.load_policy.choose import HitEnd, LoadPlan, choose
+from kvtier.load_policy.decide import LoadPolicy
 from kvtier.load_policy.latency import Average, Pace
-from kvtier.load_policy.prefill import Prefill, StepClock
+from kvtier.load_policy.prefill import Prefill, PrefillTime, StepClock
 
 SECONDS = st.floats(0, 1e4)
 
@@ -169,14 +169,14 @@ def test_prefill_is_learned_from_steps_and_holds_for_other_sizes(tokens: int, ca
 
 
 def test_a_wrong_estimate_is_corrected_and_an_engine_that_slows_down_believed() -> None:
-    prefill = taught(Prefill(per_token=10 * FLAT))
+    prefill = taught(Prefill(PrefillTime(10 * FLAT)))
     assert prefill.seconds(2048, 0) == pytest.approx(truth(2048, 0), rel=0.05)
     assert taught(prefill, pace=3.0).seconds(2048, 0) == pytest.approx(3 * truth(2048, 0), rel=0.15)
 
 
 def test_nothing_is_known_of_a_new_engine() -> None:
     assert Prefill().seconds(100, 0) is None
-    assert Prefill(per_token=1e-3).seconds(100, 0) == pytest.approx(0.1)
+    assert Prefill(PrefillTime(1e-3)).seconds(100, 0) == pytest.approx(0.1)
 
 
 def test_short_tails_hardly_change_what_whole_steps_taught() -> None:
@@ -199,8 +199,8 @@ def test_prefill_is_never_negative_nor_nan(
     for new, depth, seconds in steps:
         prefill.learn(new, new * (depth + new / 2), min(seconds, 1e6))
     for cached in (0, 10**6):
-        forecast = prefill.seconds(tokens, cached)
-        assert forecast is None or 0 <= forecast < math.inf
+        estimate = prefill.seconds(tokens, cached)
+        assert estimate is None or 0 <= estimate < math.inf
 
 
 # ---- which interval is a step's ------------------------------------------------------------------
@@ -264,50 +264,68 @@ def test_an_engines_first_prefill_is_a_hint_and_no_measure(prefill: Learnt) -> N
     clock.end(clock.plan(0.0, [(2000, 0)]), 10.0, 0.0)
     assert prefill.steps == []
     assert prefill.seconds(1000, 0) == pytest.approx(5.0)
-    taught(known := Prefill(per_token=1.0)).guess(9.0)
+    taught(known := Prefill(PrefillTime(1.0))).guess(9.0)
     assert (known.seconds(1000, 0) or 9) < 1
 
 
-# ---- what to take --------------------------------------------------------------------------------
+# ---- what is loaded ------------------------------------------------------------------------------
 
 
-def per_chunk(seconds: float) -> Callable[[int], float | None]:
-    return lambda chunks: chunks * seconds
+def per_token(ends: list[HitEnd], seconds: float) -> list[float]:
+    return [end.tokens * seconds for end in ends]
 
 
-def test_what_is_slower_than_computing_is_left_and_what_is_there_taken() -> None:
-    result = LookupResult([(2, 0.0), (10, 5.0)])
-    assert choose(result, 10, per_chunk(0.1)) == Choice(2, False, 0.0)
-    assert choose(result, 10, per_chunk(1.0))[:2] == (10, False)
+def test_what_is_slower_than_computing_is_declined_and_what_is_there_loaded() -> None:
+    ends = [HitEnd(2, 0.0), HitEnd(10, 5.0)]
+    assert choose(ends, per_token(ends, 0.1)) == LoadPlan(0, False, 0.0)
+    assert choose(ends, per_token(ends, 1.0))[:2] == (1, False)
 
 
 def test_the_cut_falls_between_a_fast_and_a_slow_tier() -> None:
-    result = LookupResult([(0, 0.0), (8, 0.1), (16, 30.0)])
-    assert choose(result, 16, per_chunk(0.1))[:2] == (8, False)
+    ends = [HitEnd(0, 0.0), HitEnd(8, 0.1), HitEnd(16, 30.0)]
+    assert choose(ends, per_token(ends, 0.1))[:2] == (1, False)
 
 
 def test_at_the_break_even_point_nothing_is_waited_for() -> None:
-    assert choose(LookupResult([(0, 0.0), (10, 0.95)]), 10, per_chunk(0.1)).chunks == 0
-    assert choose(LookupResult([(0, 0.0), (10, 0.85)]), 10, per_chunk(0.1)).chunks == 10
+    for wait_s, row in ((0.95, 0), (0.85, 1)):
+        ends = [HitEnd(0, 0.0), HitEnd(10, wait_s)]
+        assert choose(ends, per_token(ends, 0.1)).row == row
 
 
-def test_the_deadline_is_a_multiple_of_the_forecast_and_never_more_than_computing() -> None:
+def test_the_deadline_is_a_multiple_of_the_estimate_and_never_more_than_computing() -> None:
     def within(wait: float | None) -> float:
-        return choose(LookupResult([(4, 0.0), (10, wait)]), 10, per_chunk(0.1)).within_s
+        ends = [HitEnd(4, 0.0), HitEnd(10, wait)]
+        return choose(ends, per_token(ends, 0.1)).within_s
 
     assert within(0.1) == pytest.approx(0.3)
-    assert within(0.5) == pytest.approx(0.6), "six chunks cost 0.6 s to compute"
+    assert within(0.5) == pytest.approx(0.6), "six tokens cost 0.6 s to compute"
     assert within(None) == pytest.approx(0.6), "an unknown tier is tried, for so long"
     assert within(1e-6) == pytest.approx(0.6 / 8), "not for milliseconds"
 
 
-def test_an_unknown_engine_takes_all_there_is() -> None:
-    result = LookupResult([(1, 0.0), (10, 99.0)], Asking(1.0, 2.0, 0.5))
-    assert choose(result, 20, lambda chunks: None) == Choice(10, True, math.inf)
+def test_an_unknown_engine_loads_all_there_is_and_a_known_one_what_is_worth_it() -> None:
+    asking = Asking(1.0, 2.0, 0.5)
+    ends = [HitEnd(1, 0.0), HitEnd(10, 99.0), HitEnd(20, asking.arrive_s, asking)]
+    assert LoadPolicy(60.0).choose(ends, 0) == LoadPlan(1, True, 60.0)
+    assert LoadPolicy(60.0, prefill=Prefill(PrefillTime(1e-3))).choose(ends, 0) == LoadPlan(
+        0, False, 0.0
+    )
+    assert LoadPolicy(60.0, prefill=Prefill(PrefillTime(1e-3)), always=True).choose(ends, 0)[
+        :2
+    ] == (1, True)
+    assert LoadPolicy(60.0).choose(ends[:2], 0) == LoadPlan(1, False, 60.0)
+
+
+def test_behind_a_long_beginning_the_same_tokens_are_worth_more() -> None:
+    ends = [HitEnd(0, 0.0), HitEnd(1000, 0.1)]
+    policy = LoadPolicy(60.0, prefill=Prefill(PrefillTime(10e-6, 10e-9)))
+    assert policy.choose(ends, 0).row == 0
+    assert policy.choose(ends, 100_000).row == 1
 
 
 def test_a_copy_that_is_slower_than_computing_is_not_made() -> None:
-    assert choose(LookupResult([(4, 0.0), (8, 0.1)]), 8, per_chunk(-0.1)) == Choice(0, False, 0.0)
+    ends = [HitEnd(4, 0.0), HitEnd(8, 0.1)]
+    assert choose(ends, per_token(ends, -0.1)) == LoadPlan(None, False, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -324,27 +342,33 @@ def test_a_copy_that_is_slower_than_computing_is_not_made() -> None:
 def test_a_shared_tier_is_asked_when_the_answer_is_worth_it(
     answer_s: float | None, arrive_s: float | None, odds: float, asked: bool
 ) -> None:
-    result = LookupResult([(0, 0.0)], Asking(answer_s, arrive_s, odds))
-    assert choose(result, 10, per_chunk(0.1)).ask is asked
+    ends = [HitEnd(0, 0.0), HitEnd(10, arrive_s, Asking(answer_s, arrive_s, odds))]
+    assert choose(ends, per_token(ends, 0.1))[:2] == (0, asked)
+
+
+def test_behind_a_tier_that_is_declined_nobody_is_asked() -> None:
+    ends = [HitEnd(0, 0.0), HitEnd(5, 9.0), HitEnd(10, 0.01, Asking(0.01, 0.01, 1.0))]
+    assert choose(ends, per_token(ends, 0.1))[:2] == (0, False)
 
 
 WAITS = st.one_of(st.none(), st.floats(0, 100))
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 50), WAITS), max_size=6),
-    st.floats(0, 5),
+    st.integers(0, 50),
+    st.dictionaries(st.integers(1, 50), WAITS, max_size=6),
+    st.floats(-5, 5),
     st.none() | st.floats(0, 1),
 )
-def test_a_choice_is_possible_and_waits_no_longer_than_computing_takes(
-    more: list[tuple[int, float | None]], each: float, odds: float | None
+def test_a_plan_is_possible_and_waits_no_longer_than_computing_takes(
+    ready: int, more: dict[int, float | None], each: float, odds: float | None
 ) -> None:
-    counts = sorted(count for count, _ in more)
-    steps = [
-        (counts[0] if counts else 0, 0.0),
-        *zip(counts, (wait for _, wait in more), strict=True),
-    ]
-    asking = None if odds is None else Asking(0.5, 1.0, odds)
-    choice = choose(LookupResult(steps, asking), 60, per_chunk(each))
-    assert 0 <= choice.chunks <= steps[-1][0]
-    assert 0 <= choice.within_s <= 60 * each
+    ends = [HitEnd(ready, 0.0)]
+    ends += [HitEnd(ready + tokens, more[tokens]) for tokens in sorted(more)]
+    known = len(ends)
+    if odds is not None:
+        ends.append(HitEnd(200, 1.0, Asking(0.5, 1.0, odds)))
+    plan = choose(ends, per_token(ends, each))
+    assert plan.row is None or 0 <= plan.row < known
+    assert not plan.ask or (plan.row == known - 1 and odds is not None)
+    assert 0 <= plan.within_s <= 200 * max(0.0, each)

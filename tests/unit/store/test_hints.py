@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
@@ -130,6 +130,20 @@ def test_a_prompt_that_came_after_the_hint_but_is_followed_later_wins() -> None:
     cache.store.load(run[:2]).close()
     cache.spare.run()
     assert cache.store._directory._over == {run[2]}
+
+
+def test_a_hint_for_which_too_much_was_used_to_remember_it_marks_nothing() -> None:
+    cache = Cache(2, below=2)
+    run = keys(1, 2)
+    cache.request(run)
+    cache.store.hint(run, OVER)
+    for token in range(10, 20):
+        cache.store.load(keys(token)).close()
+    cache.spare.run()
+    assert not cache.store._directory._over
+    cache.request(run)
+    cache.hint(run, OVER)
+    assert cache.store._directory._over == {*run}, "the next hint does"
 
 
 def test_what_is_read_at_this_moment_is_not_over() -> None:
@@ -291,6 +305,7 @@ PROMPTS = st.sampled_from(
         [LRU, *(lambda room, each=each: Segments(room, each) for each in SETTINGS), None]
     ),
 )
+@example([("load", (0,)), ("over", (0,)), ("save", (0,)), ("turn", (0,))], LRU)
 def test_a_mark_never_outlives_a_later_use(
     steps: list[tuple[str, tuple[int, ...]]], policy: PolicyOf | None
 ) -> None:
