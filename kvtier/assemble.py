@@ -121,7 +121,6 @@ def _store(config: Config, layout: ChunkLayout, replica: int, shared: Lent | Non
         store = Store(pool, tiers, policy, share, None if lent else spare)
         if lent:
             store.lend(spare)
-        store.audit.one_in = config.audit_one_in
         undo.pop_all()
     _announce(store, layout)
     return store

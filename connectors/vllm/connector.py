@@ -18,13 +18,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvtier import selftest
 from kvtier.assemble import assemble
 from kvtier.autoconfig.explain import PLANNED, configuration_text, table
 from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
 from kvtier.config.keys import Config, filled, load
 from kvtier.config.remarks import tell
-from kvtier.connectors.vllm import layout, versions
+from kvtier.connectors.vllm import LOAD_EVERY_HIT, layout, settings, versions
 from kvtier.connectors.vllm.figures import Figures
 from kvtier.connectors.vllm.groups import Geometry
 from kvtier.connectors.vllm.idle import IdleHalf, StartingHalf
@@ -66,7 +65,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         ranks = vllm_config.parallel_config.world_size
-        self._config = load(flags=transfer.kv_connector_extra_config, ranks=ranks)
+        self._config = load(flags=settings(transfer), ranks=ranks)
         versions.log_like_vllm(self._config.log_level)
         if role == KVConnectorRole.SCHEDULER:  # one process of the engine says it, not each
             self._tell(found)
@@ -191,8 +190,6 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         logger.info("configuration: %s", configuration_text(config))
         if config.namespace is not None:
             chunks = layout.of_namespace(chunks, config.namespace)
-        if config.self_test:
-            selftest.at_start(config, chunks.slot_bytes)
         transfer = self._vllm_config.kv_transfer_config
         store = assemble(config, chunks, self._vllm_config.parallel_config.data_parallel_index)
         self._figures = Figures(store)
@@ -203,7 +200,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             parts,
             LoadPolicy(
                 self._config.load_timeout_ms / 1000,
-                always=self._config.take_hits == "always",
+                always=bool(transfer.kv_connector_extra_config.get(LOAD_EVERY_HIT)),
                 prefill=prefill,
                 slice_s=(BUSY_COPY_S, BUSY_COPY_PART) if layout.on_cpu(ranks) else None,
             ),

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from kvtier.assemble import places
 from kvtier.config.keys import load
+from kvtier.connectors.vllm import settings
 from kvtier.connectors.vllm.figures import (
     HELD,
     QUEUES,
@@ -216,7 +217,7 @@ def _places(vllm_config: Any) -> list[str]:
     the first step."""
     transfer = vllm_config.kv_transfer_config
     try:
-        return places(load(flags=getattr(transfer, "kv_connector_extra_config", None)))
+        return places(load(flags=settings(transfer)))
     except KVTierError as error:  # among other connectors the settings are not ours alone
         logger.debug("what the engine keeps where is not known before its first step: %s", error)
         return [RAM]

@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from kvtier import selftest
 from kvtier.admin.status import trouble
 from kvtier.assemble import Lent, assemble, nvme_bytes, ram_bytes, write_budget
 from kvtier.autoconfig.explain import configuration_text
@@ -76,8 +75,6 @@ def run(arguments: argparse.Namespace) -> int:
             "made then"
         )
     away = try_everything(config)
-    if config.self_test:
-        selftest.at_start(replace(config, server=None))
     surface = admin_surface(config)  # first: who can attach can ask, too
     listeners = _listeners(config, addresses, token is not None, arguments.insecure)
     opener, closer = Stores(config), partial(discard_closed, config)

@@ -95,11 +95,6 @@ class Config:
     load_timeout_ms: int = _key(
         2000, "ms", ("longest a prompt waits for lower tiers before it is recomputed")
     )
-    take_hits: str = _key(
-        "auto",
-        "when",
-        ("auto: as much of a hit as is served sooner than computed; always: all of it"),
-    )
     policy: str = _key(
         "auto",
         "policy",
@@ -147,12 +142,6 @@ class Config:
     )
     host_engines: int = _key(
         1, "engines", ("engines like this one on this host; auto gives each an equal share")
-    )
-    self_test: bool = _key(
-        False, "flag", ("at the start save in one process, compare in another; a failure ends it")
-    )
-    audit_one_in: int = _key(
-        0, "chunks", ("one in so many loaded chunks is compared with its copy on NVMe; 0: none")
     )
     log_level: str = _key("INFO", "level", "DEBUG, INFO, WARNING or ERROR")
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -559,10 +548,6 @@ _PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
     "ms": (_count, "a whole number of milliseconds, at least 1"),
     "s": (_count, "a whole number of seconds, at least 1"),
     "bytes": (parse_size, "a size such as 4GiB, 512MB or 1073741824 (bytes)"),
-    "chunks": (
-        lambda given: 0 if given in (0, "0") else _count(given),
-        "a whole number of chunks, 0 for none",
-    ),
     "engines": (_count, "a whole number of engines, at least 1"),
     "percent": (_percent, "a whole number from 1 to 100"),
     "flag": (_flag, "true or false"),
@@ -574,7 +559,6 @@ _PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
         "unix:///path/kvtier.sock or tcp://host:port",
     ),
     "name": (_text(r"[A-Za-z0-9._-]+"), "letters, digits, '.', '_' or '-'"),
-    "when": (_text(r"auto|always"), "auto or always"),
     "policy": (_text(r"auto|lru"), "auto or lru"),
     "moment": (_text(r"save|evict"), "save or evict"),
     "level": (_text(r"DEBUG|INFO|WARNING|ERROR"), "DEBUG, INFO, WARNING or ERROR"),

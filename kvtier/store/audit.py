@@ -18,6 +18,8 @@ from kvtier.store.lower_tier import Core, LowerTier
 
 logger = logging.getLogger("kvtier")
 
+ONE_IN = 1000
+"""Loaded chunks for one that is compared: a thousandth more reads, behind all others."""
 _PIECE_BYTES = 256 * 1024
 """Compared at once: for about 0.1 ms nobody else runs Python."""
 
@@ -32,17 +34,16 @@ class Pair(NamedTuple):
 class Audit:
     """``invalidate`` drops chunks everywhere; it is called without the lock.
 
-    Compared are only copies of one origin: written from this slot, or read into it. A chunk that
-        was computed twice may
-    differ in its last bits, and be right both times; for that reason tiers that others write to are
-    left out.
+    Only copies of one origin are compared: written from this slot, or read into it. A chunk that
+    was computed twice may differ in its last bits and be right both times. For that reason tiers
+    that others write to are left out.
     """
 
     def __init__(
         self, core: Core, below: Sequence[LowerTier], forget: Callable[[Sequence[ChunkKey]], None]
     ) -> None:
-        self.one_in = 0
-        """0: never; set once, before the first load."""
+        self.one_in = ONE_IN
+        """Tests set another one, before the first load. 0: never."""
         self._core, self._below, self._forget = core, below, forget
         self._passed = 0
         self._said = False

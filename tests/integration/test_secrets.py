@@ -202,7 +202,7 @@ def test_lmcaches_secrets_are_not_told(place: Path, way: str) -> None:
 
 def test_a_value_without_end_is_cut(place: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        load(env={"KVTIER_TAKE_HITS": "x" * 100_000})
+        load(env={"KVTIER_POLICY": "x" * 100_000})
     assert len(str(error.value)) < 1000
 
 

@@ -174,4 +174,4 @@ def test_the_configuration_in_a_line_masks_passwords_and_leaves_defaults_out() -
         "(environment KVTIER_REDIS_URL); all else by default"
     )
     assert configuration_text(Config()) == "nothing set; all else by default"
-    assert "self_test=True (flag)" in configuration_text(load(env={}, flags={"self_test": True}))
+    assert "auto=True (flag)" in configuration_text(load(env={}, flags={"auto": True}))

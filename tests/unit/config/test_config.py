@@ -482,7 +482,7 @@ def test_an_error_shows_a_file_that_is_none_and_cuts_what_is_long() -> None:
     with pytest.raises(ConfigError, match="server_token_file='token'"):
         load(env={"KVTIER_SERVER_TOKEN_FILE": "token"})
     with pytest.raises(ConfigError) as error:
-        load(env={"KVTIER_TAKE_HITS": "x" * 100_000})
+        load(env={"KVTIER_POLICY": "x" * 100_000})
     assert len(str(error.value)) < 1000
 
 
