@@ -187,12 +187,11 @@ class Arm:
 
 
 def redis_tier(arm: str, port: int) -> dict[str, str]:
-    """A Redis on this port, shared with other arms, under this one's own names."""
+    """A Redis on this port, shared with other arms, under this one's own namespace."""
     return {
         "KVTIER_REDIS_URL": f"redis://127.0.0.1:{port}",
         "KVTIER_REDIS_BYTES": "4GiB",
-        "KVTIER_REDIS_THREADS": "2",
-        "KVTIER_REDIS_PREFIX": arm,
+        "KVTIER_NAMESPACE": arm,
     }
 
 

@@ -169,7 +169,7 @@ def _alone(config: Config) -> Config:
         "redis_url": None,
         "redis_bytes": None,
     }
-    off |= {"nvme_write": None, "nvme_write_limit": None}
+    off |= {"nvme_write_limit": None}
     off |= {"object_url": None, "object_bytes": None}
     off |= {"redis_ttl_s": None, "server": None, "auto": False, "namespace_percent": None}
     return replace(config, **off, ram_bytes=_RAM_BYTES, sources={})

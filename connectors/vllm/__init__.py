@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from kvtier.config.keys import replaces_lmcache
+from kvtier.config.load import replaces_lmcache
 from kvtier.connectors.vllm import versions
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvtier.assemble import assemble
 from kvtier.autoconfig.explain import PLANNED, configuration_text, table
 from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
-from kvtier.config.keys import Config, filled, load
+from kvtier.config.keys import Config
+from kvtier.config.load import filled, load
 from kvtier.config.remarks import tell
 from kvtier.connectors.vllm import LOAD_EVERY_HIT, layout, settings, versions
 from kvtier.connectors.vllm.figures import Figures

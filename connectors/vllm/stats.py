@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from kvtier.assemble import places
-from kvtier.config.keys import load
+from kvtier.config.load import load
 from kvtier.connectors.vllm import settings
 from kvtier.connectors.vllm.figures import (
     HELD,

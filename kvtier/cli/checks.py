@@ -31,15 +31,9 @@ from kvtier.cli.installed import look, verdict
 from kvtier.cli.vllm_command import recomputing, refuse_own_offloading, transfer, understood
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, client_tls, enter, read_token
-from kvtier.config.keys import (
-    Config,
-    default_nvme_bytes,
-    encryption_key,
-    environment,
-    filled,
-    masked,
-    replaces_lmcache,
-)
+from kvtier.config.keys import Config, default_nvme_bytes
+from kvtier.config.load import encryption_key, environment, filled, replaces_lmcache
+from kvtier.config.values import masked
 from kvtier.connectors.vllm import CONNECTOR, LMCACHE
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, RefusedSize, TierError

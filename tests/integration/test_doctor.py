@@ -23,7 +23,8 @@ from kvtier.cli import doctor
 from kvtier.cli import main as cli
 from kvtier.cli.checks import Finding, check_command, check_host, disk_findings, planned
 from kvtier.cli.vllm_command import API_SERVER
-from kvtier.config.keys import Config, load
+from kvtier.config.keys import Config
+from kvtier.config.load import load
 from kvtier.core import region
 from kvtier.core.errors import ConfigError
 from kvtier.core.pool import Pool
@@ -367,9 +368,7 @@ def test_slots_that_another_process_sees_otherwise_are_seen() -> None:
 
 
 def test_a_tier_that_writes_late_or_little_is_tried_all_the_same(tmp_path: Path) -> None:
-    found = tiers(
-        nvme_path=f"{tmp_path}/t", nvme_bytes="64MiB", nvme_write="evict", nvme_write_limit="1MiB"
-    )
+    found = tiers(nvme_path=f"{tmp_path}/t", nvme_bytes="64MiB", nvme_write_limit="1MiB")
     assert one(found, "self-test nvme").state == "ok", found
 
 

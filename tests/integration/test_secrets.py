@@ -19,7 +19,8 @@ import pytest
 
 from kvtier.assemble import assemble
 from kvtier.bench.servers import free_port
-from kvtier.config.keys import ENCRYPTION_KEY, Config, load
+from kvtier.config.keys import Config
+from kvtier.config.load import ENCRYPTION_KEY, load
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError
 from kvtier.store.store import Store

@@ -86,7 +86,7 @@ ROOM = Room(
             "auto-config beside LMCACHE_CONFIG_FILE does not start, as it does in LMI",
         ),
         Mutant(
-            "config/keys.py",
+            "config/load.py",
             (
                 "        if given is not None and not (\n"
                 "            beside and source.startswith(_SIZED_BY_HAND) and key in _SIZES\n"

@@ -158,7 +158,7 @@ CASES = [
             "for each of 4 rank(s)",
             "numa_nodes",
         ),
-        {"chunk_tokens": 128, "nvme_threads": 4},
+        {"chunk_tokens": 128},
     ),
     Case(
         "p4de 1.5B",
@@ -422,7 +422,6 @@ CASES = [
         137.2,
         "/data",
         350,
-        values={"nvme_threads": 2},
     ),
     Case(
         "rotational",

@@ -16,7 +16,8 @@ from kvtier.autoconfig.facts import GIB, KIB, Facts, Gpus, Memory, known
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe import probe
 from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
-from kvtier.config.keys import Config, filled, load
+from kvtier.config.keys import Config
+from kvtier.config.load import filled, load
 from kvtier.core.pool import Pool
 from kvtier.core.terminal import size_text
 

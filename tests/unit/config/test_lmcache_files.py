@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from kvtier.config import lmcache
-from kvtier.config.keys import Config, load
+from kvtier.config.keys import Config
+from kvtier.config.load import load
 from kvtier.config.remarks import Remark
 
 FILES = Path(__file__).parents[2] / "data" / "lmcache"

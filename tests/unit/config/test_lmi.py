@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.config import keys as config
 from kvtier.config import lmi
-from kvtier.config.keys import filled, load, replaces_lmcache
+from kvtier.config import load as config
+from kvtier.config.load import filled, load, replaces_lmcache
 from kvtier.core.errors import ConfigError
 
 GIB = 2**30

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config.keys import load
+from kvtier.config.load import load
 from kvtier.config.yaml_file import MOST_BYTES, MOST_DEPTH, MOST_NODES, read_yaml
 from kvtier.core.errors import ConfigError
 
