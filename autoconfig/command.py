@@ -14,7 +14,7 @@ from kvtier.autoconfig.facts import Disk, Fact, Facts, Gpus, Memory, Model, Serv
 from kvtier.autoconfig.measure import measure
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe import probe
-from kvtier.config.keys import parse_size
+from kvtier.config.values import parse_size
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import width
 

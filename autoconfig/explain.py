@@ -8,7 +8,8 @@ from dataclasses import asdict
 
 from kvtier.autoconfig.draft import Plan, Row, Value
 from kvtier.autoconfig.facts import UNLIMITED
-from kvtier.config.keys import Config, describe, masked
+from kvtier.config.keys import Config, describe, file_lines
+from kvtier.config.values import masked
 from kvtier.core import terminal
 from kvtier.core.terminal import rate_text, size_text
 
@@ -119,9 +120,10 @@ def as_yaml(plan: Plan) -> str:
             "one changes."
         )
     ]
-    for row in plan.settings:
-        lines.append(f"# {value_text(row.key, row.value)}: {row.reason} [{row.source}]")
-        lines.append(f"{row.key}: {json.dumps(row.value)}")
+    lines += file_lines(
+        (row.key, row.value, f"{value_text(row.key, row.value)}: {row.reason} [{row.source}]")
+        for row in plan.settings
+    )
     lines += [f"# left out: {tier}: {reason}" for tier, reason in plan.left_out]
     lines += [f"# warning: {warning}" for warning in plan.warnings]
     return "\n".join(line.replace("\n", " ") for line in lines)

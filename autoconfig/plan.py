@@ -62,7 +62,6 @@ NETWORK_FILESYSTEMS = frozenset(
     }
 )
 _ASSUMED_READ = {"nvme": 2.0e9, "ssd": 0.4e9, "virtual": 0.2e9, "ebs": 0.125e9, "rotational": 0.1e9}
-_THREADS = {"nvme": 4, "ssd": 2, "virtual": 2, "ebs": 2, "rotational": 1}
 _KV_BYTES = "2 x KV heads x head dim x layers, or the MLA latent; windowed layers counted in full"
 _REDIS_SHARE = 0.9
 """The part of what Redis has left. The rest is its own overhead and fragmentation."""
@@ -414,10 +413,6 @@ def _plan_disk(facts: Facts, load: Load, draft: Draft) -> None:
         f"{size_text(size // load.ranks)} a rank"
     )
     draft.set("nvme_bytes", size, disk.free.source, held)
-    threads = max(1, min(_THREADS.get(device, 2), 2 * (facts.memory.cpus.value or 4)))
-    draft.set(
-        "nvme_threads", threads, disk.device.source, f"enough for {device}; at most 2 for each CPU"
-    )
     if (facts.engine.engines.value or 1) > 1:
         draft.warnings.append(
             f"{facts.engine.engines.value} engines share {disk.path}: give each a folder below it"

@@ -1,5 +1,4 @@
-"""What an engine asks at its start when auto-config is on (``auto`` in
-:mod:`kvtier.config.keys`)."""
+"""What an engine's start asks when auto-config is on (the key ``engine.auto``)."""
 
 from __future__ import annotations
 

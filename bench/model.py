@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.autoconfig.probe import hub
-from kvtier.config.keys import environment
+from kvtier.config.load import environment
 
 if TYPE_CHECKING:
     import torch

@@ -280,15 +280,16 @@ def stuck() -> str:
 
 def keys() -> str:
     """Every configuration key."""
-    rows = [["key", "default", "unit", "what for"]]
-    for key, about in KEYS.items():
-        default = getattr(Config(), key)
+    rows = [["key", "variable", "default", "unit", "what for"]]
+    for key in KEYS.values():
+        default = getattr(Config(), key.flat)
         rows.append(
             [
-                f"`{key}`",
+                f"`{key.path}`",
+                f"`{key.variable}`",
                 "none" if default is None else f"`{default}`",
-                about["unit"],
-                about["reason"],
+                key.unit,
+                key.reason,
             ]
         )
     return table(rows)

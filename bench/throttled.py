@@ -4,8 +4,8 @@ computing.
     python -m kvtier.bench.throttled [--rounds 3] [--slow 3.0]
 
 Three engines are asked for the same documents in turn, interleaved, so that what disturbs the
-machine disturbs all of them: ``none`` (vLLM without a connector), ``always`` (kvtier, ``take_hits:
-always``) and ``auto`` (kvtier as it comes). RAM keeps one document, Redis all of them, each engine
+machine disturbs all of them: ``none`` (vLLM without a connector), ``always`` (kvtier, which loads
+every hit) and ``auto`` (kvtier as it comes). RAM keeps one document, Redis all of them, each engine
 under its own names; a proxy between the engines and Redis can be slowed while they run. Three
 phases:
 
@@ -44,6 +44,7 @@ from kvtier.bench.micro.redis import redis_server
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
 from kvtier.bench.report import Row, spread, write_results
 from kvtier.cli.launch import TRANSFER
+from kvtier.connectors.vllm import LOAD_EVERY_HIT
 
 GOAL = 1.03
 _ARMS = ("none", "always", "auto")
@@ -68,12 +69,13 @@ class Answer(NamedTuple):
 # ---- an engine, in a process of its own ----------------------------------------------------------
 
 
-def serve_documents(model: str, tokens: int, with_kvtier: bool) -> None:
+def serve_documents(model: str, tokens: int, arm: str) -> None:
     """Answer ``document`` numbers from stdin with TTFT and cached tokens, until stdin ends; then
     tell all counts. A negative one is asked with kvtier kept out of it."""
     from vllm import LLM, SamplingParams
 
-    more: dict[str, Any] = {"kv_transfer_config": TRANSFER} if with_kvtier else {}
+    every = {"kv_connector_extra_config": {LOAD_EVERY_HIT: arm == "always"}}
+    more: dict[str, Any] = {"kv_transfer_config": TRANSFER | every} if arm != "none" else {}
     blocks = (
         -(-tokens // 128) + 4
     )  # one document and a little: vLLM's own cache never has the next one
@@ -130,10 +132,9 @@ class Arm:
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
             "KVTIER_CHUNK_TOKENS": str(_CHUNK_TOKENS),
             "KVTIER_RAM_BYTES": str((tokens // _CHUNK_TOKENS + 2) * chunk),
-            "KVTIER_TAKE_HITS": "auto" if arm == "none" else arm,
         }
         environment |= tier
-        call = json.dumps([str(model), tokens, arm != "none"])
+        call = json.dumps([str(model), tokens, arm])
         command = [sys.executable, "-m", "kvtier.bench.throttled", "--engine", call]
         with log.open("w") as errors:
             self._process: subprocess.Popen[str] = subprocess.Popen(
@@ -186,12 +187,11 @@ class Arm:
 
 
 def redis_tier(arm: str, port: int) -> dict[str, str]:
-    """A Redis on this port, shared with other arms, under this one's own names."""
+    """A Redis on this port, shared with other arms, under this one's own namespace."""
     return {
         "KVTIER_REDIS_URL": f"redis://127.0.0.1:{port}",
         "KVTIER_REDIS_BYTES": "4GiB",
-        "KVTIER_REDIS_THREADS": "2",
-        "KVTIER_REDIS_PREFIX": arm,
+        "KVTIER_NAMESPACE": arm,
     }
 
 

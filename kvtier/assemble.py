@@ -13,18 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.api import KVStore
+from kvtier.autoconfig.disk_threads import disk_threads
 from kvtier.autoconfig.memory import require_ram
 from kvtier.autoconfig.probe.probe import probe_disk, probe_memory
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, client_tls, hello, read_token
-from kvtier.config.keys import (
-    DEFAULT_OBJECT_BYTES,
-    ENCRYPTION_KEY,
-    Config,
-    default_nvme_bytes,
-    default_ram_bytes,
-    encryption_key,
-)
+from kvtier.config.keys import DEFAULT_OBJECT_BYTES, Config, default_nvme_bytes, default_ram_bytes
+from kvtier.config.load import ENCRYPTION_KEY, encryption_key
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.extras import how
@@ -48,6 +43,12 @@ _READS_QUEUED = 4096
 """Chunks that may wait for a lower tier at once: several of the longest prompts."""
 _REMOTE_THREADS = 4
 """Connections to a server on another host in use at once; hides the network's round trip."""
+_REDIS_CONNECTIONS = 4
+"""In use at once; hides the network's round trip."""
+_OBJECT_REQUESTS = 8
+"""In flight; hides the round trip."""
+REDIS_PREFIX = "kvtier"
+"""First part of every Redis key, for access rules and clean-up."""
 _NAMESPACE_BYTES = 8
 _UNKNOWN_MEMORY = 4 << 30
 """Taken as available where neither the host nor the cgroup says."""
@@ -125,7 +126,6 @@ def assemble_store(
         store = Store(pool, tiers, orders, share, None if lent else spare)
         if lent:
             store.lend(spare)
-        store.audit.one_in = config.audit_one_in
         undo.pop_all()
     _announce(store, layout)
     return store
@@ -152,24 +152,25 @@ def _tiers(
         lent, huge = shared is not None and shared.lent, pool.in_huge_pages
         nvme = rest.sealed(NvmeTier(path, room, rest.chunk_bytes, lent=lent, in_huge_pages=huge))
         writes = shared.writes if shared is not None else write_budget(config)
-        found.append(_Opened(nvme, config.nvme_threads, writes, nvme_write(config) == "evict"))
+        threads = disk_threads(probe_disk(str(path)), probe_memory())
+        found.append(_Opened(nvme, threads, writes, on_evict=config.nvme_write_limit is not None))
     if config.redis_url:
         from kvtier.tiers.redis.layout import Form
         from kvtier.tiers.redis.servers import RedisServers
         from kvtier.tiers.redis.tier import RedisTier
 
-        servers = RedisServers(config.redis_url, connections=config.redis_threads)
-        form = Form(config.redis_prefix, layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name)
+        servers = RedisServers(config.redis_url, connections=_REDIS_CONNECTIONS)
+        form = Form(REDIS_PREFIX, layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name)
         redis = RedisTier(
             servers, form, config.redis_bytes, rest.chunk_bytes, ttl_s=config.redis_ttl_s
         )
-        found.append(_Opened(rest.sealed(redis), config.redis_threads))
+        found.append(_Opened(rest.sealed(redis), _REDIS_CONNECTIONS))
     if config.server is not None:
         from kvtier.client.remote_tier import RemoteTier
 
         found.append(_Opened(RemoteTier(access(config, config.server, layout)), _REMOTE_THREADS))
     if config.object_url:
-        found.append(_Opened(object_tier(config, config.object_url, layout), config.object_threads))
+        found.append(_Opened(object_tier(config, config.object_url, layout), _OBJECT_REQUESTS))
     return found
 
 
@@ -314,12 +315,6 @@ def write_budget(
 ) -> WriteBudget | None:
     """What may be written to NVMe; None: all. With a ``lock`` it may be several Stores'."""
     return WriteBudget(config.nvme_write_limit, 0, lock) if config.nvme_write_limit else None
-
-
-def nvme_write(config: Config) -> str:
-    """When chunks are written to NVMe: ``save`` or ``evict``. The key, else what a write limit
-    makes best."""
-    return config.nvme_write or ("evict" if config.nvme_write_limit else "save")
 
 
 def _announce(store: Store, layout: ChunkLayout) -> None:

@@ -1,5 +1,5 @@
 """Save in one process, load and compare in another: what ``kvtier doctor`` does with every
-configured tier, and a start with the key ``self_test``.
+configured tier.
 
 ``python -m kvtier.selftest SIDE`` reads a :class:`Trial` from its standard input and prints what
 went wrong; nothing when all is well. Its chunks have keys of their own and are forgotten
@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,9 @@ import msgspec
 
 from kvtier.api import KVStore
 from kvtier.assemble import assemble, object_tier
-from kvtier.client.connect import Address
 from kvtier.config.keys import KEYS, Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
-from kvtier.core.errors import KVTierError, TierError
+from kvtier.core.errors import KVTierError
 from kvtier.core.pool import Pool
 from kvtier.testing.check_tier import content
 
@@ -138,29 +136,6 @@ def try_server(config: Config, address: str, slot_bytes: int) -> str:
     return there_and_back(trial(place, own, slot_bytes))
 
 
-def at_start(config: Config, slot_bytes: int | None = None) -> None:
-    """What the key ``self_test`` asks for: try every place for chunks that is configured, in some
-    seconds; the server of an engine with chunks of ``slot_bytes``. Raises TierError for the first
-    that fails."""
-    attached = config.server is not None and bool(Address.parse(config.server).path)
-    trials: dict[str, Callable[[], str]] = {} if attached else {"ram": try_ram}
-    if config.nvme_path is not None and not attached:
-        trials["nvme"] = partial(try_nvme, config)
-    if config.redis_url is not None and not attached:
-        trials["redis"] = partial(try_redis, config)
-    if config.object_url is not None and not attached:
-        trials["object"] = partial(try_objects, config)
-    if config.server is not None and slot_bytes is not None:
-        trials["server"] = partial(try_server, config, config.server, slot_bytes)
-    for place, one in trials.items():
-        if wrong := one():
-            raise TierError(
-                f"self-test of {place}: {wrong}; 'kvtier doctor' says more, self_test=false "
-                "starts without"
-            )
-        logger.info("self-test of %s: saved by one process, loaded and compared by another", place)
-
-
 def there_and_back(one: Trial) -> str:
     return run("save", one) or run("load", one)
 
@@ -193,7 +168,7 @@ def _alone(config: Config) -> Config:
         "redis_url": None,
         "redis_bytes": None,
     }
-    off |= {"nvme_write": None, "nvme_write_limit": None}
+    off |= {"nvme_write_limit": None}
     off |= {"object_url": None, "object_bytes": None}
     off |= {"redis_ttl_s": None, "server": None, "auto": False, "namespace_percent": None}
     return replace(config, **off, ram_bytes=_RAM_BYTES, sources={})

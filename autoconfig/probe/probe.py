@@ -37,7 +37,7 @@ from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.probe import hub
 from kvtier.autoconfig.probe.cgroup import memory_limits
 from kvtier.autoconfig.probe.proc import Mount, mounts, text_of
-from kvtier.config.keys import environment
+from kvtier.config.load import environment
 from kvtier.core.errors import ConfigError
 from kvtier.core.pool import Pool
 from kvtier.core.region import HUGE_BYTES

@@ -101,13 +101,14 @@ def with_vllm(tokens: int, rounds: int, _device: torch.device, model: dict[str, 
     from vllm import LLM, SamplingParams
 
     from kvtier.cli.launch import TRANSFER
+    from kvtier.connectors.vllm import LOAD_EVERY_HIT
 
     width = model["hidden_size"] // model["num_attention_heads"]
     kv_bytes = 2 * 2 * model["num_key_value_heads"] * width * model["num_hidden_layers"]
     extra = {
         "auto": False,
         "ram_bytes": 3 * (rounds + 1) * tokens * kv_bytes,
-        "take_hits": "always",
+        LOAD_EVERY_HIT: True,
     }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(model), encoding="utf-8")

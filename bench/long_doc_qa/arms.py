@@ -19,6 +19,7 @@ from pathlib import Path
 
 from kvtier.bench.long_doc_qa.work import Workload
 from kvtier.cli.launch import TRANSFER
+from kvtier.connectors.vllm import LOAD_EVERY_HIT
 
 NONE = "none"
 COLD = "cold"
@@ -155,7 +156,7 @@ def installed() -> list[Arm]:
     return [arm for arm in ARMS.values() if not arm.beside or shutil.which(arm.beside[0])]
 
 
-def server_args(arm: Arm, sizes: Sizes) -> list[str]:
+def server_args(arm: Arm, sizes: Sizes, *, load_every_hit: bool = False) -> list[str]:
     """vLLM's arguments that make this arm; what all arms share is
     :mod:`kvtier.bench.long_doc_qa`'s."""
     args = [
@@ -164,11 +165,14 @@ def server_args(arm: Arm, sizes: Sizes) -> list[str]:
         "--num-gpu-blocks-override",
         str(sizes.gpu_blocks(arm)),
     ]
-    return (
-        args
-        if arm.kvtier is None
-        else [*args, "--kv-transfer-config", json.dumps(TRANSFER, separators=(",", ":"))]
-    )
+    return args if arm.kvtier is None else [*args, *connector_args(load_every_hit)]
+
+
+def connector_args(load_every_hit: bool) -> list[str]:
+    """vLLM's arguments for kvtier's connector. ``load_every_hit``: also where computing would be
+    sooner."""
+    every = {"kv_connector_extra_config": {LOAD_EVERY_HIT: True}} if load_every_hit else {}
+    return ["--kv-transfer-config", json.dumps(TRANSFER | every, separators=(",", ":"))]
 
 
 def filled(templates: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:

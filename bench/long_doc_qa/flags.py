@@ -101,6 +101,11 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         type=positive,
         help="vLLM's block in tokens (default: 128 on CPU, 16 on GPU)",
     )
+    own(
+        "--load-every-hit",
+        action="store_true",
+        help="load hits even where computing is sooner, as with a tiny model in a test",
+    )
     own("--chunk-tokens", type=positive, default=256, help="kvtier's chunk (default: 256)")
     own(
         "--server-args",

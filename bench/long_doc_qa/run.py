@@ -203,7 +203,10 @@ def own_server(
     args: argparse.Namespace, arm: Arm, sizes: Sizes, names: Mapping[str, str], log: Path
 ) -> VllmServer:
     """An arm's server, not started."""
-    command = [*shared_args(args, sizes.block_tokens), *server_args(arm, sizes)]
+    command = [
+        *shared_args(args, sizes.block_tokens),
+        *server_args(arm, sizes, load_every_hit=args.load_every_hit),
+    ]
     env = filled(arm.kvtier or {}, names)
     if on_cpu():
         command.append("--enforce-eager")

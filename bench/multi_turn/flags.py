@@ -92,6 +92,11 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 
 def _add_own(parser: argparse.ArgumentParser) -> None:
     own = parser.add_argument_group("engines and router started here").add_argument
+    own(
+        "--load-every-hit",
+        action="store_true",
+        help="load hits even where computing is sooner, as with a tiny model in a test",
+    )
     about = "after this turn of all conversations one engine is killed (default: none)"
     own("--kill-after-turn", type=positive, metavar="TURN", help=about)
     about = "command of the router, which reads ROUTER_HOST, ROUTER_PORT, ENGINE_1 and ENGINE_2"

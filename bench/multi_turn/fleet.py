@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import shlex
@@ -20,10 +19,10 @@ from typing import Protocol
 
 from kvtier.bench.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.long_doc_qa import client
+from kvtier.bench.long_doc_qa.arms import connector_args
 from kvtier.bench.long_doc_qa.run import on_cpu, shared_args
 from kvtier.bench.multi_turn.arms import ENGINES, Arm, Sizes
 from kvtier.bench.servers import VllmServer, answers, free_port
-from kvtier.cli.launch import TRANSFER
 from kvtier.core.errors import ConfigError
 
 _ROUTER_START_S = 30.0
@@ -122,7 +121,7 @@ def _engine(
     command += ["--num-gpu-blocks-override", str(sizes.gpu_blocks)]
     env = {}
     if run is not None:
-        command += ["--kv-transfer-config", json.dumps(TRANSFER, separators=(",", ":"))]
+        command += connector_args(args.load_every_hit)
         env = {
             "KVTIER_SERVER": f"unix://{run / SOCKET}",
             "KVTIER_CHUNK_TOKENS": str(sizes.chunk_tokens),

@@ -10,7 +10,8 @@ from typing import Any
 from lmcache.v1.storage_backend.connector import ConnectorAdapter
 
 from kvtier.assemble import access
-from kvtier.config.keys import Config, load
+from kvtier.config.keys import Config
+from kvtier.config.load import load
 from kvtier.connectors.lmcache.cache_server import Attached, CacheServer, Streamed
 from kvtier.connectors.lmcache.packing import HEAD_BYTES
 from kvtier.connectors.lmcache.remote import KVTierRemote

@@ -10,17 +10,21 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from kvtier.config.keys import replaces_lmcache
+from kvtier.config.load import replaces_lmcache
 from kvtier.connectors.vllm import versions
 
 if TYPE_CHECKING:
     from kvtier.connectors.vllm.connector import KVTierConnector
 
-__all__ = ["CONNECTOR", "LMCACHE", "KVTierConnector", "register"]
+__all__ = ["CONNECTOR", "LMCACHE", "LOAD_EVERY_HIT", "KVTierConnector", "register", "settings"]
 
 CONNECTOR = "KVTierConnector"
 LMCACHE = "LMCacheConnectorV1"
 """LMCache's connector, which kvtier replaces where ``KVTIER_REPLACE_LMCACHE`` says so."""
+
+LOAD_EVERY_HIT = "load_every_hit"
+"""For benchmarks and tests: an entry of ``kv_connector_extra_config`` that is no configuration key.
+``True``: every hit is loaded, even where computing it would be sooner."""
 
 # Under vLLM's own logger, because kvtier's loggers are not set up yet when plug-ins are loaded.
 logger = logging.getLogger("vllm.kvtier")
@@ -33,6 +37,12 @@ def __getattr__(name: str) -> Any:
 
         return KVTierConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def settings(transfer: Any) -> dict[str, Any]:
+    """The configuration keys in vLLM's ``kv_transfer_config``."""
+    given = getattr(transfer, "kv_connector_extra_config", None) or {}
+    return {key: value for key, value in given.items() if key != LOAD_EVERY_HIT}
 
 
 def register() -> None:

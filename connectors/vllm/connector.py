@@ -18,14 +18,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvtier import selftest
 from kvtier.api import KVStore
 from kvtier.assemble import assemble
 from kvtier.autoconfig.explain import PLANNED, configuration_text, table
 from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
-from kvtier.config.keys import Config, filled, load
+from kvtier.config.keys import Config
+from kvtier.config.load import filled, load
 from kvtier.config.remarks import tell
-from kvtier.connectors.vllm import layout, versions
+from kvtier.connectors.vllm import LOAD_EVERY_HIT, layout, settings, versions
 from kvtier.connectors.vllm.events import Announcer, are_wanted, groups_of
 from kvtier.connectors.vllm.figures import Figures
 from kvtier.connectors.vllm.groups import Geometry
@@ -68,7 +68,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         ranks = vllm_config.parallel_config.world_size
-        self._config = load(flags=transfer.kv_connector_extra_config, ranks=ranks)
+        self._config = load(flags=settings(transfer), ranks=ranks)
         versions.log_like_vllm(self._config.log_level)
         if role == KVConnectorRole.SCHEDULER:  # only one process of the engine logs it
             self._tell(found)
@@ -196,8 +196,6 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         logger.info("configuration: %s", configuration_text(config))
         if config.namespace is not None:
             chunks = layout.of_namespace(chunks, config.namespace)
-        if config.self_test:
-            selftest.at_start(config, chunks.slot_bytes)
         transfer = self._vllm_config.kv_transfer_config
         store = assemble(config, chunks, self._vllm_config.parallel_config.data_parallel_index)
         self._figures = Figures(store)
@@ -208,7 +206,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             parts,
             LoadPolicy(
                 self._config.load_timeout_ms / 1000,
-                always=self._config.take_hits == "always",
+                always=bool(transfer.kv_connector_extra_config.get(LOAD_EVERY_HIT)),
                 prefill=prefill,
                 slice_s=(BUSY_COPY_S, BUSY_COPY_PART) if layout.on_cpu(ranks) else None,
             ),

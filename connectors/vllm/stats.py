@@ -20,7 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from kvtier.assemble import places
-from kvtier.config.keys import load
+from kvtier.config.load import load
+from kvtier.connectors.vllm import settings
 from kvtier.connectors.vllm.figures import (
     HELD,
     QUEUES,
@@ -213,7 +214,7 @@ def _places(vllm_config: Any) -> list[str]:
     appear with the first step."""
     transfer = vllm_config.kv_transfer_config
     try:
-        return places(load(flags=getattr(transfer, "kv_connector_extra_config", None)))
+        return places(load(flags=settings(transfer)))
     except KVTierError as error:  # among other connectors the settings are not ours alone
         logger.debug("where the engine keeps chunks is not known before its first step: %s", error)
         return [RAM]

@@ -34,6 +34,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
@@ -59,6 +60,7 @@ _MOST_NAMED = 20
 _STRANGERS = logging.getLogger("kvtier.admin.http")
 """aiohttp's log of requests that are no valid HTTP. Anybody can send them."""
 _STRANGERS.addFilter(LogLimit(10, 10.0))
+_DOCUMENT = Path(__file__).with_name("openapi.json")
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Server": "kvtier"}
 
 
@@ -167,7 +169,7 @@ class Admin:
         self._token = token
         self._nvme_path = nvme_path
         self._page = Page()
-        self._document = json.dumps(forms.document(), indent=1).encode()
+        self._document = _DOCUMENT.read_bytes()
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._answered], client_max_size=forms.MAX_BODY)

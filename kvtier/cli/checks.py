@@ -31,18 +31,12 @@ from kvtier.cli.installed import look, verdict
 from kvtier.cli.vllm_command import recomputing, refuse_own_offloading, transfer, understood
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, client_tls, enter, read_token
-from kvtier.config.keys import (
-    Config,
-    default_nvme_bytes,
-    encryption_key,
-    environment,
-    filled,
-    masked,
-    replaces_lmcache,
-)
+from kvtier.config.keys import Config, default_nvme_bytes
+from kvtier.config.load import encryption_key, environment, filled, replaces_lmcache
+from kvtier.config.values import masked
 from kvtier.connectors.vllm import CONNECTOR, LMCACHE
 from kvtier.core.chunk import ChunkLayout, fingerprint
-from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.errors import ConfigError, RefusedSize, TierError
 from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import size_text
 from kvtier.store.zero_hits import ZeroHits, totals
@@ -522,14 +516,10 @@ def check_objects(config: Config) -> Iterator[Finding]:
 
 
 def check_server(config: Config) -> Iterator[Finding]:
-    """Each server that is named: there, lets us in, and gives back what it took, between two
-    clients."""
-    for address in (config.server or "").split(","):
-        if address:
-            yield from _one_server(config, address.strip())
-
-
-def _one_server(config: Config, address: str) -> Iterator[Finding]:
+    """The server is there, lets us in, and gives back what it took, between two clients."""
+    if not config.server:
+        return
+    address = config.server
     try:
         sizes = kept_sizes(config, address)
     except TierError as error:
@@ -596,16 +586,12 @@ def kept_sizes(config: Config, address: str) -> Sequence[int]:
 
     Raises TierError when it is not there, ConfigError when it does not let us in.
     """
-    nobody = fingerprint({"doctor": os.getpid()})
+    nobody = ChunkLayout(fingerprint({"doctor": os.getpid()}), 1, 1, (_NO_SIZE,))
     own = replace(config, namespace=None)
     try:
-        welcomed = enter(access(own, address, ChunkLayout(nobody, 1, 1, (_NO_SIZE,))))
-    except ConfigError as error:
-        if found := re.search(r"keeps chunks of ([\d, ]+) bytes", str(error)):
-            return [int(size.replace(",", "")) for size in found[1].split(", ")]
-        if "keeps no chunks yet" in str(error):
-            return []
-        raise
+        welcomed = enter(access(own, address, nobody))
+    except RefusedSize as refusal:
+        return refusal.kept
     welcomed.socket.close()
     for descriptor in welcomed.descriptors:
         os.close(descriptor)

@@ -14,7 +14,8 @@ from kvtier.autoconfig.facts import Model
 from kvtier.autoconfig.probe.probe import probe_model
 from kvtier.cli import checks
 from kvtier.cli.checks import Finding
-from kvtier.config.keys import Config, load
+from kvtier.config.keys import Config
+from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 
 _WIDTH = 18

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kvtier.config.keys import environment
+from kvtier.config.load import environment
 from kvtier.connectors.vllm import versions
 from kvtier.core.errors import ConfigError
 

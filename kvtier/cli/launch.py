@@ -26,8 +26,9 @@ from kvtier.cli.vllm_command import (
     understood,
     value,
 )
-from kvtier.config.keys import KEYS, Config, Setting, describe, environment, load, replaces_lmcache
+from kvtier.config.keys import KEYS, Config, Setting, describe
 from kvtier.config.lmi import PROPERTIES_VARIABLE
+from kvtier.config.load import environment, load, replaces_lmcache
 from kvtier.connectors.vllm import CONNECTOR
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import size_text
@@ -111,7 +112,7 @@ def settings(config: Config) -> str:
         )
     given = [row for row in describe(config) if row.key in config.sources]
     if not given:
-        default = KEYS["ram_bytes"]["reason"].partition("none: ")[2]
+        default = KEYS["ram_bytes"].reason.partition("none: ")[2]
         return (
             f"defaults: {size_text(ram_bytes(config))} of RAM ({default}), nothing on disk; "
             "KVTIER_AUTO=true sizes every tier, 'kvtier plan' shows how"

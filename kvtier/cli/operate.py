@@ -18,7 +18,8 @@ import msgspec
 from kvtier.admin.forms import JSON, Cleared, InvalidateAll, Problem
 from kvtier.admin.status import SizeClassStatus, Stats, TierStatus
 from kvtier.client.connect import client_tls, read_token
-from kvtier.config.keys import Config, load, typed
+from kvtier.config.keys import Config
+from kvtier.config.load import load, typed
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.terminal import size_text, table
 from kvtier.protocol import admin_proof

@@ -14,13 +14,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from kvtier import selftest
 from kvtier.admin.status import trouble
 from kvtier.assemble import Lent, assemble_store, nvme_bytes, ram_bytes, write_budget
 from kvtier.autoconfig.explain import configuration_text
 from kvtier.cli.start_checks import LOOKS, try_everything
 from kvtier.client.connect import Address, read_token
-from kvtier.config.keys import Config, environment, load
+from kvtier.config.keys import Config
+from kvtier.config.load import environment, load
 from kvtier.config.remarks import tell
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, KVTierError, TierError
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--listen",
         metavar="ADDRESS",
         action="append",
-        help="unix:///path or tcp://host:port; may be given again; default: the key 'server'",
+        help="unix:///path or tcp://host:port; may be given again; default: the key server.address",
     )
     parser.add_argument(
         "--insecure", action="store_true", help="serve TCP on loopback without token or TLS"
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     addresses = arguments.listen or ([config.server] if config.server else [])
     if not addresses:
         raise ConfigError(
-            "nowhere to listen: give --listen unix:///path/kvtier.sock, or the key 'server'"
+            "nowhere to listen: give --listen unix:///path/kvtier.sock, or the key server.address"
         )
     token = read_token(config.server_token_file) if config.server_token_file else None
     logger.info("configuration: %s", configuration_text(config))
@@ -76,9 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
             "made then"
         )
     away = try_everything(config)
-    if config.self_test:
-        selftest.at_start(replace(config, server=None))
-    surface = admin_surface(config)  # first, so that whoever can attach can also ask
+    surface = admin_surface(config)  # first: who can attach can ask, too
     listeners = _listeners(config, addresses, token is not None, arguments.insecure)
     opener, closer = Stores(config), partial(discard_closed, config)
     make = lambda: Server(opener, listeners, token=token, discard=closer)  # noqa: E731

@@ -10,9 +10,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.assemble import nvme_bytes, nvme_write, object_bytes, ram_bytes
-from kvtier.config.keys import KEYS, Config, Setting, describe, load, masked, typed
+from kvtier.assemble import nvme_bytes, object_bytes, ram_bytes
+from kvtier.config.keys import KEYS, Config, Setting, describe, file_lines
+from kvtier.config.load import load, typed
 from kvtier.config.remarks import tell
+from kvtier.config.values import masked
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import size_text, table, width
 
@@ -43,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         keys.add_argument(
             flag,
             dest=f"key_{key}",
-            metavar=about["unit"].upper(),
-            help=about["reason"].replace("%", "%%"),
+            metavar=about.unit.upper(),
+            help=about.reason.replace("%", "%%"),
         )
 
 
@@ -59,12 +61,12 @@ def run(arguments: argparse.Namespace) -> int:
     tell(config.remarks)
     rows = describe(config)
     if arguments.yaml:
-        for row in rows:
-            print(f"{row.key}: {json.dumps(row.value)}  # {row.unit}; {row.source}; {row.reason}")
+        told = [(row.key, row.value, f"{row.unit}; {row.source}; {row.reason}") for row in rows]
+        print("\n".join(file_lines(told)))
     elif arguments.json:
         print(json.dumps([_as_json(config, row) for row in rows], indent=2))
     else:
-        cells = [(row.key, _shown(config, row), row.unit, row.source, row.reason) for row in rows]
+        cells = [(row.path, _shown(config, row), row.unit, row.source, row.reason) for row in rows]
         print("\n".join(table(_HEADS, cells, columns=width())))
     return 0
 
@@ -78,7 +80,6 @@ def effective(config: Config, key: str) -> Any:
     decided: dict[str, Callable[[Config], Any]] = {
         "ram_bytes": ram_bytes,
         "nvme_bytes": nvme_bytes,
-        "nvme_write": nvme_write,
         "object_bytes": object_bytes,
     }
     return decided[key](config) if key in decided else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from contextlib import closing
 
-from kvtier.assemble import ram_bytes, secret_key, try_objects
+from kvtier.assemble import REDIS_PREFIX, ram_bytes, secret_key, try_objects
 from kvtier.autoconfig.memory import require_ram
 from kvtier.autoconfig.probe.probe import probe_disk
 from kvtier.cli.checks import disk_findings
@@ -73,7 +73,7 @@ def _greeted(config: Config, url: str) -> str:
     servers = RedisServers(url, connections=1)
     with closing(servers):
         try:
-            facts = greet(servers, Form(config.redis_prefix, _NAMESPACE))
+            facts = greet(servers, Form(REDIS_PREFIX, _NAMESPACE))
         except FAULTS as error:
             share_of(servers.label, config.redis_bytes, ())
             return (

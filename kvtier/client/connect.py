@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvtier.client.deadline import Deadline
-from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.errors import ConfigError, RefusedSize, TierError
 from kvtier.core.secret_files import peer_uid, read_secret
 from kvtier.protocol import wire
 
@@ -314,6 +314,8 @@ def _receive(
 
 def _unwelcome(message: object, access: ServerAccess) -> Exception:
     if isinstance(message, wire.Refused):
-        kind = TierError if message.later else ConfigError
-        return kind(f"the server at {access.address} refused: {message.reason}")
+        text = f"the server at {access.address} refused: {message.reason}"
+        if message.slot_bytes is not None:
+            return RefusedSize(text, message.slot_bytes)
+        return TierError(text) if message.later else ConfigError(text)
     return wire.WireError(f"{type(message).__name__} out of turn")

@@ -4,7 +4,8 @@
 
     KVTierError
     |-- ConfigError        a value, key, file or combination from the operator is wrong
-    |   `-- LayoutError    an engine's KV cache cannot be described, or is refused by name
+    |   |-- LayoutError    an engine's KV cache cannot be described, or is refused by name
+    |   `-- RefusedSize    a server keeps no chunks of that size, and tells which it keeps
     |-- TierError          a tier cannot be opened, or does not fit where it is
     `-- StateError         the calling code broke its contract: a bug, never an operator's fault
 
@@ -13,6 +14,8 @@ Messages say what was given, what was expected and what to do.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class KVTierError(Exception):
@@ -25,6 +28,15 @@ class ConfigError(KVTierError, ValueError):
 
 class LayoutError(ConfigError):
     """The engine's KV cache layout is unsupported or inconsistent."""
+
+
+class RefusedSize(ConfigError):  # noqa: N818 - it is what a server says, and LayoutError's sibling
+    """A server keeps no chunks of the size that was asked for."""
+
+    def __init__(self, message: str, kept: Sequence[int]) -> None:
+        super().__init__(message)
+        self.kept = list(kept)
+        """Sizes in bytes of the chunks that it keeps now."""
 
 
 class TierError(KVTierError):

@@ -33,7 +33,7 @@ import msgspec
 from kvtier.core.chunk import KEY_BYTES, ChunkKey
 from kvtier.core.errors import KVTierError
 
-VERSION = 5
+VERSION = 6
 MAX_KEYS = 32_768
 """Keys in one message: a million tokens in chunks of 32."""
 MAX_FRAME = MAX_KEYS * KEY_BYTES + 1024
@@ -104,6 +104,9 @@ class Refused(Message, tag=4):
 
     reason: Annotated[str, msgspec.Meta(max_length=900)]
     later: bool = False
+    """The client did no wrong and may try again."""
+    slot_bytes: Annotated[list[Slot], msgspec.Meta(max_length=16)] | None = None
+    """The slot sizes that the server keeps, where the client asked for one that no server keeps."""
 
 
 # ---- attach: questions ---------------------------------------------------------------------------

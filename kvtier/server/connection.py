@@ -29,7 +29,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from kvtier.core.chunk import PAGE_BYTES
-from kvtier.core.errors import ConfigError, KVTierError
+from kvtier.core.errors import ConfigError, KVTierError, RefusedSize
 from kvtier.core.steps import Steps
 from kvtier.protocol import wire
 from kvtier.server.listeners import Listener
@@ -248,12 +248,15 @@ class Connection(asyncio.BufferedProtocol):
         if not self._closed:
             self._transport.write(data)
 
-    def drop(self, reason: str, *, later: bool = False) -> None:
-        """End a connection that breaks the rules, or that cannot be served now (``later``)."""
+    def drop(
+        self, reason: str, *, later: bool = False, slot_bytes: list[int] | None = None
+    ) -> None:
+        """End a connection that breaks the rules, or that cannot be served now (``later``).
+        ``slot_bytes``: the sizes that the client could have asked for."""
         if not self._closed:
             self._closed = True
             self._host.dropped(self.listener, reason)
-            self._transport.write(wire.frame(wire.Refused(reason[:900], later)))
+            self._transport.write(wire.frame(wire.Refused(reason[:900], later, slot_bytes)))
             self.close()
 
     def finish(self) -> None:
@@ -358,6 +361,9 @@ class Connection(asyncio.BufferedProtocol):
                 self._stream = Stream(size_class, owner, hello.chunk_bytes, self._write, self._flow)
                 self._inbox.expect(wire.StreamQuestion)
                 self._send(welcome)
+        except RefusedSize as error:
+            self.drop(str(error), slot_bytes=error.kept)
+            return
         except (KVTierError, OSError) as error:
             self.drop(str(error), later=not isinstance(error, ConfigError))
             return

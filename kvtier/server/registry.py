@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from kvtier.core.chunk import ChunkKey, own_half, parent_half
-from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.errors import ConfigError, RefusedSize, TierError
 from kvtier.core.lanes import Lane
 from kvtier.core.steps import whole
 from kvtier.core.tenant import owner_of
@@ -215,14 +215,8 @@ class SizeClasses:
             return self._opening[slot_bytes]
         future: Future[SizeClass] = Future()
         if slot_bytes > _MAX_SLOT_BYTES:
-            sizes = ", ".join(f"{size:,}" for size in self._opening)
-            kept = f"keeps chunks of {sizes} bytes" if sizes else "keeps no chunks yet"
-            future.set_exception(
-                ConfigError(
-                    f"no chunk may have {slot_bytes:,} bytes, at most {_MAX_SLOT_BYTES:,}; this "
-                    f"server {kept}"
-                )
-            )
+            text = f"no chunk may have {slot_bytes:,} bytes, at most {_MAX_SLOT_BYTES:,}"
+            future.set_exception(RefusedSize(text, list(self._opening)))
             return future
         closing = self._without_engines(_IDLE_S)
         if not closing and len(self._opening) >= _MOST_SIZES:

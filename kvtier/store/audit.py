@@ -17,6 +17,8 @@ from kvtier.store.lower_tier import Core, LowerTier
 
 logger = logging.getLogger("kvtier")
 
+ONE_IN = 1000
+"""Loaded chunks for one that is compared: a thousandth more reads, behind all others."""
 _PIECE_BYTES = 256 * 1024
 """Bytes compared at once: for about 0.1 ms no other thread runs Python."""
 
@@ -42,8 +44,8 @@ class Audit:
         lower_tiers: Sequence[LowerTier],
         invalidate: Callable[[Sequence[ChunkKey]], None],
     ) -> None:
-        self.one_in = 0
-        """0: never; set once, before the first load."""
+        self.one_in = ONE_IN
+        """Tests set another one, before the first load. 0: never."""
         self._core, self._lower_tiers, self._invalidate = core, lower_tiers, invalidate
         self._passed = 0
         self._said = False

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from kvtier.assemble import assemble
-from kvtier.config.keys import ENCRYPTION_KEY, Config
+from kvtier.config.keys import Config
+from kvtier.config.load import ENCRYPTION_KEY
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey, ChunkLayout
 from kvtier.core.errors import ConfigError, StateError
 from kvtier.store.store import Store

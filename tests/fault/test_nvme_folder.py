@@ -19,7 +19,7 @@ import pytest
 
 from kvtier.assemble import assemble
 from kvtier.bench.servers import free_port
-from kvtier.config.keys import load as load_config
+from kvtier.config.load import load as load_config
 from kvtier.core.errors import TierError
 from kvtier.core.secret_files import open_folder
 from kvtier.testing.check_tier import content

@@ -33,6 +33,8 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from tests.integration.transfer import transfer
+
 BLOCK, BLOCKS, LAYERS, WIDTH = 32, 64, 2, 8
 PROMPT = 4 * BLOCK + 1
 MOST_STEPS = 50
@@ -42,11 +44,6 @@ class Rig:
     """One engine's scheduler and its only worker, in this process."""
 
     def __init__(self, model: str) -> None:
-        transfer = {
-            "kv_connector": "KVTierConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-        }
         arguments = EngineArgs(
             model,
             dtype="float32",
@@ -56,7 +53,9 @@ class Rig:
             max_num_batched_tokens=512,
             load_format="dummy",
             enable_prefix_caching=False,
-            kv_transfer_config=transfer,
+            kv_transfer_config=transfer(
+                kv_connector_module_path=None, kv_load_failure_policy="recompute"
+            ),
         )
         self.config = arguments.create_engine_config()
         self.config.cache_config.num_gpu_blocks = BLOCKS

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from tests.integration.transfer import transfer
+
 BLOCK = 32
 CHUNK = 64
 SMALL, PLENTY = 24, 1024
@@ -54,11 +56,7 @@ class Engine:
             "seed": 0,
         }
         if os.environ.get("WITH_KVTIER") == "1":
-            settings["kv_transfer_config"] = {
-                "kv_connector": "KVTierConnector",
-                "kv_connector_module_path": "kvtier.connectors.vllm",
-                "kv_role": "kv_both",
-            }
+            settings["kv_transfer_config"] = transfer()
         else:
             settings["num_gpu_blocks_override"] = PLENTY
         self.llm = LLM(model, **(settings | arguments))
@@ -211,11 +209,7 @@ def preemption(model: str) -> Any:
 
 def several_connectors(model: str) -> Any:
     """kvtier behind another connector, which answers the handshake, in vLLM's MultiConnector."""
-    ours = {
-        "kv_connector": "KVTierConnector",
-        "kv_connector_module_path": "kvtier.connectors.vllm",
-        "kv_role": "kv_both",
-    }
+    ours = transfer()
     other = {
         "kv_connector": "PrefilledElsewhere",
         "kv_connector_module_path": "tests.trust.engine.beside",
@@ -236,9 +230,9 @@ def no_prefix_caching(model: str) -> Any:
 
 def bare_name(model: str) -> Any:
     """Without naming kvtier's module: the entry point must have made the connector's name known."""
-    transfer = {"kv_connector": "KVTierConnector", "kv_role": "kv_both"}
+    bare = transfer(kv_connector_module_path=None)
     more: dict[str, Any] = (
-        {"kv_transfer_config": transfer} if os.environ.get("WITH_KVTIER") == "1" else {}
+        {"kv_transfer_config": bare} if os.environ.get("WITH_KVTIER") == "1" else {}
     )
     return rounds(Engine(model, **more))
 

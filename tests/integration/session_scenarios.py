@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.integration.scenarios import BLOCK, CHUNK, PLENTY, answer, document
 from tests.integration.tiny_models import IMAGE_TOKENS, image_token, picture
+from tests.integration.transfer import transfer
 
 FIRST = 3 * CHUNK + 8
 """Tokens of a session's first turn."""
@@ -27,13 +28,8 @@ class Streaming:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        transfer = {
-            "kv_connector": "KVTierConnector",
-            "kv_connector_module_path": "kvtier.connectors.vllm",
-            "kv_role": "kv_both",
-        }
         more: dict[str, Any] = (
-            {"kv_transfer_config": transfer} if os.environ.get("WITH_KVTIER") == "1" else {}
+            {"kv_transfer_config": transfer()} if os.environ.get("WITH_KVTIER") == "1" else {}
         )
         self.engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(

@@ -23,9 +23,10 @@ from kvtier.cli import doctor
 from kvtier.cli import main as cli
 from kvtier.cli.checks import Finding, check_command, check_host, disk_findings, planned
 from kvtier.cli.vllm_command import API_SERVER
-from kvtier.config.keys import Config, load
+from kvtier.config.keys import Config
+from kvtier.config.load import load
 from kvtier.core import region
-from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.errors import ConfigError
 from kvtier.core.pool import Pool
 from tests import server_process as engines
 from tests.huge_pages import populated, reserved_pages
@@ -367,41 +368,8 @@ def test_slots_that_another_process_sees_otherwise_are_seen() -> None:
 
 
 def test_a_tier_that_writes_late_or_little_is_tried_all_the_same(tmp_path: Path) -> None:
-    found = tiers(
-        nvme_path=f"{tmp_path}/t", nvme_bytes="64MiB", nvme_write="evict", nvme_write_limit="1MiB"
-    )
+    found = tiers(nvme_path=f"{tmp_path}/t", nvme_bytes="64MiB", nvme_write_limit="1MiB")
     assert one(found, "self-test nvme").state == "ok", found
-
-
-# -- at the start: the key self_test ---------------------------------------------------------------
-
-
-def test_a_start_with_self_test_tries_every_place(tmp_path: Path) -> None:
-    with (
-        serving(self_test=True, nvme_path=tmp_path / "t", nvme_bytes=MIB) as server,
-        attached(server.access()) as engine,
-    ):
-        said = server.log.read_text()
-        for place in ("ram", "nvme"):
-            assert (
-                f"self-test of {place}: saved by one process, loaded and compared by another"
-                in said
-            )
-        selftest.at_start(load(env={}, flags={"server": str(server.address)}), engines.SLOT)
-        assert engine.stats()["load_asked"] == selftest.CHUNKS
-
-
-def test_a_start_ends_when_its_self_test_fails(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    own = engines.ServerProcess(
-        tmp_path, self_test=True, nvme_path=tmp_path / "file/t", nvme_bytes=MIB
-    )
-    assert "self-test of nvme: save: " in own.refusal()
-    nobody = {"server": f"unix://{tmp_path}/none.sock", "self_test": True}
-    with pytest.raises(
-        TierError, match=r"self-test of server: save: .*self_test=false starts without"
-    ):
-        selftest.at_start(load(env={}, flags=nobody), engines.SLOT)
 
 
 # -- Redis -----------------------------------------------------------------------------------------

@@ -43,10 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def measured(model: Path, folder: Path, *words: str, path: str = "") -> dict[str, Any]:
     """The whole command: each arm's entry. A model this small may be computed sooner than loaded:
     whether hits are right is tested, not whether they pay."""
-    environment = os.environ | {
-        "KVTIER_TAKE_HITS": "always",
-        "PATH": f"{path}:{os.environ['PATH']}",
-    }
+    environment = os.environ | {"PATH": f"{path}:{os.environ['PATH']}"}
     environment["KVTIER_SERVER_TIMEOUT_MS"] = "5000"
     command = [
         sys.executable,
@@ -56,6 +53,7 @@ def measured(model: Path, folder: Path, *words: str, path: str = "") -> dict[str
         str(model),
         "--output-dir",
         str(folder),
+        "--load-every-hit",
     ]
     done = subprocess.run(
         [*command, *SHAPE, *words],

@@ -78,12 +78,11 @@ def test_the_doctor_says_what_is_wrong_with_it(server: S3Server) -> None:
 def test_config_shows_it() -> None:
     script = f"{sys.executable} -m kvtier config --object-url s3://bucket/prefix"
     rows = [
-        line.split() for line in ran(script, {}).stdout.splitlines() if line.startswith("object_")
+        line.split() for line in ran(script, {}).stdout.splitlines() if line.startswith("object.")
     ]
     assert [row[:2] for row in rows] == [
-        ["object_url", "s3://bucket/prefix"],
-        ["object_bytes", "256"],
-        ["object_threads", "8"],
+        ["object.url", "s3://bucket/prefix"],
+        ["object.bytes", "256"],
     ]
 
 

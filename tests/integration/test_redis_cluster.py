@@ -58,15 +58,19 @@ def nodes() -> Iterator[list[RedisServer]]:
         yield servers
 
 
+@pytest.fixture(autouse=True)
+def empty(request: pytest.FixtureRequest) -> None:
+    """A test finds no chunks of the test before."""
+    for server in request.getfixturevalue("nodes") if "nodes" in request.fixturenames else ():
+        with server.admin() as admin:
+            admin.flushall()
+
+
 @contextmanager
 def served(url: str, **settings: object) -> Iterator[ServerProcess]:
     """A kvtier server whose RAM holds few of the chunks."""
     with short_folder() as folder:
-        few = {
-            "ram_bytes": 8 * SLOT,
-            "redis_bytes": "32MiB",
-            "redis_prefix": folder.name,
-        } | settings
+        few = {"ram_bytes": 8 * SLOT, "redis_bytes": "32MiB"} | settings
         with ServerProcess(folder, flags=(), redis_url=url, **few) as server:
             yield server
 

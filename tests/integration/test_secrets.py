@@ -19,7 +19,8 @@ import pytest
 
 from kvtier.assemble import assemble
 from kvtier.bench.servers import free_port
-from kvtier.config.keys import ENCRYPTION_KEY, Config, load
+from kvtier.config.keys import Config
+from kvtier.config.load import ENCRYPTION_KEY, load
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError
 from kvtier.store.store import Store
@@ -202,7 +203,7 @@ def test_lmcaches_secrets_are_not_told(place: Path, way: str) -> None:
 
 def test_a_value_without_end_is_cut(place: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        load(env={"KVTIER_TAKE_HITS": "x" * 100_000})
+        load(env={"KVTIER_POLICY": "x" * 100_000})
     assert len(str(error.value)) < 1000
 
 

@@ -18,7 +18,7 @@ from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, client_tls, hello
 from kvtier.client.remote_tier import RemoteTier
 from kvtier.config.keys import Config
-from kvtier.config.keys import load as load_config
+from kvtier.config.load import load as load_config
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
 from kvtier.store.store import Store

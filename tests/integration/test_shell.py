@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtier import __version__
-from kvtier.config.keys import KEYS
+from kvtier.config.keys import PATHS
 from tests.server_process import ServerProcess, attached, serving, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -78,21 +78,20 @@ def test_every_command_that_reads_a_file_calls_the_option_config() -> None:
 
 
 def test_config_takes_a_file_by_a_relative_path_and_shows_what_is_in_effect(tmp_path: Path) -> None:
-    (tmp_path / "k.yaml").write_text("ram_bytes: 107374182400\nnvme_path: /var/tmp\n")
+    (tmp_path / "k.yaml").write_text("ram: {bytes: 107374182400}\nnvme: {path: /var/tmp}\n")
     done = kvtier("config", "--config", "k.yaml", "--nvme-write-limit", "2TiB", cwd=tmp_path)
     heads, *rows = done.stdout.splitlines()
     unit, source = heads.index("unit"), heads.index("source")
     shown = {row.split()[0]: row for row in rows}
-    assert list(shown) == list(KEYS)
+    assert list(shown) == list(PATHS)
     for key, row in shown.items():
         assert row[unit - 2 : unit] == row[source - 2 : source] == "  ", (
             "columns are as wide as their widest cell"
         )
-        assert row[unit:].startswith(KEYS[key]["unit"])
-    assert shown["ram_bytes"].split("  ")[1].strip() or "100 GiB" in shown["ram_bytes"]
-    assert "100 GiB" in shown["ram_bytes"] and "file k.yaml" in shown["ram_bytes"]
-    assert " evict " in shown["nvme_write"] and "2 TiB" in shown["nvme_write_limit"]
-    assert shown["nvme_bytes"].split()[2] == "GiB", (
+        assert row[unit:].startswith(PATHS[key].unit)
+    assert "100 GiB" in shown["ram.bytes"] and "file k.yaml" in shown["ram.bytes"]
+    assert "2 TiB" in shown["nvme.write_limit"]
+    assert shown["nvme.bytes"].split()[2] == "GiB", (
         "what would be taken, not what the key says when it is not there"
     )
     assert not [row for row in rows if row[: heads.index("what for")].split()[1] == "none"]

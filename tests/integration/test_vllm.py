@@ -20,6 +20,7 @@ import pytest
 from tests.engine_python import engine_vllm, skip_if_broken
 from tests.integration.conftest import Forks
 from tests.integration.fork_server import ForkServer
+from tests.integration.transfer import EVERY_HIT
 from tests.nvme_place import flip
 from tests.redis_server import RedisServer, cluster_url, redis_cluster
 
@@ -46,12 +47,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def run(
     forks: Forks, models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
-    """``run(scenario, kvtier=True, model="tiny", old=False, processes=False, **config)``: the
-    scenario's answers, or its log on failure.
+    """``run(scenario, kvtier=True, model="tiny", old=False, processes=False, every_hit=True,
+    **config)``: the scenario's answers, or its log on failure.
 
-    ``processes``: as many as in production, instead of one. ``config`` are kvtier's keys. Runs are
-      remembered: several
-    tests look at one engine's life.
+    ``processes``: as many as in production, instead of one. ``every_hit``: see
+    :mod:`tests.integration.transfer`. ``config`` are kvtier's keys. Runs are remembered, because
+    several tests look at one engine's life.
     """
     seen: dict[str, Any] = {}
 
@@ -62,16 +63,19 @@ def run(
         model: str = "tiny",
         old: bool = False,
         processes: bool = False,
+        every_hit: bool = True,
         **config: Any,
     ) -> Any:
         call = json.dumps(
-            [name, kvtier, model, old, processes, config], sort_keys=True, default=str
+            [name, kvtier, model, old, processes, every_hit, config], sort_keys=True, default=str
         )
         if call not in seen:
             out = tmp_path_factory.mktemp("run") / "answers.json"
             keys = config if kvtier else None
+            scenario = f"scenarios {name}"
+            more = {} if every_hit else {EVERY_HIT: "0"}
             seen[call] = start(
-                forks(old), f"scenarios {name}", out, models(model), keys, processes=processes
+                forks(old), scenario, out, models(model), keys, processes=processes, more=more
             )
         return seen[call]
 
@@ -111,9 +115,10 @@ def start(
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     if config is not None:
         # Most tests ask what is served, not how fast it would have been computed.
-        settings = {"chunk_tokens": CHUNK, "ram_bytes": "64MiB", "take_hits": "always"} | config
+        settings = {"chunk_tokens": CHUNK, "ram_bytes": "64MiB"} | config
         environment |= {f"KVTIER_{key.upper()}": str(value) for key, value in settings.items()} | {
-            "WITH_KVTIER": "1"
+            "WITH_KVTIER": "1",
+            EVERY_HIT: "1",
         }
     environment |= more or {}
     log = out.with_suffix(".log")
@@ -386,7 +391,7 @@ def test_a_stalled_tier_is_left_after_one_deadline_and_used_again_later(
             "stalled",
             model="demo",
             processes=True,
-            take_hits="auto",
+            every_hit=False,
             redis_url=server.url,
             redis_bytes="256MiB",
             ram_bytes=8 * DEMO_CHUNK_BYTES,

@@ -23,19 +23,17 @@ import pytest
 
 from kvtier.bench.model import make_lora, make_model
 from kvtier.bench.servers import VllmServer
+from kvtier.connectors.vllm import LOAD_EVERY_HIT
 from tests.integration.scenarios import document
 from tests.integration.test_vllm import CHUNK, DOCUMENT_HIT
 from tests.integration.tiny_models import make_experts
+from tests.integration.transfer import transfer
 from tests.server_process import ServerProcess, serving, wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
 CHUNKS = DOCUMENT_HIT // CHUNK
-TRANSFER = {
-    "kv_connector": "KVTierConnector",
-    "kv_connector_module_path": "kvtier.connectors.vllm",
-    "kv_role": "kv_both",
-}
+TRANSFER = transfer(kv_connector_extra_config={LOAD_EVERY_HIT: True})
 START_S = 300.0
 
 
@@ -76,7 +74,6 @@ class Server(VllmServer):
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "TEST_FOLDER": str(folder),
             "KVTIER_CHUNK_TOKENS": str(CHUNK),
-            "KVTIER_TAKE_HITS": "always",
         }
         if cache is not None:
             env |= {"KVTIER_SERVER": str(cache.address), "KVTIER_SERVER_TIMEOUT_MS": "5000"}

@@ -175,7 +175,7 @@ def test_one_variable_and_one_word_are_all(tmp_path: Path) -> None:
     assert planned["nvme_path"].split()[0] in ("/tmp/kvtier", "/var/tmp/kvtier")
     assert float(planned["nvme_bytes"].split()[0]) < DISK / GIB
     assert_told_once(said, "INFO", "LMCache key chunk_size=256 -> chunk_tokens=256")
-    assert_told_once(said, "WARNING", "LMCache keys that kvtier does not serve: enable_p2p=True")
+    assert_told_once(said, "WARNING", "LMCache key enable_p2p=True: has no effect in kvtier")
     assert_told_once(
         said,
         "WARNING",

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtier.bench.model import make_model
 from kvtier.bench.servers import VllmServer
 from kvtier.cli.launch import TRANSFER
+from kvtier.connectors.vllm import LOAD_EVERY_HIT
 from tests.integration.test_prometheus import DEPLOY, WINDOW, filled, scraping
 from tests.server_process import wait_for
 
@@ -46,8 +47,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     env |= {
         "KVTIER_NVME_PATH": str(folder / "nvme"),
         "KVTIER_NVME_BYTES": "16MiB",
-        "KVTIER_TAKE_HITS": "always",
     }
+    transfer = TRANSFER | {"kv_connector_extra_config": {LOAD_EVERY_HIT: True}}
     command = [
         "--max-model-len",
         "512",
@@ -57,7 +58,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
         "18",
         "--enforce-eager",
     ]
-    command += ["--served-model-name", "tiny", "--kv-transfer-config", json.dumps(TRANSFER)]
+    command += ["--served-model-name", "tiny", "--kv-transfer-config", json.dumps(transfer)]
     with VllmServer(str(model), command, env, folder / "log") as server:
         yield server
 

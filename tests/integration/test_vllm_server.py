@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -18,8 +17,9 @@ import pytest
 from kvtier.bench.model import make_model
 from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkLayout
-from kvtier.core.errors import ConfigError
+from kvtier.core.errors import RefusedSize
 from tests.engine_python import engine_python
+from tests.integration.transfer import EVERY_HIT
 from tests.server_process import ServerProcess, at_rest, attached, serving, short_folder, wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -50,7 +50,7 @@ class LedEngine:
         }
         # The tests ask what is served, not how fast: two ranks and a server on two cores keep each
         # other waiting.
-        environment["KVTIER_TAKE_HITS"] = "always"
+        environment[EVERY_HIT] = "1"
         environment["KVTIER_SERVER_TIMEOUT_MS"] = "5000"
         if ranks > 1:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
@@ -137,11 +137,9 @@ def hits(answers: list[dict[str, Any]]) -> list[int]:
 @contextmanager
 def beside(server: ServerProcess) -> Iterator[Client]:
     """A client of the engines' size class."""
-    with pytest.raises(ConfigError, match="keeps chunks of") as refusal:
+    with pytest.raises(RefusedSize) as refusal:
         Client(server.access(ChunkLayout(bytes(32), 1, 1, (2 << 30,))))  # which no server keeps
-    size = re.search(r"keeps chunks of ([\d,]+) bytes", str(refusal.value))
-    assert size is not None
-    layout = ChunkLayout(bytes(32), 1, 1, (int(size[1].replace(",", "")),))
+    layout = ChunkLayout(bytes(32), 1, 1, (refusal.value.kept[0],))
     with attached(server.access(layout)) as client:
         yield client
 

@@ -37,7 +37,7 @@ def sources() -> set[str]:
         for path in (ROOT / name).rglob("*.py")
         if "results" not in path.parts
     }
-    return own | linked | {"kvtier/py.typed", "kvtier/admin/page.html"}
+    return own | linked | {"kvtier/py.typed", "kvtier/admin/page.html", "kvtier/admin/openapi.json"}
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,8 @@ from redis import AuthenticationError, Redis
 from kvtier.admin.forms import ROUTES
 from kvtier.cli import main as cli
 from kvtier.config import lmcache, lmi
-from kvtier.config.keys import KEYS, NO_KEYS, load
+from kvtier.config.keys import KEYS
+from kvtier.config.load import NO_KEYS, load
 from kvtier.connectors.vllm import versions
 from tests.server_process import attached, serving, wait_for
 

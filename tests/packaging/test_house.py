@@ -28,7 +28,7 @@ WORN_CLASSES = (
     "Utils",
 )
 # Who may read the environment: configuration, and benchmarks that start servers.
-ENVIRONMENT = ("kvtier/config/keys.py", "bench/")
+ENVIRONMENT = ("kvtier/config/load.py", "bench/")
 # Who may start threads: lanes, what hammers tiers in tests, and benchmarks.
 THREADS = ("kvtier/core/lanes.py", "kvtier/testing/", "bench/")
 # What differs between two of a kind is data on it: nobody asks which of them it is.
@@ -58,7 +58,7 @@ def dotted(file: str) -> set[str]:
 
 
 def test_the_files_are_found() -> None:
-    assert {"kvtier/config/keys.py", "connectors/__init__.py", "bench/report.py"} <= set(FILES)
+    assert {"kvtier/config/load.py", "connectors/__init__.py", "bench/report.py"} <= set(FILES)
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -13,7 +13,8 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kvtier.config.keys import KEYS, Config, describe, load
+from kvtier.config.keys import KEYS, Config, describe
+from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 
 FUZZ = settings(

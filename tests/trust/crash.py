@@ -39,7 +39,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.assemble import assemble
+from kvtier.assemble import REDIS_PREFIX, assemble
 from kvtier.config.keys import Config
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey, fingerprint
 from kvtier.store.store import Store
@@ -98,11 +98,10 @@ def settings(folder: Path, redis: RedisServer, moment: str = "save") -> dict[str
     return {
         "nvme_path": str(folder / "nvme"),
         "nvme_bytes": TIGHT,
-        "nvme_write": moment,
+        "nvme_write_limit": {"save": None, "evict": 1 << 50}[moment],
         "ram_bytes": 24 * SLOT,
         "redis_url": f"unix://{redis.path}",
         "redis_bytes": TIGHT,
-        "redis_prefix": folder.name,
         "admin": "off",
     }
 
@@ -314,8 +313,8 @@ def campaign(
             draw.choices(places, (2, 1))[0].strike()
         for place in places:
             place.end()
-        for (name, space), redis in zip(SPACES.items(), servers, strict=True):
-            redis_is_whole(redis, Form(name, space[:8]))
+        for space, redis in zip(SPACES.values(), servers, strict=True):
+            redis_is_whole(redis, Form(REDIS_PREFIX, space[:8]))
         assert not any("kvt" in name for name in os.listdir("/dev/shm")), "shared memory is left"
     except Exception as error:  # noqa: BLE001 - whatever broke is the campaign's result
         toll.violations.append(

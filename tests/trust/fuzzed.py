@@ -28,7 +28,8 @@ FUZZ_TESTS = (
     "tests/unit/config/test_redis_url.py",
 )
 PARTS = (
-    "kvtier/config/keys.py",
+    "kvtier/config/load.py",
+    "kvtier/config/values.py",
     "kvtier/config/redis_url.py",
     "kvtier/protocol/wire.py",
     "kvtier/server/session.py",

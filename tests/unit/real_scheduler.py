@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from kvtier.connectors.vllm import LOAD_EVERY_HIT
+
 BLOCK, CHUNK = 16, 32
 
 
@@ -24,7 +26,7 @@ class Core:
 
         from kvtier.connectors.vllm.metadata import RankLayout
 
-        settings = {"chunk_tokens": CHUNK, "ram_bytes": "8MiB", "take_hits": "always"}
+        settings = {"chunk_tokens": CHUNK, "ram_bytes": "8MiB", LOAD_EVERY_HIT: True}
         transfer = KVTransferConfig(
             kv_connector="KVTierConnector",
             kv_connector_module_path="kvtier.connectors.vllm",

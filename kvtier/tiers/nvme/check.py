@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvtier.config.keys import load
+from kvtier.config.load import load
 from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.tenant import may

@@ -51,7 +51,7 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvtier.connectors.vllm import KVTierConnector
+from kvtier.connectors.vllm import LOAD_EVERY_HIT, KVTierConnector
 from kvtier.connectors.vllm.worker import BUSY_COPY_S
 from kvtier.core.errors import TierError
 from tests.trust.engine import beside
@@ -130,7 +130,7 @@ def engine_config(cell: Cell, model: Path, folder: Path) -> VllmConfig:
     extra: dict[str, Any] = {
         "ram_bytes": 256 * 1024,
         "chunk_tokens": BLOCK * CHUNK_BLOCKS,
-        "take_hits": "always",
+        LOAD_EVERY_HIT: True,
         "log_level": "ERROR",
     } | cell.config
     if cell.lower == "nvme":

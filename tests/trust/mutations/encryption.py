@@ -123,8 +123,8 @@ ROOM = Room(
         ),
         Mutant(
             "assemble.py",
-            "Form(config.redis_prefix, layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name)",
-            "Form(config.redis_prefix, layout.fingerprint[:_NAMESPACE_BYTES])",
+            "Form(REDIS_PREFIX, layout.fingerprint[:_NAMESPACE_BYTES] + rest.key_name)",
+            "Form(REDIS_PREFIX, layout.fingerprint[:_NAMESPACE_BYTES])",
             "servers with different keys meet in Redis and delete each other's chunks",
         ),
     ),

@@ -109,15 +109,15 @@ ROOM = Room(
             "Sentinels are asked on Redis's port",
         ),
         Mutant(
-            "config/keys.py",
+            "config/load.py",
             "        shown = rules.masked(text)",
             "        shown = text",
             "the error about a URL shows its password",
         ),
         Mutant(
-            "config/keys.py",
-            '    if KEYS[key]["unit"] == "url":',
-            '    if KEYS[key]["unit"] == "url" and not str(given).startswith("redis"):',
+            "config/load.py",
+            '    if KEYS[key].unit == "url":',
+            '    if KEYS[key].unit == "url" and not str(given).startswith("redis"):',
             "a URL that is none is found when the first engine attaches",
         ),
         Mutant(

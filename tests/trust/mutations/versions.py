@@ -85,7 +85,7 @@ ROOM = Room(
             "auto-config beside LMCACHE_CONFIG_FILE does not start, as it does in LMI",
         ),
         Mutant(
-            "config/keys.py",
+            "config/load.py",
             (
                 "        if given is not None and not (\n"
                 "            beside and source.startswith(_SIZED_BY_HAND) and key in _SIZES\n"
@@ -96,14 +96,14 @@ ROOM = Room(
         ),
         Mutant(
             "config/lmcache.py",
-            '        given = f"{note.key}={shown(note.key, note.given)}"',
-            '        given = f"{note.key}={note.given}"',
+            '    given = f"LMCache key {note.key}={shown(note.key, note.given)}"',
+            '    given = f"LMCache key {note.key}={note.given}"',
             "a password beside the URL is logged",
         ),
         Mutant(
             "config/lmcache.py",
-            "        if note.lost:\n            lost.append",
-            "        if note.lost and not note.given:\n            lost.append",
+            "Remark(logging.WARNING if note.lost else logging.INFO,",
+            "Remark(logging.INFO,",
             "a remote tier that is not served is no warning",
         ),
         Mutant(

@@ -160,7 +160,7 @@ CASES = [
             "for each of 4 rank(s)",
             "numa_nodes",
         ),
-        {"chunk_tokens": 128, "nvme_threads": 4},
+        {"chunk_tokens": 128},
     ),
     Case(
         "p4de 1.5B",
@@ -424,7 +424,6 @@ CASES = [
         137.2,
         "/data",
         350,
-        values={"nvme_threads": 2},
     ),
     Case(
         "rotational",

@@ -14,7 +14,8 @@ from kvtier.autoconfig import command
 from kvtier.autoconfig.explain import table, value_text
 from kvtier.autoconfig.facts import UNLIMITED, Fact, Facts, Memory, known
 from kvtier.autoconfig.plan import make_plan
-from kvtier.config.keys import load
+from kvtier.config.keys import PATHS
+from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import size_text
 
@@ -45,7 +46,12 @@ P4DE = ("--ram", "1130GiB", "--disk", "7000GiB", "--gpu", "A100-80GB:8", "--tp",
 def test_what_if_it_were_a_p4de(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(tmp_path, *P4DE, "--yaml") == 0
     text = capsys.readouterr().out
-    values = yaml.safe_load(text)
+    sections = yaml.safe_load(text)
+    values = {
+        PATHS[f"{section}.{name}"].flat: value
+        for section, inside in sections.items()
+        for name, value in inside.items()
+    }
     (tmp_path / "by-hand.yaml").write_text(text)
     config = load(tmp_path / "by-hand.yaml", env={})
     assert {key: getattr(config, key) for key in values} == values

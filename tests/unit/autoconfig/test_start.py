@@ -16,7 +16,8 @@ from kvtier.autoconfig.facts import GIB, KIB, Facts, Gpus, Memory, known
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe import probe
 from kvtier.autoconfig.start import chunk_tokens_for_engine, plan_for_engine
-from kvtier.config.keys import Config, filled, load
+from kvtier.config.keys import Config
+from kvtier.config.load import filled, load
 from kvtier.core.pool import Pool
 from kvtier.core.terminal import size_text
 
@@ -174,4 +175,4 @@ def test_the_configuration_in_a_line_masks_passwords_and_leaves_defaults_out() -
         "(environment KVTIER_REDIS_URL); all else by default"
     )
     assert configuration_text(Config()) == "nothing set; all else by default"
-    assert "self_test=True (flag)" in configuration_text(load(env={}, flags={"self_test": True}))
+    assert "auto=True (flag)" in configuration_text(load(env={}, flags={"auto": True}))

@@ -12,7 +12,7 @@ import yaml
 
 from kvtier import __version__
 from kvtier.cli import main as cli
-from kvtier.config.keys import KEYS
+from kvtier.config.keys import PATHS
 from kvtier.core.errors import ConfigError
 
 
@@ -30,7 +30,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_config_prints_every_key_and_its_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "--chunk-tokens", "512"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["key", *KEYS]
+    assert [line.split()[0] for line in lines] == ["key", *PATHS]
     assert lines[1].split()[1:4] == ["512", "tokens", "flag"]
 
 
@@ -41,7 +41,7 @@ def test_config_yaml_is_a_file_that_gives_the_same(
     assert cli.main(["config", "--yaml", *given]) == 0
     printed = capsys.readouterr().out
     values = yaml.safe_load(printed)
-    assert (values["ram_bytes"], values["nvme_path"], values["save_decode"]) == (
+    assert (values["ram"]["bytes"], values["nvme"]["path"], values["engine"]["save_decode"]) == (
         4 * 2**30,
         "/mnt/a b",
         False,

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvtier.config import lmcache
 from kvtier.config.keys import (
     KEYS,
+    REMOVED,
+    SECTIONS,
     Config,
     default_nvme_bytes,
     default_ram_bytes,
     describe,
-    filled,
-    load,
-    masked,
-    parse_size,
+    file_lines,
 )
+from kvtier.config.load import filled, load
 from kvtier.config.remarks import tell
+from kvtier.config.values import masked, parse_size
 from kvtier.core.errors import ConfigError
 
 GIB = 2**30
@@ -53,13 +56,14 @@ def test_without_anything_the_defaults_hold() -> None:
 
 
 def test_each_source_beats_the_one_before(tmp_path: Path) -> None:
-    file = written(tmp_path, "chunk_tokens: 512\nnvme_threads: 3\nredis_threads: 5\n")
-    env = {"KVTIER_CONFIG_FILE": file, "KVTIER_NVME_THREADS": "4", "KVTIER_REDIS_THREADS": "6"}
-    config = load(env=env, flags={"redis_threads": 7, "save_decode": None})
-    assert (config.chunk_tokens, config.nvme_threads, config.redis_threads) == (512, 4, 7)
+    text = "engine: {chunk_tokens: 512, host_engines: 3}\nserver: {timeout_ms: 5}\n"
+    file = written(tmp_path, text)
+    env = {"KVTIER_CONFIG_FILE": file, "KVTIER_HOST_ENGINES": "4", "KVTIER_SERVER_TIMEOUT_MS": "6"}
+    config = load(env=env, flags={"server_timeout_ms": 7, "save_decode": None})
+    assert (config.chunk_tokens, config.host_engines, config.server_timeout_ms) == (512, 4, 7)
     assert source_of(config, "chunk_tokens") == f"file {file}"
-    assert source_of(config, "nvme_threads") == "environment KVTIER_NVME_THREADS"
-    assert source_of(config, "redis_threads") == "flag"
+    assert source_of(config, "host_engines") == "environment KVTIER_HOST_ENGINES"
+    assert source_of(config, "server_timeout_ms") == "flag"
     assert source_of(config, "save_decode") == "default"
 
 
@@ -88,6 +92,79 @@ def test_a_lower_value_is_checked_even_when_a_higher_one_wins(tmp_path: Path) ->
         load(written(tmp_path, "chunk_tokens: many\n"), env={}, flags={"chunk_tokens": 256})
 
 
+# ---------------------------------------------------------------- sections
+
+
+def test_a_file_has_sections_and_each_key_is_in_one(tmp_path: Path) -> None:
+    assert len(KEYS) <= 30
+    text = "\n".join(file_lines((key, None, "a\ncomment") for key in KEYS))
+    assert load(written(tmp_path, text)) == Config()
+    assert set(yaml.safe_load(text)) == set(SECTIONS)
+    text = (
+        "nvme: {path: /kv, bytes: 2GiB}\nram:\nadmin: {address: off}\nserver: {address: unix:///s}"
+    )
+    config = load(written(tmp_path, text))
+    assert (config.nvme_path, config.nvme_bytes) == ("/kv", 2 * GIB)
+    assert (config.admin, config.server) == ("off", "unix:///s")
+    assert config.remarks == ()
+
+
+def test_what_kvtier_writes_it_reads(tmp_path: Path) -> None:
+    given = load(env={"KVTIER_REDIS_URL": "redis://h:1/0", "KVTIER_NAMESPACE": "on"})
+    rows = [(row.key, row.value, row.reason) for row in describe(given)]
+    assert load(written(tmp_path, "\n".join(file_lines(rows)))) == given
+
+
+def test_an_old_flat_name_is_read_and_told_its_new_one_once(tmp_path: Path) -> None:
+    config = load(written(tmp_path, "server: unix:///s\nnvme_path: /kv\nnvme: {bytes: 1GiB}\n"))
+    assert (config.server, config.nvme_path, config.nvme_bytes) == ("unix:///s", "/kv", GIB)
+    told = [remark.text for remark in config.remarks]
+    assert len(told) == 2
+    assert "is an old name of server.address" in told[0]
+    assert "is an old name of nvme.path" in told[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nvme: {pth: /kv}", "unknown key 'nvme.pth' .* nearest is 'nvme.path'"),
+        ("engine: {nvme_path: /kv}", "unknown key 'engine.nvme_path' .* nearest is 'nvme.path'"),
+        ("server: {server: 1}", "unknown key 'server.server' .* nearest is 'server.address'"),
+        ("nvme_pth: /kv", "unknown key 'nvme_pth' .* nearest is 'nvme.path'"),
+        ("nvme: /kv", "nvme='/kv' .* expected a section .* such as nvme.path"),
+        ("nvme: {path: /a}\nnvme_path: /b", "nvme.path and its old name stand in"),
+        ("server: [a]", r"server='\(list\)' .* expected unix:///path"),
+    ],
+)
+def test_a_key_that_is_not_in_its_section_is_an_error(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(written(tmp_path, text))
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_key_says_what_does_it_now(tmp_path: Path, key: str) -> None:
+    assert key not in KEYS
+    message = f"'{key}' .* is no key any more: {re.escape(REMOVED[key])}; remove it"
+    with pytest.raises(ConfigError, match=message):
+        load(env={f"KVTIER_{key.upper()}": "1"})
+    with pytest.raises(ConfigError, match=message):
+        load(env={}, flags={key: 1})
+    with pytest.raises(ConfigError, match=message):
+        load(written(tmp_path, f"{key}: 1\n"))
+
+
+def test_a_removed_key_in_a_section_says_so_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'nvme.threads' .* is no key any more"):
+        load(written(tmp_path, "nvme: {threads: 4}\n"))
+
+
+def test_flags_may_have_sections() -> None:
+    config = load(env={}, flags={"nvme": {"path": "/kv"}, "ram_bytes": "1GiB"})
+    assert (config.nvme_path, config.ram_bytes) == ("/kv", GIB)
+
+
 # ---------------------------------------------------------------- errors
 
 
@@ -109,8 +186,8 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(
 
 
 def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
-    file = written(tmp_path, "ram: 4GiB\n")
-    with pytest.raises(ConfigError, match=f"unknown key 'ram' .file {file}.*'ram_bytes'"):
+    file = written(tmp_path, "ram_byte: 4GiB\n")
+    with pytest.raises(ConfigError, match=f"unknown key 'ram_byte' .file {file}.*'ram.bytes'"):
         load(file)
 
 
@@ -129,11 +206,11 @@ def test_an_lmcache_key_in_our_file_says_which_variable_to_use(tmp_path: Path) -
         ("chunk_tokens", 0, "at least 1"),
         ("chunk_tokens", -256, "at least 1"),
         ("chunk_tokens", 2.5, "whole number"),
-        ("nvme_threads", True, "whole number"),
+        ("host_engines", True, "whole number"),
         ("save_decode", "maybe", "true or false"),
         ("nvme_path", "relative/folder", "absolute path"),
         ("server", "http://host:1", "unix:///path"),
-        ("redis_prefix", "a b", "letters"),
+        ("namespace", "a b", "letters"),
         ("log_level", "LOUD", "DEBUG"),
     ],
 )
@@ -267,7 +344,8 @@ def test_our_file_and_variables_beat_lmcaches(tmp_path: Path) -> None:
         == 512
     )
     config = load(
-        written(tmp_path, "chunk_tokens: 128\n"), env={"LMCACHE_CONFIG_FILE": lmcache_file}
+        written(tmp_path, "engine: {chunk_tokens: 128}\n"),
+        env={"LMCACHE_CONFIG_FILE": lmcache_file},
     )
     assert (config.chunk_tokens, config.nvme_path) == (128, None)
     (remark,) = config.remarks
@@ -290,32 +368,30 @@ def test_lmcaches_variables_count_only_beside_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("local_cpu: false", "not supported: every transfer passes through RAM"),
-        ("cache_policy: LFU", "not supported: kvtier has the policies"),
-        ("remote_serde: cachegen", "not supported: kvtier stores exact bytes"),
+        ("local_cpu: false", "kvtier has it always on"),
+        ("local_cpu: true", "as in kvtier"),
+        ("cache_policy: LFU", "kvtier has 'lru' only"),
+        ("cache_policy: LRU", "as in kvtier"),
+        ("remote_serde: cachegen", "kvtier has 'naive' only"),
         ("save_unfull_chunk: true", "not needed"),
         ("lookup_timeout_ms: 3000", "not needed"),
         ("numa_mode: auto", "not needed"),
         ("enable_lazy_memory_allocator: true", "not needed"),
-        ("enable_p2p: true", "peer-to-peer sharing: not supported"),
-        ("enable_p2p: false", "peer-to-peer sharing: off"),
-        ("pd_role: sender", "prefill/decode split: not supported"),
-        ("nixl_backends: [UCX]", "NIXL: not supported"),
-        ("gds_path: /gds", "GPU direct storage: not supported"),
-        ("enable_blending: true", "blending (reuse that is not a prefix): not supported"),
-        ("extra_config: {use_odirect: false}", "extra_config.use_odirect=False: not supported"),
-        ("extra_config: {enable_nixl_storage: true}", "NIXL: not supported"),
-        ("extra_config: {lookup: 1}", "extra_config.lookup=1: unknown to kvtier"),
-        ("chunk_sise: 256", "chunk_sise=256: unknown to kvtier"),
+        ("enable_p2p: true", "enable_p2p=True: has no effect"),
+        ("enable_p2p: false", "enable_p2p=False: off, as in kvtier"),
+        ("nixl_backends: [UCX]", "has no effect"),
+        ("extra_config: {use_odirect: false}", "use_odirect=False: kvtier has it always on"),
+        ("extra_config: {enable_nixl_storage: true}", "has no effect"),
+        ("extra_config: {lookup: 1}", "extra_config.lookup=1: has no effect"),
+        ("chunk_sise: 256", "chunk_sise=256: has no effect"),
         ("max_local_disk_size: 10", "not used: local_disk names no place"),
         ("max_local_cpu_size: 0", "kvtier's default for ram_bytes holds"),
         ("remote_url: null", "null: kvtier's default holds"),
         ("remote_url: ''", "off, as in kvtier when redis_url is not set"),
-        ("local_device: cpu", "as in kvtier: the tier above all others is the host's RAM"),
-        ("local_device: cuda", "not supported: kvtier keeps chunks in the host's RAM"),
-        ("remote_url: lm://h:1", "no such remote tier (LMCache's own cache server"),
-        ("remote_url: mooncakestore://h:1", "no such remote tier (kvtier's is Redis"),
-        ("remote_url: host", "no such remote tier (kvtier's is Redis"),
+        ("local_device: cpu", "as in kvtier"),
+        ("local_device: cuda", "kvtier has 'cpu' only"),
+        ("remote_url: mooncakestore://h:1", "kvtier has no such remote tier"),
+        ("remote_url: host", "kvtier has no such remote tier"),
         ("remote_url: redis://h1:1,h2:2", "redis:// names one host; several are redis-cluster://"),
     ],
 )
@@ -325,7 +401,8 @@ def test_no_lmcache_key_is_ignored_in_silence(tmp_path: Path, line: str, told: s
     (remark,) = config.remarks
     assert told in remark.text
     asked_in_vain = any(
-        word in told for word in ("not supported", "unknown", "not used", "no such", "names one")
+        word in told
+        for word in ("only", "always on", "has no effect", "not used", "no such", "names one")
     )
     assert (remark.level == logging.WARNING) is asked_in_vain
 
@@ -452,10 +529,10 @@ def test_auto_in_the_file_itself_is_its_own_wish(tmp_path: Path) -> None:
 
 def test_auto_config_fills_only_what_nobody_set() -> None:
     config = filled(
-        load(env={"KVTIER_RAM_BYTES": "1GiB"}), {"ram_bytes": 5, "nvme_threads": 3}, "plan"
+        load(env={"KVTIER_RAM_BYTES": "1GiB"}), {"ram_bytes": 5, "chunk_tokens": 3}, "plan"
     )
-    assert (config.ram_bytes, config.nvme_threads) == (2**30, 3)
-    assert config.sources["nvme_threads"] == "plan"
+    assert (config.ram_bytes, config.chunk_tokens) == (2**30, 3)
+    assert config.sources["chunk_tokens"] == "plan"
 
 
 SECRET = "s3cr3t-0123456789abcdef"
@@ -482,7 +559,7 @@ def test_an_error_shows_a_file_that_is_none_and_cuts_what_is_long() -> None:
     with pytest.raises(ConfigError, match="server_token_file='token'"):
         load(env={"KVTIER_SERVER_TOKEN_FILE": "token"})
     with pytest.raises(ConfigError) as error:
-        load(env={"KVTIER_TAKE_HITS": "x" * 100_000})
+        load(env={"KVTIER_POLICY": "x" * 100_000})
     assert len(str(error.value)) < 1000
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.config.keys import Config, describe, load
+from kvtier.config.keys import Config, describe
+from kvtier.config.load import load
 from kvtier.config.object_url import ObjectUrl, masked, parse
 from kvtier.core.errors import ConfigError
 

@@ -18,9 +18,11 @@ from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe.probe import probe_redis
 from kvtier.cli import checks
 from kvtier.cli.main import main
-from kvtier.config.keys import Config, describe, load, masked
+from kvtier.config.keys import Config, describe
+from kvtier.config.load import load
 from kvtier.config.redis_url import MOST_SEEDS, Login, Tls, parse
 from kvtier.config.redis_url import masked as masked_url
+from kvtier.config.values import masked
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config.keys import load
+from kvtier.config.load import load
 from kvtier.config.yaml_file import MOST_BYTES, MOST_DEPTH, MOST_NODES, read_yaml
 from kvtier.core.errors import ConfigError
 
@@ -37,7 +37,7 @@ def refusal(file: Path, text: str | bytes) -> str:
     ("text", "words"),
     [
         (
-            ("ram_bytes: 1GiB\n# big\nself_test: on\nram_bytes: 64GiB\n"),
+            ("ram_bytes: 1GiB\n# big\nauto: on\nram_bytes: 64GiB\n"),
             ("line 4: the key 'ram_bytes' stands in line 1"),
         ),
         ("1: a\n'1': b\n", "line 2: the key '1' stands in line 1"),

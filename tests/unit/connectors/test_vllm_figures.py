@@ -19,7 +19,7 @@ from kvtier.admin import prometheus
 from kvtier.admin.status import ConnectionStatus, MemoryStatus, Stats
 from kvtier.assemble import assemble, places
 from kvtier.client.client import Client
-from kvtier.config.keys import load
+from kvtier.config.load import load
 from kvtier.connectors.vllm.figures import Figures
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.lanes import Lane

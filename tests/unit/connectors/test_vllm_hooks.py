@@ -78,7 +78,7 @@ def test_the_scheduler_says_what_was_read_once_its_log_is_vllms(
     assert level == "INFO"
     assert [(remark.level, remark.text.partition("=")[0]) for remark in told] == [
         (logging.INFO, "LMCache key chunk_size"),
-        (logging.WARNING, "LMCache keys that kvtier does not serve: enable_p2p"),
+        (logging.WARNING, "LMCache key enable_p2p"),
     ]
 
 

@@ -20,6 +20,7 @@ MESSAGES = [
     wire.Hello(1, "attach", bytes(32), "tenant", 4096, "engine", bytes(32), b"proof"),
     wire.Welcome(8, 4096, ["ram", "nvme"], 100, b"proof"),
     wire.Refused("why"),
+    wire.Refused("why", False, [4096, 1 << 21]),
     wire.Lookup(1, KEY),
     wire.Save(2, KEY * 2),
     wire.Load(3, KEY * 3, 1),

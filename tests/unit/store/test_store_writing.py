@@ -151,7 +151,7 @@ def test_an_owner_whose_quota_is_used_up_has_its_own_coldest_written_first() -> 
 
 def test_a_restart_of_real_files_is_warm(tmp_path: Path) -> None:
     config = Config(
-        ram_bytes=8 * SLOT, nvme_path=str(tmp_path), nvme_bytes=1 << 20, nvme_write="evict"
+        ram_bytes=8 * SLOT, nvme_path=str(tmp_path), nvme_bytes=1 << 20, nvme_write_limit=1 << 40
     )
     run = keys(1, 2, 3)
     for match in (Progress(0, 0), Progress(0, 3)):
@@ -270,17 +270,11 @@ def test_chunks_that_leave_nvme_unread_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_server_tells_what_wears_its_disk(tmp_path: Path) -> None:
-    place = {
-        "nvme_path": str(tmp_path),
-        "nvme_bytes": 1 << 20,
-        "nvme_threads": 1,
-        "nvme_write": "save",
-    }
-    store = assemble(Config(ram_bytes=8 * SLOT, nvme_write_limit=1, **place), LAYOUT)  # type: ignore[arg-type]
-    assert isinstance(store, Store)
+    lane, tier = ManualLane(), NvmeTier(tmp_path / "nvme", 1 << 20, SLOT, direct=False)
+    store = Store(Pool(8, SLOT), [Place(tier, lane, WriteBudget(1, 0))])
     save(store, keys(1, 2, 3))
-    assert store.lanes[0].close(60.0)
-    store.tiers[0].delete(keys(1)[0])
+    lane.run()
+    tier.delete(keys(1)[0])
     served: Any = SimpleNamespace(
         trouble={},
         size_classes=SimpleNamespace(open={SLOT: SizeClass(store, lambda call: call())}),
@@ -299,24 +293,14 @@ def test_a_server_tells_what_wears_its_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "written_at_once"),
-    [
-        ({}, 3),
-        ({"nvme_write": "evict"}, 0),
-        ({"nvme_write_limit": 1 << 40}, 0),
-        ({"nvme_write_limit": 1 << 40, "nvme_write": "save"}, 3),
-        ({"nvme_write_limit": 1, "nvme_write": "save"}, 1),
-    ],
+    ("limit", "written_at_once"),
+    [(None, 3), (1 << 40, 0)],
 )
-def test_the_keys_say_when_and_how_much_is_written(
-    tmp_path: Path, given: dict[str, int | str], written_at_once: int
+def test_with_a_limit_chunks_are_written_when_ram_drops_them(
+    tmp_path: Path, limit: int | None, written_at_once: int
 ) -> None:
     config = Config(
-        ram_bytes=8 * SLOT,
-        nvme_path=str(tmp_path),
-        nvme_bytes=1 << 20,
-        nvme_threads=1,
-        **given,  # type: ignore[arg-type]
+        ram_bytes=8 * SLOT, nvme_path=str(tmp_path), nvme_bytes=1 << 20, nvme_write_limit=limit
     )
     store = assemble(config, LAYOUT)
     assert isinstance(store, Store)
@@ -326,8 +310,5 @@ def test_the_keys_say_when_and_how_much_is_written(
     assert (stats.get("nvme_stored", 0), store.tiers[0].counts["writes"]) == (
         written_at_once,
         written_at_once,
-    )
-    assert stats.get("nvme_write_over_budget", 0) == (
-        2 if given.get("nvme_write_limit") == 1 else 0
     )
     store.close()

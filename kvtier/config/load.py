@@ -1,0 +1,334 @@
+"""Where the value of each key comes from. No other file reads the environment.
+
+Sources, weakest first: defaults, file, environment (``KVTIER_<KEY>``), flags. The file is the one
+that ``KVTIER_CONFIG_FILE`` names. Without it, it is the LMCache file that ``LMCACHE_CONFIG_FILE``
+or LMI's ``lmcache_config_file`` names: see :mod:`kvtier.config.lmcache` and
+:mod:`kvtier.config.lmi`. A key that nobody knows and a value that cannot be read are errors, never
+warnings.
+
+Variables that are not keys:
+
+- ``KVTIER_CONFIG_FILE``;
+- ``KVTIER_PROPERTIES_FILE``: an LMI ``serving.properties``;
+- ``KVTIER_REPLACE_LMCACHE``: serve vLLM's ``LMCacheConnectorV1``, and read every
+  ``LMCACHE_<KEY>`` variable;
+- ``KVTIER_ENCRYPTION_KEY``: the key that ``encryption_key_file`` would hold. A secret is not a
+  value that may be shown.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from kvtier.config import lmcache, lmi, object_url, redis_url, values
+from kvtier.config.keys import KEYS, PATHS, REMOVED, SECTIONS, Config
+from kvtier.config.remarks import Remark
+from kvtier.core.errors import ConfigError
+
+_REPLACE = "KVTIER_REPLACE_LMCACHE"
+ENCRYPTION_KEY = "KVTIER_ENCRYPTION_KEY"
+NO_KEYS = ("KVTIER_CONFIG_FILE", lmi.PROPERTIES_VARIABLE, _REPLACE, ENCRYPTION_KEY)
+"""Variables of ours that set no key."""
+
+
+def load(
+    file: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    flags: Mapping[str, object] | None = None,
+    ranks: int = 1,
+) -> Config:
+    """The effective configuration.
+
+    Args:
+        file: a kvtier YAML file; beats the files named in the environment.
+        env: the environment; None is the process's own.
+        flags: key -> value from a command line or the engine's connector settings; a value of None
+            is "not given".
+        ranks: worker ranks of the engine, because LMCache's files give sizes per worker.
+
+    Raises ConfigError for an unknown key, an unreadable value or file, or keys that make no sense
+    together.
+    """
+    environment = os.environ if env is None else env
+    found: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    remarks: list[Remark] = []
+    above = [*_from_environment(environment), *_from_flags(flags or {}, environment, remarks)]
+    beside = _auto_beside_a_file(above, file, environment, remarks)
+    for key, given, source in [*_from_file(file, environment, ranks, remarks), *above]:
+        if given is not None and not (
+            beside and source.startswith(_SIZED_BY_HAND) and key in _SIZES
+        ):
+            found[key], sources[key] = _parse(key, given, source), source
+    return Config(**found, sources=sources, remarks=tuple(remarks))
+
+
+def typed(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """``flags`` as a person typed them at a shell: a relative path is below the current folder.
+    Files and engines must give absolute paths, because nobody can see which folder they are
+    relative to."""
+    paths = {key for key, about in KEYS.items() if about.unit in ("file", "folder")}
+    return {
+        key: os.path.abspath(value) if key in paths and value else value
+        for key, value in flags.items()
+    }
+
+
+def filled(config: Config, plan: Mapping[str, Any], source: str) -> Config:
+    """``config`` with the values of ``plan`` for the keys that nobody set: what auto-config found.
+
+    LMI's own auto-config writes ``LMCACHE_MAX_LOCAL_*`` variables, and counts neither the cgroup
+    nor what the disk already holds: those sizes are most, not least. A disk of which only the place
+    was given, and that was left out, is not used.
+    """
+    new = {
+        key: value
+        for key, value in plan.items()
+        if key not in config.sources or _is_less(config, key, value)
+    }
+    if "nvme_path" not in plan and (config.nvme_bytes is None or _set_by_lmi(config, "nvme_bytes")):
+        new |= {"nvme_path": None, "nvme_bytes": None}
+    return replace(config, **new, sources={**config.sources, **dict.fromkeys(new, source)})
+
+
+def _set_by_lmi(config: Config, key: str) -> bool:
+    return config.sources.get(key, "").startswith("environment LMCACHE_MAX_LOCAL_")
+
+
+def _is_less(config: Config, key: str, value: Any) -> bool:
+    return _set_by_lmi(config, key) and value < getattr(config, key)
+
+
+def replaces_lmcache(env: Mapping[str, str] | None = None) -> bool:
+    """Whether the operator wants kvtier in the place of LMCache's connector. Raises ConfigError for
+    no flag."""
+    given = (os.environ if env is None else env).get(_REPLACE) or "false"
+    try:
+        return values.parse_flag(given)
+    except ValueError:
+        raise ConfigError(f"{_REPLACE}={given!r}: expected true or false") from None
+
+
+def encryption_key(env: Mapping[str, str] | None = None) -> str | None:
+    """The environment's own encryption key, as given; empty is given too, and no key: a cache must
+    not go in plain because a secret was not there."""
+    return (os.environ if env is None else env).get(ENCRYPTION_KEY)
+
+
+def plain_http_allowed(env: Mapping[str, str] | None = None) -> bool:
+    """Whether the operator wants an object store to be reached without TLS: said in the variables
+    of the store's own library, like its endpoint and credentials."""
+    given = os.environ if env is None else env
+    return any(
+        given.get(f"{name}_ALLOW_HTTP", "").lower() in ("true", "1")
+        for name in ("AWS", "GOOGLE", "AZURE")
+    )
+
+
+def environment(**more: str | None) -> dict[str, str]:
+    """This process's environment and ``more`` (None: as it is), for a program that is started from
+    here."""
+    return {**os.environ, **{name: value for name, value in more.items() if value is not None}}
+
+
+def shown(key: str, value: object) -> object:
+    """As :func:`kvtier.config.values.shown`, for a key of ours or of LMCache's."""
+    return values.shown(key, value, KEYS[key].unit if key in KEYS else "")
+
+
+_SIZES = ("ram_bytes", "nvme_bytes")
+_SIZED_BY_HAND = "LMCache file "
+
+
+def _auto_beside_a_file(
+    above: Sequence[_Given], file: object, env: Mapping[str, str], remarks: list[Remark]
+) -> bool:
+    """Whether auto-config's sizes take the place of those in an LMCache file. Raises ConfigError
+    where the two may not
+    meet. ``auto: true`` in a file of ours is that file's own wish."""
+    asked = [given for given in above if given.key == "auto" and given.value is not None]
+    if not asked or not _parse(*asked[-1]):
+        return False
+    warnings = lmi.beside_auto(asked[-1].source, file or env.get("KVTIER_CONFIG_FILE"), env)
+    remarks += warnings
+    return bool(warnings)
+
+
+class _Given(NamedTuple):
+    key: str
+    value: object
+    source: str
+
+
+def _lmcache_files(env: Mapping[str, str]) -> list[lmi.Option]:
+    """LMCache files that are named, the one that counts first."""
+    own = env.get("LMCACHE_CONFIG_FILE")
+    found = [lmi.Option(own, "environment LMCACHE_CONFIG_FILE")] if own else []
+    return found + [option for option in [lmi.config_file(env)] if option is not None]
+
+
+def _from_file(
+    file: str | os.PathLike[str] | None, env: Mapping[str, str], ranks: int, remarks: list[Remark]
+) -> Iterator[_Given]:
+    named = _lmcache_files(env)
+    ours = file or env.get("KVTIER_CONFIG_FILE")
+    if ours:
+        for other in named:
+            text = (
+                f"{other.source}={other.value} is not read: {os.fspath(ours)} is kvtier's own "
+                "file and comes first"
+            )
+            remarks.append(Remark(logging.INFO, text))
+        yield from _in_sections(_yaml(ours), f"file {os.fspath(ours)}", remarks)
+    elif named or replaces_lmcache(env):
+        yield from _from_lmcache(named[0].value if named else None, env, ranks, remarks)
+
+
+def _from_lmcache(
+    path: str | None, env: Mapping[str, str], ranks: int, remarks: list[Remark]
+) -> Iterator[_Given]:
+    raw = _yaml(path) if path else {}
+    overrides = lmcache.from_environment(env, every=replaces_lmcache(env))
+    notes = lmcache.translate({**raw, **overrides}, ranks)
+    remarks += lmcache.remarked(notes, shown)
+    for note in notes:
+        top = note.key.partition(".")[0]
+        source = (
+            f"environment {lmcache.variable(top)}"
+            if top in overrides
+            else f"{_SIZED_BY_HAND}{path}: {note.key}"
+        )
+        if note.ours is not None:
+            yield _Given(note.ours, note.value, source)
+
+
+def _yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    from kvtier.config.yaml_file import read_yaml  # 15 ms that only a start with a file pays
+
+    return read_yaml(path)
+
+
+_SERVICE_LINK = re.compile(
+    r"KVTIER_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
+)
+"""What Kubernetes puts into every pod for a service called kvtier or kvtier-...: not ours to
+read."""
+
+
+def _from_environment(env: Mapping[str, str]) -> Iterator[_Given]:
+    if auto := lmi.option("lmcache_auto_config", env):
+        yield _Given("auto", auto.value, auto.source)
+    for name, value in env.items():
+        if not name.startswith("KVTIER_") or name in NO_KEYS or _SERVICE_LINK.fullmatch(name):
+            continue
+        source = f"environment {name}"
+        yield _Given(_known(name.removeprefix("KVTIER_").lower(), source), value or None, source)
+
+
+def _from_flags(
+    flags: Mapping[str, object], env: Mapping[str, str], remarks: list[Remark]
+) -> Iterator[_Given]:
+    """Flat names, or sections as in a file."""
+    for key, value in flags.items():
+        if key in SECTIONS and isinstance(value, Mapping):
+            yield from _in_section(key, value, "flag")
+        elif key not in KEYS and replaces_lmcache(env):
+            text = f"connector setting {key}={shown(key, value)} is not kvtier's and has no effect"
+            remarks.append(Remark(logging.WARNING, text))
+        else:
+            yield _Given(_known(key, "flag"), value, "flag")
+
+
+def _in_sections(
+    content: Mapping[str, Any], source: str, remarks: list[Remark]
+) -> Iterator[_Given]:
+    """The keys of a file. A flat name is an old one, and is told its new one."""
+    seen = set[str]()
+    for key, value in content.items():
+        if key in SECTIONS and (value is None or isinstance(value, Mapping)):
+            found = list(_in_section(key, value or {}, source))
+        elif key in SECTIONS and key not in KEYS:
+            example = next(path for path, each in PATHS.items() if each.section == key)
+            raise ConfigError(
+                f"{key}={shown(key, value)!r} ({source}): expected a section with keys below it, "
+                f"such as {example}"
+            )
+        else:
+            found = [_Given(_known(key, source, in_file=True), value, source)]
+            text = f"{key} ({source}) is an old name of {KEYS[key].path}: write it in its section"
+            remarks.append(Remark(logging.INFO, text))
+        for given in found:
+            if given.key in seen:
+                path = KEYS[given.key].path
+                raise ConfigError(f"{path} and its old name stand in {source}: remove one of them")
+            seen.add(given.key)
+        yield from found
+
+
+def _in_section(section: str, content: Mapping[Any, Any], source: str) -> Iterator[_Given]:
+    for name, value in content.items():
+        path = f"{section}.{name}"
+        if path not in PATHS:
+            raise _unknown(path, source, _nearest_path(section, str(name)))
+        yield _Given(PATHS[path].flat, value, source)
+
+
+def _nearest_path(section: str, name: str) -> str:
+    """What may have been meant: a key of another section, else the nearest one of this section."""
+    for flat in (name, f"{section}_{name}"):
+        if flat in KEYS:
+            return KEYS[flat].path
+    own = [path for path, key in PATHS.items() if key.section == section]
+    return difflib.get_close_matches(f"{section}.{name}", own, n=1, cutoff=0.0)[0]
+
+
+def _known(key: str, source: str, *, in_file: bool = False) -> str:
+    if key in KEYS:
+        return key
+    near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)[0]
+    raise _unknown(key, source, KEYS[near].path if in_file else near)
+
+
+def _unknown(key: str, source: str, near: str) -> ConfigError:
+    now = REMOVED.get(key.replace(".", "_"))
+    if now is not None:
+        return ConfigError(f"{key!r} ({source}) is no key any more: {now}; remove it")
+    hint = ""
+    if lmcache.is_known(key):
+        hint = (
+            "; it is LMCache's: name an LMCache file in LMCACHE_CONFIG_FILE, not in "
+            "KVTIER_CONFIG_FILE"
+        )
+    return ConfigError(f"unknown key {key!r} ({source}); the nearest is {near!r}{hint}")
+
+
+def _parse(key: str, given: object, source: str) -> Any:
+    if KEYS[key].unit == "url":
+        return _url(key, given, source)
+    parse, expected = values.PARSERS[KEYS[key].unit]
+    try:
+        return parse(given)
+    except (ValueError, OverflowError):
+        raise ConfigError(
+            f"{key}={shown(key, given)!r} ({source}): expected {expected}; correct it or remove it"
+        ) from None
+
+
+def _url(key: str, given: object, source: str) -> str:
+    """The text of a URL that the module named like its key understands."""
+    text, rules = (
+        given if isinstance(given, str) else "",
+        object_url if key == "object_url" else redis_url,
+    )
+    try:
+        rules.parse(text)
+    except ConfigError as error:
+        shown = rules.masked(text)
+        raise ConfigError(f"{key}={shown!r} ({source}): {error}; correct it or remove it") from None
+    return text

@@ -1,0 +1,128 @@
+"""From text to a value, and from a value to text that may stand in a log.
+
+A parser raises ValueError for what it cannot read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvtier.config import redis_url
+
+
+def parse_size(given: object) -> int:
+    """Bytes of ``4GiB``, ``4Gi``, ``512MB``, ``1.5 GB``, ``1073741824``. Raises ValueError for
+    anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", str(given).lower())
+    if found is None:
+        raise ValueError(given)
+    number, prefix, binary = found.groups(default="")
+    size = int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
+    if size < 1:
+        raise ValueError(given)
+    return size
+
+
+def _count(given: object) -> int:
+    if isinstance(given, bool) or not re.fullmatch(r"[0-9]+", str(given)) or int(str(given)) < 1:
+        raise ValueError(given)
+    return int(str(given))
+
+
+def _percent(given: object) -> int:
+    if _count(given) > 100:
+        raise ValueError(given)
+    return _count(given)
+
+
+_FLAG_WORDS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+
+
+def parse_flag(given: object) -> bool:
+    text = str(given).lower()
+    if text not in _FLAG_WORDS:
+        raise ValueError(given)
+    return _FLAG_WORDS[text]
+
+
+def _text(pattern: str) -> Callable[[object], str]:
+    def parse(given: object) -> str:
+        if not isinstance(given, str | os.PathLike) or not re.fullmatch(pattern, os.fspath(given)):
+            raise ValueError(given)
+        return os.fspath(given)
+
+    return parse
+
+
+def _http(given: object) -> str:
+    """An address of HTTP. ``off`` is a boolean in YAML."""
+    return (
+        "off"
+        if given is False
+        else _text(r"off|https?://(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}/?")(given)
+    )
+
+
+PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
+    "tokens": (_count, "a whole number of tokens, at least 1"),
+    "ms": (_count, "a whole number of milliseconds, at least 1"),
+    "s": (_count, "a whole number of seconds, at least 1"),
+    "bytes": (parse_size, "a size such as 4GiB, 512MB or 1073741824 (bytes)"),
+    "engines": (_count, "a whole number of engines, at least 1"),
+    "percent": (_percent, "a whole number from 1 to 100"),
+    "flag": (parse_flag, "true or false"),
+    "folder": (_text(r"/[^\0\n]*"), "an absolute path such as /mnt/nvme/kvtier"),
+    "file": (_text(r"/[^\0\n]*"), "an absolute path such as /etc/kvtier/token"),
+    "http": (_http, "http://host:port, https://host:port or off"),
+    "address": (
+        _text(r"(unix:///\S+|tcp://\S+:\d+)"),
+        "unix:///path/kvtier.sock or tcp://host:port",
+    ),
+    "name": (_text(r"[A-Za-z0-9._-]+"), "letters, digits, '.', '_' or '-'"),
+    "policy": (_text(r"auto|lru"), "auto or lru"),
+    "level": (_text(r"DEBUG|INFO|WARNING|ERROR"), "DEBUG, INFO, WARNING or ERROR"),
+}
+"""Unit of a key -> what reads its value, and what it expects in words."""
+
+
+def masked(value: object) -> object:
+    """``value`` without what may be a password. Of a URL that holds one, what was understood of it
+    stays, or its scheme."""
+    return redis_url.masked_where_needed(value) if isinstance(value, str) else value
+
+
+_SECRET_NAME = re.compile(
+    r"passw|secret|token(?!s)|credential|auth|(api|access|private|encryption)_?key", re.IGNORECASE
+)
+_LONGEST_SHOWN, _SHORTEST_SECRET = 200, 16
+
+
+def shown(name: str, value: object, unit: str = "") -> object:
+    """``value`` as it may stand in a log line or an error. It is masked, and cut where it is long.
+    What looks like a secret is hidden: one that was given in the place of a file, or under a
+    ``name`` of somebody else's (``unit`` is empty then)."""
+    if isinstance(value, Mapping | list | tuple | set):
+        return f"({type(value).__name__})"
+    text = masked(value)
+    plain = str(text)
+    if unit == "file":
+        hidden = len(plain) >= _SHORTEST_SECRET and not plain.startswith(("/", "./", "../", "~"))
+    elif unit == "url":
+        hidden = "://" not in plain and "@" in plain
+    else:
+        hidden = not unit and _SECRET_NAME.search(name) is not None
+    if hidden:
+        return "***"
+    return text if len(plain) <= _LONGEST_SHOWN else f"{plain[:_LONGEST_SHOWN]}..."

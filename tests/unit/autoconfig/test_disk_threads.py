@@ -1,0 +1,17 @@
+"""Threads of a disk: by its kind, and no more than the CPUs can serve."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.autoconfig.disk_threads import disk_threads
+from kvtier.autoconfig.facts import Disk, Memory, known
+
+
+@pytest.mark.parametrize(
+    ("device", "cpus", "threads"),
+    [("nvme", 16, 4), ("nvme", 1, 2), ("ebs", 16, 2), ("rotational", 16, 1), (None, 16, 2)],
+)
+def test_threads(device: str | None, cpus: int, threads: int) -> None:
+    disk = Disk("/kv", device=known(device, "here")) if device else Disk("/kv")
+    assert disk_threads(disk, Memory(cpus=known(cpus, "here"))) == threads
