@@ -165,24 +165,12 @@ def engine(model: str, shape: dict[str, Any]) -> tuple[Any, Workload]:
     }
     from vllm import LLM
 
-    names = (
-        "num_documents",
-        "document_length",
-        "question_length",
-        "output_len",
-        "repeat_count",
-        "repeat_mode",
-    )
     batch = {"max_num_seqs": shape["max_inflight_requests"], "max_num_batched_tokens": _STEP_TOKENS}
     llm = LLM(model, dtype="float32", enforce_eager=True, block_size=_BLOCK, **batch)
-    words = sorted(
-        set(
-            llm.get_tokenizer().encode(
-                generated_text(_SAMPLE_WORDS, seed=0), add_special_tokens=False
-            )
-        )
-    )
-    return llm, Workload(words, **{name: shape[name] for name in names}, seed=shape["shuffle_seed"])
+    text = generated_text(_SAMPLE_WORDS, seed=0)
+    words = sorted(set(llm.get_tokenizer().encode(text, add_special_tokens=False)))
+    work = {name: value for name, value in shape.items() if name != "max_inflight_requests"}
+    return llm, Workload(words, **work)
 
 
 if __name__ == "__main__":

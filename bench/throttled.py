@@ -40,8 +40,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtier.bench.micro.redis import redis_server
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
+from kvtier.bench.redis_server import redis_server
 from kvtier.bench.report import Row, spread, write_results
 from kvtier.cli.launch import TRANSFER
 

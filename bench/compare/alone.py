@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from kvtier.bench.command import terminable
 from kvtier.bench.compare import limits
 from kvtier.bench.compare.alone_arm import (
     DURABLE,
@@ -34,6 +34,7 @@ from kvtier.bench.compare.alone_arm import (
     Sizes,
 )
 from kvtier.bench.compare.alone_arms import ARMS, Arm, Asked, running
+from kvtier.bench.flags import names_in
 from kvtier.bench.report import Row, spread, write_results
 from kvtier.core.errors import KVTierError
 
@@ -98,9 +99,12 @@ class Found:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # stops what was started, as Ctrl-C does
+    with terminable():
+        return compare(args)
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Run all arms, write, print. 1 when one of kvtier's own could not run."""
     folder, sizes = args.output_dir, Sizes(chunks=args.chunks)
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -138,7 +142,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--arms",
-        type=_arms,
+        type=names_in(ARMS),
         default=list(ARMS.values()),
         help=f"of {','.join(ARMS)} (default: all)",
     )
@@ -153,15 +157,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--output-dir", type=Path, default=Path("build/compare"), help="on the disk to measure"
     )
     return parser.parse_args(argv)
-
-
-def _arms(text: str) -> list[Arm]:
-    unknown = [name for name in text.split(",") if name not in ARMS]
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            f"unknown arm {', '.join(unknown)}; known: {', '.join(ARMS)}"
-        )
-    return [ARMS[name] for name in text.split(",")]
 
 
 def measured(

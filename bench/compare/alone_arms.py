@@ -68,7 +68,7 @@ def _folder(folder: Path, sizes: Sizes) -> Iterator[tuple[str, None]]:
 
 @contextmanager
 def _redis(folder: Path, sizes: Sizes, *, tcp: bool) -> Iterator[tuple[str, int]]:
-    from kvtier.bench.micro.redis import redis_server
+    from kvtier.bench.redis_server import redis_server
 
     with redis_server(_KEEP_MEMORY) as (port, path, pid):
         yield f"redis://127.0.0.1:{port}" if tcp else f"unix://{path}", pid

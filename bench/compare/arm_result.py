@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvtier.bench.client import answers
 from kvtier.bench.compare.contenders import Contender
 from kvtier.bench.compare.measures import (
     Again,
@@ -21,7 +22,6 @@ from kvtier.bench.compare.measures import (
     throughput,
 )
 from kvtier.bench.long_doc_qa.arms import GPU_HIT, NONE
-from kvtier.bench.long_doc_qa.report import answers
 
 
 @dataclass(frozen=True, slots=True)

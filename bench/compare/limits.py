@@ -130,7 +130,7 @@ def redis() -> dict[str, float]:
     """GET and SET over a Unix socket and TCP; nothing where Redis's programs are not installed."""
     if not shutil.which("redis-benchmark") or not shutil.which("redis-server"):
         return {}
-    from kvtier.bench.micro.redis import redis_benchmark, redis_server
+    from kvtier.bench.redis_server import redis_benchmark, redis_server
 
     found: dict[str, float] = {}
     with redis_server() as (port, path, _), _explained("redis-benchmark"):

@@ -17,12 +17,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvtier.bench import client
 from kvtier.bench.companion import SOCKET
 from kvtier.bench.compare import calls, memory
 from kvtier.bench.compare.contenders import Contender
 from kvtier.bench.compare.measures import Again, Effort, Memory, Run, efforts, throughput
-from kvtier.bench.long_doc_qa import client
-from kvtier.bench.long_doc_qa.work import Ask, Workload
+from kvtier.bench.long_doc_qa.work import Workload
+from kvtier.bench.prompts import Ask
 from kvtier.bench.servers import VllmServer
 from kvtier.core.errors import KVTierError
 
@@ -65,9 +66,9 @@ def measured(args: argparse.Namespace, serving: Serving, last: bool) -> Run:
     ``last`` round more."""
     asker, words = client.connect(serving.server.base_url, MODEL, _REQUEST_S)
     work = Workload.of(args, words)
-    _succeeded(_asked(asker, work.pre_warm_up()))
+    client.all_succeeded(serving.one.name, _asked(asker, work.pre_warm_up()))
     filled, fill_efforts = _watched(asker, work.warm_up(), serving, _SETTLE_S)
-    fill = throughput(_succeeded(filled))
+    fill = throughput(client.all_succeeded(serving.one.name, filled))
     run = Run(serving.one.name, _asked(asker, work.queries()), fill)
     run = replace(run, memory=_memory(serving))
     if serving.one.connector is not None:
@@ -82,19 +83,11 @@ def measured(args: argparse.Namespace, serving: Serving, last: bool) -> Run:
         )
     if not last:
         return run
-    run = replace(
-        run, mixed=_asked(asker, replace(work, hit_miss=MIXED).queries(first=_MIXED_FIRST))
-    )
+    mixed = replace(work, hit_miss_ratio=MIXED).queries(first=_MIXED_FIRST)
+    run = replace(run, mixed=_asked(asker, mixed))
     if serving.one.shares:
         run = replace(run, second=_second(serving, work))
     return replace(run, restart=_restarted(serving, work)) if serving.one.outlives else run
-
-
-def _succeeded(outcomes: list[client.Outcome]) -> list[client.Outcome]:
-    for outcome in outcomes:
-        if not outcome.successful:
-            raise client.RequestError(f"a request before the query round failed: {outcome.error}")
-    return outcomes
 
 
 def _watched(
