@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.bench.servers import free_port
-from tests.server_process import DEADLINE_S, ServerProcess, short_folder, wait_for
+from tests.child_process import (
+    DEADLINE_S,
+    wait_for,
+)
+from tests.server_process import (
+    ServerProcess,
+    short_folder,
+)
 
 NVME = 1 << 20
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -51,10 +58,6 @@ class AdminServer(ServerProcess):
             name: value for name, value in (given | settings).items() if value is not None
         }
         super().__init__(folder, **kept)
-
-    def __enter__(self) -> AdminServer:
-        self.start()
-        return self
 
     def ask(
         self,

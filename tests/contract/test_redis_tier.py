@@ -19,16 +19,18 @@ from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
 from tests.redis_server import (
-    CHUNK_BYTES,
     FORM,
-    KEYS,
-    NAMESPACE,
     PART_BYTES,
     PARTS,
     RedisServer,
+    redis_cluster,
+)
+from tests.tier_chunks import (
+    CHUNK_BYTES,
+    KEYS,
+    NAMESPACE,
     chunk,
     holds,
-    redis_cluster,
 )
 
 pytestmark = pytest.mark.redis

@@ -31,6 +31,9 @@ from kvtier.tiers.nvme.check import check
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.redis.layout import Form
 from tests.admin_server import AdminServer
+from tests.child_process import (
+    wait_for,
+)
 from tests.nvme_place import room
 from tests.redis_server import RedisServer
 from tests.server_process import (
@@ -41,7 +44,6 @@ from tests.server_process import (
     load,
     save,
     short_folder,
-    wait_for,
 )
 
 TOKENS = [7, *range(5)]

@@ -24,9 +24,12 @@ from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.lookup import Progress
 from tests.admin_server import NVME, TOKEN, AdminServer, Body, administered, spilled
+from tests.child_process import (
+    DEADLINE_S,
+    wait_for,
+)
 from tests.redis_server import RedisServer, make_certificate
 from tests.server_process import (
-    DEADLINE_S,
     LAYOUT,
     OTHER,
     SLOT,
@@ -35,7 +38,6 @@ from tests.server_process import (
     run,
     save,
     short_folder,
-    wait_for,
 )
 
 

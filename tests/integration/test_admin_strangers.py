@@ -19,7 +19,15 @@ import pytest
 from kvtier.core.lookup import Progress
 from kvtier.protocol import admin_proof
 from tests.admin_server import TOKEN, AdminServer, Answer, administered
-from tests.server_process import DEADLINE_S, attached, run, save, wait_for
+from tests.child_process import (
+    DEADLINE_S,
+    wait_for,
+)
+from tests.server_process import (
+    attached,
+    run,
+    save,
+)
 
 SECRET = TOKEN.encode()
 LIVE = "/healthz/live"

@@ -13,6 +13,9 @@ from kvtier.connectors.lmcache import packing
 from kvtier.connectors.lmcache.cache_server import Attached, CacheServer, Streamed
 from kvtier.core.chunk import ChunkKey
 from kvtier.testing.check_tier import content
+from tests.child_process import (
+    wait_for,
+)
 from tests.server_process import (
     LAYOUT,
     SLOT,
@@ -20,7 +23,6 @@ from tests.server_process import (
     attached,
     serving,
     short_folder,
-    wait_for,
 )
 
 

@@ -20,15 +20,14 @@ from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.tiers.redis.nodes import slot_of
+from tests.child_process import (
+    wait_for,
+)
 from tests.clock import Clock
 from tests.redis_server import (
-    CHUNK_BYTES,
     FORM,
-    KEYS,
     RedisServer,
-    chunk,
     cluster_url,
-    holds,
     redis_cluster,
     redis_sentinel,
 )
@@ -41,7 +40,12 @@ from tests.server_process import (
     run,
     save,
     short_folder,
-    wait_for,
+)
+from tests.tier_chunks import (
+    CHUNK_BYTES,
+    KEYS,
+    chunk,
+    holds,
 )
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
