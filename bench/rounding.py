@@ -1,10 +1,10 @@
-"""Whether vLLM alone gives a prompt the same answer whatever else is in its batch: Long Doc QA's
-questions, no kvtier.
+"""Whether vLLM alone gives a prompt the same answer whatever else is in its batch. It asks Long Doc
+QA's questions without kvtier.
 
-``python -m kvtier.bench.rounding --model build/bench-lmi/kvtier-lmi`` asks the questions of
-``--preset lmi`` of one engine in each of :data:`WAYS`, and compares the answers. Where two ways
-differ it gives the margin: by how much one token was likelier than the next where the answers part.
-A comparison of answers with and without kvtier cannot tell a difference of this kind from a wrong
+``python -m kvtier.bench.rounding --model build/bench-lmi/kvtier-lmi`` asks one engine the questions
+of ``--preset lmi`` in each of :data:`WAYS`, and compares the answers. Where two ways differ, it
+gives the margin: by how much one token was likelier than the next at the place where the answers
+part. A comparison of answers with and without kvtier cannot tell such a difference from a wrong
 answer.
 """
 
@@ -44,8 +44,8 @@ WAYS = (
     Way(hits=True, in_flight=True),
     Way(hits=True, in_flight=False),
 )
-"""The first fills the engine's own prefix cache for the others. Long Doc QA asks as the first does
-where it has no cache, and as the second does where it has one."""
+"""The first way fills the engine's own prefix cache for the others. Long Doc QA asks as the first
+does where it has no cache, and as the second does where it has one."""
 
 
 class Answer(NamedTuple):
@@ -55,8 +55,7 @@ class Answer(NamedTuple):
 
 
 class Parting(NamedTuple):
-    """Where two answers to the ``question``-th prompt first differ, and the margin there in
-    each."""
+    """Where two answers to the ``question``-th prompt first differ, and each one's margin there."""
 
     question: int
     token: int
@@ -157,7 +156,7 @@ def main() -> None:
 
 
 def engine(model: str, shape: dict[str, Any]) -> tuple[Any, Workload]:
-    """vLLM alone, with room for all documents, and the work."""
+    """vLLM alone with room for all documents, and the workload."""
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "6",

@@ -1,10 +1,9 @@
 """What saving costs when nothing is reused: vLLM's throughput on prompts that never repeat, with
 and without kvtier.
 
-``python -m kvtier.bench.throughput --rounds 3`` starts one engine after the other, alternating, in
-processes of their own; every engine computes the same number of prompts it has never seen. kvtier
-runs with RAM and NVMe on. The ratio of the medians is the number that matters: 1.00 means that
-saving is free.
+``python -m kvtier.bench.throughput --rounds 3`` starts engines one after another, with and without
+kvtier in turn. Each is a process, and computes the same number of prompts that it has never seen.
+kvtier has RAM and NVMe. The ratio of the medians counts: 1.00 means that saving is free.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ _GOAL = 0.97
 
 
 def measure(model: str, prompts: int, tokens: int, kvtier: bool) -> float:
-    """In a process of its own: tokens computed a second (prompt and answer), after one prompt of
-    warm-up."""
+    """In a process of its own: tokens computed in a second (prompt and answer), after a warm-up of
+    one prompt."""
     from vllm import LLM, SamplingParams
 
     blocks = 4 * -(-(tokens + 64) // 128)
@@ -57,7 +56,7 @@ def measure(model: str, prompts: int, tokens: int, kvtier: bool) -> float:
 
 
 def start(arguments: argparse.Namespace, model: Path, kvtier: bool) -> float:
-    """One engine, one number; its log is shown when it fails."""
+    """One engine, and its number. Its log is shown when it fails."""
     with tempfile.TemporaryDirectory(dir=Path(arguments.disk).resolve()) as folder:
         # With a connector vLLM reserves other CPU cores than without: both arms get the same.
         environment = os.environ | {

@@ -1,12 +1,12 @@
 """``python -m kvtier.bench.compare``: Long Doc QA over every arm of
 :mod:`kvtier.bench.compare.contenders`, in turns.
 
-Same machine, model, prompts and memory budget; every round runs every arm once, so that what the
-machine does besides falls on all, and measures the machine's limits before them. The last round
-goes on with every arm: documents asked again between new ones, a second engine beside the first,
-and the engine's restart. Every arm's connector is timed by :mod:`kvtier.bench.compare.calls`. An
-arm that cannot run is a row that says why. Results: the one form of bench/report.py, and two
-tables.
+Machine, model, prompts and memory budget are the same for all. Every round runs every arm once, so
+that other work on the machine disturbs all of them. It measures the machine's limits first. The
+last round goes on with every arm: documents asked again between new ones, a second engine beside
+the first, and the engine's restart. :mod:`kvtier.bench.compare.calls` times every arm's connector.
+An arm that cannot run has a row that says why. The results have the form of bench/report.py, and
+there are two tables.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def _documents(text: str) -> int:
 
 
 def compare(args: argparse.Namespace, model: Path) -> int:
-    """Run all arms, in turns; results are written after each, so that what ran is kept. 1 when one
-    of ours failed."""
+    """Run all arms, in turns. Results are written after each, so that what ran is kept. 1 when one
+    of kvtier's arms failed."""
     kept = _Kept(args)
     reasons = {one.name: one.obstacle for one in args.arms if one.obstacle}
     token_bytes = _token_bytes(model)
@@ -131,7 +131,7 @@ def compare(args: argparse.Namespace, model: Path) -> int:
 
 
 def _limits(args: argparse.Namespace, chunk_bytes: int) -> dict[str, float]:
-    """Nothing when a tool fails: the arms can run without."""
+    """Empty when a tool fails. The arms can run without."""
     try:
         with _lock(args.lock):
             return limits.measured(args.output_dir, chunk_bytes)
@@ -152,7 +152,7 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Kept:
-    """What ran so far, here and on disk: an interrupted comparison goes on from there
+    """What ran so far, here and on disk. An interrupted comparison goes on from there
     (``--resume``)."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -213,7 +213,7 @@ def _run(args: argparse.Namespace, one: Contender, model: Path, last: bool) -> R
 def _server(
     one: Contender, model: Path, sizes: Sizes, values: Mapping[str, str], name: str
 ) -> VllmServer:
-    """Not started. ``name``: of its log, and of the file of its calls."""
+    """Not started. ``name``: that of its log, and of the file of its calls."""
     arm = Arm(one.name, one.about, keeps_all_on_gpu=one.keeps_all_on_gpu)
     command = [*shared_args(MODEL, _DTYPE, _BLOCK_TOKENS), "--enforce-eager"]
     command += server_args(arm, sizes)
@@ -240,7 +240,7 @@ def _calls(place: Path, name: str) -> Path:
 
 @contextmanager
 def _lock(path: Path | None) -> Iterator[None]:
-    """Machines that are shared: one arm at a time holds this file."""
+    """Hold this file while an arm runs, on a machine that others use too."""
     if path is None:
         yield
         return

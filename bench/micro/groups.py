@@ -1,9 +1,9 @@
 """What it costs to say how much of a prompt can be served, by the cache groups of a model.
 
-``python -m kvtier.bench.micro.groups`` measures the scheduler's half in this process: from the keys
-of a prompt of 32,768 tokens (128 chunks of 256), all in RAM, to the promise to vLLM, claim
-included, for one group of full attention and for others beside it. The cases take turns, so that
-they meet the same machine.
+``python -m kvtier.bench.micro.groups`` measures the scheduler's half in this process. It begins
+with the keys of a prompt of 32,768 tokens (128 chunks of 256), which are all in RAM, and ends with
+the promise to vLLM, claim included. One case has one group of full attention, and the others have
+more groups. The cases take turns, so that the state of the machine is the same for all.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CASES = {
 
 
 def promising(groups: tuple[Group, ...]) -> Callable[[], float]:
-    """Makes one promise for a request that is new; the seconds it took."""
+    """Make one promise for a new request. The seconds that it took."""
     geometry, keys = Geometry(groups, CHUNK), LAYOUT.keys(TOKENS)
     run = geometry.run(keys, 0, CHUNK * CHUNKS)
     store, load_policy = Store(Pool(len(run.keys), SLOT)), LoadPolicy(60.0, prefill=Prefill(1e-3))

@@ -2,18 +2,17 @@
 
     python -m kvtier.bench.micro.sealed --path /fast/disk/folder
 
-- seal and open: :class:`SealedTier` over a tier that keeps nothing and gives back what it got, so
-  that only the cipher is measured, beside a plain copy (``memoryview`` assignment) of the same
-  buffers by the same threads;
-- NVMe: write and read through :class:`NvmeTier`, plain, sealed, and through a copy in scratch
-  memory as the sealed one makes, same sizes and threads, in turns, and which goes first takes turns
-  too. The ratio is to plain; the copy is the control: on a virtual disk, whose host copies once
-  more, a chunk that leaves from memory still in the CPU's cache is written faster than one that
-  comes from far, and so sealed can seem to cost less than nothing.
+- Seal and open: :class:`SealedTier` over a tier that keeps nothing and gives back what it got, so
+  that only the cipher is measured. It is compared with a plain copy (``memoryview`` assignment) of
+  the same buffers by the same threads.
+- NVMe: write and read through :class:`NvmeTier` plain, sealed, and through a copy in scratch memory
+  as the sealed one makes. Sizes and threads are the same. They take turns, and so does which one
+  begins. The ratio is to plain. The copy is the control: a virtual disk's host copies once more,
+  and writes a chunk faster that is still in the CPU's cache. So sealed can seem to cost less than
+  nothing.
 
-Medians with lowest and highest.
-
-Needs room for three files of ``chunks * chunk_mib``; removes them.
+A row is the median with the lowest and the highest. It needs room for three files of ``chunks *
+chunk_mib``, and removes them.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ _MIB = 1 << 20
 
 
 class EchoTier(DictTier):
-    """Nothing is kept: a write is dropped, and a read finds in the sealed tier's scratch what was
-    written last."""
+    """Keeps nothing. A write is dropped, and a read finds in the sealed tier's scratch memory what
+    was written last."""
 
     def write(self, key: ChunkKey, data: memoryview) -> bool:
         return True
@@ -49,7 +48,7 @@ class EchoTier(DictTier):
 
 
 class CopyTier(DictTier):
-    """Through scratch memory of each thread's own, without a cipher."""
+    """Through each thread's own scratch memory, without a cipher."""
 
     def __init__(self, inner: Tier, chunk_bytes: int) -> None:
         super().__init__(inner.capacity)
@@ -77,7 +76,7 @@ class CopyTier(DictTier):
 
 
 def cipher(chunk_bytes: int, chunks: int, rounds: int, threads: int) -> list[Row]:
-    """Rows of sealing and opening, beside a copy."""
+    """Rows of sealing and opening, compared with a copy."""
     buffers = make_buffers(16, chunk_bytes)
     targets = [memoryview(mmap.mmap(-1, chunk_bytes)) for _ in buffers]
     pairs = {id(buffer): target for buffer, target in zip(buffers, targets, strict=True)}
@@ -169,7 +168,7 @@ def _in_turns(
     rounds: int,
     threads: int,
 ) -> dict[Work, list[float]]:
-    """GB/s of every round of every work; the first round, which makes pages and blocks present, is
+    """GB/s of every round of every work. The first round, which makes pages and blocks present, is
     left out."""
     seen: dict[Work, list[float]] = {work: [] for group in groups for work in group}
     for round_ in range(rounds + 1):
