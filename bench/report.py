@@ -88,7 +88,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-_MORE_IS_BETTER = ("GB/s", "tokens/s", "share")
+_MORE_IS_BETTER = ("GB/s", "tokens/s")
 
 
 def print_rows(rows: Sequence[Row]) -> None:
@@ -101,6 +101,7 @@ def _cells(row: Row) -> list[str]:
     values = (row.value, row.min, row.max, row.limit, row.ratio)
     value, low, high, limit, ratio = ("" if one is None else f"{one:.4g}" for one in values)
     better = "more" if row.unit in _MORE_IS_BETTER else "less"
+    better = "" if row.unit == "ratio" else better
     return [row.name, value, row.unit, low, high, limit, ratio, better]
 
 

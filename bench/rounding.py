@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from kvtier.bench.long_doc_qa.flags import DEFAULTS, PRESETS
 from kvtier.bench.long_doc_qa.work import Workload
 from kvtier.bench.model import generated_text
-from kvtier.bench.report import Row, write_results
+from kvtier.bench.report import Row, print_rows, write_results
 
 _BLOCK = 128
 _STEP_TOKENS = 2048  # vLLM's server has this by default on CPUs. The class LLM has another.
@@ -151,8 +151,7 @@ def main() -> None:
         print(f"{way}: {len(prompts)} questions asked", flush=True)
         rows, partings = compared(answers)
         write_results(output, "rounding", rows, workload=shape, partings=partings)
-    for row in rows:
-        print(f"{row.name}: {row.value:g}")
+    print_rows(rows)
 
 
 def engine(model: str, shape: dict[str, Any]) -> tuple[Any, Workload]:

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
 from kvtier.bench.redis_server import redis_server
-from kvtier.bench.report import Row, spread, write_results
+from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.cli.launch import TRANSFER
 
 GOAL = 1.03
@@ -411,9 +411,7 @@ def run(arguments: argparse.Namespace) -> int:
         tokens=arguments.tokens,
         model=arguments.preset,
     )
-    for row in rows:
-        ratio = "" if row.ratio is None else f"  ratio {row.ratio:.3f}"
-        print(f"{row.name:55} {row.value:7.3f} {row.unit}{ratio}")
+    print_rows(rows)
     print(f"counts: {counts}")
     return 0
 

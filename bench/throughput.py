@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bench.model import make_model
-from kvtier.bench.report import Row, spread, write_results
+from kvtier.bench.report import median_row, print_rows, write_results
 from kvtier.cli.launch import TRANSFER
 
 _GOAL = 0.97
@@ -111,27 +112,16 @@ def main() -> None:
             print(
                 f"{'kvtier' if kvtier else 'none':8} {rates[kvtier][-1]:10.1f} tokens/s", flush=True
             )
-    (plain, *plain_spread), (ours, *our_spread) = spread(rates[False]), spread(rates[True])
+    plain = statistics.median(rates[False])
+    ratio = statistics.median(rates[True]) / plain
+    name = "vLLM with kvtier RAM + NVMe, prompts never repeat (ratio to without)"
     rows = [
-        Row(
-            "vLLM without kvtier, prompts never repeat",
-            plain,
-            "tokens/s",
-            min=plain_spread[0],
-            max=plain_spread[1],
-        ),
-        Row(
-            "vLLM with kvtier RAM + NVMe, prompts never repeat (ratio to without)",
-            ours,
-            "tokens/s",
-            limit=plain,
-            ratio=ours / plain,
-            min=our_spread[0],
-            max=our_spread[1],
-        ),
+        median_row("vLLM without kvtier, prompts never repeat", rates[False], "tokens/s"),
+        median_row(name, rates[True], "tokens/s", plain, ratio),
     ]
     write_results(arguments.output, "throughput", rows)
-    print(f"with kvtier: {ours / plain:.3f} of the throughput without (goal {_GOAL})")
+    print_rows(rows)
+    print(f"With kvtier the throughput is {ratio:.3f} of that without (goal {_GOAL}).")
 
 
 if __name__ == "__main__":

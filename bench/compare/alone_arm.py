@@ -294,7 +294,7 @@ class Turns:
 
 
 def _flush(folder: Path) -> None:
-    """Drop what the disk has in its cache, and what the system knows of the files."""
+    """Write out what the system and the disk still have of the files in their caches."""
     for file in (one for one in folder.rglob("*") if one.is_file()):
         fd = os.open(file, os.O_RDONLY)
         try:

@@ -20,8 +20,7 @@ import torch
 from kvtier.bench.gpu.compute import measure_slowdown
 from kvtier.bench.gpu.copies import SHAPES, measure_copies
 from kvtier.bench.gpu.prefill import measure_prefill
-from kvtier.bench.micro.copy import show
-from kvtier.bench.report import write_results
+from kvtier.bench.report import print_rows, write_results
 
 PARTS = ("copies", "compute", "prefill")
 
@@ -56,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     if "prefill" in given.parts:
         torch.cuda.empty_cache()
         found = measure_prefill(given.tokens, given.rounds, device)
-        show([row for row in found if row.value is not None])
+        print_rows([row for row in found if row.value is not None])
         rows += found
     write_results(given.output, "gpu", rows)
     return 0

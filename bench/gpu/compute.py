@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from kvtier.bench.gpu.copies import STEP_TOKENS, Paged, finish, geometry
-from kvtier.bench.micro.copy import show
-from kvtier.bench.report import Row, spread
+from kvtier.bench.report import Row, print_rows, spread
 from kvtier.gpu import Copy
 
 WEIGHTS = {"7B": 7.6e9, "8B": 8e9, "671B": 37e9 / 8, "70B on 4 ranks": 70e9 / 4}
@@ -78,5 +77,5 @@ def measure_slowdown(
             f"products of {width}"
         )
         rows.append(Row(label, value, "%", limit=GOAL_PERCENT, min=low, max=high))
-        show(rows[-1:])
+        print_rows(rows[-1:])
     return rows

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from kvtier.bench.gpu.events import device_work
-from kvtier.bench.micro.copy import CHUNK_TOKENS, Geometry, Work, against, measure, show
-from kvtier.bench.report import Row, spread
+from kvtier.bench.micro.copy import CHUNK_TOKENS, Geometry, Work, against, measure
+from kvtier.bench.report import Row, print_rows, spread
 from kvtier.core.pool import Pool
 from kvtier.gpu import Copy, PagedBlocks, Pinning, regions_of, slot_tensor
 from kvtier.gpu.blocks import nothing
@@ -153,7 +153,7 @@ def measure_copies(
     for name in names:
         for block_tokens in BLOCK_TOKENS:
             found = measure_shape(geometry(name, block_tokens), tokens, rounds, device)
-            show(found)
+            print_rows(found)
             rows += found
     return rows
 

@@ -29,7 +29,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from kvtier.bench.report import Row, spread, write_results
+from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.core.pool import Pool
 from kvtier.gpu import PagedBlocks, regions_of, slot_tensor
 
@@ -227,7 +227,7 @@ def measure_geometry(
         against(f"{name}: save (ratio to memcpy)", save, to_slots, share),
         against(f"{name}: load (ratio to memcpy)", load, from_slots, share),
     ]
-    show(rows)
+    print_rows(rows)
     return rows
 
 
@@ -385,7 +385,7 @@ def _variant_rows(
         ]
     works.clear()
     bench.close()
-    show(rows)
+    print_rows(rows)
     return rows
 
 
@@ -415,16 +415,8 @@ def measure_first_touch(geometry: Geometry, megabytes: int, rounds: int) -> list
             seen[True],
         )
     )
-    show(rows)
+    print_rows(rows)
     return rows
-
-
-def show(rows: Sequence[Row]) -> None:
-    for row in rows:
-        share = f"{row.ratio:6.1%}" if row.ratio else ""
-        value = "     -" if row.value is None else f"{row.value:6.2f}"
-        span = "" if row.min is None or row.max is None else f"{row.min:.2f} .. {row.max:.2f}"
-        print(f"{row.name:90} {value} {row.unit}  {span}  {share}", flush=True)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
-from kvtier.bench.report import Row, spread, write_results
+from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.connectors.vllm.claims import Claims
 from kvtier.connectors.vllm.groups import Geometry, Group, Kind
 from kvtier.connectors.vllm.prompts import Prompt
@@ -90,8 +90,7 @@ def main() -> None:
             Row(name, median, "ms", limit=alone, ratio=round(median / alone, 3), min=low, max=high)
         )
     write_results(arguments.output, "groups", rows)
-    for row in rows:
-        print(f"{row.name:75} {row.value:8.3f} {row.unit}  {row.ratio} x")
+    print_rows(rows)
 
 
 if __name__ == "__main__":

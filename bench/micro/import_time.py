@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 
-from kvtier.bench.report import Row, spread, write_results
+from kvtier.bench.report import Row, print_rows, spread, write_results
 
 _BARE = ("-c", "pass")
 _CASES: dict[str, tuple[tuple[str, ...], float | None]] = {
@@ -64,11 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", default="bench/results/import_time.json")
     args = parser.parse_args(argv)
     rows = _measure(args.runs)
-    for row in rows:
-        print(
-            f"{row.name:52} {row.value:6.1f} {row.unit}  ({row.min:.1f} - {row.max:.1f})  limit "
-            f"{row.limit or '-'}"
-        )
+    print_rows(rows)
     write_results(args.out, "import_time", rows)
     return 0
 

@@ -15,7 +15,7 @@ import timeit
 import tracemalloc
 from collections.abc import Callable, Sequence
 
-from kvtier.bench.report import Row, spread, write_results
+from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.histogram import Histogram
 from kvtier.core.pool import Pool
@@ -144,8 +144,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = lookup_rows(arguments.rounds) + memory_rows(arguments.chunks)
     write_results(arguments.output, "index", rows)
-    for row in rows:
-        print(f"{row.name:75} {row.value:8.3f} {row.unit}")
+    print_rows(rows)
 
 
 if __name__ == "__main__":

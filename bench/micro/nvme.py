@@ -40,7 +40,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.bench.report import Row, spread, write_results
+from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.tiers.nvme.tier import NvmeTier
@@ -343,9 +343,7 @@ def main() -> None:
     finally:
         shutil.rmtree(given.path)
     write_results(given.out, "nvme", rows, load_average=os.getloadavg()[1])
-    for row in rows:
-        value = "       -" if row.value is None else f"{row.value:8.3f}"
-        print(f"{row.name:70} {value} {row.unit}" + (f"  {row.ratio:.1%}" if row.ratio else ""))
+    print_rows(rows)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,13 @@ import argparse
 import mmap
 import os
 import shutil
+import statistics
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier.bench.micro.nvme import Work, gigabytes_per_second, make_buffers, make_keys
-from kvtier.bench.report import Row, spread, write_results
+from kvtier.bench.report import Row, median_row, print_rows, spread, write_results
 from kvtier.core.chunk import ChunkKey
 from kvtier.testing import DictTier
 from kvtier.tiers.base import Tier
@@ -134,30 +135,14 @@ def disk(folder: Path, chunk_bytes: int, chunks: int, rounds: int, threads: int)
         tier.close()
     rows = []
     for verb, (without, control, with_) in (("write", writes), ("read", reads)):
-        limit = spread(seen[without])
-        rows.append(
-            Row(
-                f"NvmeTier {verb}, {_threads(threads)}",
-                limit[0],
-                "GB/s",
-                min=limit[1],
-                max=limit[2],
-            )
-        )
-        rows.append(
-            _row(
-                f"NvmeTier {verb} through a copy, {_threads(threads)} (ratio to plain)",
-                seen[control],
-                limit[0],
-            )
-        )
-        rows.append(
-            _row(
-                f"sealed NvmeTier {verb}, {_threads(threads)} (ratio to plain)",
-                seen[with_],
-                limit[0],
-            )
-        )
+        limit = statistics.median(seen[without])
+        about = f"{verb}, {_threads(threads)}"
+        rows.append(median_row(f"NvmeTier {about}", seen[without], "GB/s"))
+        for name, work in (
+            (f"NvmeTier {verb} through a copy, {_threads(threads)}", control),
+            (f"sealed NvmeTier {about}", with_),
+        ):
+            rows.append(_row(f"{name} (ratio to plain)", seen[work], limit))
     return rows
 
 
@@ -182,8 +167,7 @@ def _in_turns(
 
 
 def _row(name: str, values: Sequence[float], limit: float) -> Row:
-    value, low, high = spread(values)
-    return Row(name, value, "GB/s", limit, value / limit, low, high)
+    return median_row(name, values, "GB/s", limit, statistics.median(values) / limit)
 
 
 def _threads(count: int) -> str:
@@ -220,10 +204,7 @@ def main() -> None:
     finally:
         shutil.rmtree(given.path, ignore_errors=True)
     write_results(given.out, "sealed", rows)
-    for row in rows:
-        print(
-            f"{row.name:60} {row.value:8.3f} {row.unit}{f'  {row.ratio:.1%}' if row.ratio else ''}"
-        )
+    print_rows(rows)
 
 
 if __name__ == "__main__":

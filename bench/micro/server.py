@@ -34,7 +34,7 @@ from pathlib import Path
 
 from kvtier.bench.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.micro import floods
-from kvtier.bench.report import Row, spread, write_results
+from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.bench.servers import free_port
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
@@ -457,10 +457,7 @@ def main() -> None:
         *(churn_rows(given.churn_minutes) if given.churn_minutes else ()),
     ]
     write_results(given.out, "server", rows)
-    for row in rows:
-        more = f"  ratio {row.ratio:.2f}" if row.ratio is not None else ""
-        bound = f"  (limit {row.limit:.2f})" if row.limit is not None else ""
-        print(f"{row.name:55} {row.value:10.3f} {row.unit}{bound}{more}")
+    print_rows(rows)
 
 
 if __name__ == "__main__":
