@@ -23,10 +23,7 @@ from kvtier.server.listeners import listen_tcp, listen_unix
 from kvtier.server.server import Server
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
-from tests.child_process import (
-    DEADLINE_S,
-    wait_for,
-)
+from tests.child_process import DEADLINE_S, wait_for
 from tests.server_process import (
     LAYOUT,
     SLOT,

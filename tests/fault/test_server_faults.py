@@ -19,10 +19,7 @@ import pytest
 from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Progress
-from tests.child_process import (
-    DEADLINE_S,
-    wait_for,
-)
+from tests.child_process import DEADLINE_S, wait_for
 from tests.engine_process import LONGEST, PROMPTS
 from tests.server_process import (
     ServerProcess,

@@ -20,17 +20,9 @@ from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.tiers.redis.nodes import slot_of
-from tests.child_process import (
-    wait_for,
-)
+from tests.child_process import wait_for
 from tests.clock import Clock
-from tests.redis_server import (
-    FORM,
-    RedisServer,
-    cluster_url,
-    redis_cluster,
-    redis_sentinel,
-)
+from tests.redis_server import FORM, RedisServer, cluster_url, redis_cluster, redis_sentinel
 from tests.server_process import (
     LAYOUT,
     SLOT,
@@ -41,12 +33,7 @@ from tests.server_process import (
     save,
     short_folder,
 )
-from tests.tier_chunks import (
-    CHUNK_BYTES,
-    KEYS,
-    chunk,
-    holds,
-)
+from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk, holds
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 

@@ -20,9 +20,7 @@ from kvtier.core.errors import StateError
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.testing.check_tier import content
-from tests.child_process import (
-    wait_for,
-)
+from tests.child_process import wait_for
 from tests.server_process import (
     LAYOUT,
     OTHER,

@@ -25,10 +25,7 @@ from kvtier.protocol import wire
 from kvtier.store.store import Store
 from kvtier.testing import check_tier
 from kvtier.testing.check_tier import content
-from tests.child_process import (
-    DEADLINE_S,
-    wait_for,
-)
+from tests.child_process import DEADLINE_S, wait_for
 from tests.rogue_server import hear, rogue
 from tests.server_process import (
     LAYOUT,

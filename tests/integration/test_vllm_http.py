@@ -25,16 +25,11 @@ from kvtier.bench.engine import cache_args, shared_args
 from kvtier.bench.model import make_lora, make_model
 from kvtier.bench.servers import VllmServer
 from kvtier.cli.launch import TRANSFER
-from tests.child_process import (
-    wait_for,
-)
+from tests.child_process import wait_for
 from tests.integration.scenarios import document
 from tests.integration.test_vllm import CHUNK, DOCUMENT_HIT
 from tests.integration.tiny_models import make_experts
-from tests.server_process import (
-    ServerProcess,
-    serving,
-)
+from tests.server_process import ServerProcess, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 

@@ -15,9 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtier.bench.model import make_model
 from kvtier.bench.servers import VllmServer
 from kvtier.cli.launch import TRANSFER
-from tests.child_process import (
-    wait_for,
-)
+from tests.child_process import wait_for
 from tests.integration.test_prometheus import DEPLOY, WINDOW, filled, scraping
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]

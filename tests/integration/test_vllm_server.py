@@ -19,17 +19,9 @@ from kvtier.bench.model import make_model
 from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError
-from tests.child_process import (
-    wait_for,
-)
+from tests.child_process import wait_for
 from tests.engine_python import engine_python
-from tests.server_process import (
-    ServerProcess,
-    at_rest,
-    attached,
-    serving,
-    short_folder,
-)
+from tests.server_process import ServerProcess, at_rest, attached, serving, short_folder
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -22,13 +22,8 @@ from kvtier.cli import main as cli
 from kvtier.config import lmcache, lmi
 from kvtier.config.keys import KEYS, NO_KEYS, load
 from kvtier.connectors.vllm import versions
-from tests.child_process import (
-    wait_for,
-)
-from tests.server_process import (
-    attached,
-    serving,
-)
+from tests.child_process import wait_for
+from tests.server_process import attached, serving
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
