@@ -1,5 +1,5 @@
-"""A process beside an arm's servers that outlives them: ``kvtier serve``, ``redis-server``, a
-peer's own server."""
+"""A process beside an arm's servers: ``kvtier serve``, ``redis-server``, or a peer's own server. It
+runs longer than they do."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvtier.bench.servers import ServerError
 from kvtier.core.errors import ConfigError
 
 SOCKET = "sock"
-"""Where in its folder a companion listens, when it has a Unix socket."""
+"""The name of a companion's Unix socket in its folder."""
 _STOP_S, _POLL_S = 20.0, 0.02
 
 
 @contextmanager
 def run_folder() -> Iterator[Path]:
-    """A new folder with a short path: a Unix socket's may have 107 bytes."""
+    """A new folder with a short path, because the path of a Unix socket may have 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="kvt") as folder:
         yield Path(folder)
 
@@ -36,11 +36,11 @@ def companion(
     log: Path,
     start_s: float = 20.0,
 ) -> Iterator[int]:
-    """Run ``command`` until the end of the block, which begins when ``ready()`` holds; its process
+    """Run ``command`` until the end of the block, which begins when ``ready()`` holds. Its process
     id.
 
-    Raises ConfigError when the program is not installed, ServerError with the log's end when it is
-    not ready in time.
+    Raises ConfigError when the program is not installed, and ServerError with the end of the log
+    when it is not ready in time.
     """
     if shutil.which(command[0]) is None:
         raise ConfigError(

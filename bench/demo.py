@@ -1,10 +1,10 @@
-"""``make demo``: what kvtier gains on real vLLM on this machine, from nothing, in about ten minutes
-on two idle cores.
+"""``make demo``: what kvtier gains on real vLLM on this machine. It takes about ten minutes on two
+idle cores.
 
-Makes a small model in ``build/demo/kvtier-demo`` (once) and runs Long Doc QA over the arms of one
-host. Computing a document of this model takes seconds, and its KV cache is as large against that as
-a real model's. It computes in float32, so that every arm must give exactly the same tokens, which
-is checked.
+It makes a small model in ``build/demo/kvtier-demo`` (once) and runs Long Doc QA over the arms of
+one host. Computing a document of this model takes seconds, and the size of its KV cache is in
+proportion to that as a real model's is. It computes in float32, so that every arm must give exactly
+the same tokens. This is checked.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _arguments(model: Path, folder: Path, more: Sequence[str]) -> argparse.Namespace:
-    """The demo's Long Doc QA; ``more`` are flags of Long Doc QA that come after, and so before, the
-    demo's own."""
+    """The demo's arguments of Long Doc QA. ``more`` are flags that come after the demo's own, and
+    so win."""
     parser = argparse.ArgumentParser(prog="kvtier.bench.demo")
     long_doc_qa.add_arguments(parser)
     return parser.parse_args(["--model", str(model), "--output-dir", str(folder), *_SHAPE, *more])

@@ -1,14 +1,14 @@
-"""Makes small random-weight models on the spot, so that benchmarks and tests need no download.
+"""Makes small models with random weights, so that benchmarks and tests need no download.
 
-``python -m kvtier.bench.model DIR --preset demo`` writes a model that vLLM serves: weights, a
-tokenizer trained on generated text, a chat template. The same preset and seed give the same bytes;
-a directory already made with the same parameters is left alone.
+``python -m kvtier.bench.model DIR --preset demo`` writes a model that vLLM serves: its weights, a
+tokenizer trained on generated text, and a chat template. The same preset and seed give the same
+bytes. A directory that was made with the same parameters is left alone.
 
-Random weights of the usual size make a useless witness: attention spreads evenly over thousands of
-tokens, so the answer hardly depends on the KV cache and wrong KV goes unseen. :func:`_draw`
-therefore draws weights so that scores have a standard deviation of 2 to 3 (attention rests on a few
-tens of tokens) and attention's output is not drowned by the residual stream: an answer then depends
-on the whole document, which is what a correctness check needs.
+Random weights of the usual size do not show wrong KV: attention spreads evenly over thousands of
+tokens, so that the answer hardly depends on the KV cache. :func:`_draw` therefore draws weights so
+that the scores have a standard deviation of 2 to 3 (attention rests on a few tens of tokens), and
+so that the residual stream does not drown attention's output. An answer then depends on the whole
+document, which a check of correctness needs.
 """
 
 from __future__ import annotations
@@ -40,148 +40,88 @@ _CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 _GAIN = {"q_proj": 1.75, "k_proj": 1.75, "o_proj": 3.0, "out_proj": 3.0, "lm_head": 2.0}
-# Models that normalise queries and keys: their gain goes into those norms instead.
+# In models that normalise queries and keys, the gain goes into those norms.
 _SCORE_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
 
-_GQA_BASE = {"max_position_embeddings": 32768, "tie_word_embeddings": False, "hidden_act": "silu"}
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+
+
+def _preset(model_type: str, *sizes: int, **more: Any) -> dict[str, Any]:
+    """A model's configuration. ``sizes`` go by the names in ``_SIZES``. ``more`` is what only this
+    type of model has, or has with another value."""
+    shared = {"max_position_embeddings": 32768, "tie_word_embeddings": False}
+    return {"model_type": model_type, **shared, **dict(zip(_SIZES, sizes, strict=False)), **more}
+
+
+_SILU = {"hidden_act": "silu"}
 PRESETS: dict[str, dict[str, Any]] = {
-    # Tests: starts and answers fast; 1 KiB of bf16 KV a token.
-    "tiny": _GQA_BASE
-    | {
-        "model_type": "llama",
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    },
-    # The demo: 16 KiB of float32 KV a token; on two cores 4,096 tokens take about 3 s to compute.
-    "demo": _GQA_BASE
-    | {
-        "model_type": "llama",
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 1,
-        "head_dim": 128,
-    },
-    # 46 documents of 10,000 tokens on two cores: 6 KiB of float32 KV a token, 2.6 GiB in all.
-    "lmi": _GQA_BASE
-    | {
-        "model_type": "llama",
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-    },
-    # Qwen2 (biased projections) with the KV geometry of Qwen2.5-1.5B: 28 KiB of bf16 KV a token, 7
-    # MiB a chunk. vLLM takes no head_dim of a Qwen2: hidden_size / num_attention_heads must be it.
-    "qwen": _GQA_BASE
-    | {
-        "model_type": "qwen2",
-        "hidden_size": 512,
-        "intermediate_size": 512,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-    },
-    # Rotary tables as in Phi-3's long-context models: vLLM takes other factors where the engine's
-    # longest prompt is beyond what the model was trained on.
-    "longrope": _GQA_BASE
-    | {
-        "model_type": "llama",
-        "max_position_embeddings": 4096,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "rope_parameters": {
+    # For tests: it starts and answers fast. A token takes 1 KiB of bf16 KV.
+    "tiny": _preset("llama", 128, 256, 4, 4, 2, 32, **_SILU),
+    # For the demo. A token takes 16 KiB of float32 KV. Two cores compute 4,096 tokens in about 3 s.
+    "demo": _preset("llama", 512, 1024, 16, 8, 1, 128, **_SILU),
+    # For 46 documents of 10,000 tokens on two cores. A token takes 6 KiB of float32 KV; all
+    # documents take 2.6 GiB.
+    "lmi": _preset("llama", 256, 512, 3, 4, 4, 64, **_SILU),
+    # Qwen2 (its projections have biases) with the KV geometry of Qwen2.5-1.5B. A token takes 28 KiB
+    # of bf16 KV, a chunk 7 MiB. vLLM ignores the head_dim of a Qwen2, so that it must be
+    # hidden_size / num_attention_heads.
+    "qwen": _preset("qwen2", 512, 512, 28, 4, 2, 128, **_SILU),
+    # Rotary tables as in Phi-3's long-context models. vLLM takes other factors where the engine's
+    # longest prompt is longer than what the model was trained on.
+    "longrope": _preset(
+        "llama",
+        *(128, 256, 4, 4, 2, 32),
+        **_SILU,
+        max_position_embeddings=4096,
+        rope_parameters={
             "rope_type": "longrope",
             "rope_theta": 10000.0,
             "original_max_position_embeddings": 1024,
             "short_factor": [1.0] * 16,
             "long_factor": [1.0 + 0.5 * index for index in range(16)],
         },
-    },
-    # Multi-head latent attention as in DeepSeek-V2; every layer dense.
-    "mla": _GQA_BASE
-    | {
-        "model_type": "deepseek_v2",
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "first_k_dense_replace": 3,
-        "n_routed_experts": 2,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 64,
-    },
-    # Sliding window + full attention as in Gemma 3: several KV cache groups.
-    "swa": {
-        "model_type": "gemma3_text",
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 32768,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "query_pre_attn_scalar": 32,
-        "sliding_window": 256,
-        "layer_types": [
-            "sliding_attention",
-            "full_attention",
-            "sliding_attention",
-            "full_attention",
-        ],
-    },
+    ),
+    # Multi-head latent attention as in DeepSeek-V2. Every layer is dense.
+    "mla": _preset(
+        "deepseek_v2",
+        *(128, 256, 3, 4, 4),
+        **_SILU,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        first_k_dense_replace=3,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=64,
+    ),
+    # Sliding windows and full attention as in Gemma 3: several KV cache groups.
+    "swa": _preset(
+        "gemma3_text",
+        *(128, 256, 4, 4, 2, 32),
+        query_pre_attn_scalar=32,
+        sliding_window=256,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
     # Sliding windows in every layer as in Mistral 7B v0.1.
-    "window": _GQA_BASE
-    | {
-        "model_type": "mistral",
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "sliding_window": 128,
-    },
-    # Sliding windows beside full attention, with sinks and experts, as in gpt-oss.
-    "gptoss": {
-        "model_type": "gpt_oss",
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 32768,
-        "hidden_size": 128,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 128,
-        "layer_types": [
-            "sliding_attention",
-            "full_attention",
-            "sliding_attention",
-            "full_attention",
-        ],
-        "rope_parameters": {
+    "window": _preset("mistral", 128, 256, 4, 4, 2, 32, **_SILU, sliding_window=128),
+    # Sliding windows and full attention, with sinks and experts, as in gpt-oss.
+    "gptoss": _preset(
+        "gpt_oss",
+        *(128, 128, 4, 4, 2, 32),
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_parameters={
             "rope_type": "yarn",
             "rope_theta": 150000.0,
             "factor": 8.0,
@@ -190,76 +130,52 @@ PRESETS: dict[str, dict[str, Any]] = {
             "truncate": False,
             "original_max_position_embeddings": 4096,
         },
-    },
-    # Attention in chunks beside full attention, as in Llama 4.
-    "llama4": {
-        "model_type": "llama4_text",
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 32768,
-        "hidden_size": 128,
-        "intermediate_size": 128,
-        "intermediate_size_mlp": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "interleave_moe_layer_step": 2,
-        "attention_chunk_size": 256,
-        "no_rope_layers": [1, 1, 1, 0],
-    },
-    # Linear attention (gated delta net) beside full attention, as in Qwen3-Next: a recurrent state.
-    # vLLM's CPU kernel takes heads of 128.
-    "qwen3next": {
-        "model_type": "qwen3_next",
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 32768,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-        "layer_types": [
-            "linear_attention",
-            "linear_attention",
-            "linear_attention",
-            "full_attention",
-        ],
-    },
-    # Short convolutions beside attention as in LFM2: a recurrent state, which vLLM keeps as a
-    # mamba-type cache group.
-    "mamba": _GQA_BASE
-    | {
-        "model_type": "lfm2",
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "block_auto_adjust_ff_dim": False,
-        "block_dim": 128,
-        "conv_dim": 128,
-        "conv_dim_out": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
-    },
+    ),
+    # Attention in chunks and full attention, as in Llama 4.
+    "llama4": _preset(
+        "llama4_text",
+        *(128, 128, 4, 4, 2, 32),
+        intermediate_size_mlp=256,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=256,
+        no_rope_layers=[1, 1, 1, 0],
+    ),
+    # Linear attention (gated delta net) and full attention, as in Qwen3-Next: a recurrent state.
+    # vLLM's CPU kernel takes only heads of 128.
+    "qwen3next": _preset(
+        "qwen3_next",
+        *(128, 256, 4, 4, 2, 64),
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        layer_types=[*["linear_attention"] * 3, "full_attention"],
+    ),
+    # Short convolutions and attention as in LFM2: a recurrent state, which vLLM keeps as a cache
+    # group of the mamba type.
+    "mamba": _preset(
+        "lfm2",
+        *(128, 256, 4, 4, 2),
+        **_SILU,
+        block_auto_adjust_ff_dim=False,
+        block_dim=128,
+        conv_dim=128,
+        conv_dim_out=128,
+        layer_types=["conv", "full_attention"] * 2,
+    ),
 }
 
 
 def make_model(directory: str | Path, preset: str = "demo", seed: int = 0) -> Path:
-    """Make the preset's model in ``directory`` unless it is there already; returns the directory.
+    """Make the preset's model in ``directory`` unless it is there already. Return the directory.
 
-    A directory that holds anything this function did not make is refused (ValueError), never
-    overwritten.
+    A directory with files that this function did not make is never overwritten: ValueError.
     """
     target = Path(directory)
     stamp = {"version": _STAMP_VERSION, "preset": preset, "seed": seed, "config": PRESETS[preset]}
@@ -288,8 +204,7 @@ def _stamp_of(directory: Path) -> Any:
 
 
 def generated_text(words: int, seed: int) -> str:
-    """Pseudo-English of two thousand made-up words, the frequent ones frequent (Zipf), in short
-    sentences."""
+    """Short sentences of two thousand made-up words, which are as frequent as Zipf's law says."""
     draw = random.Random(seed)
     syllables = [
         first + vowel + last
@@ -304,8 +219,8 @@ def generated_text(words: int, seed: int) -> str:
 
 
 def _write_tokenizer(directory: Path, seed: int) -> int:
-    """Train a byte-pair tokenizer over printable ASCII (every output decodes to text); returns its
-    size."""
+    """Train a byte-pair tokenizer over printable ASCII, so that every output decodes to text.
+    Return its size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     transformers: Any = importlib.import_module("transformers")
@@ -351,8 +266,8 @@ def _write_weights(directory: Path, config: Mapping[str, Any], seed: int) -> Non
 
 
 def _draw(model: torch.nn.Module, seed: int) -> None:
-    """Draw every matrix from N(0, (gain / sqrt(fan_in))^2); embeddings so that they enter the first
-    layer as N(0, 1). Norms (but those of queries and keys) and biases stay."""
+    """Draw every matrix from N(0, (gain / sqrt(fan_in))^2), and embeddings so that they enter the
+    first layer as N(0, 1). Biases stay, and so do norms except those of queries and keys."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -362,14 +277,12 @@ def _draw(model: torch.nn.Module, seed: int) -> None:
             if module in _SCORE_NORMS:
                 weight.add_(_GAIN["q_proj"] - 1)
             elif module == "embed_tokens":
-                scale = getattr(
-                    model.get_submodule(name.rpartition(".")[0]), "scalar_embed_scale", 1.0
-                )
+                embeddings = model.get_submodule(name.rpartition(".")[0])
+                scale = getattr(embeddings, "scalar_embed_scale", 1.0)
                 weight.normal_(0.0, 1 / scale, generator=generator)
             elif weight.dim() > 1:
-                weight.normal_(
-                    0.0, _GAIN.get(module, 1.0) / math.sqrt(weight.shape[-1]), generator=generator
-                )
+                deviation = _GAIN.get(module, 1.0) / math.sqrt(weight.shape[-1])
+                weight.normal_(0.0, deviation, generator=generator)
 
 
 def make_lora(directory: str | Path, model_dir: str | Path, seed: int = 0, rank: int = 8) -> Path:
@@ -390,12 +303,9 @@ def make_lora(directory: str | Path, model_dir: str | Path, seed: int = 0, rank:
         for module, heads in widths.items():
             name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
             out = heads * config["head_dim"]
-            weights[f"{name}.lora_A.weight"] = torch.randn(
-                rank, hidden, generator=generator
-            ) / math.sqrt(hidden)
-            weights[f"{name}.lora_B.weight"] = torch.randn(
-                out, rank, generator=generator
-            ) / math.sqrt(rank)
+            for matrix, shape in (("A", (rank, hidden)), ("B", (out, rank))):
+                drawn = torch.randn(*shape, generator=generator) / math.sqrt(shape[1])
+                weights[f"{name}.lora_{matrix}.weight"] = drawn
     adapter = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -415,8 +325,8 @@ def make_lora(directory: str | Path, model_dir: str | Path, seed: int = 0, rank:
 
 
 def read_config(model: str | Path) -> dict[str, Any]:
-    """A model's (text) configuration: from its directory, else by name from the hub's cache here.
-    Raises ConfigError when it is in neither."""
+    """A model's (text) configuration: from its directory, or by its name from this machine's cache
+    of the hub. Raises ConfigError when it is in neither."""
     folder = (
         Path(model)
         if (Path(model) / "config.json").is_file()
@@ -428,17 +338,14 @@ def read_config(model: str | Path) -> dict[str, Any]:
 
 
 def kv_token_bytes(config: Mapping[str, Any], element_bytes: int) -> int:
-    """Bytes of KV one token takes in all layers, every layer attending in full (an upper bound
-    otherwise)."""
+    """Bytes of KV that one token takes in all layers. This is an upper bound where a layer does not
+    attend in full."""
     if config.get("kv_lora_rank"):
         elements = config["kv_lora_rank"] + config["qk_rope_head_dim"]
     else:
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-        elements = (
-            2
-            * heads
-            * (config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-        )
+        width = config["hidden_size"] // config["num_attention_heads"]
+        elements = 2 * heads * (config.get("head_dim") or width)
     return int(config["num_hidden_layers"]) * int(elements) * element_bytes
 
 
@@ -449,12 +356,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "directory",
         type=Path,
-        help="where the model goes; made again only if its parameters differ",
+        help="where the model goes; it is made again only if its parameters differ",
     )
     parser.add_argument(
-        "--preset", choices=sorted(PRESETS), default="demo", help="what to make (default: demo)"
+        "--preset", choices=sorted(PRESETS), default="demo", help="the model (default: demo)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights and tokenizer (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="for weights and tokenizer (default: 0)"
+    )
     args = parser.parse_args(argv)
     try:
         made = make_model(args.directory, args.preset, args.seed)

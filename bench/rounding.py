@@ -1,10 +1,10 @@
-"""Whether vLLM alone gives a prompt the same answer whatever else is in its batch: Long Doc QA's
-questions, no kvtier.
+"""Whether vLLM alone gives a prompt the same answer whatever else is in its batch. It asks Long Doc
+QA's questions without kvtier.
 
-``python -m kvtier.bench.rounding --model build/bench-lmi/kvtier-lmi`` asks the questions of
-``--preset lmi`` of one engine in each of :data:`WAYS`, and compares the answers. Where two ways
-differ it gives the margin: by how much one token was likelier than the next where the answers part.
-A comparison of answers with and without kvtier cannot tell a difference of this kind from a wrong
+``python -m kvtier.bench.rounding --model build/bench-lmi/kvtier-lmi`` asks one engine the questions
+of ``--preset lmi`` in each of :data:`WAYS`, and compares the answers. Where two ways differ, it
+gives the margin: by how much one token was likelier than the next at the place where the answers
+part. A comparison of answers with and without kvtier cannot tell such a difference from a wrong
 answer.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from kvtier.bench.long_doc_qa.flags import DEFAULTS, PRESETS
 from kvtier.bench.long_doc_qa.work import Workload
 from kvtier.bench.model import generated_text
-from kvtier.bench.report import Row, write_results
+from kvtier.bench.report import Row, print_rows, write_results
 
 _BLOCK = 128
 _STEP_TOKENS = 2048  # vLLM's server has this by default on CPUs. The class LLM has another.
@@ -44,8 +44,8 @@ WAYS = (
     Way(hits=True, in_flight=True),
     Way(hits=True, in_flight=False),
 )
-"""The first fills the engine's own prefix cache for the others. Long Doc QA asks as the first does
-where it has no cache, and as the second does where it has one."""
+"""The first way fills the engine's own prefix cache for the others. Long Doc QA asks as the first
+does where it has no cache, and as the second does where it has one."""
 
 
 class Answer(NamedTuple):
@@ -55,8 +55,7 @@ class Answer(NamedTuple):
 
 
 class Parting(NamedTuple):
-    """Where two answers to the ``question``-th prompt first differ, and the margin there in
-    each."""
+    """Where two answers to the ``question``-th prompt first differ, and each one's margin there."""
 
     question: int
     token: int
@@ -152,12 +151,11 @@ def main() -> None:
         print(f"{way}: {len(prompts)} questions asked", flush=True)
         rows, partings = compared(answers)
         write_results(output, "rounding", rows, workload=shape, partings=partings)
-    for row in rows:
-        print(f"{row.name}: {row.value:g}")
+    print_rows(rows)
 
 
 def engine(model: str, shape: dict[str, Any]) -> tuple[Any, Workload]:
-    """vLLM alone, with room for all documents, and the work."""
+    """vLLM alone with room for all documents, and the workload."""
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "6",
@@ -165,24 +163,12 @@ def engine(model: str, shape: dict[str, Any]) -> tuple[Any, Workload]:
     }
     from vllm import LLM
 
-    names = (
-        "num_documents",
-        "document_length",
-        "question_length",
-        "output_len",
-        "repeat_count",
-        "repeat_mode",
-    )
     batch = {"max_num_seqs": shape["max_inflight_requests"], "max_num_batched_tokens": _STEP_TOKENS}
     llm = LLM(model, dtype="float32", enforce_eager=True, block_size=_BLOCK, **batch)
-    words = sorted(
-        set(
-            llm.get_tokenizer().encode(
-                generated_text(_SAMPLE_WORDS, seed=0), add_special_tokens=False
-            )
-        )
-    )
-    return llm, Workload(words, **{name: shape[name] for name in names}, seed=shape["shuffle_seed"])
+    text = generated_text(_SAMPLE_WORDS, seed=0)
+    words = sorted(set(llm.get_tokenizer().encode(text, add_special_tokens=False)))
+    work = {name: value for name, value in shape.items() if name != "max_inflight_requests"}
+    return llm, Workload(words, **work)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Starts, restarts and always stops vLLM's OpenAI server, as a process group of its own, on a free
-loopback port."""
+"""Starts, restarts and always stops vLLM's OpenAI server. It is a process group on a free loopback
+port."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _ERROR = re.compile(r"\b\w+(?:Error|Exception): .+")
 
 
 class ServerError(KVTierError):
-    """A server did not come up or died; the message carries the end of its log."""
+    """A server did not come up, or it died. The message has the end of its log."""
 
 
 class VllmServer:
-    """One OpenAI server of vLLM. Use as a context manager; one owner, not thread-safe.
+    """One OpenAI server of vLLM. Use as a context manager. It has one owner and is not thread-safe.
 
     Args:
         model: directory or name.
         args: what would follow ``vllm serve MODEL``, without host and port.
-        env: variables set on top of this process's environment.
-        log: file the server's output goes to; a restart appends to it.
+        env: variables that are added to this process's environment.
+        log: the file of the server's output. A restart adds to it.
         deadline_s: seconds until ``/health`` must answer.
-        interpreter: another environment's Python; default: this one's.
+        interpreter: another environment's Python. The default is this one's.
 
     Raises ServerError from :meth:`start`, :meth:`restart` and on entering.
     """
@@ -73,7 +73,7 @@ class VllmServer:
 
     @property
     def pid(self) -> int | None:
-        """Of the group's first process; None while none runs."""
+        """The id of the group's first process; None while none runs."""
         return self._process.pid if self._process is not None else None
 
     def __enter__(self) -> VllmServer:
@@ -90,8 +90,8 @@ class VllmServer:
         self.stop()
 
     def start(self) -> None:
-        """Start and wait until healthy. Another port is tried when somebody else took ours in
-        between."""
+        """Start it, and wait until it is healthy. Another port is tried when another process took
+        the first one in between."""
         if self._process is not None:
             raise ServerError("the server is running already; stop it first")
         for attempt in range(1, _PORT_ATTEMPTS + 1):
@@ -116,7 +116,8 @@ class VllmServer:
         self.start()
 
     def stop(self) -> None:
-        """SIGTERM to the group, SIGKILL to what is left of it after 20 s. Safe to call twice."""
+        """Send SIGTERM to the group, and SIGKILL to what is left of it after 20 s. It may be called
+        twice."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -128,14 +129,14 @@ class VllmServer:
         _kill_group(process)
 
     def kill(self) -> None:
-        """SIGKILL to the whole group at once, as a crash would."""
+        """Send SIGKILL to the whole group at once, as a crash would."""
         process, self._process = self._process, None
         if process is not None:
             _kill_group(process)
 
     def log_tail(self) -> str:
-        """The last lines of the server's log, and before them its first errors: the cause is often
-        far above."""
+        """The last lines of the server's log, and before them its first errors, because the cause
+        is often far above."""
         text = self._log_since(0)
         causes = list(dict.fromkeys(_ERROR.findall(text)))[:_CAUSES]
         end = text.splitlines()[-_LOG_LINES:]
@@ -174,7 +175,7 @@ class VllmServer:
 
 
 def free_port() -> int:
-    """A loopback port nobody listens on now."""
+    """A loopback port on which no process listens now."""
     with socket.socket() as probe:
         probe.bind((_HOST, 0))
         return int(probe.getsockname()[1])
@@ -191,7 +192,7 @@ def _new_group(command: Sequence[str], out: IO[bytes]) -> subprocess.Popen[bytes
 
 
 def answers(url: str) -> bool:
-    """Whether this page is there (status 200)."""
+    """Whether this page answers with status 200."""
     try:
         with urllib.request.urlopen(url, timeout=5) as reply:
             return bool(reply.status == 200)
@@ -206,7 +207,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _group_lives(group: int) -> bool:
-    """Whether a process of the group still runs (a zombie that nobody reaps does not count)."""
+    """Whether a process of the group still runs. A zombie does not count."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, process_group, *_ = stat.read_text().rpartition(")")[2].split()

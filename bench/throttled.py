@@ -1,23 +1,23 @@
-"""Never slower: vLLM's time to first token when hits come from a tier that is slower than
+"""Never slower: vLLM's time to the first token when hits come from a tier that is slower than
 computing.
 
     python -m kvtier.bench.throttled [--rounds 3] [--slow 3.0]
 
-Three engines are asked for the same documents in turn, interleaved, so that what disturbs the
-machine disturbs all of them: ``none`` (vLLM without a connector), ``always`` (kvtier, which loads
-every hit) and ``auto`` (kvtier as it comes). RAM keeps one document, Redis all of them, each engine
-under its own names; a proxy between the engines and Redis can be slowed while they run. Three
-phases:
+Three engines are asked for the same documents in turn, so that a disturbance of the machine
+disturbs all of them: ``none`` (vLLM without a connector), ``always`` (kvtier with ``take_hits:
+always``) and ``auto`` (kvtier with its defaults). RAM keeps one document, and Redis keeps all of
+them. Each engine has its own names in Redis. A proxy between the engines and Redis can be slowed
+while they run. There are three phases:
 
-- fast (after one cold round): the proxy lets everything through; ``auto`` must lose nothing against
-  ``always``;
-- slow: the proxy lets a document's KV through in ``--slow`` times what computing it takes; ``auto``
-  must stay within 3 % of ``none``, its first answers, from which it learns, included;
-- fast again: how many answers until ``auto`` is served from Redis again.
+- Fast, after one cold round: the proxy is not slowed. ``auto`` must lose nothing against
+  ``always``.
+- Slow: the proxy lets a document's KV through in ``--slow`` times what computing it takes. ``auto``
+  must stay within 3 % of ``none``. Its first answers, from which it learns, are included.
+- Fast again: how many answers it takes until ``auto`` is served from Redis again.
 
-Two processes of the very same engine differ by up to a tenth in speed, for as long as they live. So
-before each phase the engines are also asked with kvtier kept out of it (``kvtier.cache: false``),
-and what is told as a ratio to another engine is divided by the ratio that they have then.
+Two processes of the very same engine differ by up to a tenth in speed for as long as they live. So
+before each phase the engines are also asked with kvtier kept out of it (``kvtier.cache: false``). A
+ratio between two engines is divided by the ratio that they have then.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtier.bench.micro.redis import redis_server
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
-from kvtier.bench.report import Row, spread, write_results
+from kvtier.bench.redis_server import redis_server
+from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.cli.launch import TRANSFER
 from kvtier.connectors.vllm import LOAD_EVERY_HIT
 
@@ -50,10 +50,10 @@ GOAL = 1.03
 _ARMS = ("none", "always", "auto")
 _FAST_ROUNDS = 3
 _APART = 6
-"""Documents for which kvtier is kept out of it, an engine and phase."""
+"""Documents for which kvtier is kept out of it, for each engine and phase."""
 _REST_S = 1.2
-"""Before each question: a worker of vLLM spins on its core for a second after its last step, which
-would slow the one that is asked next."""
+"""The pause before each question. A worker of vLLM spins on its core for a second after its last
+step, which would slow the engine that is asked next."""
 _CHUNK_TOKENS = 128
 _PIECE = 64 << 10
 _MARK = "@ "
@@ -61,7 +61,7 @@ _MARK = "@ "
 
 class Answer(NamedTuple):
     seconds: float
-    """To the first token."""
+    """Seconds to the first token."""
     cached: int
     """Tokens that were not computed."""
 
@@ -122,7 +122,7 @@ class Arm:
     def __init__(
         self, arm: str, model: Path, tokens: int, tier: Mapping[str, str], log: Path
     ) -> None:
-        """``tier``: the environment that says where its lower tier is."""
+        """``tier``: the environment that names its lower tier."""
         self._log = log
         chunk = _CHUNK_TOKENS * kv_token_bytes(read_config(model), 4)
         # With a connector vLLM reserves other CPU cores than without: all arms get the same.
@@ -152,7 +152,7 @@ class Arm:
         return self._process.pid
 
     def wait(self) -> None:
-        """Until it is ready."""
+        """Wait until it is ready."""
         self._hear()
 
     def ask(self, document: int) -> Answer:
@@ -163,14 +163,15 @@ class Arm:
         return Answer(*self._hear())
 
     def finish(self) -> dict[str, int]:
-        """Its counts; it ends."""
+        """Its counts. It ends."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         counts: dict[str, int] = self._hear()
         return counts
 
     def stop(self) -> None:
-        """SIGKILL to all of it: vLLM's processes outlive the one that began them."""
+        """Send SIGKILL to the whole group, because vLLM's processes outlive the one that began
+        them."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -199,8 +200,8 @@ def redis_tier(arm: str, port: int) -> dict[str, str]:
 
 
 class Throttle:
-    """A TCP proxy on a loopback port whose answers share one bandwidth, on a thread of its own.
-    ``rate``: bytes a second, None for all there is; may change at any time."""
+    """A TCP proxy on a loopback port. Its answers share one bandwidth. It runs on a thread of its
+    own. ``rate``: bytes a second, or None for no limit. It may change at any time."""
 
     def __init__(self, to_port: int) -> None:
         self.rate: float | None = None
@@ -219,7 +220,7 @@ class Throttle:
         self._thread.join()
 
     async def _listen(self) -> None:
-        """Until it is over; what still goes through then is cut off."""
+        """Wait until it has ended. What still goes through then is cut off."""
         self._loop = asyncio.get_running_loop()
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
@@ -268,17 +269,17 @@ Answers = dict[str, list[Answer]]
 
 
 class Phase(NamedTuple):
-    """``apart``: the same engines' answers just before it with kvtier kept out of it."""
+    """``apart``: the same engines' answers just before the phase, with kvtier kept out of it."""
 
     answers: Answers
     apart: Answers
 
     def later(self) -> Phase:
-        """Without its first question."""
+        """The answers without the first question."""
         return Phase({arm: given[1:] for arm, given in self.answers.items()}, self.apart)
 
     def luck(self, arm: str, against: str) -> float:
-        """How much slower the one process is than the other by itself."""
+        """How much slower one process is than the other without kvtier."""
         middle = {
             one: statistics.median(answer.seconds for answer in self.apart[one])
             for one in (arm, against)
@@ -288,7 +289,7 @@ class Phase(NamedTuple):
 
 @contextmanager
 def started(arguments: argparse.Namespace) -> Iterator[Setup]:
-    """Redis, the proxy and the engines, which start side by side."""
+    """Redis, the proxy and the engines, which start at the same time."""
     model = make_model(Path(arguments.models) / arguments.preset, arguments.preset)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-")))
@@ -307,8 +308,8 @@ def started(arguments: argparse.Namespace) -> Iterator[Setup]:
 
 
 def ask_all(engines: Engines, documents: int, rounds: int, arms: Sequence[str] = _ARMS) -> Phase:
-    """Every document in turn, by every arm in an order that is drawn anew: what one arm leaves
-    running in the background must not always meet the same other."""
+    """Every document in turn, by every arm. The order is drawn anew each time, so that what one arm
+    leaves running in the background does not always meet the same other arm."""
     before = asked_apart(engines, arms)
     return Phase(asked(engines, [*range(documents)] * rounds, arms), before)
 
@@ -339,7 +340,8 @@ def asked(
 
 
 def until_hit(engines: Engines, documents: int, most: int) -> int:
-    """How many answers of ``auto`` until one comes from the tier; ``most`` + 1 if none did."""
+    """How many answers of ``auto`` it takes until one comes from the tier. ``most`` + 1 if none
+    did."""
     for count in range(1, most + 1):
         if engines["auto"].ask(count % documents).cached:
             return count
@@ -347,8 +349,8 @@ def until_hit(engines: Engines, documents: int, most: int) -> int:
 
 
 def rows_of(phase: str, heard: Phase, against: str, limit: float | None) -> list[Row]:
-    """One row an arm; the ratio is to the arm ``against``, median of the pairs for the same
-    document."""
+    """One row for each arm. The ratio is to the arm ``against``: the median of the pairs for the
+    same document."""
     rows = []
     for arm, given in heard.answers.items():
         middle, low, high = spread([answer.seconds for answer in given])
@@ -374,7 +376,7 @@ def rows_of(phase: str, heard: Phase, against: str, limit: float | None) -> list
 
 
 def sum_ratio(heard: Phase, arm: str, against: str) -> float:
-    """Of all TTFT."""
+    """The sum of all TTFT."""
     total = {one: sum(answer.seconds for answer in heard.answers[one]) for one in (arm, against)}
     return total[arm] / total[against] / heard.luck(arm, against)
 
@@ -408,9 +410,7 @@ def run(arguments: argparse.Namespace) -> int:
         tokens=arguments.tokens,
         model=arguments.preset,
     )
-    for row in rows:
-        ratio = "" if row.ratio is None else f"  ratio {row.ratio:.3f}"
-        print(f"{row.name:55} {row.value:7.3f} {row.unit}{ratio}")
+    print_rows(rows)
     print(f"counts: {counts}")
     return 0
 

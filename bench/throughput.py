@@ -1,10 +1,9 @@
 """What saving costs when nothing is reused: vLLM's throughput on prompts that never repeat, with
 and without kvtier.
 
-``python -m kvtier.bench.throughput --rounds 3`` starts one engine after the other, alternating, in
-processes of their own; every engine computes the same number of prompts it has never seen. kvtier
-runs with RAM and NVMe on. The ratio of the medians is the number that matters: 1.00 means that
-saving is free.
+``python -m kvtier.bench.throughput --rounds 3`` starts engines one after another, with and without
+kvtier in turn. Each is a process, and computes the same number of prompts that it has never seen.
+kvtier has RAM and NVMe. The ratio of the medians counts: 1.00 means that saving is free.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bench.model import make_model
-from kvtier.bench.report import Row, spread, write_results
+from kvtier.bench.report import median_row, print_rows, write_results
 from kvtier.cli.launch import TRANSFER
 
 _GOAL = 0.97
 
 
 def measure(model: str, prompts: int, tokens: int, kvtier: bool) -> float:
-    """In a process of its own: tokens computed a second (prompt and answer), after one prompt of
-    warm-up."""
+    """In a process of its own: tokens computed in a second (prompt and answer), after a warm-up of
+    one prompt."""
     from vllm import LLM, SamplingParams
 
     blocks = 4 * -(-(tokens + 64) // 128)
@@ -57,7 +57,7 @@ def measure(model: str, prompts: int, tokens: int, kvtier: bool) -> float:
 
 
 def start(arguments: argparse.Namespace, model: Path, kvtier: bool) -> float:
-    """One engine, one number; its log is shown when it fails."""
+    """One engine, and its number. Its log is shown when it fails."""
     with tempfile.TemporaryDirectory(dir=Path(arguments.disk).resolve()) as folder:
         # With a connector vLLM reserves other CPU cores than without: both arms get the same.
         environment = os.environ | {
@@ -112,27 +112,16 @@ def main() -> None:
             print(
                 f"{'kvtier' if kvtier else 'none':8} {rates[kvtier][-1]:10.1f} tokens/s", flush=True
             )
-    (plain, *plain_spread), (ours, *our_spread) = spread(rates[False]), spread(rates[True])
+    plain = statistics.median(rates[False])
+    ratio = statistics.median(rates[True]) / plain
+    name = "vLLM with kvtier RAM + NVMe, prompts never repeat (ratio to without)"
     rows = [
-        Row(
-            "vLLM without kvtier, prompts never repeat",
-            plain,
-            "tokens/s",
-            min=plain_spread[0],
-            max=plain_spread[1],
-        ),
-        Row(
-            "vLLM with kvtier RAM + NVMe, prompts never repeat (ratio to without)",
-            ours,
-            "tokens/s",
-            limit=plain,
-            ratio=ours / plain,
-            min=our_spread[0],
-            max=our_spread[1],
-        ),
+        median_row("vLLM without kvtier, prompts never repeat", rates[False], "tokens/s"),
+        median_row(name, rates[True], "tokens/s", plain, ratio),
     ]
     write_results(arguments.output, "throughput", rows)
-    print(f"with kvtier: {ours / plain:.3f} of the throughput without (goal {_GOAL})")
+    print_rows(rows)
+    print(f"With kvtier the throughput is {ratio:.3f} of that without (goal {_GOAL}).")
 
 
 if __name__ == "__main__":

@@ -8,13 +8,17 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.bench.servers import free_port
-from tests.server_process import DEADLINE_S, ServerProcess, short_folder, wait_for
+from kvtier.client.client import Client
+from kvtier.core.lookup import Progress
+from tests.child_process import DEADLINE_S, wait_for
+from tests.server_process import OTHER, ServerProcess, attached, run, save, short_folder
 
 NVME = 1 << 20
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -51,10 +55,6 @@ class AdminServer(ServerProcess):
             name: value for name, value in (given | settings).items() if value is not None
         }
         super().__init__(folder, **kept)
-
-    def __enter__(self) -> AdminServer:
-        self.start()
-        return self
 
     def ask(
         self,
@@ -117,3 +117,28 @@ def spilled(server: AdminServer, chunks: int) -> None:
         lambda: server.metric("kvtier_held_chunks", tier="nvme") == chunks,
         f"{chunks} chunks on disk",
     )
+
+
+@contextmanager
+def two_tenants(server: AdminServer) -> Iterator[tuple[Client, Client]]:
+    """A client of the tenant ``acme``, and one of ``else`` with another model."""
+    with (
+        attached(server.access(namespace="acme")) as client,
+        attached(server.access(OTHER, "else")) as other,
+    ):
+        yield client, other
+
+
+@contextmanager
+def clearing(server: AdminServer, client: Client) -> Iterator[list[Any]]:
+    """``acme`` is cleared while it saves three more chunks than its two. The list gets the answer.
+    The block begins when the clearing is at work. It ends with the save's commit."""
+    save(client, run(1, 2))
+    done: list[Any] = []
+    with client.save(run(2, 3)) as lease:
+        thread = threading.Thread(target=lambda: done.append(server.clear(namespace="acme")))
+        thread.start()
+        wait_for(lambda: client.lookup(run(1, 2)).progress == Progress(0, 0), "clear is at work")
+        yield done
+        lease.commit()
+    thread.join(DEADLINE_S)

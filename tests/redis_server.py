@@ -1,10 +1,7 @@
-"""A real redis-server for tests: started on a free port and a Unix socket, paused, filled, killed
-and started again."""
+"""A real redis-server for tests, on a free port and a Unix socket."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import tempfile
 import threading
@@ -18,41 +15,27 @@ from typing import Any
 import redis
 
 from kvtier.bench.servers import free_port
-from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
+from tests.child_process import ChildProcess
 from tests.clock import Clock
+from tests.tier_chunks import CHUNK_BYTES, NAMESPACE
 
-CHUNK_BYTES = 10_000
 PART_BYTES = 4_096
 PARTS = 3
-NAMESPACE = bytes(range(8))
 _LAST_PORT = 65_535 - 10_000  # a cluster's node listens 10,000 ports higher too
 FORM = Form("kvtier", NAMESPACE, PART_BYTES)
-KEYS = ChunkLayout(bytes(32), 1, 1, (CHUNK_BYTES,)).keys(range(8))
 
 
-def chunk(key: ChunkKey, size: int = CHUNK_BYTES) -> memoryview:
-    """Bytes that are this key's only."""
-    return memoryview((key * (size // len(key) + 1))[:size])
-
-
-def holds(tier: RedisTier, key: ChunkKey) -> bool | None:
-    """Read a chunk; it must be the right one if there is one. None: Redis cannot be asked now."""
-    into = memoryview(bytearray(CHUNK_BYTES))
-    held = tier.read(key, into)
-    assert not held or into == chunk(key)
-    return held
-
-
-class RedisServer:
-    """One redis-server without persistence. ``tls``: on its TCP port, with ``certificate``.
-    ``settings``: more of its configuration, as ``maxmemory="10mb"``."""
+class RedisServer(ChildProcess):
+    """One redis-server without persistence: every start is an empty one. ``tls``: its TCP port has
+    TLS, with ``certificate``. ``settings``: more of its configuration, as ``maxmemory="10mb"``."""
 
     def __init__(self, *, tls: bool = False, **settings: str | int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvtier-redis-")
         self.folder = Path(self._folder.name)
+        super().__init__(self.folder / "log")
         self.port = next(port for port in iter(free_port, None) if port <= _LAST_PORT)
         self.path = self.folder / "redis.sock"
         self.settings: dict[str, str | int] = {
@@ -74,73 +57,38 @@ class RedisServer:
             }
             self.settings |= {"port": 0, "tls-port": self.port, "tls-auth-clients": "no"}
             self.settings |= {name: str(file) for name, file in files.items()}
-        self._process: subprocess.Popen[str] | None = None
         self._tiers: list[RedisTier] = []
 
     @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}"
 
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+    def command(self) -> list[str]:
+        given = [(f"--{name}", str(value)) for name, value in self.settings.items()]
+        return ["redis-server", *(word for pair in given for word in pair)]
 
-    def __enter__(self) -> RedisServer:
-        self.start()
-        return self
+    def answers(self) -> bool:
+        return "eady to accept connections" in self.said()
+
+    def start(self) -> None:
+        """Start it, empty, and wait until it serves."""
+        self.log.unlink(missing_ok=True)
+        super().start()
 
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        at: TracebackType | None,
+        trace: TracebackType | None,
     ) -> None:
         for tier in self._tiers:
             tier.close()
-        self.kill()
+        super().__exit__(kind, error, trace)
         self._folder.cleanup()
-
-    def start(self) -> None:
-        """Start it, empty, and wait until it serves."""
-        words = [
-            word for name, value in self.settings.items() for word in (f"--{name}", str(value))
-        ]
-        self._process = subprocess.Popen(
-            ["redis-server", *words], stdout=subprocess.PIPE, text=True
-        )
-        assert self._process.stdout is not None
-        told = []
-        for line in self._process.stdout:
-            told.append(line)
-            if "eady to accept connections" in line:
-                return
-        self.kill()
-        self._folder.cleanup()
-        raise RuntimeError("redis-server did not start:\n" + "".join(told))
-
-    def kill(self) -> None:
-        """kill -9, as a crash."""
-        if self._process is not None:
-            assert self._process.stdout is not None
-            self._process.kill()
-            self._process.wait()
-            self._process.stdout.close()
-            self._process = None
-
-    def pause(self) -> None:
-        """SIGSTOP: it accepts connections (the kernel does) and answers nothing."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-        os.waitpid(self._process.pid, os.WUNTRACED)
-
-    def resume(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
 
     @contextmanager
     def admin(self) -> Iterator[Any]:
-        """A plain redis.Redis, over the Unix socket, for looking behind the tier's back."""
+        """A plain redis.Redis over the Unix socket, which shows what the tier has stored."""
         with redis.Redis(unix_socket_path=str(self.path)) as client:
             yield client
 
@@ -164,33 +112,12 @@ class RedisServer:
 
 
 def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
-    """A self-signed certificate for 127.0.0.1, which is its own authority: ``(certificate,
-    key)``."""
+    """A self-signed certificate for 127.0.0.1, which is its own authority, and its key."""
     certificate, key = folder / f"{name}.crt", folder / f"{name}.key"
-    subprocess.run(
-        [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:prime256v1",
-            "-nodes",
-            "-days",
-            "2",
-            "-keyout",
-            key,
-            "-out",
-            certificate,
-            "-subj",
-            f"/CN={name}",
-            "-addext",
-            "subjectAltName=IP:127.0.0.1",
-        ],
-        check=True,
-        capture_output=True,
-    )
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    names = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*command.split(), *files, *names], check=True, capture_output=True)
     return certificate, key
 
 

@@ -1,18 +1,14 @@
-"""A real kvtier server for tests, and what an engine does with it: started, paused, killed and
-started again."""
+"""A real kvtier server for tests, and what an engine does with it."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from kvtier.api import KVStore
 from kvtier.bench.companion import listens
@@ -20,22 +16,14 @@ from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.testing.check_tier import content
+from tests.child_process import DEADLINE_S, ChildProcess, wait_for
 
 SLOT = 8192
 LAYOUT = ChunkLayout(fingerprint({"model": "a"}), 1, 1, (SLOT,))
 OTHER = ChunkLayout(fingerprint({"model": "b"}), 1, 1, (SLOT,))
-DEADLINE_S = 20.0
 
 
-def wait_for(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Return when ``condition`` holds; AssertionError when it does not in time."""
-    until = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < until, f"not within {deadline_s} s: {what}"
-        time.sleep(0.002)
-
-
-class ServerProcess:
+class ServerProcess(ChildProcess):
     """``kvtier serve`` with ``settings`` (configuration keys) at a Unix socket in ``folder`` and
     where ``listen`` says.
 
@@ -47,45 +35,22 @@ class ServerProcess:
     ) -> None:
         self.socket = folder / "run" / "kvtier.sock"
         self.address = Address(str(self.socket), "", 0)
-        self.log = folder / "server.log"
         addresses = [*listen, f"unix://{self.socket}"]
         self._command = [sys.executable, "-m", "kvtier", "serve", *flags]
         self._command += [word for address in addresses for word in ("--listen", address)]
         given = {"ram_bytes": 32 * SLOT, "admin": "off"} | settings
-        self._env = {
-            name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")
-        }
-        self._env |= {f"KVTIER_{name.upper()}": str(value) for name, value in given.items()}
-        self._process: subprocess.Popen[bytes] | None = None
+        env = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+        env |= {f"KVTIER_{name.upper()}": str(value) for name, value in given.items()}
+        super().__init__(folder / "server.log", env)
 
-    def __enter__(self) -> ServerProcess:
-        self.start()
-        return self
+    def command(self) -> list[str]:
+        return self._command
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._process is not None:
-            self.kill()
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    def start(self) -> None:
-        self._process = self._spawn()
-        try:
-            wait_for(self._listens, "the server listens")
-        except BaseException:
-            self.kill()
-            raise
+    def answers(self) -> bool:
+        return listens(self.socket)
 
     def refusal(self) -> str:
-        """Start one that cannot; what it says."""
+        """Start one that cannot start. What it says."""
         done = subprocess.run(
             self._command,
             env=self._env,
@@ -97,53 +62,16 @@ class ServerProcess:
         assert done.returncode == 2, done
         return done.stderr
 
-    def stop(self) -> int:
-        """SIGTERM; the exit status."""
-        assert self._process is not None
-        self._process.terminate()
-        status = self._process.wait(DEADLINE_S)
-        self._process = None
-        return status
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-        self._process = None
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """SIGSTOP for as long as the context lasts."""
-        os.kill(self.pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(self.pid, signal.SIGCONT)
-
-    def said(self) -> str:
-        """Its log."""
-        return self.log.read_text()
-
     def access(self, layout: ChunkLayout = LAYOUT, namespace: str = "") -> ServerAccess:
         own = hello(
             layout.fingerprint, layout.chunk_bytes, stream=False, namespace=namespace, client="test"
         )
         return ServerAccess(self.address, own)
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        with self.log.open("ab") as log:
-            return subprocess.Popen(self._command, env=self._env, stdout=log, stderr=log)
-
-    def _listens(self) -> bool:
-        assert self._process is not None and self._process.poll() is None, self.said()
-        return listens(self.socket)
-
 
 @contextmanager
 def attached(access: ServerAccess, timeout_s: float = 2.0) -> Iterator[Client]:
-    """A client; by default with more patience than an engine has, because tests share the
-    machine."""
+    """A client. It waits longer than an engine does, because tests share the machine."""
     client = Client(access, timeout_s)
     try:
         yield client
@@ -167,7 +95,7 @@ def serving(*listen: str, flags: Sequence[str] = (), **settings: object) -> Iter
 
 
 def run(prompt: int, length: int, layout: ChunkLayout = LAYOUT) -> list[ChunkKey]:
-    """Keys of a prompt of its own."""
+    """The keys of a prompt. Each ``prompt`` has its own."""
     return layout.keys([prompt, *range(length - 1)])
 
 
@@ -191,7 +119,7 @@ def load(cache: KVStore, keys: Sequence[ChunkKey]) -> list[str]:
 
 
 def at_rest(client: Client) -> None:
-    """Wait until nothing of anybody is in progress in the server; its rules hold all the time."""
+    """Wait until the server is idle. Its rules must hold all the time."""
 
     def idle() -> bool:
         client.check()

@@ -1,12 +1,12 @@
 """``python -m kvtier.bench.compare``: Long Doc QA over every arm of
 :mod:`kvtier.bench.compare.contenders`, in turns.
 
-Same machine, model, prompts and memory budget; every round runs every arm once, so that what the
-machine does besides falls on all, and measures the machine's limits before them. The last round
-goes on with every arm: documents asked again between new ones, a second engine beside the first,
-and the engine's restart. Every arm's connector is timed by :mod:`kvtier.bench.compare.calls`. An
-arm that cannot run is a row that says why. Results: the one form of bench/report.py, and two
-tables.
+Machine, model, prompts and memory budget are the same for all. Every round runs every arm once, so
+that other work on the machine disturbs all of them. It measures the machine's limits first. The
+last round goes on with every arm: documents asked again between new ones, a second engine beside
+the first, and the engine's restart. :mod:`kvtier.bench.compare.calls` times every arm's connector.
+An arm that cannot run has a row that says why. The results have the form of bench/report.py, and
+there are two tables.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import fcntl
 import json
 import shutil
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from kvtier.bench.command import run_command, terminable
 from kvtier.bench.companion import run_folder
 from kvtier.bench.compare import calls, limits
 from kvtier.bench.compare.arm_result import arm_results
@@ -33,6 +33,8 @@ from kvtier.bench.compare.plot import write_plot
 from kvtier.bench.compare.rounds import INFLIGHT, MIXED, MODEL, Serving, first_cause, measured
 from kvtier.bench.compare.rows import write
 from kvtier.bench.compare.table import print_tables
+from kvtier.bench.engine import connector_args, shared_args
+from kvtier.bench.flags import names_in
 from kvtier.bench.long_doc_qa.arms import Arm, Sizes, server_args
 from kvtier.bench.long_doc_qa.work import Workload
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
@@ -45,24 +47,19 @@ _START_S = 300.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the servers, as Ctrl-C does
-    try:
-        model = make_model(args.output_dir / MODEL, MODEL)
-        return compare(args, model)
-    except KVTierError as error:
-        print(f"compare: {error}", file=sys.stderr)
-        return 2
+    return run_command("compare", "Peers and kvtier, side by side.", _add_arguments, _run_all, argv)
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="kvtier.bench.compare", description="Peers and kvtier, side by side."
-    )
+def _run_all(args: argparse.Namespace) -> int:
+    with terminable():
+        return compare(args, make_model(args.output_dir / MODEL, MODEL))
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--arms",
-        type=_arms,
+        type=names_in(CONTENDERS),
         default=list(CONTENDERS.values()),
         help=f"of {','.join(CONTENDERS)} (default: all)",
     )
@@ -89,7 +86,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="a file to lock while an arm runs, for machines that others use too",
     )
     parser.set_defaults(repeat_count=1, repeat_mode="tile", hit_miss_ratio=(1, 0), shuffle_seed=0)
-    return parser.parse_args(argv)
 
 
 def _documents(text: str) -> int:
@@ -98,18 +94,9 @@ def _documents(text: str) -> int:
     return int(text)
 
 
-def _arms(text: str) -> list[Contender]:
-    unknown = [name for name in text.split(",") if name not in CONTENDERS]
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            f"unknown arm {', '.join(unknown)}; known: {', '.join(CONTENDERS)}"
-        )
-    return [CONTENDERS[name] for name in text.split(",")]
-
-
 def compare(args: argparse.Namespace, model: Path) -> int:
-    """Run all arms, in turns; results are written after each, so that what ran is kept. 1 when one
-    of ours failed."""
+    """Run all arms, in turns. Results are written after each, so that what ran is kept. 1 when one
+    of kvtier's arms failed."""
     kept = _Kept(args)
     reasons = {one.name: one.obstacle for one in args.arms if one.obstacle}
     token_bytes = _token_bytes(model)
@@ -144,7 +131,7 @@ def compare(args: argparse.Namespace, model: Path) -> int:
 
 
 def _limits(args: argparse.Namespace, chunk_bytes: int) -> dict[str, float]:
-    """Nothing when a tool fails: the arms can run without."""
+    """Empty when a tool fails. The arms can run without."""
     try:
         with _lock(args.lock):
             return limits.measured(args.output_dir, chunk_bytes)
@@ -165,7 +152,7 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Kept:
-    """What ran so far, here and on disk: an interrupted comparison goes on from there
+    """What ran so far, here and on disk. An interrupted comparison goes on from there
     (``--resume``)."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -200,7 +187,7 @@ def _run(args: argparse.Namespace, one: Contender, model: Path, last: bool) -> R
     shutil.rmtree(place, ignore_errors=True)
     (place / "nvme").mkdir(parents=True)
     everything = replace(
-        Workload.of(args, [0]), hit_miss=MIXED
+        Workload.of(args, [0]), hit_miss_ratio=MIXED
     )  # room for the mixed round's new documents, for all
     sizes = Sizes(everything, INFLIGHT, _BLOCK_TOKENS, _CHUNK_TOKENS, _token_bytes(model))
     with run_folder() as run, ExitStack() as ends:
@@ -226,22 +213,10 @@ def _run(args: argparse.Namespace, one: Contender, model: Path, last: bool) -> R
 def _server(
     one: Contender, model: Path, sizes: Sizes, values: Mapping[str, str], name: str
 ) -> VllmServer:
-    """Not started. ``name``: of its log, and of the file of its calls."""
+    """Not started. ``name``: that of its log, and of the file of its calls."""
     arm = Arm(one.name, one.about, keeps_all_on_gpu=one.keeps_all_on_gpu)
-    command = [
-        "--served-model-name",
-        MODEL,
-        "--dtype",
-        _DTYPE,
-        "--block-size",
-        str(_BLOCK_TOKENS),
-        "--enforce-eager",
-    ]
-    command += [
-        "--enable-prefix-caching",
-        "--enable-prompt-tokens-details",
-        *server_args(arm, sizes),
-    ]
+    command = [*shared_args(MODEL, _DTYPE, _BLOCK_TOKENS), "--enforce-eager"]
+    command += server_args(arm, sizes)
     env = {name: template.format_map(values) for name, template in one.env.items()}
     place = Path(values["place"])
     if one.connector is not None:
@@ -251,7 +226,7 @@ def _server(
         env[calls.CONNECTOR] = connector.get("kv_connector_module_path", "")
         env[calls.CALLS] = str(_calls(place, name))
         connector["kv_connector_module_path"] = calls.MODULE
-        command += ["--kv-transfer-config", json.dumps(connector, separators=(",", ":"))]
+        command += connector_args(connector)
     env["VLLM_CPU_KVCACHE_SPACE"] = str(sizes.gpu_gib(arm))
     env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = (
         "1"  # with a connector vLLM reserves other cores than without
@@ -265,7 +240,7 @@ def _calls(place: Path, name: str) -> Path:
 
 @contextmanager
 def _lock(path: Path | None) -> Iterator[None]:
-    """Machines that are shared: one arm at a time holds this file."""
+    """Hold this file while an arm runs, on a machine that others use too."""
     if path is None:
         yield
         return

@@ -1,17 +1,16 @@
 """The tiers alone, without an engine: ``python -m kvtier.bench.compare.alone``.
 
-Every arm of :mod:`kvtier.bench.compare.alone_arms` in a process of its own, all on the same kind of
-CPU tensors; every round measures the machine's limits, then every arm once, beginning with another
-one each time. A row is the median of the rounds with lowest and highest; its ``ratio`` the median
-of value / limit of the same round. An arm that cannot run is a row that says why. Results: the one
-form of bench/report.py, and a table.
+Every arm of :mod:`kvtier.bench.compare.alone_arms` runs in a process of its own, all on the same
+kind of CPU tensors. Every round measures the machine's limits, then every arm once. Another arm
+begins each time. A row is the median of the rounds with the lowest and the highest. Its ``ratio``
+is the median of value / limit of the same round. An arm that cannot run has a row that says why.
+The results have the form of bench/report.py, and there is a table.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
-import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from kvtier.bench.command import terminable
 from kvtier.bench.compare import limits
 from kvtier.bench.compare.alone_arm import (
     DURABLE,
@@ -34,6 +34,7 @@ from kvtier.bench.compare.alone_arm import (
     Sizes,
 )
 from kvtier.bench.compare.alone_arms import ARMS, Arm, Asked, running
+from kvtier.bench.flags import names_in
 from kvtier.bench.report import Row, spread, write_results
 from kvtier.core.errors import KVTierError
 
@@ -82,7 +83,7 @@ HOW = {
 
 @dataclass(slots=True)
 class Found:
-    """Of every round the limits and, by arm, what was measured; why an arm has nothing to tell."""
+    """The limits of every round, what was measured by arm, and why an arm has no result."""
 
     bounds: list[dict[str, float]] = field(default_factory=list)
     rounds: list[dict[str, dict[str, float]]] = field(default_factory=list)
@@ -98,9 +99,12 @@ class Found:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # stops what was started, as Ctrl-C does
+    with terminable():
+        return compare(args)
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Run all arms, write, print. 1 when one of kvtier's own could not run."""
     folder, sizes = args.output_dir, Sizes(chunks=args.chunks)
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -138,7 +142,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--arms",
-        type=_arms,
+        type=names_in(ARMS),
         default=list(ARMS.values()),
         help=f"of {','.join(ARMS)} (default: all)",
     )
@@ -155,15 +159,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _arms(text: str) -> list[Arm]:
-    unknown = [name for name in text.split(",") if name not in ARMS]
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            f"unknown arm {', '.join(unknown)}; known: {', '.join(ARMS)}"
-        )
-    return [ARMS[name] for name in text.split(",")]
-
-
 def measured(
     arms: Iterable[Arm],
     sizes: Sizes,
@@ -171,7 +166,7 @@ def measured(
     folder: Path,
     bounds: Callable[[], dict[str, float]],
 ) -> Found:
-    """All arms, in turns. ``folder`` is emptied, and removed in the end."""
+    """All arms, in turns. ``folder`` is emptied first, and removed in the end."""
     found = Found()
     shutil.rmtree(folder, ignore_errors=True)
     with ExitStack() as ends:
@@ -213,7 +208,7 @@ def _round(
 
 
 def _asked(found: Found, name: str, process: Asked) -> dict[str, float]:
-    """Its answer; empty when it failed."""
+    """Its answer. It is empty when the arm failed."""
     try:
         return process.answer()
     except KVTierError as error:
@@ -227,7 +222,7 @@ def _failed(found: Found, name: str, error: Exception) -> None:
 
 
 def rows(arms: Iterable[Arm], found: Found) -> list[Row]:
-    """Every arm, in order, then the machine's limits; None for what did not run."""
+    """Every arm, in order, then the machine's limits. A value is None for what did not run."""
     made = []
     for arm in arms:
         seen = found.of(arm.name)

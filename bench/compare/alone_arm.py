@@ -1,10 +1,10 @@
-"""One arm of :mod:`kvtier.bench.compare.alone` in a process of its own: what it is asked to do,
-timed.
+"""One arm of :mod:`kvtier.bench.compare.alone` in a process of its own. It times what it is asked
+to do.
 
-The same for every cache, so that none is measured in another way. The process is given its
-:class:`Setting` as its only argument, measures once to warm up (and compares every byte that it
-loads), and then once for every line it reads; each time it prints one line of JSON, metric ->
-value. Imported in peers' environments too.
+It is the same for every cache, so that all are measured in the same way. The process gets its
+:class:`Setting` as its only argument. It measures once to warm up, and compares every byte that it
+loads. Then it measures once for every line that it reads. Each time it prints one line of JSON with
+the value of each metric. It is imported in peers' environments too.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ HIT, MISS, MATCH_HIT, MATCH_MISS = (
 )
 _VOCABULARY = 150_000
 _WARM_UPS = 3
-"""After these every place has the memory it needs: pages that are touched for the first time cost
-seconds a GiB."""
+"""After so many rounds every place has the memory that it needs. Pages that are touched for the
+first time cost seconds a GiB."""
 _POLL_S = 0.0005
 PATIENCE_S = 60.0
 
 
 class WrongError(Exception):
-    """A cache did not do what it is measured for; its numbers would mean nothing."""
+    """A cache did not do what it is measured for. Its numbers would mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The engine's KV: bf16, as vLLM's CPU backend lays it out. ``chunks`` of a prompt that is
-    saved and loaded, ``looked_up`` of one that is looked up, so often; ``step_tokens``: the engine
-    saves after each step of so many."""
+    """The engine's KV: bf16, as vLLM's CPU backend lays it out. ``chunks``: of a prompt that is
+    saved and loaded. ``looked_up``: chunks of a prompt that is looked up ``look_ups`` times.
+    ``step_tokens``: the engine saves after each step of so many."""
 
     layers: int = 28
     heads: int = 2
@@ -81,8 +81,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """``place`` is the arm's own word for where it keeps chunks, ``at`` that place's folder or
-    address. ``beside``: process whose CPU time is the arm's too."""
+    """``place``: the arm's own word for where it keeps chunks. ``at``: that place's folder or
+    address. ``beside``: the process whose CPU time counts for the arm too."""
 
     place: str
     at: str = ""
@@ -100,7 +100,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Where the engine keeps its KV: an id a block, and a slot a token."""
+    """Where the engine keeps its KV: the ids of its blocks, and the slots of its tokens."""
 
     tokens: Sequence[int]
     blocks: Sequence[int]
@@ -108,41 +108,43 @@ class Prompt:
 
 
 class Cache(Protocol):
-    """What is measured. Every method raises :class:`WrongError` when less comes of it than was
-    asked for."""
+    """What is measured. Every method raises :class:`WrongError` when it did less than it was asked
+    for."""
 
     keeps_below: bool
     """Chunks lie in a tier below RAM, and loads come from there."""
     looks_up: bool
 
     def save(self, prompt: Prompt, start: int, end: int) -> None:
-        """Tokens ``start`` to ``end`` of it, which a step of the engine has computed; the others
-        were saved before."""
+        """Save tokens ``start`` to ``end`` of it, which a step of the engine has computed. The
+        others were saved before."""
         ...
 
     def settled(self) -> bool:
-        """Whether everything that was saved lies where it is kept."""
+        """Whether everything that was saved is in the place where it is kept."""
         ...
 
     def announce(self, prompt: Prompt) -> None:
-        """It will be loaded: what an engine asks before, where that saves the load something; not
-        measured."""
+        """It will be loaded. An engine asks this first, where it saves time in the load. This is
+        not measured."""
         ...
 
     def load(self, prompt: Prompt) -> None:
-        """All of it, into its blocks; where ``keeps_below``, from there and from nowhere else."""
+        """Load all of it into its blocks. Where ``keeps_below`` is set, it comes from there
+        only."""
         ...
 
     def forget(self, prompt: Prompt) -> None:
-        """Make room: not measured."""
+        """Make room. This is not measured."""
         ...
 
     def look_up(self, tokens: Sequence[int]) -> tuple[float, float | None]:
-        """Tokens of it that are held; the seconds of the match alone, where it can be had apart."""
+        """How many tokens of it are held, and the seconds of the match alone where it can be
+        separated."""
         ...
 
     def end_look_up(self) -> None:
-        """Let go of what the look-up pinned: not measured."""
+        """Release what the lookup pinned. This is not measured."""
         ...
 
 
@@ -160,11 +162,11 @@ def engine_kv(sizes: Sizes) -> torch.Tensor:
 
 
 class Turns:
-    """Measures one cache, each time with a new prompt. ``folder``: whose files are what was
-    written; None: no files.
+    """Measures one cache, each time with a new prompt. ``folder``: where the files are that were
+    written; None: there are no files.
 
-    Where chunks are kept below RAM, the prompt of the time before is loaded: the new one has taken
-        its place in RAM.
+    Where chunks are kept below RAM, the prompt of the time before is loaded, because the new one
+    has taken its place in RAM.
     """
 
     def __init__(
@@ -179,7 +181,7 @@ class Turns:
         self._known, self._unknown = (self._tokens(self._sizes.looked_up) for _ in range(2))
 
     def warm_up(self) -> dict[str, float]:
-        """As :meth:`measured`, and what comes back is what was saved. Raises WrongError."""
+        """As :meth:`measured`, and what comes back must be what was saved. Raises WrongError."""
         if self._cache.looks_up:
             where = self._blocks * -(-self._sizes.looked_up // self._sizes.chunks)
             self._save(
@@ -202,7 +204,7 @@ class Turns:
         return found
 
     def measured(self, before_load: Callable[[], object] = lambda: None) -> dict[str, float]:
-        """Metric -> GB/s, CPU seconds a GiB, milliseconds."""
+        """The metrics: GB/s, CPU seconds a GiB, and milliseconds."""
         prompt = self._new_prompt()
         found = self._timed_save(prompt)
         before_load()
@@ -226,7 +228,7 @@ class Turns:
         return self._speeds(seconds) | {SAVE_CPU: cpu * GIB / self._sizes.prompt_bytes}
 
     def _save(self, prompt: Prompt) -> float:
-        """Seconds that the calls took; returns when all of it lies where it is kept."""
+        """Seconds that the calls took. It returns when all is in the place where it is kept."""
         begun = time.perf_counter()
         for start in range(0, len(prompt.tokens), self._sizes.step_tokens):
             self._cache.save(
@@ -276,7 +278,7 @@ class Turns:
     # ---- prompts ---------------------------------------------------------------------------------
 
     def _new_prompt(self) -> Prompt:
-        """Nobody has seen its tokens. Its blocks lie about, as after some hours of an engine."""
+        """A prompt with new tokens. Its blocks are scattered, as after some hours of an engine."""
         return self._prompt(self._tokens(self._sizes.chunks), self._blocks)
 
     def _prompt(self, tokens: Sequence[int], blocks: Sequence[int]) -> Prompt:
@@ -292,7 +294,7 @@ class Turns:
 
 
 def _flush(folder: Path) -> None:
-    """What the disk itself still has in its cache, and what the system knows of the files."""
+    """Write out what the system and the disk still have of the files in their caches."""
     for file in (one for one in folder.rglob("*") if one.is_file()):
         fd = os.open(file, os.O_RDONLY)
         try:
@@ -310,7 +312,7 @@ Opened = Callable[[Setting, torch.Tensor], AbstractContextManager[tuple[Cache, P
 
 
 def serve(opened: Opened) -> None:
-    """Be the arm's process: until its input ends."""
+    """Be the arm's process until its input ends."""
     setting = Setting.of(sys.argv[1])
     torch.manual_seed(1)
     with _answers() as answer:
@@ -325,8 +327,8 @@ def serve(opened: Opened) -> None:
 
 @contextmanager
 def _answers() -> Iterator[Callable[[Any], None]]:
-    """How to answer: by the output that this process was given, which nobody else writes to from
-    here on."""
+    """How to answer: on the output that this process was given. Nothing else writes to it from now
+    on."""
     with os.fdopen(os.dup(1), "w", buffering=1) as out:
         os.dup2(2, 1)
         yield lambda said: print(json.dumps(said), file=out)

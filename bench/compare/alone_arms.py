@@ -1,4 +1,4 @@
-"""Who is measured alone, without an engine, and how each one's process is started, asked and
+"""The arms that are measured without an engine, and how each one's process is started, asked and
 ended."""
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _TCP = {SAVE: MEMCPY, WRITE: REDIS_TCP.replace("GET", "SET"), LOAD: REDIS_TCP}
 _KEEP_MEMORY = dict.fromkeys(
     ("MALLOC_CONF", "JE_MALLOC_CONF"), "dirty_decay_ms:-1,muzzy_decay_ms:-1"
 )
-"""For Redis, under either name its allocator may have: what is deleted between rounds is used
-again, as it is in a full Redis; pages that went back to the system cost a virtual machine seconds a
+"""For Redis, under both names that its allocator may have. Memory that is deleted between rounds is
+used again, as in a full Redis. Pages that went back to the system cost a virtual machine seconds a
 GiB."""
 _ANSWER_S, _END_S = 180.0, 10.0
 _REASON_CHARACTERS = 400
 
 
 class ArmError(KVTierError):
-    """An arm's process ended or gave no answer; the message is the end of its log."""
+    """An arm's process ended or gave no answer. The message is the end of its log."""
 
 
 Place = Callable[[Path, Sizes], AbstractContextManager[tuple[str, int | None]]]
-"""Opens where an arm keeps chunks, for a block: its folder or address, and the process whose CPU
-time is the arm's."""
+"""Opens the place where an arm keeps chunks, for a block: its folder or address, and the process
+whose CPU time counts for the arm too."""
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def _folder(folder: Path, sizes: Sizes) -> Iterator[tuple[str, None]]:
 
 @contextmanager
 def _redis(folder: Path, sizes: Sizes, *, tcp: bool) -> Iterator[tuple[str, int]]:
-    from kvtier.bench.micro.redis import redis_server
+    from kvtier.bench.redis_server import redis_server
 
     with redis_server(_KEEP_MEMORY) as (port, path, pid):
         yield f"redis://127.0.0.1:{port}" if tcp else f"unix://{path}", pid
@@ -82,9 +82,9 @@ def _server(folder: Path, sizes: Sizes) -> Iterator[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """``like``: whose environment it runs in, and why it cannot. ``limits``: metric -> what the
-    machine can do at best;
-    ``asked``: metric -> milliseconds that kvtier sets itself."""
+    """``like``: the arm in whose environment it runs, and whose obstacles it has. ``limits``: what
+    the machine can do at best, by metric. ``asked``: milliseconds that kvtier asks of itself, by
+    metric."""
 
     name: str
     about: str
@@ -191,7 +191,7 @@ ARMS = {
 
 
 class Asked:
-    """One arm's process, which answers one at a time."""
+    """One arm's process. It answers one question at a time."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process, self._log = process, log
@@ -204,7 +204,7 @@ class Asked:
             self._process.stdin.flush()
 
     def answer(self) -> dict[str, float]:
-        """What was measured; metric -> value. Raises ArmError."""
+        """What was measured: the value of each metric. Raises ArmError."""
         out = self._process.stdout
         assert out is not None
         if not select.select([out], [], [], _ANSWER_S)[0]:
@@ -223,10 +223,10 @@ class Asked:
 
 @contextmanager
 def running(arm: Arm, sizes: Sizes, folder: Path) -> Iterator[Asked]:
-    """The arm's process and what stands beside it, for the block. Its first answer comes unasked:
-    the warm-up.
+    """The arm's process and its companion, for the block. Its first answer, the warm-up, comes
+    without a question.
 
-    ``folder``: new, of its own, on the disk that is measured. Raises KVTierError, OSError.
+    ``folder``: a new one on the disk that is measured. Raises KVTierError, OSError.
     """
     folder.mkdir(parents=True)
     env = [f"{name}={value}" for name, value in arm.like.env.items() if "{" not in value]

@@ -1,6 +1,5 @@
-"""kvtier's arms of :mod:`kvtier.bench.compare.alone`: what ``assemble`` makes of a configuration,
-used as the vLLM connector uses it, all in one process.
-"""
+"""kvtier's arms of :mod:`kvtier.bench.compare.alone`. They are what ``assemble`` makes of a
+configuration, used in one process as the vLLM connector uses it."""
 
 from __future__ import annotations
 
@@ -113,8 +112,8 @@ class Kvtier:
 
 @contextmanager
 def opened(setting: Setting, kv: torch.Tensor) -> Iterator[tuple[Kvtier, Path | None]]:
-    """The cache, with the product's defaults but for sizes: where chunks are kept below RAM, that
-    has room for one prompt only, and what is below for two."""
+    """The cache with the product's defaults except for sizes. Where chunks are kept below RAM, RAM
+    has room for one prompt only, and the lower tier for two."""
     sizes = setting.sizes
     paged = PagedBlocks(
         regions_of({f"layer.{number}": layer for number, layer in enumerate(kv)}, sizes.blocks),
@@ -153,7 +152,7 @@ def _keys(setting: Setting, layout: ChunkLayout) -> dict[str, Any]:
 
 
 def ram_bytes(sizes: Sizes, slot_bytes: int) -> int:
-    """Of an arm that has nothing below RAM: everything fits, what is looked up too."""
+    """For an arm that has no tier below RAM. Everything fits, also what is looked up."""
     return (sizes.chunks + sizes.looked_up) * slot_bytes
 
 

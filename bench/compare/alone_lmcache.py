@@ -1,9 +1,9 @@
 """LMCache's arms of :mod:`kvtier.bench.compare.alone`: its engine in one process, in its own
 environment.
 
-At its best: its quickest hash (``builtin``, PYTHONHASHSEED=0), direct I/O, torch on all cores; our
-    copier, as it has
-none for CPU tensors.
+It has the settings with which it is fastest: its quickest hash (``builtin``, PYTHONHASHSEED=0),
+direct I/O, and torch on all cores. The copier is this benchmark's, because LMCache has none for CPU
+tensors.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from kvtier.bench.compare.lmcache_cpu import BlockCopies
 RAM, DISK, REDIS = "ram", "disk", "redis"
 _SPARE_CHUNKS = 8
 _DISK_GIB = 1024.0
-"""It reserves nothing; what is removed is counted as there for good (0.5.6), so that a tight bound
+"""LMCache reserves nothing. It counts what is removed as still there (0.5.6), so that a tight bound
 evicts."""
 _REDIS_NAMES = ("kv_bytes", "metadata")
-"""Ends of the two names that a chunk has in Redis."""
+"""The ends of the two names that a chunk has in Redis."""
 
 
 class LMCache:
@@ -63,7 +63,7 @@ class LMCache:
         return not (self._place == DISK and backends["LocalDiskBackend"].disk_worker.put_tasks)
 
     def announce(self, prompt: Prompt) -> None:
-        """Its retrieve takes from a look-up where the chunks are."""
+        """Its retrieve takes the places of the chunks from a lookup."""
         if self._engine.lookup(prompt.tokens, lookup_id=_name(prompt), pin=True) != len(
             prompt.tokens
         ):
@@ -95,7 +95,7 @@ class LMCache:
         self._names -= self._redis.delete(*(key + end for key in keys for end in _REDIS_NAMES))
 
     def look_up(self, tokens: Sequence[int]) -> tuple[float, float | None]:
-        """Pins what it finds, as its vLLM connector asks it to."""
+        """Pins what it finds, as LMCache's vLLM connector does."""
         held = self._engine.lookup(tokens, lookup_id="alone", pin=True)
         return held, None
 

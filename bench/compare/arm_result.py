@@ -1,5 +1,5 @@
-"""What the comparison's rounds amount to for each arm: medians over rounds, held against the other
-arms. Pure."""
+"""The results of each arm: medians over the comparison's rounds, compared with the other arms.
+Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvtier.bench.client import answers
 from kvtier.bench.compare.contenders import Contender
 from kvtier.bench.compare.measures import (
     Again,
@@ -21,34 +22,33 @@ from kvtier.bench.compare.measures import (
     throughput,
 )
 from kvtier.bench.long_doc_qa.arms import GPU_HIT, NONE
-from kvtier.bench.long_doc_qa.report import answers
 
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
-    """One arm over all rounds; seconds. ``load_costs``: of each pair, what a hit costs more than
-    one in vLLM's own cache; ``load_cost``: their median.
+    """One arm over all rounds. Times are seconds.
 
-    ``fill``: prompt tokens a second when nothing can be reused. ``cpu_gib``: CPU seconds for each
-      GiB of hits, beyond
-    those of answers from vLLM's own cache.
-    ``look_ups``: of each loaded ask, the first question to the connector until its definite answer;
-      ``cold_look_ups``:
-    the same when nothing is held. ``in_connector``: of each pair, by how much longer the engine was
-    in its connector;
-    ``calls``: the same by entry point. ``filling``: of the engine for each prompt token of the
-      fill, by entry point.
-    ``mixed``: prompt tokens a second when half of the documents are new; ``mixed_cached``: the part
-      of them served.
-    ``memory``: bytes of RAM beyond those of the engine alone; ``beyond_budget``: and beyond what
-      the arm was given.
-    ``load_speed``: GB/s, were loading the bytes all of the load cost; ``save_speed``: were saving
-      them all that the
-    engine does in its connector while it fills. ``second``, ``restart``: the last ones.
-    ``times_ours``: this load cost as a multiple of that of the kvtier arm it is held against; above
-      1: ours is less.
-    ``cached``: part of the prompt tokens that was served from a cache. ``differing``: answers
-      unlike those of ``none``.
+    Attributes:
+        load_costs: of each pair, what a hit costs beyond one in vLLM's own cache. ``load_cost`` is
+            their median.
+        fill: prompt tokens a second when nothing can be reused.
+        cpu_gib: CPU seconds for each GiB of hits, beyond those of answers from vLLM's own cache.
+        look_ups: of each request with a load, from the first question to the connector to its
+            definite answer. ``cold_look_ups``: the same when nothing is held.
+        in_connector: of each pair, by how much longer the engine was in its connector. ``calls``:
+            the same by entry point.
+        filling: the engine's time for each prompt token of the fill, by entry point.
+        mixed: prompt tokens a second when half of the documents are new. ``mixed_cached``: the part
+            of them that was served.
+        memory: bytes of RAM beyond those of the engine alone. ``beyond_budget``: bytes beyond those
+            and what the arm was given.
+        load_speed: GB/s, if moving the bytes were all of the load cost. ``save_speed``: GB/s, if
+            saving them were all that the engine does in its connector during the fill.
+        second, restart: the last ones.
+        times_ours: this load cost as a multiple of that of the kvtier arm with which it is
+            compared. Above 1, kvtier's is less.
+        cached: the part of the prompt tokens that was served from a cache.
+        differing: answers unlike those of ``none``.
     """
 
     arm: str
@@ -119,8 +119,8 @@ def median(values: Sequence[float]) -> float | None:
 def arm_results(
     arms: Sequence[Contender], runs: Sequence[Run], token_bytes: int = 0
 ) -> dict[str, ArmResult]:
-    """By arm, of those that ran and had an answer. ``token_bytes`` of KV; 0: what is told by the
-    byte is not told."""
+    """By arm, for those that ran and had an answer. ``token_bytes``: those of KV. Where it is 0,
+    values by the byte are left out."""
     by_arm = {one.name: [run for run in runs if run.arm == one.name and run.ttft] for one in arms}
     by_arm = {name: found for name, found in by_arm.items() if found}
     reference = _reference(by_arm[NONE], runs) if NONE in by_arm else None
@@ -138,7 +138,7 @@ def arm_results(
 def ours(
     one: ArmResult, found: Mapping[str, ArmResult], arms: Sequence[Contender]
 ) -> ArmResult | None:
-    """The kvtier arm it is held against."""
+    """The kvtier arm with which it is compared."""
     like = next(arm.like for arm in arms if arm.name == one.arm)
     return found.get(like) if like is not None else None
 
@@ -146,8 +146,8 @@ def ours(
 def _reference(
     bare: Sequence[Run], runs: Sequence[Run]
 ) -> dict[tuple[int, int], tuple[int, ...] | str]:
-    """What ``none`` answered first to each question; to those that it is not asked, what another
-    arm answered when nothing was cached."""
+    """What ``none`` answered first to each question. For questions that it is not asked: what
+    another arm answered when nothing was cached."""
     found: dict[tuple[int, int], tuple[int, ...] | str] = {}
     for run in bare:
         found = answers(run.answered) | found
@@ -183,7 +183,7 @@ def _arm_result(
 
 
 def _answers(run: Run) -> Iterator[tuple[tuple[int, int], object]]:
-    """Of all rounds; a question that is asked in two is there twice."""
+    """Of all rounds. A question that is asked in two rounds is there twice."""
     for outcomes in run.compared:
         yield from answers(outcomes).items()
 

@@ -19,7 +19,7 @@ _START_S = 120.0
 def beside(
     one: Contender, values: Mapping[str, str], run: Path, log: Path
 ) -> AbstractContextManager[int]:
-    """Run the arm's companion for as long as the block. Raises as
+    """Run the arm's companion during the block. Raises as
     :func:`kvtier.bench.companion.companion`."""
     command = [word.format_map(values) for word in one.beside]
     env = filled(one.beside_env, values)

@@ -1,13 +1,13 @@
-"""How long an engine is in its KV connector: any connector of vLLM's, with its entry points timed.
+"""How long an engine is in its KV connector. The entry points of any connector of vLLM's are timed.
 
-The engine imports this as ``kv_connector_module_path``: a class asked for by name is a subclass, of
-the same name, of the real one, which is looked for in the module that :data:`CONNECTOR` names, or,
-where that is empty, in vLLM's registry. The process of the scheduler and that of the worker each
-append a line of JSON for every step to the file that :data:`CALLS` names; :func:`read` reads them.
-What a connector does on threads or in processes of its own is not in it: it is not the engine that
-waits.
+The engine imports this module as ``kv_connector_module_path``. A class that is asked for by name is
+a subclass, with the same name, of the real one. The real one is in the module that
+:data:`CONNECTOR` names, or in vLLM's registry where that is empty. The scheduler's process and the
+worker's process each append a line of JSON for every step to the file that :data:`CALLS` names.
+:func:`read` reads the lines. What a connector does on threads or in other processes does not count,
+because the engine does not wait for it.
 
-Imported in every arm's environment, so nothing but the standard library is imported here.
+Every arm's environment imports this module, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any
 
 MODULE = "kvtier.bench.compare.calls"
 CONNECTOR, CALLS = "COMPARE_CONNECTOR", "COMPARE_CALLS"
-"""Environment variables: the real connector's module; the file."""
+"""Environment variables: the real connector's module, and the file."""
 _LOOK_UP = "get_num_new_matched_tokens"
 _STEP_ENDS = ("take_events", "clear_connector_metadata")
-"""What vLLM's scheduler and its worker call once a step, after everything else."""
+"""What vLLM's scheduler and its worker call once in a step, after everything else."""
 ENTRIES = (
     # Of the scheduler's half.
     "on_new_request",
@@ -60,16 +60,14 @@ ENTRIES = (
     "build_connector_worker_meta",
     "clear_connector_metadata",
 )
-"""What an engine's step calls of ``KVConnectorBase_V1``, in vLLM 0.32."""
+"""What an engine's step calls of ``KVConnectorBase_V1`` in vLLM 0.32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One half's. ``at``: when it ended, by ``time.perf_counter``, which all processes of a machine
-    share: before what
-    it answered is sent. ``calls``: seconds by entry point. ``look_ups``: seconds from a request's
-      first question to
-    its definite answer."""
+    """The calls of one half in one step. ``at``: when it ended, by ``time.perf_counter``, which all
+    processes of a machine share. That is before its answer is sent. ``calls``: seconds by entry
+    point. ``look_ups``: seconds from a request's first question to its definite answer."""
 
     at: float
     calls: Mapping[str, float]
@@ -77,7 +75,7 @@ class Step:
 
 
 def read(path: Path) -> list[Step] | None:
-    """The steps in this file; None where there is none, or no steps in it."""
+    """The steps in this file; None where there is no file, or no steps in it."""
     try:
         return [
             Step(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()
@@ -87,7 +85,7 @@ def read(path: Path) -> list[Step] | None:
 
 
 def __getattr__(name: str) -> Any:
-    """The timed class of a connector. Raises AttributeError for what is no name of a class."""
+    """The timed class of a connector. Raises AttributeError for a name that is no class."""
     if not name[:1].isupper():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -104,7 +102,7 @@ def __getattr__(name: str) -> Any:
 
 
 def timed(real: type, base: type, spent: Spent) -> type:
-    """A subclass of ``real`` whose entry points are timed, but those that it has from ``base``,
+    """A subclass of ``real`` whose entry points are timed, except those that it has from ``base``,
     which do nothing."""
     own = {
         name
@@ -124,7 +122,7 @@ def timed(real: type, base: type, spent: Spent) -> type:
 
 @dataclass(slots=True)
 class Spent:
-    """What this process spent since the last line. One thread: the engine's."""
+    """What this process spent since the last line. It has one thread, the engine's."""
 
     path: Path
     file: int = -1
@@ -134,7 +132,7 @@ class Spent:
     look_ups: list[float] = field(default_factory=list)
 
     def write(self) -> None:
-        """The line is whole when a reader sees it: one write of an appending file."""
+        """Append a line by one write, so that it is whole when a reader sees it."""
         if self.file < 0:
             self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         line = json.dumps(
@@ -145,7 +143,7 @@ class Spent:
 
 
 def _timed(name: str, call: Callable[..., Any], spent: Spent) -> Callable[..., Any]:
-    """Outermost calls count; what one entry point calls of another is in its own time."""
+    """Time outermost calls. What one entry point calls of another counts as its own time."""
 
     @functools.wraps(call)
     def outer(*args: Any, **more: Any) -> Any:

@@ -1,11 +1,10 @@
-"""Who is compared: vLLM alone, vLLM's own offloading, LMCache, kvtier. Each is a vLLM server and
-what its row says.
+"""What is compared: vLLM alone, vLLM's own offloading, LMCache and kvtier. Each is a vLLM server
+and what its row says.
 
-One memory budget: an arm named for RAM may hold every document in RAM; one named for a lower place
-    may hold the
-requests in flight in RAM, and every document below. Peers have the settings that were found to be
-best for them on a CPU; where the copies between vLLM's cache and a peer's memory are not the peer's
-own code, ``note`` says so.
+All have one memory budget. An arm named for RAM may hold every document in RAM. An arm named for a
+lower place may hold the requests in flight in RAM, and every document below. Peers have the
+settings that were found to be best for them on a CPU. Where the copies between vLLM's cache and a
+peer's memory are not the peer's own code, ``note`` says so.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ class Contender:
 
     Attributes:
         connector: vLLM's ``--kv-transfer-config`` without what all have; None: no connector.
-        like: the kvtier arm whose load cost this arm's is held against.
+        like: the kvtier arm with whose load cost this arm's is compared.
         yaml: LMCache's file.
-        peer: name of the environment it runs in; None: ours.
-        beside, beside_env, health: a process of its own, ready when it listens at ``{run}/sock``,
-            or when ``health`` (a URL) answers.
-        limit: what its loads are held against, of :mod:`kvtier.bench.compare.limits`; empty: it
-            loads nothing.
+        peer: the name of the environment in which it runs; None: kvtier's.
+        beside, beside_env, health: a companion's process. It is ready when it listens at
+            ``{run}/sock``, or when ``health`` (a URL) answers.
+        limit: with what its loads are compared, of :mod:`kvtier.bench.compare.limits`. It is empty
+            where nothing is loaded.
         ram: which of :func:`names` are its budget of RAM.
-        alone: why a second engine cannot have what the first one cached, where it is so by design.
+        alone: why a second engine cannot have what the first one cached, where that is by design.
         cannot: why it is not run at all.
     """
 
@@ -79,7 +78,7 @@ class Contender:
 
     @property
     def outlives(self) -> bool:
-        """Whether what it caches may outlive the engine's process: it lies on a disk or in another
+        """Whether what it caches may outlive the engine's process, on a disk or in another
         process."""
         return bool(self.beside) or self.limit == DISK_READ
 
@@ -266,7 +265,7 @@ CONTENDERS: dict[str, Contender] = {
 
 
 def names(sizes: Sizes, place: Path, run: Path, ports: tuple[int, int, int]) -> dict[str, str]:
-    """What templates may name. ``place``: the arm's folder; ``run``: that of its companion's
+    """What templates may name. ``place``: the arm's folder. ``run``: the folder of its companion's
     socket."""
     own = sizes.names(place / "nvme", run)
     byte_counts = {
@@ -288,7 +287,7 @@ def names(sizes: Sizes, place: Path, run: Path, ports: tuple[int, int, int]) -> 
 
 
 def rendered(template: Any, values: Mapping[str, str]) -> Any:
-    """``template`` with every string in it filled in; one that is nothing but a number becomes that
+    """``template`` with every string in it filled in. A string that is only a number becomes that
     number."""
     if isinstance(template, Mapping):
         return {key: rendered(value, values) for key, value in template.items()}

@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured beside the arms: one memcpy, the bare disk, the bare
+"""What this machine can do at best, measured with the arms: one memcpy, the bare disk, and the bare
 Redis server.
 
 Each takes a few seconds at most. Redis's limits are left out where its programs are not installed.
@@ -29,7 +29,7 @@ HOW = {
     "redis": "redis-benchmark, two connections, values of 1 MiB, best of three",
 }
 _TURNS = 3
-"""Of what is quick and varies much; the best counts."""
+"""How often a quick measurement that varies much is repeated. The best counts."""
 _MEMCPY_BYTES = 512 << 20
 _FILE_BYTES, _BUFFERS, _FIO_S, _THREADS = 448 << 20, 16, 1.5, 2
 _PART_BYTES, _PARTS = 1 << 20, 128
@@ -37,12 +37,12 @@ _PATIENCE_S = 30.0
 
 
 def measured(folder: Path, chunk_bytes: int) -> dict[str, float]:
-    """Limit -> GB/s. ``folder``: on the disk that the arms write to."""
+    """The limits in GB/s. ``folder``: one on the disk to which the arms write."""
     return {MEMCPY: memcpy(chunk_bytes)} | disk(folder, chunk_bytes) | redis()
 
 
 def rows(found: Sequence[Mapping[str, float]]) -> list[Row]:
-    """A row a limit, over the rounds."""
+    """A row for each limit, over the rounds."""
     names = list(dict.fromkeys(name for one in found for name in one))
     made = []
     for name in names:
@@ -58,7 +58,7 @@ def medians(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def memcpy(chunk_bytes: int) -> float:
-    """GB/s, pieces of a chunk, over more bytes than any cache holds."""
+    """GB/s of pieces of a chunk, over more bytes than any CPU cache holds."""
     size = -(-_MEMCPY_BYTES // chunk_bytes) * chunk_bytes
     with mmap.mmap(-1, size) as source, mmap.mmap(-1, size) as target:
         here, there = (ctypes.c_char.from_buffer(one) for one in (source, target))
@@ -76,7 +76,8 @@ def memcpy(chunk_bytes: int) -> float:
 
 
 def disk(folder: Path, chunk_bytes: int) -> dict[str, float]:
-    """Direct writes, then reads of the same file; it is removed. The bytes are incompressible."""
+    """Direct writes, then reads of the same file, which is then removed. The bytes are
+    incompressible."""
     file = folder / "limit"
     count = -(-_FILE_BYTES // chunk_bytes)
     told = dict[str, float]()
@@ -90,8 +91,8 @@ def disk(folder: Path, chunk_bytes: int) -> dict[str, float]:
 
 
 def _own_disk(file: Path, chunk_bytes: int, count: int) -> dict[str, float]:
-    """From and into huge pages: in scattered small ones, fio's own, the same disk moves half as
-    much."""
+    """From and into huge pages. With fio's own buffers, which are scattered small pages, the same
+    disk moves half as much."""
     buffers = make_buffers(_BUFFERS, chunk_bytes, huge=True)
     found: dict[str, float] = {DISK_WRITE: 0.0, DISK_READ: 0.0}
     with raw_disk(file, chunk_bytes, count) as works:
@@ -127,10 +128,11 @@ def _fio(file: Path, chunk_bytes: int, count: int, name: str) -> float:
 
 
 def redis() -> dict[str, float]:
-    """GET and SET over a Unix socket and TCP; nothing where Redis's programs are not installed."""
+    """GET and SET over a Unix socket and over TCP. Empty where Redis's programs are not
+    installed."""
     if not shutil.which("redis-benchmark") or not shutil.which("redis-server"):
         return {}
-    from kvtier.bench.micro.redis import redis_benchmark, redis_server
+    from kvtier.bench.redis_server import redis_benchmark, redis_server
 
     found: dict[str, float] = {}
     with redis_server() as (port, path, _), _explained("redis-benchmark"):
@@ -147,7 +149,7 @@ def redis() -> dict[str, float]:
 
 @contextmanager
 def _explained(program: str) -> Iterator[None]:
-    """Raises OSError when the program fails: an arm's number would have no limit without a
+    """Raises OSError when the program fails. An arm's number would otherwise lack a limit without a
     reason."""
     try:
         yield

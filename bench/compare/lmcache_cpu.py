@@ -1,9 +1,10 @@
-"""LMCache's in-engine connector on vLLM's CPU backend: the copier that LMCache 0.5.6 does not have.
+"""LMCache's in-engine connector on vLLM's CPU backend, with the copier that LMCache 0.5.6 does not
+have.
 
-``CreateGPUConnector`` raises ``No supported cpu connector found`` there; this puts ours in its
-place and changes nothing else. Its speed is ours and torch's, not LMCache's, so it is as quick as
-we could make it: one gather and one strided copy a layer and chunk, where tokens lie in whole
-blocks. Imported in LMCache's own environment only.
+``CreateGPUConnector`` raises ``No supported cpu connector found`` there. This module puts this
+benchmark's copier in its place and changes nothing else. Its speed is torch's and this copier's,
+not LMCache's. So it is as quick as possible: one gather and one strided copy for each layer and
+chunk, where tokens lie in whole blocks. Only LMCache's own environment imports it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 
 
 class BlockCopies(GPUConnectorInterface):  # type: ignore[misc]  # Any to mypy
-    """LMCache's (2, layers, tokens, hidden) <-> vLLM's CPU layers (blocks, heads, block tokens,
-    keys and values)."""
+    """Copies between LMCache's (2, layers, tokens, hidden) and vLLM's CPU layers (blocks, heads,
+    block tokens, keys and values)."""
 
     def __init__(self, metadata: Any) -> None:
         layers, _, _, heads, size = metadata.kv_shape
@@ -40,7 +41,7 @@ class BlockCopies(GPUConnectorInterface):  # type: ignore[misc]  # Any to mypy
             _paged(tensor, layer, kv, len(blocks), block).copy_(_split(kv[blocks]))
 
     def to_gpu(self, memory_obj: Any, start: int, end: int, **more: Any) -> None:
-        """Tokens that vLLM holds itself stay as they are: others read them."""
+        """Tokens that vLLM holds itself stay as they are, because other requests read them."""
         self.initialize_kvcaches_ptr(**more)
         tensor = memory_obj.tensor
         blocks, block = _blocks(more["slot_mapping"][start:end], self.kvcaches[0].shape[2])
@@ -70,8 +71,8 @@ class LMCacheOnCPU(LMCacheConnectorV1Dynamic):  # type: ignore[misc]  # Any to m
 
 
 def _blocks(slots: Any, block: int) -> tuple[Any, int]:
-    """Block ids of tokens that fill whole blocks. Raises ValueError for others: the comparison's
-    chunks always do."""
+    """The block ids of tokens that fill whole blocks. Raises ValueError for others. The
+    comparison's chunks always do."""
     if len(slots) % block or int(slots[0]) % block:
         raise ValueError(
             f"{len(slots)} tokens from slot {int(slots[0])} are not whole blocks of {block}"
@@ -80,12 +81,12 @@ def _blocks(slots: Any, block: int) -> tuple[Any, int]:
 
 
 def _paged(tensor: Any, layer: int, kv: Any, count: int, block: int) -> Any:
-    """One layer of LMCache's tensor seen as (2, blocks, heads, block tokens, head size)."""
+    """One layer of LMCache's tensor as (2, blocks, heads, block tokens, head size)."""
     heads = kv.shape[1]
     return tensor[:, layer].view(2, count, block, heads, -1).transpose(2, 3)
 
 
 def _split(blocks: Any) -> Any:
-    """vLLM's blocks seen the same way."""
+    """vLLM's blocks in the same shape."""
     count, heads, block, both = blocks.shape
     return blocks.view(count, heads, block, 2, both // 2).permute(3, 0, 1, 2, 4)

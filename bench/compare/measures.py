@@ -9,18 +9,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from kvtier.bench.client import Outcome
 from kvtier.bench.compare.calls import Step
-from kvtier.bench.long_doc_qa.client import Outcome
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """RAM of an arm's engine and companion after the query round; bytes.
+    """RAM of an arm's engine and companion after the query round, in bytes.
 
-    ``touched``: their own pages, shared ones counted once; no page cache. ``untouched``: the pages
-      of large mappings
-    that nobody has used yet. ``budget``: what the arm was allowed for what it caches (Redis: what
-      it says it uses).
+    ``touched``: their own pages and shared ones, which count once, without the page cache.
+    ``untouched``: the pages of large mappings that are not used yet. ``budget``: what the arm was
+    allowed for its cache (for Redis, what it says that it uses).
     """
 
     touched: int
@@ -28,13 +27,13 @@ class Memory:
     budget: int
 
     def beyond(self, bare: Memory) -> int:
-        """More than the engine alone (``bare``), in pages that are there."""
+        """Bytes beyond the engine alone (``bare``), in pages that are present."""
         return self.touched - bare.touched
 
     def beyond_budget(self, bare: Memory) -> int:
-        """And more than the budget. A pool whose pages come with use has used less of its budget by
-        what it has not touched: held against all of it, the arm would have that much room to hide
-        in."""
+        """Bytes beyond the budget too. A pool whose pages come with use has used less of its budget
+        by what it has not touched. Compared with all of the budget, the arm could hide that
+        much."""
         spared = max(0, self.untouched - bare.untouched)
         return self.beyond(bare) - max(0, self.budget - spared)
 
@@ -43,10 +42,10 @@ class Memory:
 class Again:
     """Every document asked about once more, by an engine that has seen none of them: the one that
     was stopped and started again, or a second one beside the first. The arm's companion and its
-    folder stayed as they were.
+    folder stay as they are.
 
     ``ready_s``: from the start of the process until it answers. ``error``: why it could not be
-      measured.
+    measured.
     """
 
     ready_s: float = 0.0
@@ -59,7 +58,7 @@ class Again:
 
     @property
     def first(self) -> float | None:
-        """TTFT of the very first question; seconds."""
+        """TTFT of the very first question, in seconds."""
         return self.outcomes[0].ttft if self.outcomes else None
 
     @property
@@ -74,13 +73,13 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What one answer took, from the answer before it until the engine rested; seconds.
+    """What one answer took, from the answer before it until the engine was idle, in seconds.
 
-    ``cpu_s``: CPU seconds of the engine's and its companion's processes. ``calls``: of the engine
-      in its connector, by
-    entry point (:mod:`kvtier.bench.compare.calls`). ``look_up_s``: from the first question to the
-    connector, what it holds of the prompt, to a definite answer; where an arm answers when it has
-    fetched it from a lower place, that is in it. None: not measured.
+    ``cpu_s``: CPU seconds of the engine's and its companion's processes. ``calls``: the engine's
+    seconds in its connector, by entry point (:mod:`kvtier.bench.compare.calls`). ``look_up_s``:
+    from the first question to the connector, what it holds of the prompt, to a definite answer. It
+    includes the time to fetch the prompt from a lower place, where an arm answers only after that.
+    None: not measured.
     """
 
     cpu_s: float | None
@@ -94,8 +93,8 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A question whose document had to be loaded, and one whose document was in vLLM's own cache
-    since."""
+    """A question whose document had to be loaded, and then one whose document was in vLLM's own
+    cache."""
 
     loaded: Outcome
     warm: Outcome
@@ -104,13 +103,13 @@ class Pair:
 
     @property
     def cost(self) -> float:
-        """By how much the first was slower to its first token; seconds."""
+        """By how much longer the first took to its first token, in seconds."""
         assert self.loaded.ttft is not None and self.warm.ttft is not None
         return self.loaded.ttft - self.warm.ttft
 
     @property
     def more_cpu_s(self) -> float | None:
-        """By how many CPU seconds the first took more."""
+        """How many more CPU seconds the first took."""
         if (
             self.load is None
             or self.rest is None
@@ -122,7 +121,7 @@ class Pair:
 
     @property
     def in_connector(self) -> float | None:
-        """By how much longer the engine was in its connector; seconds."""
+        """By how much longer the engine was in its connector, in seconds."""
         if (
             self.load is None
             or self.rest is None
@@ -135,7 +134,8 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A median over pairs, and between which of them the true one lies in 19 cases of 20."""
+    """A median over pairs, and the two values between which the true median lies in 19 cases of
+    20."""
 
     value: float
     low: float
@@ -144,16 +144,17 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One arm in one round of the comparison; ``outcomes`` are those of its query round.
+    """One arm in one round of the comparison. ``outcomes`` are those of its query round. None and
+    empty mean: not measured.
 
-    ``fill``: prompt tokens a second of the round before, in which nothing could be reused;
-      ``fill_tokens``,
-    ``fill_efforts``: its prompt tokens, and what its answers took. ``pairs``: in turn a question
-      whose document has to
-    be loaded, and one whose document is in vLLM's own cache since then; ``pair_efforts``: what
-    these took. ``mixed``: a round in which each document is followed by one that was never seen.
-    ``second``: what another engine beside this one found; ``restart``: what this one found after a
-    restart. None and empty: not measured.
+    Attributes:
+        fill: prompt tokens a second of the round before, in which nothing could be reused.
+            ``fill_tokens``, ``fill_efforts``: its prompt tokens, and what its answers took.
+        pairs: in turn a question whose document has to be loaded, and one whose document is then in
+            vLLM's own cache. ``pair_efforts``: what these took.
+        mixed: a round in which a document that was never seen follows each document.
+        second: what another engine beside this one found.
+        restart: what this one found after a restart.
     """
 
     arm: str
@@ -170,7 +171,7 @@ class Run:
 
     @classmethod
     def told(cls, one: Mapping[str, Any]) -> Run:
-        """From its JSON; measures that it does not have were not taken."""
+        """From its JSON. Measures that are not in it were not taken."""
         memory = one.get("memory")
         return cls(
             arm=one["arm"],
@@ -210,7 +211,7 @@ class Run:
 
     @property
     def compared(self) -> list[Sequence[Outcome]]:
-        """The same by round: a question may be asked in more than one."""
+        """The same by round, because a question may be asked in more than one."""
         again = [one.outcomes for one in (self.second, self.restart) if one is not None]
         return [self.outcomes, self.mixed, *again]
 
@@ -230,8 +231,8 @@ def cached_part(outcomes: Sequence[Outcome]) -> float:
 def load_speed(
     outcomes: Sequence[Outcome], load_cost: float | None, token_bytes: int
 ) -> float | None:
-    """GB/s at which a hit's bytes came, were they all of its cost; None where it costs nothing that
-    can be seen."""
+    """GB/s at which a hit's bytes came, if they were all of its cost; None where it has no
+    measurable cost."""
     asked = [one for one in outcomes if one.successful]
     if not asked or not token_bytes or load_cost is None or load_cost <= 0:
         return None
@@ -241,10 +242,10 @@ def load_speed(
 def efforts(
     notes: Sequence[tuple[float, float | None]], steps: Sequence[Step] | None
 ) -> list[Effort]:
-    """One an answer. ``notes``: ``time.perf_counter()`` and CPU seconds so far, before the first
-    question and after each answer. A step belongs to the answer before whose note it ended, one
-    after the last note to the last;
-    ``steps``: of the same engine, None where they could not be read."""
+    """One for each answer. ``notes``: ``time.perf_counter()`` and CPU seconds so far, before the
+    first question and after each answer. A step belongs to the answer before whose note it ended,
+    and one after the last note to the last. ``steps``: those of the same engine, or None where they
+    could not be read."""
     made = []
     for place, ((begun, cpu), (ended, cpu_then)) in enumerate(pairwise(notes), start=2):
         cpu_s = cpu_then - cpu if cpu is not None and cpu_then is not None else None
@@ -263,8 +264,8 @@ def efforts(
 
 def cpu_gib(pairs: Sequence[Pair], token_bytes: int) -> Estimate | None:
     """CPU seconds for each GiB of hits, beyond those of the same answers from vLLM's own cache:
-    what the loaded one of a pair took more than the warm one, by the bytes that came. Pairs without
-    a hit are left out. None without two."""
+    what the loaded one of a pair took beyond the warm one, divided by the bytes that came. Pairs
+    without a hit are left out. None when fewer than two pairs remain."""
     more = [
         (one.more_cpu_s, (one.loaded.cached_tokens or 0) * token_bytes / 2**30) for one in pairs
     ]
@@ -279,7 +280,7 @@ def cpu_gib(pairs: Sequence[Pair], token_bytes: int) -> Estimate | None:
 
 def calls_of_load(pairs: Sequence[Pair]) -> dict[str, float]:
     """Seconds that a load took of the engine, by entry point of the connector: medians over pairs
-    of what the loaded one took more than the warm one."""
+    of what the loaded one took beyond the warm one."""
     both = [(one.load.calls, one.rest.calls) for one in pairs if one.load and one.rest]
     told = [(load, rest) for load, rest in both if load is not None and rest is not None]
     names = dict.fromkeys(name for load, rest in told for name in (*load, *rest))

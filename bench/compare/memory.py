@@ -1,8 +1,8 @@
-"""What processes have of the machine: RAM, that is own and shared pages by ``/proc`` and Redis's
-word for its data, and CPU time.
+"""What processes take of the machine: their CPU time, and their RAM. RAM is own and shared pages
+from ``/proc``, and what Redis says of its data.
 
-Pages of the page cache are not counted, whoever maps them. Shared pages are divided among those who
-map them (proportional set size), so that a sum counts each once.
+Pages of the page cache do not count. A shared page is divided among the processes that map it
+(proportional set size), so that a sum counts it once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LARGE = 32 << 20
-"""Bytes of a mapping that may be a pool: beyond a thread's stack."""
+"""Bytes of a mapping that may be a pool, because it is larger than a thread's stack."""
 _OWN = re.compile(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", re.MULTILINE)
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ (\S+) (\d+) *(.*)$")
 _RSS = re.compile(r"^Rss:\s+(\d+) kB")
@@ -30,7 +30,7 @@ CPUCLOCK_SCHED)."""
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """A writable piece of memory that no disk holds. ``name``: of what is shared; empty for private
+    """A writable piece of memory that is on no disk. ``name``: of shared memory; empty for private
     memory."""
 
     name: str
@@ -39,7 +39,7 @@ class Mapping:
 
 
 def family(roots: Iterable[int]) -> set[int]:
-    """The processes and all that descend from them."""
+    """The processes and all their descendants."""
     children = defaultdict(list)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -56,10 +56,10 @@ def family(roots: Iterable[int]) -> set[int]:
 
 
 def in_use(processes: Iterable[int]) -> tuple[int, int]:
-    """``(touched, untouched)`` bytes of these processes together; one that has ended has none.
+    """``(touched, untouched)`` bytes of these processes together. One that has ended has none.
 
-    Untouched are the pages of large writable mappings (:data:`LARGE`) that nobody has put in place
-    yet. Raises PermissionError for the processes of another user.
+    Untouched are the pages of large writable mappings (:data:`LARGE`) that are not present yet.
+    Raises PermissionError for the processes of another user.
     """
     touched, pieces = 0, list[Mapping]()
     for one in processes:
@@ -91,8 +91,8 @@ def mappings(smaps: str) -> Iterator[Mapping]:
 
 
 def untouched(pieces: Iterable[Mapping]) -> int:
-    """Bytes of large mappings that are not there yet. What several processes share is one mapping,
-    and touched is what any of them touched."""
+    """Bytes of large mappings that are not present yet. What several processes share is one
+    mapping, and a page is touched when any of them touched it."""
     spared, shared = 0, dict[str, int]()
     for one in pieces:
         if one.size >= LARGE:
@@ -122,7 +122,7 @@ def redis_data(path: Path) -> int:
 
 
 def cpu_seconds(processes: Iterable[int]) -> float:
-    """CPU seconds of these processes since their starts, to the nanosecond, threads that have ended
-    included; what other processes and the kernel's own threads do is not in it. Raises OSError when
-    one has ended."""
+    """CPU seconds of these processes since their starts, to the nanosecond. Threads that have ended
+    are included. Other processes and the kernel's own threads are not. Raises OSError when one has
+    ended."""
     return sum(time.clock_gettime(~one << 3 | _ALL_THREADS) for one in processes)

@@ -1,9 +1,9 @@
-"""vLLM's own ``OffloadingConnector`` on its CPU backend: out-of-tree specs with a worker that
-copies by memcpy.
+"""vLLM's own ``OffloadingConnector`` on its CPU backend, with specs out of the tree and a worker
+that copies by memcpy.
 
-In the tree the worker refuses (``CPU Offloading is currently only supported on CUDA-alike and XPU
-GPUs``). Look-ups, order and tiers stay vLLM's; the copies here are ours, a whole block of a layer
-at a time.
+The worker in the tree refuses (``CPU Offloading is currently only supported on CUDA-alike and XPU
+GPUs``). Lookups, order and tiers are vLLM's. The copies here are this benchmark's: a whole block of
+a layer at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class BlockCopies(OffloadingWorker):  # type: ignore[misc]  # Any to mypy
-    """Copies at once, in the call; reports them with the next :meth:`get_finished`."""
+    """Copies at once, in the call. It reports the copies at the next :meth:`get_finished`."""
 
     def __init__(self, caches: Any, blocks_per_chunk: int, chunks: int, region: Any = None) -> None:
         self._groups = caches.group_data_refs

@@ -1,12 +1,12 @@
-"""The rounds of one arm: fill, query, pairs; in the comparison's last round a mixed one, a second
-engine, a restart.
+"""The rounds of one arm: fill, query and pairs. In the comparison's last round there are also a
+mixed one, a second engine and a restart.
 
-Requests are asked one at a time. What counts for the time to the first token is the query round
-alone. What a load costs is taken from pairs: a question about a document that has to be loaded, and
-at once another one, for which the document lies in vLLM's own cache. Both are answered by the same
-process: processes of the very same engine differ by more than a load costs, in time as in CPU time.
-After each of them the engine has a moment to end what it began, so that this is counted where it
-belongs. What follows the pairs costs minutes on a slow machine and is measured once.
+Requests are asked one at a time. Only the query round counts for the time to the first token. What
+a load costs is taken from pairs: a question about a document that has to be loaded, and at once
+another one, for which the document is in vLLM's own cache. The same process answers both, because
+processes of the very same engine differ by more than a load costs, in time and in CPU time. After
+each question the engine has a moment to end what it began, so that this counts for that question.
+What follows the pairs takes minutes on a slow machine and is measured once.
 """
 
 from __future__ import annotations
@@ -17,33 +17,35 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvtier.bench import client
 from kvtier.bench.companion import SOCKET
 from kvtier.bench.compare import calls, memory
 from kvtier.bench.compare.contenders import Contender
 from kvtier.bench.compare.measures import Again, Effort, Memory, Run, efforts, throughput
-from kvtier.bench.long_doc_qa import client
-from kvtier.bench.long_doc_qa.work import Ask, Workload
+from kvtier.bench.long_doc_qa.work import Workload
+from kvtier.bench.prompts import Ask
 from kvtier.bench.servers import VllmServer
 from kvtier.core.errors import KVTierError
 
 MODEL = "qwen"
 INFLIGHT = 1
 MIXED = (1, 1)
-"""Documents asked again to documents that were never seen, in the mixed round."""
+"""Documents asked again, and documents that were never seen, in the mixed round."""
 _MIXED_FIRST, _RESTART_FIRST, _SECOND_FIRST, _FIRST_PAIR = 1, 2, 3, 4
-"""Questions that nobody has asked before."""
+"""The first of questions that were not asked before."""
 _PAIRS = 12
-"""Of each document: what a load takes of a CPU is little beside what two answers differ by."""
+"""For each document. What a load takes of a CPU is little compared with the difference between two
+answers."""
 _SETTLE_S, _REST_S = 3.0, 0.05
-"""After the fill, and after each question of the pairs."""
+"""Seconds after the fill, and after each question of the pairs."""
 _REQUEST_S = 300.0
 _REASON_CHARACTERS = 400
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """An arm that runs. ``second``: another engine of it, not started; ``beside``: its companion's
-    process; ``folder``: where that listens; ``budget``: RAM, bytes; ``calls``: the file of the
+    """An arm that runs. ``second``: another engine of it, not started. ``beside``: its companion's
+    process. ``folder``: where that listens. ``budget``: RAM in bytes. ``calls``: the file of the
     engine's calls of its connector."""
 
     one: Contender
@@ -61,13 +63,13 @@ class Serving:
 
 
 def measured(args: argparse.Namespace, serving: Serving, last: bool) -> Run:
-    """Pre-warm-up, warm-up (fills the caches), query (reads them), pairs; in the comparison's
-    ``last`` round more."""
+    """Pre-warm-up, warm-up (fills the caches), query (reads them) and pairs. The comparison's
+    ``last`` round has more."""
     asker, words = client.connect(serving.server.base_url, MODEL, _REQUEST_S)
     work = Workload.of(args, words)
-    _succeeded(_asked(asker, work.pre_warm_up()))
+    client.all_succeeded(serving.one.name, _asked(asker, work.pre_warm_up()))
     filled, fill_efforts = _watched(asker, work.warm_up(), serving, _SETTLE_S)
-    fill = throughput(_succeeded(filled))
+    fill = throughput(client.all_succeeded(serving.one.name, filled))
     run = Run(serving.one.name, _asked(asker, work.queries()), fill)
     run = replace(run, memory=_memory(serving))
     if serving.one.connector is not None:
@@ -82,19 +84,11 @@ def measured(args: argparse.Namespace, serving: Serving, last: bool) -> Run:
         )
     if not last:
         return run
-    run = replace(
-        run, mixed=_asked(asker, replace(work, hit_miss=MIXED).queries(first=_MIXED_FIRST))
-    )
+    mixed = replace(work, hit_miss_ratio=MIXED).queries(first=_MIXED_FIRST)
+    run = replace(run, mixed=_asked(asker, mixed))
     if serving.one.shares:
         run = replace(run, second=_second(serving, work))
     return replace(run, restart=_restarted(serving, work)) if serving.one.outlives else run
-
-
-def _succeeded(outcomes: list[client.Outcome]) -> list[client.Outcome]:
-    for outcome in outcomes:
-        if not outcome.successful:
-            raise client.RequestError(f"a request before the query round failed: {outcome.error}")
-    return outcomes
 
 
 def _watched(
@@ -104,8 +98,8 @@ def _watched(
     settle_s: float,
     rest_s: float = 0.0,
 ) -> tuple[list[client.Outcome], list[Effort]]:
-    """What the answers took, too. ``rest_s``: until the next is asked; ``settle_s``: after the
-    last."""
+    """What the answers took, too. ``rest_s``: the pause before the next is asked. ``settle_s``: the
+    pause after the last."""
     processes = memory.family(serving.roots)
 
     def note() -> tuple[float, float | None]:
@@ -122,14 +116,14 @@ def _watched(
 
 
 def _paired(work: Workload) -> list[Ask]:
-    """A document's questions in twos; between them other documents, which push it out of vLLM's
-    cache."""
+    """Two questions about a document at a time. Other documents are between them, and push it out
+    of vLLM's cache."""
     twice = replace(work, repeat_count=2, repeat_mode="interleave")
     return [ask for turn in range(_PAIRS) for ask in twice.queries(first=_FIRST_PAIR + 2 * turn)]
 
 
 def _second(serving: Serving, work: Workload) -> Again:
-    """Another engine, while the first has nothing to do; it is stopped."""
+    """Another engine, while the first has nothing to do. It is stopped at the end."""
     try:
         return _again(serving.second, work, _SECOND_FIRST)
     finally:
@@ -143,8 +137,8 @@ def _restarted(serving: Serving, work: Workload) -> Again:
 
 
 def _again(server: VllmServer, work: Workload, first: int) -> Again:
-    """A failure is the arm's, and told. The questions are new ones: a question that was asked
-    before would be in some caches and not in others."""
+    """A failure goes into the arm's results. The questions are new, because questions that were
+    asked before would be in some caches and not in others."""
     try:
         begun = time.perf_counter()
         server.start()
@@ -193,4 +187,4 @@ def first_cause(error: Exception) -> str:
 
 
 def _nothing() -> None:
-    """Nobody watches."""
+    """There is no progress bar."""

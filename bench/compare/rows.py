@@ -1,5 +1,4 @@
-"""The comparison's rows in the one results form (bench/report.py), and what is told of every arm
-beside them."""
+"""The comparison's rows in the form of bench/report.py, and what is said of every arm."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ HOW = {
         "started beside the first, same companion and folder: new questions, every document once"
     ),
 }
-"""What rows mean whose names do not say it."""
+"""What a row means where its name does not say it."""
 _MIB = 1 << 20
 
 
@@ -47,7 +46,7 @@ def write(
     found_limits: Sequence[Mapping[str, float]] = (),
     **more: Any,
 ) -> None:
-    """Write the results form. ``more`` has ``workload``, and with it ``kv_token_bytes``."""
+    """Write the results form. ``more`` has ``workload``, which has ``kv_token_bytes``."""
     token_bytes = more["workload"].get("kv_token_bytes", 0)
     found = arm_results(arms, runs)
     about = {
@@ -80,13 +79,13 @@ def _facts(arm: Contender, one: ArmResult) -> dict[str, Any]:
 
 
 def _told(calls: Mapping[str, float], times: float) -> dict[str, float]:
-    """By entry point, what is more than a microsecond."""
+    """By entry point, whatever takes more than a microsecond."""
     found = {name: round(value * times, 3) for name, value in calls.items()}
     return {name: value for name, value in found.items() if abs(value) > 0.001}
 
 
 def _again_told(arm: Contender, again: Again | None, why_not: str = "") -> str:
-    """One phrase: warm, cold, or why there is nothing to say."""
+    """One phrase: warm, cold, or why there is no answer."""
     if not arm.outlives:
         return "not tried: what it caches is memory of the engine, and ends with it"
     if why_not:
@@ -104,9 +103,9 @@ def rows(
     token_bytes: int = 0,
     found_limits: Sequence[Mapping[str, float]] = (),
 ) -> list[Row]:
-    """Every arm, in order, and the machine's limits; None for what did not run. Load costs, CPU
-    time and the engine's time in the connector are held against kvtier's (``limit``), throughputs
-    against vLLM's without any cache below its own, speeds against the machine's."""
+    """Every arm, in order, and the machine's limits. A value is None for what did not run. The
+    ``limit`` of load costs, CPU time and the engine's time in the connector is kvtier's. That of
+    throughputs is vLLM's without any cache below its own, and that of speeds is the machine's."""
     found, bounds = arm_results(arms, runs, token_bytes), limits.medians(found_limits)
     made = []
     for arm in arms:
@@ -225,7 +224,7 @@ def _connector_rows(
 
 
 def _again_rows(one: ArmResult, what: str, again: Again | None) -> list[Row]:
-    """Times are held against the arm's own before it."""
+    """Times are compared with the arm's own before it."""
     if again is None:
         return []
     name, before = f"{one.arm}: {what}", one.ttft_mean

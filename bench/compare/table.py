@@ -1,5 +1,5 @@
 """The comparison as two printed tables: what the same documents cost again, and what an arm takes
-for it."""
+for that."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def print_tables(
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a row is made of. ``best``: the kvtier arm that it is held against."""
+    """What a row is made of. ``best``: the kvtier arm with which it is compared."""
 
     arm: Contender
     one: ArmResult

@@ -1,12 +1,12 @@
-"""The GPU path on this machine's GPU, in one run: copies, how they are queued, and what they cost
+"""The GPU path on this machine's GPU: copies, how they are queued, and by how much they slow
 computing.
 
     python -m kvtier.bench.gpu [--rounds N] [--parts copies compute prefill] [--output FILE]
 
-Needs torch, numpy and Triton, and takes some minutes. Without a CUDA device it says so and exits
+It needs torch, numpy and Triton, and takes some minutes. Without a CUDA device it says so and exits
 with 2. The KV of ``--tokens`` (4 GiB for 32768 of the largest shape) is needed twice in host
-memory, to be page-locked, and twice in device memory. ``--parts prefill`` measures the time to the
-first token too, with vLLM or transformers; its 1.5B engine takes the memory that vLLM takes by
+memory, which is page-locked, and twice in device memory. ``--parts prefill`` measures the time to
+the first token too, with vLLM or transformers. Its 1.5B engine takes the memory that vLLM takes by
 default.
 """
 
@@ -20,8 +20,7 @@ import torch
 from kvtier.bench.gpu.compute import measure_slowdown
 from kvtier.bench.gpu.copies import SHAPES, measure_copies
 from kvtier.bench.gpu.prefill import measure_prefill
-from kvtier.bench.micro.copy import show
-from kvtier.bench.report import write_results
+from kvtier.bench.report import print_rows, write_results
 
 PARTS = ("copies", "compute", "prefill")
 
@@ -56,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     if "prefill" in given.parts:
         torch.cuda.empty_cache()
         found = measure_prefill(given.tokens, given.rounds, device)
-        show([row for row in found if row.value is not None])
+        print_rows([row for row in found if row.value is not None])
         rows += found
     write_results(given.output, "gpu", rows)
     return 0

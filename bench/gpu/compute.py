@@ -1,5 +1,5 @@
-"""How much saving slows computing: steps of matrix products, as many as a prefill of the model
-takes, with and without the saves of what each step would have computed."""
+"""By how much saving slows computing. The steps are matrix products, as many as a prefill of the
+model takes, with and without the saves of what each step would have computed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from kvtier.bench.gpu.copies import STEP_TOKENS, Paged, finish, geometry
-from kvtier.bench.micro.copy import show
-from kvtier.bench.report import Row, spread
+from kvtier.bench.report import Row, print_rows, spread
 from kvtier.gpu import Copy
 
 WEIGHTS = {"7B": 7.6e9, "8B": 8e9, "671B": 37e9 / 8, "70B on 4 ranks": 70e9 / 4}
@@ -20,7 +19,7 @@ GOAL_PERCENT = 3.0
 BLOCK_TOKENS = 16
 STEPS = 4
 ENOUGH_S = 45.0
-"""A shape that took so long gets no further round after the third."""
+"""A shape that took so many seconds gets no further round after the third."""
 
 
 class Steps:
@@ -33,9 +32,9 @@ class Steps:
         self._out = torch.empty_like(self._square)
 
     def run(self, saving: int) -> float:
-        """Seconds until the last product is there. Each step begins ``saving`` saves of a step's
-        worth; what they still copy after the last product is waited for, and not counted: an engine
-        goes on meanwhile."""
+        """Seconds until the last product is there. Each step begins ``saving`` saves of what a step
+        computes. What they still copy after the last product is waited for, but not counted,
+        because an engine goes on meanwhile."""
         copies: list[Copy] = []
         finish(self.paged.device)
         begun = time.perf_counter()
@@ -54,8 +53,8 @@ class Steps:
 def measure_slowdown(
     names: Sequence[str], rounds: int, device: torch.device, width: int = 8192
 ) -> list[Row]:
-    """Percent by which a step of :data:`STEP_TOKENS` tokens takes longer when its KV is saved;
-    rounds alternate."""
+    """The percentage by which a step of :data:`STEP_TOKENS` tokens takes longer when its KV is
+    saved. Rounds alternate."""
     rows: list[Row] = []
     for name in names:
         shape, began = geometry(name, BLOCK_TOKENS), time.perf_counter()
@@ -78,5 +77,5 @@ def measure_slowdown(
             f"products of {width}"
         )
         rows.append(Row(label, value, "%", limit=GOAL_PERCENT, min=low, max=high))
-        show(rows[-1:])
+        print_rows(rows[-1:])
     return rows

@@ -1,5 +1,5 @@
-"""Saves and loads beside the device's own limit (one plain copy between device memory and
-page-locked memory), and what it takes to queue them."""
+"""Saves and loads compared with the device's own limit (one plain copy between device memory and
+page-locked memory), and the time that it takes to queue them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections.abc import Sequence
 import torch
 
 from kvtier.bench.gpu.events import device_work
-from kvtier.bench.micro.copy import CHUNK_TOKENS, Geometry, Work, against, measure, show
-from kvtier.bench.report import Row, spread
+from kvtier.bench.micro.copy import CHUNK_TOKENS, Geometry, Work, against, measure
+from kvtier.bench.report import Row, print_rows, spread
 from kvtier.core.pool import Pool
 from kvtier.gpu import Copy, PagedBlocks, Pinning, regions_of, slot_tensor
 from kvtier.gpu.blocks import nothing
 from kvtier.testing import ManualLane
 
 SHAPES = {"7B": (28, 2048), "8B": (32, 4096), "671B": (61, 1152), "70B on 4 ranks": (80, 1024)}
-"""Layers, and bytes of one token in one layer of one rank, bf16: 4 and 8 KV heads of 128, keys and
-values; a latent of 576; 2 KV heads of 128, keys and values."""
+"""Layers, and bf16 bytes of one token in one layer of one rank: 4 and 8 KV heads of 128 (keys and
+values), a latent of 576, and 2 KV heads of 128 (keys and values)."""
 BLOCK_TOKENS = (16,)
 STEP_TOKENS = 8192
-"""What vLLM computes in one step of a long prefill: a call saves the chunks of so many tokens."""
+"""What vLLM computes in one step of a long prefill. A call saves the chunks of so many tokens."""
 GOAL, MOST_LAUNCHES, MOST_HOST_MS = 0.9, 64, 2.0
 
 
@@ -71,7 +71,7 @@ class Paged:
         self.copier = PagedBlocks(regions, step, locked=cuts)
 
     def save(self) -> None:
-        """All chunks, a step's worth a call."""
+        """All chunks. A call moves what one step computes."""
         for copy in [
             self.copier.save(self.jobs[at : at + self.a_step])
             for at in range(0, self.chunks, self.a_step)
@@ -79,7 +79,7 @@ class Paged:
             copy.wait()
 
     def load(self) -> None:
-        """All chunks, as one prompt's hit."""
+        """All chunks in one call, as one prompt's hit."""
         self.copier.load(self.jobs).wait()
 
     def save_step(self, index: int) -> Copy:
@@ -93,7 +93,7 @@ class Paged:
         return STEP_TOKENS // CHUNK_TOKENS
 
     def check(self) -> None:
-        """The numbers are of copies that are right."""
+        """Raise when a copy is wrong, because the numbers would mean nothing."""
         before = self.kv.clone()
         self.save()
         self.kv.zero_()
@@ -102,7 +102,7 @@ class Paged:
             raise SystemExit(f"{self.shape.name}: what was loaded is not what was saved")
 
     def close(self) -> None:
-        """Of no use afterwards."""
+        """The memory cannot be used afterwards."""
         self.jobs.clear()
         del self.kv, self.copier
         if self.pinning is not None:
@@ -111,7 +111,7 @@ class Paged:
 
 
 def locked(pool: Pool, device: torch.device) -> Pinning:
-    """All of a pool page-locked, here and now."""
+    """Page-lock the whole pool now."""
     lane = ManualLane()
     pinning = Pinning(device, lane=lane, rest=lambda _: None)
     pinning.begin(pool.buffer, pool.slot_bytes)
@@ -128,7 +128,8 @@ def finish(device: torch.device) -> None:
 
 
 def limits(paged: Paged) -> tuple[Work, Work]:
-    """As many bytes in one copy from device memory to torch's own page-locked memory, and back."""
+    """The same number of bytes in one copy from device memory to torch's own page-locked memory,
+    and back."""
     on_device = paged.kv.view(-1)
     on_host = torch.empty(paged.bytes, dtype=torch.uint8, pin_memory=paged.device.type == "cuda")
 
@@ -145,20 +146,20 @@ def limits(paged: Paged) -> tuple[Work, Work]:
 def measure_copies(
     names: Sequence[str], tokens: int, rounds: int, device: torch.device
 ) -> list[Row]:
-    """GB/s of saves and loads of every shape and block size, whose ratio and goal are to the limit
-    of the same rounds; then what a load of all chunks has the device do, and how long it keeps the
-    host."""
+    """GB/s of saves and loads of every shape and block size. Ratio and goal are to the limit of the
+    same rounds. Then what the device does for a load of all chunks, and how long the host needs to
+    queue it."""
     rows: list[Row] = []
     for name in names:
         for block_tokens in BLOCK_TOKENS:
             found = measure_shape(geometry(name, block_tokens), tokens, rounds, device)
-            show(found)
+            print_rows(found)
             rows += found
     return rows
 
 
 def measure_shape(shape: Geometry, tokens: int, rounds: int, device: torch.device) -> list[Row]:
-    """Its memory is free again when this returns."""
+    """The memory is free again when this returns."""
     paged = Paged(shape, tokens, device)
     paged.check()
     to_host, to_device = limits(paged)
@@ -174,7 +175,7 @@ def measure_shape(shape: Geometry, tokens: int, rounds: int, device: torch.devic
 
 
 def queueing(paged: Paged, rounds: int) -> list[Row]:
-    """Of a load and of a save of all chunks, each in one call."""
+    """For a load and for a save of all chunks, each in one call."""
     rows: list[Row] = []
     for way, begin in (("load", paged.copier.load), ("save", paged.copier.save)):
         label = f"{paged.shape.name}: {way} of {paged.chunks * CHUNK_TOKENS} tokens"

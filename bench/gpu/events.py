@@ -11,15 +11,14 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class DeviceWork(NamedTuple):
-    """None: the profiler saw nothing at all (no CUPTI)."""
+    """None: the profiler saw nothing, because there is no CUPTI."""
 
     kernels: int | None
     copies: int | None
 
 
 def device_work(work: Callable[[], object], device: torch.device) -> DeviceWork:
-    """Kernels and copies that the device ran for ``work``, which waits for them. On a CPU there are
-    none."""
+    """Kernels and copies that the device ran for ``work``, which waits for them. A CPU has none."""
     if device.type != "cuda":
         work()
         return DeviceWork(0, 0)
@@ -33,7 +32,7 @@ def device_work(work: Callable[[], object], device: torch.device) -> DeviceWork:
 
 
 def count(names: list[str]) -> DeviceWork:
-    """By the names that CUPTI gives: copies are ``Memcpy HtoD (...)`` and the like."""
+    """From the names that CUPTI gives. Those of copies begin like ``Memcpy HtoD (...)``."""
     if not names:
         return DeviceWork(None, None)
     copies = sum(name.startswith("Memcpy") for name in names)

@@ -1,8 +1,8 @@
 """Time to the first token of a long prompt: computed, and with its KV loaded from page-locked
 slots.
 
-With a vLLM that runs on CUDA the real connector is measured in a real engine (a 1.5B model with
-weights of its own making, which takes as long as the published one). Else transformers computes the
+Where vLLM runs on CUDA, the real connector is measured in a real engine: a 1.5B model with
+generated weights, which takes as long as the published one. Elsewhere transformers computes the
 prompt, and :class:`PagedBlocks` loads as many bytes before a forward pass of the last token.
 """
 
@@ -39,16 +39,16 @@ MODEL: dict[str, Any] = {
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
 }
-"""Qwen2.5-1.5B's shapes with fewer words."""
+"""Qwen2.5-1.5B's shapes with a smaller vocabulary."""
 Pair = tuple[float, float]
-"""Seconds: computed, loaded."""
+"""Seconds for computed and for loaded."""
 
 
 def measure_prefill(
     tokens: int, rounds: int, device: torch.device, model: dict[str, Any] | None = None
 ) -> list[Row]:
-    """TTFT computed and loaded; the loaded row's ratio is to the computed one. One row with a
-    reason if neither can run."""
+    """TTFT computed and TTFT loaded. The ratio of the loaded row is to the computed one. One row
+    with a reason if neither can run."""
     arm = _arm()
     if arm is None:
         return [
@@ -96,7 +96,7 @@ def prompt(tokens: int, seed: int, words: int) -> list[int]:
 
 
 def with_vllm(tokens: int, rounds: int, _device: torch.device, model: dict[str, Any]) -> list[Pair]:
-    """vLLM's own prefix cache is emptied before the second time, so all but a rest of the prompt
+    """vLLM's own prefix cache is emptied before the second time, so that almost all of the prompt
     comes from slots."""
     from vllm import LLM, SamplingParams
 
@@ -139,8 +139,8 @@ def with_vllm(tokens: int, rounds: int, _device: torch.device, model: dict[str, 
 def with_transformers(
     tokens: int, rounds: int, device: torch.device, model: dict[str, Any]
 ) -> list[Pair]:
-    """The forward pass of the last token runs over the KV that the prefill left; the load beside it
-    is of its size."""
+    """The forward pass of the last token runs over the KV that the prefill left. The load moves as
+    many bytes."""
     import transformers
 
     config = transformers.AutoConfig.for_model(**model)

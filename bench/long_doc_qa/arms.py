@@ -1,15 +1,14 @@
-"""Long Doc QA's arms: each is a vLLM server differing from ``none`` only in what its row of
+"""Long Doc QA's arms. Each is a vLLM server that differs from ``none`` only in what its row of
 :data:`ARMS` says.
 
 All arms have vLLM's own prefix caching on. All but ``vllm-prefix-cache`` have the same small GPU
-cache: enough blocks for the requests in flight and half a document more, so that a document asked
-again has left it. That one keeps every document in it, which no tier below can beat: it is the
-bound the other arms are held against.
+cache: enough blocks for the requests in flight and half a document more, so that a document that is
+asked about again has left it. The GPU cache of ``vllm-prefix-cache`` keeps every document. No lower
+tier can beat that, so the other arms are compared with it.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import sys
@@ -17,26 +16,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvtier.bench.engine import cache_args, transfer
 from kvtier.bench.long_doc_qa.work import Workload
-from kvtier.cli.launch import TRANSFER
-from kvtier.connectors.vllm import LOAD_EVERY_HIT
 
 NONE = "none"
 COLD = "cold"
-"""Not an arm: the first answers of a server that was not started here."""
+"""The first answers of a server that was not started here. It is no arm."""
 GPU_HIT = "vllm-prefix-cache"
 _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to serve. ``kvtier``: environment of the connector, values as templates over
-    :meth:`Sizes.names`; None:
-    no connector. ``beside``, ``beside_env``: a cache of its own process, templates too
-      (:mod:`kvtier.bench.companion`).
-    ``second_engine``: another vLLM server, started after the warm-up, answers the query round.
-      ``gpu_hit_limit``: what
-    its TTFT may be, as a multiple of ``vllm-prefix-cache``'s."""
+    """One way to serve.
+
+    Args:
+        kvtier: the connector's environment, or None for no connector. Values are templates over
+            :meth:`Sizes.names`.
+        beside, beside_env: the command and the environment of a cache in a process of its own
+            (:mod:`kvtier.bench.companion`). They are templates too.
+        second_engine: another vLLM server starts after the warm-up and answers the query round.
+        gpu_hit_limit: what the TTFT may be, as a multiple of that of ``vllm-prefix-cache``.
+    """
 
     name: str
     about: str
@@ -93,8 +94,7 @@ ARMS: dict[str, Arm] = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the arms' caches must hold. Tokens and bytes; ``token_bytes`` is the KV of one token in
-    all layers."""
+    """What the arms' caches must hold. ``token_bytes``: the KV of one token in all layers."""
 
     workload: Workload
     inflight: int
@@ -115,17 +115,10 @@ class Sizes:
         return self.request_blocks * self.block_tokens
 
     def gpu_blocks(self, arm: Arm) -> int:
-        """Blocks of the engine's cache; one more than asked for, because vLLM keeps block 0 for
-        itself."""
+        """Blocks of the engine's cache, and one more, because vLLM keeps block 0 for itself."""
         if arm.keeps_all_on_gpu:
-            tail = (
-                math.ceil(
-                    (self.workload.request_length - self.workload.document_length)
-                    / self.block_tokens
-                )
-                + 1
-            )
-            asked = len(self.workload.queries()) * tail
+            tail = self.workload.request_length - self.workload.document_length
+            asked = len(self.workload.queries()) * (math.ceil(tail / self.block_tokens) + 1)
             return (self.documents + self.inflight + 1) * self.request_blocks + asked + 1
         return self.inflight * self.request_blocks + self.request_blocks // 2 + 1
 
@@ -134,11 +127,8 @@ class Sizes:
 
     def names(self, nvme_path: Path, run: Path) -> dict[str, str]:
         """What an arm's templates may name. ``run``: the folder of its companion's socket."""
-        request = (
-            math.ceil(self.workload.request_length / self.chunk_tokens)
-            * self.chunk_tokens
-            * self.token_bytes
-        )
+        chunks = math.ceil(self.workload.request_length / self.chunk_tokens)
+        request = chunks * self.chunk_tokens * self.token_bytes
         everything = (self.documents + self.inflight + 2) * request
         return {
             "ram_all": _mib(everything),
@@ -152,31 +142,18 @@ class Sizes:
 
 
 def installed() -> list[Arm]:
-    """The arms whose companion's program is on this machine."""
+    """The arms whose companion is installed on this machine."""
     return [arm for arm in ARMS.values() if not arm.beside or shutil.which(arm.beside[0])]
 
 
 def server_args(arm: Arm, sizes: Sizes, *, load_every_hit: bool = False) -> list[str]:
-    """vLLM's arguments that make this arm; what all arms share is
-    :mod:`kvtier.bench.long_doc_qa`'s."""
-    args = [
-        "--max-model-len",
-        str(sizes.max_model_len),
-        "--num-gpu-blocks-override",
-        str(sizes.gpu_blocks(arm)),
-    ]
-    return args if arm.kvtier is None else [*args, *connector_args(load_every_hit)]
-
-
-def connector_args(load_every_hit: bool) -> list[str]:
-    """vLLM's arguments for kvtier's connector. ``load_every_hit``: also where computing would be
-    sooner."""
-    every = {"kv_connector_extra_config": {LOAD_EVERY_HIT: True}} if load_every_hit else {}
-    return ["--kv-transfer-config", json.dumps(TRANSFER | every, separators=(",", ":"))]
+    """vLLM's arguments in which the arms differ."""
+    connector = None if arm.kvtier is None else transfer(load_every_hit=load_every_hit)
+    return cache_args(sizes.max_model_len, sizes.gpu_blocks(arm), connector)
 
 
 def filled(templates: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    """An arm's environment variables for its ``names`` (:meth:`Sizes.names`)."""
+    """An arm's environment. ``names``: :meth:`Sizes.names`."""
     return {variable: template.format_map(names) for variable, template in templates.items()}
 
 

@@ -1,29 +1,42 @@
-"""What Long Doc QA's query rounds amount to: a summary per arm, the table, and
-DIR/long_doc_qa.{json,csv,png}."""
+"""The results of Long Doc QA's query rounds: a summary of each arm, the table, and the files'
+content."""
 
 from __future__ import annotations
 
-import csv
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtier.bench.client import Outcome, answers, differing
 from kvtier.bench.long_doc_qa.arms import ARMS, COLD, GPU_HIT, NONE
-from kvtier.bench.long_doc_qa.client import Outcome
-from kvtier.bench.report import Row, write_results
+from kvtier.bench.report import Row, mean_row, percentile, write_results
 from kvtier.core.terminal import table
 
 NAME = "long_doc_qa"
 TIERS = ("gpu", "ram", "nvme", "redis")
 _SHOWN_TIERS = (*TIERS, "unknown")
+_SECOND_ENGINE_LIMIT = 1.15
+"""What TTFT may be of what another engine computed, as a multiple of what this engine did."""
+_COLUMNS = (
+    "document",
+    "question",
+    "request_start",
+    "ttft",
+    "request_end",
+    "successful",
+    "is_miss",
+    "prompt_tokens",
+    "output_tokens",
+    "cached_tokens",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """An arm's query round, or a running server's cold one. ``hits``: tokens by tier, None where
-    the server does not count them."""
+    """An arm's query round, or the cold round of a server that was not started here. ``hits``:
+    tokens by tier, or None where the server does not count them."""
 
     arm: str
     outcomes: Sequence[Outcome]
@@ -32,8 +45,8 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One arm in numbers: seconds, tokens, and how many answers differ from those of ``none``
-    (None: not compared)."""
+    """One arm in numbers: seconds, tokens, and how many answers differ from those of ``none``.
+    ``differing`` is None where they were not compared."""
 
     arm: str
     ttft: Sequence[float]
@@ -45,9 +58,9 @@ class Summary:
     hits: Mapping[str, int] | None
     differing: int | None
     first_asked: Sequence[float] = ()
-    """TTFT of each document's first question."""
+    """The TTFT of each document's first question."""
     asked_again: Sequence[float] = ()
-    """And of its others."""
+    """The TTFT of its other questions."""
 
     @property
     def ttft_mean(self) -> float:
@@ -81,18 +94,8 @@ class Summary:
         }
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest ranks, as numpy's default. ``values`` in any order, at least
-    one."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
 def summarise(rounds: Sequence[Round]) -> list[Summary]:
-    """A summary per arm, in order. An arm of which every request failed has none."""
+    """A summary of each arm, in order. An arm of which every request failed has none."""
     reference = next((answers(arm.outcomes) for arm in rounds if arm.arm == NONE), None)
     return [
         _summary(arm, reference)
@@ -101,18 +104,12 @@ def summarise(rounds: Sequence[Round]) -> list[Summary]:
     ]
 
 
-def answers(outcomes: Sequence[Outcome]) -> dict[tuple[int, int], tuple[int, ...] | str]:
-    """(document, question) -> answer, of the requests that succeeded."""
-    return {(one.document, one.question): one.answer for one in outcomes if one.successful}
-
-
 def _summary(arm: Round, reference: Mapping[tuple[int, int], object] | None) -> Summary:
     good = [outcome for outcome in arm.outcomes if outcome.successful]
-    differing = None
+    other = None
     if reference is not None and arm.arm != NONE:
-        own = answers(arm.outcomes)
-        differing = sum(own[pair] != reference[pair] for pair in own.keys() & reference.keys())
-        differing += len(own.keys() ^ reference.keys())
+        other = differing(answers(arm.outcomes), reference)
+    hits = arm.hits
     return Summary(
         arm=arm.arm,
         ttft=[outcome.ttft for outcome in good if outcome.ttft is not None],
@@ -121,10 +118,8 @@ def _summary(arm: Round, reference: Mapping[tuple[int, int], object] | None) -> 
         prompt_tokens=sum(outcome.prompt_tokens for outcome in good),
         output_tokens=sum(outcome.output_tokens for outcome in good),
         failed=len(arm.outcomes) - len(good),
-        hits=None
-        if arm.hits is None
-        else {tier: round(tokens) for tier, tokens in arm.hits.items()},
-        differing=differing,
+        hits=None if hits is None else {tier: round(tokens) for tier, tokens in hits.items()},
+        differing=other,
         first_asked=[one.ttft for one in good if one.ttft is not None and one.question == 0],
         asked_again=[one.ttft for one in good if one.ttft is not None and one.question > 0],
     )
@@ -133,87 +128,58 @@ def _summary(arm: Round, reference: Mapping[tuple[int, int], object] | None) -> 
 def write_json(
     folder: Path, summaries: Sequence[Summary], rounds: Sequence[Round], **more: Any
 ) -> Path:
-    """Write the results form; ``requests`` holds the query round's requests of every arm."""
+    """Write the results form. ``requests`` holds the query round's requests of every arm."""
     path = folder / f"{NAME}.json"
-    requests = {arm.arm: [_request(outcome) for outcome in arm.outcomes] for arm in rounds}
+    requests = {arm.arm: [one.columns(*_COLUMNS) for one in arm.outcomes] for arm in rounds}
     arms = {summary.arm: summary.as_json() for summary in summaries}
     write_results(path, NAME, rows_of(summaries), **more, arms=arms, requests=requests)
     return path
 
 
 def base_of(summaries: Sequence[Summary]) -> Summary | None:
-    """What the others are held against: vLLM alone, or a running server's cold answers."""
+    """What the other arms are compared with: vLLM alone, or a running server's cold answers."""
     return next((summary for summary in summaries if summary.arm in (NONE, COLD)), None)
 
 
 def rows_of(summaries: Sequence[Summary]) -> list[Row]:
-    """Per arm TTFT (ratio to the base's; min and max over requests), total time and throughput; and
-    TTFT as a multiple of vLLM's own GPU hit where both ran."""
+    """Each arm's TTFT (ratio to the base's; lowest and highest of its requests), total time and
+    throughput, and its TTFT as a multiple of vLLM's own GPU hit where both ran."""
     by_name = {summary.arm: summary for summary in summaries}
     base, none, gpu = base_of(summaries), by_name.get(NONE), by_name.get(GPU_HIT)
     rows = []
     for one in summaries:
         ratio = one.ttft_mean / base.ttft_mean if base else None
-        rows.append(
-            Row(
-                f"{one.arm}: ttft mean",
-                one.ttft_mean,
-                "s",
-                None,
-                ratio,
-                min(one.ttft),
-                max(one.ttft),
-            )
-        )
-        rows.append(
-            Row(f"{one.arm}: total", one.total, "s", None, one.total / none.total if none else None)
-        )
+        rows.append(mean_row(f"{one.arm}: ttft mean", one.ttft, "s", None, ratio))
+        ratio = one.total / none.total if none else None
+        rows.append(Row(f"{one.arm}: total", one.total, "s", None, ratio))
         rows.append(Row(f"{one.arm}: prompt throughput", one.prompt_tokens / one.total, "tokens/s"))
-        limit = ARMS[one.arm].gpu_hit_limit if one.arm in ARMS else None
-        if gpu is not None and limit is not None:
-            times = one.ttft_mean / gpu.ttft_mean
-            rows.append(Row(f"{one.arm}: ttft mean against {GPU_HIT}", times, "x", limit, times))
-        if one.arm in ARMS and ARMS[one.arm].second_engine and one.asked_again:
-            times = statistics.fmean(one.first_asked) / statistics.fmean(one.asked_again)
-            rows.append(
-                Row(
-                    f"{one.arm}: ttft of what another engine computed, against asked again",
-                    times,
-                    "x",
-                    1.15,
-                )
-            )
+        rows += _hit_rows(one, gpu)
     return rows
 
 
-def _request(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "document": outcome.document,
-        "question": outcome.question,
-        "request_start": outcome.request_start,
-        "ttft": outcome.ttft,
-        "request_end": outcome.request_end,
-        "successful": outcome.successful,
-        "is_miss": outcome.is_miss,
-        "prompt_tokens": outcome.prompt_tokens,
-        "output_tokens": outcome.output_tokens,
-        "cached_tokens": outcome.cached_tokens,
-    }
+def _hit_rows(one: Summary, gpu: Summary | None) -> list[Row]:
+    """What was asked for: of a hit against vLLM's own, and of another engine's work."""
+    arm, rows = ARMS.get(one.arm), []
+    if arm is not None and arm.gpu_hit_limit is not None and gpu is not None:
+        times = one.ttft_mean / gpu.ttft_mean
+        name = f"{one.arm}: ttft mean against {GPU_HIT}"
+        rows.append(Row(name, times, "x", arm.gpu_hit_limit, times))
+    if arm is not None and arm.second_engine and one.asked_again:
+        times = statistics.fmean(one.first_asked) / statistics.fmean(one.asked_again)
+        name = f"{one.arm}: ttft of what another engine computed, against asked again"
+        rows.append(Row(name, times, "x", _SECOND_ENGINE_LIMIT))
+    return rows
 
 
-def write_csv(folder: Path, rounds: Sequence[Round]) -> Path:
-    """One line a request of every arm's query round."""
-    path = folder / f"{NAME}.csv"
-    lines = [{"arm": arm.arm} | _request(outcome) for arm in rounds for outcome in arm.outcomes]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(lines[0]))
-        writer.writeheader()
-        writer.writerows(lines)
-    return path
+def csv_lines(rounds: Sequence[Round]) -> list[dict[str, Any]]:
+    """One line for a request of an arm's query round."""
+    return [
+        {"arm": arm.arm} | outcome.columns(*_COLUMNS) for arm in rounds for outcome in arm.outcomes
+    ]
 
 
 def print_table(summaries: Sequence[Summary]) -> None:
-    """The shell's table, a row an arm."""
+    """A table with a row for each arm."""
     base = base_of(summaries)
     against = base.arm if base else NONE
     heads = [
@@ -227,21 +193,21 @@ def print_table(summaries: Sequence[Summary]) -> None:
         "hit tokens",
         f"TTFT vs {against}",
     ]
-    numbers = range(1, len(heads))
+    numbers = [*range(1, 7), 8]
     rows = [[one.arm, *_cells(one, base)] for one in summaries]
     if any(one.differing is not None for one in summaries) or any(one.failed for one in summaries):
         heads.append("answers")
         rows = [[*row, _answers(one)] for row, one in zip(rows, summaries, strict=True)]
     print("Long Doc QA" if against == COLD else "Long Doc QA, query round")
+    print("Less time is better. More prompt tokens a second and more hits are better.")
     print("\n".join(table(heads, rows, numbers=numbers)))
 
 
 def _cells(one: Summary, base: Summary | None) -> list[str]:
     return [
-        *(
-            f"{value:.3f} s"
-            for value in (one.ttft_mean, percentile(one.ttft, 50), percentile(one.ttft, 99))
-        ),
+        f"{one.ttft_mean:.3f} s",
+        f"{percentile(one.ttft, 50):.3f} s",
+        f"{percentile(one.ttft, 99):.3f} s",
         f"{one.latency_mean:.3f} s",
         f"{one.total:.1f} s",
         f"{one.prompt_tokens / one.total:,.0f}",
@@ -268,32 +234,17 @@ def _hits_text(one: Summary) -> str:
 
 
 def verdict(summaries: Sequence[Summary]) -> tuple[bool, str]:
-    """Whether all arms answered as ``none`` did, in words."""
+    """Whether all arms answered as ``none`` did, and what to print about it."""
     compared = [summary for summary in summaries if summary.differing is not None]
     cold = next((summary for summary in summaries if summary.arm == COLD), None)
-    if cold is not None and any((cold.hits or {}).values()):
-        return (
-            True,
-            (
-                "The cold round had hits: documents were here before. Another --shuffle-seed gives "
-                "new ones."
-            ),
-        )
-    if not compared:
-        return (
-            True,
-            (
-                "Answers were not compared: that needs servers started here, the arm none and "
-                "another one."
-            ),
-        )
     wrong = [f"{summary.arm} ({summary.differing})" for summary in compared if summary.differing]
+    if cold is not None and any((cold.hits or {}).values()):
+        text = "The cold round had hits: the server knew documents already."
+        return True, f"{text} Another --shuffle-seed gives new ones."
+    if not compared:
+        text = "Answers were not compared."
+        return True, f"{text} That needs servers started here, the arm none and another arm."
     if wrong:
         return False, f"Answers DIFFER from those of none, by requests: {', '.join(wrong)}."
-    return (
-        True,
-        (
-            "All arms gave the same greedy tokens as none: "
-            f"{', '.join(summary.arm for summary in compared)}."
-        ),
-    )
+    names = ", ".join(summary.arm for summary in compared)
+    return True, f"All arms gave the same greedy tokens as none: {names}."

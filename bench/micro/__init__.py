@@ -1,1 +1,1 @@
-"""Benchmarks of one part each; ``make bench`` runs them all."""
+"""Benchmarks of one part each. ``make bench`` runs them all."""

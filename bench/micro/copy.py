@@ -2,17 +2,17 @@
 
     python -m kvtier.bench.micro.copy [--variants] [--out FILE]
 
-The engine's side is one backing allocation ``[layer, block, row]`` as vLLM's CPU backend makes it;
-the slots are a :class:`~kvtier.core.pool.Pool` with its pages in place. Both are at least 512 MiB,
-so no cache holds them. One thread. Reference: ``memmove`` of whole chunks between the same two
-memories, in the same direction. Rounds of reference, save and load alternate and start with another
-one each time; a row is the median with lowest and highest. Its ``ratio`` is the median of the
-ratios to the reference of the same round, its ``limit`` what the project asks for (that share of
-the reference's median). The clock is the thread's CPU time: on a machine with other work, being
-preempted is not copying.
+The engine's side is one allocation ``[layer, block, row]`` as vLLM's CPU backend makes it. The
+slots are a populated :class:`~kvtier.core.pool.Pool`. Both have at least 512 MiB, so that no CPU
+cache holds them. One thread copies. The reference is a ``memmove`` of whole chunks between the same
+two memories, in the same direction. Rounds of reference, save and load alternate, and another one
+begins each time. A row is the median with the lowest and the highest. Its ``ratio`` is the median
+of the ratios to the reference of the same round. Its ``limit`` is what the project asks for, as a
+share of the reference's median. The clock is the thread's CPU time, so that other work on the
+machine does not count.
 
-``--variants`` measures instead every other way that was tried (``bench/NOTES.md`` says why each was
-dropped).
+``--variants`` measures every other way that was tried instead. ``bench/NOTES.md`` says why each was
+dropped.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from kvtier.bench.report import Row, spread, write_results
+from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.core.pool import Pool
 from kvtier.gpu import PagedBlocks, regions_of, slot_tensor
 
 CHUNK_TOKENS = 256
 SHARES = {16: 0.45, 128: 0.70}
-"""Asked for, by block size: share of memcpy's bandwidth."""
+"""What the project asks for, by block size: the share of memcpy's bandwidth."""
 Work = Callable[[], None]
 Clock = Callable[[], float]
 
@@ -81,7 +81,8 @@ MORE = [
 
 
 class Bench:
-    """One geometry's memory: ``chunks`` chunks of blocks in random order and as many slots."""
+    """The memory of one geometry: ``chunks`` chunks of blocks in random order, and as many
+    slots."""
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class Bench:
         )
 
     def check(self) -> None:
-        """The numbers are of copies that are right."""
+        """Raise when a copy is wrong, because the numbers would mean nothing."""
         self.save()
         rows = self.parts[1].view(self.geometry.layers, self.geometry.blocks_per_chunk, -1)
         if not torch.equal(rows, self.paged[:, self.block_ids[1]]):
@@ -161,13 +162,13 @@ class Bench:
 
 class Moves(Protocol):
     bytes: int
-    """What each of its works moves."""
+    """How many bytes each of its works moves."""
 
 
 def measure(
     bench: Moves, works: dict[str, Work], rounds: int, clock: Clock = time.thread_time
 ) -> dict[str, list[float]]:
-    """GB/s of every work in every round. Rounds alternate; each starts one work further."""
+    """GB/s of every work in every round. Rounds alternate. Each begins with the next work."""
     names = list(works)
     seen: dict[str, list[float]] = {name: [] for name in names}
     for work in works.values():
@@ -184,7 +185,7 @@ def measure(
 def against(
     name: str, values: Sequence[float], reference: Sequence[float], share: float | None = None
 ) -> Row:
-    """``values`` beside ``reference`` of the same rounds."""
+    """``values`` with their ratios to ``reference`` of the same rounds."""
     value, low, high = spread(values)
     ratio = spread([mine / theirs for mine, theirs in zip(values, reference, strict=True)])[0]
     return Row(
@@ -226,12 +227,12 @@ def measure_geometry(
         against(f"{name}: save (ratio to memcpy)", save, to_slots, share),
         against(f"{name}: load (ratio to memcpy)", load, from_slots, share),
     ]
-    show(rows)
+    print_rows(rows)
     return rows
 
 
 class Tried:
-    """Every other way that was tried, for one chunk of ``bench`` each; :meth:`works` has them over
+    """Every other way that was tried, each for one chunk of ``bench``. :meth:`works` runs them over
     all chunks."""
 
     def __init__(self, bench: Bench) -> None:
@@ -244,7 +245,7 @@ class Tried:
         self.indices = [torch.tensor(ids) for ids in bench.block_ids]
 
     def works(self, *names: str) -> dict[str, Work]:
-        """By name: ``save`` or ``load``, the way. Without names all of them."""
+        """By name: ``save`` or ``load`` and the way. All of them without names."""
         bench = self.bench
         found: dict[str, Work] = {
             "save: memcpy": bench.memcpy(to_slots=True),
@@ -278,7 +279,7 @@ class Tried:
         return all_chunks
 
     def slices(self, chunk: int, save: bool) -> None:
-        """numpy, one strided copy a block over all layers."""
+        """numpy, one strided copy over all layers for each block."""
         for at, block in enumerate(self.ids[chunk]):
             source, target = self.array[:, block], self.arrays[chunk][:, at]
             np.copyto(target, source) if save else np.copyto(source, target)
@@ -311,14 +312,14 @@ class Tried:
         np.take(self.array, self.index[chunk], axis=1, out=self.arrays[chunk], mode="clip")
 
     def advanced(self, chunk: int, save: bool) -> None:
-        """numpy advanced indexing, all layers in one statement."""
+        """numpy advanced indexing, one statement for all layers."""
         if save:
             self.arrays[chunk][...] = self.array[:, self.index[chunk]]
         else:
             self.array[:, self.index[chunk]] = self.arrays[chunk]
 
     def assign_a_layer(self, chunk: int, _save: bool) -> None:
-        """numpy advanced indexing, one statement a layer: what the kept load does."""
+        """numpy advanced indexing, one statement for each layer, as the kept load."""
         for blocks, slot in zip(self.array, self.arrays[chunk], strict=True):
             blocks[self.index[chunk]] = slot
 
@@ -349,8 +350,8 @@ SOME = [f"{way}: {name}" for way in ("save", "load") for name in ("kept", *TORCH
 
 
 def measure_variants(geometry: Geometry, megabytes: int, rounds: int) -> list[Row]:
-    """All ways; then some with the engine's memory in huge pages, with two threads, with layers
-    packed in a block."""
+    """All ways. Then some of them with the engine's memory in huge pages, with two threads, and
+    with layers packed in a block."""
     rows = _variant_rows(Bench(geometry, megabytes), "", [], rounds)
     rows += _variant_rows(
         Bench(geometry, megabytes, huge=True), ", engine memory in huge pages", SOME, rounds
@@ -384,13 +385,13 @@ def _variant_rows(
         ]
     works.clear()
     bench.close()
-    show(rows)
+    print_rows(rows)
     return rows
 
 
 def measure_first_touch(geometry: Geometry, megabytes: int, rounds: int) -> list[Row]:
-    """What page faults cost: saves into a fresh pool, with and without ``populate`` (itself not
-    counted)."""
+    """What page faults cost: saves into a fresh pool, with and without ``populate``, which is not
+    counted."""
     bench = Bench(geometry, megabytes)
     seen: dict[bool, list[float]] = {False: [], True: []}
     for index in range(2 * rounds):
@@ -414,16 +415,8 @@ def measure_first_touch(geometry: Geometry, megabytes: int, rounds: int) -> list
             seen[True],
         )
     )
-    show(rows)
+    print_rows(rows)
     return rows
-
-
-def show(rows: Sequence[Row]) -> None:
-    for row in rows:
-        share = f"{row.ratio:6.1%}" if row.ratio else ""
-        value = "     -" if row.value is None else f"{row.value:6.2f}"
-        span = "" if row.min is None or row.max is None else f"{row.min:.2f} .. {row.max:.2f}"
-        print(f"{row.name:90} {value} {row.unit}  {span}  {share}", flush=True)
 
 
 def main() -> None:

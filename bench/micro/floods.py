@@ -1,8 +1,8 @@
 """How long one engine waits for a lookup while another process floods the server.
 
 Each row is the 99th percentile of an honest engine's lookups (128 chunks, one every two
-milliseconds) beside one process that does nothing but ask, stall or hold, against the same beside a
-process that only burns a CPU.
+milliseconds) while one process does nothing but ask, stall or hold. It is compared with the same
+while a process only burns a CPU.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def access(path: str) -> ServerAccess:
 
 
 def _asking(path: str, frames: bytes, reads: bool = True) -> None:
-    """Send these frames again and again, and read the answers; attach again when the server has had
-    enough."""
+    """Send these frames again and again, and read the answers. Attach again when the server closes
+    the connection."""
     while True:
         with contextlib.suppress(OSError), enter(access(path)).socket as sock:
             if reads:
@@ -61,7 +61,7 @@ def _drained(sock: socket.socket) -> None:
 
 
 def _holding(path: str, _: int) -> None:
-    """Fill as many slots as there are, and stop in the middle."""
+    """Fill as many slots as there are, and stop in the middle of a save."""
     client = Client(access(path), _PATIENT_S)
     held = [client.save(LAYOUT.keys([number, *range(_LONG - 1)])) for number in range(3)]
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -81,7 +81,7 @@ def _knocking(path: str, _: int) -> None:
 
 
 def _scraping(_: str, port: int) -> None:
-    """Ask for the metrics, one request after the other on each connection."""
+    """Ask for the metrics, one request after another on each connection."""
     while True:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as sock:
             while True:
@@ -154,8 +154,8 @@ def waits(path: str, seconds: float) -> list[float]:
 
 
 def flood_rows(path: str, port: int, seconds: float) -> list[Row]:
-    """A row a flood; ``path`` is a server's socket, ``port`` its admin surface's, ``seconds`` of
-    each."""
+    """A row for each flood. ``path`` is a server's socket, ``port`` is its admin surface's, and
+    ``seconds`` is the length of each flood."""
     client = Client(access(path), _PATIENT_S)
     for prompt in range(SLOTS // _LOOKED_UP):
         with client.save(LAYOUT.keys([prompt, *range(_LOOKED_UP - 1)])) as lease:

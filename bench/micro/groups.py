@@ -1,9 +1,9 @@
 """What it costs to say how much of a prompt can be served, by the cache groups of a model.
 
-``python -m kvtier.bench.micro.groups`` measures the scheduler's half in this process: from the keys
-of a prompt of 32,768 tokens (128 chunks of 256), all in RAM, to the promise to vLLM, claim
-included, for one group of full attention and for others beside it. The cases take turns, so that
-they meet the same machine.
+``python -m kvtier.bench.micro.groups`` measures the scheduler's half in this process. It begins
+with the keys of a prompt of 32,768 tokens (128 chunks of 256), which are all in RAM, and ends with
+the promise to vLLM, claim included. One case has one group of full attention, and the others have
+more groups. The cases take turns, so that the state of the machine is the same for all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
-from kvtier.bench.report import Row, spread, write_results
+from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.connectors.vllm.claims import Claims
 from kvtier.connectors.vllm.groups import Geometry, Group, Kind
 from kvtier.connectors.vllm.prompts import Prompt
@@ -47,7 +47,7 @@ CASES = {
 
 
 def promising(groups: tuple[Group, ...]) -> Callable[[], float]:
-    """Makes one promise for a request that is new; the seconds it took."""
+    """Make one promise for a new request. The seconds that it took."""
     geometry, keys = Geometry(groups, CHUNK), LAYOUT.keys(TOKENS)
     run = geometry.run(keys, 0, CHUNK * CHUNKS)
     store, load_policy = (
@@ -93,8 +93,7 @@ def main() -> None:
             Row(name, median, "ms", limit=alone, ratio=round(median / alone, 3), min=low, max=high)
         )
     write_results(arguments.output, "groups", rows)
-    for row in rows:
-        print(f"{row.name:75} {row.value:8.3f} {row.unit}  {row.ratio} x")
+    print_rows(rows)
 
 
 if __name__ == "__main__":

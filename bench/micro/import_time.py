@@ -1,9 +1,9 @@
-"""What a process pays for importing kvtier: a bare Python's start against one that imports, medians
-of alternated runs.
+"""How long a process takes to import kvtier: the start of a bare Python compared with one that
+imports, as medians of runs that alternate.
 
-``python -m kvtier.bench.micro.import_time``. Limits: ``import kvtier`` 50 ms more than bare, a
-whole ``kvtier version`` 100 ms. What a name of the public face costs when it is first used is shown
-beside them: an engine that has imported torch pays next to nothing of it.
+``python -m kvtier.bench.micro.import_time``. The limits are 50 ms more than bare for ``import
+kvtier``, and 100 ms for a whole ``kvtier version``. Other rows say what a name of the public face
+costs at its first use. An engine that has imported torch pays almost nothing of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 
-from kvtier.bench.report import Row, spread, write_results
+from kvtier.bench.report import Row, print_rows, spread, write_results
 
 _BARE = ("-c", "pass")
 _CASES: dict[str, tuple[tuple[str, ...], float | None]] = {
@@ -34,8 +34,7 @@ def _milliseconds(arguments: tuple[str, ...]) -> float:
 
 
 def _measure(runs: int) -> list[Row]:
-    """Each round runs every case once, so that a slow second of the machine touches all of them
-    alike."""
+    """Each round runs every case once, so that a slow second of the machine slows all of them."""
     version = ("-m", "kvtier", "version")
     starts: dict[tuple[str, ...], list[float]] = {
         _BARE: [],
@@ -65,11 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", default="bench/results/import_time.json")
     args = parser.parse_args(argv)
     rows = _measure(args.runs)
-    for row in rows:
-        print(
-            f"{row.name:52} {row.value:6.1f} {row.unit}  ({row.min:.1f} - {row.max:.1f})  limit "
-            f"{row.limit or '-'}"
-        )
+    print_rows(rows)
     write_results(args.out, "import_time", rows)
     return 0
 

@@ -1,9 +1,9 @@
-"""The index alone: naming and looking up the chunks of a long prompt, and the memory a chunk takes.
+"""The index alone: naming and looking up the chunks of a long prompt, and the memory of a chunk.
 
-``python -m kvtier.bench.micro.index`` measures, in this process, for a prompt of 32,768 tokens (128
-chunks of 256): keys + match when all chunks are held and when none is, what timing a lookup adds,
-and bytes of Python memory for each chunk held in RAM or only on NVMe. Tokens are a plain list of
-ints, as an engine has them.
+``python -m kvtier.bench.micro.index`` measures, in this process, a prompt of 32,768 tokens (128
+chunks of 256): the keys and the lookup when all chunks are held and when none is, what timing a
+lookup adds, and the bytes of Python memory of a chunk in RAM and of one only on NVMe. Tokens are a
+plain list of ints, as an engine has them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import timeit
 import tracemalloc
 from collections.abc import Callable, Sequence
 
-from kvtier.bench.report import Row, spread, write_results
+from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.histogram import Histogram
 from kvtier.core.pool import Pool
@@ -25,7 +25,7 @@ from kvtier.testing import DictTier, ManualLane
 
 TOKENS, CHUNK, SLOT = 32_768, 256, 4096
 OWNER = 1 << 127
-"""As a server's chunks have: a number of 128 bits."""
+"""A number of 128 bits, as a server's chunks have."""
 LAYOUT = ChunkLayout(fingerprint({"benchmark": "index"}), CHUNK, 16, (16,))
 
 
@@ -65,8 +65,8 @@ def lookup_rows(rounds: int) -> list[Row]:
 
 
 def timing_rows(store: Store, tokens: Sequence[int]) -> list[Row]:
-    """What it costs that a lookup is timed: two looks at the clock and one count. The least of
-    many, of all three."""
+    """What timing a lookup costs: two reads of the clock and one count. The least of many, of all
+    three."""
     histogram, clock, keys = Histogram(), time.monotonic, LAYOUT.keys(tokens)
 
     def timed() -> None:
@@ -94,7 +94,7 @@ def timing_rows(store: Store, tokens: Sequence[int]) -> list[Row]:
 
 
 def memory_rows(chunks: int) -> list[Row]:
-    """Memory of the index after ``chunks`` chunks were saved; slots are empty pages and not
+    """Memory of the index after ``chunks`` chunks were saved. Slots are empty pages, which are not
     counted."""
     draw = random.Random(2)
     runs = [LAYOUT.keys(prompt(draw)) for _ in range(chunks * CHUNK // TOKENS)]
@@ -129,7 +129,7 @@ def memory_rows(chunks: int) -> list[Row]:
 
 
 class _Nothing(DictTier):
-    """Takes every chunk and keeps none: what is left is the Directory's own memory."""
+    """Takes every chunk and keeps none. What remains is the Directory's own memory."""
 
     def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         return True
@@ -145,8 +145,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = lookup_rows(arguments.rounds) + memory_rows(arguments.chunks)
     write_results(arguments.output, "index", rows)
-    for row in rows:
-        print(f"{row.name:75} {row.value:8.3f} {row.unit}")
+    print_rows(rows)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,24 @@
-"""How near the NVMe tier comes to its disk, and how fast it finds its chunks again.
+"""How near the NVMe tier comes to its disk, and how fast it recovers its chunks.
 
     python -m kvtier.bench.micro.nvme --path /fast/disk/folder
 
 What is measured:
 
-- write and read bandwidth through the tier (checksums included) beside the raw limit: plain
-  O_DIRECT ``pwritev`` and ``preadv`` of the same sizes, from and into huge pages, with as many
-  threads, on a preallocated file of the same file system. Chunks lie in a pool as the kernel gives
-  it by default; in one of reserved huge pages, where the host has some (``sysctl
-  vm.nr_hugepages=128``; else those rows are empty); and in small pages, as before Linux 6.1, with a
-  copy between slot and disk. The order within a round is turned by one each time. Medians with
-  lowest and highest; a ratio is the median of the rounds' ratios.
-- CPU seconds of this process for a GiB, of the same rounds. They vary less than bandwidth on a busy
-  machine; how busy it was the results file tells (``load_average``, of five minutes).
-- recovery: seconds from the constructor to the last recovered key, after ``kill -9`` and after
-  ``close``, with the table out of the page cache.
-- memory of the index, bytes a chunk, with the keys themselves (which the Directory holds too)
-  apart.
+- The bandwidth of writes and reads through the tier, checksums included. It is compared with the
+  raw limit: plain O_DIRECT ``pwritev`` and ``preadv`` of the same sizes, from and into huge pages,
+  with as many threads, on a preallocated file of the same file system. Chunks lie in a pool as the
+  kernel gives it by default; in a pool of reserved huge pages, where the host has some (``sysctl
+  vm.nr_hugepages=128``; otherwise those rows are empty); and in small pages, as before Linux 6.1,
+  with a copy between slot and disk. Each round begins with the next kind. A row is the median with
+  the lowest and the highest, and a ratio is the median of the rounds' ratios.
+- CPU seconds of this process for a GiB, in the same rounds. They vary less than bandwidth on a busy
+  machine. ``load_average`` (of five minutes) in the results file says how busy it was.
+- Recovery: seconds from the constructor to the last recovered key, after ``kill -9`` and after
+  ``close``. The table is not in the page cache.
+- Memory of the index, in bytes a chunk. The keys, which the Directory holds too, are a row of their
+  own.
 
-Needs room for two files of ``chunks * chunk_mib`` and one of 400 MB; removes them.
+It needs room for two files of ``chunks * chunk_mib`` and one of 400 MB, and removes them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.bench.report import Row, spread, write_results
+from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.tiers.nvme.tier import NvmeTier
@@ -52,8 +52,8 @@ _SHARES = {
     "reserved huge pages": (0.80, 0.90, 0.5),
     _COPIED: (None, None, None),
 }
-"""Where chunks lie, and what is asked for: shares of the raw disk's write and read, and of the CPU
-time with a copy."""
+"""Where chunks lie, and what the project asks for: shares of the raw disk's write and read, and of
+the CPU time with a copy."""
 _RECOVERY_SECONDS, _INDEX_BYTES = 2.0, 150
 _TINY = 4096
 _RUN = 128
@@ -70,9 +70,9 @@ def make_keys(chunks: int) -> list[ChunkKey]:
 
 
 def make_buffers(count: int, size: int, *, huge: bool = False) -> list[memoryview]:
-    """Page-aligned buffers of incompressible bytes; together larger than the CPU's caches. In
-    shared memory, as a pool's slots are, whose pages are small and lie anywhere; ``huge``: in huge
-    pages, the best a disk can be given."""
+    """Page-aligned buffers of incompressible bytes, together larger than the CPU's caches. They are
+    shared memory in small pages, as a pool's slots. ``huge``: they are in huge pages, with which a
+    disk is fastest."""
     if huge:
         step = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         region = mmap.mmap(-1, count * step, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -88,7 +88,7 @@ def make_buffers(count: int, size: int, *, huge: bool = False) -> list[memoryvie
 def gigabytes_per_second(
     work: Work, chunks: int, buffers: Sequence[memoryview], threads: int
 ) -> float:
-    """Run ``work(chunk, buffer)`` for every chunk, each thread with buffers of its own."""
+    """Run ``work(chunk, buffer)`` for every chunk. Each thread has its own buffers."""
     todo = iter(range(chunks))
 
     def lane(number: int) -> None:
@@ -105,8 +105,8 @@ def gigabytes_per_second(
 
 @contextmanager
 def raw_disk(file: Path, chunk_bytes: int, chunks: int) -> Iterator[tuple[Work, Work]]:
-    """Plain O_DIRECT writing and reading of a preallocated file, which stays. Raises OSError, also
-    for a part."""
+    """Plain O_DIRECT writes and reads of a preallocated file, which stays. Raises OSError, also
+    when only a part was moved."""
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
 
     def write(chunk: int, buffer: memoryview) -> None:
@@ -135,7 +135,7 @@ class Turn(NamedTuple):
 
 
 class Way(NamedTuple):
-    """What is timed: a kind of memory and what is done with it."""
+    """What is timed: a kind of memory, and what is done with it."""
 
     work: Work
     buffers: Sequence[memoryview]
@@ -161,7 +161,7 @@ def kinds_of_memory(
 
 
 def bandwidth(folder: Path, chunk_bytes: int, chunks: int, rounds: int, threads: int) -> list[Row]:
-    """Rows of write and read: the tier with every kind of memory beside the raw disk."""
+    """Rows of write and read: the tier with every kind of memory, and the raw disk."""
     with ExitStack() as ends:
         kinds = kinds_of_memory(chunk_bytes, ends)
         pools = [pool for pool, _ in kinds.values() if pool is not None]
@@ -198,8 +198,8 @@ def bandwidth(folder: Path, chunk_bytes: int, chunks: int, rounds: int, threads:
 
 
 def _timed(ways: dict[str, Way], chunks: int, rounds: int, threads: int) -> dict[str, list[Turn]]:
-    """Every way, once a round; the first round gives the preallocated blocks their first content,
-    and is left out."""
+    """Every way, once in a round. The first round, which gives the preallocated blocks their first
+    content, is left out."""
     seen: dict[str, list[Turn]] = {name: [] for name in ways}
     names = list(ways)
     for round_ in range(rounds + 1):
@@ -221,7 +221,7 @@ def _cpu_seconds() -> float:
 
 
 def _rows(name: str, seen: dict[str, list[Turn]], at: int) -> Iterator[Row]:
-    """``at``: 0 of writes, 1 of reads, in what is asked for."""
+    """``at``: the index in what the project asks for, 0 for writes and 1 for reads."""
     raw = [turn.speed for turn in seen["raw"]]
     limit, low, high = spread(raw)
     yield Row(f"raw O_DIRECT {name}", limit, "GB/s", min=low, max=high)
@@ -254,8 +254,7 @@ def _cpu_row(label: str, cpu: Sequence[float], copied: Sequence[float], share: f
 
 
 def recovery(folder: Path, chunks: int) -> list[Row]:
-    """Rows of recovery time and index memory, for a tier filled and killed by a process of its
-    own."""
+    """Rows of recovery time and index memory. Another process fills the tier and is killed."""
     where = folder / "recovery"
     fill = [
         sys.executable,
@@ -293,7 +292,7 @@ def recovery(folder: Path, chunks: int) -> list[Row]:
 
 
 def fill_and_die(where: Path, chunks: int) -> None:
-    """Write ``chunks`` tiny chunks, then stop as ``kill -9`` does."""
+    """Write ``chunks`` tiny chunks, then end by ``kill -9``."""
     tier = _tiny_tier(where, chunks)
     buffer = make_buffers(1, _TINY)[0]
     for key in make_keys(chunks):
@@ -344,9 +343,7 @@ def main() -> None:
     finally:
         shutil.rmtree(given.path)
     write_results(given.out, "nvme", rows, load_average=os.getloadavg()[1])
-    for row in rows:
-        value = "       -" if row.value is None else f"{row.value:8.3f}"
-        print(f"{row.name:70} {value} {row.unit}" + (f"  {row.ratio:.1%}" if row.ratio else ""))
+    print_rows(rows)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,17 @@
 
     python -m kvtier.bench.micro.sealed --path /fast/disk/folder
 
-- seal and open: :class:`SealedTier` over a tier that keeps nothing and gives back what it got, so
-  that only the cipher is measured, beside a plain copy (``memoryview`` assignment) of the same
-  buffers by the same threads;
-- NVMe: write and read through :class:`NvmeTier`, plain, sealed, and through a copy in scratch
-  memory as the sealed one makes, same sizes and threads, in turns, and which goes first takes turns
-  too. The ratio is to plain; the copy is the control: on a virtual disk, whose host copies once
-  more, a chunk that leaves from memory still in the CPU's cache is written faster than one that
-  comes from far, and so sealed can seem to cost less than nothing.
+- Seal and open: :class:`SealedTier` over a tier that keeps nothing and gives back what it got, so
+  that only the cipher is measured. It is compared with a plain copy (``memoryview`` assignment) of
+  the same buffers by the same threads.
+- NVMe: write and read through :class:`NvmeTier` plain, sealed, and through a copy in scratch memory
+  as the sealed one makes. Sizes and threads are the same. They take turns, and so does which one
+  begins. The ratio is to plain. The copy is the control: a virtual disk's host copies once more,
+  and writes a chunk faster that is still in the CPU's cache. So sealed can seem to cost less than
+  nothing.
 
-Medians with lowest and highest.
-
-Needs room for three files of ``chunks * chunk_mib``; removes them.
+A row is the median with the lowest and the highest. It needs room for three files of ``chunks *
+chunk_mib``, and removes them.
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ import argparse
 import mmap
 import os
 import shutil
+import statistics
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier.bench.micro.nvme import Work, gigabytes_per_second, make_buffers, make_keys
-from kvtier.bench.report import Row, spread, write_results
+from kvtier.bench.report import Row, median_row, print_rows, spread, write_results
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.tenant import NOBODY
 from kvtier.testing import DictTier
@@ -39,8 +39,8 @@ _MIB = 1 << 20
 
 
 class EchoTier(DictTier):
-    """Nothing is kept: a write is dropped, and a read finds in the sealed tier's scratch what was
-    written last."""
+    """Keeps nothing. A write is dropped, and a read finds in the sealed tier's scratch memory what
+    was written last."""
 
     def write(self, key: ChunkKey, data: memoryview, owner: int = NOBODY) -> bool:
         return True
@@ -50,7 +50,7 @@ class EchoTier(DictTier):
 
 
 class CopyTier(DictTier):
-    """Through scratch memory of each thread's own, without a cipher."""
+    """Through each thread's own scratch memory, without a cipher."""
 
     def __init__(self, inner: Tier, chunk_bytes: int) -> None:
         super().__init__(inner.capacity)
@@ -78,7 +78,7 @@ class CopyTier(DictTier):
 
 
 def cipher(chunk_bytes: int, chunks: int, rounds: int, threads: int) -> list[Row]:
-    """Rows of sealing and opening, beside a copy."""
+    """Rows of sealing and opening, compared with a copy."""
     buffers = make_buffers(16, chunk_bytes)
     targets = [memoryview(mmap.mmap(-1, chunk_bytes)) for _ in buffers]
     pairs = {id(buffer): target for buffer, target in zip(buffers, targets, strict=True)}
@@ -136,30 +136,14 @@ def disk(folder: Path, chunk_bytes: int, chunks: int, rounds: int, threads: int)
         tier.close()
     rows = []
     for verb, (without, control, with_) in (("write", writes), ("read", reads)):
-        limit = spread(seen[without])
-        rows.append(
-            Row(
-                f"NvmeTier {verb}, {_threads(threads)}",
-                limit[0],
-                "GB/s",
-                min=limit[1],
-                max=limit[2],
-            )
-        )
-        rows.append(
-            _row(
-                f"NvmeTier {verb} through a copy, {_threads(threads)} (ratio to plain)",
-                seen[control],
-                limit[0],
-            )
-        )
-        rows.append(
-            _row(
-                f"sealed NvmeTier {verb}, {_threads(threads)} (ratio to plain)",
-                seen[with_],
-                limit[0],
-            )
-        )
+        limit = statistics.median(seen[without])
+        about = f"{verb}, {_threads(threads)}"
+        rows.append(median_row(f"NvmeTier {about}", seen[without], "GB/s"))
+        for name, work in (
+            (f"NvmeTier {verb} through a copy, {_threads(threads)}", control),
+            (f"sealed NvmeTier {about}", with_),
+        ):
+            rows.append(_row(f"{name} (ratio to plain)", seen[work], limit))
     return rows
 
 
@@ -170,7 +154,7 @@ def _in_turns(
     rounds: int,
     threads: int,
 ) -> dict[Work, list[float]]:
-    """GB/s of every round of every work; the first round, which makes pages and blocks present, is
+    """GB/s of every round of every work. The first round, which makes pages and blocks present, is
     left out."""
     seen: dict[Work, list[float]] = {work: [] for group in groups for work in group}
     for round_ in range(rounds + 1):
@@ -184,8 +168,7 @@ def _in_turns(
 
 
 def _row(name: str, values: Sequence[float], limit: float) -> Row:
-    value, low, high = spread(values)
-    return Row(name, value, "GB/s", limit, value / limit, low, high)
+    return median_row(name, values, "GB/s", limit, statistics.median(values) / limit)
 
 
 def _threads(count: int) -> str:
@@ -222,10 +205,7 @@ def main() -> None:
     finally:
         shutil.rmtree(given.path, ignore_errors=True)
     write_results(given.out, "sealed", rows)
-    for row in rows:
-        print(
-            f"{row.name:60} {row.value:8.3f} {row.unit}{f'  {row.ratio:.1%}' if row.ratio else ''}"
-        )
+    print_rows(rows)
 
 
 if __name__ == "__main__":

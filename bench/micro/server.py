@@ -1,19 +1,20 @@
-"""What a server on the same host costs an engine: answers' latency, bytes against an own Store,
-fairness, memory.
+"""What a server on the same host costs an engine: the latency of answers, bandwidth compared with
+an own Store, fairness, and memory.
 
     python -m kvtier.bench.micro.server
 
 - ``match`` of 128 chunks through the Unix socket: alone, and while another engine saves at full
   speed.
-- save and load of runs of chunks through the server beside the same through an embedded Store;
-  rounds alternate, and so does which goes first. Medians with lowest and highest.
-- 1, 2 and 4 engines at once, each a process that saves and loads for a while: all together, and
-  slowest to fastest.
-- how long a lookup takes beside a process that floods the server: see
-  :mod:`kvtier.bench.micro.floods`.
-- the server's own memory (RssAnon, so without the pool) after churning through many tiny chunks.
+- Save and load of runs of chunks through the server, compared with the same through an embedded
+  Store. Rounds alternate, and so does which begins. A row is the median with the lowest and the
+  highest.
+- 1, 2 and 4 engines at once. Each is a process that saves and loads for a while. The rows are all
+  together, and the slowest divided by the fastest.
+- How long a lookup takes while a process floods the server: see :mod:`kvtier.bench.micro.floods`.
+- The server's own memory (RssAnon, so without the pool) after many tiny chunks were saved and
+  evicted.
 
-Needs twice ``pool_mib`` of memory. Servers and engines are processes of their own.
+It needs twice ``pool_mib`` of memory. Servers and engines are separate processes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pathlib import Path
 from kvtier.api import KVStore
 from kvtier.bench.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.micro import floods
-from kvtier.bench.report import Row, spread, write_results
+from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.bench.servers import free_port
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
@@ -52,7 +53,7 @@ _PATIENT_S = 5.0
 
 
 class BenchError(KVTierError):
-    """A server or engine did not do its part."""
+    """A server or an engine did not do its part."""
 
 
 def layout_of(chunk_bytes: int, model: int = 0) -> ChunkLayout:
@@ -72,7 +73,7 @@ def door_to(path: str, layout: ChunkLayout) -> ServerAccess:
 
 @contextmanager
 def server(ram_bytes: int, more: Mapping[str, str] | None = None) -> Iterator[tuple[str, int]]:
-    """``kvtier serve``, over RAM only but for what ``more`` variables say; its socket and process
+    """``kvtier serve`` over RAM, and what the variables in ``more`` add. Its socket and its process
     id."""
     settings = {"KVTIER_RAM_BYTES": str(ram_bytes), "KVTIER_LOG_LEVEL": "WARNING", **(more or {})}
     with run_folder() as folder:
@@ -83,8 +84,8 @@ def server(ram_bytes: int, more: Mapping[str, str] | None = None) -> Iterator[tu
 
 
 class Attached:
-    """Saves and loads runs of chunks, copying each between a slot and a buffer that stands for the
-    engine's KV."""
+    """Saves and loads runs of chunks. It copies each between a slot and a buffer that stands for
+    the engine's KV."""
 
     def __init__(self, cache: KVStore, layout: ChunkLayout, chunks: int) -> None:
         self._cache, self._layout, self._chunks = cache, layout, chunks
@@ -94,7 +95,7 @@ class Attached:
         self._kv = self._kv[: layout.chunk_bytes]
 
     def save(self, prompt: int) -> int:
-        """Bytes that were saved."""
+        """How many bytes were saved."""
         with self._cache.save(run_of(self._layout, prompt, self._chunks)) as lease:
             views = lease.views()
             for view in views:
@@ -103,7 +104,7 @@ class Attached:
         return len(views) * len(self._kv)
 
     def load(self, prompt: int) -> int:
-        """Bytes that were loaded: other engines may have pushed some out meanwhile."""
+        """How many bytes were loaded. Other engines may have evicted some meanwhile."""
         with self._cache.load(run_of(self._layout, prompt, self._chunks)) as lease:
             lease.poll()
             views = lease.views()
@@ -116,7 +117,7 @@ class Attached:
 
 
 def match_latency(path: str, layout: ChunkLayout, calls: int) -> tuple[float, float, float]:
-    """Milliseconds: median, 99th percentile, worst."""
+    """Milliseconds: median, 99th percentile and worst."""
     keys = run_of(layout, 1, _MATCH_CHUNKS)
     client = Client(door_to(path, layout), _PATIENT_S)
     with client.save(keys) as lease:
@@ -160,8 +161,8 @@ def speed(work: Callable[[int], int], prompts: Sequence[int]) -> float:
 
 
 def bytes_rows(layout: ChunkLayout, pool_bytes: int, chunks: int, rounds: int) -> list[Row]:
-    """Save and load, embedded beside served. Each round saves new prompts over the last round's,
-    then loads them."""
+    """Save and load, embedded and served. Each round saves new prompts over the last round's, then
+    loads them."""
     prompts = max(1, pool_bytes // layout.slot_bytes // chunks)
     store = Store(Pool(pool_bytes // layout.slot_bytes, layout.slot_bytes))
     seen: dict[tuple[str, str], list[float]] = {}
@@ -213,10 +214,10 @@ def engines(
     save_only: bool = False,
     pool_bytes: int = 0,
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Attached processes at full speed, all warm; each says its GB/s when it is told to stop
-    (SIGTERM).
+    """Attached processes at full speed after a warm-up. Each says its GB/s when SIGTERM tells it to
+    stop.
 
-    Without a socket each has a Store of its own with ``pool_bytes``.
+    Without a socket each has its own Store with ``pool_bytes``.
     """
     words = [sys.executable, "-m", "kvtier.bench.micro.server", "--engine", path]
     words += ["--chunk-mib", str(layout.chunk_bytes / 2**20), "--run", str(chunks)]
@@ -264,7 +265,7 @@ def be_an_engine(cache: KVStore, layout: ChunkLayout, chunks: int, save_only: bo
 
 
 def together_rows(layout: ChunkLayout, pool_bytes: int, chunks: int, seconds: float) -> list[Row]:
-    """Served engines, and beside them engines with Stores of their own: what the machine allows."""
+    """Served engines, and engines with their own Stores, which show what the machine allows."""
     rows, one = [], 0.0
     for count in (1, 2, 4):
         with engines("", layout, chunks, count, pool_bytes=pool_bytes // count) as running:
@@ -323,8 +324,8 @@ def beside_floods(seconds: float) -> list[Row]:
 
 
 def memory_rows(chunks: int, churns: int) -> list[Row]:
-    """Many tiny chunks, all replaced several times; the server's memory beyond the pool after each
-    time."""
+    """Many tiny chunks, which are all replaced several times. The server's memory beyond the pool
+    after each time."""
     layout = layout_of(_TINY)
     limit = _BASE_MB + _CHUNK_BYTES * chunks / 1e6
     rows = []
@@ -354,8 +355,8 @@ def memory_rows(chunks: int, churns: int) -> list[Row]:
 
 def churn_rows(minutes: float) -> list[Row]:
     """The server's memory after each tenth of a long run of short-lived engines over a small pool
-    and NVMe: each attaches, saves, loads and goes, every third without a farewell in the middle of
-    a lease."""
+    and NVMe. Each attaches, saves, loads and leaves. Every third leaves in the middle of a lease,
+    without a goodbye."""
     layout, chunks = layout_of(16 * _TINY), 2000
     memory: list[float] = []
     with tempfile.TemporaryDirectory(
@@ -396,7 +397,8 @@ def _visit(path: str, layout: ChunkLayout, prompt: int) -> None:
 
 
 def draw_back(number: int) -> int:
-    """How many engines ago the prompt was saved that is loaded now: in RAM, on NVMe, or gone."""
+    """How many engines ago the prompt was saved that is loaded now: it is in RAM, on NVMe, or
+    gone."""
     return (0, 3, 30, 300)[number % 4]
 
 
@@ -456,10 +458,7 @@ def main() -> None:
         *(churn_rows(given.churn_minutes) if given.churn_minutes else ()),
     ]
     write_results(given.out, "server", rows)
-    for row in rows:
-        more = f"  ratio {row.ratio:.2f}" if row.ratio is not None else ""
-        bound = f"  (limit {row.limit:.2f})" if row.limit is not None else ""
-        print(f"{row.name:55} {row.value:10.3f} {row.unit}{bound}{more}")
+    print_rows(rows)
 
 
 if __name__ == "__main__":

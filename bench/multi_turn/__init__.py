@@ -1,2 +1,1 @@
-"""Multi-turn: conversations on several engines behind a router, in turns or sticky, with a shared
-cache or without."""
+"""Multi-turn: conversations on two engines behind a router, with and without a shared cache."""

@@ -1,7 +1,7 @@
-"""The arms: how conversations are routed, and whether one cache server is under the engines. All
-else is equal.
+"""The arms. They differ in how conversations are routed, and in whether the engines share a cache
+server.
 
-Each arm is two engines behind the same router. In the arms in turns a client does not say which
+Each arm is two engines behind the same router. In the round-robin arms a client does not say which
 conversation it is.
 """
 
@@ -17,14 +17,14 @@ ENGINES = 2
 BASE = "round-robin"
 STICKY_SHARED = "sticky+kvtier"
 RUNNING = "server"
-"""Not an arm: a router that ran already."""
+"""A router that was not started here. It is no arm."""
 _IN_TURNS = {"ROUTER_POLICY": "round_robin"}
 _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """``router``: variables of the router's process."""
+    """``router``: environment of the router's process."""
 
     name: str
     about: str
@@ -57,7 +57,7 @@ ARMS: dict[str, Arm] = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the caches hold. ``kept``: whole conversations in the GPU cache of one engine."""
+    """What the caches hold. ``kept``: whole conversations in the GPU cache of an engine."""
 
     work: Conversations
     kept: float
@@ -71,8 +71,8 @@ class Sizes:
 
     @property
     def gpu_blocks(self) -> int:
-        """One more than asked for, because vLLM keeps block 0 for itself; never less than one
-        conversation."""
+        """Blocks of an engine's cache, and one more, because vLLM keeps block 0 for itself. An
+        engine must hold at least one conversation."""
         return max(1, math.ceil(self.kept * self.max_model_len / self.block_tokens)) + 1
 
     @property
@@ -81,7 +81,7 @@ class Sizes:
 
     @property
     def ram(self) -> str:
-        """Of the server: every conversation, and two more."""
+        """Of the cache server. It holds every conversation, and two more."""
         chunks = math.ceil(self.work.longest / self.chunk_tokens)
         size = (self.work.sessions + 2) * chunks * self.chunk_tokens * self.token_bytes
         return f"{math.ceil(size / _MIB)}MiB"

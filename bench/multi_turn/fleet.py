@@ -1,13 +1,11 @@
-"""What an arm runs on: two vLLM engines, a router in front of them, and under them a kvtier server
-or nothing."""
+"""What an arm runs on: two vLLM engines, a router in front of them, and a kvtier server where the
+arm has one."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,10 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from kvtier.bench.client import hit_counters
 from kvtier.bench.companion import SOCKET, companion, listens, run_folder
-from kvtier.bench.long_doc_qa import client
-from kvtier.bench.long_doc_qa.arms import connector_args
-from kvtier.bench.long_doc_qa.run import on_cpu, shared_args
+from kvtier.bench.engine import cache_args, engine, on_cpu, transfer
 from kvtier.bench.multi_turn.arms import ENGINES, Arm, Sizes
 from kvtier.bench.servers import VllmServer, answers, free_port
 from kvtier.core.errors import ConfigError
@@ -29,7 +26,7 @@ _ROUTER_START_S = 30.0
 
 
 class Listening(Protocol):
-    """What a router has to know of an engine."""
+    """What a router must know of an engine."""
 
     port: int
 
@@ -44,38 +41,31 @@ class Fleet:
         self._gone: Counter[str] = Counter()
 
     def kill(self, index: int) -> None:
-        """SIGKILL to an engine; what it had counted stays counted."""
-        self._gone.update(client.hit_counters(self.engines[index].base_url) or {})
+        """Send SIGKILL to an engine. Its hits stay counted."""
+        self._gone.update(hit_counters(self.engines[index].base_url) or {})
         self.engines[index].kill()
         self.dead.add(index)
 
     def hits(self) -> dict[str, float]:
-        """Prompt tokens served from each tier so far, by all engines."""
+        """Prompt tokens of all engines that came from each tier so far."""
         total = Counter(self._gone)
-        for index, engine in enumerate(self.engines):
+        for index, server in enumerate(self.engines):
             if index not in self.dead:
-                total.update(client.hit_counters(engine.base_url) or {})
+                total.update(hit_counters(server.base_url) or {})
         return dict(total)
 
 
 @contextmanager
 def fleet(args: argparse.Namespace, arm: Arm, sizes: Sizes, place: Path) -> Iterator[Fleet]:
-    """Started, and ended with the block. Logs go to ``place``. Raises KVTierError when a part does
-    not come up."""
+    """Start the parts, and stop them at the end of the block. Logs go to ``place``, an empty
+    folder. Raises KVTierError when a part does not come up."""
     with run_folder() as run, ExitStack() as ends:
         if arm.shared:
-            command = [
-                sys.executable,
-                "-m",
-                "kvtier",
-                "serve",
-                "--listen",
-                f"unix://{run / SOCKET}",
-            ]
+            socket = run / SOCKET
+            command = [sys.executable, "-m", "kvtier", "serve", "--listen", f"unix://{socket}"]
             env = {"KVTIER_RAM_BYTES": sizes.ram, "KVTIER_ADMIN": "off"}
-            ends.enter_context(
-                companion(command, env, partial(listens, run / SOCKET), place / "kvtier.log")
-            )
+            ready = partial(listens, socket)
+            ends.enter_context(companion(command, env, ready, place / "kvtier.log"))
         engines = [
             _engine(args, sizes, run if arm.shared else None, place, index)
             for index in range(ENGINES)
@@ -84,14 +74,13 @@ def fleet(args: argparse.Namespace, arm: Arm, sizes: Sizes, place: Path) -> Iter
             ends.callback(engine.stop)
         with ThreadPoolExecutor(ENGINES) as starting:
             list(starting.map(VllmServer.start, engines))
-        yield Fleet(
-            ends.enter_context(router(args.router, arm, engines, place / "router.log")), engines
-        )
+        url = ends.enter_context(router(args.router, arm, engines, place / "router.log"))
+        yield Fleet(url, engines)
 
 
 @contextmanager
 def router(command: list[str], arm: Arm, engines: Sequence[Listening], log: Path) -> Iterator[str]:
-    """The router's process in front of started engines; its URL."""
+    """Start the router in front of engines that run. Its URL."""
     missing = [word for word in command if word.startswith("deploy/") and not Path(word).exists()]
     if missing:
         raise ConfigError(
@@ -117,34 +106,22 @@ def _engine(
     args: argparse.Namespace, sizes: Sizes, run: Path | None, place: Path, index: int
 ) -> VllmServer:
     """Not started. ``run``: the folder of the server's socket."""
-    command = [*shared_args(args, sizes.block_tokens), "--max-model-len", str(sizes.max_model_len)]
-    command += ["--num-gpu-blocks-override", str(sizes.gpu_blocks)]
-    env = {}
+    env, connector = dict[str, str](), None
     if run is not None:
-        command += connector_args(args.load_every_hit)
-        env = {
-            "KVTIER_SERVER": f"unix://{run / SOCKET}",
-            "KVTIER_CHUNK_TOKENS": str(sizes.chunk_tokens),
-        }
+        connector = transfer(load_every_hit=args.load_every_hit)
+        env["KVTIER_SERVER"] = f"unix://{run / SOCKET}"
+        env["KVTIER_CHUNK_TOKENS"] = str(sizes.chunk_tokens)
     if on_cpu():
-        command.append("--enforce-eager")
-        env |= {
-            "VLLM_CPU_KVCACHE_SPACE": str(sizes.gpu_gib),
-            "VLLM_CPU_OMP_THREADS_BIND": _cores(index),
-        }
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(sizes.gpu_gib)
+        env["VLLM_CPU_OMP_THREADS_BIND"] = _cores(index)
     else:
         env["CUDA_VISIBLE_DEVICES"] = str(index)
-    command += shlex.split(args.server_args)
-    with contextlib.suppress(FileNotFoundError):
-        (place / f"engine-{index + 1}.log").unlink()
-    return VllmServer(
-        args.model, command, env, place / f"engine-{index + 1}.log", args.server_timeout
-    )
+    cache = cache_args(sizes.max_model_len, sizes.gpu_blocks, connector)
+    return engine(args, sizes.block_tokens, cache, env, place / f"engine-{index + 1}.log")
 
 
 def _cores(index: int) -> str:
-    """An engine's equal part of the CPU's cores, so that two engines do not compute on the same
-    ones."""
+    """An equal part of the CPU's cores, so that two engines do not compute on the same ones."""
     cores = sorted(os.sched_getaffinity(0))
     each = max(1, math.floor(len(cores) / ENGINES))
     return ",".join(map(str, cores[index * each : (index + 1) * each] or cores))

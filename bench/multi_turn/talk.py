@@ -1,5 +1,5 @@
-"""The conversations as clients hold them: think, ask through the router, listen, and ask again what
-failed."""
+"""The conversations as clients hold them. A client thinks, asks through the router, reads the
+answer, and asks again what failed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtier.bench.long_doc_qa.client import Client, Outcome, RequestError
-from kvtier.bench.long_doc_qa.work import Ask
+from kvtier.bench.client import Client, Outcome
 from kvtier.bench.multi_turn.work import Conversations
+from kvtier.bench.prompts import Ask, as_prompt
 
 if TYPE_CHECKING:
     import aiohttp
@@ -22,15 +22,15 @@ _TRIES, _PAUSE_S = 6, 0.5
 
 @dataclass(slots=True)
 class Turn(Outcome):
-    """``document`` is the conversation, ``question`` the turn, from 1 on. TTFT counts from the
-    first try."""
+    """``document`` is the conversation, and ``question`` the number of the turn, from 1 on. TTFT
+    counts from the first try."""
 
     tries: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """All conversations wait for each other after turn ``after``, and ``act`` runs before they go
+    """All conversations wait for each other after turn ``after``. ``act`` runs before they go
     on."""
 
     after: int
@@ -38,8 +38,8 @@ class Pause:
 
 
 class Talk:
-    """All conversations of one arm. ``session_by``: what tells the router who asks; None: nothing
-    does."""
+    """All conversations of one arm. ``session_by``: what tells the router who asks, or None for
+    nothing."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Talk:
         self._pause = pause
 
     def run(self) -> list[Turn]:
-        """Every turn, conversation by conversation. A failed one is a Turn too."""
+        """Every turn, in the order of the conversations. A failed one is a Turn too."""
         return asyncio.run(self._run())
 
     async def _run(self) -> list[Turn]:
@@ -71,29 +71,21 @@ class Talk:
         said: list[int | str] = []
         turns: list[Turn] = []
         name = f"conversation-{session}"
+        user = name if self._by == "user" else ""
         async with aiohttp.ClientSession(
             **self._connection(name), read_bufsize=2**20
         ) as connection:
             for number in range(1, self._work.turns + 1):
                 await asyncio.sleep(self._work.thinks(session, number))
                 said += self._work.says(session, number)
-                prompt = " ".join(map(str, said)) if isinstance(said[0], str) else list(said)
-                user = name if self._by == "user" else ""
-                turn = await self._ask(
-                    connection,
-                    Ask(session, number, prompt, self._work.output_len, user=user),
-                    begun,
-                )
-                said += turn.tokens if not isinstance(said[0], str) else [turn.text]
+                ask = Ask(session, number, as_prompt(said), self._work.output_len, user=user)
+                turn = await self._ask(connection, ask, begun)
+                said += [turn.text] if isinstance(said[0], str) else turn.tokens
                 turns.append(turn)
                 self._on_done()
-                if (
-                    self._pause is not None
-                    and self._pause.after == number
-                    and await together.wait() == 0
-                ):
-                    await asyncio.to_thread(self._pause.act)
                 if self._pause is not None and self._pause.after == number:
+                    if await together.wait() == 0:
+                        await asyncio.to_thread(self._pause.act)
                     await together.wait()
         return turns
 
@@ -109,16 +101,10 @@ class Talk:
         }
 
     async def _ask(self, connection: aiohttp.ClientSession, ask: Ask, begun: float) -> Turn:
-        import aiohttp
-
         start = time.perf_counter() - begun
         for number in range(1, _TRIES + 1):
             turn = Turn(ask.document, ask.question, ask.is_miss, start, tries=number)
-            try:
-                await self._asker.stream(connection, ask, turn, begun)
-            except (aiohttp.ClientError, TimeoutError, RequestError, ValueError) as error:
-                turn.successful, turn.error = False, f"{type(error).__name__}: {error}"
-            turn.request_end = time.perf_counter() - begun
+            await self._asker.ask(connection, ask, turn, begun)
             if turn.successful:
                 break
             await asyncio.sleep(_PAUSE_S)

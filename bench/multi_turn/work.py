@@ -1,8 +1,7 @@
-"""The workload: who says what when. Pure: the same arguments give the same conversations, as far as
+"""The workload: who says what when. The same arguments give the same conversations, as far as
 answers are equal.
 
-The prompt of a turn is all that was said before (openings, additions and the model's own answers),
-and something new.
+The prompt of a turn is all that was said before, the model's answers too, and something new.
 """
 
 from __future__ import annotations
@@ -10,12 +9,14 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from kvtier.bench.prompts import draw
 
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """Lengths in tokens (words, for text). ``words`` is what prompts are drawn from."""
+    """Lengths are in tokens, or in words of a text. ``words`` is what prompts are drawn from."""
 
     words: Sequence[int | str]
     sessions: int
@@ -28,42 +29,35 @@ class Conversations:
 
     @classmethod
     def of(cls, args: argparse.Namespace, words: Sequence[int | str]) -> Conversations:
-        """What the command line (:func:`kvtier.bench.multi_turn.flags.add_arguments`) describes."""
-        return cls(
-            words=words,
-            sessions=args.sessions,
-            turns=args.turns,
-            first_length=args.first_length,
-            turn_length=args.turn_length,
-            output_len=args.output_len,
-            think_seconds=args.think_seconds,
-            seed=args.seed,
-        )
+        """What the command line says. Flags have the names of the fields."""
+        return cls(words, *(getattr(args, name) for name in SHAPE))
 
     @property
     def longest(self) -> int:
         """Tokens of a conversation at its end."""
-        return (
-            self.first_length + (self.turns - 1) * self.turn_length + self.turns * self.output_len
-        )
+        asked = self.first_length + (self.turns - 1) * self.turn_length
+        return asked + self.turns * self.output_len
 
     def says(self, session: int, turn: int) -> list[int | str]:
-        """What the user adds in a turn (the first is 1): something long, then short questions."""
+        """What the user adds in a turn: something long in turn 1, then short questions."""
         return self._draw((session, turn), self.first_length if turn == 1 else self.turn_length)
 
     def thinks(self, session: int, turn: int) -> float:
-        """Seconds before the turn: exponential, at most four times the mean, so that one draw does
-        not decide a run."""
+        """Seconds before the turn, exponential. They are at most four times the mean, so that one
+        draw does not decide a run."""
         if not self.think_seconds:
             return 0.0
-        drawn = random.Random(f"{self.seed}/think/{session}/{turn}").expovariate(
-            1 / self.think_seconds
-        )
-        return min(drawn, 4 * self.think_seconds)
+        draws = random.Random(f"{self.seed}/think/{session}/{turn}")
+        return min(draws.expovariate(1 / self.think_seconds), 4 * self.think_seconds)
 
     def warm_up(self, engine: int) -> list[int | str]:
-        """A prompt that nothing shares: an engine's first-use costs are paid with it."""
+        """A prompt that nothing shares. What only the first request of an engine costs is paid with
+        it."""
         return self._draw(("warm-up", engine), min(256, self.first_length))
 
     def _draw(self, what: object, length: int) -> list[int | str]:
-        return random.Random(f"{self.seed}/{what}").choices(self.words, k=length)
+        return draw(self.words, length, self.seed, what)
+
+
+SHAPE = tuple(field.name for field in fields(Conversations))[1:]
+"""What goes into the results as the workload."""

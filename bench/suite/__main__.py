@@ -1,4 +1,4 @@
-"""``python -m kvtier.bench.suite RAW BASELINE``: a pytest-benchmark result without samples, host
+"""``python -m kvtier.bench.suite RAW BASELINE``: a result of pytest-benchmark without samples, host
 and paths."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvtier.bench.report import machine_facts
 
 
 def baseline(raw: dict[str, Any]) -> dict[str, Any]:
-    """``raw`` with each benchmark's statistics, and facts of the machine in the place of its
+    """``raw`` with each benchmark's statistics, and with the machine's facts instead of its
     description."""
     kept = {name: raw[name] for name in ("datetime", "version")}
     benchmarks = []

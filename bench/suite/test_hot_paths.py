@@ -1,10 +1,10 @@
-"""What the engine's step and the lanes run, one by one, under pytest-benchmark: for finding out
-which one got slower.
+"""What the engine's step and the lanes run, each part alone under pytest-benchmark. It shows which
+part got slower.
 
-``make bench-suite`` runs it and shows it beside the committed baseline; ``make
-bench-suite-baseline`` makes a new one. Baselines are of one machine: on another one look at the
-*ratios* to :func:`test_yardstick`, which runs no line of
-kvtier. Not part of ``make test``: tests never time anything.
+``make bench-suite`` runs it and compares it with the committed baseline. ``make
+bench-suite-baseline`` makes a new one. A baseline is of one machine: on another one look at the
+*ratios* to :func:`test_yardstick`, which runs no line of kvtier. ``make test`` does not run it,
+because tests never time anything.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def test_load_128_and_close(benchmark: Benchmark, store: Store) -> None:
 
 
 def test_save_128_over_older_ones(benchmark: Benchmark, store: Store) -> None:
-    """Each save has to evict as many as it reserves."""
+    """Each save has to evict as many chunks as it reserves."""
     runs = itertools.cycle([LAYOUT.keys(prompt(seed)) for seed in range(10, 16)])
     benchmark(lambda: saved(store, next(runs)))
     store.check(idle=True)
 
 
 def test_promote_16_from_a_tier(benchmark: Benchmark) -> None:
-    """A turn through the state machine without a medium: RAM holds the half of what is asked in
+    """All transitions of the state machine without a medium. RAM holds half of what is asked for in
     turn."""
     lane = ManualLane(bound=1000)
     store = Store(Pool(32, SLOT), [(DictTier(1000), lane)])
@@ -120,7 +120,7 @@ def test_question_of_128_keys_there_and_back(benchmark: Benchmark) -> None:
 
 
 def test_nvme_write_and_read_7_mib(benchmark: Benchmark, tmp_path: Path) -> None:
-    """Through the page-aligned pool and O_DIRECT where the file system has it, checksum
+    """Through the page-aligned pool, and with O_DIRECT where the file system has it. Checksums are
     included."""
     pool, key = Pool(1, KV), LAYOUT.keys(prompt(1))[0]
     tier = NvmeTier(tmp_path / "tier", 64 << 20, KV)
@@ -136,7 +136,8 @@ def test_nvme_write_and_read_7_mib(benchmark: Benchmark, tmp_path: Path) -> None
 @pytest.mark.parametrize("block", [16, 128])
 @pytest.mark.parametrize("way", ["save", "load"])
 def test_copy_of_one_chunk(benchmark: Benchmark, way: str, block: int) -> None:
-    """28 layers of 2 heads x 128 in 16 bits, scattered blocks <-> one slot, on CPU tensors."""
+    """28 layers of 2 heads x 128 in 16 bits on CPU tensors, between scattered blocks and one
+    slot."""
     blocks = 4 * CHUNK // block
     caches = {
         f"{i}": torch.zeros((2, blocks, block, 2, 128), dtype=torch.bfloat16) for i in range(28)

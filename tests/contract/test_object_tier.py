@@ -24,10 +24,11 @@ from kvtier.tiers.objects.bucket import Bucket
 from kvtier.tiers.objects.layout import HEADER_BYTES, Form
 from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
+from tests.child_process import wait_for
 from tests.clock import Clock
 from tests.redis_server import RedisServer
-from tests.s3_server import CHUNK_BYTES, FORM, KEYS, SECRET, URL, S3Server, chunk, holds, operated
-from tests.server_process import wait_for
+from tests.s3_server import FORM, SECRET, URL, S3Server, operated
+from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk, holds
 
 LONG = ChunkLayout(bytes(32), 1, 1, (CHUNK_BYTES,)).keys(range(128))
 

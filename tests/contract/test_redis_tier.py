@@ -18,18 +18,8 @@ from kvtier.testing import check_tier
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
-from tests.redis_server import (
-    CHUNK_BYTES,
-    FORM,
-    KEYS,
-    NAMESPACE,
-    PART_BYTES,
-    PARTS,
-    RedisServer,
-    chunk,
-    holds,
-    redis_cluster,
-)
+from tests.redis_server import FORM, PART_BYTES, PARTS, RedisServer, redis_cluster
+from tests.tier_chunks import CHUNK_BYTES, KEYS, NAMESPACE, chunk, holds
 
 pytestmark = pytest.mark.redis
 

@@ -27,9 +27,11 @@ from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
 from kvtier.tiers.sealed import SealedTier, key_name, sealed_bytes
+from tests.child_process import wait_for
 from tests.nvme_place import LAYOUT, SLOT, flip, room
-from tests.redis_server import NAMESPACE, PART_BYTES, RedisServer
-from tests.server_process import ServerProcess, attached, load, run, save, short_folder, wait_for
+from tests.redis_server import PART_BYTES, RedisServer
+from tests.server_process import ServerProcess, attached, load, run, save, short_folder
+from tests.tier_chunks import NAMESPACE
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 KEYS = LAYOUT.keys(range(6))

@@ -20,7 +20,8 @@ from kvtier.server.server import Server
 from kvtier.server.session import Session
 from kvtier.server.stream import Stream
 from kvtier.store.store import Store
-from tests.server_process import DEADLINE_S, short_folder
+from tests.child_process import DEADLINE_S
+from tests.server_process import short_folder
 
 SLOT = 4096
 LAYOUT = ChunkLayout(bytes(32), 1, 1, (SLOT,))

@@ -23,8 +23,8 @@ from kvtier.server.listeners import listen_tcp, listen_unix
 from kvtier.server.server import Server
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
+from tests.child_process import DEADLINE_S, wait_for
 from tests.server_process import (
-    DEADLINE_S,
     LAYOUT,
     SLOT,
     ServerProcess,
@@ -35,7 +35,6 @@ from tests.server_process import (
     save,
     serving,
     short_folder,
-    wait_for,
 )
 
 KEY = run(1, 1)[0]

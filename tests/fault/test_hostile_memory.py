@@ -16,6 +16,7 @@ from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.errors import ConfigError
 from kvtier.core.lookup import Progress
+from tests.child_process import wait_for
 from tests.rogue_server import NOBODY, rogue_process
 from tests.server_process import (
     LAYOUT,
@@ -28,7 +29,6 @@ from tests.server_process import (
     save,
     serving,
     short_folder,
-    wait_for,
 )
 
 TOKEN = b"a secret of more than 16 bytes"

@@ -28,8 +28,9 @@ from kvtier.tiers.redis.layout import CHECKSUM_BYTES
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
 from tests.clock import Clock
-from tests.redis_server import CHUNK_BYTES, FORM, KEYS, PART_BYTES, chunk
+from tests.redis_server import FORM, PART_BYTES
 from tests.scripted_redis import Answer, scripted
+from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk
 
 SHORT_S = 0.2
 GENEROUS_S = 20 * SHORT_S

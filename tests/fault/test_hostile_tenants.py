@@ -31,18 +31,10 @@ from kvtier.tiers.nvme.check import check
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.redis.layout import Form
 from tests.admin_server import AdminServer
+from tests.child_process import wait_for
 from tests.nvme_place import room
 from tests.redis_server import RedisServer
-from tests.server_process import (
-    LAYOUT,
-    SLOT,
-    ServerProcess,
-    attached,
-    load,
-    save,
-    short_folder,
-    wait_for,
-)
+from tests.server_process import LAYOUT, SLOT, ServerProcess, attached, load, save, short_folder
 
 TOKENS = [7, *range(5)]
 TIERS = ["ram", "nvme", pytest.param("redis", marks=pytest.mark.redis)]

@@ -27,9 +27,10 @@ from kvtier.tiers.nvme.check import check, discard
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME, leads_to
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
+from tests.child_process import wait_for
 from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
 from tests.server_process import SLOT as SERVED_SLOT
-from tests.server_process import ServerProcess, attached, load, run, save, short_folder, wait_for
+from tests.server_process import ServerProcess, attached, load, run, save, short_folder
 
 ROOM = room(8)
 KEYS = LAYOUT.keys(range(8))

@@ -19,19 +19,8 @@ from kvtier.tiers.redis.layout import CHECKSUM_BYTES, Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
 from tests.clock import Clock
-from tests.redis_server import (
-    CHUNK_BYTES,
-    FORM,
-    KEYS,
-    NAMESPACE,
-    PART_BYTES,
-    PARTS,
-    RedisServer,
-    chunk,
-    holds,
-    make_certificate,
-    redis_cluster,
-)
+from tests.redis_server import FORM, PART_BYTES, PARTS, RedisServer, make_certificate, redis_cluster
+from tests.tier_chunks import CHUNK_BYTES, KEYS, NAMESPACE, chunk, holds
 
 pytestmark = pytest.mark.redis
 

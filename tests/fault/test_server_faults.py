@@ -19,9 +19,9 @@ import pytest
 from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Progress
+from tests.child_process import DEADLINE_S, wait_for
 from tests.engine_process import LONGEST, PROMPTS
 from tests.server_process import (
-    DEADLINE_S,
     ServerProcess,
     at_rest,
     attached,
@@ -30,7 +30,6 @@ from tests.server_process import (
     save,
     serving,
     short_folder,
-    wait_for,
 )
 
 NVME = 1 << 20

@@ -22,9 +22,10 @@ from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
+from tests.child_process import DEADLINE_S, wait_for
 from tests.clock import Clock
 from tests.rogue_server import SLOTS, greet, hear, rogue
-from tests.server_process import DEADLINE_S, LAYOUT, SLOT, run, short_folder, wait_for
+from tests.server_process import LAYOUT, SLOT, run, short_folder
 
 BOUND_S = 0.3
 """In the place of seconds, for calls that a slow server would answer well in twice as long."""

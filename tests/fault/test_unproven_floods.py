@@ -18,8 +18,9 @@ from kvtier.client.connect import Address, ServerAccess, client_tls, enter, hell
 from kvtier.protocol import wire
 from kvtier.server.handshake_places import PLACES, PLACES_OF_ONE
 from tests.certificates import make_certificates
+from tests.child_process import DEADLINE_S
 from tests.fault.test_hostile_clients import last_words
-from tests.server_process import DEADLINE_S, LAYOUT, SLOT, at_rest, attached, run, save, serving
+from tests.server_process import LAYOUT, SLOT, at_rest, attached, run, save, serving
 
 TOKEN = b"a secret of more than 16 bytes"
 FLOOD = """

@@ -11,10 +11,8 @@ import socket
 import ssl
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -23,20 +21,19 @@ from kvtier.bench.servers import free_port
 from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.lookup import Progress
-from tests.admin_server import NVME, TOKEN, AdminServer, Body, administered, spilled
-from tests.redis_server import RedisServer, make_certificate
-from tests.server_process import (
-    DEADLINE_S,
-    LAYOUT,
-    OTHER,
-    SLOT,
-    attached,
-    load,
-    run,
-    save,
-    short_folder,
-    wait_for,
+from tests.admin_server import (
+    NVME,
+    TOKEN,
+    AdminServer,
+    Body,
+    administered,
+    clearing,
+    spilled,
+    two_tenants,
 )
+from tests.child_process import DEADLINE_S, wait_for
+from tests.redis_server import RedisServer, make_certificate
+from tests.server_process import LAYOUT, OTHER, SLOT, attached, load, run, save, short_folder
 
 
 @pytest.fixture
@@ -199,10 +196,7 @@ def test_lookup_says_how_far_each_place_reaches(server: AdminServer) -> None:
 
 def test_a_tenant_is_erased_and_the_others_are_not(server: AdminServer) -> None:
     theirs, others = run(1, 4), run(1, 4, OTHER)
-    with (
-        attached(server.access(namespace="acme")) as client,
-        attached(server.access(OTHER, "else")) as other,
-    ):
+    with two_tenants(server) as (client, other):
         save(client, theirs)
         save(other, others)
         spilled(server, 8)
@@ -231,10 +225,7 @@ def test_after_a_restart_just_the_tenant_is_erased_and_no_engine_of_it_need_come
     server: AdminServer, end: str
 ) -> None:
     theirs, others = run(1, 4), run(1, 4, OTHER)
-    with (
-        attached(server.access(namespace="acme")) as client,
-        attached(server.access(OTHER, "else")) as other,
-    ):
+    with two_tenants(server) as (client, other):
         save(client, theirs)
         save(other, others)
         spilled(server, 8)
@@ -252,10 +243,7 @@ def test_after_a_restart_just_the_tenant_is_erased_and_no_engine_of_it_need_come
         assert load(other, others) == ["nvme"] * 4
     getattr(server, end)()
     server.start()
-    with (
-        attached(server.access(namespace="acme")) as client,
-        attached(server.access(OTHER, "else")) as other,
-    ):
+    with two_tenants(server) as (client, other):
         assert client.lookup(theirs).progress == Progress(0, 0)
         assert other.lookup(others).progress == Progress(0, 4)
 
@@ -264,10 +252,7 @@ def test_what_no_engine_has_asked_for_since_the_start_is_erased_on_disk(
     server: AdminServer,
 ) -> None:
     theirs, others = run(1, 4), run(1, 3, OTHER)
-    with (
-        attached(server.access(namespace="acme")) as client,
-        attached(server.access(OTHER, "else")) as other,
-    ):
+    with two_tenants(server) as (client, other):
         save(client, theirs)
         save(other, others)
         spilled(server, 7)
@@ -284,10 +269,7 @@ def test_what_no_engine_has_asked_for_since_the_start_is_erased_on_disk(
         assert server.ask("POST", "/v1/clear", {"namespace": namespace}).status == 404, (
             "nothing of it, nobody came"
         )
-    with (
-        attached(server.access(namespace="acme")) as client,
-        attached(server.access(OTHER, "else")) as other,
-    ):
+    with two_tenants(server) as (client, other):
         assert client.lookup(theirs).progress == Progress(0, 0)
         assert load(other, others) == ["nvme"] * 3
     server.stop()
@@ -299,16 +281,8 @@ def test_what_no_engine_has_asked_for_since_the_start_is_erased_on_disk(
 
 def test_a_save_in_progress_is_waited_for(server: AdminServer) -> None:
     with attached(server.access(namespace="acme")) as client:
-        save(client, run(1, 2))
-        done: list[Any] = []
-        with client.save(run(2, 3)) as lease:
-            clearing = threading.Thread(target=lambda: done.append(server.clear(namespace="acme")))
-            clearing.start()
-            wait_for(
-                lambda: client.lookup(run(1, 2)).progress == Progress(0, 0), "clear is at work"
-            )
-            lease.commit()
-        clearing.join(DEADLINE_S)
+        with clearing(server, client) as done:
+            assert not done
         assert (done[0]["complete"], done[0]["chunks"]) == (True, 5)
         assert client.lookup(run(2, 3)).progress == Progress(0, 0)
 

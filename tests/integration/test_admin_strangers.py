@@ -18,8 +18,9 @@ import pytest
 
 from kvtier.core.lookup import Progress
 from kvtier.protocol import admin_proof
-from tests.admin_server import TOKEN, AdminServer, Answer, administered
-from tests.server_process import DEADLINE_S, attached, run, save, wait_for
+from tests.admin_server import TOKEN, AdminServer, Answer, administered, clearing
+from tests.child_process import DEADLINE_S, wait_for
+from tests.server_process import attached, run, save
 
 SECRET = TOKEN.encode()
 LIVE = "/healthz/live"
@@ -73,20 +74,11 @@ def test_who_asks_nothing_is_sent_away(server: AdminServer) -> None:
 
 
 def test_who_is_being_served_keeps_its_place(server: AdminServer) -> None:
-    with attached(server.access(namespace="acme")) as client:
-        save(client, run(1, 2))
-        done: list[Any] = []
-        with client.save(run(2, 3)) as lease:
-            clearing = threading.Thread(target=lambda: done.append(server.clear(namespace="acme")))
-            clearing.start()
-            wait_for(
-                lambda: client.lookup(run(1, 2)).progress == Progress(0, 0), "clear is at work"
-            )
-            with crowd(server, 80):
-                assert server.ask("GET", LIVE, token=None).status == 200
-                lease.commit()
-                clearing.join(DEADLINE_S)
-    assert (done[0]["complete"], done[0]["chunks"]) == (True, 5)
+    with attached(server.access(namespace="acme")) as client, ExitStack() as crowds:
+        with clearing(server, client) as done:
+            crowds.enter_context(crowd(server, 80))
+            assert server.ask("GET", LIVE, token=None).status == 200
+        assert (done[0]["complete"], done[0]["chunks"]) == (True, 5)
 
 
 def test_a_probe_finds_a_place_beside_more_work_than_is_done_at_once(server: AdminServer) -> None:

@@ -17,8 +17,9 @@ from kvtier.tiers.nvme.check import Report, check, discard, tier_folders
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME
 from kvtier.tiers.nvme.index import RECORD_BYTES, pack_record, payload_checksum
 from kvtier.tiers.nvme.tier import NvmeTier
+from tests.child_process import wait_for
 from tests.nvme_place import LAYOUT, SLOT, fill, flip, held, room
-from tests.server_process import ServerProcess, attached, run, save, short_folder, wait_for
+from tests.server_process import ServerProcess, attached, run, save, short_folder
 
 SLOTS = 8
 KEYS = LAYOUT.keys(range(6))

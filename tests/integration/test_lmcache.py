@@ -20,7 +20,8 @@ from kvtier.bench.model import make_model
 from kvtier.bench.servers import free_port
 from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkLayout
-from tests.server_process import ServerProcess, attached, serving, wait_for
+from tests.child_process import wait_for
+from tests.server_process import ServerProcess, attached, serving
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-peers" / "lmcache-0.5.6" / "bin" / "python"

@@ -13,15 +13,8 @@ from kvtier.connectors.lmcache import packing
 from kvtier.connectors.lmcache.cache_server import Attached, CacheServer, Streamed
 from kvtier.core.chunk import ChunkKey
 from kvtier.testing.check_tier import content
-from tests.server_process import (
-    LAYOUT,
-    SLOT,
-    ServerProcess,
-    attached,
-    serving,
-    short_folder,
-    wait_for,
-)
+from tests.child_process import wait_for
+from tests.server_process import LAYOUT, SLOT, ServerProcess, attached, serving, short_folder
 
 
 def run(prompt: int, length: int) -> list[ChunkKey]:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvtier.bench.client import connect
 from kvtier.bench.long_doc_qa.arms import installed
-from kvtier.bench.long_doc_qa.client import connect
 from kvtier.bench.model import make_model
 from kvtier.bench.servers import ServerError, VllmServer
 

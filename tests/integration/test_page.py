@@ -12,7 +12,8 @@ from kvtier.bench.servers import answers, free_port
 from kvtier.tiers.nvme.folder import SLOTS_NAME
 from tests.admin_server import TOKEN, AdminServer, administered, spilled
 from tests.browser import Tab, chromium, opened
-from tests.server_process import attached, load, run, save, wait_for
+from tests.child_process import wait_for
+from tests.server_process import attached, load, run, save
 
 pytestmark = [
     pytest.mark.skipif(chromium() is None, reason="there is no Chromium"),

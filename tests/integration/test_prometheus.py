@@ -20,8 +20,9 @@ import yaml
 from kvtier.bench.companion import companion
 from kvtier.bench.servers import answers, free_port
 from tests.admin_server import AdminServer, administered
+from tests.child_process import wait_for
 from tests.conftest import ROOT
-from tests.server_process import attached, load, run, save, wait_for
+from tests.server_process import attached, load, run, save
 
 pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="there is no prometheus")
 

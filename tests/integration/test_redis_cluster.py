@@ -20,18 +20,9 @@ from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.tiers.redis.nodes import slot_of
+from tests.child_process import wait_for
 from tests.clock import Clock
-from tests.redis_server import (
-    CHUNK_BYTES,
-    FORM,
-    KEYS,
-    RedisServer,
-    chunk,
-    cluster_url,
-    holds,
-    redis_cluster,
-    redis_sentinel,
-)
+from tests.redis_server import FORM, RedisServer, cluster_url, redis_cluster, redis_sentinel
 from tests.server_process import (
     LAYOUT,
     SLOT,
@@ -41,8 +32,8 @@ from tests.server_process import (
     run,
     save,
     short_folder,
-    wait_for,
 )
+from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk, holds
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 

@@ -16,8 +16,8 @@ import pytest
 
 from kvtier.bench.multi_turn.arms import ARMS
 from kvtier.bench.multi_turn.fleet import router
+from tests.child_process import wait_for
 from tests.conftest import ROOT
-from tests.server_process import wait_for
 from tests.stub_engine import StubEngine, stub_engines
 
 HAPROXY = ["haproxy", "-db", "-f", str(ROOT / "deploy/routing/haproxy.cfg")]

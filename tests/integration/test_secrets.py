@@ -25,8 +25,9 @@ from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError
 from kvtier.store.store import Store
 from kvtier.tiers.sealed import key_name
+from tests.child_process import wait_for
 from tests.redis_server import RedisServer, make_certificate
-from tests.server_process import SLOT, ServerProcess, attached, run, save, short_folder, wait_for
+from tests.server_process import SLOT, ServerProcess, attached, run, save, short_folder
 
 KEY = random.Random(7).randbytes(32)
 TOKEN, ADMIN_TOKEN, PASSWORD = "engines-token-4f1c9d", "admins-token-77aa01", "redis-pass-0be5d3"

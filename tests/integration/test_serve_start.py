@@ -17,19 +17,10 @@ from typing import Any
 import pytest
 
 from tests.admin_server import AdminServer, administered
+from tests.child_process import DEADLINE_S, wait_for
 from tests.memory_cgroup import entering, memory_cgroup
 from tests.redis_server import RedisServer
-from tests.server_process import (
-    DEADLINE_S,
-    SLOT,
-    ServerProcess,
-    attached,
-    load,
-    run,
-    save,
-    short_folder,
-    wait_for,
-)
+from tests.server_process import SLOT, ServerProcess, attached, load, run, save, short_folder
 
 MIB = 1 << 20
 

@@ -20,6 +20,7 @@ from kvtier.core.errors import StateError
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.testing.check_tier import content
+from tests.child_process import wait_for
 from tests.server_process import (
     LAYOUT,
     OTHER,
@@ -32,7 +33,6 @@ from tests.server_process import (
     save,
     serving,
     short_folder,
-    wait_for,
 )
 
 NVME = 1 << 20

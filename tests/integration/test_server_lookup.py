@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvtier.core.lookup import NOTHING, Progress
-from tests.server_process import at_rest, attached, load, run, save, serving, short_folder, wait_for
+from tests.child_process import wait_for
+from tests.server_process import at_rest, attached, load, run, save, serving, short_folder
 
 RAM_CHUNKS = 32
 

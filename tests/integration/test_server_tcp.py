@@ -25,9 +25,9 @@ from kvtier.protocol import wire
 from kvtier.store.store import Store
 from kvtier.testing import check_tier
 from kvtier.testing.check_tier import content
+from tests.child_process import DEADLINE_S, wait_for
 from tests.rogue_server import hear, rogue
 from tests.server_process import (
-    DEADLINE_S,
     LAYOUT,
     OTHER,
     SLOT,
@@ -39,7 +39,6 @@ from tests.server_process import (
     save,
     serving,
     short_folder,
-    wait_for,
 )
 
 TOKEN = b"a secret of more than 16 bytes"

@@ -24,6 +24,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from tests.certificates import make_certificates
+from tests.child_process import wait_for
 from tests.integration.test_server_tcp import TOKEN, cache_server, engine, relay
 from tests.rogue_server import greet, rogue
 from tests.server_process import (
@@ -37,7 +38,6 @@ from tests.server_process import (
     save,
     serving,
     short_folder,
-    wait_for,
 )
 
 

@@ -14,7 +14,8 @@ import pytest
 
 from kvtier import __version__
 from kvtier.config.keys import PATHS
-from tests.server_process import ServerProcess, attached, serving, wait_for
+from tests.child_process import wait_for
+from tests.server_process import ServerProcess, attached, serving
 
 ROOT = Path(__file__).parents[2]
 MODELS = json.loads((ROOT / "tests/data/model_configs.json").read_text(encoding="utf-8"))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvtier.bench.model import make_model
+from tests.child_process import wait_for
 from tests.integration.test_vllm_http import Server, body_of
-from tests.server_process import wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 

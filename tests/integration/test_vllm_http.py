@@ -1,9 +1,9 @@
-"""Real vLLM behind its OpenAI server: requests that are aborted and caches that are reset while
-loads are under way and answers are being computed, adapters that are loaded when somebody asks, and
-data-parallel ranks of which one is idle.
+"""Real vLLM behind its OpenAI server: requests that are aborted and caches that are reset during
+loads and answers, adapters that are loaded on request, and data-parallel ranks of which one is
+idle.
 
-Answers are compared with those of the same engine's own prefix cache. A load's end is held back by
-the test.
+Answers are compared with those of the same engine's own prefix cache. The test delays the end of a
+load.
 """
 
 from __future__ import annotations
@@ -21,51 +21,32 @@ from typing import Any
 
 import pytest
 
+from kvtier.bench.engine import cache_args, shared_args, transfer
 from kvtier.bench.model import make_lora, make_model
 from kvtier.bench.servers import VllmServer
-from kvtier.connectors.vllm import LOAD_EVERY_HIT
+from tests.child_process import wait_for
 from tests.integration.scenarios import document
 from tests.integration.test_vllm import CHUNK, DOCUMENT_HIT
 from tests.integration.tiny_models import make_experts
-from tests.integration.transfer import transfer
-from tests.server_process import ServerProcess, serving, wait_for
+from tests.server_process import ServerProcess, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
 CHUNKS = DOCUMENT_HIT // CHUNK
-TRANSFER = transfer(kv_connector_extra_config={LOAD_EVERY_HIT: True})
+TRANSFER = transfer(load_every_hit=True)
 START_S = 300.0
 
 
 class Server(VllmServer):
-    """:mod:`tests.integration.mode_server` on a model, with kvtier: tiers of its own, or a server's
-    (``cache``)."""
+    """:mod:`tests.integration.mode_server` on a model, with kvtier. Its tiers are its own, or those
+    of a server (``cache``)."""
 
     def __init__(
         self, model: Path, folder: Path, *more: str, cache: ServerProcess | None = None
     ) -> None:
         self.folder = folder
-        args = [
-            "--served-model-name",
-            "tiny",
-            "--dtype",
-            "float32",
-            "--max-model-len",
-            "2048",
-            "--enforce-eager",
-            "--block-size",
-            "32",
-            "--num-gpu-blocks-override",
-            "512",
-            "--seed",
-            "0",
-            "--enable-prompt-tokens-details",
-            "--shutdown-timeout",
-            "10",
-            "--kv-transfer-config",
-            json.dumps(TRANSFER),
-            *more,
-        ]
+        args = [*shared_args("tiny", "float32", 32), *cache_args(2048, 512, TRANSFER)]
+        args += ["--enforce-eager", "--seed", "0", "--shutdown-timeout", "10", *more]
         env = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "OMP_NUM_THREADS": "1",
@@ -104,8 +85,8 @@ class Server(VllmServer):
 
     @contextmanager
     def begun(self, seed: int, **more: Any) -> Iterator[http.client.HTTPConnection]:
-        """A request whose answer is a stream; its connection is closed at the end, whether that was
-        read or not."""
+        """A request whose answer is a stream. Its connection is closed at the end, whether the
+        answer was read or not."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         body = body_of(seed) | {"stream": True} | more
         connection.request(
@@ -300,51 +281,39 @@ def test_data_parallel_engines_of_a_dense_model_share_a_server(tiny: Path, tmp_p
         assert not (tmp_path / "dummies").exists(), "the engines take no steps together"
 
 
+def answer_from_kvtier(server: Server, seed: int, rank: int) -> dict[str, Any]:
+    """What a rank answers that has computed it, forgotten it, and loaded it. The other rank is
+    idle."""
+    idle = str(1 - rank)
+    idle_before = server.metric("prompt_tokens_total", engine=idle)
+    cold, own = server.ask(seed, rank=rank), server.ask(seed, rank=rank)
+    assert (cold["cached"], own["cached"]) == (0, DOCUMENT_HIT)
+    assert server.reset()
+    check_load(server, seed, rank, own)
+    assert server.metric("prompt_tokens_total", engine=idle) == idle_before, "the other was idle"
+    return own
+
+
+def check_load(server: Server, seed: int, rank: int, own: dict[str, Any]) -> None:
+    loaded = server.loaded(engine=str(rank))
+    warm = server.ask(seed, rank=rank)
+    assert same(warm, own)
+    assert warm["cached"] == DOCUMENT_HIT
+    assert server.loaded(engine=str(rank)) - loaded == CHUNKS
+
+
 def check_engines_that_share(server: Server) -> None:
-    owns = []
+    owns = [answer_from_kvtier(server, rank, rank) for rank in (0, 1)]
     for rank in (0, 1):
-        there, idle = str(rank), str(1 - rank)
-        idle_before = server.metric("prompt_tokens_total", engine=idle)
-        cold, own = server.ask(rank, rank=rank), server.ask(rank, rank=rank)
-        assert (cold["cached"], own["cached"]) == (0, DOCUMENT_HIT)
-        assert server.reset()
-        loaded = server.loaded(engine=there)
-        warm = server.ask(rank, rank=rank)
-        assert same(warm, own)
-        assert warm["cached"] == DOCUMENT_HIT
-        assert server.loaded(engine=there) - loaded == CHUNKS
-        assert server.metric("prompt_tokens_total", engine=idle) == idle_before, (
-            "the other engine was idle"
-        )
-        owns.append(own)
-    for rank in (0, 1):
-        loaded = server.loaded(engine=str(rank))
-        shared = server.ask(1 - rank, rank=rank)
-        assert same(shared, owns[1 - rank])
-        assert shared["cached"] == DOCUMENT_HIT
-        assert server.loaded(engine=str(rank)) - loaded == CHUNKS
+        check_load(server, 1 - rank, rank, owns[1 - rank])
 
 
 def test_data_parallel_ranks_of_which_one_is_idle(tmp_path: Path) -> None:
-    """A mixture of experts: the idle rank takes the other's steps, with nothing of its own in
-    them."""
+    """A mixture of experts. The idle rank takes the other's steps without a request of its own."""
     model = make_experts(tmp_path / "experts")
     server = Server(model, tmp_path, "--data-parallel-size", "2")
     with server:
-        for seed, rank in ((0, 0), (1, 1)):
-            there, idle = str(rank), str(1 - rank)
-            idle_before = server.metric("prompt_tokens_total", engine=idle)
-            cold, own = server.ask(seed, rank=rank), server.ask(seed, rank=rank)
-            assert (cold["cached"], own["cached"]) == (0, DOCUMENT_HIT)
-            assert server.reset()
-            loaded = server.loaded(engine=there)
-            warm = server.ask(seed, rank=rank)
-            assert same(warm, own)
-            assert warm["cached"] == DOCUMENT_HIT
-            assert server.loaded(engine=there) - loaded == CHUNKS
-            assert server.metric("prompt_tokens_total", engine=idle) == idle_before, (
-                "the other rank was idle"
-            )
+        _, own = (answer_from_kvtier(server, rank, rank) for rank in (0, 1))
         assert (tmp_path / "dummies").stat().st_size > 0, "and took steps"
         server.restart()
         again = server.ask(1, rank=1)

@@ -16,8 +16,8 @@ from kvtier.bench.model import make_model
 from kvtier.bench.servers import VllmServer
 from kvtier.cli.launch import TRANSFER
 from kvtier.connectors.vllm import LOAD_EVERY_HIT
+from tests.child_process import wait_for
 from tests.integration.test_prometheus import DEPLOY, WINDOW, filled, scraping
-from tests.server_process import wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 

@@ -18,9 +18,10 @@ from kvtier.bench.model import make_model
 from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import RefusedSize
+from tests.child_process import wait_for
 from tests.engine_python import engine_python
 from tests.integration.transfer import EVERY_HIT
-from tests.server_process import ServerProcess, at_rest, attached, serving, short_folder, wait_for
+from tests.server_process import ServerProcess, at_rest, attached, serving, short_folder
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -23,7 +23,8 @@ from kvtier.config import lmcache, lmi
 from kvtier.config.keys import KEYS
 from kvtier.config.load import NO_KEYS, load
 from kvtier.connectors.vllm import versions
-from tests.server_process import attached, serving, wait_for
+from tests.child_process import wait_for
+from tests.server_process import attached, serving
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

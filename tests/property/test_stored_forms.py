@@ -28,8 +28,9 @@ from kvtier.tiers.redis.layout import HEADER_BYTES
 from kvtier.tiers.redis.tier import RedisTier
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
-from tests.redis_server import CHUNK_BYTES, FORM, KEYS, RedisServer, chunk
-from tests.redis_server import holds as redis_holds
+from tests.redis_server import FORM, RedisServer
+from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk
+from tests.tier_chunks import holds as redis_holds
 
 SLOTS = 8
 FUZZ = settings(

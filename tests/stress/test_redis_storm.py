@@ -12,7 +12,8 @@ import pytest
 
 from kvtier.tiers.redis.tier import RedisTier
 from tests.clock import Clock
-from tests.redis_server import KEYS, RedisServer, chunk, holds
+from tests.redis_server import RedisServer
+from tests.tier_chunks import KEYS, chunk, holds
 
 pytestmark = pytest.mark.redis
 

@@ -297,7 +297,12 @@ def redis(payload_bits: int, seed: int = 0) -> Tally:
     from kvtier.tiers.redis.layout import HEADER_BYTES, Form
     from kvtier.tiers.redis.servers import RedisServers
     from kvtier.tiers.redis.tier import RedisTier
-    from tests.redis_server import NAMESPACE, RedisServer
+    from tests.redis_server import (
+        RedisServer,
+    )
+    from tests.tier_chunks import (
+        NAMESPACE,
+    )
 
     tally, draw = Tally(), random.Random(seed)
     form = Form("kvtier", NAMESPACE, REDIS_PART)
@@ -386,7 +391,9 @@ def foreign_names(
     touched."""
     from kvtier.tiers.redis.layout import Form
     from kvtier.tiers.redis.tier import RedisTier
-    from tests.redis_server import NAMESPACE
+    from tests.tier_chunks import (
+        NAMESPACE,
+    )
 
     other_form = Form("kvtier", NAMESPACE[::-1], REDIS_PART)
     other = RedisTier(servers, other_form, 1 << 20, REDIS_CHUNK)

@@ -48,9 +48,10 @@ from kvtier.tiers.nvme.check import check
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME
 from kvtier.tiers.nvme.index import RECORD_BYTES, read_records
 from kvtier.tiers.redis.layout import Form
+from tests.child_process import wait_for
 from tests.engine_process import LONGEST, PROMPTS
 from tests.redis_server import RedisServer
-from tests.server_process import LAYOUT, SLOT, at_rest, attached, load, run, short_folder, wait_for
+from tests.server_process import LAYOUT, SLOT, at_rest, attached, load, run, short_folder
 from tests.trust.victims import Engine, ForkedServer
 
 TIGHT = 400 << 10

@@ -26,21 +26,13 @@ from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
+from tests.child_process import DEADLINE_S, wait_for
 from tests.clock import Clock
 from tests.mounts import mounted
 from tests.nvme_place import room
-from tests.redis_server import NAMESPACE, RedisServer
-from tests.server_process import (
-    DEADLINE_S,
-    SLOT,
-    at_rest,
-    attached,
-    load,
-    run,
-    save,
-    short_folder,
-    wait_for,
-)
+from tests.redis_server import RedisServer
+from tests.server_process import SLOT, at_rest, attached, load, run, save, short_folder
+from tests.tier_chunks import NAMESPACE
 from tests.trust.crash import TIGHT, descriptors, is_idle, settings
 from tests.trust.tier_faults import REDIS_FAULTS, Fault, Passage, hanging_disk, nothing_more_to_open
 from tests.trust.victims import Engine, ForkedServer

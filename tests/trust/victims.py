@@ -19,8 +19,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.child_process import DEADLINE_S
 from tests.engine_process import churn, client_at
-from tests.server_process import DEADLINE_S, LAYOUT, ServerProcess
+from tests.server_process import LAYOUT, ServerProcess
 
 _FORK = multiprocessing.get_context("forkserver")
 _FORK.set_forkserver_preload(

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.bench.client import Outcome
 from kvtier.bench.compare import __main__ as main
 from kvtier.bench.compare import calls
 from kvtier.bench.compare.arm_result import arm_results
@@ -33,7 +34,6 @@ from kvtier.bench.compare.measures import (
 from kvtier.bench.compare.rows import rows, write
 from kvtier.bench.compare.table import print_tables
 from kvtier.bench.long_doc_qa.arms import Sizes
-from kvtier.bench.long_doc_qa.client import Outcome
 from kvtier.bench.long_doc_qa.work import Workload
 
 GIB = 1 << 30

@@ -18,12 +18,12 @@ from threading import Thread
 import pytest
 
 from kvtier.bench import readme
+from kvtier.bench.client import Outcome
 from kvtier.bench.compare import limits, memory
 from kvtier.bench.compare.arm_result import arm_results
 from kvtier.bench.compare.contenders import CONTENDERS
 from kvtier.bench.compare.measures import Again, Memory, Run, load_speed
 from kvtier.bench.compare.rows import rows, write
-from kvtier.bench.long_doc_qa.client import Outcome
 from kvtier.bench.long_doc_qa.work import Workload
 
 MIB = 1 << 20
@@ -172,7 +172,7 @@ def test_half_reused_is_held_against_the_bare_engine() -> None:
 
 def test_the_mixed_rounds_documents_are_asked_again_or_were_never_seen() -> None:
     work = Workload(range(100, 2000), 3, 64, 8, 4)
-    mixed = Workload(range(100, 2000), 3, 64, 8, 4, hit_miss=(1, 1)).queries(first=1)
+    mixed = Workload(range(100, 2000), 3, 64, 8, 4, hit_miss_ratio=(1, 1)).queries(first=1)
     seen = {ask.document for ask in (*work.pre_warm_up(), *work.warm_up(), *work.queries())}
     assert [ask.document in seen for ask in mixed] == [True, False] * 3
     assert [ask.is_miss for ask in mixed] == [False, True] * 3

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from kvtier.bench import client as bench_client
+from kvtier.bench.client import Outcome
 from kvtier.bench.compare import calls, rounds
 from kvtier.bench.compare.contenders import CONTENDERS
 from kvtier.bench.compare.measures import Run
-from kvtier.bench.long_doc_qa import client as long_doc_qa_client
-from kvtier.bench.long_doc_qa.client import Outcome
-from kvtier.bench.long_doc_qa.work import Ask, Workload
+from kvtier.bench.long_doc_qa.work import Workload
+from kvtier.bench.prompts import Ask
 from kvtier.bench.servers import ServerError
 
 WORDS = range(100, 2000)
@@ -75,7 +76,7 @@ def arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     served: dict[str, Notes] = {}
     monkeypatch.setattr(rounds, "_SETTLE_S", 0.0)
     monkeypatch.setattr(rounds, "_REST_S", 0.0)
-    monkeypatch.setattr(long_doc_qa_client, "connect", lambda url, *_: (served[url], WORDS))
+    monkeypatch.setattr(bench_client, "connect", lambda url, *_: (served[url], WORDS))
 
     def make(name: str) -> rounds.Serving:
         events: list[str] = []

@@ -20,14 +20,16 @@ import numpy as np
 import pytest
 
 from kvtier.bench import report, servers
+from kvtier.bench.client import Client, Outcome, RequestError, connect, parse_hits
 from kvtier.bench.long_doc_qa import run as long_doc_qa
 from kvtier.bench.long_doc_qa.arms import ARMS, GPU_HIT, NONE, Sizes, filled, server_args
-from kvtier.bench.long_doc_qa.client import Client, Outcome, RequestError, connect, parse_hits
 from kvtier.bench.long_doc_qa.flags import add_arguments, chosen
 from kvtier.bench.long_doc_qa.plot import write_plot
-from kvtier.bench.long_doc_qa.report import Round, Summary, percentile, summarise, verdict
-from kvtier.bench.long_doc_qa.work import Ask, Workload
+from kvtier.bench.long_doc_qa.report import Round, Summary, summarise, verdict
+from kvtier.bench.long_doc_qa.work import Workload
 from kvtier.bench.model import PRESETS, generated_text, kv_token_bytes
+from kvtier.bench.prompts import Ask
+from kvtier.bench.report import percentile
 from kvtier.bench.servers import ServerError, VllmServer
 
 DOCUMENT, QUESTION = 64, 8
@@ -75,15 +77,13 @@ def test_repeat_modes_order_the_documents(mode: str, expected: list[int] | None)
 
 
 def test_random_order_follows_the_seed() -> None:
-    orders = [
-        [ask.document for ask in work(repeat_count=9, repeat_mode="random", seed=s).queries()]
-        for s in (1, 1, 2)
-    ]
+    shuffled = [work(repeat_count=9, repeat_mode="random", shuffle_seed=s) for s in (1, 1, 2)]
+    orders = [[ask.document for ask in one.queries()] for one in shuffled]
     assert orders[0] == orders[1] != orders[2]
 
 
 def test_hit_miss_ratio_puts_unseen_documents_between_the_queries() -> None:
-    asks = work(num_documents=4, hit_miss=(2, 1)).queries()
+    asks = work(num_documents=4, hit_miss_ratio=(2, 1)).queries()
     assert [ask.is_miss for ask in asks] == [False, False, True, False, False, True]
     assert len({ask.document for ask in asks}) == 6
     assert not any(ask.is_miss for ask in work().queries())

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.long_doc_qa.client import Client
+from kvtier.bench.client import Client
 from kvtier.bench.multi_turn import run as multi_turn
 from kvtier.bench.multi_turn.arms import ARMS, BASE, ENGINES, STICKY_SHARED, Sizes
 from kvtier.bench.multi_turn.flags import add_arguments
@@ -20,13 +20,14 @@ from kvtier.bench.multi_turn.report import (
     Run,
     as_json,
     cached_share,
+    csv_lines,
     engines_of,
     rows_of,
-    write_csv,
     write_json,
 )
 from kvtier.bench.multi_turn.talk import Pause, Talk, Turn
 from kvtier.bench.multi_turn.work import Conversations
+from kvtier.bench.report import write_csv
 from kvtier.cli.main import COMMANDS
 from kvtier.core.errors import ConfigError
 from tests.stub_engine import StubEngine, stub_engines
@@ -218,7 +219,7 @@ def test_the_files_have_every_turn_and_the_machine(tmp_path: Path) -> None:
     told = json.loads(write_json(tmp_path, runs(), workload={"turns": 2}).read_text())
     assert told["machine"]["cores"] and told["command"] and told["workload"] == {"turns": 2}
     assert told["arms"][BASE]["ttft_later_turns_mean_s"] == 3.0
-    with write_csv(tmp_path, runs()).open() as file:
+    with write_csv(tmp_path / "turns.csv", csv_lines(runs())).open() as file:
         lines = list(csv.DictReader(file))
     assert (
         len(lines) == 8 and lines[5]["engine"] == "engine-2" and lines[5]["cached_tokens"] == "90"

@@ -19,7 +19,7 @@ from kvtier.config.keys import Config
 from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.server.server import Server, serve
 from kvtier.store.store import Store
-from tests.server_process import wait_for
+from tests.child_process import wait_for
 
 
 def _opens_nothing(slot_bytes: int) -> Store:

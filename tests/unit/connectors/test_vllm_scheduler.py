@@ -21,6 +21,7 @@ from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.clock import Clock
+from tests.unit.vllm_request import vllm_request
 
 pytestmark = pytest.mark.vllm
 
@@ -165,19 +166,7 @@ class Bench:
 
 
 def prompt(chunks: int, request_id: str = "one", *, salt: str | None = None, first: int = 0) -> Any:
-    tokens = [first, *range(1, chunks * CHUNK + 1)]
-    return SimpleNamespace(
-        request_id=request_id,
-        num_tokens=len(tokens),
-        num_prompt_tokens=len(tokens),
-        all_token_ids=tokens,
-        skip_reading_prefix_cache=False,
-        prompt_embeds=None,
-        lora_request=None,
-        cache_salt=salt,
-        mm_features=None,
-        kv_transfer_params=None,
-    )
+    return vllm_request([first, *range(1, chunks * CHUNK + 1)], request_id, salt)
 
 
 def done(bench: Bench, request: Any) -> None:

@@ -192,19 +192,24 @@ def test_nothing_is_locked_while_a_graph_is_captured() -> None:
     assert len(driver.held) == 3
 
 
+class SlowDriver(Driver):
+    """A driver that takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = threading.Event()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> Code:  # noqa: N802
+        self.entered.set()
+        threading.Event().wait(0.1)
+        return super().cudaHostRegister(address, size, flags)
+
+
 def test_holding_waits_for_the_piece_that_is_being_locked() -> None:
-    pool, in_driver = Pool(3, SLOT), threading.Event()
-
-    class Slow(Driver):
-        def cudaHostRegister(self, address: int, size: int, flags: int) -> Code:  # noqa: N802
-            in_driver.set()
-            threading.Event().wait(0.1)  # a driver takes its time
-            return super().cudaHostRegister(address, size, flags)
-
-    driver = Slow()
+    pool, driver = Pool(3, SLOT), SlowDriver()
     pinning = Pinning(None, runtime=driver, piece_bytes=SLOT)
     pinning.begin(pool.buffer, SLOT)
-    assert in_driver.wait(10)
+    assert driver.entered.wait(10)
     pinning.hold()
     locked = len(driver.held)
     assert locked >= 1
@@ -254,18 +259,10 @@ def test_ending_while_pieces_are_still_to_come_leaves_nothing_locked(turns: int)
 
 
 def test_an_end_waits_for_the_piece_that_is_being_locked() -> None:
-    pool, in_driver = Pool(2, SLOT), threading.Event()
-
-    class Slow(Driver):
-        def cudaHostRegister(self, address: int, size: int, flags: int) -> Code:  # noqa: N802
-            in_driver.set()
-            threading.Event().wait(0.1)  # a driver takes its time
-            return super().cudaHostRegister(address, size, flags)
-
-    driver = Slow()
+    pool, driver = Pool(2, SLOT), SlowDriver()
     pinning = Pinning(None, runtime=driver, piece_bytes=SLOT)
     pinning.begin(pool.buffer, SLOT)
-    assert in_driver.wait(10)
+    assert driver.entered.wait(10)
     pinning.end(pool.buffer)
     pinning.close()
     assert not driver.held

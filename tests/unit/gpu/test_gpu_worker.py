@@ -27,6 +27,7 @@ from tests.clock import Clock
 from tests.unit.gpu.test_gpu_pinning import Driver
 from tests.unit.paged_streams import Held
 from tests.unit.still_model import StillModel
+from tests.unit.vllm_request import vllm_request
 
 pytestmark = pytest.mark.vllm
 
@@ -494,19 +495,7 @@ def output(request: Any | None = None, blocks: list[int] | None = None) -> Any:
 
 
 def prompt() -> Any:
-    tokens = [*range(CHUNK_TOKENS + 1)]
-    return SimpleNamespace(
-        request_id="one",
-        num_tokens=len(tokens),
-        num_prompt_tokens=len(tokens),
-        all_token_ids=tokens,
-        skip_reading_prefix_cache=False,
-        prompt_embeds=None,
-        lora_request=None,
-        cache_salt=None,
-        mm_features=None,
-        kv_transfer_params=None,
-    )
+    return vllm_request(range(CHUNK_TOKENS + 1))
 
 
 @pytest.mark.parametrize("through", [True, False])

@@ -19,8 +19,9 @@ from kvtier.core.errors import StateError
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
+from tests.child_process import wait_for
 from tests.rogue_server import SLOTS, greet, hear, rogue
-from tests.server_process import LAYOUT, SLOT, run, short_folder, wait_for
+from tests.server_process import LAYOUT, SLOT, run, short_folder
 
 Reply = Callable[[wire.Message], list[wire.Message] | bytes]
 

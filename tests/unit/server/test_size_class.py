@@ -21,9 +21,10 @@ from kvtier.server.registry import SizeClass, SizeClasses
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.tier import NvmeTier
+from tests.child_process import wait_for
 from tests.clock import Clock
 from tests.nvme_place import room
-from tests.server_process import load, save, wait_for
+from tests.server_process import load, save
 
 BUDGET = 64 * 4096
 IDLE_S = 600.0

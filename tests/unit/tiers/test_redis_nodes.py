@@ -23,8 +23,9 @@ from kvtier.tiers.redis.nodes import ClusterNodes, SentinelNodes, slot_of
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
 from tests.clock import Clock
-from tests.redis_server import CHUNK_BYTES, FORM, KEYS, chunk
+from tests.redis_server import FORM
 from tests.scripted_redis import Answer, bulk, cluster_slots, primary, scripted
+from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk
 
 SHORT_S = 0.3
 HELD = b":1\r\n"

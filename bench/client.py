@@ -1,5 +1,5 @@
-"""Long Doc QA's client: streams completions from an OpenAI-compatible server and reads its hit
-counters."""
+"""The benchmarks' client: it streams completions from an OpenAI-compatible server, and reads the
+server's hit counters."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvtier.bench.long_doc_qa.work import Ask
 from kvtier.bench.model import generated_text
+from kvtier.bench.prompts import Ask
 from kvtier.core.errors import KVTierError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ TIERS = {
     "p2p": "redis",
     "external_unspecified": "unknown",
 }
-"""vLLM's names of where a hit came from -> ours. kvtier's Redis tier reports itself as a peer."""
+"""vLLM's names of the place of a hit, and ours. kvtier's Redis tier reports itself as a peer."""
 
 _BY_SOURCE = re.compile(
     r'^vllm:prompt_tokens_cached_by_source_total\{[^}]*source="(\w+)"[^}]*\} (\S+)', re.MULTILINE
@@ -38,7 +38,7 @@ _TOTALS = {
 }
 _SAMPLE_WORDS = 4000
 ENGINE_HEADER = "X-Engine"
-"""Of an answer: which engine a router has sent it to (deploy/routing)."""
+"""A router names the engine of an answer with it (deploy/routing)."""
 
 
 class RequestError(KVTierError):
@@ -47,9 +47,9 @@ class RequestError(KVTierError):
 
 @dataclass(slots=True)
 class Outcome:
-    """One request as measured. Times in seconds from the start of its round. ``tokens``: ids where
-    the server gave them, else the text's pieces joined. ``cached_tokens``: None where the server
-    does not tell."""
+    """One request as measured. Times are seconds from the start of its round. ``tokens``: the
+    answer's ids where the server gives them. ``cached_tokens``: None where the server does not say.
+    ``engine``: who answered, where a router says so."""
 
     document: int
     question: int
@@ -65,7 +65,6 @@ class Outcome:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     engine: str = ""
-    """Who answered, where a router says so."""
 
     @property
     def latency(self) -> float:
@@ -75,11 +74,15 @@ class Outcome:
     def answer(self) -> tuple[int, ...] | str:
         return tuple(self.tokens) or self.text
 
+    def columns(self, *names: str) -> dict[str, Any]:
+        """These values, for a table or a file."""
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A server and how it wants to be asked. ``vllm``: it knows vLLM's additions (token ids in and
-    out, answers of exactly the length asked for). ``version``: vLLM's, where the server says."""
+    """A server, and how it is asked. ``vllm``: it knows vLLM's additions (token ids in and out,
+    answers of exactly the length asked for). ``version``: vLLM's, where the server says."""
 
     base_url: str
     model: str
@@ -88,8 +91,8 @@ class Client:
     version: str | None = None
 
     def run(self, asks: Sequence[Ask], inflight: int, on_done: Callable[[], None]) -> list[Outcome]:
-        """One round: at most ``inflight`` requests at a time, begun in order. A failed request is
-        an Outcome too."""
+        """One round: at most ``inflight`` requests at a time, which begin in order. A failed
+        request is an Outcome too."""
         return asyncio.run(self._run(asks, inflight, on_done))
 
     async def _run(
@@ -106,22 +109,28 @@ class Client:
                 outcome = Outcome(
                     ask.document, ask.question, ask.is_miss, time.perf_counter() - begun
                 )
-                try:
-                    await self.stream(session, ask, outcome, begun)
-                except (aiohttp.ClientError, TimeoutError, RequestError, ValueError) as error:
-                    outcome.error = f"{type(error).__name__}: {error}"
-                outcome.request_end = time.perf_counter() - begun
+                await self.ask(session, ask, outcome, begun)
                 on_done()
                 return outcome
 
         async with aiohttp.ClientSession(timeout=limits, read_bufsize=2**20) as session:
             return list(await asyncio.gather(*map(one, asks)))
 
-    async def stream(
+    async def ask(
         self, session: aiohttp.ClientSession, ask: Ask, outcome: Outcome, begun: float
     ) -> None:
-        """One request, into ``outcome``. Raises what aiohttp raises, TimeoutError, RequestError and
-        ValueError."""
+        """One request, into ``outcome``. A failure is in there too."""
+        import aiohttp
+
+        try:
+            await self._stream(session, ask, outcome, begun)
+        except (aiohttp.ClientError, TimeoutError, RequestError, ValueError) as error:
+            outcome.successful, outcome.error = False, f"{type(error).__name__}: {error}"
+        outcome.request_end = time.perf_counter() - begun
+
+    async def _stream(
+        self, session: aiohttp.ClientSession, ask: Ask, outcome: Outcome, begun: float
+    ) -> None:
         async with session.post(f"{self.base_url}/v1/completions", json=self._body(ask)) as reply:
             if reply.status != 200:
                 raise RequestError(f"HTTP {reply.status}: {(await reply.text())[:500]}")
@@ -169,9 +178,9 @@ def _take(event: dict[str, Any], outcome: Outcome) -> None:
 def connect(
     base_url: str, model: str | None, timeout_s: float
 ) -> tuple[Client, Sequence[int | str]]:
-    """A client for the server and the words to make prompts of: token ids where the server has
-    vLLM's ``/tokenize`` (so that no special token is ever among them), else made-up words. Raises
-    RequestError when it does not answer."""
+    """A client for the server, and the words to make prompts of. They are token ids where the
+    server has vLLM's ``/tokenize``, without special tokens, and made-up words otherwise. Raises
+    RequestError when the server does not answer."""
     base_url = base_url.rstrip("/").removesuffix("/v1")
     if model is None:
         model = str(_ask(f"{base_url}/v1/models")["data"][0]["id"])
@@ -184,6 +193,34 @@ def connect(
     return Client(base_url, model, True, timeout_s, _version(base_url)), sorted(set(tokens))
 
 
+def all_succeeded(who: str, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+    """The outcomes. Raises RequestError when a request failed: what follows would measure
+    nothing."""
+    for outcome in outcomes:
+        if not outcome.successful:
+            raise RequestError(f"{who}: a request before the query round failed: {outcome.error}")
+    return outcomes
+
+
+def answers(outcomes: Sequence[Outcome]) -> dict[tuple[int, int], tuple[int, ...] | str]:
+    """(document, question) -> answer, of the requests that succeeded."""
+    return {(one.document, one.question): one.answer for one in outcomes if one.successful}
+
+
+def differing(one: Mapping[Any, object], other: Mapping[Any, object]) -> int:
+    """How many questions have another answer, or an answer in one of the two only."""
+    return sum(one.get(asked) != other.get(asked) for asked in one.keys() | other.keys())
+
+
+def hits_between(
+    before: Mapping[str, float] | None, after: Mapping[str, float] | None
+) -> dict[str, float] | None:
+    """Tokens by tier; None where the server did not say at both times."""
+    if before is None or after is None:
+        return None
+    return {tier: tokens - before.get(tier, 0.0) for tier, tokens in after.items()}
+
+
 def _version(base_url: str) -> str | None:
     try:
         return str(_ask(f"{base_url}/version")["version"])
@@ -192,7 +229,7 @@ def _version(base_url: str) -> str | None:
 
 
 def hit_counters(base_url: str) -> dict[str, float] | None:
-    """Prompt tokens served from each tier so far; None where the server does not say."""
+    """Prompt tokens that came from each tier so far; None where the server does not say."""
     try:
         with urllib.request.urlopen(f"{base_url}/metrics", timeout=30) as reply:
             text = reply.read().decode()
@@ -202,8 +239,8 @@ def hit_counters(base_url: str) -> dict[str, float] | None:
 
 
 def parse_hits(metrics: str) -> dict[str, float] | None:
-    """Tier -> tokens from vLLM's Prometheus text, summed over engines. Versions before 0.32 only
-    tell their own cache from a connector's: the latter is ``unknown`` then."""
+    """Tokens by tier from vLLM's Prometheus text, the sum over engines. Versions before 0.32 tell
+    only their own cache from a connector's, which is then ``unknown``."""
     hits: dict[str, float] = {}
     for source, value in _BY_SOURCE.findall(metrics):
         tier = TIERS.get(source, "unknown")

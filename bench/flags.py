@@ -1,0 +1,106 @@
+"""Flags that several benchmarks have, and the types of their values."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+Arm = TypeVar("Arm")
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def add_run_flags(
+    parser: argparse.ArgumentParser,
+    name: str,
+    target: str,
+    arms: Mapping[str, Arm],
+    installed: Sequence[Arm] | None = None,
+) -> None:
+    """Declare what is measured and where the results go. ``target``: what ``--base-url`` names.
+    ``installed``: the arms that run by default, all when None."""
+    add = parser.add_argument
+    about = "directory or name; with --base-url the name that is served (default: the first)"
+    add("--model", help=about)
+    about = f"measure this running {target} instead of starting one for each arm"
+    add("--base-url", type=url, metavar="URL", help=about)
+    default = "all" if installed is None else "all that are installed"
+    add(
+        "--arms",
+        type=names_in(arms),
+        default=list(arms.values()) if installed is None else installed,
+        help=f"of {','.join(arms)} (default: {default})",
+    )
+    about = "for one request (default: 600)"
+    add("--request-timeout", type=seconds, default=600.0, metavar="S", help=about)
+    about = "exit with 1 when an arm answers differently"
+    add("--require-same-tokens", action="store_true", help=about)
+    folder = Path("build", name)
+    about = f"for {name}.json, .csv, .png and logs (default: {folder})"
+    add("--output-dir", type=Path, default=folder, help=about)
+
+
+def add_engine_flags(group: argparse._ArgumentGroup) -> None:
+    """Declare how the vLLM servers are started that the benchmark starts itself."""
+    add = group.add_argument
+    about = "float32 makes answers comparable bit by bit (default: auto, the model's own)"
+    add("--dtype", choices=["auto", *DTYPE_BYTES], default="auto", help=about)
+    about = "vLLM's block in tokens (default: 128 on CPU, 16 on GPU)"
+    add("--block-size", type=positive, help=about)
+    add("--chunk-tokens", type=positive, default=256, help="kvtier's chunk (default: 256)")
+    about = "load hits even where computing is sooner, as with a tiny model in a test"
+    add("--load-every-hit", action="store_true", help=about)
+    about = "more arguments for vLLM, the same for every arm"
+    add("--server-args", type=words, default="", metavar="'ARGS'", help=about)
+    about = "until a server must be healthy (default: 600)"
+    add("--server-timeout", type=seconds, default=600.0, metavar="S", help=about)
+
+
+def names_in(arms: Mapping[str, Arm]) -> Callable[[str], list[Arm]]:
+    """The type of a comma list of these names."""
+
+    def named(text: str) -> list[Arm]:
+        unknown = [name for name in text.split(",") if name not in arms]
+        if unknown:
+            raise argparse.ArgumentTypeError(
+                f"unknown arm {', '.join(unknown)}; known: {', '.join(arms)}"
+            )
+        return [arms[name] for name in text.split(",")]
+
+    return named
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
+def url(text: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no address; expected for example http://localhost:8000"
+        )
+    return text
+
+
+def words(text: str) -> str:
+    try:
+        shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    return text

@@ -1,0 +1,37 @@
+"""What benchmarks ask: prompts drawn from words. Pure: the same seed gives the same prompts.
+
+Words are token ids where the server takes them, and made-up words otherwise. One made-up word is
+about one token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Prompt = Sequence[int | str] | str
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request. ``document`` is the index of the document, and ``question`` the index of the
+    question about it. ``is_miss``: the round before did not see this document. ``user``: OpenAI's
+    ``user`` of the request; an empty one is not sent."""
+
+    document: int
+    question: int
+    prompt: Prompt
+    output_len: int
+    is_miss: bool = False
+    user: str = ""
+
+
+def draw(words: Sequence[int | str], length: int, seed: int, what: object) -> list[int | str]:
+    """``length`` words. ``what`` names the text: another name gives other words."""
+    return random.Random(f"{seed}/{what}").choices(words, k=length)
+
+
+def as_prompt(words: Sequence[int | str]) -> Prompt:
+    """Token ids as they are, or one text of made-up words."""
+    return " ".join(map(str, words)) if isinstance(words[0], str) else list(words)

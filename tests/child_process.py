@@ -1,0 +1,118 @@
+"""A process that a test starts, waits for, pauses, stops and kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+DEADLINE_S = 20.0
+
+
+def wait_for(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Return when ``condition`` holds. AssertionError when it does not in time."""
+    until = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < until, f"not within {deadline_s} s: {what}"
+        time.sleep(0.002)
+
+
+class ChildProcess:
+    """Use as a context manager. A subclass says what is run and when it answers.
+
+    Args:
+        log: where the process's output goes. A later start adds to it.
+        env: the process's environment; None: this process's.
+        start_s: seconds until it must answer.
+    """
+
+    def __init__(
+        self, log: Path, env: Mapping[str, str] | None = None, start_s: float = DEADLINE_S
+    ) -> None:
+        self.log = log
+        self._env = dict(os.environ if env is None else env)
+        self._start_s = start_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def command(self) -> list[str]:
+        raise NotImplementedError
+
+    def answers(self) -> bool:
+        """Whether it is ready."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    @property
+    def pid(self) -> int:
+        return self._running().pid
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(self.command(), env=self._env, stdout=log, stderr=log)
+        try:
+            wait_for(self._ready, f"{self.command()[0]} answers", self._start_s)
+        except BaseException:
+            self.kill()
+            raise
+
+    def stop(self) -> int:
+        """SIGTERM; the exit status."""
+        process = self._running()
+        process.terminate()
+        status = process.wait(DEADLINE_S)
+        self._process = None
+        return status
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash. Nothing where none runs."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def pause(self) -> None:
+        """SIGSTOP. It accepts connections, because the kernel does, and answers nothing."""
+        self._running().send_signal(signal.SIGSTOP)
+        os.waitpid(self.pid, os.WUNTRACED)
+
+    def resume(self) -> None:
+        self._running().send_signal(signal.SIGCONT)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Paused for as long as the context lasts."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
+
+    def said(self) -> str:
+        """Its log."""
+        return self.log.read_text()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "it does not run"
+        return self._process
+
+    def _ready(self) -> bool:
+        assert self._running().poll() is None, self.said()
+        return self.answers()

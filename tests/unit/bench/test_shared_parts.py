@@ -1,0 +1,59 @@
+"""What the benchmarks share: rows, hits, commands, and rounds of a tier and a peer."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from kvtier.bench.client import Outcome, RequestError, all_succeeded, differing, hits_between
+from kvtier.bench.command import run_command
+from kvtier.bench.flags import names_in
+from kvtier.bench.micro.tier_and_peer import Compared, measure
+from kvtier.bench.report import Row, print_rows
+from kvtier.core.errors import ConfigError
+
+
+def test_a_table_says_what_is_better(capsys: pytest.CaptureFixture[str]) -> None:
+    print_rows([Row("speed", 2.5, "GB/s", 5.0, 0.5), Row("wait", None, "ms")])
+    _, speed, wait = capsys.readouterr().out.splitlines()
+    assert speed.split() == ["speed", "2.5", "GB/s", "5", "0.5", "more"]
+    assert wait.split() == ["wait", "ms", "less"]
+
+
+def test_a_ratio_is_the_median_of_the_rounds_and_the_first_round_is_left_out() -> None:
+    peer, ours = iter([100.0, 4.0, 2.0, 1.0]), iter([1.0, 2.0, 2.0, 2.0])
+    compared = {"write": Compared(lambda: next(ours), "put", share=0.5)}
+    put, write = measure("S3", "library", {"put": lambda: next(peer)}, compared, rounds=3)
+    assert (put.name, put.value, put.max) == ("S3: library put", 2.0, 4.0)
+    assert (write.name, write.value, write.limit, write.ratio) == ("S3: write", 2.0, 1.0, 1.0)
+
+
+def test_hits_are_counted_from_the_start_of_a_round() -> None:
+    assert hits_between({"ram": 3.0}, {"ram": 5.0, "nvme": 1.0}) == {"ram": 2.0, "nvme": 1.0}
+    assert hits_between(None, {"ram": 5.0}) is None
+
+
+def test_an_answer_that_only_one_side_has_differs() -> None:
+    assert differing({1: "a", 2: "b"}, {1: "a", 2: "c", 3: "d"}) == 2
+
+
+def test_a_request_that_failed_is_told_with_its_arm() -> None:
+    with pytest.raises(RequestError, match=r"arm x: .*refused"):
+        all_succeeded("arm x", [Outcome(0, 0, False, 0.0, error="refused")])
+
+
+def test_an_arm_that_does_not_exist_is_named() -> None:
+    assert names_in({"a": 1, "b": 2})("b,a") == [2, 1]
+    with pytest.raises(argparse.ArgumentTypeError, match="unknown arm c; known: a, b"):
+        names_in({"a": 1, "b": 2})("a,c")
+
+
+def test_a_command_that_cannot_run_says_why_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise ConfigError("no model")
+
+    assert run_command("multi_turn", "", lambda _: None, run, []) == 2
+    assert capsys.readouterr().err == "multi-turn: no model\n"
