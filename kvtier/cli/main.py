@@ -102,6 +102,10 @@ COMMANDS: dict[str, tuple[str, Callable[[], Command]]] = {
         "one cache for several engines, on this host and others",
         _module("kvtier.cli.serve"),
     ),
+    "warm": (
+        "have a running engine compute documents, so that they are cached",
+        _module("kvtier.cli.warm"),
+    ),
     "version": ("print kvtier's version", lambda: Command(_no_arguments, _show_version)),
 }
 """Words on the command line -> (help, how to find the command)."""
