@@ -66,6 +66,10 @@ COMMANDS: dict[str, tuple[str, Callable[[], Command]]] = {
         ),
         _module("kvtier.bench.multi_turn.run"),
     ),
+    "bench spans": (
+        "time to first token of prompts with retrieved documents, beside agreement of answers",
+        _module("kvtier.bench.spans.run"),
+    ),
     "plan": (
         "what auto-config would set on this machine, and why",
         _module("kvtier.autoconfig.command"),
