@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.client.leases import SharedLoad, SharedSave
+from kvtier.connectors.vllm.asked import Asked
 from kvtier.connectors.vllm.groups import Geometry, Piece, Run
 from kvtier.connectors.vllm.hint_words import Said
 from kvtier.connectors.vllm.requests import Adapters, first_extras, media_extra, request_extra
@@ -70,6 +71,10 @@ class Prompt:
     """Tokens vLLM had by itself at the last look."""
     sources: dict[str, int] = field(default_factory=dict)
     """Tokens of the last load, by place."""
+    spans: Asked | None = None
+    """It asks for documents from other prompts."""
+    blended: bool = False
+    """Its blocks have KV from another place: nothing of it is saved any more."""
 
     def name(self, layout: ChunkLayout, adapters: Adapters) -> bool:
         """Make the keys' chain where there is none yet, or where the request is no longer what it
@@ -92,6 +97,8 @@ class Prompt:
 
     def drop(self) -> None:
         """Let go of what was claimed."""
+        if self.spans is not None:
+            self.spans.drop()
         if self.lease is not None:
             self.lease.close()
             self.lease = None

@@ -108,6 +108,9 @@ class Config:
     save_decode: bool = _key(
         True, "flag", ("keep KV of answers too, for the next turn; off: they never come back")
     )
+    spans: bool = _key(
+        False, "flag", "serve documents from other prompts to requests that ask; approximate"
+    )
     server: str | None = _key(
         None, "address", ("unix:///path or tcp://host:port of a shared cache; none: in the engine")
     )
