@@ -296,3 +296,19 @@ def test_one_request_claims_a_quarter_of_ram_at_most(on: Core) -> None:
     assert scheduler.spans._has_room(quarter)
     assert not scheduler.spans._has_room(quarter + 1)
     assert needs <= quarter
+
+
+def test_a_request_that_was_preempted_is_put_together_again_and_still_not_saved(on: Core) -> None:
+    warm(on, CATS, DOGS)
+    made = prompt(CATS, DOGS)
+    request = blend(on, "preempted", made, max_tokens=2 * CHUNK)
+    while request.num_tokens < len(made.tokens) + 3:
+        on.step()
+    assert on.scheduler.reset_prefix_cache(reset_running_requests=True)
+    loads = 0
+    while on.scheduler.requests:
+        on.step()
+        loads += len(metadata(on).spans)
+        assert not metadata(on).saves
+    assert request.num_preemptions == loads == 1
+    assert request.num_tokens == len(made.tokens) + 2 * CHUNK
