@@ -127,6 +127,31 @@ def multi_turn() -> str:
     return table(rows) + "\n\n" + _origin(found)
 
 
+def spans() -> str:
+    """Prompts with retrieved documents: times beside agreement, one row an arm."""
+    found = _read("spans")
+    heads = ["arm", "TTFT mean", "p99", "against none", "prompt tokens computed"]
+    rows = [[*heads, "same first token", "same answer", "as with the given order"]]
+    out = []
+    for name, arm in found["arms"].items():
+        if arm["cannot_run"]:
+            out.append(f"`{name}` cannot run: {arm['cannot_run']}.")
+            continue
+        values = {row["name"]: row for row in found["rows"]}
+        mean = values[f"{name}: ttft mean"]
+        computed = values[f"{name}: prompt tokens computed"]
+        cells = [f"`{name}`", number(mean["value"], "s"), number(arm["ttft_p99_s"], "s")]
+        cells += [f"{mean['ratio']:.2f} x", f"{computed['ratio']:.0%}"]
+        full, given = arm["as_full_prefill"], arm["as_full_prefill_in_the_given_order"]
+        cells += [_agreed(full, "same_first_token"), _agreed(full, "same_answer")]
+        rows.append([*cells, _agreed(given, "same_answer")])
+    return "\n\n".join([table(rows), *out, _origin(found)])
+
+
+def _agreed(found: Mapping[str, Any] | None, what: str) -> str:
+    return "-" if found is None else f"{found[what]} of {found['compared']}"
+
+
 _ANSWERS = {
     "TTFT mean": "ttft mean",
     "load cost": "load cost",
@@ -298,6 +323,7 @@ def keys() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "long_doc_qa": long_doc_qa,
     "multi_turn": multi_turn,
+    "spans": spans,
     "compare": compare,
     "compare_alone": compare_alone,
     "micro": micro,

@@ -172,7 +172,7 @@ def _version_of(name: str) -> str | None:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What a reader needs to judge a number. ``gpu`` and versions are there only where there are
+    """What a reader needs to weigh a number. ``gpu`` and versions are there only where there are
     any."""
     facts: dict[str, Any] = {
         "cpu": _cpu_model(),

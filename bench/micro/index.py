@@ -80,13 +80,13 @@ def timing_rows(store: Store, tokens: Sequence[int]) -> list[Row]:
     whole = least(lambda: store.lookup(LAYOUT.keys(tokens)), 5)
     return [
         Row(
-            "timing of a lookup, against keys + forecast of 128 chunks",
+            "timing of a lookup, against keys + lookup of 128 chunks",
             own / whole,
             "share",
             limit=0.01,
         ),
         Row(
-            "timing of a lookup, against the forecast alone",
+            "timing of a lookup, against the lookup alone",
             own / least(lambda: store.lookup(keys), 50),
             "share",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -32,9 +33,12 @@ from kvtier.connectors.vllm.groups import Geometry
 from kvtier.connectors.vllm.idle import IdleHalf, StartingHalf
 from kvtier.connectors.vllm.loaded import LoadedModel
 from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
+from kvtier.connectors.vllm.moved import mover_of
 from kvtier.connectors.vllm.scheduler import Duty, SchedulerHalf
+from kvtier.connectors.vllm.spans import Spans
 from kvtier.connectors.vllm.stats import TierMetrics, TierStats
 from kvtier.connectors.vllm.worker import BUSY_COPY_PART, BUSY_COPY_S, GroupLayers, WorkerHalf
+from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.load_policy.decide import LoadPolicy
 from kvtier.load_policy.prefill import Prefill
@@ -99,8 +103,13 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
                 GroupLayers(layers, geometry.blocks_per_piece(group))
                 for group, layers in zip(self._kept.groups, self._kept.layers, strict=True)
             ]
+            mover = partial(mover_of, vllm_config, self._kept) if self._config.spans else None
             self._worker = WorkerHalf(
-                rank, kv_cache_config.num_blocks, groups, partial(LoadedModel, vllm_config)
+                rank,
+                kv_cache_config.num_blocks,
+                groups,
+                partial(LoadedModel, vllm_config),
+                make_mover=mover,
             )
 
     @property
@@ -218,6 +227,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             ),
         )
         self._scheduler.announcer = self._announcer(store, geometry)
+        self._scheduler.spans = self._spans(store, chunks, ranks)
 
     def _announcer(self, store: KVStore, geometry: Geometry) -> Announcer | None:
         """None where vLLM publishes no events, or where the chunks are a server's."""
@@ -232,6 +242,22 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return Announcer(
             watched, geometry, groups_of(self._vllm_config, self._kv_cache_config, geometry)
         )
+
+    def _spans(
+        self, store: KVStore, chunks: ChunkLayout, ranks: dict[tuple[int, int], RankLayout]
+    ) -> Spans:
+        """What becomes of requests that ask for documents from other prompts."""
+        why = next((rank.why_no_spans for rank in ranks.values() if rank.why_no_spans), "")
+        if self._config.spans and not self._vllm_config.kv_transfer_config.is_kv_consumer:
+            why = "this engine loads nothing"
+        if self._config.spans and why:
+            logger.warning("spans: every request is computed exactly: %s", why)
+        timeout_s = self._config.load_timeout_ms / 1000
+        block = self._kept.block_tokens
+        return Spans(store, chunks, block, timeout_s, time.monotonic, why)
+
+    def on_new_request(self, request: Any) -> None:
+        self._of_scheduler().new(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -263,8 +289,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._of_scheduler().finished(request)
-        return False, None
+        return False, self._of_scheduler().finished(request)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

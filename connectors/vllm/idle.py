@@ -23,6 +23,9 @@ class IdleHalf:
     def report(self, report: StepReport) -> None:
         return
 
+    def new(self, request: Any) -> None:
+        return
+
     def finished(self, request: Any) -> None:
         return
 

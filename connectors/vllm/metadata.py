@@ -15,6 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvtier.spans.plan import Piece
+
 Parts = tuple[tuple[tuple[int, bool], ...], ...]
 
 
@@ -32,6 +34,8 @@ class RankLayout(KVConnectorHandshakeMetadata):
     of the fingerprint. None: the model cannot be inspected."""
     weights: str | None = None
     """A digest of the loaded parameters. None where they cannot be read."""
+    why_no_spans: str = "off"
+    """Why tokens cannot be moved here. Empty: they can."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,21 @@ class Job:
 
 
 @dataclass
+class SpanJob:
+    """Tokens of slots that a request waits for, some of them to be moved to other positions."""
+
+    number: int
+    pool: PoolAddress
+    pieces: list[Piece]
+    blocks: list[int]
+    """Of the whole request, in its one group."""
+    request_id: str
+    tokens: int
+    twins: list[tuple[int, int, int]]
+    """``(slot, one, other)``: places in a slot that have the same token."""
+
+
+@dataclass
 class StepMetadata(KVConnectorMetadata):
     """Scheduler -> workers, one for each step."""
 
@@ -95,6 +114,8 @@ class StepMetadata(KVConnectorMetadata):
     replacements_seen: dict[int, int] = field(default_factory=dict)
     """For each rank, how many replacements of its weights the scheduler knew of when it planned
     this step."""
+    spans: list[SpanJob] = field(default_factory=list)
+    """Loads too."""
     asks_layout: bool = False
     """Whether the scheduler's half has yet to be told how the ranks' KV caches lie."""
 

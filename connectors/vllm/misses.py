@@ -72,7 +72,7 @@ class Misses:
         return counts
 
     def _check(self) -> None:
-        if self._zero.look(self._asked, self._hits, self._saved, self._why):
+        if self._zero.counted(self._asked, self._hits, self._saved, self._why):
             logger.warning("%s", self._zero.verdict)
 
 

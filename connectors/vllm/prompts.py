@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.api import LoadLease, SaveLease
+from kvtier.connectors.vllm.asked import Asked
 from kvtier.connectors.vllm.groups import Geometry, Piece, Run
 from kvtier.connectors.vllm.hint_words import Said
 from kvtier.connectors.vllm.requests import Adapters, first_extras, media_extra, request_extra
@@ -72,6 +73,10 @@ class Prompt:
     """How many tokens vLLM had by itself at the last lookup."""
     sources: dict[str, int] = field(default_factory=dict)
     """How many tokens of the last load came from each place."""
+    spans: Asked | None = None
+    """It asks for documents from other prompts."""
+    blended: bool = False
+    """Its blocks have KV from another place: nothing of it is saved any more."""
 
     def name(self, layout: ChunkLayout, adapters: Adapters) -> bool:
         """Make the chain of keys, if there is none for what the request is now.
@@ -96,6 +101,8 @@ class Prompt:
 
     def drop(self) -> None:
         """Let go of what was claimed."""
+        if self.spans is not None:
+            self.spans.drop()
         if self.lease is not None:
             self.lease.close()
             self.lease = None

@@ -30,15 +30,25 @@ from weakref import WeakKeyDictionary
 
 from kvtier.api import KVStore, LoadLease, SaveLease
 from kvtier.connectors.vllm.afterwards import Afterwards
+from kvtier.connectors.vllm.asked import FIELD
 from kvtier.connectors.vllm.claims import Claims
 from kvtier.connectors.vllm.events import Announcer
 from kvtier.connectors.vllm.groups import Geometry, Kind, Piece
 from kvtier.connectors.vllm.hint_words import of_request
 from kvtier.connectors.vllm.layout import start_only
-from kvtier.connectors.vllm.metadata import Job, Move, Parts, PoolAddress, StepMetadata, StepReport
+from kvtier.connectors.vllm.metadata import (
+    Job,
+    Move,
+    Parts,
+    PoolAddress,
+    SpanJob,
+    StepMetadata,
+    StepReport,
+)
 from kvtier.connectors.vllm.misses import Misses
 from kvtier.connectors.vllm.prompts import Pending, Prompt, by_place
 from kvtier.connectors.vllm.requests import Adapters
+from kvtier.connectors.vllm.spans import Spans
 from kvtier.connectors.vllm.tables import (
     NULL_BLOCK,
     BlockTables,
@@ -112,6 +122,9 @@ class SchedulerHalf:
         self._next_job = 0
         self._reports_until = 0.0
         self._loads: list[Job] = []
+        self.spans: Spans | None = None
+        """Of an engine that may be asked for documents from other prompts."""
+        self._span_jobs: list[SpanJob] = []
         self._replacements_seen: dict[int, int] = {}
         self._old_blocks = False
         """vLLM's own cache may hold blocks that other weights have computed."""
@@ -119,6 +132,11 @@ class SchedulerHalf:
         self._afterwards = Afterwards(store, geometry)
 
     # ---- lookup ----------------------------------------------------------------------------------
+
+    def new(self, request: Any) -> None:
+        """vLLM's ``on_new_request``: before any cache is asked for it."""
+        if self.spans is not None and FIELD in (request.kv_transfer_params or {}):
+            self.spans.begin(self._prompt(request), self._adapters)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """vLLM's ``get_num_new_matched_tokens``.
@@ -139,9 +157,13 @@ class SchedulerHalf:
         ):
             return 0, False
         keys = self._keys(prompt, request.num_tokens)
+        if prompt.spans is not None and self.spans is not None:
+            promised = self.spans.promise(prompt, keys, computed)
+            if promised != 0:
+                return promised, bool(promised)
         if self._is_coming_for_others(keys, computed):
             return None, False
-        if self.announcer is not None and not prompt.looked:
+        if self.announcer is not None and prompt.spans is None and not prompt.looked:
             self.announcer.named(request, keys)
         promised = self._claims.promise(prompt, keys, computed, busy=bool(self._running))
         return promised, bool(promised)
@@ -164,6 +186,17 @@ class SchedulerHalf:
         prompt = self._prompt(request)
         lease, prompt.lease, prompt.sources = prompt.lease, None, {}
         looked, prompt.looked = prompt.looked, False
+        if (
+            self.spans is not None
+            and prompt.spans is not None
+            and prompt.spans.leases
+            and tokens > 0
+        ):
+            table = blocks.get_block_ids()[0]
+            self._span_jobs.append(
+                self.spans.job(prompt, self._number(), self._address, table, tokens)
+            )
+            return
         if lease is None or tokens <= 0 or prompt.run is None:
             if looked:
                 self._account(prompt, [], 0)
@@ -246,11 +279,13 @@ class SchedulerHalf:
         metadata = StepMetadata(
             address,
             loads=self._loads,
+            spans=self._span_jobs,
             number=self._load_policy.planned(_work(output)),
             computes=bool(output.total_num_scheduled_tokens),
             replacements_seen=dict(self._replacements_seen),
         )
         self._loads, self._running, self._asked = [], set(output.num_scheduled_tokens), False
+        self._span_jobs = []
         self._tables.begin(output)
         for new in output.scheduled_new_reqs:
             self._advance(metadata, output, new.req_id, new.num_computed_tokens)
@@ -273,7 +308,7 @@ class SchedulerHalf:
             return
         prompt.began = True
         self._name(prompt)
-        if prompt.chain is None or not self._duty.saves:
+        if prompt.chain is None or prompt.blended or not self._duty.saves:
             return
         request, size = prompt.request, self._layout.chunk_tokens
         known = request.num_tokens if self._duty.save_decode else request.num_prompt_tokens
@@ -348,10 +383,9 @@ class SchedulerHalf:
         if not lease.keys:
             lease.close()
             return
-        if self.announcer is not None:
-            self.announcer.saved(
-                self._prompts[request_id].request, {key: pieces[key] for key in lease.keys}
-            )
+        prompt = self._prompts[request_id]
+        if self.announcer is not None and prompt.spans is None:
+            self.announcer.saved(prompt.request, {key: pieces[key] for key in lease.keys})
         held = [(pieces[key], slot) for key, slot in zip(lease.keys, lease.slots, strict=True)]
         moves = saving(
             geometry,
@@ -372,6 +406,8 @@ class SchedulerHalf:
             self._renew()
         if report.unmapped and (self._duty.loads or self._duty.saves):
             self._turn_off(report.unmapped)
+        if self.spans is not None:
+            self.spans.report(report, len(self._parts))
         for number in report.done.keys() | report.failed.keys():
             pending = self._pending.get(number)
             if pending is None:
@@ -455,16 +491,17 @@ class SchedulerHalf:
         Workers can say only in a step that a copy is through. This ends some time after the last
         job, because a report may never come. Events leave in a step too.
         """
-        reports = bool(self._pending) and self._load_policy.clock() < self._reports_until
+        waits = bool(self._pending) or (self.spans is not None and self.spans.expects_reports)
+        reports = waits and self._load_policy.clock() < self._reports_until
         return reports or (self.announcer is not None and self.announcer.waits)
 
     def events(self) -> list[Any]:
         """vLLM's ``take_events``."""
         return self.announcer.take() if self.announcer is not None else []
 
-    def finished(self, request: Any) -> None:
+    def finished(self, request: Any) -> dict[str, Any] | None:
         """vLLM's ``request_finished``. It is called for aborted requests too, whether they waited
-        or ran."""
+        or ran. Returns what the answer says of the request."""
         prompt = self._prompts.pop(request.request_id, None)
         self._running.discard(request.request_id)
         self._tables.forget(request.request_id)
@@ -474,6 +511,9 @@ class SchedulerHalf:
             self._afterwards.finished(
                 request.request_id, prompt.said, keys, saving=self._is_saving(request.request_id)
             )
+            if prompt.spans is not None:
+                return {FIELD: prompt.spans.told(request)}
+        return None
 
     def _is_saving(self, request_id: str) -> bool:
         """Whether some job of this request is not confirmed."""
@@ -481,7 +521,8 @@ class SchedulerHalf:
 
     def counts(self) -> dict[str, int]:
         """See :meth:`kvtier.connectors.vllm.misses.Misses.new`, and hints by kind."""
-        return self.misses.new() | self._afterwards.new()
+        spans = self.spans.new() if self.spans is not None else {}
+        return self.misses.new() | self._afterwards.new() | spans
 
     def clear(self) -> None:
         """Drop every chunk, in every tier."""

@@ -33,6 +33,7 @@ from kvtier.connectors.vllm.figures import (
 )
 from kvtier.connectors.vllm.hint_words import KINDS
 from kvtier.connectors.vllm.misses import ZERO_HITS
+from kvtier.connectors.vllm.spans import DECLINED
 from kvtier.core.errors import KVTierError
 from kvtier.core.histogram import BOUNDS
 from kvtier.store import figures
@@ -61,12 +62,24 @@ _METRICS = {
         "kind",
         "Hints about the future of requests, by kind; bad: not understood.",
     ),
+    "spans": (
+        "span_tokens",
+        "kind",
+        "Tokens loaded for blended prompts; moved: from another place.",
+    ),
+    "unblended": (
+        "unblended_requests",
+        "reason",
+        "Requests that ask for spans, computed exactly, by reason.",
+    ),
 }
 """The part of a count's name before the first ``_`` -> the metric's name, label and help."""
 _REASONS = {
     "declined": figures.DECLINED,
     "missed": (*figures.MISSED, "salt", "adapter", "media"),
     "hints": KINDS,
+    "spans": ("moved", "kept"),
+    "unblended": DECLINED,
 }
 _SERVER = "server_"
 _registered: list[Any] = []

@@ -32,9 +32,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from kvtier.client.attachment import SharedPool
-from kvtier.connectors.vllm.metadata import Job, PoolAddress, RankLayout, StepMetadata, StepReport
+from kvtier.connectors.vllm.metadata import (
+    Job,
+    PoolAddress,
+    RankLayout,
+    SpanJob,
+    StepMetadata,
+    StepReport,
+)
+from kvtier.connectors.vllm.moved import Mover
 from kvtier.connectors.vllm.tables import NULL_BLOCK
-from kvtier.core.errors import KVTierError, StateError
+from kvtier.core.errors import KVTierError, LayoutError, StateError
 from kvtier.core.pool import Pool
 from kvtier.gpu import Copies, Copy, PagedBlocks, Pinning, nothing, regions_of, slot_tensor
 from kvtier.gpu import Job as SlotJob
@@ -95,12 +103,16 @@ class WorkerHalf:
         groups: Sequence[GroupLayers],
         model: Callable[[], Loaded],
         clock: Callable[[], float] = time.perf_counter,
+        make_mover: Callable[[Mapping[str, torch.Tensor]], Mover] | None = None,
     ) -> None:
         """``groups``: the groups that are kept. ``model``: returns the loaded model, once the KV
         caches are registered. ``clock``: seconds."""
         self._rank = rank
         self._find_model = model
         self._model: Loaded | None = None
+        self._make_mover = make_mover
+        self._mover: Mover | None = None
+        self._why_no_spans = "off"
         self._num_blocks = num_blocks
         self._groups = groups
         self._clock = clock
@@ -142,6 +154,11 @@ class WorkerHalf:
             for each, group in zip(regions, self._groups, strict=True)
         ]
         self._model = self._find_model()
+        if self._make_mover is not None:
+            try:
+                self._mover, self._why_no_spans = self._make_mover(kv_caches), ""
+            except LayoutError as error:
+                self._why_no_spans = str(error)
 
     def layout(self) -> RankLayout | None:
         """vLLM's ``get_handshake_metadata``."""
@@ -154,6 +171,7 @@ class WorkerHalf:
             shape | {"backends": self._model.backends()},
             model=self._model.resolved(),
             weights=self._model.weights(),
+            why_no_spans=self._why_no_spans,
         )
 
     # ---- one engine step -------------------------------------------------------------------------
@@ -167,17 +185,24 @@ class WorkerHalf:
     def load(self, metadata: StepMetadata) -> None:
         """vLLM's ``start_load_kv``: begin this step's loads, and continue those of earlier steps.
         vLLM calls it after the forward pass (before 0.32: before it)."""
-        self._let_go({metadata.pool, *(job.pool for job in (*metadata.loads, *metadata.saves))})
+        pools = {job.pool for job in (*metadata.loads, *metadata.saves)}
+        self._let_go({metadata.pool} | pools | {job.pool for job in metadata.spans})
         self._report.step = metadata.number
         self._map_early(metadata.pool)
         if self._has_other_weights(metadata):
             for job in (*metadata.loads, *(copying.job for copying in self._copying)):
                 self._ended(job, failed=True)
             self._copying.clear()
+            for span_job in (*metadata.spans, *(self._mover.give_up() if self._mover else ())):
+                self._ended(span_job, failed=True)
             return
         for job in metadata.loads:
             self._begin_load(job)
+        for span_job in metadata.spans:
+            assert self._mover is not None, "spans are asked of who said that it has none"
+            self._mover.begin(span_job)
         self._copy_on(metadata.computes)
+        self._move_on(metadata.computes)
 
     def _begin_load(self, job: Job) -> None:
         try:
@@ -199,9 +224,7 @@ class WorkerHalf:
     def _copy_on(self, computes: bool) -> None:
         """Copy chunks until all loads are done, or the time of this step is up."""
         begun = now = self._clock()
-        until = begun + (
-            max(BUSY_COPY_S, BUSY_COPY_PART * self._forward_s) if computes else _IDLE_COPY_S
-        )
+        until = begun + self._copy_s(computes)
         while self._copying and now < until:
             job, left, block_tokens = self._copying[0]
             try:
@@ -220,10 +243,30 @@ class WorkerHalf:
                 self._ended(job, failed=False)
         self._report.load_s += now - begun
 
+    def _move_on(self, computes: bool) -> None:
+        """Move tokens of spans, in pieces of a slot, for as long as :meth:`_copy_on` may copy."""
+        if self._mover is None or not self._mover.jobs:
+            return
+        begun = self._clock()
+        until = begun + self._copy_s(computes)
+
+        def part(job: SpanJob, slot: int) -> torch.Tensor:
+            return self._mapped(job.pool).part(slot, 0)
+
+        for job, failed in self._mover.go_on(part, lambda: self._clock() < until):
+            self._ended(job, failed=failed)
+        # Not as a load's time, because estimates of plain loads are made of those.
+        self._report.save_s += self._clock() - begun
+
+    def _copy_s(self, computes: bool) -> float:
+        """How long loads may be copied in this step."""
+        return max(BUSY_COPY_S, BUSY_COPY_PART * self._forward_s) if computes else _IDLE_COPY_S
+
     def _has_other_weights(self, metadata: StepMetadata) -> bool:
         """Whether the weights were replaced since the last check. It is asked before anything is
         loaded."""
-        looks = bool(metadata.loads or metadata.saves or self._copying)
+        moves = bool(metadata.spans or (self._mover and self._mover.jobs))
+        looks = bool(metadata.loads or metadata.saves or self._copying or moves)
         if self._model is None or not self._model.replaced(looks=looks):
             return False
         self._replacements += 1
@@ -236,7 +279,8 @@ class WorkerHalf:
         self._confirm()
         begun = self._clock()
         if metadata.computes:
-            self._forward_s = max(0.0, begun - self._step_began - self._report.load_s)
+            copied_s = self._report.load_s + self._report.save_s
+            self._forward_s = max(0.0, begun - self._step_began - copied_s)
         refused = metadata.replacements_seen.get(self._rank, 0) < self._replacements
         for job in metadata.saves:
             if refused:
@@ -282,6 +326,8 @@ class WorkerHalf:
             except Exception:
                 logger.exception("rank %d: a copy failed", self._rank)
         self._copying.clear()
+        if self._mover is not None:
+            self._mover.give_up()
         self._let_go(set())
         if self._pinning is not None:
             self._pinning.close()
@@ -310,7 +356,7 @@ class WorkerHalf:
             else:
                 (self._report.failed if failed else self._report.done)[job.number] += 1
 
-    def _ended(self, job: Job, *, failed: bool) -> None:
+    def _ended(self, job: Job | SpanJob, *, failed: bool) -> None:
         """A load has ended: the store gets its slots back, and vLLM is told once."""
         (self._report.failed if failed else self._report.done)[job.number] += 1
         self._finished.add(job.request_id)
@@ -367,6 +413,7 @@ class WorkerHalf:
     def _let_go(self, needed: set[PoolAddress | None]) -> None:
         """Unmap the pools that no job needs any more, because a server waits for that."""
         needed |= {one.job.pool for one in self._running} | {one.job.pool for one in self._copying}
+        needed |= {job.pool for job in self._mover.jobs} if self._mover is not None else set()
         for address in self._pools.keys() - needed:
             self._pools.pop(address).close()
 

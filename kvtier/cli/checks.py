@@ -569,7 +569,7 @@ def check_hits(config: Config, address: str, slot_bytes: int) -> Finding:
             f"RAM holds {client.pool.slots:,} chunks" if client.pool else "", seconds=0.0
         )
     asked, hits, saved, reasons = totals(stats)
-    if hits < asked * _FEW_HITS and zero.look(asked - hits, 0, saved, reasons):
+    if hits < asked * _FEW_HITS and zero.counted(asked - hits, 0, saved, reasons):
         return Finding(
             "hits", "warn", zero.verdict, "'kvtier stats --watch' shows whether a change helps"
         )

@@ -66,6 +66,10 @@ COMMANDS: dict[str, tuple[str, Callable[[], Command]]] = {
         ),
         _module("kvtier.bench.multi_turn.run"),
     ),
+    "bench spans": (
+        "time to first token of prompts with retrieved documents, beside agreement of answers",
+        _module("kvtier.bench.spans.run"),
+    ),
     "plan": (
         "what auto-config would set on this machine, and why",
         _module("kvtier.autoconfig.command"),
@@ -101,6 +105,10 @@ COMMANDS: dict[str, tuple[str, Callable[[], Command]]] = {
     "serve": (
         "one cache for several engines, on this host and others",
         _module("kvtier.cli.serve"),
+    ),
+    "warm": (
+        "have a running engine compute documents, so that they are cached",
+        _module("kvtier.cli.warm"),
     ),
     "version": ("print kvtier's version", lambda: Command(_no_arguments, _show_version)),
 }

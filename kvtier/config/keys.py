@@ -47,6 +47,12 @@ class Config:
         "flag",
         "keep KV of answers too, for the next turn; off: they never come back",
     )
+    spans: bool = _key(
+        "engine",
+        False,
+        "flag",
+        "serve documents from other prompts to requests that ask; approximate",
+    )
     load_timeout_ms: int = _key(
         "engine", 2000, "ms", "longest a prompt waits for lower tiers before it is recomputed"
     )

@@ -86,9 +86,9 @@ class SizeClass:
         last."""
         return self._owners
 
-    def look(self) -> None:
+    def check_hits(self) -> None:
         """Called from time to time: log one line when nothing has been hit for long."""
-        if self.zero_hits.look(*totals(self.store.stats())):
+        if self.zero_hits.counted(*totals(self.store.stats())):
             logger.warning("%s", self.zero_hits.verdict)
 
     # ---- promotions that end ---------------------------------------------------------------------

@@ -158,7 +158,7 @@ class Server:
         while True:
             await asyncio.sleep(_HITS_CHECKED_S)
             for size_class in self.size_classes.open.values():
-                size_class.look()
+                size_class.check_hits()
 
     async def _settle(self) -> None:
         while True:

@@ -52,7 +52,7 @@ def room(slots: int, lower: Mapping[str, int]) -> str:
 
 
 def totals(stats: Mapping[str, int]) -> tuple[int, int, int, dict[str, int]]:
-    """What :meth:`ZeroHits.look` needs, from ``Store.stats()``."""
+    """What :meth:`ZeroHits.counted` needs, from ``Store.stats()``."""
     hits = sum(count for name, count in stats.items() if name.endswith("_loaded"))
     kinds = ("missed_", "declined_")
     reasons = {
@@ -101,7 +101,7 @@ class ZeroHits:
             clock=clock,
         )
 
-    def look(self, asked: int, hits: int, saved: int, reasons: Mapping[str, int]) -> bool:
+    def counted(self, asked: int, hits: int, saved: int, reasons: Mapping[str, int]) -> bool:
         """Tell the counts since the start: chunks asked for, hits, chunks saved, and the other
         asked chunks by reason. A prompt too short for a chunk counts as one asked chunk, with the
         reason ``short``.

@@ -97,7 +97,7 @@ class SealedTier(ForwardingTier):
     def recovered(self) -> Sequence[ChunkKey]:
         """See :meth:`Tier.recovered`. Reads one chunk, because a folder whose key was changed holds
         only misses, and each would let a prompt wait. A shared tier may hold others' chunks, and is
-        not judged by one of them."""
+        not told by one of them."""
         keys = self.inner.recovered()
         if self.shared or not self._is_foreign(keys):
             return keys

@@ -83,3 +83,13 @@ def test_the_modes_name_tests_that_there_are() -> None:
         file, _, name = row.strip("`").partition("::")
         tests = (ROOT / "tests" / "integration" / file).read_text(encoding="utf-8")
         assert re.search(rf"^ *(def|class) {name}\b", tests, re.MULTILINE), row
+
+
+def test_the_python_of_the_readme_runs() -> None:
+    """Each python block under a ``<!-- test python -->`` line."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    marked = re.compile(r"^<!-- test python -->\n+```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    found = marked.findall(text)
+    assert found
+    for block in found:
+        subprocess.run([sys.executable, "-c", block], cwd=ROOT, check=True)

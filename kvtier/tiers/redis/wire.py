@@ -91,7 +91,7 @@ class Wire:
         self._socket.settimeout(self._left())
         self._socket.sendall(b"".join(map(_packed, listed)))
         replies = _Replies(self, bounds)
-        told = [self._judged(replies.next()) for _ in listed]
+        told = [self._checked(replies.next()) for _ in listed]
         replies.end()
         return told
 
@@ -202,7 +202,7 @@ class Wire:
             raise TimeoutError("the call takes longer than the time allowed")
         return max(left, _LEAST_S)
 
-    def _judged(self, reply: Reply) -> Reply:
+    def _checked(self, reply: Reply) -> Reply:
         """The reply; raises where it is about this connection, or the cluster, and not about the
         command."""
         if not isinstance(reply, RefusedError):
@@ -238,7 +238,7 @@ class Wire:
         self.fill(line)
         if bytes(line) == b"+OK\r\n":
             return None
-        reply = self._judged(self.refusal(self._error_line(5)))
+        reply = self._checked(self.refusal(self._error_line(5)))
         assert isinstance(reply, RefusedError)
         return reply
 
@@ -268,7 +268,7 @@ class Wire:
         if line == b"$-1\r\n":
             return False
         if line.startswith(b"-"):
-            raise RedisError(str(self._judged(self.refusal(line[1:-2]))))
+            raise RedisError(str(self._checked(self.refusal(line[1:-2]))))
         raise WrongSizeError("not a value of the size expected")
 
     def _error_line(self, have: int) -> bytes:

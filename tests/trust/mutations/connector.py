@@ -216,13 +216,8 @@ ROOM = Room(
         ),
         Mutant(
             _WORKER,
-            (
-                "        until = begun + (\n"
-                "            max(BUSY_COPY_S, BUSY_COPY_PART * self._forward_s) if computes else "
-                "_IDLE_COPY_S\n"
-                "        )\n"
-            ),
-            "        until = begun + 60.0\n",
+            "        until = begun + self._copy_s(computes)\n        while self._copying",
+            "        until = begun + 60.0\n        while self._copying",
             "one long load stops all other requests",
         ),
         Mutant(
@@ -253,8 +248,14 @@ ROOM = Room(
         ),
         Mutant(
             _WORKER,
-            "                self._ended(job, failed=True)\n            self._copying.clear()\n    "
-            "        return",
+            (
+                "                self._ended(job, failed=True)\n"
+                "            self._copying.clear()\n"
+                "            for span_job in (*metadata.spans, "
+                "*(self._mover.give_up() if self._mover else ())):\n"
+                "                self._ended(span_job, failed=True)\n"
+                "            return"
+            ),
             "                pass",
             "old KV is loaded into a model whose weights were replaced",
         ),
@@ -272,7 +273,7 @@ ROOM = Room(
         ),
         Mutant(
             _WORKER,
-            "        looks = bool(metadata.loads or metadata.saves or self._copying)",
+            "        looks = bool(metadata.loads or metadata.saves or self._copying or moves)",
             "        looks = False",
             "weights that are written in place are not noticed",
         ),

@@ -58,8 +58,8 @@ ROOM = Room(
         ),
         Mutant(
             "connectors/vllm/scheduler.py",
-            "        return promised, bool(promised)",
-            "        return promised, False",
+            "self._running))\n        return promised, bool(promised)",
+            "self._running))\n        return promised, False",
             "a step computes over blocks before they are loaded",
         ),
         Mutant(

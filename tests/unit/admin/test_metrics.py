@@ -226,11 +226,11 @@ def test_a_server_that_never_hits_says_why_everywhere(
     save(size_class.store, keys(1, 2))
     for number in range(2000):
         assert load(size_class.store, keys(7, number)) == 0
-    size_class.look()
+    size_class.check_hits()
     assert samples(status.read(served))["kvtier_zero_hits",] == 0, "too soon"
     clock.now = 600.0
-    size_class.look()
-    size_class.look()
+    size_class.check_hits()
+    size_class.check_hits()
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith(
         "0 of 4,000 chunks asked for were hits in 10 min: 100% cold: never seen before"
@@ -238,7 +238,7 @@ def test_a_server_that_never_hits_says_why_everywhere(
     assert samples(status.read(served))["kvtier_zero_hits",] == 1
     assert f"NO HITS: {said}" in operate.screen(status.read(served))
     assert load(size_class.store, keys(1)) == 1
-    size_class.look()
+    size_class.check_hits()
     assert samples(status.read(served))["kvtier_zero_hits",] == 0
 
 

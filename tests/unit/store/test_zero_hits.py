@@ -18,30 +18,30 @@ def detector(clock: Clock, **more: int) -> ZeroHits:
 def test_it_speaks_once_when_both_enough_time_and_enough_chunks_have_gone_by() -> None:
     clock = Clock()
     zero = detector(clock)
-    assert not zero.look(4000, 0, 9, {"cold": 4000}), "too soon"
+    assert not zero.counted(4000, 0, 9, {"cold": 4000}), "too soon"
     clock.now = 900.0
-    assert not zero.look(99, 0, 9, {"cold": 99}), "too few"
-    assert zero.look(4096, 0, 9, {"cold": 160, "evicted": 3936})
+    assert not zero.counted(99, 0, 9, {"cold": 99}), "too few"
+    assert zero.counted(4096, 0, 9, {"cold": 160, "evicted": 3936})
     assert zero.verdict == (
         "0 of 4,096 chunks asked for were hits in 15 min: 96% evicted: RAM holds 512 chunks, "
         "there is no lower tier, "
         "and what is used again needs more: raise ram_bytes, or give nvme_path"
     )
     clock.now = 9000.0
-    assert not zero.look(9000, 0, 9, {"cold": 9000}), "said once"
+    assert not zero.counted(9000, 0, 9, {"cold": 9000}), "said once"
 
 
 def test_a_hit_ends_it_and_begins_a_new_window() -> None:
     clock = Clock(600.0)
     zero = ZeroHits(ROOM, chunks=100, seconds=600.0, clock=clock)
     clock.now = 1200.0
-    assert zero.look(200, 0, 1, {"cold": 200})
-    assert not zero.look(210, 1, 1, {"cold": 209})
+    assert zero.counted(200, 0, 1, {"cold": 200})
+    assert not zero.counted(210, 1, 1, {"cold": 209})
     assert zero.verdict == ""
     clock.now = 1799.0
-    assert not zero.look(500, 1, 1, {"cold": 209, "salt": 290})
+    assert not zero.counted(500, 1, 1, {"cold": 209, "salt": 290})
     clock.now = 1801.0
-    assert zero.look(510, 1, 1, {"cold": 209, "salt": 300})
+    assert zero.counted(510, 1, 1, {"cold": 209, "salt": 300})
     assert "0 of 300 chunks" in zero.verdict and "100% salt" in zero.verdict
 
 
@@ -49,8 +49,8 @@ def test_a_cache_that_nobody_filled_is_not_blamed() -> None:
     clock = Clock()
     zero = detector(clock)
     clock.now = 900.0
-    assert not zero.look(4000, 0, 0, {"cold": 4000})
-    assert zero.look(4000, 0, 0, {"short": 4000}), (
+    assert not zero.counted(4000, 0, 0, {"cold": 4000})
+    assert zero.counted(4000, 0, 0, {"short": 4000}), (
         "nothing can be saved of prompts that are too short"
     )
     assert "lower chunk_tokens" in zero.verdict
@@ -60,7 +60,7 @@ def test_chunks_of_another_model_that_lie_in_the_tiers_are_told_of() -> None:
     clock = Clock()
     zero = detector(clock, found=7000)
     clock.now = 900.0
-    assert zero.look(4000, 0, 0, {"cold": 4000})
+    assert zero.counted(4000, 0, 0, {"cold": 4000})
     assert (
         "7,000 chunks lay in the tiers at the start" in zero.verdict
         and "another model" in zero.verdict
@@ -88,6 +88,6 @@ def test_every_reason_has_words(reason: str) -> None:
     clock = Clock()
     zero = detector(clock)
     clock.now = 900.0
-    assert zero.look(100, 0, 1, {reason: 100})
+    assert zero.counted(100, 0, 1, {reason: 100})
     assert f"100% {reason}: " in zero.verdict and len(zero.verdict.split(f"{reason}: ")[1]) > 30
     assert "{" not in zero.verdict

@@ -1,0 +1,117 @@
+"""The arms: who keeps what was computed, and in which order a prompt has its documents.
+
+All arms but ``none`` have vLLM's own prefix cache on. Where vLLM is alone its cache holds every
+prompt of the run, which no tier below can beat. Where kvtier is, vLLM's cache holds the requests in
+flight and half a prompt more, so that nearly all reuse is kvtier's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kvtier.bench.engine import cache_args, transfer
+from kvtier.bench.spans.work import Retrieval
+from kvtier.spans.prompts import Order
+
+FULL = "none"
+"""The arm that computes every prompt from its start: what answers are compared with."""
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """``cannot_run``: why there are no numbers of it; empty when it runs."""
+
+    name: str
+    about: str
+    order: Order = "given"
+    kvtier: bool = False
+    cannot_run: str = ""
+
+
+ARMS: dict[str, Arm] = {
+    arm.name: arm
+    for arm in (
+        Arm(FULL, "vLLM without any cache of prefixes: full prefill"),
+        Arm("vllm-prefix-cache", "vLLM's own cache, which holds every prompt"),
+        Arm(
+            "vllm-prefix-cache+stable",
+            "the same, with the documents in the stable order",
+            order="stable",
+        ),
+        Arm("kvtier", "kvtier's RAM holds every prompt; exact", kvtier=True),
+        Arm(
+            "kvtier+stable",
+            "the same, with the documents in the stable order; exact",
+            order="stable",
+            kvtier=True,
+        ),
+        Arm(
+            "lmcache-blend",
+            "LMCache 0.5.6 blends documents wherever they stand",
+            cannot_run=(
+                "in the engine it needs an edited vLLM, because nothing registers the model with "
+                "it (LMCache issues 4131 and 2306, open), and it refuses CPUs; nothing in its "
+                "package asks its blending server from vLLM (5101, open)"
+            ),
+        ),
+    )
+}
+RUN = [arm for arm in ARMS.values() if not arm.cannot_run]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the caches hold. ``token_bytes`` is the KV of one token in all layers."""
+
+    work: Retrieval
+    rounds: int
+    inflight: int
+    block_tokens: int
+    chunk_tokens: int
+    token_bytes: int
+
+    @property
+    def request_blocks(self) -> int:
+        return math.ceil(self.work.longest / self.block_tokens)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.request_blocks * self.block_tokens
+
+    @property
+    def prompts(self) -> int:
+        """All that a server is asked, and two more."""
+        return self.rounds * self.work.requests + 2
+
+    def gpu_blocks(self, arm: Arm) -> int:
+        """Blocks of the engine's cache; one more, because vLLM keeps block 0 for itself."""
+        few = self.inflight * self.request_blocks + self.request_blocks // 2
+        if arm.kvtier or arm.name == FULL:
+            return few + 1
+        return (self.prompts + self.inflight) * self.request_blocks + 1
+
+    def gpu_gib(self, arm: Arm) -> int:
+        return math.ceil(self.gpu_blocks(arm) * self.block_tokens * self.token_bytes / 2**30)
+
+    @property
+    def ram(self) -> str:
+        """kvtier's: every prompt, as if none shared anything."""
+        chunks = math.ceil(self.work.longest / self.chunk_tokens)
+        size = (self.prompts + 2 * self.inflight) * chunks * self.chunk_tokens * self.token_bytes
+        return f"{math.ceil(size / _MIB)}MiB"
+
+
+def server_args(arm: Arm, sizes: Sizes, *, load_every_hit: bool = False) -> list[str]:
+    """vLLM's arguments in which the arms differ."""
+    connector = transfer(load_every_hit=load_every_hit) if arm.kvtier else None
+    args = cache_args(sizes.max_model_len, sizes.gpu_blocks(arm), connector)
+    return [*args, "--no-enable-prefix-caching"] if arm.name == FULL else args
+
+
+def server_env(arm: Arm, sizes: Sizes) -> dict[str, str]:
+    """kvtier's variables; none where it is not."""
+    if not arm.kvtier:
+        return {}
+    return {"KVTIER_RAM_BYTES": sizes.ram, "KVTIER_CHUNK_TOKENS": str(sizes.chunk_tokens)}

@@ -1,0 +1,235 @@
+"""What the arms amount to: times beside agreement, the table, and DIR/spans.json."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtier.bench.client import Outcome
+from kvtier.bench.long_doc_qa.report import TIERS
+from kvtier.bench.report import Row, percentile, spread, write_results
+from kvtier.bench.spans.arms import ARMS, FULL, Arm
+from kvtier.core.terminal import table
+from kvtier.spans.prompts import Order
+
+NAME = "spans"
+Answers = Mapping[tuple[int, int], Sequence[int]]
+"""(round, request) -> the tokens of its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One arm as it ran. ``hits``: tokens by tier, None where the server does not tell."""
+
+    arm: Arm
+    rounds: Sequence[Sequence[Outcome]]
+    hits: Mapping[str, float] | None
+
+    @property
+    def good(self) -> list[Outcome]:
+        return [outcome for one in self.rounds for outcome in one if outcome.successful]
+
+    @property
+    def failed(self) -> list[Outcome]:
+        return [outcome for one in self.rounds for outcome in one if not outcome.successful]
+
+    @property
+    def ttft(self) -> list[float]:
+        return ttft(self.good)
+
+    @property
+    def means(self) -> list[float]:
+        """Mean time to first token of each round that has one."""
+        times = [ttft(one) for one in self.rounds]
+        return [statistics.fmean(each) for each in times if each]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(outcome.prompt_tokens for outcome in self.good)
+
+    @property
+    def computed_tokens(self) -> int | None:
+        """Of the prompts; None where the server does not tell what was cached."""
+        cached = [outcome.cached_tokens for outcome in self.good]
+        told = [tokens for tokens in cached if tokens is not None]
+        return self.prompt_tokens - sum(told) if len(told) == len(cached) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How answers compare with others to the same questions."""
+
+    compared: int
+    same_first: int
+    same: int
+    first_differing: Sequence[int] = field(default=())
+    """Of each answer that differs: the index of the first token that does."""
+
+    def as_json(self) -> dict[str, Any]:
+        differing = self.first_differing
+        return {
+            "compared": self.compared,
+            "same_first_token": self.same_first,
+            "same_answer": self.same,
+            "first_differing_token_median": statistics.median(differing) if differing else None,
+        }
+
+
+def ttft(outcomes: Sequence[Outcome]) -> list[float]:
+    return [one.ttft for one in outcomes if one.successful and one.ttft is not None]
+
+
+def answers(outcomes: Sequence[Outcome]) -> dict[tuple[int, int], Sequence[int]]:
+    """Of the requests that succeeded."""
+    return {(one.question, one.document): one.tokens for one in outcomes if one.successful}
+
+
+def agreement(ours: Answers, theirs: Answers) -> Agreement:
+    """Over the questions that both have answered."""
+    both = sorted(ours.keys() & theirs.keys())
+    differing = [place for key in both if (place := _differs(ours[key], theirs[key])) is not None]
+    same_first = len(both) - sum(place == 0 for place in differing)
+    return Agreement(len(both), same_first, len(both) - len(differing), differing)
+
+
+def _differs(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Index of the first token in which two answers differ; None when they are the same."""
+    for index, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return index
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """All arms that ran. ``full``: answers of full prefill to the prompts in each order."""
+
+    runs: Sequence[Run]
+    full: Mapping[Order, Answers]
+
+    def with_full(self, run: Run) -> Agreement | None:
+        """With full prefill of the same prompts: what reuse changes. None: nothing to compare."""
+        return self._with(run, run.arm.order)
+
+    def with_given(self, run: Run) -> Agreement | None:
+        """With full prefill in the given order: what the order changes."""
+        return self._with(run, "given") if run.arm.order != "given" else None
+
+    def _with(self, run: Run, order: Order) -> Agreement | None:
+        if run.arm.name == FULL or order not in self.full:
+            return None
+        return agreement(answers(run.good), self.full[order])
+
+    @property
+    def base(self) -> Run | None:
+        return next((run for run in self.runs if run.arm.name == FULL and run.means), None)
+
+    def against(self, run: Run) -> float | None:
+        """Time to first token as a part of full prefill's."""
+        if self.base is None:
+            return None
+        return statistics.median(run.means) / statistics.median(self.base.means)
+
+    @property
+    def exact(self) -> bool:
+        """No answer differs from full prefill's of the same prompt."""
+        found = [self.with_full(run) for run in self.runs]
+        return all(each is None or each.same == each.compared for each in found)
+
+
+def rows_of(results: Results) -> list[Row]:
+    """Per arm: time to first token (median, min and max of rounds), and what was computed."""
+    rows = []
+    for run in results.runs:
+        if not run.means:
+            continue
+        name = run.arm.name
+        median, least, most = spread(run.means)
+        rows.append(Row(f"{name}: ttft mean", median, "s", None, results.against(run), least, most))
+        rows.append(Row(f"{name}: ttft p99", percentile(run.ttft, 99), "s"))
+        computed = run.computed_tokens
+        share = None if computed is None else computed / run.prompt_tokens
+        rows.append(Row(f"{name}: prompt tokens computed", computed, "tokens", None, share))
+    return rows
+
+
+def as_json(results: Results, run: Run) -> dict[str, Any]:
+    """The arm's entry in the results form."""
+    full, given = results.with_full(run), results.with_given(run)
+    median, least, most = spread(run.means)
+    hits = run.hits
+    return {
+        "cannot_run": None,
+        "about": run.arm.about,
+        "ttft_mean_s": median,
+        "ttft_mean_min_s": least,
+        "ttft_mean_max_s": most,
+        "ttft_p50_s": percentile(run.ttft, 50),
+        "ttft_p99_s": percentile(run.ttft, 99),
+        "prompt_tokens": run.prompt_tokens,
+        "computed_tokens": run.computed_tokens,
+        "hit_tokens": None if hits is None else {tier: round(hits.get(tier, 0)) for tier in TIERS},
+        "requests": len(run.good) + len(run.failed),
+        "failed_requests": len(run.failed),
+        "as_full_prefill": full.as_json() if full else None,
+        "as_full_prefill_in_the_given_order": given.as_json() if given else None,
+    }
+
+
+def write_json(folder: Path, results: Results, **more: Any) -> Path:
+    """Write the results form; ``requests`` has each request of each arm."""
+    path = folder / f"{NAME}.json"
+    arms = {run.arm.name: as_json(results, run) for run in results.runs if run.means}
+    arms |= {
+        arm.name: {"cannot_run": arm.cannot_run, "about": arm.about}
+        for arm in ARMS.values()
+        if arm.cannot_run
+    }
+    requests = {
+        run.arm.name: [_request(outcome) for one in run.rounds for outcome in one]
+        for run in results.runs
+    }
+    write_results(path, NAME, rows_of(results), **more, arms=arms, requests=requests)
+    return path
+
+
+def _request(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "round": outcome.question,
+        "request": outcome.document,
+        "ttft": outcome.ttft,
+        "latency": outcome.latency,
+        "prompt_tokens": outcome.prompt_tokens,
+        "cached_tokens": outcome.cached_tokens,
+        "successful": outcome.successful,
+    }
+
+
+def screen(results: Results) -> list[str]:
+    """The shell's table, a row an arm, and why an arm has none."""
+    heads = ["arm", "TTFT mean", "p99", "against none", "computed", "same first", "same answer"]
+    heads += ["first differing", "as given order"]
+    rows = [_cells(results, run) for run in results.runs if run.means]
+    lines = table(heads, rows, numbers=range(1, len(heads)))
+    lines += [f"{arm.name}: {arm.cannot_run}" for arm in ARMS.values() if arm.cannot_run]
+    return lines
+
+
+def _cells(results: Results, run: Run) -> list[str]:
+    full, given = results.with_full(run), results.with_given(run)
+    against, computed = results.against(run), run.computed_tokens
+    differing = full.as_json()["first_differing_token_median"] if full else None
+    return [
+        run.arm.name,
+        f"{statistics.median(run.means):.3f} s",
+        f"{percentile(run.ttft, 99):.3f} s",
+        "" if against is None else f"{against:.2f} x",
+        "not told" if computed is None else f"{computed / run.prompt_tokens:.0%}",
+        f"{full.same_first} of {full.compared}" if full else "",
+        f"{full.same} of {full.compared}" if full else "",
+        "" if differing is None else f"{differing:g}",
+        f"{given.same} of {given.compared}" if given else "",
+    ]

@@ -1,0 +1,148 @@
+"""Spans: how long the first token takes when a search puts documents into the prompts.
+
+``kvtier bench spans`` or ``python -m kvtier.bench.spans``. Each question comes with some documents
+of a pool, in shuffled order. The arms (:mod:`kvtier.bench.spans.arms`) are vLLM servers started
+here, one after the other. All are asked the same questions, from an empty cache on, so what is
+computed for the first time counts too. Every arm's answers are compared with those of full prefill,
+because a time says nothing where the answer is another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvtier.bench import client
+from kvtier.bench.client import Client, Outcome
+from kvtier.bench.command import progress_bars, stepping, terminable, waiting
+from kvtier.bench.engine import engine, geometry, on_cpu, served_name
+from kvtier.bench.servers import VllmServer
+from kvtier.bench.spans.arms import FULL, Arm, Sizes, server_args, server_env
+from kvtier.bench.spans.flags import SHAPE, add_arguments
+from kvtier.bench.spans.report import Answers, Results, Run, answers, screen, write_json
+from kvtier.bench.spans.work import Retrieval
+from kvtier.core.errors import ConfigError, KVTierError
+from kvtier.core.extras import require
+from kvtier.spans.prompts import Order
+
+__all__ = ["add_arguments", "run"]
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run every arm, print, write. 1 when a request failed (or answers differ and must not).
+
+    Raises KVTierError when a package is missing, or a server does not come up or does not answer.
+    """
+    require("bench")
+    _check(args)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    with terminable(), progress_bars() as progress:
+        orders: dict[Order, Answers] = {}
+        runs = [_arm(args, arm, orders, progress) for arm in args.arms]
+    return conclude(args, Results(runs, orders))
+
+
+def conclude(args: argparse.Namespace, results: Results) -> int:
+    """Print the table, write the file; the exit status."""
+    failed = [outcome for run in results.runs for outcome in run.failed]
+    for outcome in failed[:3]:
+        print(f"a request failed: {outcome.error}", file=sys.stderr)
+    path = write_json(args.output_dir, results, workload=_shape(args))
+    print("\n".join(screen(results)))
+    print(f"Wrote {path}")
+    return 1 if failed or (args.require_same_tokens and not results.exact) else 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.documents > args.pool:
+        raise ConfigError(
+            f"--documents {args.documents}: expected at most --pool {args.pool}, because a prompt "
+            "has each document once"
+        )
+
+
+def _arm(args: argparse.Namespace, arm: Arm, full: dict[Order, Answers], progress: Progress) -> Run:
+    """One arm from its server's start to its stop. The arm ``none`` fills ``full`` too."""
+    place = args.output_dir / "servers" / arm.name
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    server = _server(args, arm)
+    with contextlib.ExitStack() as running:
+        with waiting(progress, f"{arm.name}: server"):
+            running.enter_context(server)
+        asker, words = client.connect(
+            server.base_url, served_name(args.model), args.request_timeout
+        )
+        work = Retrieval.of(args, [word for word in words if isinstance(word, int)])
+        for outcome in asker.run(work.warm_up(), 1, lambda: None):
+            if not outcome.successful:
+                raise client.RequestError(
+                    f"arm {arm.name}: a first request failed: {outcome.error}"
+                )
+        before = client.hit_counters(server.base_url)
+        rounds = _rounds(args, arm.name, asker, work, arm.order, progress)
+        hits = client.hits_between(before, client.hit_counters(server.base_url))
+        found = Run(arm, rounds, hits)
+        if arm.name == FULL:
+            full["given"] = answers(found.good)
+            if any(other.order == "stable" for other in args.arms):
+                name = f"{arm.name}, stable order"
+                again = _rounds(args, name, asker, work, "stable", progress)
+                full["stable"] = answers([outcome for one in again for outcome in one])
+    return found
+
+
+def _rounds(
+    args: argparse.Namespace,
+    name: str,
+    asker: Client,
+    work: Retrieval,
+    order: Order,
+    progress: Progress,
+) -> list[list[Outcome]]:
+    step = stepping(progress, name, args.rounds * args.requests)
+    inflight = args.max_inflight_requests
+    return [asker.run(work.asks(number, order), inflight, step) for number in range(args.rounds)]
+
+
+def _server(args: argparse.Namespace, arm: Arm) -> VllmServer:
+    """Not started."""
+    block, token_bytes = geometry(args)
+    work, inflight = Retrieval.of(args, [0]), args.max_inflight_requests
+    sizes = Sizes(work, args.rounds, inflight, block, args.chunk_tokens, token_bytes)
+    env = server_env(arm, sizes)
+    if on_cpu():
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(sizes.gpu_gib(arm))
+        # With a connector vLLM reserves other CPU cores than without.
+        env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
+    cache = server_args(arm, sizes, load_every_hit=args.load_every_hit)
+    log = args.output_dir / "servers" / arm.name / "server.log"
+    return engine(args, block, cache, env, log)
+
+
+def _shape(args: argparse.Namespace) -> dict[str, Any]:
+    """The workload's parameters as they go into the results."""
+    shape = {name: getattr(args, name) for name in SHAPE}
+    own = {"dtype": args.dtype, "block_size": args.block_size, "chunk_tokens": args.chunk_tokens}
+    return shape | {"model": served_name(args.model)} | own
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="kvtier.bench.spans", description="Retrieved documents")
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(argv))
+    except KVTierError as error:
+        print(f"spans: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

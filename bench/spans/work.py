@@ -1,0 +1,122 @@
+"""The workload: questions, each with some documents of a pool. Pure: a seed gives the same prompts.
+
+A prompt is an anchor, documents and a question. Which documents a question gets is drawn without
+replacement, by a Zipf distribution over the pool. Their order is shuffled. Lengths of documents
+vary by half of the mean in both directions, so that they do not end where a chunk does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtier.bench.prompts import Ask
+from kvtier.core.errors import StateError
+from kvtier.spans import compose
+from kvtier.spans.prompts import Order
+
+_WARM_UP_PROMPTS = 2
+
+
+class Question(NamedTuple):
+    """What one request is made of, in token ids. ``documents``: as the search gave them."""
+
+    anchor: list[int]
+    documents: list[list[int]]
+    question: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Retrieval:
+    """Sizes in tokens. ``words`` is what everything is drawn from."""
+
+    words: Sequence[int]
+    pool: int
+    found: int
+    """Documents of a prompt."""
+    requests: int
+    """Of a round. Each round has an anchor and a pool of its own."""
+    zipf: float
+    anchor_length: int
+    document_length: int
+    question_length: int
+    output_len: int
+    seed: int = 0
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, words: Sequence[int]) -> Retrieval:
+        """The workload that the command line describes."""
+        return cls(
+            words=words,
+            pool=args.pool,
+            found=args.documents,
+            requests=args.requests,
+            zipf=args.zipf,
+            anchor_length=args.anchor_length,
+            document_length=args.document_length,
+            question_length=args.question_length,
+            output_len=args.output_len,
+            seed=args.seed,
+        )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that there can be, its answer included."""
+        documents = self.found * (self.document_length + self.document_length // 2)
+        return self.anchor_length + documents + self.question_length + self.output_len
+
+    def questions(self, number: int) -> list[Question]:
+        """The requests of a round."""
+        anchor = self._draw(number, "anchor", self.anchor_length)
+        pool = [self._document(number, index) for index in range(self.pool)]
+        draw = random.Random(f"{self.seed}/{number}/found")
+        return [
+            Question(
+                anchor,
+                [pool[index] for index in self._found(draw)],
+                self._draw(number, f"question {index}", self.question_length),
+            )
+            for index in range(self.requests)
+        ]
+
+    def asks(self, number: int, order: Order) -> list[Ask]:
+        """The same as prompts. ``document`` of an Ask is the request, ``question`` the round."""
+        return [
+            Ask(index, number, compose(_no_text, *question, order).tokens, self.output_len)
+            for index, question in enumerate(self.questions(number))
+        ]
+
+    def warm_up(self) -> list[Ask]:
+        """Prompts that share nothing: what a server pays at its first requests is paid here."""
+        return [
+            Ask(-1 - index, -1, self._draw(-1, f"warm-up {index}", self.document_length), 2)
+            for index in range(_WARM_UP_PROMPTS)
+        ]
+
+    def _found(self, draw: random.Random) -> list[int]:
+        """Documents of one question: the first of the pool are found most often."""
+        left = list(range(self.pool))
+        found = []
+        for _ in range(self.found):
+            weights = [1 / (index + 1) ** self.zipf for index in left]
+            (index,) = draw.choices(left, weights)
+            left.remove(index)
+            found.append(index)
+        draw.shuffle(found)
+        return found
+
+    def _document(self, number: int, index: int) -> list[int]:
+        half = self.document_length // 2
+        draw = random.Random(f"{self.seed}/{number}/length {index}")
+        length = self.document_length + draw.randint(-half, half)
+        return self._draw(number, f"document {index}", length)
+
+    def _draw(self, number: int, what: str, length: int) -> list[int]:
+        return random.Random(f"{self.seed}/{number}/{what}").choices(self.words, k=length)
+
+
+def _no_text(text: str) -> list[int]:
+    raise StateError(f"every part of a prompt is token ids, and not {text!r}")

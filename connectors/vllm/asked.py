@@ -1,0 +1,48 @@
+"""What a request asks of documents from other prompts, and what was claimed for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.spans.plan import Section
+from kvtier.spans.prompts import Range
+from kvtier.store.lease import LoadLease
+
+FIELD = "kvtier.spans"
+"""In a request's ``kv_transfer_params``: its ranges. In the answer's: what came of them."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """What a request asks for, and what was claimed for it."""
+
+    ranges: list[Range]
+    homes: list[list[ChunkKey]]
+    """For each range after the anchor's: the keys of its home's chunks."""
+    twins: list[tuple[int, int, int, int]]
+    """``(source, chunk, one, other)``: places in a chunk of a home that have the same token."""
+    begin: int = -1
+    """Tokens vLLM had by itself when the claims were made."""
+    sections: list[Section] = field(default_factory=list)
+    leases: list[LoadLease] = field(default_factory=list)
+    until: float = 0.0
+    missing: list[int] = field(default_factory=list)
+    """Ranges whose homes are not there, of those that were looked for."""
+    reused: int = 0
+    """Tokens that were loaded for it when some of them came from another place."""
+    declined: str = ""
+
+    def drop(self) -> None:
+        """Let go of what was claimed."""
+        for lease in self.leases:
+            lease.close()
+        self.leases, self.sections, self.begin = [], [], -1
+
+    def told(self, request: Any) -> dict[str, Any]:
+        """For the answer."""
+        if not self.reused:
+            return {"reused": 0, "declined": self.declined, "missing": self.missing}
+        computed = request.num_prompt_tokens - self.reused
+        return {"reused": self.reused, "computed": computed, "missing": self.missing}

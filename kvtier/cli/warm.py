@@ -1,0 +1,287 @@
+"""``kvtier warm``: send the home of each document to a running engine, so that it is cached.
+
+A home is the prompt ``anchor + document`` (:mod:`kvtier.spans`). Each is sent as a plain completion
+of one token, so the engine computes it exactly and kvtier keeps it as any other prompt. One home is
+in flight at a time: the engine's users go first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import ssl
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvtier.config.load import load
+from kvtier.core.errors import ConfigError
+from kvtier.core.secret_files import read_secret
+from kvtier.spans import homes
+
+_QUOTED = 300
+"""Characters of an engine's complaint that are shown."""
+_JSON = "application/json"
+
+
+class Given(NamedTuple):
+    """A document of the file, and the line that it stands in."""
+
+    line: int
+    document: str | list[int]
+
+
+class Warmed(NamedTuple):
+    """What came of the homes."""
+
+    homes: int
+    tokens: int
+    """Of all homes that were answered."""
+    cached: int | None
+    """How many of them the engine had already; None where it does not tell."""
+    refused: dict[int, str]
+    """Line of the document, and what the engine said."""
+
+
+class RefusedError(Exception):
+    """The engine answered, and not with a completion."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--base-url",
+        required=True,
+        metavar="URL",
+        help="the engine, such as http://localhost:8000; with data-parallel engines, each of them",
+    )
+    add("--model", metavar="NAME", help="name that it serves, or an adapter's (default: its first)")
+    add(
+        "--anchor",
+        required=True,
+        metavar="FILE",
+        help="what every prompt begins with, special tokens and line ends included: a text, or, "
+        "when it is called .json, a list of token ids",
+    )
+    add(
+        "--documents",
+        required=True,
+        metavar="FILE",
+        help='JSON lines: "a text", {"text": ...}, [token ids] or {"tokens": ...}',
+    )
+    add(
+        "--chunk-tokens",
+        type=int,
+        metavar="TOKENS",
+        help="kvtier's chunk in that engine (default: the key chunk_tokens here)",
+    )
+    add("--config", metavar="YAML", help="configuration file that has chunk_tokens")
+    add("--cache-salt", metavar="SALT", help="the cache_salt that requests for them will have")
+    add("--api-key-file", metavar="FILE", help="key that the engine wants, in a file of yours only")
+    add(
+        "--request-timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="for one home (default: 600)",
+    )
+    add("--json", action="store_true", help="print the counts as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Send every home. 1 when the engine refused one. Raises ConfigError for bad input."""
+    chunk = arguments.chunk_tokens
+    if chunk is None:
+        chunk = load(arguments.config).chunk_tokens
+    anchor, documents = _anchor(arguments.anchor), list(_documents(arguments.documents))
+    engine = _Served.of(arguments)
+    first = engine.tokens(anchor, "the anchor")
+    done = _warm(engine, first, documents, chunk)
+    for line, why in done.refused.items():
+        print(f"kvtier: {arguments.documents}, line {line}: {why}", file=sys.stderr)
+    if arguments.json:
+        print(msgspec.json.encode(done._asdict()).decode())
+    else:
+        print(_told(done))
+    return 1 if done.refused else 0
+
+
+class _Served:
+    """One engine behind its HTTP server. Raises ConfigError when it cannot be reached."""
+
+    def __init__(self, url: str, key: bytes | None, timeout_s: float) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._parts = urlsplit(self._url)
+        if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
+            raise ConfigError(
+                f"--base-url {url}: expected an address such as http://localhost:8000"
+            )
+        self._headers = {"Content-Type": _JSON}
+        if key is not None:
+            self._headers["Authorization"] = f"Bearer {key.decode('latin-1')}"
+        self._timeout_s = timeout_s
+        self.model = ""
+        self._salt: str | None = None
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> _Served:
+        """The engine of the flags, which serves the model that they name."""
+        secret = arguments.api_key_file
+        key = read_secret(secret, "--api-key-file") if secret else None
+        served = cls(arguments.base_url, key, arguments.request_timeout)
+        served._salt = arguments.cache_salt
+        served.model = served._known(arguments.model)
+        return served
+
+    def _known(self, wanted: str | None) -> str:
+        try:
+            names = [str(one["id"]) for one in self._ask("/v1/models", None)["data"]]
+        except (RefusedError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"--base-url {self._url}: expected an OpenAI-compatible server such as vllm serve; "
+                f"asked for its models, it answered {_shown(error)}"
+            ) from error
+        if not names or (wanted is not None and wanted not in names):
+            there = ", ".join(names) or "none"
+            raise ConfigError(f"--model {wanted}: {self._url} serves {there}; give one of these")
+        return wanted or names[0]
+
+    def tokens(self, part: str | list[int], what: str) -> list[int]:
+        """Token ids of a text, without any that a tokenizer would add."""
+        if not isinstance(part, str):
+            return part
+        body = {"model": self.model, "prompt": part, "add_special_tokens": False}
+        try:
+            return list(self._ask("/tokenize", body)["tokens"])
+        except (RefusedError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{what} is a text, and {self._url}/tokenize answered {_shown(error)}: expected "
+                "vLLM's own server; through a router that has no /tokenize, give token ids"
+            ) from error
+
+    def prefill(self, tokens: Sequence[int]) -> int | None:
+        """Have a prompt computed; how many of its tokens were cached. Raises RefusedError."""
+        body = {"model": self.model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0}
+        if self._salt is not None:
+            body["cache_salt"] = self._salt
+        answer = self._ask("/v1/completions", body)
+        if not isinstance(answer, dict) or not answer.get("choices"):
+            raise RefusedError(f"an answer without a token: {answer!r}")
+        told = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+        cached = told.get("cached_tokens")
+        return int(cached) if cached is not None else None
+
+    def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
+        """GET, or POST with a body; what was answered. Raises RefusedError unless it is JSON."""
+        sent = None if body is None else msgspec.json.encode(body)
+        line = self._line()
+        try:
+            method = "GET" if sent is None else "POST"
+            line.request(method, self._parts.path + path, sent, self._headers)
+            answer = line.getresponse()
+            status, text = answer.status, answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise ConfigError(
+                f"--base-url {self._url}: {path} was not answered: {_shown(error)}; is "
+                "the engine running? A home that takes longer wants a larger --request-timeout"
+            ) from error
+        finally:
+            line.close()
+        if status != 200:
+            raise RefusedError(f"HTTP {status}: {text.decode(errors='replace')}")
+        try:
+            return msgspec.json.decode(text)
+        except msgspec.DecodeError as error:
+            raise RefusedError(f"no JSON: {text[:_QUOTED]!r}") from error
+
+    def _line(self) -> http.client.HTTPConnection:
+        host, port = self._parts.hostname, self._parts.port
+        assert host is not None
+        if self._parts.scheme == "http":
+            return http.client.HTTPConnection(host, port, timeout=self._timeout_s)
+        tls = ssl.create_default_context()
+        return http.client.HTTPSConnection(host, port, timeout=self._timeout_s, context=tls)
+
+
+def _warm(engine: _Served, anchor: list[int], documents: list[Given], chunk: int) -> Warmed:
+    tokens, cached, refused = 0, 0, {}
+    told = True
+    for done, (line, document) in enumerate(documents, 1):
+        what = f"the document of line {line}"
+        (home,) = homes(anchor, [engine.tokens(document, what)], chunk)
+        try:
+            there = engine.prefill(home.tokens)
+        except RefusedError as error:
+            refused[line] = _shown(error)
+        else:
+            tokens += len(home.tokens)
+            cached += there or 0
+            told = told and there is not None
+        if sys.stderr.isatty():
+            end = "\r" if done < len(documents) else "\r\033[K"
+            print(f"{done:,} of {len(documents):,} homes", end=end, file=sys.stderr, flush=True)
+    sent = len(documents) - len(refused)
+    return Warmed(sent, tokens, cached if told and sent else None, refused)
+
+
+def _told(done: Warmed) -> str:
+    words = f"{done.homes:,} homes of {done.tokens:,} tokens in all"
+    if done.cached is not None:
+        words += f"; {done.tokens - done.cached:,} were computed, {done.cached:,} were cached"
+    if done.refused:
+        words += f"; {len(done.refused):,} more were refused"
+    return words
+
+
+def _anchor(path: str) -> str | list[int]:
+    """The text with all its line ends, or the token ids of a JSON list."""
+    text = _read(path, "--anchor")
+    if not path.endswith(".json"):
+        return text
+    try:
+        return msgspec.json.decode(text, type=list[int])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--anchor {path}: expected a JSON list of token ids: {error}") from error
+
+
+def _documents(path: str) -> Iterator[Given]:
+    lines = _read(path, "--documents").split("\n")
+    found = False
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            found = True
+            yield Given(number, _document(path, number, line))
+    if not found:
+        raise ConfigError(f"--documents {path}: expected a document a line, and it has none")
+
+
+def _document(path: str, number: int, line: str) -> str | list[int]:
+    try:
+        given = msgspec.json.decode(line, type=str | list[int] | dict[str, Any])
+        if isinstance(given, dict):
+            given = given["tokens"] if "tokens" in given else given.get("text")
+        value: str | list[int] = msgspec.convert(given, str | list[int])
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            f"--documents {path}, line {number}: {error}; expected JSON: "
+            '"a text", {"text": "a text"}, [1, 2] or {"tokens": [1, 2]}'
+        ) from error
+    if not value:
+        raise ConfigError(f"--documents {path}, line {number}: the document is empty; leave it out")
+    return value
+
+
+def _read(path: str, flag: str) -> str:
+    try:
+        return Path(path).read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{flag} {path}: expected text in UTF-8: {error}") from error
+
+
+def _shown(error: Exception) -> str:
+    text = " ".join((str(error) or type(error).__name__).split())
+    return text if len(text) <= _QUOTED else f"{text[:_QUOTED]} ..."

@@ -1,0 +1,204 @@
+"""Documents from other prompts, on a real vLLM: what is moved is what plain torch says, and nothing
+else is touched by it.
+
+Homes are warmed as a client would. Every blended answer is compared with the model in plain torch,
+whose KV is put together in the same way. Exact answers are compared with a full forward pass.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.bench.model import make_model
+from kvtier.spans import Composed, compose, homes
+from tests.integration.spans_server import BLOCK, CHUNK, Answer, Plain, Served, gap
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+ANCHOR = 40
+LENGTHS = (90, 128, 75, 150)
+EXACT = 1e-3
+"""Float32 sums in another order, over all layers."""
+
+
+def ids(name: str, length: int) -> list[int]:
+    draw = random.Random(name)
+    return [draw.randrange(10, 400) for _ in range(length)]
+
+
+def documents(seed: int) -> list[list[int]]:
+    return [ids(f"{seed} {index}", length) for index, length in enumerate(LENGTHS)]
+
+
+def prompt(seed: int, order: list[int], question: str = "?") -> Composed:
+    every = documents(seed)
+    chosen = [every[index] for index in order]
+    return compose(lambda _: [], ids(f"{seed} anchor", ANCHOR), chosen, ids(question, 20))
+
+
+def asking(made: Composed, **more: Any) -> dict[str, Any]:
+    return {"kv_transfer_params": {"kvtier.spans": [list(one) for one in made.ranges]}} | more
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Plain:
+    return Plain(model)
+
+
+@pytest.fixture(scope="module")
+def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    server = Served(model, tmp_path_factory.mktemp("spans"), KVTIER_SPANS="on")
+    with server:
+        yield server
+
+
+def warm(served: Served, seed: int, which: list[int], **more: Any) -> None:
+    chosen = [documents(seed)[index] for index in which]
+    for home in homes(ids(f"{seed} anchor", ANCHOR), chosen, CHUNK):
+        served.ask(home.tokens, max_tokens=1, **more)
+    served.forget_own()
+
+
+def spans(answer: Answer) -> dict[str, Any]:
+    found: dict[str, Any] = answer.told["kvtier.spans"]
+    return found
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2], [2, 0]])
+def test_a_blended_answer_is_what_plain_torch_makes_of_the_same_kv(
+    served: Served, plain: Plain, order: list[int]
+) -> None:
+    seed = 100 + len(order) + order[0]
+    warm(served, seed, order)
+    made = prompt(seed, order)
+    answer = served.ask(made.tokens, **asking(made))
+    reused = made.ranges[-1].end // BLOCK * BLOCK
+    assert spans(answer) == {
+        "reused": reused,
+        "computed": len(made.tokens) - reused,
+        "missing": [],
+    }
+    assert answer.cached == reused
+    assert gap(answer, plain.blended(made.tokens, made.ranges, reused)) < EXACT
+    assert gap(answer, plain.full(made.tokens)) > 20 * EXACT, "or nothing would be shown by this"
+
+
+def test_nothing_blended_reaches_an_exact_request_or_the_store(
+    served: Served, plain: Plain
+) -> None:
+    """Its blocks stay in vLLM's own cache, and its answer is long enough for chunks of its own."""
+    warm(served, 1, [0, 1, 2])
+    made = prompt(1, [0, 1, 2])
+    answer = served.ask(made.tokens, **asking(made, max_tokens=2 * CHUNK))
+    assert spans(answer)["reused"] > made.ranges[2].begin
+    again = served.ask(made.tokens, **asking(made, max_tokens=2 * CHUNK))
+    assert again.tokens == answer.tokens
+    whole = [*made.tokens, *answer.tokens]
+    exact = served.ask(whole)
+    assert exact.told == {}
+    assert exact.cached == made.ranges[1].end // CHUNK * CHUNK, "the first document's home is exact"
+    assert gap(exact, plain.full(whole)) < EXACT
+    own = served.ask(whole)
+    assert own.cached > exact.cached
+    assert gap(own, plain.full(whole)) < EXACT
+    served.forget_own()
+    saved = served.ask(whole)
+    assert saved.cached == (len(whole) - 1) // CHUNK * CHUNK
+    assert gap(saved, plain.full(whole)) < EXACT
+
+
+def test_what_the_prompt_itself_has_goes_before_what_homes_have(
+    served: Served, plain: Plain
+) -> None:
+    """All of it was computed before, so nothing is moved, and the answer says so."""
+    warm(served, 2, [0, 1])
+    made = prompt(2, [0, 1], "another")
+    served.ask(made.tokens)
+    served.forget_own()
+    longer = compose(lambda _: [], made.tokens[:ANCHOR], [made.tokens[ANCHOR:]], ids("more", 20))
+    answer = served.ask(longer.tokens, **asking(prompt(2, [0, 1])))
+    assert spans(answer) == {"reused": 0, "declined": "exact", "missing": []}
+    assert gap(answer, plain.full(longer.tokens)) < EXACT
+
+
+def test_blending_ends_before_a_document_that_is_not_there(served: Served, plain: Plain) -> None:
+    warm(served, 3, [0, 1, 3])
+    made = prompt(3, [0, 1, 2, 3])
+    answer = served.ask(made.tokens, **asking(made))
+    reused = made.ranges[2].end // BLOCK * BLOCK
+    assert spans(answer) == {
+        "reused": reused,
+        "computed": len(made.tokens) - reused,
+        "missing": [3],
+    }
+    assert gap(answer, plain.blended(made.tokens, made.ranges[:3], reused)) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"cache_salt": "another tenant"}, "missing"),
+        ({"kv_transfer_params": {"kvtier.spans": [[0, 40], [30, 99]]}}, "malformed"),
+        ({"kv_transfer_params": {"kvtier.spans": "all"}}, "malformed"),
+        ({"kv_transfer_params": {"kvtier.spans": [[0, 40], [40, 99999]]}}, "malformed"),
+    ],
+)
+def test_what_cannot_be_blended_is_computed_exactly_and_counted(
+    served: Served, plain: Plain, more: dict[str, Any], reason: str
+) -> None:
+    warm(served, 4, [0, 1])
+    made = prompt(4, [0, 1])
+    before = served.metric("vllm:kvtier_unblended_requests_total", reason=reason)
+    answer = served.ask(made.tokens, **asking(made, **more))
+    assert gap(answer, plain.full(made.tokens)) < EXACT
+    assert answer.told.get("kvtier.spans", {}).get("reused", 0) == 0
+    after = served.metric("vllm:kvtier_unblended_requests_total", reason=reason)
+    assert after == before + 1
+    served.forget_own()
+
+
+def test_homes_of_a_tenant_serve_that_tenant(served: Served, plain: Plain) -> None:
+    warm(served, 5, [0, 1], cache_salt="ours")
+    made = prompt(5, [0, 1])
+    answer = served.ask(made.tokens, **asking(made, cache_salt="ours"))
+    reused = made.ranges[-1].end // BLOCK * BLOCK
+    assert spans(answer)["reused"] == reused
+    assert gap(answer, plain.blended(made.tokens, made.ranges, reused)) < EXACT
+
+
+def test_blended_and_exact_requests_of_one_batch_do_not_meet(served: Served, plain: Plain) -> None:
+    warm(served, 6, [0, 1, 2, 3])
+    made = [prompt(6, [0, 1, 2], "a"), prompt(6, [2, 1, 3], "b")]
+    with ThreadPoolExecutor(4) as pool:
+        blended = [pool.submit(served.ask, one.tokens, **asking(one)) for one in made]
+        exact = [pool.submit(served.ask, one.tokens) for one in made]
+        for one, answer in zip(made, (each.result() for each in blended), strict=True):
+            reused = one.ranges[-1].end // BLOCK * BLOCK
+            assert spans(answer)["reused"] == reused
+            assert gap(answer, plain.blended(one.tokens, one.ranges, reused)) < EXACT
+        for one, answer in zip(made, (each.result() for each in exact), strict=True):
+            assert gap(answer, plain.full(one.tokens)) < EXACT
+
+
+def test_without_the_operators_word_nothing_is_blended(
+    model: Path, plain: Plain, tmp_path: Path
+) -> None:
+    server = Served(model, tmp_path)
+    with server:
+        warm(server, 7, [0, 1])
+        made = prompt(7, [0, 1])
+        answer = server.ask(made.tokens, **asking(made))
+        assert answer.told == {}
+        assert gap(answer, plain.full(made.tokens)) < EXACT
+        assert server.metric("vllm:kvtier_unblended_requests_total", reason="off") == 1

@@ -1,0 +1,102 @@
+"""Documents on a real vLLM: what ``kvtier warm`` makes a hit, and what the stable order does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.bench.model import generated_text, make_model
+from kvtier.spans import compose, homes
+from tests.conftest import ROOT
+from tests.integration.spans_server import CHUNK, UNCACHED, Served
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+ANCHOR = "<s><|system|> " + generated_text(40, seed=1)
+DOCUMENTS = [generated_text(150, seed=seed) for seed in range(2, 5)]
+SALT = {"cache_salt": "tenant"}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("warm")
+    server = Served(make_model(folder / "tiny", "tiny"), folder)
+    with server:
+        yield server
+
+
+def warm(served: Served, folder: Path, *words: str) -> str:
+    (folder / "anchor").write_text(ANCHOR)
+    lines = [json.dumps({"text": text}) for text in DOCUMENTS]
+    (folder / "documents").write_text("\n".join(lines))
+    command = [sys.executable, "-m", "kvtier", "warm", "--base-url", served.base_url, *words]
+    command += ["--anchor", str(folder / "anchor"), "--documents", str(folder / "documents")]
+    command += ["--chunk-tokens", str(CHUNK)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def prompts(served: Served, seed: int) -> list[Any]:
+    """Each begins with another document; the question of each was never asked."""
+    question = generated_text(20, seed=seed)
+    turned = [DOCUMENTS[turn:] + DOCUMENTS[:turn] for turn in range(len(DOCUMENTS))]
+    return [compose(served.tokenize, ANCHOR, documents, question) for documents in turned]
+
+
+def test_a_warmed_document_is_a_hit_where_it_comes_first(served: Served, tmp_path: Path) -> None:
+    """The hit is all whole chunks of the anchor and that document. The answer is the computed."""
+    assert f"{len(DOCUMENTS)} homes" in warm(served, tmp_path)
+    served.forget_own()
+    for prompt in prompts(served, seed=5):
+        computed = served.ask(prompt.tokens, **UNCACHED)
+        assert computed.cached == 0
+        served.forget_own()
+        answer = served.ask(prompt.tokens)
+        assert answer.cached == prompt.ranges[1].end // CHUNK * CHUNK
+        assert answer.tokens == computed.tokens
+        assert answer.first == pytest.approx(computed.first, abs=1e-4)
+        served.forget_own()
+
+
+def test_a_home_is_kept_to_its_last_token(served: Served, tmp_path: Path) -> None:
+    """So the document's last chunk is there too, with the filler behind it."""
+    warm(served, tmp_path)
+    served.forget_own()
+    anchor = served.tokenize(ANCHOR)
+    for home in homes(anchor, [served.tokenize(text) for text in DOCUMENTS], CHUNK):
+        assert served.ask([*home.tokens, 9]).cached == len(home.tokens)
+        served.forget_own()
+
+
+def test_homes_are_warm_for_their_own_salt_only(served: Served, tmp_path: Path) -> None:
+    served.forget_all()
+    warm(served, tmp_path, "--cache-salt", SALT["cache_salt"])
+    served.forget_own()
+    prompt = prompts(served, seed=6)[0]
+    assert served.ask(prompt.tokens).cached == 0
+    assert served.ask(prompt.tokens, **SALT).cached == prompt.ranges[1].end // CHUNK * CHUNK
+
+
+def test_the_same_documents_in_another_order_are_a_hit_in_the_stable_order(served: Served) -> None:
+    served.forget_all()
+
+    def asked(documents: list[str], seed: int) -> tuple[int, int]:
+        """Cached tokens, and where the documents end."""
+        question = generated_text(20, seed=seed)
+        prompt = compose(served.tokenize, ANCHOR, documents, question, "stable")
+        cached = served.ask(prompt.tokens).cached
+        served.forget_own()
+        return cached, prompt.ranges[-1].end
+
+    assert asked(DOCUMENTS, 7)[0] == 0
+    cached, end = asked(DOCUMENTS[::-1], 8)
+    assert cached == end // CHUNK * CHUNK

@@ -1,0 +1,239 @@
+"""The benchmark of spans without engines: prompts, cache sizes, agreement, sums, files, flags."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.bench.client import Outcome
+from kvtier.bench.spans import run as spans
+from kvtier.bench.spans.arms import ARMS, FULL, RUN, Sizes, server_args, server_env
+from kvtier.bench.spans.flags import add_arguments
+from kvtier.bench.spans.report import (
+    Agreement,
+    Results,
+    Run,
+    agreement,
+    answers,
+    as_json,
+    rows_of,
+    screen,
+)
+from kvtier.bench.spans.work import Retrieval
+from kvtier.cli.main import COMMANDS
+
+WORDS = range(100, 2000)
+
+
+def work(**more: Any) -> Retrieval:
+    sizes: dict[str, Any] = {
+        "words": WORDS,
+        "pool": 6,
+        "found": 3,
+        "requests": 40,
+        "zipf": 1.0,
+        "anchor_length": 16,
+        "document_length": 32,
+        "question_length": 8,
+        "output_len": 4,
+    }
+    return Retrieval(**(sizes | more))
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(["--model", "m", *words])
+
+
+# -- workload --------------------------------------------------------------------------------------
+
+
+def test_a_question_has_different_documents_of_one_pool_in_any_order() -> None:
+    questions = work().questions(0)
+    assert len(questions) == 40
+    found = [tuple(map(tuple, question.documents)) for question in questions]
+    assert len({document for each in found for document in each}) == 6
+    assert all(len(set(each)) == 3 for each in found)
+    sets = Counter(frozenset(each) for each in found)
+    assert max(sets.values()) > max(Counter(found).values()), "the same ones come in other orders"
+    assert len({tuple(question.question) for question in questions}) == 40
+    assert len({tuple(question.anchor) for question in questions}) == 1
+
+
+def test_the_first_documents_of_the_pool_are_found_most_often() -> None:
+    drawn = work(requests=2000, found=1).questions(0)
+    counts = [count for _, count in Counter(tuple(one.documents[0]) for one in drawn).most_common()]
+    assert 1.6 < counts[0] / counts[1] < 2.4
+    even = work(requests=2000, found=1, zipf=0.0).questions(0)
+    counts = [count for _, count in Counter(tuple(one.documents[0]) for one in even).most_common()]
+    assert counts[0] / counts[-1] < 1.5
+
+
+def test_a_seed_gives_the_same_and_rounds_share_nothing() -> None:
+    assert work().questions(0) == work().questions(0)
+    assert work().questions(0) != work(seed=1).questions(0)
+    one, other = ({tuple(d) for q in work().questions(n) for d in q.documents} for n in (0, 1))
+    assert not one & other
+    assert work().questions(0)[0].anchor != work().questions(1)[0].anchor
+
+
+def test_both_orders_ask_the_same_with_the_same_tokens() -> None:
+    given, stable = work().asks(0, "given"), work().asks(0, "stable")
+    assert [sorted(ask.prompt) for ask in given] == [sorted(ask.prompt) for ask in stable]
+    assert [ask.prompt for ask in given] != [ask.prompt for ask in stable]
+    assert {ask.document for ask in given} == set(range(40)) and {a.question for a in given} == {0}
+
+
+def test_no_prompt_is_longer_than_was_said() -> None:
+    lengths = [len(ask.prompt) + 4 for n in range(5) for ask in work().asks(n, "given")]
+    assert max(lengths) <= work().longest
+    assert len(set(lengths)) > 10, "documents do not all end where a chunk does"
+
+
+# -- arms ------------------------------------------------------------------------------------------
+
+
+def sizes_of() -> Sizes:
+    return Sizes(work(), 2, 1, block_tokens=16, chunk_tokens=32, token_bytes=2**16)
+
+
+def test_arms_differ_in_who_keeps_what_and_in_the_order() -> None:
+    sizes = sizes_of()
+    request, asked = sizes.request_blocks, 80 * sizes.request_blocks
+    for arm in RUN:
+        args, env = server_args(arm, sizes), server_env(arm, sizes)
+        assert ("--no-enable-prefix-caching" in args) == (arm.name == FULL)
+        assert ("--kv-transfer-config" in args) == arm.kvtier == bool(env)
+        assert request < sizes.gpu_blocks(arm), "a request runs"
+        assert (sizes.gpu_blocks(arm) > asked) == (arm.name.startswith("vllm"))
+        assert arm.order == ("stable" if arm.name.endswith("+stable") else "given")
+    ram = int(server_env(ARMS["kvtier"], sizes)["KVTIER_RAM_BYTES"].removesuffix("MiB"))
+    assert ram * 2**20 >= 80 * work().longest * sizes.token_bytes
+
+
+# -- sums ------------------------------------------------------------------------------------------
+
+
+def test_agreement_counts_first_tokens_answers_and_where_they_part() -> None:
+    ours = {(0, 0): [1, 2, 3], (0, 1): [1, 2, 3], (0, 2): [9, 2, 3], (0, 3): [1], (1, 0): [5]}
+    theirs = {(0, 0): [1, 2, 3], (0, 1): [1, 2, 4], (0, 2): [1, 2, 3], (0, 3): [1, 2]}
+    found = agreement(ours, theirs)
+    assert found == Agreement(compared=4, same_first=3, same=1, first_differing=[2, 0, 1])
+    assert found.as_json()["first_differing_token_median"] == 1
+    assert agreement(theirs, theirs).as_json()["first_differing_token_median"] is None
+
+
+def outcome(request: int, number: int, ttft: float, tokens: list[int], cached: int = 0) -> Outcome:
+    """An answered request of a prompt of 100 tokens."""
+    return Outcome(
+        document=request,
+        question=number,
+        is_miss=False,
+        request_start=0.0,
+        ttft=ttft,
+        request_end=2 * ttft,
+        successful=True,
+        prompt_tokens=100,
+        output_tokens=len(tokens),
+        cached_tokens=cached,
+        tokens=tokens,
+    )
+
+
+def results(reused: list[int]) -> Results:
+    """Two rounds of one request. ``reused``: what the arm with the stable order answers first."""
+    full = [[outcome(0, 0, 1.0, [1, 2])], [outcome(0, 1, 3.0, [3, 4])]]
+    stable = [[outcome(0, 0, 0.5, reused, 40)], [outcome(0, 1, 0.7, [8, 9], 80)]]
+    return Results(
+        [Run(ARMS[FULL], full, {"gpu": 0}), Run(ARMS["kvtier+stable"], stable, {"ram": 120.0})],
+        {
+            "given": answers([one for each in full for one in each]),
+            "stable": {(0, 0): [1, 7], (1, 0): [8, 9]},
+        },
+    )
+
+
+def test_an_arm_is_compared_with_full_prefill_of_its_own_prompts() -> None:
+    found = results([1, 7])
+    entry = as_json(found, found.runs[1])
+    assert entry["as_full_prefill"]["same_answer"] == entry["as_full_prefill"]["compared"] == 2
+    given = entry["as_full_prefill_in_the_given_order"]
+    assert (given["same_first_token"], given["same_answer"]) == (1, 0)
+    assert (entry["prompt_tokens"], entry["computed_tokens"]) == (200, 80)
+    assert entry["hit_tokens"]["ram"] == 120
+    full = as_json(found, found.runs[0])
+    assert full["as_full_prefill"] is full["as_full_prefill_in_the_given_order"] is None
+    assert found.exact
+    assert not results([1, 2]).exact
+
+
+def test_rows_are_medians_of_rounds_with_their_spread() -> None:
+    rows = {row.name: row for row in rows_of(results([1, 7]))}
+    row = rows["kvtier+stable: ttft mean"]
+    assert (row.value, row.min, row.max) == pytest.approx((0.6, 0.5, 0.7))
+    assert row.ratio == pytest.approx(0.3)
+    assert rows["none: ttft mean"].ratio == 1
+    assert rows["kvtier+stable: prompt tokens computed"].value == 80
+    assert rows["kvtier+stable: prompt tokens computed"].ratio == pytest.approx(0.4)
+
+
+def test_a_server_that_does_not_tell_what_was_cached_has_no_computed_tokens() -> None:
+    silent = outcome(0, 0, 1.0, [1])
+    silent.cached_tokens = None
+    found = Results([Run(ARMS["kvtier"], [[silent]], None)], {})
+    assert as_json(found, found.runs[0])["computed_tokens"] is None
+    assert "not told" in screen(found)[1]
+
+
+# -- files and flags -------------------------------------------------------------------------------
+
+
+def test_results_have_the_one_form_and_say_why_an_arm_cannot_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--output-dir", str(tmp_path), "--model", str(tmp_path / "some-model")]
+    assert spans.conclude(arguments(*given), results([1, 7])) == 0
+    form = json.loads((tmp_path / "spans.json").read_text())
+    assert form["benchmark"] == "spans" and form["machine"]["cores"] >= 1 and form["command"]
+    assert form["workload"]["model"] == "some-model" and form["workload"]["zipf"] == 1.0
+    assert "4131" in form["arms"]["lmcache-blend"]["cannot_run"]
+    assert [one["round"] for one in form["requests"]["kvtier+stable"]] == [0, 1]
+    assert str(tmp_path) not in (tmp_path / "spans.json").read_text(), "results are committed"
+    shown = capsys.readouterr().out
+    assert "2 of 2" in shown and "lmcache-blend: " in shown and "5101" in shown
+
+
+def test_other_answers_and_failed_requests_fail_the_run(tmp_path: Path) -> None:
+    given = ["--output-dir", str(tmp_path)]
+    assert spans.conclude(arguments(*given), results([1, 2])) == 0
+    assert spans.conclude(arguments(*given, "--require-same-tokens"), results([1, 2])) == 1
+    assert spans.conclude(arguments(*given, "--require-same-tokens"), results([1, 7])) == 0
+    found = results([1, 7])
+    found.runs[1].rounds[0][0].successful = False
+    assert spans.conclude(arguments(*given), found) == 1
+
+
+@pytest.mark.parametrize(
+    "given", [["--arms", "none,nope"], ["--arms", "lmcache-blend"], ["--pool", "0"]]
+)
+def test_wrong_flags_are_refused(given: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(*given)
+
+
+def test_more_documents_than_there_are_is_an_error_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", "m", "--documents", "5", "--pool", "4", "--output-dir", str(tmp_path)]
+    assert spans.main(words) == 2
+    assert "--documents 5: expected at most --pool 4" in capsys.readouterr().err
+
+
+def test_it_is_a_command() -> None:
+    assert COMMANDS["bench spans"][1]().run is spans.run

@@ -1,0 +1,129 @@
+"""Keys that move: where a block has them, and what a rotation makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.core.errors import LayoutError
+from kvtier.gpu.packing import learned
+from kvtier.gpu.rotation import Rotation, rotation_of
+
+TOKENS, HEADS, DIM = 8, 2, 6
+SIZE = TOKENS * HEADS * DIM
+
+
+class Writer:
+    """An engine's form of a block: keys and values shuffled over it in some order."""
+
+    def __init__(self, dtype: torch.dtype, blocks: int = 4) -> None:
+        order = torch.randperm(2 * SIZE, generator=torch.Generator().manual_seed(3))
+        self.places = order.view(2, TOKENS, HEADS, DIM)
+        self.cache = torch.zeros(blocks, 2 * SIZE, dtype=dtype)
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        for index, slot in enumerate(slots.tolist()):
+            row, token = self.cache[slot // TOKENS], slot % TOKENS
+            row[self.places[0, token]] = keys[index]
+            row[self.places[1, token]] = values[index]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_form_that_no_stride_shows_is_learnt_and_read(dtype: torch.dtype) -> None:
+    engine = Writer(dtype)
+    engine.cache.fill_(7)
+    packing = learned(engine.write, engine.cache, TOKENS, HEADS, DIM)
+    assert (engine.cache == 7).all(), "what lay in the block lies there again"
+    keys, values = torch.randn(2, 2 * TOKENS, HEADS, DIM).to(dtype)
+    engine.write(keys, values, torch.arange(TOKENS, 3 * TOKENS))
+    rows = engine.cache[1:3].view(torch.uint8)[None]
+    for first, count in ((0, 2 * TOKENS), (3, 1), (5, 9)):
+        read = packing.read(rows, first, count)
+        assert torch.equal(read[0][0], keys[first : first + count])
+        assert torch.equal(read[1][0], values[first : first + count])
+
+
+def test_a_form_that_loses_elements_is_refused() -> None:
+    engine = Writer(torch.float32)
+    engine.places[1] = engine.places[0]
+    with pytest.raises(LayoutError, match="0 of 96 elements were found in a block"):
+        learned(engine.write, engine.cache, TOKENS, HEADS, DIM)
+    engine = Writer(torch.float32)
+    engine.places[0, 0] = engine.places[0, 1]
+    with pytest.raises(LayoutError, match="elements were found in a block"):
+        learned(engine.write, engine.cache, TOKENS, HEADS, DIM)
+    with pytest.raises(LayoutError, match="expected keys and values"):
+        learned(engine.write, engine.cache, TOKENS, HEADS, DIM + 1)
+
+
+# -- rotation --------------------------------------------------------------------------------------
+
+
+def tables(width: int, scale: float = 1.0) -> torch.Tensor:
+    """As vLLM has them: cosines, then sines."""
+    angles = torch.arange(512)[:, None] * 10_000 ** (-torch.arange(0, width, 2) / width)
+    return torch.cat((angles.cos(), angles.sin()), 1) * scale
+
+
+def rotated(raw: torch.Tensor, position: int, rotation: Rotation) -> torch.Tensor:
+    """A key at a position, element by element, as the definition has it."""
+    out, half = raw.clone(), rotation.width // 2
+    for pair in range(half):
+        one, other = (pair, pair + half) if rotation.neox else (2 * pair, 2 * pair + 1)
+        cos, sin = rotation.cos[position, pair], rotation.sin[position, pair]
+        out[..., one] = raw[..., one] * cos - raw[..., other] * sin
+        out[..., other] = raw[..., other] * cos + raw[..., one] * sin
+    return out
+
+
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("width", [DIM, DIM - 2])
+@pytest.mark.parametrize("scale", [1.0, 1.3])
+def test_a_moved_key_is_the_key_of_the_other_position(neox: bool, width: int, scale: float) -> None:
+    rotation = rotation_of(tables(width, scale), width, neox)
+    raw = torch.randn(3, HEADS, DIM)
+    for position, distance in ((0, 5), (17, 300), (400, -399), (9, 0)):
+        here = rotated(raw, position, rotation)
+        there = rotated(raw, position + distance, rotation)
+        assert torch.allclose(rotation.moved(here, distance), there, atol=1e-4)
+        assert rotation.explains(here, there, distance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_wrong_rotation_is_seen(dtype: torch.dtype) -> None:
+    rotation = rotation_of(tables(DIM), DIM, neox=True)
+    raw = torch.randn(HEADS, DIM)
+    here, there = (rotated(raw, position, rotation).to(dtype) for position in (20, 29))
+    assert rotation.explains(here, there, 9)
+    wrong: list[tuple[Rotation, int]] = [
+        (rotation, 8),
+        (rotation, 10),
+        (rotation, -9),
+        (rotation, 0),
+        (rotation_of(tables(DIM), DIM, neox=False), 9),
+        (rotation_of(tables(DIM - 2), DIM - 2, neox=True), 9),
+    ]
+    for other, distance in wrong:
+        assert not other.explains(here, there, distance)
+
+
+def bent() -> torch.Tensor:
+    """Angles that do not grow evenly, as those of tables for long prompts."""
+    angles = (torch.arange(512)[:, None] ** 1.1) * torch.tensor([1.0, 0.1, 0.01])
+    return torch.cat((angles.cos(), angles.sin()), 1)
+
+
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        (bent(), "do not add up"),
+        (tables(DIM)[1:], "first position is rotated"),
+        (torch.zeros(512, DIM), "first position is rotated"),
+        (tables(DIM)[:, :-1], "a rotary table of shape"),
+    ],
+)
+def test_tables_that_do_not_rotate_evenly_are_refused(table: Any, told: str) -> None:
+    with pytest.raises(LayoutError, match=told):
+        rotation_of(table, DIM, neox=True)
