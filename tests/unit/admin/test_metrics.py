@@ -362,7 +362,7 @@ def test_a_server_looks_for_hits_by_itself(monkeypatch: pytest.MonkeyPatch) -> N
         one, seen = server.Server(lambda size: Store(Pool(2, size)), []), asyncio.Event()
         await one.start()
         size_class = await asyncio.wrap_future(one.size_classes.get(SLOT))
-        monkeypatch.setattr(size_class, "look", seen.set)
+        monkeypatch.setattr(size_class, "check_hits", seen.set)
         await asyncio.wait_for(seen.wait(), 10.0)
         assert await one.stop()
 
