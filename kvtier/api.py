@@ -15,9 +15,9 @@ from typing import Protocol
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import NOTHING, Asking, LookupResult, Progress
 from kvtier.core.pool import Pool
+from kvtier.eviction.hints import Hint
 from kvtier.protocol.wire import Reason
 from kvtier.store.changes import Change
-from kvtier.store.hints import Hint
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.status import SizeClassStatus
 

@@ -27,7 +27,7 @@ from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.core.secret_files import read_secret
 from kvtier.core.terminal import size_text
-from kvtier.store.adaptive import ALL_LRU, Adaptive
+from kvtier.eviction.adaptive import ALL_LRU, Adaptive
 from kvtier.store.lower_tier import Place
 from kvtier.store.store import Store
 from kvtier.store.timings import RAM

@@ -10,7 +10,7 @@ from kvtier.api import KVStore
 from kvtier.connectors.vllm.groups import Geometry
 from kvtier.connectors.vllm.hint_words import Said
 from kvtier.core.chunk import ChunkKey
-from kvtier.store.hints import NOTHING
+from kvtier.eviction.hints import NOTHING
 
 
 class Afterwards:

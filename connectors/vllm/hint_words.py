@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvtier.store.hints import LONGEST_KEEP_S, NOTHING, Hint, read, session_name
+from kvtier.eviction.hints import LONGEST_KEEP_S, NOTHING, Hint, read, session_name
 
 SESSION, OVER, KEEP, PRIORITY = "kvtier.session", "kvtier.over", "kvtier.keep_s", "kvtier.priority"
 """The values of these words, in this order:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from kvtier.core.chunk import KEY_BYTES
-from kvtier.store.hints import LONGEST_KEEP_S
+from kvtier.eviction.hints import LONGEST_KEEP_S
 
 MAX_BODY = 4 << 20
 MAX_KEYS = 8192

@@ -47,10 +47,10 @@ from kvtier.admin.places import AT_WORK, PLACES, Places
 from kvtier.admin.purge import purge
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import ConfigError, KVTierError
+from kvtier.eviction.hints import Hint, session_name
 from kvtier.protocol import admin_proof
 from kvtier.server.log_limit import LogLimit
 from kvtier.server.session import owners_session
-from kvtier.store.hints import Hint, session_name
 
 logger = logging.getLogger("kvtier.admin")
 

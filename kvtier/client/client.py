@@ -28,9 +28,9 @@ from kvtier.core.errors import KVTierError, StateError, TierError
 from kvtier.core.lanes import Executor, Lane
 from kvtier.core.lookup import NOTHING, Asking, LookupResult, Progress
 from kvtier.core.steps import Steps, pieces
+from kvtier.eviction.hints import LONGEST_KEEP_S, Hint
 from kvtier.protocol import wire
 from kvtier.protocol.answers import check_claim, check_lookup, check_number, check_slots
-from kvtier.store.hints import LONGEST_KEEP_S, Hint
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.status import SizeClassStatus
 

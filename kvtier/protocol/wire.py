@@ -176,8 +176,8 @@ class Decline(Message, tag=21):
 
 
 class Hint(Message, tag=22):
-    """See :class:`kvtier.store.hints.Hint`. Without keys it is about the last prompt of the session
-    with this name."""
+    """See :class:`kvtier.eviction.hints.Hint`. Without keys it is about the last prompt of the
+    session with this name."""
 
     keys: Keys
     over: bool

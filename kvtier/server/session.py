@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 from kvtier.core.chunk import KEY_BYTES, ChunkKey
 from kvtier.core.steps import Steps, pieces, whole
+from kvtier.eviction.hints import Hint
 from kvtier.protocol import wire
 from kvtier.server.shares import Pace, Shares
-from kvtier.store.hints import Hint
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.store import Store
 

@@ -43,10 +43,10 @@ from itertools import islice, repeat
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
 from kvtier.core.tenant import may
-from kvtier.store.ages import Ages
+from kvtier.eviction.ages import Ages
+from kvtier.eviction.hints import UsesSince
+from kvtier.eviction.order import LRU, Owned, PolicyOf
 from kvtier.store.changes import RAM_PLACE, Changes
-from kvtier.store.eviction import LRU, Owned, PolicyOf
-from kvtier.store.hints import UsesSince
 from kvtier.store.miss_reasons import Left, Past
 from kvtier.store.tier_index import TierIndex, quota_of
 

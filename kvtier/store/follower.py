@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.steps import pieces
-from kvtier.store.adaptive import Adaptive
+from kvtier.eviction.adaptive import Adaptive
+from kvtier.eviction.hints import NOTHING, Hint
+from kvtier.eviction.sessions import Sessions
+from kvtier.eviction.what_if import Curve
 from kvtier.store.directory import Directory
-from kvtier.store.hints import NOTHING, Hint
-from kvtier.store.sessions import Sessions
-from kvtier.store.what_if import Curve
 
 _MOST_CHUNKS = 1 << 17
 _MOST_WAITING = 256
@@ -36,7 +36,7 @@ class _Item(NamedTuple):
     hint: Hint = NOTHING
     """A prompt has none."""
     number: int = 0
-    """Of the hint; see :class:`kvtier.store.hints.UsesSince`."""
+    """Of the hint; see :class:`kvtier.eviction.hints.UsesSince`."""
 
 
 class Follower:

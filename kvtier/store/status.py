@@ -15,8 +15,8 @@ import msgspec
 
 from kvtier.core.lanes import Executor, Lane
 from kvtier.core.pool import Pool
+from kvtier.eviction.what_if import Point
 from kvtier.store.timings import RAM, Timings
-from kvtier.store.what_if import Point
 from kvtier.tiers.base import Tier
 
 _DECLINED, _MISSED = "declined_", "missed_"

@@ -22,12 +22,13 @@ from kvtier.core.lanes import Executor
 from kvtier.core.lookup import LookupResult, Progress
 from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
-from kvtier.store.adaptive import ALL_LRU, Orders
+from kvtier.eviction.adaptive import ALL_LRU, Orders
+from kvtier.eviction.hints import Hint
+from kvtier.eviction.what_if import Point
 from kvtier.store.audit import Audit
 from kvtier.store.changes import Change, Changes
 from kvtier.store.directory import FILLING, GONE, READY, Directory, Entry
 from kvtier.store.follower import Follower
-from kvtier.store.hints import Hint
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.lookup import lookup_run
 from kvtier.store.lower_tier import Core, LowerTier, Place
@@ -35,7 +36,6 @@ from kvtier.store.promotion import Promotions
 from kvtier.store.room import Room
 from kvtier.store.spill import Spills
 from kvtier.store.timings import RAM, Timings
-from kvtier.store.what_if import Point
 from kvtier.tiers.base import Tier
 
 if TYPE_CHECKING:
@@ -404,7 +404,7 @@ class Store:
     def rooms(self, turn: int) -> dict[str, Room]:
         """What it has of ``ram``, and of every tier, by its name, with a budget that can be
         divided. ``turn``: how often that was looked at by whoever divides, 0: nobody else shares;
-        see :mod:`kvtier.store.ages`."""
+        see :mod:`kvtier.eviction.ages`."""
         with self._lock:
             directory, most = self._directory, self.pool.slots
             directory.ages.begin(turn)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.eviction.order import Owned, PolicyOf
 from kvtier.store.changes import Changes
-from kvtier.store.eviction import Owned, PolicyOf
 
 
 def quota_of(room: int, share: float | None) -> int | None:

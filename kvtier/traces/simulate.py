@@ -14,12 +14,12 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.store.adaptive import Adaptive
+from kvtier.eviction.adaptive import Adaptive
+from kvtier.eviction.hints import Hint
+from kvtier.eviction.order import LRU
+from kvtier.eviction.sessions import Sessions
 from kvtier.store.directory import Directory, Entry
-from kvtier.store.eviction import LRU
 from kvtier.store.follower import Follower
-from kvtier.store.hints import Hint
-from kvtier.store.sessions import Sessions
 from kvtier.traces.mooncake import Request
 
 _ALL = 1 << 40

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.store.hints import Hint, session_name
+from kvtier.eviction.hints import Hint, session_name
 from tests.admin_server import administered
 from tests.child_process import wait_for
 from tests.server_process import attached, load, run, save, serving, short_folder

@@ -14,10 +14,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import NOBODY
-from kvtier.store.adaptive import Orders
+from kvtier.eviction.adaptive import Orders
+from kvtier.eviction.segments import SETTINGS, Segments, Setting
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.lower_tier import Place
-from kvtier.store.segments import SETTINGS, Segments, Setting
 from kvtier.store.store import Store
 from kvtier.store.write_budget import WriteBudget
 from kvtier.testing import DictTier, ManualLane

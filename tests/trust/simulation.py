@@ -46,11 +46,11 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
-from kvtier.store.adaptive import Orders
+from kvtier.eviction.adaptive import Orders
+from kvtier.eviction.segments import LRU_SETTING, SETTINGS, Segments
 from kvtier.store.directory import READY
 from kvtier.store.lease import LoadLease
 from kvtier.store.lower_tier import Place
-from kvtier.store.segments import LRU_SETTING, SETTINGS, Segments
 from kvtier.store.store import Store
 from kvtier.store.write_budget import WriteBudget
 from kvtier.tiers.base import Tier

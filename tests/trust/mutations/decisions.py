@@ -286,7 +286,7 @@ ROOM = Room(
             "a load shows slots that are not there yet",
         ),
         Mutant(
-            "store/eviction.py",
+            "eviction/order.py",
             "        self._order.pop(key, None)",
             "        pass",
             "a chunk that has left is evicted again",
@@ -322,13 +322,13 @@ ROOM = Room(
             "a clean close makes every chunk nobody's",
         ),
         Mutant(
-            "store/eviction.py",
+            "eviction/order.py",
             "        for key in reversed(run):",
             "        for key in run:",
             "a prompt's beginning leaves before its end",
         ),
         Mutant(
-            "store/eviction.py",
+            "eviction/order.py",
             "self._all.add(key, self._once.setdefault(owner, owner) if owner else 0)",
             "self._all.add(key)",
             "whose a chunk is is forgotten when it may leave",

@@ -8,7 +8,7 @@ ROOM = Room(
     {
         "policy": (*PYTEST, "tests/unit/load_policy"),
         "claims": (*PYTEST, "tests/unit/connectors/test_vllm_claims.py"),
-        "hints": (*PYTEST, "tests/unit/store/test_hints.py"),
+        "hints": (*PYTEST, "tests/unit/eviction/test_hints.py"),
         "plan": (*PYTEST, "tests/unit/autoconfig/test_plan.py"),
     },
     (
@@ -49,13 +49,13 @@ ROOM = Room(
             "ends are looked up that no hit can gain from",
         ),
         Mutant(
-            "store/hints.py",
+            "eviction/hints.py",
             "        return [key for key in run if self._last_use.get(key, 0) < hint]\n",
             "        return list(run)\n",
             "a chunk leaves unwritten although it was saved after its session was said to be over",
         ),
         Mutant(
-            "store/hints.py",
+            "eviction/hints.py",
             "            self._lost = self._came\n",
             "            pass\n",
             "uses that were not remembered are held to be none",

@@ -6,7 +6,7 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 
 ROOM = Room(
     {
-        "rule": (*PYTEST, "tests/unit/server/test_balance.py", "tests/unit/store/test_ages.py"),
+        "rule": (*PYTEST, "tests/unit/server/test_balance.py", "tests/unit/eviction/test_ages.py"),
         "unit": (
             *PYTEST,
             "tests/unit/server/test_size_class.py",
@@ -141,13 +141,13 @@ ROOM = Room(
             "every tenant that ever was takes memory",
         ),
         Mutant(
-            "store/eviction.py",
+            "eviction/order.py",
             ("            if not self._parts[owner]:\n                del self._parts[owner]\n"),
             "",
             "every tenant that ever was has an order of its own",
         ),
         Mutant(
-            "store/eviction.py",
+            "eviction/order.py",
             ("        if len(self._once) > _MOST_OWNERS:\n"),
             ("        if False:\n"),
             "numbers of owners are kept for ever",
@@ -275,31 +275,31 @@ ROOM = Room(
             "a size whose room is on its way takes it again and again",
         ),
         Mutant(
-            "store/ages.py",
+            "eviction/ages.py",
             "        elif not self._turn:\n            self._floor = turn\n",
             "",
             "chunks from before count as the coldest of all",
         ),
         Mutant(
-            "store/ages.py",
+            "eviction/ages.py",
             "        if not turn:\n            self._used.clear()\n        elif",
             "        if not turn:\n            pass\n        elif",
             "ages of another counting are believed",
         ),
         Mutant(
-            "store/ages.py",
+            "eviction/ages.py",
             "        while len(used) > _MOST:\n",
             "        while False:\n",
             "ages of chunks fill the memory",
         ),
         Mutant(
-            "store/ages.py",
+            "eviction/ages.py",
             "                used.move_to_end(key)\n",
             "",
             "the age of a chunk that is used again is lost first",
         ),
         Mutant(
-            "store/ages.py",
+            "eviction/ages.py",
             "            self._floor = used.popitem(last=False)[1]\n",
             "            used.popitem(last=False)\n",
             "a chunk whose age was dropped is older than it is",

@@ -22,9 +22,9 @@ from kvtier.cli import operate
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
+from kvtier.eviction.adaptive import Adaptive
 from kvtier.server import server
 from kvtier.server.registry import SizeClass, SizeClasses
-from kvtier.store.adaptive import Adaptive
 from kvtier.store.store import Store
 from kvtier.store.zero_hits import ZeroHits
 from kvtier.testing import ManualLane

@@ -15,7 +15,7 @@ from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import StateError
 from kvtier.core.lookup import NOTHING, Progress
 from kvtier.core.pool import Pool
-from kvtier.store.hints import Hint
+from kvtier.eviction.hints import Hint
 from kvtier.store.store import Store
 
 SLOT = 4096

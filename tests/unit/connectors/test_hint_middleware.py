@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvtier.connectors.vllm.hint_words import of_request
 from kvtier.connectors.vllm.hints import Middleware
-from kvtier.store.hints import LONGEST_KEEP_S, NOTHING, PRIORITY_KEEP_S, Hint
+from kvtier.eviction.hints import LONGEST_KEEP_S, NOTHING, PRIORITY_KEEP_S, Hint
 
 CHAT = "/v1/chat/completions"
 WORDS = st.sampled_from(

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.connectors.vllm.hints import carried
 from kvtier.core.chunk import ChunkKey
-from kvtier.store.hints import Hint
+from kvtier.eviction.hints import Hint
 from tests.child_process import wait_for
 from tests.unit.real_scheduler import CHUNK, Core
 

@@ -14,8 +14,8 @@ from kvtier.cli.main import main
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
 from kvtier.core.pool import Pool
-from kvtier.store.adaptive import ALL_LRU, Adaptive
-from kvtier.store.hints import Hint
+from kvtier.eviction.adaptive import ALL_LRU, Adaptive
+from kvtier.eviction.hints import Hint
 from kvtier.store.lower_tier import Place
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane

@@ -11,9 +11,9 @@ import pytest
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
-from kvtier.store.adaptive import Orders
+from kvtier.eviction.adaptive import Orders
+from kvtier.eviction.order import LRU, PolicyOf
 from kvtier.store.directory import Directory, Entry
-from kvtier.store.eviction import LRU, PolicyOf
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 

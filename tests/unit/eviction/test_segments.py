@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.eviction.order import LRU, Policy
+from kvtier.eviction.segments import LRU_SETTING, SETTINGS, Segments, Setting
+from kvtier.eviction.shadows import Shadow
 from kvtier.store.directory import Directory
-from kvtier.store.eviction import LRU, Policy
-from kvtier.store.segments import LRU_SETTING, SETTINGS, Segments, Setting
-from kvtier.store.shadows import Shadow
 
 KEYS = [ChunkKey(bytes([number]) * 40) for number in range(12)]
 A, B, C, D, *_ = KEYS

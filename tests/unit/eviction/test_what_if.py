@@ -9,9 +9,9 @@ import pytest
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.pool import Pool
+from kvtier.eviction.what_if import SCALES, Curve
 from kvtier.store.directory import Directory
 from kvtier.store.store import Store
-from kvtier.store.what_if import SCALES, Curve
 from kvtier.testing import ManualLane
 
 SLOT = 4096

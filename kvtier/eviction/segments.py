@@ -45,7 +45,7 @@ _LONGEST_MEMORY = max(setting.memory for setting in SETTINGS)
 
 
 class Segments:
-    """A :class:`kvtier.store.eviction.Policy`. It begins as LRU."""
+    """A :class:`kvtier.eviction.order.Policy`. It begins as LRU."""
 
     __slots__ = (
         "_again",

@@ -1,4 +1,4 @@
-"""Shadows: find the setting of :class:`~kvtier.store.segments.Segments` that would hit most, by
+"""Shadows: find the setting of :class:`~kvtier.eviction.segments.Segments` that would hit most, by
 trying all of them. Pure.
 
 Each shadow is the index of a place under one setting, without any data. All shadows see the same
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.store.segments import SETTINGS, Segments, Setting
+from kvtier.eviction.segments import SETTINGS, Segments, Setting
 
 _MOST_ROOM, _LEAST_ROOM = 6144, 8
 """Chunks in a shadow. A larger place is followed in part."""

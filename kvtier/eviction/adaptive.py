@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.store.eviction import LRU, PolicyOf
-from kvtier.store.segments import Segments
-from kvtier.store.shadows import Shadows
+from kvtier.eviction.order import LRU, PolicyOf
+from kvtier.eviction.segments import Segments
+from kvtier.eviction.shadows import Shadows
 
 
 class Adaptive:

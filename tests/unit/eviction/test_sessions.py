@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
-from kvtier.store.sessions import Sessions
+from kvtier.eviction.sessions import Sessions
 
 LAYOUT = ChunkLayout(fingerprint({"model": "sessions"}), 1, 1, (16,))
 

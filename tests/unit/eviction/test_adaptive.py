@@ -11,10 +11,10 @@ import pytest
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
-from kvtier.store.adaptive import Adaptive
-from kvtier.store.segments import LRU_SETTING, SETTINGS
-from kvtier.store.sessions import Sessions
-from kvtier.store.shadows import Shadows
+from kvtier.eviction.adaptive import Adaptive
+from kvtier.eviction.segments import LRU_SETTING, SETTINGS
+from kvtier.eviction.sessions import Sessions
+from kvtier.eviction.shadows import Shadows
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
-from kvtier.store.adaptive import Adaptive, Orders
-from kvtier.store.eviction import LRU, PolicyOf
-from kvtier.store.hints import LONGEST_KEEP_S, NOTHING, PRIORITY_KEEP_S, Hint, read
+from kvtier.eviction.adaptive import Adaptive, Orders
+from kvtier.eviction.hints import LONGEST_KEEP_S, NOTHING, PRIORITY_KEEP_S, Hint, read
+from kvtier.eviction.order import LRU, PolicyOf
+from kvtier.eviction.segments import SETTINGS, Segments
 from kvtier.store.lower_tier import Place
-from kvtier.store.segments import SETTINGS, Segments
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.clock import Clock

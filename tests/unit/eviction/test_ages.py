@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvtier.core.chunk import ChunkLayout
-from kvtier.store import ages as ages_module
-from kvtier.store.ages import Ages
+from kvtier.eviction import ages as ages_module
+from kvtier.eviction.ages import Ages
 from kvtier.store.directory import Directory
 
 KEYS = ChunkLayout(bytes(32), 1, 1, (4096,)).keys(range(4000))
