@@ -96,10 +96,10 @@ def on_disk(folder: Path) -> set[ChunkKey]:
 
 def settings(folder: Path, redis: RedisServer, moment: str = "save") -> dict[str, Any]:
     """Configuration keys of a place; ``moment``: when chunks are written to NVMe."""
-    return {
+    writes = {"nvme_write_limit": 1 << 50} if moment == "evict" else {}
+    return writes | {
         "nvme_path": str(folder / "nvme"),
         "nvme_bytes": TIGHT,
-        "nvme_write_limit": {"save": None, "evict": 1 << 50}[moment],
         "ram_bytes": 24 * SLOT,
         "redis_url": f"unix://{redis.path}",
         "redis_bytes": TIGHT,
