@@ -4,8 +4,8 @@ computing.
     python -m kvtier.bench.throttled [--rounds 3] [--slow 3.0]
 
 Three engines are asked for the same documents in turn, so that a disturbance of the machine
-disturbs all of them: ``none`` (vLLM without a connector), ``always`` (kvtier with ``take_hits:
-always``) and ``auto`` (kvtier with its defaults). RAM keeps one document, and Redis keeps all of
+disturbs all of them: ``none`` (vLLM without a connector), ``always`` (kvtier, which loads
+every hit) and ``auto`` (kvtier with its defaults). RAM keeps one document, and Redis keeps all of
 them. Each engine has its own names in Redis. A proxy between the engines and Redis can be slowed
 while they run. There are three phases:
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvtier.bench.engine import cache_args, shared_args, transfer
 from kvtier.bench.servers import VllmServer
-from kvtier.cli.launch import TRANSFER
 
 CHUNK, BLOCK = 64, 32
 UNCACHED = {"kv_transfer_params": {"kvtier.cache": False}}
@@ -30,16 +30,15 @@ class Served(VllmServer):
 
     def __init__(self, model: Path, folder: Path, **settings: str) -> None:
         args = [
-            *("--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "2048"),
-            *("--enforce-eager", "--block-size", str(BLOCK), "--num-gpu-blocks-override", "512"),
-            *("--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(TRANSFER)),
+            *shared_args("tiny", "float32", BLOCK),
+            *cache_args(2048, 512, transfer(load_every_hit=True)),
+            "--enforce-eager",
         ]
         env = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_SERVER_DEV_MODE": "1",
             "KVTIER_RAM_BYTES": "64MiB",
             "KVTIER_CHUNK_TOKENS": str(CHUNK),
-            "KVTIER_TAKE_HITS": "always",
         }
         super().__init__(str(model), args, env | settings, folder / "server.log")
 
