@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.bench import client
 from kvtier.bench.client import Client, Outcome
-from kvtier.bench.command import progress_bars, stepping, terminable, waiting
+from kvtier.bench.command import failures, progress_bars, run_command, stepping, terminable, waiting
 from kvtier.bench.engine import engine, geometry, on_cpu, served_name
 from kvtier.bench.servers import VllmServer
 from kvtier.bench.spans.arms import FULL, Arm, Sizes, server_args, server_env
 from kvtier.bench.spans.flags import SHAPE, add_arguments
-from kvtier.bench.spans.report import Answers, Results, Run, answers, screen, write_json
+from kvtier.bench.spans.report import NAME, Answers, Results, Run, answers, screen, write_json
 from kvtier.bench.spans.work import Retrieval
-from kvtier.core.errors import ConfigError, KVTierError
+from kvtier.core.errors import ConfigError
 from kvtier.core.extras import require
 from kvtier.spans.prompts import Order
 
@@ -51,9 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 def conclude(args: argparse.Namespace, results: Results) -> int:
     """Print the table, write the file; the exit status."""
-    failed = [outcome for run in results.runs for outcome in run.failed]
-    for outcome in failed[:3]:
-        print(f"a request failed: {outcome.error}", file=sys.stderr)
+    failed = failures("request", [outcome for run in results.runs for outcome in run.failed])
     path = write_json(args.output_dir, results, workload=_shape(args))
     print("\n".join(screen(results)))
     print(f"Wrote {path}")
@@ -135,13 +133,7 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="kvtier.bench.spans", description="Retrieved documents")
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args(argv))
-    except KVTierError as error:
-        print(f"spans: {error}", file=sys.stderr)
-        return 2
+    return run_command(NAME, "Retrieved documents", add_arguments, run, argv)
 
 
 if __name__ == "__main__":

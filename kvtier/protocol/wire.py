@@ -99,8 +99,7 @@ class Welcome(Message, tag=3):
 
 
 class Refused(Message, tag=4):
-    """The last message: why the connection ends. ``later``: the client did no wrong and may try
-    again."""
+    """The last message: why the connection ends."""
 
     reason: Annotated[str, msgspec.Meta(max_length=900)]
     later: bool = False

@@ -7,6 +7,14 @@ import logging
 import threading
 from collections.abc import Iterable
 
+EVENTS = (
+    *("writes", "reads", "misses", "bytes_written", "bytes_read"),
+    *("failed_writes", "failed_reads", "corrupt", "refused"),
+)
+"""What every tier counts."""
+AWAY_EVENTS = (*EVENTS, "failed_finds", "failed_deletes", "breaker_trips")
+"""What a tier on another machine counts."""
+
 
 class EventCounts:
     """``place``: the tier's name in the log. Threads: any; the lock is held for a few

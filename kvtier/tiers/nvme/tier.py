@@ -19,7 +19,7 @@ from kvtier.core.chunk import PAGE_BYTES, ChunkKey
 from kvtier.core.errors import StateError, TierError
 from kvtier.core.tenant import NOBODY, OWNER_BYTES
 from kvtier.tiers.base import Tier
-from kvtier.tiers.event_counts import EventCounts
+from kvtier.tiers.event_counts import EVENTS, EventCounts
 from kvtier.tiers.nvme.files import SlotFiles
 from kvtier.tiers.nvme.index import (
     CHECKSUM_BYTES,
@@ -36,18 +36,6 @@ from kvtier.tiers.nvme.index import (
 _LOG = logging.getLogger(__name__)
 _MAX_SLOT_BYTES = 1 << 30
 _NEIGHBOURS = 64
-_COUNTS = (
-    "writes",
-    "reads",
-    "misses",
-    "bytes_written",
-    "bytes_read",
-    "failed_writes",
-    "failed_reads",
-    "corrupt",
-    "refused",
-    "evicted_unread",
-)
 
 
 def _in_small_pages(_memory: memoryview) -> bool:
@@ -110,7 +98,7 @@ class NvmeTier(Tier):
         self.capacity, self.slot_bytes = slots, slot_bytes
         self.chunk_room, self.fixed_room = slot_bytes, table_bytes(slots)
         folder = Path(path).absolute()
-        self._events = EventCounts(_COUNTS, _LOG, f"NVMe tier {folder}")
+        self._events = EventCounts((*EVENTS, "evicted_unread"), _LOG, f"NVMe tier {folder}")
         self._files = SlotFiles(
             folder,
             slots,

@@ -33,7 +33,7 @@ from kvtier.core.errors import StateError, TierError
 from kvtier.core.tenant import NOBODY
 from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import FAULTS_TO_OPEN, Breaker
-from kvtier.tiers.event_counts import EventCounts
+from kvtier.tiers.event_counts import AWAY_EVENTS, EventCounts
 from kvtier.tiers.objects.bucket import FAULTS, Bucket, words
 from kvtier.tiers.objects.layout import HEADER_BYTES, Form, header, room
 from kvtier.tiers.owed_deletions import OwedDeletions
@@ -42,20 +42,6 @@ from kvtier.tiers.recovery_order import coldest_first
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
-_COUNTS = (
-    "writes",
-    "reads",
-    "misses",
-    "bytes_written",
-    "bytes_read",
-    "failed_writes",
-    "failed_reads",
-    "failed_finds",
-    "failed_deletes",
-    "corrupt",
-    "refused",
-    "breaker_trips",
-)
 _MAX_CHUNK_BYTES = 1 << 30
 _ALL_ASKED = 8
 """So many chunks are asked for one by one: exact, and no more requests than a bisection of 128."""
@@ -101,7 +87,7 @@ class ObjectTier(Tier):
                 f"object_bytes={self.chunk_room:,}"
             )
         self.chunk_bytes = chunk_bytes
-        self._events = EventCounts(_COUNTS, _LOG, f"object tier {bucket.label}")
+        self._events = EventCounts(AWAY_EVENTS, _LOG, f"object tier {bucket.label}")
         self._bucket, self._form, self._clock = bucket, form, clock
         self._breaker = Breaker(clock)
         self._owed = OwedDeletions(self._unlink)

@@ -35,7 +35,7 @@ from kvtier.core.errors import StateError, TierError
 from kvtier.core.tenant import NOBODY
 from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import FAULTS_TO_OPEN, Breaker
-from kvtier.tiers.event_counts import EventCounts
+from kvtier.tiers.event_counts import AWAY_EVENTS, EventCounts
 from kvtier.tiers.owed_deletions import OwedDeletions
 from kvtier.tiers.recovery_order import coldest_first
 from kvtier.tiers.redis.chunk import get_chunk, put_chunk
@@ -49,21 +49,6 @@ from kvtier.tiers.redis.wire import Reply, Wire
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
-_COUNTS = (
-    "writes",
-    "reads",
-    "misses",
-    "bytes_written",
-    "bytes_read",
-    "failed_writes",
-    "failed_reads",
-    "failed_finds",
-    "failed_deletes",
-    "corrupt",
-    "evicted",
-    "refused",
-    "breaker_trips",
-)
 _MAX_CHUNK_BYTES = 1 << 30
 _FIND_AT_ONCE = 512
 
@@ -106,7 +91,7 @@ class RedisTier(Tier):
         if not 0 < chunk_bytes <= _MAX_CHUNK_BYTES:
             raise StateError(f"chunk_bytes={chunk_bytes}: expected 1 to {_MAX_CHUNK_BYTES}")
         self.chunk_bytes = chunk_bytes
-        self._events = EventCounts(_COUNTS, _LOG, f"Redis tier {servers.label}")
+        self._events = EventCounts((*AWAY_EVENTS, "evicted"), _LOG, f"Redis tier {servers.label}")
         self._servers, self._form, self._clock = servers, form, clock
         self._ttl_ms = None if ttl_s is None else max(1, int(ttl_s * 1000))
         self._health = Health(servers, clock)
