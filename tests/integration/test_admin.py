@@ -167,6 +167,7 @@ def test_lookup_says_how_far_each_place_reaches(server: AdminServer) -> None:
         save(client, run(1, 6))
         spilled(server, 6)
         client.invalidate(run(1, 6)[4:])
+        assert client.lookup(run(1, 6)).progress == Progress(4, 0), "the server has read it"
         keys = [key.hex() for key in run(1, 8)]
         (size_class,) = server.lookup(keys=keys)["size_classes"]
         assert (size_class["ready"], size_class["coming"]) == (4, 0)
