@@ -16,7 +16,7 @@ from kvtier.core.errors import KVTierError
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from kvtier.bench.client import Outcome
+    from kvtier.bench.requests.client import Outcome
 
 
 def run_command(

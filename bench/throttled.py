@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
-from kvtier.bench.redis_server import redis_server
+from kvtier.bench.processes.redis_server import redis_server
 from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.cli.launch import TRANSFER
 from kvtier.connectors.vllm import LOAD_EVERY_HIT

@@ -19,7 +19,7 @@ from kvtier.eviction.hints import Hint
 from kvtier.protocol.wire import Reason
 from kvtier.store.changes import Change
 from kvtier.store.lease import LoadLease, SaveLease
-from kvtier.store.status import SizeClassStatus
+from kvtier.store.reports.status import SizeClassStatus
 
 __all__ = [
     "NOTHING",

@@ -28,10 +28,10 @@ from kvtier.core.pool import Pool
 from kvtier.core.secret_files import read_secret
 from kvtier.core.terminal import size_text
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
-from kvtier.store.lower_tier import Place
+from kvtier.store.lower.lower_tier import Place
+from kvtier.store.lower.write_budget import WriteBudget
+from kvtier.store.reports.timings import RAM
 from kvtier.store.store import Store
-from kvtier.store.timings import RAM
-from kvtier.store.write_budget import WriteBudget
 from kvtier.tiers.base import Tier
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtier.bench.servers import free_port
+from kvtier.bench.processes.servers import free_port
 from kvtier.client.client import Client
 from kvtier.core.lookup import Progress
 from tests.child_process import DEADLINE_S, wait_for

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.bench.s3_server import moto_command, s3_request
-from kvtier.bench.servers import free_port
+from kvtier.bench.processes.s3_server import moto_command, s3_request
+from kvtier.bench.processes.servers import free_port
 from kvtier.core.errors import ConfigError
 from kvtier.tiers.objects.bucket import Bucket
 from kvtier.tiers.objects.layout import Form

@@ -1,5 +1,5 @@
 """``python -m kvtier.bench.compare``: Long Doc QA over every arm of
-:mod:`kvtier.bench.compare.contenders`, in turns.
+:mod:`kvtier.bench.compare.peers.contenders`, in turns.
 
 Machine, model, prompts and memory budget are the same for all. Every round runs every arm once, so
 that other work on the machine disturbs all of them. It measures the machine's limits first. The
@@ -23,22 +23,22 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bench.command import run_command, terminable
-from kvtier.bench.companion import run_folder
 from kvtier.bench.compare import calls, limits
 from kvtier.bench.compare.arm_result import arm_results
-from kvtier.bench.compare.beside import beside
-from kvtier.bench.compare.contenders import CONTENDERS, Contender, names, rendered
 from kvtier.bench.compare.measures import Run
+from kvtier.bench.compare.peers.beside import beside
+from kvtier.bench.compare.peers.contenders import CONTENDERS, Contender, names, rendered
 from kvtier.bench.compare.plot import write_plot
 from kvtier.bench.compare.rounds import INFLIGHT, MIXED, MODEL, Serving, first_cause, measured
 from kvtier.bench.compare.rows import write
 from kvtier.bench.compare.table import print_tables
-from kvtier.bench.engine import connector_args, shared_args
 from kvtier.bench.flags import names_in
 from kvtier.bench.long_doc_qa.arms import Arm, Sizes, server_args
 from kvtier.bench.long_doc_qa.work import Workload
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
-from kvtier.bench.servers import VllmServer, free_port
+from kvtier.bench.processes.companion import run_folder
+from kvtier.bench.processes.engine import connector_args, shared_args
+from kvtier.bench.processes.servers import VllmServer, free_port
 from kvtier.core.errors import KVTierError
 
 _DTYPE, _DTYPE_BYTES = "bfloat16", 2

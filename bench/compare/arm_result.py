@@ -7,8 +7,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvtier.bench.client import answers
-from kvtier.bench.compare.contenders import Contender
 from kvtier.bench.compare.measures import (
     Again,
     Estimate,
@@ -21,7 +19,9 @@ from kvtier.bench.compare.measures import (
     load_speed,
     throughput,
 )
+from kvtier.bench.compare.peers.contenders import Contender
 from kvtier.bench.long_doc_qa.arms import GPU_HIT, NONE
+from kvtier.bench.requests.client import answers
 
 
 @dataclass(frozen=True, slots=True)

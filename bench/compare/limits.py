@@ -132,7 +132,7 @@ def redis() -> dict[str, float]:
     installed."""
     if not shutil.which("redis-benchmark") or not shutil.which("redis-server"):
         return {}
-    from kvtier.bench.redis_server import redis_benchmark, redis_server
+    from kvtier.bench.processes.redis_server import redis_benchmark, redis_server
 
     found: dict[str, float] = {}
     with redis_server() as (port, path, _), _explained("redis-benchmark"):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from kvtier.bench.client import Outcome
 from kvtier.bench.compare.calls import Step
+from kvtier.bench.requests.client import Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvtier.bench import figure
 from kvtier.bench.compare.arm_result import ArmResult
-from kvtier.bench.compare.contenders import Contender
+from kvtier.bench.compare.peers.contenders import Contender
 
 _X_LABEL = "milliseconds to the first token, beyond a hit in vLLM's own cache (less is better)"
 

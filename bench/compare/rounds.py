@@ -17,14 +17,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvtier.bench import client
-from kvtier.bench.companion import SOCKET
 from kvtier.bench.compare import calls, memory
-from kvtier.bench.compare.contenders import Contender
 from kvtier.bench.compare.measures import Again, Effort, Memory, Run, efforts, throughput
+from kvtier.bench.compare.peers.contenders import Contender
 from kvtier.bench.long_doc_qa.work import Workload
-from kvtier.bench.prompts import Ask
-from kvtier.bench.servers import VllmServer
+from kvtier.bench.processes.companion import SOCKET
+from kvtier.bench.processes.servers import VllmServer
+from kvtier.bench.requests import client
+from kvtier.bench.requests.prompts import Ask
 from kvtier.core.errors import KVTierError
 
 MODEL = "qwen"

@@ -8,8 +8,8 @@ from typing import Any
 
 from kvtier.bench.compare import limits
 from kvtier.bench.compare.arm_result import ArmResult, arm_results, median, ours
-from kvtier.bench.compare.contenders import Contender
 from kvtier.bench.compare.measures import Again, Run
+from kvtier.bench.compare.peers.contenders import Contender
 from kvtier.bench.long_doc_qa.arms import GPU_HIT, NONE
 from kvtier.bench.report import Row, spread, write_results
 

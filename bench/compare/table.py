@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from kvtier.bench.compare import limits
 from kvtier.bench.compare.arm_result import ArmResult, arm_results, ours
-from kvtier.bench.compare.contenders import Contender
 from kvtier.bench.compare.measures import Again, Run
+from kvtier.bench.compare.peers.contenders import Contender
 from kvtier.bench.compare.rows import milliseconds, part
 
 _WIDTH = 220

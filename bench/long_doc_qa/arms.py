@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.bench.engine import cache_args, transfer
 from kvtier.bench.long_doc_qa.work import Workload
+from kvtier.bench.processes.engine import cache_args, transfer
 
 NONE = "none"
 COLD = "cold"
@@ -34,7 +34,7 @@ class Arm:
         kvtier: the connector's environment, or None for no connector. Values are templates over
             :meth:`Sizes.names`.
         beside, beside_env: the command and the environment of a cache in a process of its own
-            (:mod:`kvtier.bench.companion`). They are templates too.
+            (:mod:`kvtier.bench.processes.companion`). They are templates too.
         second_engine: another vLLM server starts after the warm-up and answers the query round.
         gpu_hit_limit: what the TTFT may be, as a multiple of that of ``vllm-prefix-cache``.
     """

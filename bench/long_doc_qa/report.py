@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtier.bench.client import Outcome, answers, differing
 from kvtier.bench.long_doc_qa.arms import ARMS, COLD, GPU_HIT, NONE
 from kvtier.bench.report import Row, mean_row, percentile, write_results
+from kvtier.bench.requests.client import Outcome, answers, differing
 from kvtier.core.terminal import table
 
 NAME = "long_doc_qa"

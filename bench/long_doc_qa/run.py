@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvtier.bench import client
 from kvtier.bench.command import (
     failures,
     progress_bars,
@@ -34,8 +33,6 @@ from kvtier.bench.command import (
     waiting,
     wrote,
 )
-from kvtier.bench.companion import SOCKET, companion, listens, run_folder
-from kvtier.bench.engine import engine, engine_facts, geometry, on_cpu, require_model, served_name
 from kvtier.bench.long_doc_qa.arms import COLD, Arm, Sizes, filled, server_args
 from kvtier.bench.long_doc_qa.flags import DEFAULTS, add_arguments, chosen
 from kvtier.bench.long_doc_qa.report import (
@@ -48,9 +45,19 @@ from kvtier.bench.long_doc_qa.report import (
     write_json,
 )
 from kvtier.bench.long_doc_qa.work import Workload
-from kvtier.bench.prompts import Ask
+from kvtier.bench.processes.companion import SOCKET, companion, listens, run_folder
+from kvtier.bench.processes.engine import (
+    engine,
+    engine_facts,
+    geometry,
+    on_cpu,
+    require_model,
+    served_name,
+)
+from kvtier.bench.processes.servers import VllmServer
 from kvtier.bench.report import write_csv
-from kvtier.bench.servers import VllmServer
+from kvtier.bench.requests import client
+from kvtier.bench.requests.prompts import Ask
 from kvtier.core.extras import require
 
 __all__ = ["add_arguments", "run"]

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from kvtier.bench.prompts import Ask, Prompt, as_prompt, draw
+from kvtier.bench.requests.prompts import Ask, Prompt, as_prompt, draw
 
 REPEAT_MODES = ("tile", "interleave", "random")
 _PRE_WARM_UP_PROMPTS = 2

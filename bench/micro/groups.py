@@ -14,9 +14,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 from kvtier.bench.report import Row, print_rows, spread, write_results
-from kvtier.connectors.vllm.claims import Claims
 from kvtier.connectors.vllm.groups import Geometry, Group, Kind
-from kvtier.connectors.vllm.prompts import Prompt
+from kvtier.connectors.vllm.scheduler_side.claims import Claims
+from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.load_policy.decide import LoadPolicy

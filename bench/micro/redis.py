@@ -35,7 +35,7 @@ from kvtier.bench.micro.tier_and_peer import (
     read,
     write,
 )
-from kvtier.bench.redis_server import RUN_BYTES, redis_benchmark, redis_server
+from kvtier.bench.processes.redis_server import RUN_BYTES, redis_benchmark, redis_server
 from kvtier.bench.report import Row, print_rows, write_results
 from kvtier.core.chunk import ChunkKey
 from kvtier.tiers.redis.layout import PART_BYTES, Form

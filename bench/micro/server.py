@@ -33,10 +33,10 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.api import KVStore
-from kvtier.bench.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.micro import floods
+from kvtier.bench.processes.companion import SOCKET, companion, listens, run_folder
+from kvtier.bench.processes.servers import free_port
 from kvtier.bench.report import Row, print_rows, spread, write_results
-from kvtier.bench.servers import free_port
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.chunk import ChunkKey, ChunkLayout

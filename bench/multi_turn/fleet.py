@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from kvtier.bench.client import hit_counters
-from kvtier.bench.companion import SOCKET, companion, listens, run_folder
-from kvtier.bench.engine import cache_args, engine, on_cpu, transfer
 from kvtier.bench.multi_turn.arms import ENGINES, Arm, Sizes
-from kvtier.bench.servers import VllmServer, answers, free_port
+from kvtier.bench.processes.companion import SOCKET, companion, listens, run_folder
+from kvtier.bench.processes.engine import cache_args, engine, on_cpu, transfer
+from kvtier.bench.processes.servers import VllmServer, answers, free_port
+from kvtier.bench.requests.client import hit_counters
 from kvtier.core.errors import ConfigError
 
 _ROUTER_START_S = 30.0

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtier.bench.client import answers, differing
 from kvtier.bench.multi_turn.arms import BASE, STICKY_SHARED
 from kvtier.bench.multi_turn.talk import Turn
 from kvtier.bench.report import Row, mean_row, percentile, write_results
+from kvtier.bench.requests.client import answers, differing
 from kvtier.core.terminal import table
 
 NAME = "multi_turn"

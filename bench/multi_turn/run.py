@@ -19,7 +19,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvtier.bench import client
 from kvtier.bench.command import (
     failures,
     progress_bars,
@@ -29,7 +28,6 @@ from kvtier.bench.command import (
     waiting,
     wrote,
 )
-from kvtier.bench.engine import engine_facts, geometry, require_model, served_name
 from kvtier.bench.multi_turn.arms import RUNNING, Arm, Sizes
 from kvtier.bench.multi_turn.flags import add_arguments
 from kvtier.bench.multi_turn.fleet import Fleet, fleet
@@ -43,8 +41,10 @@ from kvtier.bench.multi_turn.report import (
 )
 from kvtier.bench.multi_turn.talk import Pause, Talk
 from kvtier.bench.multi_turn.work import SHAPE, Conversations
-from kvtier.bench.prompts import Ask, as_prompt
+from kvtier.bench.processes.engine import engine_facts, geometry, require_model, served_name
 from kvtier.bench.report import write_csv
+from kvtier.bench.requests import client
+from kvtier.bench.requests.prompts import Ask, as_prompt
 from kvtier.core.errors import ConfigError
 from kvtier.core.extras import require
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtier.bench.client import Client, Outcome
 from kvtier.bench.multi_turn.work import Conversations
-from kvtier.bench.prompts import Ask, as_prompt
+from kvtier.bench.requests.client import Client, Outcome
+from kvtier.bench.requests.prompts import Ask, as_prompt
 
 if TYPE_CHECKING:
     import aiohttp

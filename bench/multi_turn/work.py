@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from kvtier.bench.prompts import draw
+from kvtier.bench.requests.prompts import draw
 
 
 @dataclass(frozen=True, slots=True)

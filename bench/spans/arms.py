@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvtier.bench.engine import cache_args, transfer
+from kvtier.bench.processes.engine import cache_args, transfer
 from kvtier.bench.spans.work import Retrieval
 from kvtier.spans.prompts import Order
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtier.bench.client import Outcome
 from kvtier.bench.long_doc_qa.report import TIERS
 from kvtier.bench.report import Row, percentile, spread, write_results
+from kvtier.bench.requests.client import Outcome
 from kvtier.bench.spans.arms import ARMS, FULL, Arm
 from kvtier.core.terminal import table
 from kvtier.spans.prompts import Order

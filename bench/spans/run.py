@@ -16,11 +16,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvtier.bench import client
-from kvtier.bench.client import Client, Outcome
 from kvtier.bench.command import failures, progress_bars, run_command, stepping, terminable, waiting
-from kvtier.bench.engine import engine, geometry, on_cpu, served_name
-from kvtier.bench.servers import VllmServer
+from kvtier.bench.processes.engine import engine, geometry, on_cpu, served_name
+from kvtier.bench.processes.servers import VllmServer
+from kvtier.bench.requests import client
+from kvtier.bench.requests.client import Client, Outcome
 from kvtier.bench.spans.arms import FULL, Arm, Sizes, server_args, server_env
 from kvtier.bench.spans.flags import SHAPE, add_arguments
 from kvtier.bench.spans.report import NAME, Answers, Results, Run, answers, screen, write_json

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtier.bench.prompts import Ask
+from kvtier.bench.requests.prompts import Ask
 from kvtier.core.errors import StateError
 from kvtier.spans import compose
 from kvtier.spans.prompts import Order

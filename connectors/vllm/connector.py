@@ -27,17 +27,22 @@ from kvtier.config.keys import Config
 from kvtier.config.load import filled, load
 from kvtier.config.remarks import tell
 from kvtier.connectors.vllm import LOAD_EVERY_HIT, layout, settings, versions
-from kvtier.connectors.vllm.events import Announcer, are_wanted, groups_of
 from kvtier.connectors.vllm.figures import Figures
 from kvtier.connectors.vllm.groups import Geometry
-from kvtier.connectors.vllm.idle import IdleHalf, StartingHalf
-from kvtier.connectors.vllm.loaded import LoadedModel
 from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
-from kvtier.connectors.vllm.moved import mover_of
-from kvtier.connectors.vllm.scheduler import Duty, SchedulerHalf
-from kvtier.connectors.vllm.spans import Spans
+from kvtier.connectors.vllm.scheduler_side.events import Announcer, are_wanted, groups_of
+from kvtier.connectors.vllm.scheduler_side.idle import IdleHalf, StartingHalf
+from kvtier.connectors.vllm.scheduler_side.scheduler import Duty, SchedulerHalf
+from kvtier.connectors.vllm.scheduler_side.spans import Spans
 from kvtier.connectors.vllm.stats import TierMetrics, TierStats
-from kvtier.connectors.vllm.worker import BUSY_COPY_PART, BUSY_COPY_S, GroupLayers, WorkerHalf
+from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
+from kvtier.connectors.vllm.worker_side.moved import mover_of
+from kvtier.connectors.vllm.worker_side.worker import (
+    BUSY_COPY_PART,
+    BUSY_COPY_S,
+    GroupLayers,
+    WorkerHalf,
+)
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.load_policy.decide import LoadPolicy

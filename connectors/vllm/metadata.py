@@ -30,8 +30,9 @@ class RankLayout(KVConnectorHandshakeMetadata):
     """The shape of the regions, which can be written as JSON. It is part of the fingerprint. For
     several groups it is ``{"groups": [...]}``."""
     model: dict[str, Any] | None = None
-    """What the loaded model's layers resolved to (:mod:`kvtier.connectors.vllm.loaded`). It is part
-    of the fingerprint. None: the model cannot be inspected."""
+    """What the loaded model's layers resolved to, as
+    :mod:`kvtier.connectors.vllm.worker_side.loaded` tells. It is part of the fingerprint. None: the
+    model cannot be inspected."""
     weights: str | None = None
     """A digest of the loaded parameters. None where they cannot be read."""
     why_no_spans: str = "off"

@@ -32,12 +32,12 @@ from kvtier.connectors.vllm.figures import (
     is_gauge,
 )
 from kvtier.connectors.vllm.hint_words import KINDS
-from kvtier.connectors.vllm.misses import ZERO_HITS
-from kvtier.connectors.vllm.spans import DECLINED
+from kvtier.connectors.vllm.scheduler_side.misses import ZERO_HITS
+from kvtier.connectors.vllm.scheduler_side.spans import DECLINED
 from kvtier.core.errors import KVTierError
 from kvtier.core.histogram import BOUNDS
-from kvtier.store import figures
-from kvtier.store.timings import RAM
+from kvtier.store.reports import figures
+from kvtier.store.reports.timings import RAM
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 

@@ -24,9 +24,9 @@ from prometheus_client.utils import floatToGoString
 
 from kvtier.admin.status import Stats
 from kvtier.core.histogram import BOUNDS
-from kvtier.store import figures
-from kvtier.store.figures import STORE_FIGURES, TIER_FIGURES, TIMINGS, TierFigure
-from kvtier.store.status import SizeClassStatus
+from kvtier.store.reports import figures
+from kvtier.store.reports.figures import STORE_FIGURES, TIER_FIGURES, TIMINGS, TierFigure
+from kvtier.store.reports.status import SizeClassStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TIER_LABELS = ("slot_bytes", "tier")

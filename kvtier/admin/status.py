@@ -18,8 +18,8 @@ import msgspec
 
 import kvtier
 from kvtier.server.registry import SizeClasses
-from kvtier.store import status
-from kvtier.store.status import LaneStatus, SizeClassStatus, TierStatus, TimingStatus
+from kvtier.store.reports import status
+from kvtier.store.reports.status import LaneStatus, SizeClassStatus, TierStatus, TimingStatus
 
 __all__ = ["LaneStatus", "SizeClassStatus", "TierStatus", "TimingStatus"]
 

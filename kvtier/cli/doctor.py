@@ -12,8 +12,8 @@ from functools import partial
 
 from kvtier.autoconfig.facts import Model
 from kvtier.autoconfig.probe.probe import probe_model
-from kvtier.cli import checks
-from kvtier.cli.checks import Finding
+from kvtier.cli.checks import checks
+from kvtier.cli.checks.checks import Finding
 from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError

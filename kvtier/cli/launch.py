@@ -14,7 +14,7 @@ import sys
 
 from kvtier.assemble import ram_bytes
 from kvtier.autoconfig.memory import require_ram
-from kvtier.cli.installed import Installed, look, verdict
+from kvtier.cli.checks.installed import Installed, look, verdict
 from kvtier.cli.vllm_command import (
     API_SERVER,
     TRANSFER_FLAG,

@@ -17,7 +17,7 @@ from pathlib import Path
 from kvtier.admin.status import trouble
 from kvtier.assemble import Lent, assemble_store, nvme_bytes, ram_bytes, write_budget
 from kvtier.autoconfig.explain import configuration_text
-from kvtier.cli.start_checks import LOOKS, try_everything
+from kvtier.cli.checks.start import LOOKS, try_everything
 from kvtier.client.connect import Address, read_token
 from kvtier.config.keys import Config
 from kvtier.config.load import environment, load

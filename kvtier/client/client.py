@@ -32,7 +32,7 @@ from kvtier.eviction.hints import LONGEST_KEEP_S, Hint
 from kvtier.protocol import wire
 from kvtier.protocol.answers import check_claim, check_lookup, check_number, check_slots
 from kvtier.store.lease import LoadLease, SaveLease
-from kvtier.store.status import SizeClassStatus
+from kvtier.store.reports.status import SizeClassStatus
 
 logger = logging.getLogger("kvtier.client")
 

@@ -35,8 +35,8 @@ class LookupResult(NamedTuple):
     that is known of the run."""
     asking: Asking | None = None
     why: str = ""
-    """The reason why the run goes no further: see :mod:`kvtier.store.miss_reasons`. "": all of it
-    is there, or nobody answered."""
+    """The reason why the run goes no further: see :mod:`kvtier.store.reports.miss_reasons`. "": all
+    of it is there, or nobody answered."""
 
     @property
     def ready(self) -> int:

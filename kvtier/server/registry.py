@@ -23,9 +23,9 @@ from kvtier.core.steps import whole
 from kvtier.core.tenant import owner_of
 from kvtier.server.balance import Side, divide, shift
 from kvtier.server.shares import Pace, Shares
+from kvtier.store.reports.zero_hits import ZeroHits, totals
 from kvtier.store.room import Room
 from kvtier.store.store import Store
-from kvtier.store.zero_hits import ZeroHits, totals
 
 logger = logging.getLogger("kvtier.server")
 

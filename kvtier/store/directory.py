@@ -47,7 +47,7 @@ from kvtier.eviction.ages import Ages
 from kvtier.eviction.hints import UsesSince
 from kvtier.eviction.order import LRU, Owned, PolicyOf
 from kvtier.store.changes import RAM_PLACE, Changes
-from kvtier.store.miss_reasons import Left, Past
+from kvtier.store.reports.miss_reasons import Left, Past
 from kvtier.store.tier_index import TierIndex, quota_of
 
 _MOST_AHEAD = 512
@@ -195,7 +195,7 @@ class Directory:
         return len(keys)
 
     def why(self, key: ChunkKey) -> str:
-        """The reason why a run ends before this chunk: see :mod:`kvtier.store.miss_reasons`."""
+        """Why a run ends before this chunk: see :mod:`kvtier.store.reports.miss_reasons`."""
         if key in self._entries:
             return "saving"
         return "tier_down" if next(self.holders(key), None) is not None else self._past.why(key)

@@ -25,21 +25,21 @@ from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
 from kvtier.eviction.adaptive import ALL_LRU, Orders
 from kvtier.eviction.hints import Hint
 from kvtier.eviction.what_if import Point
-from kvtier.store.audit import Audit
 from kvtier.store.changes import Change, Changes
 from kvtier.store.directory import FILLING, GONE, READY, Directory, Entry
 from kvtier.store.follower import Follower
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.lookup import lookup_run
-from kvtier.store.lower_tier import Core, LowerTier, Place
-from kvtier.store.promotion import Promotions
+from kvtier.store.lower.audit import Audit
+from kvtier.store.lower.lower_tier import Core, LowerTier, Place
+from kvtier.store.lower.promotion import Promotions
+from kvtier.store.lower.spill import Spills
+from kvtier.store.reports.timings import RAM, Timings
 from kvtier.store.room import Room
-from kvtier.store.spill import Spills
-from kvtier.store.timings import RAM, Timings
 from kvtier.tiers.base import Tier
 
 if TYPE_CHECKING:
-    from kvtier.store.status import SizeClassStatus
+    from kvtier.store.reports.status import SizeClassStatus
 
 _POPULATE_BYTES = 32 << 20
 _POPULATE_S = 5.0
@@ -367,7 +367,7 @@ class Store:
         return found
 
     def purge_unseen(self, owner: int | None) -> list[Future[tuple[int, bool]]]:
-        """For every tier: see :meth:`kvtier.store.lower_tier.LowerTier.purge_unseen`."""
+        """For every tier: see :meth:`kvtier.store.lower.lower_tier.LowerTier.purge_unseen`."""
         return [lower.purge_unseen(owner) for lower in self._lower]
 
     def unfinished(self, keys: Sequence[ChunkKey], owner: int | None = None) -> int:
@@ -533,7 +533,9 @@ class Store:
 
     def status(self) -> SizeClassStatus:
         """See KVStore.status."""
-        from kvtier.store.status import read  # it brings msgspec, which nothing else here needs
+        from kvtier.store.reports.status import (
+            read,  # it brings msgspec, which nothing else here needs
+        )
 
         return read(self)
 

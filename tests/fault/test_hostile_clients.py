@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvtier.bench.servers import free_port
+from kvtier.bench.processes.servers import free_port
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, enter, hello
 from kvtier.core.lookup import Progress

@@ -19,7 +19,7 @@ from kvtier.assemble import assemble
 from kvtier.autoconfig.facts import Facts
 from kvtier.autoconfig.measure import measure
 from kvtier.autoconfig.probe import probe
-from kvtier.cli import checks
+from kvtier.cli.checks import checks
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import TierError

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvtier.bench.servers import free_port
+from kvtier.bench.processes.servers import free_port
 from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
@@ -401,7 +401,7 @@ def test_tenants_are_named_here_as_the_connector_names_them() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM warns while it is imported
         layout = importlib.import_module("kvtier.connectors.vllm.layout")
-        requests = importlib.import_module("kvtier.connectors.vllm.requests")
+        requests = importlib.import_module("kvtier.connectors.vllm.scheduler_side.requests")
     assert layout.of_namespace(LAYOUT, "acme") == ACME
     for salt in ("", SALT):
         request = SimpleNamespace(

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.assemble import assemble
-from kvtier.bench.servers import free_port
+from kvtier.bench.processes.servers import free_port
 from kvtier.config.load import load as load_config
 from kvtier.core.errors import TierError
 from kvtier.core.secret_files import open_folder

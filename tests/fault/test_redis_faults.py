@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.servers import free_port
+from kvtier.bench.processes.servers import free_port
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import NOBODY
 from kvtier.tiers.redis.layout import CHECKSUM_BYTES, Form

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.servers import free_port
+from kvtier.bench.processes.servers import free_port
 from kvtier.client.connect import Address, ServerAccess, client_tls, enter, hello
 from kvtier.protocol import wire
 from kvtier.server.handshake_places import PLACES, PLACES_OF_ONE

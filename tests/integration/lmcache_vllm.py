@@ -2,8 +2,8 @@
 MODEL``.
 
 LMCache's file is the one that LMCACHE_CONFIG_FILE names; its copies are
-:mod:`kvtier.bench.compare.lmcache_cpu`'s. Asks all documents once, writes the answers as JSON to
-OUT, and ends with its input.
+:mod:`kvtier.bench.compare.peers.lmcache_cpu`'s. Asks all documents once, writes the answers as JSON
+to OUT, and ends with its input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.integration.scenarios import Engine, rounds
 
 CONNECTOR = {
     "kv_connector": "LMCacheOnCPU",
-    "kv_connector_module_path": "kvtier.bench.compare.lmcache_cpu",
+    "kv_connector_module_path": "kvtier.bench.compare.peers.lmcache_cpu",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtier.bench.engine import cache_args, shared_args, transfer
-from kvtier.bench.servers import VllmServer
+from kvtier.bench.processes.engine import cache_args, shared_args, transfer
+from kvtier.bench.processes.servers import VllmServer
 
 CHUNK, BLOCK = 64, 32
 UNCACHED = {"kv_transfer_params": {"kvtier.cache": False}}

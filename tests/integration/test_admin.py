@@ -17,7 +17,7 @@ from contextlib import suppress
 import pytest
 from jsonschema import Draft202012Validator
 
-from kvtier.bench.servers import free_port
+from kvtier.bench.processes.servers import free_port
 from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.lookup import Progress

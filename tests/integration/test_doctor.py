@@ -18,10 +18,10 @@ from kvtier.autoconfig.facts import Model, known
 from kvtier.autoconfig.memory import ram_room, require_ram
 from kvtier.autoconfig.probe import probe
 from kvtier.bench.model import PRESETS
-from kvtier.bench.servers import free_port
+from kvtier.bench.processes.servers import free_port
 from kvtier.cli import doctor
 from kvtier.cli import main as cli
-from kvtier.cli.checks import Finding, check_command, check_host, disk_findings, planned
+from kvtier.cli.checks.checks import Finding, check_command, check_host, disk_findings, planned
 from kvtier.cli.vllm_command import API_SERVER
 from kvtier.config.keys import Config
 from kvtier.config.load import load

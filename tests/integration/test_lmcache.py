@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvtier.bench.model import make_model
-from kvtier.bench.servers import free_port
+from kvtier.bench.processes.servers import free_port
 from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkLayout
 from tests.child_process import wait_for

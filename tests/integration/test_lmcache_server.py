@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from kvtier.bench.servers import free_port
+from kvtier.bench.processes.servers import free_port
 from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.connectors.lmcache import packing
 from kvtier.connectors.lmcache.cache_server import Attached, CacheServer, Streamed

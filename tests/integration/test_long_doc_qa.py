@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.client import connect
 from kvtier.bench.long_doc_qa.arms import installed
 from kvtier.bench.model import make_model
-from kvtier.bench.servers import ServerError, VllmServer
+from kvtier.bench.processes.servers import ServerError, VllmServer
+from kvtier.bench.requests.client import connect
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS, TOKENS = 4, 512

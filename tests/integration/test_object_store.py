@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.start_checks import try_everything
+from kvtier.cli.checks.start import try_everything
 from kvtier.config.keys import Config
 from kvtier.tiers.objects.bucket import Bucket
 from tests.s3_server import SECRET, S3Server, operated

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kvtier.bench.companion import companion
-from kvtier.bench.servers import answers, free_port
+from kvtier.bench.processes.companion import companion
+from kvtier.bench.processes.servers import answers, free_port
 from tests.admin_server import AdminServer, administered
 from tests.child_process import wait_for
 from tests.conftest import ROOT

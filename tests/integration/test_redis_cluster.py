@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvtier.assemble import assemble
-from kvtier.bench.servers import free_port
+from kvtier.bench.processes.servers import free_port
 from kvtier.cli.main import main
 from kvtier.client.client import Client
 from kvtier.config.keys import Config

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvtier.assemble import assemble
-from kvtier.bench.servers import free_port
+from kvtier.bench.processes.servers import free_port
 from kvtier.config.keys import Config
 from kvtier.config.load import ENCRYPTION_KEY, load
 from kvtier.core.chunk import ChunkLayout

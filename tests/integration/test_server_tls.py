@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvtier.assemble import assemble
-from kvtier.bench.servers import free_port
+from kvtier.bench.processes.servers import free_port
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, client_tls, hello
 from kvtier.client.remote_tier import RemoteTier

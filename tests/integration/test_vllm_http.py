@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.engine import cache_args, shared_args, transfer
 from kvtier.bench.model import make_lora, make_model
-from kvtier.bench.servers import VllmServer
+from kvtier.bench.processes.engine import cache_args, shared_args, transfer
+from kvtier.bench.processes.servers import VllmServer
 from tests.child_process import wait_for
 from tests.integration.scenarios import document
 from tests.integration.test_vllm import CHUNK, DOCUMENT_HIT

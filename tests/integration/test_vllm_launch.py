@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvtier.bench.model import make_model
-from kvtier.bench.servers import VllmServer
+from kvtier.bench.processes.servers import VllmServer
 from tests.engine_python import engine_python
 from tests.integration.scenarios import document
 

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.bench.model import make_model
-from kvtier.bench.servers import VllmServer
+from kvtier.bench.processes.servers import VllmServer
 from kvtier.cli.launch import TRANSFER
 from kvtier.connectors.vllm import LOAD_EVERY_HIT
 from tests.child_process import wait_for

@@ -223,7 +223,7 @@ def test_the_build_context_is_the_package_and_nothing_more(tmp_path: Path) -> No
         assert {
             "kvtier/cli/main.py",
             "kvtier/bench/demo.py",
-            "kvtier/connectors/vllm/worker.py",
+            "kvtier/connectors/vllm/worker_side/worker.py",
         } <= set(archive.namelist())
     for copied in re.findall(
         r"^COPY (requirements\S+)", "\n".join(TEXT[path] for path in DOCKERFILES), re.MULTILINE

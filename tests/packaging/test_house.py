@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ FILES = sorted(
     for path in (ROOT / folder).rglob("*.py")
 )
 FUNCTION_LINES = 60
+FOLDER_FILES = 12
 WORN_FILES = {"utils", "common", "helpers", "manager", "types", "misc", "base_utils"}
 WORN_CLASSES = (
     "Manager",
@@ -59,6 +61,11 @@ def dotted(file: str) -> set[str]:
 
 def test_the_files_are_found() -> None:
     assert {"kvtier/config/load.py", "connectors/__init__.py", "bench/report.py"} <= set(FILES)
+
+
+def test_a_folder_can_be_taken_in_at_a_glance() -> None:
+    rooms = Counter(Path(file).parent for file in FILES if Path(file).name != "__init__.py")
+    assert {room: files for room, files in rooms.items() if files > FOLDER_FILES} == {}
 
 
 @pytest.mark.parametrize("file", FILES)

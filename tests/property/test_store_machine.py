@@ -17,9 +17,9 @@ from kvtier.core.tenant import NOBODY
 from kvtier.eviction.adaptive import Orders
 from kvtier.eviction.segments import SETTINGS, Segments, Setting
 from kvtier.store.lease import LoadLease, SaveLease
-from kvtier.store.lower_tier import Place
+from kvtier.store.lower.lower_tier import Place
+from kvtier.store.lower.write_budget import WriteBudget
 from kvtier.store.store import Store
-from kvtier.store.write_budget import WriteBudget
 from kvtier.testing import DictTier, ManualLane
 
 SLOT = 4096

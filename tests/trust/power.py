@@ -46,7 +46,7 @@ import kvtier.tiers.nvme.folder
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
-from kvtier.store.lower_tier import Place
+from kvtier.store.lower.lower_tier import Place
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.check import check

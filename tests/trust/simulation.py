@@ -50,9 +50,9 @@ from kvtier.eviction.adaptive import Orders
 from kvtier.eviction.segments import LRU_SETTING, SETTINGS, Segments
 from kvtier.store.directory import READY
 from kvtier.store.lease import LoadLease
-from kvtier.store.lower_tier import Place
+from kvtier.store.lower.lower_tier import Place
+from kvtier.store.lower.write_budget import WriteBudget
 from kvtier.store.store import Store
-from kvtier.store.write_budget import WriteBudget
 from kvtier.tiers.base import Tier
 from kvtier.tiers.nvme.index import table_bytes
 from kvtier.tiers.nvme.tier import NvmeTier

@@ -52,7 +52,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvtier.connectors.vllm import LOAD_EVERY_HIT, KVTierConnector
-from kvtier.connectors.vllm.worker import BUSY_COPY_S
+from kvtier.connectors.vllm.worker_side.worker import BUSY_COPY_S
 from kvtier.core.errors import TierError
 from tests.trust.engine import beside
 from tests.trust.engine.cells import Cell

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_SCHEDULER = "connectors/vllm/scheduler.py"
-_PROMPTS = "connectors/vllm/prompts.py"
-_WORKER = "connectors/vllm/worker.py"
+_SCHEDULER = "connectors/vllm/scheduler_side/scheduler.py"
+_PROMPTS = "connectors/vllm/scheduler_side/prompts.py"
+_WORKER = "connectors/vllm/worker_side/worker.py"
 _METADATA = "connectors/vllm/metadata.py"
 
 ROOM = Room(
@@ -60,19 +60,19 @@ ROOM = Room(
         ),
         # ---- scheduler: what is saved ---
         Mutant(
-            "connectors/vllm/scheduler.py",
+            "connectors/vllm/scheduler_side/scheduler.py",
             "min(computed + output.num_scheduled_tokens[request_id], known) // size",
             "known // size",
             "chunks are saved before they are computed",
         ),
         Mutant(
-            "connectors/vllm/scheduler.py",
+            "connectors/vllm/scheduler_side/scheduler.py",
             "min(computed + output.num_scheduled_tokens[request_id], known) // size",
             "(computed + output.num_scheduled_tokens[request_id]) // size",
             "drafts are saved before they are accepted",
         ),
         Mutant(
-            "connectors/vllm/scheduler.py",
+            "connectors/vllm/scheduler_side/scheduler.py",
             "min(computed + output.num_scheduled_tokens[request_id], known) // size",
             "min(computed + output.num_scheduled_tokens[request_id] + 1, known) // size",
             "the newest token's chunk is saved without its last token",
@@ -139,13 +139,13 @@ ROOM = Room(
             "what old weights left in vLLM's own cache is saved as the new ones'",
         ),
         Mutant(
-            "connectors/vllm/scheduler.py",
+            "connectors/vllm/scheduler_side/scheduler.py",
             "            prompt.drop()\n            prompt.leave_alone()\n",
             "            prompt.drop()\n",
             "what a running request had of the old weights is saved",
         ),
         Mutant(
-            "connectors/vllm/scheduler.py",
+            "connectors/vllm/scheduler_side/scheduler.py",
             "            del self._prompts[name]\n",
             "            pass\n",
             "requests that waited while weights were replaced are never kept",
@@ -165,13 +165,13 @@ ROOM = Room(
         ),
         # ---- loads that a request waits for ---
         Mutant(
-            "connectors/vllm/scheduler.py",
+            "connectors/vllm/scheduler_side/scheduler.py",
             "        return self._geometry.key(piece, keys) in self._loading",
             "        return False",
             "each of twenty equal prompts loads the same",
         ),
         Mutant(
-            "connectors/vllm/scheduler.py",
+            "connectors/vllm/scheduler_side/scheduler.py",
             (
                 "        if (\n"
                 "            not self._duty.shares_blocks\n"
@@ -189,19 +189,19 @@ ROOM = Room(
             "what was loaded once is waited for without end",
         ),
         Mutant(
-            "connectors/vllm/claims.py",
+            "connectors/vllm/scheduler_side/claims.py",
             "        return claimed + pieces <= pool.slots // 2",
             "        return True",
             "a queue of requests pins all of RAM",
         ),
         Mutant(
-            "connectors/vllm/claims.py",
+            "connectors/vllm/scheduler_side/claims.py",
             "        if pool is None or prompt.first or not pieces:",
             "        if pool is None or not pieces:",
             "whoever is first in the queue waits for those behind it",
         ),
         Mutant(
-            "connectors/vllm/claims.py",
+            "connectors/vllm/scheduler_side/claims.py",
             "        if coming and self._load_policy.clock() < prompt.until:\n            "
             "return None\n",
             "        if coming and self._load_policy.clock() < prompt.until:\n"
@@ -284,13 +284,13 @@ ROOM = Room(
             "no start of any engine finds what another has kept",
         ),
         Mutant(
-            "connectors/vllm/worker.py",
+            "connectors/vllm/worker_side/worker.py",
             "blocks[max(0, taken) : taken + most]",
             "blocks[:most]",
             "chunks of one load all go to the first one's blocks",
         ),
         Mutant(
-            "connectors/vllm/worker.py",
+            "connectors/vllm/worker_side/worker.py",
             "first, ids = max(0, -taken), blocks",
             "first, ids = at, blocks",
             "of later chunks the wrong part is loaded",

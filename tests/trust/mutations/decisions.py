@@ -170,25 +170,25 @@ ROOM = Room(
             "an answer that comes after the close pins chunks for nobody",
         ),
         Mutant(
-            "store/promotion.py",
+            "store/lower/promotion.py",
             '["promotion_refused"] += 1\n            self._core.directory.fill_failed(entry)',
             '["promotion_refused"] += 1',
             "a full lane leaves chunks FILLING for ever",
         ),
         Mutant(
-            "store/spill.py",
+            "store/lower/spill.py",
             "            takes = entry.state is READY and self._affords(entry.key)",
             "            takes = self._affords(entry.key)",
             "a spill of a chunk that has left raises on its lane",
         ),
         Mutant(
-            "store/spill.py",
+            "store/lower/spill.py",
             "            return\n        lower.delete(victims)\n",
             "            return\n",
             "what a tier has no room for is never deleted",
         ),
         Mutant(
-            "store/lower_tier.py",
+            "store/lower/lower_tier.py",
             "        if whole:\n            self._counts",
             "        if True:\n            self._counts",
             "a failed read is served",
@@ -207,20 +207,20 @@ ROOM = Room(
             "a question that a full lane refused is waited for for ever",
         ),
         Mutant(
-            "store/promotion.py",
+            "store/lower/promotion.py",
             "            self.begin([(entry, again)])",
             "            pass",
             "a failed read leaves the chunk FILLING when another tier has it too",
         ),
         Mutant(
-            "store/spill.py",
+            "store/lower/spill.py",
             "            if not self._directory.spill_ended(entry, lower.index, stored):\n"
             "                lower.discard(entry.key)",
             "            self._directory.spill_ended(entry, lower.index, stored)",
             "a chunk forgotten while it is spilled stays in the tier",
         ),
         Mutant(
-            "store/lower_tier.py",
+            "store/lower/lower_tier.py",
             "        if whole is False:\n            self._directory.lost",
             "        if True:\n            self._directory.lost",
             "a clear does not reach what a tier could not read for a moment",
@@ -238,19 +238,19 @@ ROOM = Room(
             "the slot that was taken for a trial read is given back without one",
         ),
         Mutant(
-            "store/promotion.py",
+            "store/lower/promotion.py",
             "            self._ended(entry, lower, None, call, since)\n            raise\n",
             "            raise\n",
             "a bug in a tier leaves chunks FILLING for ever",
         ),
         Mutant(
-            "store/spill.py",
+            "store/lower/spill.py",
             "            self._ended(entry, run, False, call, begun)\n            raise\n",
             "            raise\n",
             "a bug in a tier leaves chunks pinned for ever",
         ),
         Mutant(
-            "store/promotion.py",
+            "store/lower/promotion.py",
             (
                 "                again = next(\n"
                 "                    (other for other in directory.holders(entry.key) if other > "
@@ -261,7 +261,7 @@ ROOM = Room(
             "a tier that is away is asked for one chunk for ever",
         ),
         Mutant(
-            "store/spill.py",
+            "store/lower/spill.py",
             "            takes = entry.state is READY and self._affords(entry.key)",
             "            takes = entry.state is READY",
             "a tier writes more than its budget",

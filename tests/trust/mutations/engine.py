@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import Mutant, Room
 
-_SCHEDULER, _WORKER = "connectors/vllm/scheduler.py", "connectors/vllm/worker.py"
+_SCHEDULER, _WORKER = (
+    "connectors/vllm/scheduler_side/scheduler.py",
+    "connectors/vllm/worker_side/worker.py",
+)
 
 ROOM = Room(
     {
@@ -57,7 +60,7 @@ ROOM = Room(
             "an abort gives back slots that a worker still reads",
         ),
         Mutant(
-            "connectors/vllm/scheduler.py",
+            "connectors/vllm/scheduler_side/scheduler.py",
             "self._running))\n        return promised, bool(promised)",
             "self._running))\n        return promised, False",
             "a step computes over blocks before they are loaded",

@@ -94,7 +94,7 @@ ROOM = Room(
             "every tensor parallel rank page-locks the whole pool",
         ),
         Mutant(
-            "connectors/vllm/worker.py",
+            "connectors/vllm/worker_side/worker.py",
             "        self._map_early(metadata.pool)\n",
             "",
             "page-locking begins at the first job, which then goes through buffers",

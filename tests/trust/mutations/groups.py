@@ -7,9 +7,12 @@ from tests.trust.mutations.room import Mutant, Room
 _GROUPS, _TABLES, _CLAIMS = (
     "connectors/vllm/groups.py",
     "connectors/vllm/tables.py",
-    "connectors/vllm/claims.py",
+    "connectors/vllm/scheduler_side/claims.py",
 )
-_SCHEDULER, _WORKER = "connectors/vllm/scheduler.py", "connectors/vllm/worker.py"
+_SCHEDULER, _WORKER = (
+    "connectors/vllm/scheduler_side/scheduler.py",
+    "connectors/vllm/worker_side/worker.py",
+)
 
 ROOM = Room(
     {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_REQUESTS = "connectors/vllm/requests.py"
+_REQUESTS = "connectors/vllm/scheduler_side/requests.py"
 
 ROOM = Room(
     {

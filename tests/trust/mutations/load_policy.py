@@ -37,13 +37,13 @@ ROOM = Room(
             "the end of a long prompt is held to be as cheap as its beginning",
         ),
         Mutant(
-            "connectors/vllm/hit_table.py",
+            "connectors/vllm/scheduler_side/hit_table.py",
             "(step and step >= lowest)",
             "step >= lowest",
             "a slow window hides the shorter hit that is all in RAM",
         ),
         Mutant(
-            "connectors/vllm/hit_table.py",
+            "connectors/vllm/scheduler_side/hit_table.py",
             "            if hit.is_ready:\n                ready = hit\n                break\n",
             "            if hit.is_ready:\n                ready = hit\n",
             "ends are looked up that no hit can gain from",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_LOADED = "connectors/vllm/loaded.py"
+_LOADED = "connectors/vllm/worker_side/loaded.py"
 
 ROOM = Room(
     {"loaded": (*PYTEST, "tests/unit/connectors/test_loaded_model.py")},

@@ -71,13 +71,13 @@ ROOM = Room(
             "what is forgotten stays in the tiers",
         ),
         Mutant(
-            "store/lower_tier.py",
+            "store/lower/lower_tier.py",
             ("            self.delete(going)\n"),
             ("            pass\n"),
             "what a search of a shared tier found is not deleted",
         ),
         Mutant(
-            "store/lower_tier.py",
+            "store/lower/lower_tier.py",
             ("                going = self._directory.unwanted(self.index, keys)\n"),
             ("                going = []\n"),
             "what others wrote into a shared tier is not erased",

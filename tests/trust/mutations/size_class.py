@@ -190,7 +190,7 @@ ROOM = Room(
             "RAM that another size has is not given back",
         ),
         Mutant(
-            "store/lower_tier.py",
+            "store/lower/lower_tier.py",
             "        self._reserved = self.tier.resize(capacity)\n",
             "        self._reserved = capacity\n",
             "blocks on the disk are not given back",
@@ -341,13 +341,13 @@ ROOM = Room(
             "a size that is opened beside others takes the whole disk",
         ),
         Mutant(
-            "store/lower_tier.py",
+            "store/lower/lower_tier.py",
             "            self._directory.limit(self.index, min(capacity, self._reserved), 0)\n",
             "            self._directory.limit(self.index, capacity, 0)\n",
             "a size says that it has room on a disk that is full",
         ),
         Mutant(
-            "store/write_budget.py",
+            "store/lower/write_budget.py",
             "            self._level += more\n",
             "            self._level = self._most\n",
             "each size that comes may write a burst",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.trust.mutations.room import PYTEST, Mutant, Room
 
-_SPANS = "connectors/vllm/spans.py"
+_SPANS = "connectors/vllm/scheduler_side/spans.py"
 _PLAN = "spans/plan.py"
 _ROTATION = "gpu/rotation.py"
 
@@ -16,7 +16,7 @@ ROOM = Room(
     },
     (
         Mutant(
-            "connectors/vllm/scheduler.py",
+            "connectors/vllm/scheduler_side/scheduler.py",
             "prompt.chain is None or prompt.blended or",
             "prompt.chain is None or",
             "blended KV is saved under exact keys",

@@ -61,7 +61,7 @@ ROOM = Room(
             "every process of an engine says the same",
         ),
         Mutant(
-            "cli/installed.py",
+            "cli/checks/installed.py",
             "    return versions.verdict(found.vllm)",
             '    return f"vLLM {found.vllm}"',
             "launch starts an engine that is too old",

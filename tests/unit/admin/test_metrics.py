@@ -25,8 +25,8 @@ from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.server import server
 from kvtier.server.registry import SizeClass, SizeClasses
+from kvtier.store.reports.zero_hits import ZeroHits
 from kvtier.store.store import Store
-from kvtier.store.zero_hits import ZeroHits
 from kvtier.testing import ManualLane
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.tier import NvmeTier

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.bench.client import Outcome
 from kvtier.bench.compare.arm_result import arm_results
-from kvtier.bench.compare.contenders import CONTENDERS, Contender, names, rendered
 from kvtier.bench.compare.measures import Run
+from kvtier.bench.compare.peers.contenders import CONTENDERS, Contender, names, rendered
 from kvtier.bench.compare.rows import rows, write
 from kvtier.bench.long_doc_qa.arms import ARMS, Sizes
 from kvtier.bench.long_doc_qa.work import Workload
+from kvtier.bench.requests.client import Outcome
 
 SIZES = Sizes(Workload([1], 4, 8192, 128, 8), 1, 128, 256, 28 << 10)
 VALUES = names(SIZES, Path("/place"), Path("/run"), (1001, 1002, 1003))

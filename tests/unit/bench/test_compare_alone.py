@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtier.bench.compare import alone_kvtier
-from kvtier.bench.compare.alone import HOW, UNITS, Found, measured, rows
-from kvtier.bench.compare.alone_arm import (
+from kvtier.bench.compare.alone import kvtier_arms as alone_kvtier
+from kvtier.bench.compare.alone.__main__ import HOW, UNITS, Found, measured, rows
+from kvtier.bench.compare.alone.arm import (
     DURABLE,
     HIT,
     LOAD,
@@ -30,7 +30,7 @@ from kvtier.bench.compare.alone_arm import (
     cpu_clock,
     engine_kv,
 )
-from kvtier.bench.compare.alone_arms import ARMS, Arm
+from kvtier.bench.compare.alone.arms import ARMS, Arm
 from kvtier.bench.compare.limits import DISK_READ, MEMCPY
 
 TINY = Sizes(layers=3, heads=1, head_size=16, chunks=4, looked_up=8, look_ups=3, step_tokens=512)

@@ -16,12 +16,10 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.client import Outcome
 from kvtier.bench.compare import __main__ as main
 from kvtier.bench.compare import calls
 from kvtier.bench.compare.arm_result import arm_results
 from kvtier.bench.compare.calls import Spent, Step, read, timed
-from kvtier.bench.compare.contenders import CONTENDERS, names
 from kvtier.bench.compare.measures import (
     Effort,
     Pair,
@@ -31,10 +29,12 @@ from kvtier.bench.compare.measures import (
     cpu_gib,
     efforts,
 )
+from kvtier.bench.compare.peers.contenders import CONTENDERS, names
 from kvtier.bench.compare.rows import rows, write
 from kvtier.bench.compare.table import print_tables
 from kvtier.bench.long_doc_qa.arms import Sizes
 from kvtier.bench.long_doc_qa.work import Workload
+from kvtier.bench.requests.client import Outcome
 
 GIB = 1 << 30
 SIZES = Sizes(Workload([1], 3, 2048, 128, 8), 1, 128, 256, 28 << 10)

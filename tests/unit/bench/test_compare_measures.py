@@ -18,13 +18,13 @@ from threading import Thread
 import pytest
 
 from kvtier.bench import readme
-from kvtier.bench.client import Outcome
 from kvtier.bench.compare import limits, memory
 from kvtier.bench.compare.arm_result import arm_results
-from kvtier.bench.compare.contenders import CONTENDERS
 from kvtier.bench.compare.measures import Again, Memory, Run, load_speed
+from kvtier.bench.compare.peers.contenders import CONTENDERS
 from kvtier.bench.compare.rows import rows, write
 from kvtier.bench.long_doc_qa.work import Workload
+from kvtier.bench.requests.client import Outcome
 
 MIB = 1 << 20
 ALL = [

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench import client as bench_client
-from kvtier.bench.client import Outcome
 from kvtier.bench.compare import calls, rounds
-from kvtier.bench.compare.contenders import CONTENDERS
 from kvtier.bench.compare.measures import Run
+from kvtier.bench.compare.peers.contenders import CONTENDERS
 from kvtier.bench.long_doc_qa.work import Workload
-from kvtier.bench.prompts import Ask
-from kvtier.bench.servers import ServerError
+from kvtier.bench.processes.servers import ServerError
+from kvtier.bench.requests import client as bench_client
+from kvtier.bench.requests.client import Outcome
+from kvtier.bench.requests.prompts import Ask
 
 WORDS = range(100, 2000)
 ARGUMENTS = argparse.Namespace(

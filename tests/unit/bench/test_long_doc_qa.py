@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.bench import report, servers
-from kvtier.bench.client import Client, Outcome, RequestError, connect, parse_hits
+from kvtier.bench import report
 from kvtier.bench.long_doc_qa import run as long_doc_qa
 from kvtier.bench.long_doc_qa.arms import ARMS, GPU_HIT, NONE, Sizes, filled, server_args
 from kvtier.bench.long_doc_qa.flags import add_arguments, chosen
@@ -28,9 +27,11 @@ from kvtier.bench.long_doc_qa.plot import write_plot
 from kvtier.bench.long_doc_qa.report import Round, Summary, summarise, verdict
 from kvtier.bench.long_doc_qa.work import Workload
 from kvtier.bench.model import PRESETS, generated_text, kv_token_bytes
-from kvtier.bench.prompts import Ask
+from kvtier.bench.processes import servers
+from kvtier.bench.processes.servers import ServerError, VllmServer
 from kvtier.bench.report import percentile
-from kvtier.bench.servers import ServerError, VllmServer
+from kvtier.bench.requests.client import Client, Outcome, RequestError, connect, parse_hits
+from kvtier.bench.requests.prompts import Ask
 
 DOCUMENT, QUESTION = 64, 8
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.client import Client
 from kvtier.bench.multi_turn import run as multi_turn
 from kvtier.bench.multi_turn.arms import ARMS, BASE, ENGINES, STICKY_SHARED, Sizes
 from kvtier.bench.multi_turn.flags import add_arguments
@@ -28,6 +27,7 @@ from kvtier.bench.multi_turn.report import (
 from kvtier.bench.multi_turn.talk import Pause, Talk, Turn
 from kvtier.bench.multi_turn.work import Conversations
 from kvtier.bench.report import write_csv
+from kvtier.bench.requests.client import Client
 from kvtier.cli.main import COMMANDS
 from kvtier.core.errors import ConfigError
 from tests.stub_engine import StubEngine, stub_engines

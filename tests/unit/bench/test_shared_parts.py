@@ -6,11 +6,17 @@ import argparse
 
 import pytest
 
-from kvtier.bench.client import Outcome, RequestError, all_succeeded, differing, hits_between
 from kvtier.bench.command import run_command
 from kvtier.bench.flags import names_in
 from kvtier.bench.micro.tier_and_peer import Compared, measure
 from kvtier.bench.report import Row, print_rows
+from kvtier.bench.requests.client import (
+    Outcome,
+    RequestError,
+    all_succeeded,
+    differing,
+    hits_between,
+)
 from kvtier.core.errors import ConfigError
 
 

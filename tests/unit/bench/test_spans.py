@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.client import Outcome
+from kvtier.bench.requests.client import Outcome
 from kvtier.bench.spans import run as spans
 from kvtier.bench.spans.arms import ARMS, FULL, RUN, Sizes, server_args, server_env
 from kvtier.bench.spans.flags import add_arguments

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.cli import launch, vllm_command
-from kvtier.cli.installed import Installed, verdict
+from kvtier.cli.checks.installed import Installed, verdict
 from kvtier.core.errors import ConfigError
 
 SERVER = vllm_command.API_SERVER

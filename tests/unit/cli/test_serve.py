@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 
-from kvtier.bench.servers import free_port
+from kvtier.bench.processes.servers import free_port
 from kvtier.cli import serve as starting
 from kvtier.config.keys import Config
 from kvtier.core.errors import ConfigError, KVTierError

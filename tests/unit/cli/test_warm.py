@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.servers import free_port
+from kvtier.bench.processes.servers import free_port
 from kvtier.cli import main as cli
 
 CHUNK = 8

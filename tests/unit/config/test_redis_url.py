@@ -16,7 +16,7 @@ from kvtier.autoconfig.explain import as_json, value_text
 from kvtier.autoconfig.facts import GIB, Facts, Redis, known
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe.probe import probe_redis
-from kvtier.cli import checks
+from kvtier.cli.checks import checks
 from kvtier.cli.main import main
 from kvtier.config.keys import Config, describe
 from kvtier.config.load import load

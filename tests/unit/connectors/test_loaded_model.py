@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-import kvtier.connectors.vllm.loaded
+import kvtier.connectors.vllm.worker_side.loaded
 
 
 @pytest.fixture
 def loaded() -> Any:
-    return kvtier.connectors.vllm.loaded
+    return kvtier.connectors.vllm.worker_side.loaded
 
 
 class Kernel:

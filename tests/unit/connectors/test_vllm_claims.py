@@ -20,9 +20,9 @@ from tests.clock import Clock
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    claims = pytest.importorskip("kvtier.connectors.vllm.claims")
+    claims = pytest.importorskip("kvtier.connectors.vllm.scheduler_side.claims")
     groups = pytest.importorskip("kvtier.connectors.vllm.groups")
-    prompts = pytest.importorskip("kvtier.connectors.vllm.prompts")
+    prompts = pytest.importorskip("kvtier.connectors.vllm.scheduler_side.prompts")
 
 pytestmark = pytest.mark.vllm
 CHUNK, SLOT, CHUNKS = 512, 4096, 9

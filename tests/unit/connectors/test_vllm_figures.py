@@ -24,7 +24,7 @@ from kvtier.connectors.vllm.figures import Figures
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
-from kvtier.store import status
+from kvtier.store.reports import status
 from kvtier.store.store import Store
 from kvtier.tiers.nvme.tier import NvmeTier
 from tests.clock import Clock

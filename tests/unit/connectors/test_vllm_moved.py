@@ -29,7 +29,7 @@ def imported() -> None:
     """vLLM warns while it is imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        importlib.import_module("kvtier.connectors.vllm.moved")
+        importlib.import_module("kvtier.connectors.vllm.worker_side.moved")
 
 
 class RotaryEmbedding(nn.Module):
@@ -75,7 +75,7 @@ class Worker:
     """A rank whose slot 0 has a chunk of a home. A key is its token's, rotated to its position."""
 
     def __init__(self, home: list[int], model: nn.Module | None = None) -> None:
-        from kvtier.connectors.vllm.moved import Mover
+        from kvtier.connectors.vllm.worker_side.moved import Mover
 
         self.model: Any = model or LlamaForCausalLM()
         self.rotation: Rotation = rotation_of(RotaryEmbedding()._compute_cos_sin_cache(), DIM, True)
@@ -222,7 +222,7 @@ def test_models_that_are_not_known_to_rotate_all_keys_alike_are_refused(
 
 
 def test_a_table_shorter_than_the_longest_prompt_is_refused() -> None:
-    from kvtier.connectors.vllm.rotary import rotation_of_model
+    from kvtier.connectors.vllm.worker_side.rotary import rotation_of_model
 
     model = LlamaForCausalLM()
     with pytest.raises(LayoutError, match="256 positions for prompts of 257"):
@@ -230,7 +230,7 @@ def test_a_table_shorter_than_the_longest_prompt_is_refused() -> None:
 
 
 def test_kv_that_lies_in_a_form_that_was_not_tried_is_refused() -> None:
-    from kvtier.connectors.vllm.moved import Mover
+    from kvtier.connectors.vllm.worker_side.moved import Mover
 
     model = LlamaForCausalLM()
     layers = {f"{index}": layer for index, layer in enumerate(model.layers)}
@@ -257,7 +257,7 @@ def test_engines_in_which_nothing_is_moved_say_why(
     workers: int, drafts: Any, kinds: list[str], told: str
 ) -> None:
     from kvtier.connectors.vllm.groups import Kind
-    from kvtier.connectors.vllm.moved import mover_of
+    from kvtier.connectors.vllm.worker_side.moved import mover_of
 
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=workers), speculative_config=drafts

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvtier.connectors.vllm.requests
+import kvtier.connectors.vllm.scheduler_side.requests
 from kvtier.core.chunk import ChunkLayout, fingerprint
 
 LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 32, 16, (4096,))
@@ -22,7 +22,7 @@ TOKENS = list(range(128))
 
 @pytest.fixture
 def requests() -> Any:
-    return kvtier.connectors.vllm.requests
+    return kvtier.connectors.vllm.scheduler_side.requests
 
 
 def image(identifier: str, offset: int, length: int = 8) -> Any:
@@ -87,7 +87,7 @@ class TestMedia:
     def test_equal_bytes_mean_equal_media(
         self, one: list[tuple[str, int]], other: list[tuple[str, int]]
     ) -> None:
-        media_extra = kvtier.connectors.vllm.requests.media_extra
+        media_extra = kvtier.connectors.vllm.scheduler_side.requests.media_extra
         said = [
             media_extra(asked(mm_features=[image(*each, 1) for each in media]), 32)
             for media in (one, other)

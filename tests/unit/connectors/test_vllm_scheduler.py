@@ -37,7 +37,7 @@ def imported() -> None:
     """vLLM warns while it is imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        importlib.import_module("kvtier.connectors.vllm.scheduler")
+        importlib.import_module("kvtier.connectors.vllm.scheduler_side.scheduler")
 
 
 def report(**fields: Any) -> Any:
@@ -68,7 +68,7 @@ class Bench:
         self, *, always: bool = False, known: bool = True, slots: int = 8, **duty: bool
     ) -> None:
         from kvtier.connectors.vllm.groups import Geometry, Group, Kind
-        from kvtier.connectors.vllm.scheduler import Duty, SchedulerHalf
+        from kvtier.connectors.vllm.scheduler_side.scheduler import Duty, SchedulerHalf
         from kvtier.load_policy.decide import LoadPolicy
 
         self.clock = Clock(100.0)

@@ -15,7 +15,7 @@ from kvtier.eviction.adaptive import Adaptive, Orders
 from kvtier.eviction.hints import LONGEST_KEEP_S, NOTHING, PRIORITY_KEEP_S, Hint, read
 from kvtier.eviction.order import LRU, PolicyOf
 from kvtier.eviction.segments import SETTINGS, Segments
-from kvtier.store.lower_tier import Place
+from kvtier.store.lower.lower_tier import Place
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.clock import Clock

@@ -41,8 +41,8 @@ def imported() -> None:
     """vLLM warns while it is imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        importlib.import_module("kvtier.connectors.vllm.worker")
-        importlib.import_module("kvtier.connectors.vllm.scheduler")
+        importlib.import_module("kvtier.connectors.vllm.worker_side.worker")
+        importlib.import_module("kvtier.connectors.vllm.scheduler_side.scheduler")
 
 
 class Rank:
@@ -51,7 +51,7 @@ class Rank:
 
     def __init__(self, *, held: bool = True) -> None:
         from kvtier.connectors.vllm.metadata import PoolAddress
-        from kvtier.connectors.vllm.worker import GroupLayers, WorkerHalf
+        from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
 
         self.pool = Pool(4, SLOT)
         self.address = PoolAddress(self.pool.path, None, 4, SLOT, (((0, True),),))
@@ -444,7 +444,7 @@ def test_a_servers_pool_is_mapped_early_once_and_may_be_away(
 
 @pytest.mark.parametrize("kind", ["xpu", "meta"])
 def test_a_device_that_is_neither_cpu_nor_cuda_is_refused_by_name(kind: str) -> None:
-    from kvtier.connectors.vllm.worker import GroupLayers, WorkerHalf
+    from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
 
     cache = torch.zeros(BLOCKS, ROW, dtype=torch.uint8, device="meta")
     if kind == "xpu":  # there is none here: tensors of the kind cannot be made
@@ -453,7 +453,9 @@ def test_a_device_that_is_neither_cpu_nor_cuda_is_refused_by_name(kind: str) -> 
                 rows=SimpleNamespace(shape=(BLOCKS, ROW), device=torch.device("xpu", 0))
             )
             region.rows.is_cuda = False
-            patched.setattr("kvtier.connectors.vllm.worker.regions_of", lambda *_: [region])
+            patched.setattr(
+                "kvtier.connectors.vllm.worker_side.worker.regions_of", lambda *_: [region]
+            )
             with pytest.raises(LayoutError, match=r"lies on xpu:0.*CPUs and of CUDA devices"):
                 WorkerHalf(0, BLOCKS, [GroupLayers(frozenset(), PER_CHUNK)], StillModel).register(
                     {"layer.0": cache}
@@ -503,7 +505,7 @@ def test_an_idle_engine_takes_steps_until_its_chunks_are_ready_and_not_for_ever(
     rank: Rank, through: bool
 ) -> None:
     from kvtier.connectors.vllm.groups import Geometry, Group, Kind
-    from kvtier.connectors.vllm.scheduler import Duty, SchedulerHalf
+    from kvtier.connectors.vllm.scheduler_side.scheduler import Duty, SchedulerHalf
     from kvtier.load_policy.decide import LoadPolicy
 
     clock, layout = (

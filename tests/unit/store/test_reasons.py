@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
-from kvtier.store.miss_reasons import FirstChunks, Left, Marks, Past
+from kvtier.store.reports.miss_reasons import FirstChunks, Left, Marks, Past
 
 LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (4096,))
 

@@ -20,9 +20,9 @@ from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import NOBODY
 from kvtier.server.registry import SizeClass
-from kvtier.store.lower_tier import Place
+from kvtier.store.lower.lower_tier import Place
+from kvtier.store.lower.write_budget import WriteBudget
 from kvtier.store.store import Store
-from kvtier.store.write_budget import WriteBudget
 from kvtier.testing import DictTier, ManualLane
 from kvtier.tiers.nvme.tier import NvmeTier
 from tests.clock import Clock

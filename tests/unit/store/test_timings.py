@@ -10,7 +10,7 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.histogram import BOUNDS, Histogram
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import NOBODY
-from kvtier.store.status import read
+from kvtier.store.reports.status import read
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.clock import Clock

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.store.miss_reasons import Left
-from kvtier.store.zero_hits import ZeroHits, room
+from kvtier.store.reports.miss_reasons import Left
+from kvtier.store.reports.zero_hits import ZeroHits, room
 from tests.clock import Clock
 
 ROOM = room(512, {})

@@ -16,7 +16,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
 from kvtier.eviction.hints import Hint
-from kvtier.store.lower_tier import Place
+from kvtier.store.lower.lower_tier import Place
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.traces.belady import belady

@@ -1,0 +1,1 @@
+"""The tiers alone, without an engine: ``python -m kvtier.bench.compare.alone``."""

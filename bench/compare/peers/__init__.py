@@ -1,0 +1,1 @@
+"""What is compared, and what it takes to run a peer here."""

@@ -1,0 +1,1 @@
+"""The processes that benchmarks start: engines, servers, Redis, S3."""

@@ -1,0 +1,81 @@
+"""A process beside an arm's servers: ``kvtier serve``, ``redis-server``, or a peer's own server. It
+runs longer than they do."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvtier.bench.processes.servers import ServerError
+from kvtier.core.errors import ConfigError
+
+SOCKET = "sock"
+"""The name of a companion's Unix socket in its folder."""
+_STOP_S, _POLL_S = 20.0, 0.02
+
+
+@contextmanager
+def run_folder() -> Iterator[Path]:
+    """A new folder with a short path, because the path of a Unix socket may have 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="kvt") as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def companion(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    ready: Callable[[], bool],
+    log: Path,
+    start_s: float = 20.0,
+) -> Iterator[int]:
+    """Run ``command`` until the end of the block, which begins when ``ready()`` holds. Its process
+    id.
+
+    Raises ConfigError when the program is not installed, and ServerError with the end of the log
+    when it is not ready in time.
+    """
+    if shutil.which(command[0]) is None:
+        raise ConfigError(
+            f"{command[0]} is not installed (Debian, Ubuntu: apt-get install {command[0]})"
+        )
+    settings = [f"{name}={value}" for name, value in env.items()]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            ["env", *settings, *command], stdout=out, stderr=subprocess.STDOUT
+        )
+    try:
+        _wait_ready(process, ready, log, start_s)
+        yield process.pid
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S)
+        process.kill()
+        process.wait()
+
+
+def _wait_ready(
+    process: subprocess.Popen[bytes], ready: Callable[[], bool], log: Path, start_s: float
+) -> None:
+    until = time.monotonic() + start_s
+    while not ready():
+        if process.poll() is not None or time.monotonic() > until:
+            said = log.read_text(encoding="utf-8", errors="replace")[-2000:]
+            raise ServerError(
+                f"{process.args!r} was not ready within {start_s:.0f} s. Its log:\n{said}"
+            )
+        time.sleep(_POLL_S)
+
+
+def listens(path: Path) -> bool:
+    """Whether a process accepts connections at this Unix socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0

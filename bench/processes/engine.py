@@ -1,0 +1,91 @@
+"""An arm's vLLM server: its arguments, and the geometry of its KV cache."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvtier.bench.flags import DTYPE_BYTES
+from kvtier.bench.model import kv_token_bytes, read_config
+from kvtier.bench.processes.servers import VllmServer
+from kvtier.bench.report import machine_facts
+from kvtier.cli.launch import TRANSFER
+from kvtier.connectors.vllm import LOAD_EVERY_HIT
+from kvtier.core.errors import ConfigError
+
+
+def require_model(args: argparse.Namespace, target: str) -> None:
+    """Raises ConfigError when there is neither a model nor a running ``target``."""
+    if not (args.base_url or args.model):
+        what = "a directory or a name that vLLM can serve"
+        raise ConfigError(f"--model is missing: {what} (or --base-url of a {target})")
+
+
+def geometry(args: argparse.Namespace) -> tuple[int, int]:
+    """Tokens of vLLM's block, and bytes of a token's KV in all layers."""
+    config = read_config(args.model)
+    own = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    dtype = own if args.dtype == "auto" else args.dtype
+    block_tokens = args.block_size or (128 if on_cpu() else 16)
+    return block_tokens, kv_token_bytes(config, DTYPE_BYTES.get(dtype, 2))
+
+
+def engine(
+    args: argparse.Namespace,
+    block_tokens: int,
+    cache: Sequence[str],
+    env: Mapping[str, str],
+    log: Path,
+) -> VllmServer:
+    """An arm's server, not started. ``args``: the flags of
+    :func:`kvtier.bench.flags.add_engine_flags`. ``cache``: the arguments of its cache."""
+    command = shared_args(served_name(args.model), args.dtype, block_tokens)
+    eager = ["--enforce-eager"] if on_cpu() else []
+    command += [*cache, *eager, *shlex.split(args.server_args)]
+    return VllmServer(args.model, command, env, log, args.server_timeout)
+
+
+def shared_args(name: str, dtype: str, block_tokens: int) -> list[str]:
+    """The arguments that every server started here has."""
+    flags = ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    named = ["--served-model-name", name, "--dtype", dtype]
+    return [*named, "--block-size", str(block_tokens), *flags]
+
+
+def cache_args(
+    max_model_len: int, gpu_blocks: int, transfer: Mapping[str, Any] | None = None
+) -> list[str]:
+    """How long a prompt may be, and what vLLM's own cache holds. ``transfer``: the connector."""
+    args = ["--max-model-len", str(max_model_len), "--num-gpu-blocks-override", str(gpu_blocks)]
+    return args if transfer is None else [*args, *connector_args(transfer)]
+
+
+def connector_args(transfer: Mapping[str, Any]) -> list[str]:
+    return ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
+
+
+def transfer(*, load_every_hit: bool = False) -> dict[str, Any]:
+    """vLLM's ``kv_transfer_config`` for kvtier. ``load_every_hit``: also where computing would be
+    sooner."""
+    every = {"kv_connector_extra_config": {LOAD_EVERY_HIT: True}} if load_every_hit else {}
+    return TRANSFER | every
+
+
+def on_cpu() -> bool:
+    return "gpu" not in machine_facts()
+
+
+def served_name(model: str) -> str:
+    """What the model is called in requests and results: its last name, never a path."""
+    return Path(model).name
+
+
+def engine_facts() -> list[str]:
+    """For a picture: vLLM's version, and the GPU or the CPU."""
+    facts = machine_facts()
+    device = facts.get("gpu", f"{facts['cpu']}, {facts['cores']} cores")
+    return [f"vLLM {facts.get('vllm', 'elsewhere')}", str(device)]

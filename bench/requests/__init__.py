@@ -1,0 +1,1 @@
+"""What benchmarks ask of an engine, and the client that asks it."""

@@ -1,0 +1,235 @@
+"""What a waiting request has claimed of the store, and how much of it vLLM may be promised. One
+thread; no waits.
+
+A promise cannot be made smaller, so nothing is promised that is not in RAM, verified and pinned.
+While chunks are on their way up vLLM is told to ask again, until a deadline; then what is there
+counts.
+
+:mod:`.hit_table` says where the hit may end, and LoadPolicy which of these ends is loaded.
+Everything longer is declined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from kvtier.api import KVStore, LoadLease
+from kvtier.connectors.vllm.groups import Geometry, Run
+from kvtier.connectors.vllm.scheduler_side.hit_table import (
+    WholeHit,
+    WholeHits,
+    ends_of_parts,
+    tokens_with,
+)
+from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.lookup import LookupResult
+from kvtier.load_policy.choose import HitEnd, LoadPlan
+from kvtier.load_policy.decide import LoadPolicy
+from kvtier.protocol.wire import Reason
+
+
+class Claims:
+    """``prompts``: all live requests by name. ``load_policy`` says what of a hit is loaded."""
+
+    def __init__(
+        self,
+        store: KVStore,
+        geometry: Geometry,
+        load_policy: LoadPolicy,
+        prompts: Mapping[str, Prompt],
+    ) -> None:
+        self._store, self._geometry, self._load_policy, self._prompts = (
+            store,
+            geometry,
+            load_policy,
+            prompts,
+        )
+
+    def promise(
+        self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool
+    ) -> int | None:
+        """Tokens beyond the first ``computed`` that are there for the request; None: ask again.
+        ``keys``: of its chunks. ``busy``: the engine computes for others."""
+        if prompt.begin != computed:
+            prompt.missing.clear()
+            prompt.seen, prompt.ready_only = None, False
+        prompt.begin, prompt.looked = computed, True
+        end = (
+            self._promise_part(prompt, keys, busy)
+            if self._geometry.is_gradual
+            else self._promise_whole(prompt, keys, busy)
+        )
+        return None if end is None else max(0, end - computed)
+
+    # ---- full attention alone --------------------------------------------------------------------
+
+    def _promise_part(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> int | None:
+        """Tokens the request has with what is there; None: ask again."""
+        last = self._geometry.last_end(prompt.request.num_tokens)
+        run = self._geometry.run(keys, prompt.begin, last)
+        lease = self._claim_part(prompt, run, busy)
+        if lease is None:
+            return None
+        ready, coming = lease.poll()
+        if coming and self._load_policy.clock() < prompt.until:
+            return None
+        if coming or ready < prompt.taken:
+            ready = self._cut(prompt, run, ready, coming)
+        return tokens_with(self._geometry, prompt.begin, run, ready)
+
+    def _claim_part(self, prompt: Prompt, run: Run, busy: bool) -> LoadLease | None:
+        """The request's lease; a new one when the old one starts elsewhere or the store has learnt
+        of more since. None: there is no room for it now."""
+        lease, result = prompt.lease, None
+        if lease is not None and prompt.run is not None and prompt.run.start == run.start:
+            ready, coming = lease.poll()
+            if coming:
+                return lease
+            result = self._store.lookup(run.wanted)
+            learned = result.ready > ready or result.known > prompt.known
+            prompt.why, prompt.known = result.why, result.known
+            if not learned:
+                return lease
+        prompt.drop()
+        return self._load_or_decline(prompt, run, result or self._store.lookup(run.wanted), busy)
+
+    def _load_or_decline(
+        self, prompt: Prompt, run: Run, result: LookupResult, busy: bool
+    ) -> LoadLease | None:
+        """Claim the part of a run that is worth it, and no more: what is claimed starts to move."""
+        pieces, ends = ends_of_parts(self._geometry, prompt.begin, run, result)
+        plan = self._load_policy.choose(ends, prompt.begin, busy=busy)
+        taken = 0 if plan.row is None else pieces[plan.row]
+        most = len(run.wanted) if plan.ask else taken
+        if not self._has_room(prompt, most):
+            return None
+        lease = self._take(prompt, run, result, most, plan)
+        prompt.taken = taken
+        if taken < result.known:
+            self._decline(prompt, run.wanted[taken : result.known], "slower")
+        elif result.asking and not plan.ask:
+            self._decline(prompt, run.wanted[result.known :], "unasked")
+        return lease
+
+    def _cut(self, prompt: Prompt, run: Run, ready: int, coming: int) -> int:
+        """Do with what is ready: the rest is not coming in time (``coming``), or not at all:
+        refused, or lost after it was seen. Returns how many pieces the request has now; none when a
+        server does not answer."""
+        held = 0 if prompt.why == "tier_down" else min(prompt.taken, prompt.known)
+        wanted = max(prompt.taken, ready + coming) if coming else held
+        if coming:
+            lease = self._store.load(run.keys, run.start, most=ready, session=prompt.said.session)
+            ready = lease.poll().ready
+            prompt.drop()
+            prompt.lease = lease
+        prompt.taken = ready
+        self._decline(prompt, run.wanted[ready:wanted], "deadline" if coming else "refused")
+        return ready
+
+    # ---- windows and states ----------------------------------------------------------------------
+
+    def _promise_whole(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> int | None:
+        """Tokens the request has with what is there; None: ask again."""
+        while True:
+            if prompt.lease is None or prompt.run is None or prompt.lease_begin != prompt.begin:
+                prompt.drop()
+                claimed = self._claim_whole(prompt, keys, busy)
+                if claimed is None or not claimed:
+                    return None if claimed is None else 0
+            assert prompt.lease is not None
+            assert prompt.run is not None
+            ready, coming = prompt.lease.poll()
+            if ready == len(prompt.run.pieces):
+                return prompt.run.end
+            late = bool(coming) and self._load_policy.clock() >= prompt.until
+            if coming and not late:
+                return None
+            prompt.missing.add(prompt.run.end)
+            missed = prompt.run.wanted[ready : ready + coming] if late else ()
+            prompt.drop()
+            if late:
+                self._decline(prompt, missed, "deadline")
+                prompt.ready_only = True
+
+    def _claim_whole(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> bool | None:
+        """Claim the run that is worth it most. False: there is none, or nothing has changed since
+        there was none; None: there is no room for it now."""
+        geometry = self._geometry
+        most = min(geometry.last_end(prompt.request.num_tokens), len(keys) * geometry.chunk_tokens)
+        if most <= prompt.begin:
+            return False
+        hits = WholeHits(self._store, geometry, keys, prompt.begin)
+        longest = hits.at(most)
+        prompt.why, seen = longest.result.why, _seen(prompt, longest.result)
+        if seen == prompt.seen:
+            return False
+        rows = hits.rows(longest, prompt.missing)
+        plan = self._plan_whole(prompt, rows, busy)
+        hit = rows[-1] if plan.ask else None if plan.row is None else rows[plan.row]
+        if hit is None:
+            prompt.seen = seen
+        elif not self._has_room(prompt, len(hit.run.pieces)):
+            return None
+        else:
+            self._take_whole(prompt, hit, plan)
+        if not prompt.ready_only:
+            self._decline_longer(prompt, rows, plan)
+        return hit is not None
+
+    def _plan_whole(self, prompt: Prompt, rows: Sequence[WholeHit | None], busy: bool) -> LoadPlan:
+        if prompt.ready_only:
+            return LoadPlan(0, ask=False, within_s=0.0)
+        ends = [HitEnd(0, 0.0) if hit is None else hit.end(prompt.begin) for hit in rows]
+        return self._load_policy.choose(ends, prompt.begin, busy=busy)
+
+    def _take_whole(self, prompt: Prompt, hit: WholeHit, plan: LoadPlan) -> None:
+        until = prompt.until if prompt.missing else math.inf
+        self._take(prompt, hit.run, hit.result, len(hit.run.pieces), plan)
+        prompt.until = min(prompt.until, until)
+
+    def _decline_longer(
+        self, prompt: Prompt, rows: Sequence[WholeHit | None], plan: LoadPlan
+    ) -> None:
+        """Longer hits than the one that is loaded are slower than computing."""
+        first = 0 if plan.row is None else plan.row + 1
+        for hit in rows[first:]:
+            if hit is not None and hit.is_known:
+                self._decline(prompt, hit.run.wanted[-1:], "slower")
+
+    # ---- both ------------------------------------------------------------------------------------
+
+    def _take(
+        self, prompt: Prompt, run: Run, result: LookupResult, most: int, plan: LoadPlan
+    ) -> LoadLease:
+        """Claim ``most`` pieces of the run."""
+        prompt.lease = self._store.load(run.keys, run.start, most=most, session=prompt.said.session)
+        prompt.lease_begin, prompt.run = prompt.begin, run
+        prompt.known, prompt.why, prompt.declined = result.known, result.why, {}
+        prompt.until = self._load_policy.clock() + plan.within_s
+        return prompt.lease
+
+    def _has_room(self, prompt: Prompt, pieces: int) -> bool:
+        """vLLM asks for its whole queue at each step. Requests that wait may claim half of RAM
+        together, so that there are slots for what running ones save. Whoever vLLM asks for first
+        may always claim."""
+        pool = self._store.pool
+        if pool is None or prompt.first or not pieces:
+            return True
+        claimed = sum(
+            len(other.lease.keys) for other in self._prompts.values() if other.lease is not None
+        )
+        return claimed + pieces <= pool.slots // 2
+
+    def _decline(self, prompt: Prompt, keys: Sequence[ChunkKey], reason: Reason) -> None:
+        if keys:
+            prompt.declined[reason] = prompt.declined.get(reason, 0) + len(keys)
+            self._store.decline(keys, reason)
+
+
+def _seen(prompt: Prompt, result: LookupResult) -> tuple[int, int, bool, int, bool]:
+    """What has to change before a request to which nothing was promised is looked at again.
+    ``result``: of its longest run."""
+    asks = result.asking is not None
+    return result.ready, result.known, asks, len(prompt.missing), prompt.ready_only

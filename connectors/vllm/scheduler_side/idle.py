@@ -1,0 +1,74 @@
+"""The scheduler's half where there is no store: not yet, or never."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
+
+
+class IdleHalf:
+    """For an engine that kvtier does not serve: nothing is served, nothing is kept. It has the
+    methods of :class:`~kvtier.connectors.vllm.scheduler_side.scheduler.SchedulerHalf` that vLLM's
+    hooks call."""
+
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        return 0, False
+
+    def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
+        return
+
+    def step(self, output: Any) -> StepMetadata:
+        return StepMetadata(None)
+
+    def report(self, report: StepReport) -> None:
+        return
+
+    def new(self, request: Any) -> None:
+        return
+
+    def finished(self, request: Any) -> None:
+        return
+
+    def sources(self, request: Any) -> dict[str, int]:
+        return {}
+
+    def counts(self) -> dict[str, int]:
+        return {}
+
+    def expects_reports(self) -> bool:
+        return False
+
+    def events(self) -> list[Any]:
+        return []
+
+    def clear(self) -> None:
+        return
+
+    def close(self) -> bool:
+        return True
+
+
+class StartingHalf(IdleHalf):
+    """Used until each of ``ranks`` workers has told its layout; requests wait for that. It takes
+    one step, which runs without tokens if there is nothing to compute."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self.layouts: dict[tuple[int, int], RankLayout] = {}
+
+    @property
+    def complete(self) -> bool:
+        return len(self.layouts) == self._ranks
+
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        return None, False
+
+    def step(self, output: Any) -> StepMetadata:
+        return StepMetadata(None, asks_layout=True)
+
+    def report(self, report: StepReport) -> None:
+        self.layouts |= report.layouts
+
+    def expects_reports(self) -> bool:
+        return True

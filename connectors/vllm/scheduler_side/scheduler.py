@@ -1,0 +1,598 @@
+"""The scheduler's half: requests -> keys -> leases. It runs in vLLM's scheduling loop, on one
+thread. It needs memory only, and it never waits.
+
+The life of a request here:
+
+1. :meth:`SchedulerHalf.matched` claims as much of what the store has as pays. While chunks are on
+   their way up it asks vLLM to come back, until a deadline. What it then promises is in RAM,
+   verified and pinned.
+2. :meth:`SchedulerHalf.allocated` turns the claim into a load job. vLLM lets the request wait until
+   every rank has reported the load.
+3. Every :meth:`SchedulerHalf.step` turns newly finished chunks into save jobs.
+4. :meth:`SchedulerHalf.report` ends the jobs' leases as workers confirm them.
+5. :meth:`SchedulerHalf.finished` forgets the request.
+
+A lease belongs to its job once there is one. So an aborted request cannot free a slot that a worker
+is still copying.
+
+A promise cannot be made smaller. When a load fails, vLLM gives the request's blocks back and asks
+again. Such a request is promised nothing any more, because the same chunks could fail again without
+end.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from kvtier.api import KVStore, LoadLease, SaveLease
+from kvtier.connectors.vllm.groups import Geometry, Kind, Piece
+from kvtier.connectors.vllm.hint_words import of_request
+from kvtier.connectors.vllm.layout import start_only
+from kvtier.connectors.vllm.metadata import (
+    Job,
+    Move,
+    Parts,
+    PoolAddress,
+    SpanJob,
+    StepMetadata,
+    StepReport,
+)
+from kvtier.connectors.vllm.scheduler_side.afterwards import Afterwards
+from kvtier.connectors.vllm.scheduler_side.asked import FIELD
+from kvtier.connectors.vllm.scheduler_side.claims import Claims
+from kvtier.connectors.vllm.scheduler_side.events import Announcer
+from kvtier.connectors.vllm.scheduler_side.misses import Misses
+from kvtier.connectors.vllm.scheduler_side.prompts import Pending, Prompt, by_place
+from kvtier.connectors.vllm.scheduler_side.requests import Adapters
+from kvtier.connectors.vllm.scheduler_side.spans import Spans
+from kvtier.connectors.vllm.tables import (
+    NULL_BLOCK,
+    BlockTables,
+    Tables,
+    blocks_of,
+    loading,
+    saving,
+)
+from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.pool import Pool
+from kvtier.load_policy.decide import LoadPolicy
+
+logger = logging.getLogger("kvtier.connectors.vllm")
+
+_REPORTS_S = 10.0
+"""How long after the last job an engine without work is kept stepping for the workers' reports."""
+
+
+class Duty(NamedTuple):
+    """What kvtier does for an engine."""
+
+    loads: bool = True
+    saves: bool = True
+    save_decode: bool = True
+    """The model's answers are saved too."""
+    shares_blocks: bool = True
+    """vLLM's own prefix cache is on, so what one request has loaded is there for others."""
+
+
+class SchedulerHalf:
+    """What kvtier does where vLLM schedules. One thread makes all calls.
+
+    Args:
+        store: the engine's own, or a server's client.
+        layout: makes the keys of chunks.
+        geometry: what pieces chunks are kept as.
+        parts: where each worker rank's parts of a slot lie.
+        load_policy: decides how much of a hit is loaded.
+        duty: what kvtier does for this engine.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        layout: ChunkLayout,
+        geometry: Geometry,
+        parts: Parts,
+        load_policy: LoadPolicy,
+        duty: Duty,
+    ) -> None:
+        self.store = store
+        self.announcer: Announcer | None = None
+        """Tells vLLM's event stream what the store holds. None: nobody asks."""
+        self._duty = duty
+        self._running: set[str] = set()
+        """Requests that the last step computed for, if they have not finished."""
+        self._loading: Counter[ChunkKey] = Counter()
+        """How many requests copy each piece into blocks now."""
+        self._asked = False
+        """vLLM has asked for some request since the last step."""
+        self._layout = layout
+        self._geometry = geometry
+        self._parts = parts
+        self._addresses: WeakKeyDictionary[Pool, PoolAddress] = WeakKeyDictionary()
+        self._load_policy = load_policy
+        self._adapters = Adapters()
+        self._prompts: dict[str, Prompt] = {}
+        self._claims = Claims(store, geometry, load_policy, self._prompts)
+        self._tables = BlockTables()
+        self._pending: dict[int, Pending] = {}
+        self._next_job = 0
+        self._reports_until = 0.0
+        self._loads: list[Job] = []
+        self.spans: Spans | None = None
+        """Of an engine that may be asked for documents from other prompts."""
+        self._span_jobs: list[SpanJob] = []
+        self._replacements_seen: dict[int, int] = {}
+        self._old_blocks = False
+        """vLLM's own cache may hold blocks that other weights have computed."""
+        self.misses = Misses(store, load_policy.clock)
+        self._afterwards = Afterwards(store, geometry)
+
+    # ---- lookup ----------------------------------------------------------------------------------
+
+    def new(self, request: Any) -> None:
+        """vLLM's ``on_new_request``: before any cache is asked for it."""
+        if self.spans is not None and FIELD in (request.kv_transfer_params or {}):
+            self.spans.begin(self._prompt(request), self._adapters)
+
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """vLLM's ``get_num_new_matched_tokens``.
+
+        Returns how many tokens can be loaded beyond the first ``computed``, and whether the request
+        waits for them. None: vLLM shall ask again.
+        """
+        prompt = self._prompt(request)
+        prompt.first, self._asked = not self._asked, True
+        if self._old_blocks and computed:
+            # Nobody can tell which weights have computed what vLLM found in its own cache.
+            prompt.leave_alone()
+        if (
+            prompt.chain is None
+            or prompt.load_failed
+            or not self._duty.loads
+            or _is_served_elsewhere(request)
+        ):
+            return 0, False
+        keys = self._keys(prompt, request.num_tokens)
+        if prompt.spans is not None and self.spans is not None:
+            promised = self.spans.promise(prompt, keys, computed)
+            if promised != 0:
+                return promised, bool(promised)
+        if self._is_coming_for_others(keys, computed):
+            return None, False
+        if self.announcer is not None and prompt.spans is None and not prompt.looked:
+            self.announcer.named(request, keys)
+        promised = self._claims.promise(prompt, keys, computed, busy=bool(self._running))
+        return promised, bool(promised)
+
+    def _is_coming_for_others(self, keys: Sequence[ChunkKey], computed: int) -> bool:
+        """Whether vLLM will soon have a part of this in its own blocks, because the next piece is
+        being loaded for another request."""
+        if (
+            not self._duty.shares_blocks
+            or not self._loading
+            or len(keys) <= computed // self._layout.chunk_tokens
+        ):
+            return False
+        piece = Piece(self._geometry.anchors[0], self._geometry.first(computed))
+        return self._geometry.key(piece, keys) in self._loading
+
+    def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
+        """vLLM's ``update_state_after_alloc``: the request gets blocks, and ``tokens`` tokens shall
+        be loaded into them."""
+        prompt = self._prompt(request)
+        lease, prompt.lease, prompt.sources = prompt.lease, None, {}
+        looked, prompt.looked = prompt.looked, False
+        if (
+            self.spans is not None
+            and prompt.spans is not None
+            and prompt.spans.leases
+            and tokens > 0
+        ):
+            table = blocks.get_block_ids()[0]
+            self._span_jobs.append(
+                self.spans.job(prompt, self._number(), self._address, table, tokens)
+            )
+            return
+        if lease is None or tokens <= 0 or prompt.run is None:
+            if looked:
+                self._account(prompt, [], 0)
+            if lease is not None:
+                lease.close()
+            return
+        end, geometry = prompt.begin + tokens, self._geometry
+        pieces = [
+            (piece, slot, source)
+            for piece, slot, source in zip(
+                prompt.run.pieces, lease.slots, lease.sources, strict=False
+            )
+            if piece.group.kind is Kind.STATE or piece.number * geometry.piece_tokens < end
+        ]
+        count = len(pieces)
+        moves = loading(
+            geometry,
+            {piece: slot for piece, slot, _ in pieces},
+            blocks.get_block_ids(),
+            prompt.begin,
+            end,
+        )
+        if not geometry.is_gradual and end != prompt.run.end:
+            logger.error(
+                "vLLM takes %d tokens of a hit that ends at %d: it is not loaded",
+                tokens,
+                prompt.run.end,
+            )
+            moves = [Move(0, [], [NULL_BLOCK])]
+        job = Job(self._number(), self._address(lease.pool), moves, request.request_id, tokens)
+        self._pending[job.number] = Pending(
+            request.request_id, lease.keys[:count], load=lease, tokens=tokens
+        )
+        self._loading.update(lease.keys[:count])
+        self._load_policy.load_began(tokens)
+        self._loads.append(job)
+        self._account(prompt, [source for *_, source in pieces], tokens)
+        prompt.sources = by_place(
+            geometry, {piece: source for piece, _, source in pieces}, prompt.begin, end
+        )
+
+    def _account(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
+        """Count every piece of the anchors from ``prompt.begin`` on as loaded, declined or missing.
+
+        ``places`` says where each loaded piece came from. These pieces hold ``tokens`` tokens.
+        """
+        request, size, geometry = prompt.request, self._layout.chunk_tokens, self._geometry
+        whole = request.num_tokens // size
+        if not whole:
+            self.misses.too_short()
+            return
+        last = min(geometry.last_end(request.num_tokens), whole * size)
+        had = geometry.first(prompt.begin) * len(geometry.anchors)
+        asked, known = (
+            self._pieces(last) - had,
+            max(0, self._pieces(prompt.begin + tokens) - had) if tokens else 0,
+        )
+        missed = asked - known - sum(prompt.declined.values())
+        why = prompt.why or "tier_down"
+        if why == "cold" and not prompt.begin + len(places) + sum(prompt.declined.values()):
+            why = self.misses.first.differs(request.all_token_ids[:size], prompt.extras) or why
+        self.misses.prompt(geometry.first(prompt.begin), places, prompt.declined, (why, missed))
+
+    def _pieces(self, tokens: int) -> int:
+        """How many pieces of the anchors hold so many tokens."""
+        return -(-tokens // self._geometry.piece_tokens) * len(self._geometry.anchors)
+
+    def sources(self, request: Any) -> dict[str, int]:
+        """How many tokens of the request's last load came from each place: ``ram`` or a tier's
+        name."""
+        prompt = self._prompts.get(request.request_id)
+        return prompt.sources if prompt is not None else {}
+
+    # ---- one engine step -------------------------------------------------------------------------
+
+    def step(self, output: Any) -> StepMetadata:
+        """vLLM's ``build_connector_meta``."""
+        pool = self.store.pool
+        address = self._address(pool) if pool is not None else None
+        metadata = StepMetadata(
+            address,
+            loads=self._loads,
+            spans=self._span_jobs,
+            number=self._load_policy.planned(_work(output)),
+            computes=bool(output.total_num_scheduled_tokens),
+            replacements_seen=dict(self._replacements_seen),
+        )
+        self._loads, self._running, self._asked = [], set(output.num_scheduled_tokens), False
+        self._span_jobs = []
+        self._tables.begin(output)
+        for new in output.scheduled_new_reqs:
+            self._advance(metadata, output, new.req_id, new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            if request_id in cached.resumed_req_ids and request_id in self._prompts:
+                self._prompts[request_id].saved = 0
+            self._advance(metadata, output, request_id, cached.num_computed_tokens[index])
+        self._tables.end()
+        return metadata
+
+    def _advance(self, metadata: StepMetadata, output: Any, request_id: str, computed: int) -> None:
+        """Save the chunks of one request that this step finishes.
+
+        Only tokens whose ids are known now count. The newest sampled ids (async scheduling) and
+        unverified draft tokens are not known. A later step saves them.
+        """
+        prompt = self._prompts.get(request_id)
+        if prompt is None:
+            return
+        prompt.began = True
+        self._name(prompt)
+        if prompt.chain is None or prompt.blended or not self._duty.saves:
+            return
+        request, size = prompt.request, self._layout.chunk_tokens
+        known = request.num_tokens if self._duty.save_decode else request.num_prompt_tokens
+        finished = min(computed + output.num_scheduled_tokens[request_id], known) // size
+        prompt.states += self._tables.states(request_id)
+        if finished <= prompt.saved and not prompt.states:
+            return
+        tables = self._tables.of(request_id)
+        if tables is None:
+            return
+        if not prompt.saved and finished:
+            self.misses.first.saved(request.all_token_ids[:size], prompt.extras)
+        pieces = self._finished(prompt, tables, finished)
+        prompt.saved = max(finished, prompt.saved)
+        if pieces:
+            self._save(metadata, request_id, pieces, tables)
+
+    def _finished(self, prompt: Prompt, tables: Tables, finished: int) -> dict[ChunkKey, Piece]:
+        """Everything of ``finished`` chunks that is worth keeping.
+
+        First comes what all hits need, then what is behind the ends that are new. What comes first
+        stays longest.
+        """
+        geometry, size, request = self._geometry, self._layout.chunk_tokens, prompt.request
+        keys = self._keys(prompt, request.num_tokens)
+        found = dict(
+            zip(geometry.trunk_keys(keys, finished), geometry.trunk(0, finished), strict=True)
+        )
+        if geometry.is_gradual:
+            return found
+        shared, behind = getattr(request, "shared_prefix_boundary", 0), list[Piece]()
+        for chunk in range(finished, prompt.saved, -1):
+            if geometry.is_kept(chunk * size, request.num_prompt_tokens, shared):
+                behind += (
+                    piece
+                    for piece in geometry.behind(chunk * size)
+                    if piece.group.kind is not Kind.STATE
+                )
+        behind += self._states(prompt, tables, finished)
+        found |= {geometry.key(piece, keys): piece for piece in behind}
+        return {
+            key: piece
+            for key, piece in found.items()
+            if blocks_of(geometry, piece, tables) is not None
+        }
+
+    def _states(self, prompt: Prompt, tables: Tables, finished: int) -> list[Piece]:
+        """Recurrent states at the end of a finished chunk, if their blocks lie where vLLM said.
+
+        A state whose tokens are not known yet waits until they are.
+        """
+        found, waiting, size = list[Piece](), [], self._layout.chunk_tokens
+        for number, block, tokens in prompt.states:
+            group = next((one for one in self._geometry.groups if one.number == number), None)
+            if group is None or not tokens or tokens % size:
+                continue
+            piece = Piece(group, tokens // size - 1)
+            if blocks_of(self._geometry, piece, tables) != [block]:
+                continue
+            if tokens <= finished * size:
+                found.append(piece)
+            else:
+                waiting.append((number, block, tokens))
+        prompt.states = waiting
+        return found
+
+    def _save(
+        self, metadata: StepMetadata, request_id: str, pieces: dict[ChunkKey, Piece], tables: Tables
+    ) -> None:
+        geometry = self._geometry
+        lease = self.store.save(list(pieces))
+        if not lease.keys:
+            lease.close()
+            return
+        prompt = self._prompts[request_id]
+        if self.announcer is not None and prompt.spans is None:
+            self.announcer.saved(prompt.request, {key: pieces[key] for key in lease.keys})
+        held = [(pieces[key], slot) for key, slot in zip(lease.keys, lease.slots, strict=True)]
+        moves = saving(
+            geometry,
+            ((piece, slot, blocks_of(geometry, piece, tables) or []) for piece, slot in held),
+        )
+        job = Job(self._number(), self._address(lease.pool), moves)
+        self._pending[job.number] = Pending(request_id, lease.keys, save=lease)
+        metadata.saves.append(job)
+
+    # ---- ends ------------------------------------------------------------------------------------
+
+    def report(self, report: StepReport) -> None:
+        """vLLM's ``update_connector_output``: what all ranks said of this step's jobs."""
+        self._load_policy.ended(report.step, report.loaded_tokens, report.load_s, report.save_s)
+        for rank, count in report.replacements.items():
+            self._replacements_seen[rank] = max(count, self._replacements_seen.get(rank, 0))
+        if report.replacements:
+            self._renew()
+        if report.unmapped and (self._duty.loads or self._duty.saves):
+            self._turn_off(report.unmapped)
+        if self.spans is not None:
+            self.spans.report(report, len(self._parts))
+        for number in report.done.keys() | report.failed.keys():
+            pending = self._pending.get(number)
+            if pending is None:
+                continue
+            pending.done += report.done[number]
+            pending.failed += report.failed[number]
+            if pending.done + pending.failed == len(self._parts):
+                del self._pending[number]
+                self._end(pending, refused=bool(report.replacements))
+                if not self._is_saving(pending.request_id):
+                    self._afterwards.saved(pending.request_id)
+
+    def _end(self, pending: Pending, *, refused: bool) -> None:
+        """All ranks have reported a job. ``refused``: the model has other weights by now."""
+        if pending.save is not None:
+            self._end_save(pending, pending.save)
+        elif pending.load is not None:
+            self._end_load(pending, pending.load, refused=refused)
+
+    def _end_save(self, pending: Pending, lease: SaveLease) -> None:
+        """A chunk can be loaded only when every rank has written its part."""
+        if not pending.failed:
+            self.misses.saved(len(pending.keys))
+            lease.commit()
+            return
+        lease.close()
+        if self.announcer is not None:
+            self.announcer.not_saved(pending.keys)
+        prompt = self._prompts.get(pending.request_id)
+        if prompt is not None and not prompt.retried:
+            # The worker refuses saves for a while after weights were replaced.
+            prompt.saved, prompt.retried = 0, True
+
+    def _end_load(self, pending: Pending, lease: LoadLease, *, refused: bool) -> None:
+        """Chunks that one rank could not load are dropped, unless a model with other weights
+        refused them."""
+        self._loading -= Counter(pending.keys)
+        self._load_policy.load_ended(pending.tokens)
+        lease.close()
+        if not pending.failed:
+            return
+        if not refused:
+            self.store.invalidate(pending.keys)
+            logger.warning(
+                "load of %d chunks failed; they are dropped and recomputed", len(pending.keys)
+            )
+        prompt = self._prompts.get(pending.request_id)
+        if prompt is not None:
+            prompt.load_failed = True
+
+    def _turn_off(self, why: str) -> None:
+        """The workers cannot reach the pool: load and save nothing from now on."""
+        logger.error(
+            "%s: kvtier keeps and serves nothing in this engine; all its workers have to be on "
+            "one host",
+            why,
+        )
+        self._duty = self._duty._replace(loads=False, saves=False)
+        for prompt in self._prompts.values():
+            prompt.drop()
+
+    def _renew(self) -> None:
+        """The model has other weights.
+
+        Nothing that was saved before may be loaded. Nothing that a live request has in its blocks
+        may be saved. From now on the keys are those of this start of the engine only.
+        """
+        self._layout = start_only(
+            self._layout, "the model's weights were replaced under the running engine"
+        )
+        self._old_blocks = True
+        for prompt in self._prompts.values():
+            prompt.drop()
+            prompt.leave_alone()
+        for name in [name for name, prompt in self._prompts.items() if not prompt.began]:
+            del self._prompts[name]
+
+    def expects_reports(self) -> bool:
+        """vLLM's ``has_pending_push_work``: whether to take steps even with nothing to compute.
+
+        Workers can say only in a step that a copy is through. This ends some time after the last
+        job, because a report may never come. Events leave in a step too.
+        """
+        waits = bool(self._pending) or (self.spans is not None and self.spans.expects_reports)
+        reports = waits and self._load_policy.clock() < self._reports_until
+        return reports or (self.announcer is not None and self.announcer.waits)
+
+    def events(self) -> list[Any]:
+        """vLLM's ``take_events``."""
+        return self.announcer.take() if self.announcer is not None else []
+
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """vLLM's ``request_finished``. It is called for aborted requests too, whether they waited
+        or ran. Returns what the answer says of the request."""
+        prompt = self._prompts.pop(request.request_id, None)
+        self._running.discard(request.request_id)
+        self._tables.forget(request.request_id)
+        if prompt is not None:
+            prompt.drop()
+            keys = prompt.chain.keys if prompt.chain is not None else ()
+            self._afterwards.finished(
+                request.request_id, prompt.said, keys, saving=self._is_saving(request.request_id)
+            )
+            if prompt.spans is not None:
+                return {FIELD: prompt.spans.told(request)}
+        return None
+
+    def _is_saving(self, request_id: str) -> bool:
+        """Whether some job of this request is not confirmed."""
+        return any(pending.request_id == request_id for pending in self._pending.values())
+
+    def counts(self) -> dict[str, int]:
+        """What :class:`Misses` has newly counted, and hints by kind."""
+        spans = self.spans.new() if self.spans is not None else {}
+        return self.misses.new() | self._afterwards.new() | spans
+
+    def clear(self) -> None:
+        """Drop every chunk, in every tier."""
+        self.store.invalidate_all()
+
+    def close(self) -> bool:
+        """Let go of the store.
+
+        Jobs that workers have not confirmed keep their leases. A server ends those when no process
+        of this engine has its pool mapped any more.
+        """
+        for prompt in self._prompts.values():
+            prompt.drop()
+        return self.store.close()
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def _prompt(self, request: Any) -> Prompt:
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None or prompt.request is not request:
+            if prompt is not None:
+                prompt.drop()
+            prompt = self._prompts[request.request_id] = Prompt(request, None, of_request(request))
+        self._name(prompt)
+        return prompt
+
+    def _name(self, prompt: Prompt) -> None:
+        """Make keys for a request that is new, or whose streaming session goes on."""
+        if prompt.name(self._layout, self._adapters):
+            prompt.drop()
+
+    def _keys(self, prompt: Prompt, tokens: int) -> list[ChunkKey]:
+        """Keys of the request's whole chunks so far. Only new tokens are hashed."""
+        chain = prompt.chain
+        assert chain is not None
+        if tokens // self._layout.chunk_tokens > len(chain.keys):
+            chain.extend(prompt.request.all_token_ids[:tokens])
+        return chain.keys
+
+    def _address(self, pool: Pool | None) -> PoolAddress:
+        """Where workers map the pool of a lease."""
+        assert pool is not None, "a lease with slots has a pool"
+        address = self._addresses.get(pool)
+        if address is None:
+            address = PoolAddress(
+                pool.path, pool.witness_path, pool.slots, pool.slot_bytes, self._parts
+            )
+            self._addresses[pool] = address
+        return address
+
+    def _number(self) -> int:
+        self._reports_until = self._load_policy.clock() + _REPORTS_S
+        self._next_job += 1
+        return self._next_job
+
+
+def _work(output: Any) -> list[tuple[int, int]]:
+    """What a step computes: for each request how many tokens, and how many were there before."""
+    there = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    there.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return [
+        (tokens, there.get(request_id, 0))
+        for request_id, tokens in output.num_scheduled_tokens.items()
+    ]
+
+
+def _is_served_elsewhere(request: Any) -> bool:
+    """Whether the request reads no cache, or waits for another connector's prefill."""
+    return bool(
+        request.skip_reading_prefix_cache
+        or (request.kv_transfer_params or {}).get("do_remote_prefill")
+    )

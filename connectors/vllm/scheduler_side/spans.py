@@ -1,0 +1,303 @@
+"""The scheduler's half of spans: requests that ask for documents from other prompts.
+
+Such an answer is an approximation, so it is opt-in twice: the key ``spans``, and the request. Rules
+that keep everything else exact:
+
+- Before vLLM looks at a request that asks, it gets a cache salt that nobody else has. So no other
+  request ever finds its blocks in vLLM's own prefix cache.
+- Keys of kvtier's are made before that, with the client's own salt. Homes are found under them.
+- From the moment at which tokens of another place are loaded for it, nothing of it is saved.
+
+A request for which nothing is moved is computed, loaded and saved as any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.api import KVStore
+from kvtier.connectors.vllm.metadata import PoolAddress, SpanJob, StepReport
+from kvtier.connectors.vllm.scheduler_side.asked import FIELD, Asked
+from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
+from kvtier.connectors.vllm.scheduler_side.requests import Adapters, request_extra
+from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.pool import Pool
+from kvtier.spans.plan import (
+    PROMPT,
+    Piece,
+    Section,
+    chunks_of,
+    is_moved,
+    pieces_of,
+    ranges_of,
+    sections_of,
+)
+from kvtier.spans.prompts import Range, homes
+from kvtier.store.lease import LoadLease
+
+logger = logging.getLogger("kvtier.connectors.vllm")
+
+DECLINED = ("off", "malformed", "unsupported", "salt", "missing", "exact", "room", "failed")
+"""Why a request that asks for spans is computed exactly."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A job that workers have not all confirmed."""
+
+    leases: list[LoadLease]
+    prompt: Prompt
+    end: int
+    """Tokens that the request then has."""
+    done: int = 0
+    failed: int = 0
+
+
+class Spans:
+    """One engine's. Called by vLLM's scheduling loop, one thread."""
+
+    def __init__(
+        self,
+        store: KVStore,
+        layout: ChunkLayout,
+        block_tokens: int,
+        timeout_s: float,
+        clock: Callable[[], float],
+        why_not: str,
+    ) -> None:
+        """``why_not``: why this engine moves nothing; empty: it does."""
+        self._store, self._layout, self._block = store, layout, block_tokens
+        self._timeout_s, self._clock, self.why_not = timeout_s, clock, why_not
+        self._pending: dict[int, _Pending] = {}
+        self._new: Counter[str] = Counter()
+        self._warned: set[str] = set()
+
+    # ---- a request comes -------------------------------------------------------------------------
+
+    def begin(self, prompt: Prompt, adapters: Adapters) -> None:
+        """A request that is new to vLLM, with its keys. No cache was asked for it yet."""
+        request = prompt.request
+        given = (request.kv_transfer_params or {}).get(FIELD)
+        if given is None or prompt.chain is None:
+            return
+        if why := self.why_not or _why_not(request):
+            self._decline(prompt, "off" if why == "off" else "unsupported", why)
+            return
+        try:
+            ranges = ranges_of(given, request.num_prompt_tokens)
+        except ValueError as error:
+            self._decline(prompt, "malformed", str(error))
+            return
+        extra = request_extra(request, adapters)
+        assert extra is not None, "the prompt has keys"
+        asked = self._named(request, ranges, extra)
+        if not _resalt(request):
+            self._decline(prompt, "salt", "vLLM's prefix cache does not heed a new cache salt")
+            return
+        prompt.spans = asked
+
+    def _named(self, request: Any, ranges: list[Range], extra: bytes) -> Asked:
+        tokens, size = list(request.prompt_token_ids), self._layout.chunk_tokens
+        parts = [tokens[one.begin : one.end] for one in ranges]
+        keys, twins = [], list[tuple[int, int, int, int]]()
+        for source, home in enumerate(homes(parts[0], parts[1:], size), 1):
+            chain = self._layout.chain(extra, {})
+            chain.extend(home.tokens)
+            keys.append(list(chain.keys))
+            for chunk in range(home.document.begin // size, len(home.tokens) // size):
+                pair = _twins(home.tokens[chunk * size : (chunk + 1) * size])
+                if pair:
+                    twins.append((source, chunk, *pair))
+        return Asked(ranges, keys, twins)
+
+    def _decline(self, prompt: Prompt, reason: str, why: str) -> None:
+        self._new[f"unblended_{reason}"] += 1
+        if reason not in self._warned:
+            self._warned.add(reason)
+            logger.warning("a request asks for %s and is computed exactly: %s", FIELD, why)
+        if prompt.spans is not None:
+            prompt.spans.declined = reason
+
+    # ---- lookup ----------------------------------------------------------------------------------
+
+    def promise(self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int) -> int | None:
+        """Tokens beyond the first ``computed`` that are there, some of them moved. 0: none are, so
+        the request is one as any other. None: ask again. ``keys``: of the prompt's own chunks."""
+        asked = prompt.spans
+        if asked is None or asked.declined:
+            return 0
+        if asked.begin != computed:
+            asked.drop()
+            if not self._claim(prompt, asked, keys):
+                return 0
+            asked.begin, asked.until = computed, self._clock() + self._timeout_s
+        polls = [lease.poll() for lease in asked.leases]
+        if any(poll.coming for poll in polls) and self._clock() < asked.until:
+            return None
+        there = [
+            poll.ready >= len(lease.keys) for poll, lease in zip(polls, asked.leases, strict=True)
+        ]
+        usable = asked.sections[: there.index(False) if False in there else len(there)]
+        end = min(usable[-1].end, prompt.request.num_tokens - 1) if usable else 0
+        end = end // self._block * self._block
+        inside = [section for section in usable if section.begin < end]
+        if end <= computed or not is_moved(inside):
+            self._end(asked, "missing" if asked.missing or len(usable) < len(there) else "exact")
+            return 0
+        for lease in asked.leases[len(inside) :]:
+            lease.close()
+        asked.sections, asked.leases = inside, asked.leases[: len(inside)]
+        return end - computed
+
+    def _claim(self, prompt: Prompt, asked: Asked, keys: Sequence[ChunkKey]) -> bool:
+        """Claim what the prompt can be put together from; whether that is worth it."""
+        size, store = self._layout.chunk_tokens, self._store
+        exact = store.lookup(keys).known * size if keys else 0
+        wanted = sections_of(asked.ranges, exact)
+        asked.missing, found = [], list[Section]()
+        for section in wanted:
+            source = self._keys(asked, section, keys)
+            chunks = chunks_of(section, size)
+            result = store.lookup(source[chunks.start : chunks.stop])
+            if result.known < len(chunks) and result.asking is None:
+                asked.missing.append(section.source)
+                break
+            found.append(section)
+        if not is_moved(found):
+            is_exact = bool(wanted) and not is_moved(wanted) and not asked.missing
+            self._end(asked, "exact" if is_exact else "missing")
+            return False
+        if not self._has_room(sum(len(chunks_of(section, size)) for section in found)):
+            self._end(asked, "room")
+            return False
+        for section in found:
+            chunks = chunks_of(section, size)
+            source = self._keys(asked, section, keys)[: chunks.stop]
+            asked.leases.append(store.load(source, chunks.start, most=len(chunks)))
+        asked.sections = found
+        if len({id(lease.pool) for lease in asked.leases}) != 1:
+            self._end(asked, "failed")
+            return False
+        return True
+
+    def _keys(self, asked: Asked, section: Section, own: Sequence[ChunkKey]) -> list[ChunkKey]:
+        return list(own) if section.source == PROMPT else asked.homes[section.source - 1]
+
+    def _has_room(self, chunks: int) -> bool:
+        """One request may claim a quarter of RAM."""
+        pool = self._store.pool
+        return pool is not None and chunks <= pool.slots // 4
+
+    def _end(self, asked: Asked, reason: str) -> None:
+        asked.drop()
+        asked.declined = reason
+        self._new[f"unblended_{reason}"] += 1
+
+    # ---- a job -----------------------------------------------------------------------------------
+
+    def job(
+        self,
+        prompt: Prompt,
+        number: int,
+        address: Callable[[Pool | None], PoolAddress],
+        blocks: Sequence[int],
+        tokens: int,
+    ) -> SpanJob:
+        """The request gets blocks: ``tokens`` of what was promised are loaded. From now on nothing
+        of it is saved."""
+        asked = prompt.spans
+        assert asked is not None
+        begin, end, size = asked.begin, asked.begin + tokens, self._layout.chunk_tokens
+        pieces, slots_of = list[Piece](), dict[tuple[int, int], int]()
+        for section, lease in zip(asked.sections, asked.leases, strict=True):
+            slots = lease.slots
+            for chunk, slot in zip(chunks_of(section, size), slots, strict=False):
+                slots_of[section.source, chunk] = slot
+            pieces += pieces_of(section, slots, size, begin, end)
+        twins = [
+            (slots_of[source, chunk], one, other)
+            for source, chunk, one, other in asked.twins
+            if (source, chunk) in slots_of
+        ]
+        where = address(asked.leases[0].pool)
+        job = SpanJob(number, where, pieces, list(blocks), prompt.request.request_id, tokens, twins)
+        self._pending[number] = _Pending(asked.leases, prompt, end)
+        asked.leases, asked.sections, asked.begin = [], [], -1
+        prompt.blended, prompt.sources = True, {"spans": tokens}
+        moved = sum(piece.tokens for piece in pieces if piece.distance)
+        self._new["spans_moved"] += moved
+        self._new["spans_kept"] += tokens - moved
+        return job
+
+    def report(self, report: StepReport, ranks: int) -> None:
+        """What workers said of jobs."""
+        for number in (report.done.keys() | report.failed.keys()) & self._pending.keys():
+            pending = self._pending[number]
+            pending.done += report.done[number]
+            pending.failed += report.failed[number]
+            if pending.done + pending.failed < ranks:
+                continue
+            del self._pending[number]
+            for lease in pending.leases:
+                lease.close()
+            asked = pending.prompt.spans
+            assert asked is not None
+            if pending.failed:
+                pending.prompt.load_failed = True
+                self._end(asked, "failed")
+            else:
+                asked.reused = max(asked.reused, pending.end)
+
+    @property
+    def expects_reports(self) -> bool:
+        return bool(self._pending)
+
+    def new(self) -> dict[str, int]:
+        """Since the last call: tokens by ``spans_<kind>``, requests by ``unblended_<reason>``."""
+        counts, self._new = dict(self._new), Counter()
+        return counts
+
+
+def _why_not(request: Any) -> str:
+    """Why nothing can be moved for a request; empty: it can."""
+    if request.mm_features:
+        return "it has images or other media"
+    if getattr(request, "prompt_embeds", None) is not None or not request.prompt_token_ids:
+        return "its prompt is no token ids"
+    if getattr(request, "resumable", False):
+        return "it is a streaming session"
+    if getattr(request, "skip_reading_prefix_cache", False):
+        return "it reads no cache"
+    return ""
+
+
+def _resalt(request: Any) -> bool:
+    """Give a request a cache salt that nobody else has. False, and nothing has changed, when that
+    does not make its blocks others for vLLM."""
+    salt, before = request.cache_salt, list(request.block_hashes)
+    request.cache_salt = f"{salt or ''}|{FIELD}|{secrets.token_hex(16)}"
+    request.block_hashes.clear()
+    request.update_block_hashes()
+    after = list(request.block_hashes)
+    if len(before) == len(after) and not set(before) & set(after):
+        return True
+    request.cache_salt = salt
+    request.block_hashes.clear()
+    request.block_hashes.extend(before)
+    return False
+
+
+def _twins(tokens: Sequence[int]) -> tuple[int, int] | None:
+    """Two places with the same token, as far apart as the first that comes twice has them."""
+    seen: dict[int, int] = {}
+    best: tuple[int, int] | None = None
+    for place, token in enumerate(tokens):
+        first = seen.setdefault(token, place)
+        if first != place and (best is None or place - first > best[1] - best[0]):
+            best = first, place
+    return best

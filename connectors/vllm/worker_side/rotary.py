@@ -1,0 +1,45 @@
+"""How the loaded model rotates its keys, from its own rotary module.
+
+Only what is known to rotate every layer's keys alike is taken: some models by name, some classes of
+rotary modules. Whatever else a model has is refused in words, and then nothing of it is ever moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from kvtier.connectors.vllm.worker_side.loaded import models_with
+from kvtier.core.errors import LayoutError
+from kvtier.gpu.rotation import Rotation, rotation_of
+
+MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Every layer of these has rotated keys."""
+_CLASSES = ("RotaryEmbedding", "Llama3RotaryEmbedding", "YaRNScalingRotaryEmbedding")
+"""Angles that grow evenly with the position, whatever the length of the prompt."""
+
+
+def rotation_of_model(layers: Sequence[nn.Module], longest: int) -> Rotation:
+    """``layers``: the attention layers whose KV is kept. ``longest``: tokens of the longest prompt.
+
+    Raises LayoutError for a model whose rotation is not known.
+    """
+    roots = models_with(list(layers))
+    kinds = [type(root).__name__ for root in roots]
+    if len(roots) != 1 or kinds[0] not in MODELS:
+        raise LayoutError(f"models {kinds}; expected one of {', '.join(MODELS)}")
+    found: dict[int, Any] = {
+        id(module): module
+        for module in roots[0].modules()
+        if "rotary" in type(module).__name__.lower() and hasattr(module, "rotary_dim")
+    }
+    kinds = sorted(type(module).__name__ for module in found.values())
+    if len(found) != 1 or kinds[0] not in _CLASSES:
+        raise LayoutError(f"rotary modules {kinds}; expected one of {', '.join(_CLASSES)}")
+    (module,) = found.values()
+    table = module._compute_cos_sin_cache()
+    if len(table) < longest:
+        raise LayoutError(f"a rotary table of {len(table)} positions for prompts of {longest}")
+    return rotation_of(table.cpu(), module.rotary_dim, module.is_neox_style)

@@ -1,0 +1,497 @@
+"""A worker's half of the connector: copies between slots and blocks. It knows slot numbers, block
+ids and, for a load, the request that waits for it. It never knows keys or tokens.
+
+A load goes into blocks of a request that waits. vLLM plans no step over them before every rank has
+reported that the load ended. So a load that fails costs its request the time to compute, and
+nothing else. Each rank reports it exactly once (:meth:`WorkerHalf.transfers`), also for a request
+that was aborted in the meantime: until then vLLM keeps its blocks.
+
+*On a CPU* the worker's own thread copies, after the forward pass, chunk by chunk. Copies make a
+step that computes longer by at most 5 ms or a twentieth of its forward pass. The rest of a load
+waits for the next step. A step that computes nothing delays nobody, and copies for up to 20 ms.
+
+*On a GPU* copies run while the step and the following steps run. They are ordered against the
+forward pass on the device (:mod:`kvtier.gpu.staged`). The first step that finds a job's copy done
+confirms the job. vLLM goes on with steps until all jobs are confirmed (``has_pending_push_work``),
+without tokens if there are none to compute. So a chunk is READY one step after its DMA, even when
+no further request comes. The host waits nowhere.
+
+*Replaced weights.* What a step computes belongs to the weights that it found. The worker checks
+them at the beginning of every step that has chunks to move. When they have changed, the loads fail,
+and nothing is saved until the scheduler's metadata shows that it knows (``replacements_seen``).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from kvtier.client.attachment import SharedPool
+from kvtier.connectors.vllm.metadata import (
+    Job,
+    PoolAddress,
+    RankLayout,
+    SpanJob,
+    StepMetadata,
+    StepReport,
+)
+from kvtier.connectors.vllm.tables import NULL_BLOCK
+from kvtier.connectors.vllm.worker_side.moved import Mover
+from kvtier.core.errors import KVTierError, LayoutError, StateError
+from kvtier.core.pool import Pool
+from kvtier.gpu import Copies, Copy, PagedBlocks, Pinning, nothing, regions_of, slot_tensor
+from kvtier.gpu import Job as SlotJob
+
+logger = logging.getLogger("kvtier.connectors.vllm")
+
+BUSY_COPY_S, BUSY_COPY_PART = 0.005, 0.05
+"""The longest time by which copies of loads make a step that computes longer: so many seconds, or
+this part of its forward pass, whichever is longer."""
+_IDLE_COPY_S = 0.02
+"""The same for a step that computes nothing: a request that arrives meanwhile waits for it."""
+
+
+Placed = tuple[int, SlotJob]
+"""A copy, with the index of its group."""
+
+
+class GroupLayers(NamedTuple):
+    """A cache group as workers know it."""
+
+    layers: frozenset[str]
+    blocks_per_piece: int
+
+
+class _Running(NamedTuple):
+    """A job whose copy runs on a device and is not confirmed yet."""
+
+    job: Job
+    copy: Copy
+    is_load: bool
+
+
+class _Copying(NamedTuple):
+    """A load that the worker's own thread copies."""
+
+    job: Job
+    left: deque[Placed]
+    block_tokens: float
+    """How many of the job's tokens one of its blocks stands for."""
+
+
+class Loaded(Protocol):
+    """See :class:`kvtier.connectors.vllm.worker_side.loaded.LoadedModel`."""
+
+    def backends(self) -> list[str]: ...
+    def resolved(self) -> dict[str, str] | None: ...
+    def weights(self) -> str | None: ...
+    def replaced(self, *, looks: bool) -> bool: ...
+
+
+class WorkerHalf:
+    """One rank. Only vLLM's worker thread calls it."""
+
+    def __init__(
+        self,
+        rank: int,
+        num_blocks: int,
+        groups: Sequence[GroupLayers],
+        model: Callable[[], Loaded],
+        clock: Callable[[], float] = time.perf_counter,
+        make_mover: Callable[[Mapping[str, torch.Tensor]], Mover] | None = None,
+    ) -> None:
+        """``groups``: the groups that are kept. ``model``: returns the loaded model, once the KV
+        caches are registered. ``clock``: seconds."""
+        self._rank = rank
+        self._find_model = model
+        self._model: Loaded | None = None
+        self._make_mover = make_mover
+        self._mover: Mover | None = None
+        self._why_no_spans = "off"
+        self._num_blocks = num_blocks
+        self._groups = groups
+        self._clock = clock
+        self._paged: list[PagedBlocks] = []
+        """One for each group. Blocks of all groups share the same memory, and a block belongs to
+        one group."""
+        self._pinning: Pinning | None = None
+        self._pools: dict[PoolAddress, _MappedPool] = {}
+        self._told: PoolAddress | None = None
+        """The last pool that was mapped early, or that could not be."""
+        self._copying: deque[_Copying] = deque()
+        self._running: deque[_Running] = deque()
+        self._step_began = 0.0
+        self._forward_s = 0.0
+        """The time of the last step that computed."""
+        self._token_s: float | None = None
+        """Seconds a token of the last load that a device copied by itself."""
+        self._replacements = 0
+        self._finished: set[str] = set()
+        self._failed: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._report = StepReport()
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """vLLM's ``register_kv_caches``. Raises LayoutError for tensors that kvtier cannot
+        describe."""
+        regions = [
+            regions_of(_of_group(kv_caches, group, self._groups), self._num_blocks)
+            for group in self._groups
+        ]
+        first = next((each[0].rows for each in regions if each), None)
+        if first is not None and first.is_cuda:
+            self._pinning = Pinning(first.device)
+        locked, room = (
+            (self._pinning.cuts, len(regions)) if self._pinning is not None else (nothing, 1)
+        )
+        self._paged = [
+            PagedBlocks(each, group.blocks_per_piece, locked=locked, sharers=room)
+            for each, group in zip(regions, self._groups, strict=True)
+        ]
+        self._model = self._find_model()
+        if self._make_mover is not None:
+            try:
+                self._mover, self._why_no_spans = self._make_mover(kv_caches), ""
+            except LayoutError as error:
+                self._why_no_spans = str(error)
+
+    def layout(self) -> RankLayout | None:
+        """vLLM's ``get_handshake_metadata``."""
+        if not self._paged or self._model is None:
+            return None
+        told = [paged.describe() for paged in self._paged]
+        shape = told[0] if len(told) == 1 else {"groups": told, "device": told[0]["device"]}
+        return RankLayout(
+            tuple(paged.block_bytes for paged in self._paged),
+            shape | {"backends": self._model.backends()},
+            model=self._model.resolved(),
+            weights=self._model.weights(),
+            why_no_spans=self._why_no_spans,
+        )
+
+    # ---- one engine step -------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """vLLM's ``bind_connector_metadata``: a step begins."""
+        self._step_began = self._clock()
+        if self._pinning is not None:
+            self._pinning.look()
+
+    def load(self, metadata: StepMetadata) -> None:
+        """vLLM's ``start_load_kv``: begin this step's loads, and continue those of earlier steps.
+        vLLM calls it after the forward pass (before 0.32: before it)."""
+        pools = {job.pool for job in (*metadata.loads, *metadata.saves)}
+        self._let_go({metadata.pool} | pools | {job.pool for job in metadata.spans})
+        self._report.step = metadata.number
+        self._map_early(metadata.pool)
+        if self._has_other_weights(metadata):
+            for job in (*metadata.loads, *(copying.job for copying in self._copying)):
+                self._ended(job, failed=True)
+            self._copying.clear()
+            for span_job in (*metadata.spans, *(self._mover.give_up() if self._mover else ())):
+                self._ended(span_job, failed=True)
+            return
+        for job in metadata.loads:
+            self._begin_load(job)
+        for span_job in metadata.spans:
+            assert self._mover is not None, "spans are asked of who said that it has none"
+            self._mover.begin(span_job)
+        self._copy_on(metadata.computes)
+        self._move_on(metadata.computes)
+
+    def _begin_load(self, job: Job) -> None:
+        try:
+            copies = self._copies(job)
+            if self._copies_at_once:
+                self._copying.append(_Copying(job, deque(copies), job.tokens / len(job.blocks)))
+                return
+            copy = self._moved(copies, load=True)
+        except Exception:
+            logger.exception("rank %d: load of %d blocks failed", self._rank, len(job.blocks))
+            self._ended(job, failed=True)
+            return
+        self._running.append(_Running(job, copy, is_load=True))
+        # how long this copy takes is known only after its step was reported
+        if self._token_s is not None:
+            self._report.loaded_tokens += job.tokens
+            self._report.load_s += self._token_s * job.tokens
+
+    def _copy_on(self, computes: bool) -> None:
+        """Copy chunks until all loads are done, or the time of this step is up."""
+        begun = now = self._clock()
+        until = begun + self._copy_s(computes)
+        while self._copying and now < until:
+            job, left, block_tokens = self._copying[0]
+            try:
+                while left and now < until:
+                    place, piece = left.popleft()
+                    self._paged[place].load([piece])
+                    self._report.loaded_tokens += block_tokens * len(piece[2])
+                    now = self._clock()
+            except Exception:
+                logger.exception("rank %d: load of %d blocks failed", self._rank, len(job.blocks))
+                self._copying.popleft()
+                self._ended(job, failed=True)
+                continue
+            if not left:
+                self._copying.popleft()
+                self._ended(job, failed=False)
+        self._report.load_s += now - begun
+
+    def _move_on(self, computes: bool) -> None:
+        """Move tokens of spans, in pieces of a slot, for as long as :meth:`_copy_on` may copy."""
+        if self._mover is None or not self._mover.jobs:
+            return
+        begun = self._clock()
+        until = begun + self._copy_s(computes)
+
+        def part(job: SpanJob, slot: int) -> torch.Tensor:
+            return self._mapped(job.pool).part(slot, 0)
+
+        for job, failed in self._mover.go_on(part, lambda: self._clock() < until):
+            self._ended(job, failed=failed)
+        # Not as a load's time, because estimates of plain loads are made of those.
+        self._report.save_s += self._clock() - begun
+
+    def _copy_s(self, computes: bool) -> float:
+        """How long loads may be copied in this step."""
+        return max(BUSY_COPY_S, BUSY_COPY_PART * self._forward_s) if computes else _IDLE_COPY_S
+
+    def _has_other_weights(self, metadata: StepMetadata) -> bool:
+        """Whether the weights were replaced since the last check. It is asked before anything is
+        loaded."""
+        moves = bool(metadata.spans or (self._mover and self._mover.jobs))
+        looks = bool(metadata.loads or metadata.saves or self._copying or moves)
+        if self._model is None or not self._model.replaced(looks=looks):
+            return False
+        self._replacements += 1
+        self._report.replacements[self._rank] = self._replacements
+        return True
+
+    def save(self, metadata: StepMetadata) -> None:
+        """vLLM's ``wait_for_save``, after the forward pass. It returns when the engine may go on
+        and overwrite blocks."""
+        self._confirm()
+        begun = self._clock()
+        if metadata.computes:
+            copied_s = self._report.load_s + self._report.save_s
+            self._forward_s = max(0.0, begun - self._step_began - copied_s)
+        refused = metadata.replacements_seen.get(self._rank, 0) < self._replacements
+        for job in metadata.saves:
+            if refused:
+                self._report.failed[job.number] += 1
+                continue
+            try:
+                own = [copy for copy in self._copies(job) if self._mapped(job.pool).writes[copy[0]]]
+                if own:
+                    self._running.append(_Running(job, self._moved(own, load=False), is_load=False))
+                else:
+                    self._report.done[job.number] += 1
+            except Exception:
+                logger.exception("rank %d: save of %d blocks failed", self._rank, len(job.blocks))
+                self._report.failed[job.number] += 1
+        self._report.save_s += self._clock() - begun
+
+    def transfers(self) -> tuple[set[str], set[str]]:
+        """vLLM's ``get_transfer_results``: requests whose load has ended since the last call, and
+        those of them whose load failed."""
+        self._confirm()
+        ended = self._finished, self._failed
+        self._finished, self._failed = set(), set()
+        return ended
+
+    def bad_blocks(self) -> set[int]:
+        """vLLM's ``get_block_ids_with_load_errors``, where :meth:`transfers` cannot say which loads
+        failed. It returns the blocks of the loads that failed since the last call. Called after
+        :meth:`transfers`."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def report(self) -> StepReport:
+        """vLLM's ``build_connector_worker_meta``: that this step has ended, and which jobs have
+        ended since the last one."""
+        report, self._report = self._report, StepReport()
+        return report
+
+    def close(self) -> None:
+        """Wait for the copies that run, then unmap."""
+        while self._running:
+            try:
+                self._running.popleft().copy.wait()
+            except Exception:
+                logger.exception("rank %d: a copy failed", self._rank)
+        self._copying.clear()
+        if self._mover is not None:
+            self._mover.give_up()
+        self._let_go(set())
+        if self._pinning is not None:
+            self._pinning.close()
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def _confirm(self) -> None:
+        """Count the copies that are done, in the order in which they were begun."""
+        while self._running:
+            job, copy, is_load = self._running[0]
+            try:
+                if not copy.done():
+                    return
+            except Exception:
+                logger.exception(
+                    "rank %d: copy of %d blocks failed on the device", self._rank, len(job.blocks)
+                )
+                failed = True
+            else:
+                failed = False
+                if copy.seconds is not None:
+                    self._token_s = copy.seconds / max(1, job.tokens)
+            self._running.popleft()
+            if is_load:
+                self._ended(job, failed=failed)
+            else:
+                (self._report.failed if failed else self._report.done)[job.number] += 1
+
+    def _ended(self, job: Job | SpanJob, *, failed: bool) -> None:
+        """A load has ended: the store gets its slots back, and vLLM is told once."""
+        (self._report.failed if failed else self._report.done)[job.number] += 1
+        self._finished.add(job.request_id)
+        if failed:
+            self._failed.add(job.request_id)
+            self._bad_blocks.update(job.blocks)
+
+    @property
+    def _copies_at_once(self) -> bool:
+        """Whether this thread copies by itself."""
+        return all(paged.copies_at_once for paged in self._paged)
+
+    def _moved(self, copies: Sequence[Placed], *, load: bool) -> Copy:
+        """Begin the copies of a job. The job ends with the last of them."""
+        parts = []
+        for place, paged in enumerate(self._paged):
+            own = [copy for where, copy in copies if where == place]
+            if own:
+                parts.append(paged.load(own) if load else paged.save(own))
+        return parts[0] if len(parts) == 1 else Copies(parts)
+
+    def _mapped(self, address: PoolAddress) -> _MappedPool:
+        """Map a pool at its first job, unless it is mapped."""
+        if address not in self._pools:
+            self._pools[address] = _MappedPool(
+                address, self._rank, self._part_bytes(), self._pinning
+            )
+        return self._pools[address]
+
+    def _map_early(self, address: PoolAddress | None) -> None:
+        """Map the engine's own pool in the first step. What prevents that (another host, or other
+        process ids) prevents it for ever, so the scheduler's half is told at once. A server's pool
+        may only be away for a time.
+
+        On a GPU a server's pool is also mapped when a step first names it, because it takes a while
+        to lock its pages. Workers hear of a pool no earlier than that: vLLM's handshake tells them
+        nothing. By then vLLM has captured its graphs.
+        """
+        own = address is not None and address.witness_path is None
+        if (
+            address is None
+            or address in self._pools
+            or address == self._told
+            or not (own or self._pinning)
+        ):
+            return
+        self._told = address
+        try:
+            self._mapped(address)
+        except KVTierError as error:
+            if own:
+                self._report.unmapped = f"rank {self._rank}: {error}"
+
+    def _let_go(self, needed: set[PoolAddress | None]) -> None:
+        """Unmap the pools that no job needs any more, because a server waits for that."""
+        needed |= {one.job.pool for one in self._running} | {one.job.pool for one in self._copying}
+        needed |= {job.pool for job in self._mover.jobs} if self._mover is not None else set()
+        for address in self._pools.keys() - needed:
+            self._pools.pop(address).close()
+
+    def _part_bytes(self) -> list[int]:
+        """Bytes of this rank's part of a piece, by group."""
+        return [paged.block_bytes * paged.blocks_per_chunk for paged in self._paged]
+
+    def _copies(self, job: Job) -> list[Placed]:
+        """Cut a job into (slot part, first block in the piece, block ids), one for each piece.
+        Raises StateError for the null block, which stands for tokens that a group does not have."""
+        mapped = self._mapped(job.pool)
+        copies = list[Placed]()
+        for place, slots, blocks, at in job.moves:
+            if NULL_BLOCK in blocks:
+                raise StateError(f"group {place}: a copy of the null block, which is nobody's KV")
+            taken, most = -at, self._paged[place].blocks_per_chunk
+            for slot in slots:
+                first, ids = max(0, -taken), blocks[max(0, taken) : taken + most]
+                copies.append((place, (mapped.part(slot, place), first, ids)))
+                taken += most
+        return copies
+
+
+def _of_group(
+    kv_caches: Mapping[str, Any], group: GroupLayers, groups: Sequence[GroupLayers]
+) -> dict[str, torch.Tensor]:
+    """A group's tensors. A recurrent layer has several, each with one row a block."""
+    found = dict[str, torch.Tensor]()
+    for layer, cache in kv_caches.items():
+        if len(groups) > 1 and layer not in group.layers:
+            continue
+        if isinstance(cache, list | tuple):
+            found |= {f"{layer}.{index}": tensor for index, tensor in enumerate(cache)}
+        else:
+            found[layer] = cache
+    return found
+
+
+class _MappedPool:
+    """One pool as one rank maps it. Raises TierError when it cannot be mapped (any more).
+
+    The pool's owner makes its pages present, not the worker, because a worker shares its cores with
+    the model. Here the pages are mapped: by the driver that page-locks them, or for each slot at
+    its first use.
+    """
+
+    def __init__(
+        self, address: PoolAddress, rank: int, part_bytes: Sequence[int], pinning: Pinning | None
+    ) -> None:
+        """``part_bytes``: bytes of this rank's part of a piece, by group."""
+        if address.witness_path is None:
+            self.pool: Pool = Pool.attach(address.path, address.slots, address.slot_bytes)
+        else:
+            self.pool = SharedPool.join(
+                address.path, address.witness_path, address.slots, address.slot_bytes
+            )
+        self.writes = [writes for _, writes in address.parts[rank]]
+        self._spans = [
+            (start, start + size)
+            for (start, _), size in zip(address.parts[rank], part_bytes, strict=True)
+        ]
+        self._span = min(start for start, _ in self._spans), max(end for _, end in self._spans)
+        self._parts = [slot_tensor(self.pool.view(slot)) for slot in range(address.slots)]
+        self._untouched = set(range(address.slots) if pinning is None else ())
+        self._pinning = pinning
+        if pinning is not None:
+            pinning.begin(self.pool.buffer, address.slot_bytes, self._span)
+
+    def part(self, slot: int, place: int) -> torch.Tensor:
+        """This rank's part of a slot that holds a piece of this group."""
+        if slot in self._untouched:
+            self._untouched.remove(slot)
+            self.pool.touch(slot, *self._span)
+        return self._parts[slot][slice(*self._spans[place])]
+
+    def close(self) -> None:
+        """Unmap the pool. No copy from it or to it may be running."""
+        self._parts.clear()
+        if self._pinning is not None:
+            self._pinning.end(self.pool.buffer)
+        self.pool.close()

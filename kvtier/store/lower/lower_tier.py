@@ -1,0 +1,307 @@
+"""LowerTier: one tier below RAM as its Store uses it: how fast it answers, what it is asked, what
+it has yet to delete, and its part of a budget.
+
+Promotions (:mod:`kvtier.store.lower.promotion`) read from it into slots, and spills
+(:mod:`kvtier.store.lower.spill`) write to it. What is decided under the Store's lock is done
+outside it, on the tier's lane. The Store keeps the claims and leases.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import NamedTuple
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.lanes import Executor, Work
+from kvtier.core.lookup import Asking
+from kvtier.core.pool import Pool
+from kvtier.core.steps import AT_ONCE, Steps
+from kvtier.load_policy.latency import Pace
+from kvtier.store.directory import Directory, Entry
+from kvtier.store.lower.write_budget import WriteBudget
+from kvtier.store.reports.miss_reasons import Left
+from kvtier.store.reports.timings import Timings
+from kvtier.store.room import Room
+from kvtier.tiers.base import Tier
+
+
+class Place(NamedTuple):
+    """A lower tier as a Store is given it."""
+
+    tier: Tier
+    lane: Executor
+    budget: WriteBudget | None = None
+    """What may be written there; None: all."""
+    on_evict: bool = False
+    """Chunks are written when RAM is about to evict them, and not when they were saved.
+
+    What is forgotten before costs no write, and no hit is lost: the Mooncake conversation trace
+    (room for 2.5 % of it in RAM, 20 % below) has 35.0 % for 34.5 % of its chunks hit, with 2 %
+    fewer writes. But a crash loses what only RAM had; a clean close writes it. When saves come
+    faster than writes, the coldest chunk leaves unwritten and is counted as late: the newest is
+    likelier to be asked for again, and a refused save would cut its run."""
+
+
+class Core(NamedTuple):
+    """What a Store and its lower tiers share; ``lock`` guards all of it but the pool's bytes."""
+
+    lock: AbstractContextManager[object]
+    directory: Directory
+    pool: Pool
+    counts: Counter[str]
+    timings: Timings
+
+
+class LowerTier:
+    """Tier number ``index`` and its lane. ``clock``: monotonic seconds.
+
+    Methods say whether they run under the Store's lock, take it themselves, or run on a lane
+    thread.
+    """
+
+    def __init__(self, core: Core, index: int, place: Place, clock: Callable[[], float]) -> None:
+        self.tier, self.lane, self.index = place.tier, place.lane, index
+        self.pace = Pace(place.lane.threads)
+        """Guarded by the Store's lock."""
+        self._clock = clock
+        self._core = core
+        self._lock, self._directory, self._counts = core.lock, core.directory, core.counts
+        self._to_delete: list[ChunkKey] = []
+        self._corrupt = self._found_corrupt()
+        self._silent = False
+        self._reserved = self.tier.capacity
+        """Chunks for which the tier has room reserved: of a budget that several Stores divide, what
+        it gives to nobody else now."""
+
+    # ---- estimates -------------------------------------------------------------------------------
+
+    def wait(self, reads: int) -> float | None:
+        """Under the lock: see Pace.wait."""
+        return self.pace.wait(reads, self._clock())
+
+    def asking(self, keys: int) -> Asking:
+        """Under the lock: what asking this shared tier for ``keys`` chunks would take."""
+        return Asking(self.wait(1), self.wait(1 + keys), self.pace.odds)
+
+    @property
+    def away(self) -> bool:
+        """The tier does not answer: its last read failed, or it is left alone now. Any thread."""
+        return self._silent or self.tier.open_breakers > 0
+
+    def was_read(self, entry: Entry, whole: bool | None) -> None:
+        """Under the lock: a read into a slot ended. One that failed leaves the entry FILLING:
+        another tier may have the chunk."""
+        self._silent = whole is None
+        if whole:
+            self._counts[f"{self.tier.name}_loaded"] += 1
+            self._directory.filled(entry, self.index)
+            return
+        self._counts[f"{self.tier.name}_missed"] += 1
+        if whole is False:
+            self._directory.lost(self.index, entry.key, self._how_lost())
+
+    def _how_lost(self) -> Left:
+        """Under the lock: what became of a chunk that a read did not find, by what the tier counts.
+        Of two reads that fail at the same moment one may get the other's reason."""
+        before, self._corrupt = self._corrupt, self._found_corrupt()
+        return Left.CORRUPT if self._corrupt > before else Left.EVICTED
+
+    def _found_corrupt(self) -> int:
+        """Chunks that the tier has found corrupt so far; 0 where it does not count them."""
+        return self.tier.counts.get("corrupt", 0)
+
+    # ---- questions -------------------------------------------------------------------------------
+
+    def ask(self, question: Work) -> bool:
+        """Takes the lock: queue a question that somebody waits for. False: refused."""
+
+        def begin() -> None:
+            with self._lock:
+                self.pace.queued -= 1
+            question()
+
+        with self._lock:
+            self.pace.queued += 1
+        if self.lane.submit(begin, urgent=True):
+            return True
+        with self._lock:
+            self.pace.queued -= 1
+        return False
+
+    def find(self, keys: Sequence[ChunkKey]) -> int:
+        """On a lane thread: see :meth:`Tier.find`."""
+        with self._lock:
+            call = self.pace.begun(self._clock())
+        found = 0
+        try:
+            found = self.tier.find(keys)
+        finally:
+            with self._lock:
+                self.pace.asked(call, self._clock(), found / max(1, len(keys)))
+        return found
+
+    def found(self, keys: Sequence[ChunkKey], owners: Sequence[int]) -> None:
+        """Under the lock: the tier turned out to hold ``keys``, coldest first, and whose they are.
+        What leaves for them is to be deleted."""
+        victims = self._directory.found(self.index, keys, owners)
+        self._counts[f"{self.tier.name}_evicted"] += len(victims)
+        self._to_delete += victims
+
+    # ---- trial reads: into memory of their own, not into slots -----------------------------------
+
+    def probe(self, key: ChunkKey) -> None:
+        """Takes the lock. If it is time to: read one chunk that nobody waits for, only to learn how
+        fast the tier is."""
+        with self._lock:
+            due = self.pace.probe_due(self._clock())
+        if due and not self.lane.submit(partial(self._probe, key)):
+            self._probe_ended()
+
+    def _probe(self, key: ChunkKey) -> None:
+        """On a lane thread."""
+        try:
+            self.sweep()
+            with self._lock:
+                known = self.index in self._directory.holders(key)
+            if known or self._find_one(key):
+                self.try_read(key)
+        finally:
+            self._probe_ended()
+
+    def _probe_ended(self) -> None:
+        with self._lock:
+            self.pace.probed(self._clock())
+
+    def _find_one(self, key: ChunkKey) -> bool:
+        """On a lane thread."""
+        if not self.find([key]):
+            return False
+        owners = self.tier.owners([key])
+        with self._lock:
+            self.found([key], owners)
+        self.sweep()
+        return True
+
+    def try_read(self, key: ChunkKey) -> memoryview | None:
+        """On a lane thread: a chunk in scratch memory of its own, page-aligned; None when it is not
+        there."""
+        size = self._core.pool.slot_bytes
+        pages = memoryview(
+            mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+        )
+        with self._lock:
+            call = self.pace.begun(self._clock())
+        whole = None
+        try:
+            whole = self.tier.read(key, pages)
+        finally:
+            with self._lock:
+                self.pace.read(call, self._clock(), bool(whole))
+        # What was deleted and written anew while it was read is missed, and held.
+        if whole is False and not self.find([key]):
+            with self._lock:
+                self._directory.lost(self.index, key, self._how_lost())
+        return pages if whole else None
+
+    # ---- deletions -------------------------------------------------------------------------------
+
+    def discard(self, key: ChunkKey) -> None:
+        """Under the lock: the tier shall delete this chunk, at the next :meth:`sweep`."""
+        self._to_delete.append(key)
+
+    def sweep(self) -> None:
+        """On a lane thread: delete what is to be deleted."""
+        with self._lock:
+            keys, self._to_delete = self._to_delete, []
+        self.delete(keys)
+
+    def sweep_soon(self) -> None:
+        """Queue a sweep if there is anything to delete. Refused: what is queued there sweeps before
+        it begins."""
+        if self._to_delete:
+            self.lane.submit(self.sweep)
+
+    def delete(self, keys: Sequence[ChunkKey]) -> None:
+        """On a thread that may block: delete chunks that the Directory has given up."""
+        for key in keys:
+            self.tier.delete(key)
+        if keys:
+            with self._lock:
+                self._directory.deleted(self.index, keys)
+
+    def purge_unseen(self, owner: int | None) -> Future[tuple[int, bool]]:
+        """Delete what a shared tier has of ``owner``'s and nobody here knows of: how many chunks,
+        and whether it was searched to the end. On the lane, where it takes seconds. What is being
+        written is left to who knows of it."""
+        future: Future[tuple[int, bool]] = Future()
+        if not self.tier.shared:
+            future.set_result((0, True))
+        elif not self.lane.submit(partial(self._purge_unseen, owner, future)):
+            future.set_result((0, False))
+        return future
+
+    def _purge_unseen(self, owner: int | None, future: Future[tuple[int, bool]]) -> None:
+        """On a lane thread."""
+        going, whole = list[ChunkKey](), False
+        try:
+            keys, whole = self.tier.held_of(owner)
+            with self._lock:
+                going = self._directory.unwanted(self.index, keys)
+            self.delete(going)
+        finally:
+            future.set_result((len(going), whole))
+
+    def close(self, run: Sequence[ChunkKey]) -> None:
+        """Takes the lock; the lane is closed. The tier shall let go, and keep its chunks and their
+        order if it can. ``run`` was written last, the hottest first."""
+        with self._lock:
+            self._directory.stored_with(self.index, run)
+            order = list(self._directory.order(self.index))
+        self.tier.close(order)
+
+    # ---- its part of a budget that several Stores divide -----------------------------------------
+
+    def lend(self) -> None:
+        """Under the lock, at the start: other Stores have the room of all that is not held."""
+        if self.tier.chunk_room:
+            self._reserved = self._directory.held(self.index)
+            self._directory.limit(self.index, self._reserved, 0)
+
+    def room(self) -> Room | None:
+        """Under the lock; None where no budget is divided."""
+        tier, directory, index = self.tier, self._directory, self.index
+        if not tier.chunk_room:
+            return None
+        used = directory.taken(index)
+        return Room(
+            unit=tier.chunk_room,
+            fixed=tier.fixed_room,
+            most=tier.capacity,
+            limit=directory.capacity(index),
+            used=used,
+            occupied=max(self._reserved, used),
+            wanted=directory.crowded[1 + index],
+            coldest=directory.coldest(index),
+        )
+
+    def limit(self, capacity: int) -> Steps[None]:
+        """On a thread that may block: hold at most so many chunks from now on. The tier gives the
+        room of the others back, or reserves it again; of what it cannot reserve nothing is held. Of
+        a shared tier, which others write to, only what is known here."""
+        while True:
+            with self._lock:
+                smaller = min(capacity, self._directory.capacity(self.index))
+                victims = self._directory.limit(self.index, smaller, AT_ONCE)
+                self._counts[f"{self.tier.name}_evicted"] += len(victims)
+            if not victims:
+                break
+            self.delete(victims)
+            yield 0.0
+        self._reserved = self.tier.resize(capacity)
+        with self._lock:
+            self._directory.limit(self.index, min(capacity, self._reserved), 0)

@@ -1,0 +1,90 @@
+"""Spills: chunks on their way from slots to one lower tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.store.directory import GONE, READY, Entry
+from kvtier.store.lower.lower_tier import Core, LowerTier
+from kvtier.store.lower.write_budget import WriteBudget
+
+
+class Spills:
+    """``budget``: what may be written to the tier; None: all. Safe from any thread."""
+
+    def __init__(
+        self,
+        core: Core,
+        lower: LowerTier,
+        budget: WriteBudget | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.lower = lower
+        self.budget = budget
+        self._core, self._clock = core, clock
+        self._directory, self._counts = core.directory, core.counts
+        self._chunk_bytes = lower.tier.chunk_room or core.pool.slot_bytes
+        if budget is not None:
+            budget.fit(self._chunk_bytes)
+
+    def offer(self, entries: Sequence[Entry], run: Sequence[ChunkKey]) -> None:
+        """Takes the lock: queue a spill of each of these chunks of ``run``. What the lane refuses
+        is counted."""
+        taken = sum(self.lower.lane.submit(partial(self._spill, entry, run)) for entry in entries)
+        with self._core.lock:
+            self._counts[f"{self.lower.tier.name}_spill_refused"] += len(entries) - taken
+
+    def _spill(self, entry: Entry, run: Sequence[ChunkKey]) -> None:
+        """On a lane thread. The chunk is pinned only from here on: a long queue holds no slots, and
+        what was evicted before its turn is simply not written."""
+        lower = self.lower
+        lower.sweep()
+        with self._core.lock:
+            takes = entry.state is READY and self._affords(entry.key)
+            victims = self._directory.spill_begun(entry, lower.index) if takes else None
+            if victims is not None and self.budget is not None:
+                self.budget.spend(self._chunk_bytes)
+            if entry.state is GONE:
+                self._counts[f"{lower.tier.name}_spill_late"] += 1
+        if victims is None:
+            return
+        lower.delete(victims)
+        with self._core.lock:
+            begun = self._clock()
+            call = lower.pace.begun(begun)
+            self._counts[f"{lower.tier.name}_evicted"] += len(victims)
+        try:
+            stored = lower.tier.write(entry.key, self._core.pool.view(entry.slot), entry.owner)
+        except Exception:
+            self._ended(entry, run, False, call, begun)
+            raise
+        self._ended(entry, run, stored, call, begun)
+        lower.sweep()
+
+    def _ended(
+        self, entry: Entry, run: Sequence[ChunkKey], stored: bool, call: int, begun: float
+    ) -> None:
+        """On a lane thread: so the write went. Afterwards its ``run`` is hottest in the tier as it
+        is in RAM, leaf last."""
+        lower, name = self.lower, self.lower.tier.name
+        with self._core.lock:
+            now = self._clock()
+            lower.pace.wrote(call, now, stored)
+            if stored:
+                self._core.timings.spill[name].add(now - begun)
+            self._counts[f"{name}_stored" if stored else f"{name}_store_failed"] += 1
+            if not self._directory.spill_ended(entry, lower.index, stored):
+                lower.discard(entry.key)
+            self._directory.stored_with(lower.index, run)
+
+    def _affords(self, key: ChunkKey) -> bool:
+        """Under the lock, before anything leaves for it. Over its budget the tier refuses, and
+        nobody waits."""
+        if self.budget is None or self.budget.allows(self._chunk_bytes, self._clock()):
+            return True
+        self._counts[f"{self.lower.tier.name}_write_over_budget"] += self._directory.takes(
+            self.lower.index, key
+        )
+        return False
