@@ -20,6 +20,7 @@ ROOM = Room(
         "worker": (*PYTEST, "tests/unit/gpu/test_gpu_worker.py"),
         "scheduler": (*PYTEST, "tests/unit/connectors/test_vllm_scheduler.py"),
         "hooks": (*PYTEST, "tests/unit/connectors/test_vllm_hooks.py"),
+        "tables": (*PYTEST, "tests/unit/connectors/test_vllm_tables.py"),
     },
     (
         # ---- scheduler: what is served ---

@@ -3,7 +3,7 @@ see them."""
 
 from __future__ import annotations
 
-from tests.trust.mutations.room import Mutant, Room
+from tests.trust.mutations.room import PYTEST, Mutant, Room
 
 _SCHEDULER, _WORKER = (
     "connectors/vllm/scheduler_side/scheduler.py",
@@ -12,6 +12,7 @@ _SCHEDULER, _WORKER = (
 
 ROOM = Room(
     {
+        "scheduler": (*PYTEST, "tests/unit/connectors/test_vllm_scheduler.py"),
         "failing loads": ("-m", "tests.trust.engine", "--steps", "500", "--only", "failing loads"),
         "few blocks": ("-m", "tests.trust.engine", "--steps", "500", "--only", "few blocks"),
         "slow copies": ("-m", "tests.trust.engine", "--steps", "500", "--only", "slow copies"),

@@ -1,0 +1,53 @@
+"""The block tables of requests as vLLM before 0.32 tells them: what was added in each step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():  # importing vLLM warns
+    warnings.simplefilter("ignore")
+    from kvtier.connectors.vllm.tables import BlockTables
+
+pytestmark = pytest.mark.vllm
+
+
+def step(
+    new: Sequence[int] | None = None,
+    added: Sequence[int] | None = None,
+    resumed: Collection[str] = (),
+) -> Any:
+    """A step that computes request "one", for the first time (``new``) or again (``added``)."""
+    first = [] if new is None else [SimpleNamespace(req_id="one", block_ids=(list(new),))]
+    again = [] if new is not None else ["one"]
+    blocks = [None if added is None else (list(added),)] * len(again)
+    cached = SimpleNamespace(req_ids=again, new_block_ids=blocks, resumed_req_ids=set(resumed))
+    return SimpleNamespace(scheduled_new_reqs=first, scheduled_cached_reqs=cached)
+
+
+def test_a_table_grows_at_its_end() -> None:
+    tables = BlockTables()
+    tables.begin(step(new=[4, 7]))
+    tables.end()
+    tables.begin(step(added=[9]))
+    tables.begin(step())
+    assert tables.of("one") == ([4, 7, 9],)
+    assert tables.of("two") is None
+
+
+def test_a_request_that_was_preempted_has_only_the_blocks_it_got_after_that() -> None:
+    tables = BlockTables()
+    tables.begin(step(new=[4, 7]))
+    tables.begin(step(added=[5, 6, 8], resumed={"one"}))
+    assert tables.of("one") == ([5, 6, 8],)
+
+
+def test_an_ended_request_has_no_table() -> None:
+    tables = BlockTables()
+    tables.begin(step(new=[4, 7]))
+    tables.forget("one")
+    assert tables.of("one") is None
