@@ -59,6 +59,8 @@ def drive(engine: Engine, steps: int) -> None:
             engine.abort(draw.choice(engine.live))
         if draw.random() < 0.003:
             engine.reset(connector=draw.random() < 0.3)
+        if draw.random() < 0.1:
+            engine.crowd_out()
         engine.step()
     engine.drain()
 

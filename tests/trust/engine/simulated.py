@@ -259,7 +259,7 @@ class Engine:
             "refused": 0,
             "aborted": 0,
         }
-        self.counts |= {"preempted": 0, "resets": 0, "elsewhere": 0}
+        self.counts |= {"preempted": 0, "resets": 0, "crowded out": 0, "elsewhere": 0}
         self.config = engine_config(cell, model, folder)
         init_none_hash(sha256)
         with set_current_vllm_config(self.config):
@@ -364,6 +364,13 @@ class Engine:
         """vLLM's ``reset_prefix_cache``, as somebody asks for it over HTTP."""
         self.counts["resets"] += 1
         self.scheduler.reset_prefix_cache(reset_connector=connector)
+
+    def crowd_out(self) -> None:
+        """Other prompts take every free block for a moment: nothing of vLLM's own cache is left in
+        them, and what is asked again can be had of kvtier alone."""
+        self.counts["crowded out"] += 1
+        blocks = self.scheduler.kv_cache_manager.block_pool
+        blocks.free_blocks(blocks.get_new_blocks(blocks.get_num_free_blocks()))
 
     @property
     def live(self) -> list[str]:

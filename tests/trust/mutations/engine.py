@@ -13,6 +13,8 @@ _SCHEDULER, _WORKER = (
 ROOM = Room(
     {
         "scheduler": (*PYTEST, "tests/unit/connectors/test_vllm_scheduler.py"),
+        "saves": (*PYTEST, "tests/unit/connectors/test_vllm_saves.py"),
+        "rules": (*PYTEST, "tests/unit/connectors/test_vllm_rules.py"),
         "failing loads": ("-m", "tests.trust.engine", "--steps", "500", "--only", "failing loads"),
         "few blocks": ("-m", "tests.trust.engine", "--steps", "500", "--only", "few blocks"),
         "slow copies": ("-m", "tests.trust.engine", "--steps", "500", "--only", "slow copies"),

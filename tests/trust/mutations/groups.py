@@ -17,6 +17,7 @@ _SCHEDULER, _WORKER = (
 ROOM = Room(
     {
         "rules": ("-m", "pytest", "-q", "-x", "tests/unit/connectors/test_vllm_groups.py"),
+        "saves": ("-m", "pytest", "-q", "-x", "tests/unit/connectors/test_vllm_saves.py"),
         "windows": ("-m", "tests.trust.engine", "--steps", "400", "--only", "window"),
         "states": ("-m", "tests.trust.engine", "--steps", "400", "--only", "states"),
         "all cells": ("-m", "tests.trust.engine", "--steps", "400"),

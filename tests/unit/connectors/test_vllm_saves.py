@@ -1,0 +1,125 @@
+"""What the scheduler's half has saved of a model with recurrent states on two ranks, and which
+blocks jobs name."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.pool import Pool
+from kvtier.load_policy.decide import LoadPolicy
+from kvtier.load_policy.prefill import Prefill, PrefillTime
+from kvtier.store.store import Store
+from tests.clock import Clock
+from tests.unit.vllm_request import vllm_request
+
+with warnings.catch_warnings():  # importing vLLM warns
+    warnings.simplefilter("ignore")
+    groups = pytest.importorskip("kvtier.connectors.vllm.groups")
+    metadata = pytest.importorskip("kvtier.connectors.vllm.metadata")
+    scheduler = pytest.importorskip("kvtier.connectors.vllm.scheduler_side.scheduler")
+    tables = pytest.importorskip("kvtier.connectors.vllm.tables")
+
+pytestmark = pytest.mark.vllm
+SLOT, BLOCK, CHUNK = 4096, 16, 32
+LAYOUT = ChunkLayout(fingerprint({"model": "states"}), CHUNK, BLOCK, (SLOT,))
+FULL, STATE = groups.Group(0, groups.Kind.FULL, BLOCK), groups.Group(1, groups.Kind.STATE, BLOCK)
+GEOMETRY = groups.Geometry((FULL, STATE), CHUNK)
+TOKENS = [*range(100, 100 + 3 * CHUNK + 5)]
+ATTENTION, STATES = [*range(1, 8)], [*range(21, 28)]
+
+
+class Told:
+    """vLLM's block tables of one request, and where this step leaves its states."""
+
+    def __init__(self, states: list[tuple[int, int, int]]) -> None:
+        self.boundary_state_offloads = {"one": states}
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], list[int]]:
+        return ATTENTION, STATES
+
+
+class Two:
+    """The scheduler's half of an engine with two ranks."""
+
+    def __init__(self) -> None:
+        clock = Clock(100.0)
+        self.store = Store(Pool(16, SLOT), clock=clock)
+        policy = LoadPolicy(60.0, always=True, prefill=Prefill(PrefillTime(1.0)), clock=clock)
+        part = ((0, True), (0, True))
+        self.half = scheduler.SchedulerHalf(
+            self.store, LAYOUT, GEOMETRY, (part, part), policy, scheduler.Duty()
+        )
+        self.request = vllm_request(TOKENS)
+        assert self.half.matched(self.request, 0) == (0, False)
+
+    def step(self, computed: int, more: int, states: list[tuple[int, int, int]]) -> Any:
+        """One step that computes ``more`` tokens."""
+        cached = SimpleNamespace(
+            req_ids=["one"], num_computed_tokens=[computed], resumed_req_ids=set()
+        )
+        return self.half.step(
+            SimpleNamespace(
+                kv_connector_block_state=Told(states),
+                scheduled_new_reqs=[],
+                scheduled_cached_reqs=cached,
+                num_scheduled_tokens={"one": more},
+                total_num_scheduled_tokens=more,
+            )
+        )
+
+    def held(self, piece: Any) -> bool:
+        key = GEOMETRY.key(piece, LAYOUT.keys(TOKENS))
+        return bool(self.store.lookup([key]).progress.ready)
+
+    def say(self, **fields: Any) -> None:
+        self.half.report(metadata.StepReport(**fields))
+
+
+def blocks(jobs: list[Any], place: int) -> list[int]:
+    """The blocks of one group that the jobs of a step save."""
+    return [
+        block for job in jobs for move in job.moves if move.group == place for block in move.blocks
+    ]
+
+
+def test_a_state_is_saved_from_the_block_in_which_vllm_left_it() -> None:
+    engine = Two()
+    saves = engine.step(0, 2 * CHUNK, [(1, STATES[3], 2 * CHUNK)]).saves
+    assert blocks(saves, 1) == [STATES[3]]
+    assert blocks(saves, 0) == ATTENTION[:4]
+
+
+@pytest.mark.parametrize(
+    ("block", "tokens"),
+    [(99, 2 * CHUNK), (STATES[2], CHUNK + BLOCK)],
+    ids=["its block is another one by now", "inside a chunk"],
+)
+def test_a_state_that_is_not_at_a_chunks_end_or_not_there_any_more_is_not_saved(
+    block: int, tokens: int
+) -> None:
+    engine = Two()
+    saves = engine.step(0, 2 * CHUNK, [(1, block, tokens)]).saves
+    assert blocks(saves, 1) == []
+    assert blocks(saves, 0) == ATTENTION[:4]
+
+
+def test_a_chunk_can_be_found_when_the_last_of_several_ranks_has_saved_it() -> None:
+    engine = Two()
+    numbers = [job.number for job in engine.step(0, CHUNK, []).saves]
+    engine.say(done=Counter(numbers))
+    assert not engine.held(groups.Piece(FULL, 0))
+    engine.say(done=Counter(numbers))
+    assert engine.held(groups.Piece(FULL, 0))
+
+
+def test_a_load_writes_no_block_beyond_what_was_promised() -> None:
+    (move,) = tables.loading(
+        GEOMETRY, {groups.Piece(FULL, 0): 3, groups.Piece(FULL, 1): 5}, (ATTENTION, STATES), 0, 48
+    )
+    assert (move.slots, move.blocks) == ([3, 5], ATTENTION[:3])
