@@ -97,7 +97,7 @@ def test_a_state_is_saved_from_the_block_in_which_vllm_left_it() -> None:
 
 @pytest.mark.parametrize(
     ("block", "tokens"),
-    [(99, 2 * CHUNK), (STATES[2], CHUNK + BLOCK)],
+    [(99, 2 * CHUNK), (STATES[3], 2 * CHUNK + 8)],
     ids=["its block is another one by now", "inside a chunk"],
 )
 def test_a_state_that_is_not_at_a_chunks_end_or_not_there_any_more_is_not_saved(
