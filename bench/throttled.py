@@ -70,7 +70,7 @@ class Answer(NamedTuple):
 
 
 def serve_documents(model: str, tokens: int, arm: str) -> None:
-    """Answer ``document`` numbers from stdin with TTFT and cached tokens, until stdin ends; then
+    """Answer ``document`` numbers from stdin with TTFT and cached tokens, until stdin ends. Then
     tell all counts. A negative one is asked with kvtier kept out of it."""
     from vllm import LLM, SamplingParams
 

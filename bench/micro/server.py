@@ -302,7 +302,7 @@ def together_rows(layout: ChunkLayout, pool_bytes: int, chunks: int, seconds: fl
 
 
 def speeds_of(running: Sequence[subprocess.Popen[str]], seconds: float) -> list[float]:
-    """Let them work; GB/s of each."""
+    """Let them work. Returns GB/s of each."""
     time.sleep(seconds)
     for engine in running:
         engine.terminate()

@@ -73,7 +73,7 @@ class VllmServer:
 
     @property
     def pid(self) -> int | None:
-        """The id of the group's first process; None while none runs."""
+        """The id of the group's first process. None while none runs."""
         return self._process.pid if self._process is not None else None
 
     def __enter__(self) -> VllmServer:

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def conclude(args: argparse.Namespace, results: Results) -> int:
-    """Print the table, write the file; the exit status."""
+    """Print the table and write the file. Returns the exit status."""
     failed = failures("request", [outcome for run in results.runs for outcome in run.failed])
     path = write_json(args.output_dir, results, workload=_shape(args))
     print("\n".join(screen(results)))

@@ -53,7 +53,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One of vLLM's cache groups. ``span``: tokens of the window, or of an attention chunk; else
+    """One of vLLM's cache groups. ``span``: tokens of the window, or of an attention chunk. Else
     0."""
 
     number: int

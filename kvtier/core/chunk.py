@@ -87,7 +87,7 @@ class ChunkLayout:
 
     Attributes:
         fingerprint: 32 bytes, see :func:`fingerprint`.
-        chunk_tokens: tokens in a chunk; a multiple of ``block_tokens``.
+        chunk_tokens: tokens in a chunk. A multiple of ``block_tokens``.
         block_tokens: tokens in one engine block (page).
         rank_block_bytes: bytes that one block takes in each worker rank's part of a slot, in rank
             order. A chunk's slot holds ``blocks_per_chunk * rank_block_bytes[r]`` bytes for every

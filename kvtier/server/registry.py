@@ -3,7 +3,7 @@ slot size, in one budget.
 
 Engines with slots of the same size share one Store. Keys contain the engines' fingerprints, so
 chunks of different models cannot meet. An *owner* is the number of a namespace (fingerprint and
-tenant name). Quotas are counted by owner, and ``clear`` is limited to an owner's chunks; see
+tenant name). Quotas are counted by owner, and ``clear`` is limited to an owner's chunks. See
 :mod:`kvtier.core.tenant`.
 """
 

@@ -65,7 +65,7 @@ class Stream:
         """How many leading chunks of the run that is looked for this server knew of when it was
         asked."""
         self._view: memoryview | None = None
-        """The chunk on its way; None while no bytes flow."""
+        """The chunk on its way. None while no bytes flow."""
         self._at = 0
         self._hash = xxhash.xxh3_128()
 

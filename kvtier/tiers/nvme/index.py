@@ -9,10 +9,10 @@ What is believed, and why it is enough after ``kill -9`` and after a power cut:
 
 - A record carries a checksum over itself, seeded with its slot number and the slot size. A torn,
   flipped, moved or swapped record is no record. So its owner (:mod:`kvtier.core.tenant`) is never
-  another one's; records from before there were owners have zeros there, which is nobody.
+  another one's. Records from before there were owners have zeros there, which is nobody.
 - A record carries the checksum of key and payload (and so of its length, which is stored nowhere).
   The payload is written before its record, but nothing forces the device to keep that order in a
-  power cut; a payload that did not arrive, arrived in part, or was overwritten under a stale record
+  power cut. A payload that did not arrive, arrived in part, or was overwritten under a stale record
   fails that checksum when read, and is a miss.
 
 So the order of writes decides only how much survives, never whether what survives is true.
@@ -95,7 +95,7 @@ def slots_within(bytes_: int, slot_bytes: int) -> int:
 
 
 def payload_checksum(key: ChunkKey, payload: memoryview) -> bytes:
-    """16 bytes over key and payload. Releases the GIL; about 30 GB/s a core from memory.
+    """16 bytes over key and payload. Releases the GIL. About 30 GB/s a core from memory.
 
     XXH3-128 (https://github.com/Cyan4973/xxHash) finds damage, not forgery: who can write the files
     can write a matching checksum, hence mode 0600.
@@ -106,7 +106,7 @@ def payload_checksum(key: ChunkKey, payload: memoryview) -> bytes:
 def pack_record(
     slot: int, slot_bytes: int, key: ChunkKey, checksum: bytes, seq: int, owner: int = NOBODY
 ) -> bytes:
-    """The 128 bytes of one record; ``seq`` orders records by age, larger is newer, and is never
+    """The 128 bytes of one record. ``seq`` orders records by age, larger is newer, and is never
     0."""
     body = _BODY.pack(key, checksum, seq, owner.to_bytes(OWNER_BYTES, "little"))
     return body + _CHECK.pack(xxh3_64_intdigest(body, seed=_seed(slot, slot_bytes)))
@@ -114,7 +114,7 @@ def pack_record(
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The believed records of a table, oldest first, as columns; ``damaged`` counts those that were
+    """The believed records of a table, oldest first, as columns. ``damaged`` counts those that were
     not believed."""
 
     keys: list[ChunkKey]
