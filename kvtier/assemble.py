@@ -65,11 +65,9 @@ class Lent(NamedTuple):
     """What all of them may write to NVMe."""
 
 
-def assemble(
-    config: Config, layout: ChunkLayout, replica: int = 0, shared: Lent | None = None
-) -> KVStore:
+def assemble(config: Config, layout: ChunkLayout, replica: int = 0) -> KVStore:
     """Make everything one engine needs. ``replica`` (data parallel index) keeps replicas' files
-    apart. ``shared``: it is one Store of a server's.
+    apart.
 
     A Client where ``config.server`` is on this host: one cache for all replicas, which has the
     tiers. Raises ConfigError or TierError, naming the key to change. What was opened before is
@@ -77,7 +75,7 @@ def assemble(
     """
     if config.server is not None and Address.parse(config.server).path:
         return Client(access(config, config.server, layout), config.server_timeout_ms / 1000)
-    return assemble_store(config, layout, replica, shared)
+    return assemble_store(config, layout, replica)
 
 
 def places(config: Config) -> list[str]:

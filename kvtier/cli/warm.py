@@ -164,7 +164,8 @@ class _Served:
             ) from error
 
     def prefill(self, tokens: Sequence[int]) -> int | None:
-        """Have a prompt computed. Returns how many of its tokens were cached. Raises RefusedError."""
+        """Have a prompt computed. Returns how many of its tokens were cached, or
+        raises RefusedError."""
         body = {"model": self.model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0}
         if self._salt is not None:
             body["cache_salt"] = self._salt

@@ -62,15 +62,14 @@ class RemoteTier(Tier):
     the engine starts without it.
     """
 
+    name = "remote"
     shared = True
 
     def __init__(
         self,
         access: ServerAccess,
-        name: str = "remote",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name = name
         self._counts: Counter[str] = Counter()
         self._access = access
         self._chunk_bytes = access.hello.chunk_bytes

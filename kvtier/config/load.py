@@ -115,18 +115,17 @@ def replaces_lmcache(env: Mapping[str, str] | None = None) -> bool:
         raise ConfigError(f"{_REPLACE}={given!r}: expected true or false") from None
 
 
-def encryption_key(env: Mapping[str, str] | None = None) -> str | None:
+def encryption_key() -> str | None:
     """The environment's own encryption key, as given. An empty one is given too, and is no
     key: a cache must not go in plain because a secret was not there."""
-    return (os.environ if env is None else env).get(ENCRYPTION_KEY)
+    return os.environ.get(ENCRYPTION_KEY)
 
 
-def plain_http_allowed(env: Mapping[str, str] | None = None) -> bool:
+def plain_http_allowed() -> bool:
     """Whether the operator wants an object store to be reached without TLS: said in the variables
     of the store's own library, like its endpoint and credentials."""
-    given = os.environ if env is None else env
     return any(
-        given.get(f"{name}_ALLOW_HTTP", "").lower() in ("true", "1")
+        os.environ.get(f"{name}_ALLOW_HTTP", "").lower() in ("true", "1")
         for name in ("AWS", "GOOGLE", "AZURE")
     )
 

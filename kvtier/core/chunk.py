@@ -133,11 +133,6 @@ class ChunkLayout:
         """Bytes that one chunk takes in the pool: ``chunk_bytes`` rounded up to whole pages."""
         return -(-self.chunk_bytes // PAGE_BYTES) * PAGE_BYTES
 
-    def rank_span(self, rank: int) -> tuple[int, int]:
-        """``(start, end)`` byte offsets of a rank's part in a slot."""
-        start = self.blocks_per_chunk * sum(self.rank_block_bytes[:rank])
-        return start, start + self.blocks_per_chunk * self.rank_block_bytes[rank]
-
     def chain(self, extra: bytes = b"", per_chunk: Mapping[int, bytes] | None = None) -> KeyChain:
         """A :class:`KeyChain` for one prompt. ``extra`` separates LoRA adapters and salts.
         ``per_chunk`` gives, by chunk index, what else (multimodal hashes) a chunk depends on."""

@@ -128,17 +128,14 @@ class SlotFiles:
             ):
                 raise OSError(errno.ENOSPC, "short write")
 
-    def read_payload(self, slot: int, into: memoryview, start: int = 0) -> None:
-        """Fill ``into`` from byte ``start`` (whole pages) of a slot. Raises OSError."""
+    def read_payload(self, slot: int, into: memoryview) -> None:
+        """Fill ``into`` from the beginning of a slot. Raises OSError."""
         if self._as_it_is(into):
-            if os.preadv(self._payload, [into], slot * self.slot_bytes + start) != into.nbytes:
+            if os.preadv(self._payload, [into], slot * self.slot_bytes) != into.nbytes:
                 raise OSError(errno.EIO, "short read")
             return
         for begin, part, room in _pieces(into):
-            if (
-                os.preadv(self._payload, [room.data], slot * self.slot_bytes + start + begin)
-                != room.nbytes
-            ):
+            if os.preadv(self._payload, [room.data], slot * self.slot_bytes + begin) != room.nbytes:
                 raise OSError(errno.EIO, "short read")
             part[:] = room[: part.nbytes]
 

@@ -21,14 +21,13 @@ So the order of writes decides only how much survives, never whether what surviv
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from kvtier.core.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey, own_half, parent_half
+from kvtier.core.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey, own_half
 from kvtier.core.tenant import NOBODY, OWNER_BYTES
 
 FORMAT_VERSION = 1
@@ -157,28 +156,6 @@ def read_records(table: memoryview, slots: int, slot_bytes: int) -> Records:
         ),
         damaged=len(used) - len(good),
     )
-
-
-def leaf_first(oldest_first: Sequence[ChunkKey]) -> list[ChunkKey]:
-    """The same keys, coldest first, no parent colder than its child.
-
-    Records are as old as their writes, and a prompt's first chunk is written first; but a run is
-    only as useful as its first chunk, so a parent is made as recent as the most recent chunk below
-    it.
-    """
-    by_link = {own_half(key): key for key in oldest_first}
-    placed: set[ChunkKey] = set()
-    hottest_first: list[ChunkKey] = []
-    for newest in reversed(oldest_first):
-        line: list[ChunkKey] = []
-        key: ChunkKey | None = newest
-        while key is not None and key not in placed:
-            placed.add(key)
-            line.append(key)
-            key = by_link.get(parent_half(key))
-        hottest_first.extend(reversed(line))
-    hottest_first.reverse()
-    return hottest_first
 
 
 def _seed(slot: int, slot_bytes: int) -> int:

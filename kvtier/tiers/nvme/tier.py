@@ -25,13 +25,13 @@ from kvtier.tiers.nvme.index import (
     CHECKSUM_BYTES,
     EMPTY_RECORD,
     RECORD_BYTES,
-    leaf_first,
     pack_record,
     payload_checksum,
     read_records,
     slots_within,
     table_bytes,
 )
+from kvtier.tiers.recovery_order import coldest_first
 
 _LOG = logging.getLogger(__name__)
 _MAX_SLOT_BYTES = 1 << 30
@@ -291,7 +291,8 @@ class NvmeTier(Tier):
                 how,
                 records.damaged,
             )
-        return leaf_first(list(self._places))
+        # a record is as old as its write, and a prompt's first chunk is written first
+        return coldest_first((key, age) for age, key in enumerate(self._places))
 
     def _read_table(self) -> memoryview:
         try:
