@@ -21,7 +21,7 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NewType
+from typing import Any, NewType, cast
 
 from kvtier.core.errors import ConfigError, LayoutError
 
@@ -66,6 +66,14 @@ class PieceMask:
         """The key of this piece of the chunk ``key``."""
         mask = self._first if key.endswith(_ROOT_LINK) else self._any
         return ChunkKey((int.from_bytes(key) ^ mask).to_bytes(KEY_BYTES))
+
+    def keys(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """:meth:`key` of each of a run, of which only the first may be a prompt's first chunk."""
+        mask = self._any
+        named = [(int.from_bytes(key) ^ mask).to_bytes(KEY_BYTES) for key in keys]
+        if keys and keys[0].endswith(_ROOT_LINK):
+            named[0] = self.key(keys[0])
+        return cast(list[ChunkKey], named)
 
 
 def fingerprint(parts: Mapping[str, Any]) -> bytes:

@@ -262,6 +262,13 @@ class Directory:
             raise StateError("pin of a chunk that is gone")
         self._pin(entry)
 
+    def pin_ready(self, keys: Sequence[ChunkKey]) -> list[Entry]:
+        """:meth:`pin` the leading chunks that are READY."""
+        pinned = [self._entries[key] for key in keys[: self.ready_run(keys)]]
+        for entry in pinned:
+            self._pin(entry)
+        return pinned
+
     def unpin(self, entry: Entry) -> None:
         """A reader leaves."""
         self._unpin(entry)

@@ -588,7 +588,11 @@ class Store:
         claim: _Claim = lease.held
         directory, promotions, names = self._directory, list[tuple[Entry, int]](), self._names
         known = len(claim.entries)
-        for key in lease.keys[known : None if most is None else known + most]:
+        keys = lease.keys[known : None if most is None else known + most]
+        ready = directory.pin_ready(keys)
+        claim.entries += ready
+        claim.sources += [RAM] * len(ready)
+        for key in keys[len(ready) :]:
             entry = directory.get(key)
             if entry is None:
                 holder = next(

@@ -94,6 +94,8 @@ class WholeHits:
         longest one for each tier that the anchors are in, and last the longest one that a shared
         tier has to be asked for.
         """
+        if longest.is_ready and longest.run.end not in missing:
+            return [longest]
         steps = self._known_tokens(longest.result)
         ready: WholeHit | None = None
         found, asked = list[WholeHit | None](), list[WholeHit | None]()
@@ -117,7 +119,7 @@ class WholeHits:
     def _possible(self, end: int) -> WholeHit | None:
         """None where it lacks something behind its end that nobody can be asked for."""
         geometry, keys = self._geometry, self._keys
-        behind = [geometry.key(piece, keys) for piece in geometry.behind(end, self._begin)]
+        behind = geometry.behind_keys(keys, end, self._begin)
         if behind:
             result = self._store.lookup(behind)
             if result.known < len(behind) and result.asking is None:
