@@ -40,6 +40,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvtier.bench.flags import described
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
 from kvtier.bench.processes.redis_server import redis_server
 from kvtier.bench.report import Row, print_rows, spread, write_results
@@ -416,9 +417,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = described(__doc__)
     parser.add_argument(
         "--rounds", type=int, default=3, help="times every document is asked in the slow phase"
     )

@@ -40,6 +40,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from kvtier.bench.flags import described
 from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
@@ -313,9 +314,7 @@ def _tiny_tier(where: Path, chunks: int) -> NvmeTier:
 
 def disk_flags(about: str | None, name: str, threads: list[int]) -> argparse.ArgumentParser:
     """The parser of a benchmark that writes chunks to a folder and its results to ``name``.json."""
-    parser = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = described(about)
     parser.add_argument(
         "--path",
         type=Path,
