@@ -1,7 +1,7 @@
 """When does a tier pay? Pure arithmetic over bandwidth, prefill speed and KV bytes. Two questions,
 two answers:
 
-*One hit*: loading ``n`` tokens of KV takes ``latency + n * bytes / bandwidth``; computing them
+*One hit*: loading ``n`` tokens of KV takes ``latency + n * bytes / bandwidth``. Computing them
 takes what :class:`kvtier.load_policy.prefill.PrefillTime` says. :func:`break_even` is the ``n``
 from which loading wins.
 
@@ -70,12 +70,12 @@ GPU_KINDS = {
 }
 """Of one family the smallest first: that is what a product name without a size is taken for."""
 CPU_CORE_FLOPS = 0.4e12
-"""Peak of one server core with 16-bit matrix instructions; half of it was measured on an EPYC with
+"""Peak of one server core with 16-bit matrix instructions. Half of it was measured on an EPYC with
 AVX-512 BF16."""
 
 
 def gpu_kind(name: str) -> GpuKind | None:
-    """The table's row for a product name such as "NVIDIA A100-SXM4-80GB"; None when it is not in
+    """The table's row for a product name such as "NVIDIA A100-SXM4-80GB". None when it is not in
     the table."""
     words = set(name.upper().replace("-", " ").split())
     named = [kind for kind in GPU_KINDS if words.issuperset(kind.split("-"))]
@@ -107,7 +107,7 @@ class Route:
 def break_even(
     route: Route, bytes_per_token: int, prefill: PrefillTime, longest: int
 ) -> int | None:
-    """Fewest tokens from which a hit beats computing them; None when not even ``longest`` tokens
+    """Fewest tokens from which a hit beats computing them. None when not even ``longest`` tokens
     do."""
     gain = prefill.per_token - bytes_per_token / route.bytes_per_second
     root = math.sqrt(gain * gain + 2 * prefill.per_depth * route.latency)

@@ -10,6 +10,6 @@ _UNKNOWN_CPUS = 4
 
 
 def disk_threads(disk: Disk, memory: Memory) -> int:
-    """Enough for the kind of the disk; at most two for each CPU."""
+    """Enough for the kind of the disk. At most two for each CPU."""
     wanted = _THREADS.get(disk.device.value or "", _UNKNOWN)
     return max(1, min(wanted, 2 * (memory.cpus.value or _UNKNOWN_CPUS)))

@@ -14,6 +14,13 @@ Arm = TypeVar("Arm")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+def described(about: str | None) -> argparse.ArgumentParser:
+    """A parser whose help begins with a module's text, as it stands."""
+    return argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
 def add_run_flags(
     parser: argparse.ArgumentParser,
     name: str,

@@ -285,45 +285,6 @@ def _draw(model: torch.nn.Module, seed: int) -> None:
                 weight.normal_(0.0, deviation, generator=generator)
 
 
-def make_lora(directory: str | Path, model_dir: str | Path, seed: int = 0, rank: int = 8) -> Path:
-    """Make a LoRA adapter (PEFT's file format) for the query and value projections of a Llama or
-    Qwen2 preset.
-
-    Its effect is about as large as the projections themselves, so that two adapters never answer
-    alike.
-    """
-    import torch
-    from safetensors.torch import save_file
-
-    target, config = Path(directory), read_config(model_dir)
-    generator = torch.Generator().manual_seed(seed)
-    widths = {"q_proj": config["num_attention_heads"], "v_proj": config["num_key_value_heads"]}
-    hidden, weights = config["hidden_size"], {}
-    for layer in range(config["num_hidden_layers"]):
-        for module, heads in widths.items():
-            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            out = heads * config["head_dim"]
-            for matrix, shape in (("A", (rank, hidden)), ("B", (out, rank))):
-                drawn = torch.randn(*shape, generator=generator) / math.sqrt(shape[1])
-                weights[f"{name}.lora_{matrix}.weight"] = drawn
-    adapter = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": Path(model_dir).name,
-        "r": rank,
-        "lora_alpha": rank,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": sorted(widths),
-    }
-    target.mkdir(parents=True, exist_ok=True)
-    save_file(weights, target / "adapter_model.safetensors")
-    (target / "adapter_config.json").write_text(
-        json.dumps(adapter, indent=2) + "\n", encoding="utf-8"
-    )
-    return target
-
-
 def read_config(model: str | Path) -> dict[str, Any]:
     """A model's (text) configuration: from its directory, or by its name from this machine's cache
     of the hub. Raises ConfigError when it is in neither."""

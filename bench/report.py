@@ -223,7 +223,7 @@ def _filesystem() -> str:
 
 
 def _gpu() -> str | None:
-    """Name, memory and driver of the first GPU, from nvidia-smi; None where there is none."""
+    """Name, memory and driver of the first GPU, from nvidia-smi. None where there is none."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None

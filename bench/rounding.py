@@ -10,12 +10,12 @@ answer.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from kvtier.bench.flags import described
 from kvtier.bench.long_doc_qa.flags import DEFAULTS, PRESETS
 from kvtier.bench.long_doc_qa.work import Workload
 from kvtier.bench.model import generated_text
@@ -132,9 +132,7 @@ def compared(answers: dict[Way, list[Answer]]) -> tuple[list[Row], list[dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = described(__doc__)
     shape: dict[str, Any] = {**DEFAULTS, **PRESETS["lmi"]}
     parser.add_argument("--model", required=True)
     for name in ("num_documents", "document_length", "output_len"):

@@ -40,6 +40,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvtier.bench.flags import described
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
 from kvtier.bench.processes.redis_server import redis_server
 from kvtier.bench.report import Row, print_rows, spread, write_results
@@ -70,7 +71,7 @@ class Answer(NamedTuple):
 
 
 def serve_documents(model: str, tokens: int, arm: str) -> None:
-    """Answer ``document`` numbers from stdin with TTFT and cached tokens, until stdin ends; then
+    """Answer ``document`` numbers from stdin with TTFT and cached tokens, until stdin ends. Then
     tell all counts. A negative one is asked with kvtier kept out of it."""
     from vllm import LLM, SamplingParams
 
@@ -416,9 +417,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = described(__doc__)
     parser.add_argument(
         "--rounds", type=int, default=3, help="times every document is asked in the slow phase"
     )

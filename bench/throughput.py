@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kvtier.bench.flags import described
 from kvtier.bench.model import make_model
 from kvtier.bench.report import median_row, print_rows, write_results
 from kvtier.cli.launch import TRANSFER
@@ -89,9 +90,7 @@ def start(arguments: argparse.Namespace, model: Path, kvtier: bool) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = described(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="engines of each kind")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2048, help="a prompt")

@@ -71,7 +71,7 @@ class KVStore(Protocol):
     """
 
     counts: Counter[str]
-    """Events since the start: a Store's chunks, see :meth:`stats`; a Client's ``unanswered``
+    """Events since the start: a Store's chunks, see :meth:`stats`. A Client's ``unanswered``
     questions and ``lost`` connections."""
 
     @property

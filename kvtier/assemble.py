@@ -65,23 +65,21 @@ class Lent(NamedTuple):
     """What all of them may write to NVMe."""
 
 
-def assemble(
-    config: Config, layout: ChunkLayout, replica: int = 0, shared: Lent | None = None
-) -> KVStore:
+def assemble(config: Config, layout: ChunkLayout, replica: int = 0) -> KVStore:
     """Make everything one engine needs. ``replica`` (data parallel index) keeps replicas' files
-    apart. ``shared``: it is one Store of a server's.
+    apart.
 
     A Client where ``config.server`` is on this host: one cache for all replicas, which has the
-    tiers. Raises ConfigError or TierError, naming the key to change; what was opened before is
+    tiers. Raises ConfigError or TierError, naming the key to change. What was opened before is
     closed again.
     """
     if config.server is not None and Address.parse(config.server).path:
         return Client(access(config, config.server, layout), config.server_timeout_ms / 1000)
-    return assemble_store(config, layout, replica, shared)
+    return assemble_store(config, layout, replica)
 
 
 def places(config: Config) -> list[str]:
-    """Where an engine of this configuration keeps chunks itself, fastest first; nowhere when a
+    """Where an engine of this configuration keeps chunks itself, fastest first. Nowhere when a
     server does."""
     if config.server is not None and Address.parse(config.server).path:
         return []
@@ -195,7 +193,7 @@ def object_store() -> type[Bucket]:
 
 
 def try_objects(config: Config) -> str:
-    """Why the bucket cannot be used for now; empty when it can. Raises ConfigError for what waiting
+    """Why the bucket cannot be used for now. Empty when it can. Raises ConfigError for what waiting
     does not mend."""
     if config.object_url is None:
         return ""
@@ -264,7 +262,7 @@ def secret_key(config: Config) -> bytes | None:
 
 
 def access(config: Config, server: str, layout: ChunkLayout) -> ServerAccess:
-    """How to get into ``server``; raises ConfigError."""
+    """How to get into ``server``. Raises ConfigError."""
     address = Address.parse(server)
     name, stream = f"process {os.getpid()}", not address.path
     own = hello(

@@ -2,8 +2,8 @@
 configured tier.
 
 ``python -m kvtier.selftest SIDE`` reads a :class:`Trial` from its standard input and prints what
-went wrong; nothing when all is well. Its chunks have keys of their own and are forgotten
-afterwards; a disk tier gets a folder of its own below the configured one, so that no engine's files
+went wrong. Nothing when all is well. Its chunks have keys of their own and are forgotten
+afterwards. A disk tier gets a folder of its own below the configured one, so that no engine's files
 are touched.
 """
 
@@ -75,7 +75,7 @@ def trial(place: str, config: Config, slot_bytes: int = SLOT_BYTES) -> Trial:
 
 
 def try_ram() -> str:
-    """Fill slots here; have them mapped and compared by another process, as a worker does."""
+    """Fill slots here. Have them mapped and compared by another process, as a worker does."""
     try:
         pool = Pool(CHUNKS, SLOT_BYTES)
     except KVTierError as error:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import redis
@@ -75,15 +74,10 @@ class RedisServer(ChildProcess):
         self.log.unlink(missing_ok=True)
         super().start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for tier in self._tiers:
             tier.close()
-        super().__exit__(kind, error, trace)
+        super().__exit__()
         self._folder.cleanup()
 
     @contextmanager

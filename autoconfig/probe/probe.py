@@ -57,7 +57,7 @@ CANDIDATES = (
     "/mnt",
     "/data",
 )
-"""Where images and clouds mount local disks. A folder counts only if it is a real mount; the
+"""Where images and clouds mount local disks. A folder counts only if it is a real mount. The
 temporary folders always count."""
 _ALWAYS = ("/var/tmp", "/tmp")
 _PAGE = 4096

@@ -75,7 +75,7 @@ class Step:
 
 
 def read(path: Path) -> list[Step] | None:
-    """The steps in this file; None where there is no file, or no steps in it."""
+    """The steps in this file. None where there is no file, or no steps in it."""
     try:
         return [
             Step(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()

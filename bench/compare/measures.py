@@ -231,7 +231,7 @@ def cached_part(outcomes: Sequence[Outcome]) -> float:
 def load_speed(
     outcomes: Sequence[Outcome], load_cost: float | None, token_bytes: int
 ) -> float | None:
-    """GB/s at which a hit's bytes came, if they were all of its cost; None where it has no
+    """GB/s at which a hit's bytes came, if they were all of its cost. None where it has no
     measurable cost."""
     asked = [one for one in outcomes if one.successful]
     if not asked or not token_bytes or load_cost is None or load_cost <= 0:

@@ -30,7 +30,7 @@ CPUCLOCK_SCHED)."""
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """A writable piece of memory that is on no disk. ``name``: of shared memory; empty for private
+    """A writable piece of memory that is on no disk. ``name``: of shared memory. Empty for private
     memory."""
 
     name: str

@@ -47,10 +47,10 @@ from kvtier.bench.long_doc_qa.report import (
 from kvtier.bench.long_doc_qa.work import Workload
 from kvtier.bench.processes.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.processes.engine import (
+    cpu_env,
     engine,
     engine_facts,
     geometry,
-    on_cpu,
     require_model,
     served_name,
 )
@@ -192,12 +192,7 @@ def own_server(
     args: argparse.Namespace, arm: Arm, sizes: Sizes, names: Mapping[str, str], log: Path
 ) -> VllmServer:
     """An arm's server, not started."""
-    env = filled(arm.kvtier or {}, names)
-    if on_cpu():
-        env["VLLM_CPU_KVCACHE_SPACE"] = str(sizes.gpu_gib(arm))
-        # With a connector vLLM reserves other CPU cores than without one. All arms must compute on
-        # the same cores.
-        env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
+    env = filled(arm.kvtier or {}, names) | cpu_env(sizes.gpu_gib(arm))
     cache = server_args(arm, sizes, load_every_hit=args.load_every_hit)
     return engine(args, sizes.block_tokens, cache, env, log)
 

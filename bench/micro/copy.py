@@ -17,7 +17,6 @@ dropped.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import mmap
 import random
@@ -29,6 +28,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from kvtier.bench.flags import described
 from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.core.pool import Pool
 from kvtier.gpu import PagedBlocks, regions_of, slot_tensor
@@ -420,9 +420,7 @@ def measure_first_touch(geometry: Geometry, megabytes: int, rounds: int) -> list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = described(__doc__)
     parser.add_argument(
         "--megabytes", type=int, default=576, help="bytes of slots, and as many of blocks"
     )

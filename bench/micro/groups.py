@@ -8,11 +8,11 @@ more groups. The cases take turns, so that the state of the machine is the same 
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
+from kvtier.bench.flags import described
 from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.connectors.vllm.groups import Geometry, Group, Kind
 from kvtier.connectors.vllm.scheduler_side.claims import Claims
@@ -74,9 +74,7 @@ def promising(groups: tuple[Group, ...]) -> Callable[[], float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = described(__doc__)
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--output", default="bench/results/groups.json")
     arguments = parser.parse_args()

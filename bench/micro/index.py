@@ -8,13 +8,13 @@ plain list of ints, as an engine has them.
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 import timeit
 import tracemalloc
 from collections.abc import Callable, Sequence
 
+from kvtier.bench.flags import described
 from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.histogram import Histogram
@@ -136,9 +136,7 @@ class _Nothing(DictTier):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = described(__doc__)
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--chunks", type=int, default=50_048)
     parser.add_argument("--output", default="bench/results/index.json")

@@ -40,6 +40,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from kvtier.bench.flags import described
 from kvtier.bench.report import Row, print_rows, spread, write_results
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
@@ -176,10 +177,10 @@ def bandwidth(folder: Path, chunk_bytes: int, chunks: int, rounds: int, threads:
         ends.callback(tier.close)
 
         def write(chunk: int, buffer: memoryview) -> None:
-            _expect(tier.write(keys[chunk], buffer))
+            expect(tier.write(keys[chunk], buffer))
 
         def read(chunk: int, buffer: memoryview) -> None:
-            _expect(tier.read(keys[chunk], buffer))
+            expect(tier.read(keys[chunk], buffer))
 
         def forget() -> None:
             for key in keys:
@@ -265,7 +266,7 @@ def recovery(folder: Path, chunks: int) -> list[Row]:
         "--keys",
         str(chunks),
     ]
-    _expect(subprocess.run(fill, check=False).returncode == -signal.SIGKILL)
+    expect(subprocess.run(fill, check=False).returncode == -signal.SIGKILL)
     rows = []
     for how in ("kill -9", "close"):
         with (where / "index.kvtier").open("rb") as table:
@@ -276,7 +277,7 @@ def recovery(folder: Path, chunks: int) -> list[Row]:
         found = tier.recovered()
         took = time.perf_counter() - start
         rows.append(Row(f"recovery of {chunks:,} chunks after {how}", took, "s", _RECOVERY_SECONDS))
-        _expect(len(found) == chunks)
+        expect(len(found) == chunks)
         tier.close(found)
     tracemalloc.start()
     tier = _tiny_tier(where, chunks)
@@ -296,11 +297,11 @@ def fill_and_die(where: Path, chunks: int) -> None:
     tier = _tiny_tier(where, chunks)
     buffer = make_buffers(1, _TINY)[0]
     for key in make_keys(chunks):
-        _expect(tier.write(key, buffer))
+        expect(tier.write(key, buffer))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _expect(done: bool) -> None:
+def expect(done: bool) -> None:
     if not done:
         raise RuntimeError(
             "a chunk was not written, read or found in full: the numbers would mean nothing"
@@ -311,23 +312,27 @@ def _tiny_tier(where: Path, chunks: int) -> NvmeTier:
     return NvmeTier(where, chunks * (_TINY + 128) + (1 << 20), _TINY)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def disk_flags(about: str | None, name: str, threads: list[int]) -> argparse.ArgumentParser:
+    """The parser of a benchmark that writes chunks to a folder and its results to ``name``.json."""
+    parser = described(about)
     parser.add_argument(
         "--path",
         type=Path,
-        default=Path("build/bench-nvme"),
+        default=Path(f"build/bench-{name}"),
         help="a folder on the disk to measure",
     )
     parser.add_argument("--chunk-mib", type=float, default=7)
     parser.add_argument("--chunks", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--threads", type=int, nargs="+", default=threads)
+    parser.add_argument("--out", default=f"bench/results/{name}.json")
+    return parser
+
+
+def main() -> None:
+    parser = disk_flags(__doc__, "nvme", [2, 4])
     parser.add_argument("--keys", type=int, default=100_000, help="chunks to recover")
     parser.add_argument("--fill", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", default="bench/results/nvme.json")
     given = parser.parse_args()
     if given.fill:
         fill_and_die(given.fill, given.keys)

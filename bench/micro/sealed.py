@@ -17,7 +17,6 @@ chunk_mib``, and removes them.
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import shutil
@@ -26,7 +25,14 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.bench.micro.nvme import Work, gigabytes_per_second, make_buffers, make_keys
+from kvtier.bench.micro.nvme import (
+    Work,
+    disk_flags,
+    expect,
+    gigabytes_per_second,
+    make_buffers,
+    make_keys,
+)
 from kvtier.bench.report import Row, median_row, print_rows, spread, write_results
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.tenant import NOBODY
@@ -89,12 +95,12 @@ def cipher(chunk_bytes: int, chunks: int, rounds: int, threads: int) -> list[Row
         pairs[id(buffer)][:] = buffer
 
     def seal(_: int, buffer: memoryview) -> None:
-        _expect(tier.write(key, buffer))
+        expect(tier.write(key, buffer))
 
     def unseal(chunk: int, buffer: memoryview) -> None:
         if not hasattr(tier._scratch, "room"):  # this thread's first: there is nothing to open yet
             seal(chunk, buffer)
-        _expect(tier.read(key, pairs[id(buffer)]) is True)
+        expect(tier.read(key, pairs[id(buffer)]) is True)
 
     seen = _in_turns([[copy, seal, unseal]], chunks, buffers, rounds, threads)
     limit = spread(seen[copy])
@@ -122,12 +128,12 @@ def disk(folder: Path, chunk_bytes: int, chunks: int, rounds: int, threads: int)
     def writing(tier: Tier) -> Work:
         def work(chunk: int, buffer: memoryview) -> None:
             tier.delete(keys[chunk])
-            _expect(tier.write(keys[chunk], buffer))
+            expect(tier.write(keys[chunk], buffer))
 
         return work
 
     def reading(tier: Tier) -> Work:
-        return lambda chunk, buffer: _expect(tier.read(keys[chunk], buffer) is True)
+        return lambda chunk, buffer: expect(tier.read(keys[chunk], buffer) is True)
 
     tiers: list[Tier] = [plain, CopyTier(copied, chunk_bytes), sealed]
     writes, reads = [writing(tier) for tier in tiers], [reading(tier) for tier in tiers]
@@ -175,27 +181,8 @@ def _threads(count: int) -> str:
     return f"{count} thread{'s' if count > 1 else ''}"
 
 
-def _expect(done: bool) -> None:
-    if not done:
-        raise RuntimeError("a chunk was not written or read: the numbers would mean nothing")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--path",
-        type=Path,
-        default=Path("build/bench-sealed"),
-        help="a folder on the disk to measure",
-    )
-    parser.add_argument("--chunk-mib", type=float, default=7)
-    parser.add_argument("--chunks", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--out", default="bench/results/sealed.json")
-    given = parser.parse_args()
+    given = disk_flags(__doc__, "sealed", [1, 2]).parse_args()
     size = int(given.chunk_mib * _MIB)
     rows: list[Row] = []
     try:

@@ -33,6 +33,7 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.api import KVStore
+from kvtier.bench.flags import described
 from kvtier.bench.micro import floods
 from kvtier.bench.processes.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.processes.servers import free_port
@@ -302,7 +303,7 @@ def together_rows(layout: ChunkLayout, pool_bytes: int, chunks: int, seconds: fl
 
 
 def speeds_of(running: Sequence[subprocess.Popen[str]], seconds: float) -> list[float]:
-    """Let them work; GB/s of each."""
+    """Let them work. Returns GB/s of each."""
     time.sleep(seconds)
     for engine in running:
         engine.terminate()
@@ -409,9 +410,7 @@ def anonymous_mb(pid: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = described(__doc__)
     parser.add_argument("--chunk-mib", type=float, default=7)
     parser.add_argument(
         "--run", type=int, default=8, help="chunks an engine saves or loads at once"

@@ -82,7 +82,7 @@ def cached_share(turns: Sequence[Turn]) -> float:
 
 
 def engines_of(run: Run) -> float | None:
-    """How many engines a conversation had, on average; None where the router does not say."""
+    """How many engines a conversation had, on average. None where the router does not say."""
     seen: dict[int, set[str]] = {}
     for turn in run.good:
         seen.setdefault(turn.document, set()).add(turn.engine)

@@ -49,6 +49,15 @@ def engine(
     return VllmServer(args.model, command, env, log, args.server_timeout)
 
 
+def cpu_env(cache_gib: int) -> dict[str, str]:
+    """The room of vLLM's own cache on the CPU backend, which is told in the environment. With a
+    connector vLLM reserves other CPU cores than without one, and all arms must compute on the same
+    cores."""
+    if not on_cpu():
+        return {}
+    return {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib), "VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
+
+
 def shared_args(name: str, dtype: str, block_tokens: int) -> list[str]:
     """The arguments that every server started here has."""
     flags = ["--enable-prefix-caching", "--enable-prompt-tokens-details"]

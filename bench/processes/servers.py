@@ -16,7 +16,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from kvtier.core.errors import KVTierError
@@ -73,7 +72,7 @@ class VllmServer:
 
     @property
     def pid(self) -> int | None:
-        """The id of the group's first process; None while none runs."""
+        """The id of the group's first process. None while none runs."""
         return self._process.pid if self._process is not None else None
 
     def __enter__(self) -> VllmServer:
@@ -81,12 +80,7 @@ class VllmServer:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self) -> None:

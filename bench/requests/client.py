@@ -42,7 +42,7 @@ ENGINE_HEADER = "X-Engine"
 
 
 class RequestError(KVTierError):
-    """The server does not answer, or answers with an error; the message quotes it."""
+    """The server does not answer, or answers with an error. The message quotes it."""
 
 
 @dataclass(slots=True)
@@ -215,7 +215,7 @@ def differing(one: Mapping[Any, object], other: Mapping[Any, object]) -> int:
 def hits_between(
     before: Mapping[str, float] | None, after: Mapping[str, float] | None
 ) -> dict[str, float] | None:
-    """Tokens by tier; None where the server did not say at both times."""
+    """Tokens by tier. None where the server did not say at both times."""
     if before is None or after is None:
         return None
     return {tier: tokens - before.get(tier, 0.0) for tier, tokens in after.items()}
@@ -229,7 +229,7 @@ def _version(base_url: str) -> str | None:
 
 
 def hit_counters(base_url: str) -> dict[str, float] | None:
-    """Prompt tokens that came from each tier so far; None where the server does not say."""
+    """Prompt tokens that came from each tier so far. None where the server does not say."""
     try:
         with urllib.request.urlopen(f"{base_url}/metrics", timeout=30) as reply:
             text = reply.read().decode()

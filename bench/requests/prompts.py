@@ -17,7 +17,7 @@ Prompt = Sequence[int | str] | str
 class Ask:
     """One request. ``document`` is the index of the document, and ``question`` the index of the
     question about it. ``is_miss``: the round before did not see this document. ``user``: OpenAI's
-    ``user`` of the request; an empty one is not sent."""
+    ``user`` of the request. An empty one is not sent."""
 
     document: int
     question: int

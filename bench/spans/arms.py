@@ -21,7 +21,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """``cannot_run``: why there are no numbers of it; empty when it runs."""
+    """``cannot_run``: why there are no numbers of it. Empty when it runs."""
 
     name: str
     about: str
@@ -86,7 +86,7 @@ class Sizes:
         return self.rounds * self.work.requests + 2
 
     def gpu_blocks(self, arm: Arm) -> int:
-        """Blocks of the engine's cache; one more, because vLLM keeps block 0 for itself."""
+        """Blocks of the engine's cache. One more, because vLLM keeps block 0 for itself."""
         few = self.inflight * self.request_blocks + self.request_blocks // 2
         if arm.kvtier or arm.name == FULL:
             return few + 1
@@ -111,7 +111,7 @@ def server_args(arm: Arm, sizes: Sizes, *, load_every_hit: bool = False) -> list
 
 
 def server_env(arm: Arm, sizes: Sizes) -> dict[str, str]:
-    """kvtier's variables; none where it is not."""
+    """kvtier's variables. None where it is not."""
     if not arm.kvtier:
         return {}
     return {"KVTIER_RAM_BYTES": sizes.ram, "KVTIER_CHUNK_TOKENS": str(sizes.chunk_tokens)}

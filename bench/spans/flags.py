@@ -17,7 +17,7 @@ _NAMES = {arm.name: arm for arm in RUN}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags; every length is in tokens."""
+    """Declare the flags. Every length is in tokens."""
     add = parser.add_argument
     add("--model", required=True, help="directory or name of a model that vLLM can serve")
     add("--arms", type=names_in(_NAMES), default=RUN, help=f"of {','.join(_NAMES)} (default: all)")

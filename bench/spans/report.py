@@ -52,7 +52,7 @@ class Run:
 
     @property
     def computed_tokens(self) -> int | None:
-        """Of the prompts; None where the server does not tell what was cached."""
+        """Of the prompts. None where the server does not tell what was cached."""
         cached = [outcome.cached_tokens for outcome in self.good]
         told = [tokens for tokens in cached if tokens is not None]
         return self.prompt_tokens - sum(told) if len(told) == len(cached) else None
@@ -96,7 +96,7 @@ def agreement(ours: Answers, theirs: Answers) -> Agreement:
 
 
 def _differs(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Index of the first token in which two answers differ; None when they are the same."""
+    """Index of the first token in which two answers differ. None when they are the same."""
     for index, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return index
@@ -180,7 +180,7 @@ def as_json(results: Results, run: Run) -> dict[str, Any]:
 
 
 def write_json(folder: Path, results: Results, **more: Any) -> Path:
-    """Write the results form; ``requests`` has each request of each arm."""
+    """Write the results form. ``requests`` has each request of each arm."""
     path = folder / f"{NAME}.json"
     arms = {run.arm.name: as_json(results, run) for run in results.runs if run.means}
     arms |= {

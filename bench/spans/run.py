@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtier.bench.command import failures, progress_bars, run_command, stepping, terminable, waiting
-from kvtier.bench.processes.engine import engine, geometry, on_cpu, served_name
+from kvtier.bench.processes.engine import cpu_env, engine, geometry, served_name
 from kvtier.bench.processes.servers import VllmServer
 from kvtier.bench.requests import client
 from kvtier.bench.requests.client import Client, Outcome
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def conclude(args: argparse.Namespace, results: Results) -> int:
-    """Print the table, write the file; the exit status."""
+    """Print the table and write the file. Returns the exit status."""
     failed = failures("request", [outcome for run in results.runs for outcome in run.failed])
     path = write_json(args.output_dir, results, workload=_shape(args))
     print("\n".join(screen(results)))
@@ -115,11 +115,7 @@ def _server(args: argparse.Namespace, arm: Arm) -> VllmServer:
     block, token_bytes = geometry(args)
     work, inflight = Retrieval.of(args, [0]), args.max_inflight_requests
     sizes = Sizes(work, args.rounds, inflight, block, args.chunk_tokens, token_bytes)
-    env = server_env(arm, sizes)
-    if on_cpu():
-        env["VLLM_CPU_KVCACHE_SPACE"] = str(sizes.gpu_gib(arm))
-        # With a connector vLLM reserves other CPU cores than without.
-        env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
+    env = server_env(arm, sizes) | cpu_env(sizes.gpu_gib(arm))
     cache = server_args(arm, sizes, load_every_hit=args.load_every_hit)
     log = args.output_dir / "servers" / arm.name / "server.log"
     return engine(args, block, cache, env, log)

@@ -102,7 +102,7 @@ class Attached:
         self._client.close()
 
     def _drain(self, lease: LoadLease, first: int, take: Take, until: float) -> tuple[int, bool]:
-        """Take chunks as they arrive; how many, and whether it is worth to ask for more."""
+        """Take chunks as they arrive. Returns how many, and whether to ask for more."""
         taken = 0
         while True:
             ready, coming = lease.poll()

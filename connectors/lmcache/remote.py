@@ -64,7 +64,6 @@ class KVTierRemote(RemoteConnector):
         context: Any,
         cache_server: CacheServer,
         fingerprint: bytes,
-        lanes: Lanes | None = None,
     ) -> None:
         super().__init__(context.config, context.metadata)
         self.counts: Counter[str] = Counter()
@@ -73,7 +72,7 @@ class KVTierRemote(RemoteConnector):
         self._memory = context.local_cpu_backend
         self._cache_server = cache_server
         self._fingerprint = fingerprint
-        self._lanes = lanes or Lanes.start()
+        self._lanes = Lanes.start()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {dict(self.counts)}>"

@@ -163,7 +163,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         self._of_worker().save(self._step())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """For vLLM before 0.32; see :meth:`get_transfer_results`."""
+        """For vLLM before 0.32. See :meth:`get_transfer_results`."""
         return None, self._of_worker().transfers()[0]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:

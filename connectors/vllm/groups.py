@@ -24,10 +24,11 @@ pieces behind some ends are kept: see :meth:`Geometry.is_kept`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey, PieceMask
@@ -53,7 +54,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One of vLLM's cache groups. ``span``: tokens of the window, or of an attention chunk; else
+    """One of vLLM's cache groups. ``span``: tokens of the window, or of an attention chunk. Else
     0."""
 
     number: int
@@ -140,7 +141,7 @@ class Geometry:
         ]
         return self.chunk_tokens // max(fits, default=1)
 
-    @property
+    @cached_property
     def pieces_per_chunk(self) -> int:
         return self.chunk_tokens // self.piece_tokens
 
@@ -210,14 +211,18 @@ class Geometry:
 
     def trunk_keys(self, keys: Sequence[ChunkKey], chunks: int) -> list[ChunkKey]:
         """The keys of the whole trunk of so many chunks."""
-        masks = [
-            self._masks[group.number, part]
+        columns = [
+            self._part_keys(group, part, keys[:chunks])
             for part in range(self.pieces_per_chunk)
             for group in self.anchors
         ]
-        if masks == [None]:
-            return [*keys[:chunks]]
-        return [key if mask is None else mask.key(key) for key in keys[:chunks] for mask in masks]
+        if len(columns) == 1:
+            return [*columns[0]]
+        return list(chain.from_iterable(zip(*columns, strict=True)))
+
+    def _part_keys(self, group: Group, part: int, keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
+        mask = self._masks[group.number, part]
+        return keys if mask is None else mask.keys(keys)
 
     def tokens(self, first: int, pieces: int) -> int:
         """How many tokens a request has with so many leading pieces of the trunk from piece number
@@ -227,19 +232,47 @@ class Geometry:
     def behind(self, end: int, computed: int = 0) -> list[Piece]:
         """What groups that are no anchors must have for a hit of ``end`` tokens. ``end`` is a
         multiple of ``chunk_tokens``, and the request has ``computed`` tokens by itself."""
-        return list(self._needed(self.others, end, computed))
+        return self._pieces(self._needed(self.others, end, computed))
 
-    def _needed(self, groups: Sequence[Group], end: int, computed: int) -> Iterator[Piece]:
+    def behind_keys(self, keys: Sequence[ChunkKey], end: int, computed: int = 0) -> list[ChunkKey]:
+        """The keys of what is :meth:`behind`. ``keys``: of all chunks of the prompt."""
+        return self._keys(self._needed(self.others, end, computed), keys)
+
+    def _needed(
+        self, groups: Sequence[Group], end: int, computed: int
+    ) -> Iterator[tuple[Group, range]]:
+        """Groups, and the numbers of their pieces."""
         for group in groups:
             if group.kind is Kind.STATE:
-                yield Piece(group, end // self.chunk_tokens - 1)
+                yield group, range(end // self.chunk_tokens - 1, end // self.chunk_tokens)
                 continue
             begin = max(group.first_needed(end), computed)
             if begin < end:
-                yield from (
-                    Piece(group, n)
-                    for n in range(begin // self.piece_tokens, end // self.piece_tokens)
-                )
+                yield group, range(begin // self.piece_tokens, end // self.piece_tokens)
+
+    @cached_property
+    def _made(self) -> dict[int, list[Piece]]:
+        """Pieces by group: as many as were asked for so far."""
+        return {group.number: [] for group in self.groups}
+
+    def _pieces(self, needed: Iterable[tuple[Group, range]]) -> list[Piece]:
+        found: list[Piece] = []
+        for group, numbers in needed:
+            made = self._made[group.number]
+            made.extend(Piece(group, number) for number in range(len(made), numbers.stop))
+            found += made[numbers.start : numbers.stop]
+        return found
+
+    def _keys(
+        self, needed: Iterable[tuple[Group, range]], keys: Sequence[ChunkKey]
+    ) -> list[ChunkKey]:
+        found: list[ChunkKey] = []
+        for group, numbers in needed:
+            if group.kind is Kind.STATE or self.pieces_per_chunk == 1:
+                found += self._part_keys(group, 0, keys[numbers.start : numbers.stop])
+            else:
+                found += [self.key(Piece(group, number), keys) for number in numbers]
+        return found
 
     def run(self, keys: Sequence[ChunkKey], computed: int, end: int) -> Run:
         """The hit of ``end`` tokens for a request that has ``computed`` of them. ``keys``: the keys
@@ -250,10 +283,10 @@ class Geometry:
                 self.trunk_keys(keys, len(keys)), first * wide, self.trunk(first, len(keys)), end
             )
         if self.anchors[0].kind is Kind.FULL:
-            chunks, behind = end // self.chunk_tokens, self.behind(end, computed)
-            named = self.trunk_keys(keys, chunks) + [self.key(piece, keys) for piece in behind]
-            return Run(named, first * wide, self.trunk(first, chunks) + behind, end)
-        pieces = list(self._needed(self.groups, end, computed))
+            chunks, needed = end // self.chunk_tokens, [*self._needed(self.others, end, computed)]
+            named = self.trunk_keys(keys, chunks) + self._keys(needed, keys)
+            return Run(named, first * wide, self.trunk(first, chunks) + self._pieces(needed), end)
+        pieces = self._pieces(self._needed(self.groups, end, computed))
         begin = min(piece.number for piece in pieces if piece.group in self.anchors)
         lead = [Piece(group, number) for number in range(begin) for group in self.anchors]
         return Run([self.key(piece, keys) for piece in (*lead, *pieces)], len(lead), pieces, end)
@@ -289,5 +322,6 @@ class Geometry:
         """Where a hit may end after ``computed`` tokens, the longest first: ``most`` at the
         longest, then the ``known`` length, then the ends that are kept within a prompt."""
         step = self.keep_tokens
-        found = [most, min(known, most), *range((min(known, most) - 1) // step * step, 0, -step)]
+        kept = range((min(known, most) - 1) // step * step, 0, -step)
+        found = [most, min(known, most), *kept[:_MOST_ENDS]]
         return [end for end in dict.fromkeys(found) if end > computed][:_MOST_ENDS]

@@ -1,5 +1,5 @@
-"""The hints about a prompt's future that clients already send, and what they mean. Pure; imports no
-vLLM.
+"""The hints about a prompt's future that clients already send, and what they mean. Pure: it
+imports no vLLM.
 
 The middleware (:mod:`kvtier.connectors.vllm.hints`) turns headers and fields of a body into words
 of ``kv_transfer_params``, where :func:`of_request` finds them in the scheduler. A client that sends

@@ -109,7 +109,7 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[Job] = field(default_factory=list)
     saves: list[Job] = field(default_factory=list)
     number: int = 0
-    """The step's number; see :class:`kvtier.load_policy.prefill.StepClock`."""
+    """The step's number. See :class:`kvtier.load_policy.prefill.StepClock`."""
     computes: bool = False
     """Whether the step runs a forward pass, so that requests wait for it."""
     replacements_seen: dict[int, int] = field(default_factory=dict)

@@ -34,7 +34,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """``live``: the loop runs. ``ready``: engines are let in; false while starting and stopping."""
+    """``live``: the loop runs. ``ready``: engines are let in. False while starting and stopping."""
 
     live: bool
     ready: bool
@@ -111,7 +111,7 @@ class InvalidateAll(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Cleared(msgspec.Struct, frozen=True):
-    """What was forgotten; see the description of the call for what that means."""
+    """What was forgotten. See the description of the call for what that means."""
 
     complete: bool
     """Nothing was left, owed or untouched at the end."""
@@ -120,9 +120,9 @@ class Cleared(msgspec.Struct, frozen=True):
     left: int
     """Chunks being saved by engines, or not yet deleted below, when the call gave up waiting."""
     owed_deletes: int
-    """Deletes that Redis gets when it can be reached again; lost if the server ends before."""
+    """Deletes that Redis gets when it can be reached again. They are lost if the server ends."""
     untouched: list[str]
-    """Folders of closed size classes that another process has open; shared tiers that were not
+    """Folders of closed size classes that another process has open. Shared tiers that were not
     searched to the end."""
 
 

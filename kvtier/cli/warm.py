@@ -42,7 +42,7 @@ class Warmed(NamedTuple):
     tokens: int
     """Of all homes that were answered."""
     cached: int | None
-    """How many of them the engine had already; None where it does not tell."""
+    """How many of them the engine had already. None where it does not tell."""
     refused: dict[int, str]
     """Line of the document, and what the engine said."""
 
@@ -164,7 +164,8 @@ class _Served:
             ) from error
 
     def prefill(self, tokens: Sequence[int]) -> int | None:
-        """Have a prompt computed; how many of its tokens were cached. Raises RefusedError."""
+        """Have a prompt computed. Returns how many of its tokens were cached, or
+        raises RefusedError."""
         body = {"model": self.model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0}
         if self._salt is not None:
             body["cache_salt"] = self._salt
@@ -176,7 +177,7 @@ class _Served:
         return int(cached) if cached is not None else None
 
     def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
-        """GET, or POST with a body; what was answered. Raises RefusedError unless it is JSON."""
+        """GET, or POST with a body. Returns the answer. Raises RefusedError unless it is JSON."""
         sent = None if body is None else msgspec.json.encode(body)
         line = self._line()
         try:

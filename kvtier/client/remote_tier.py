@@ -55,22 +55,21 @@ A = TypeVar("A", bound=wire.Message)
 class RemoteTier(Tier):
     """Chunks of ``chunk_bytes`` bytes in the server behind ``access``.
 
-    Threads: all methods from any thread; a connection serves one call at a time. While the server
+    Threads: all methods from any thread. A connection serves one call at a time. While the server
     cannot be reached, calls fail at once, and one of them tries it again after 0.1 to 5 s.
 
     Raises ConfigError when the server refuses us at the start. When it is not there at the start,
     the engine starts without it.
     """
 
+    name = "remote"
     shared = True
 
     def __init__(
         self,
         access: ServerAccess,
-        name: str = "remote",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name = name
         self._counts: Counter[str] = Counter()
         self._access = access
         self._chunk_bytes = access.hello.chunk_bytes

@@ -35,14 +35,14 @@ ENVIRONMENT_KEYS = (
     "remote_serde",
     "extra_config",
 )
-"""Keys that LMCache's users also set as ``LMCACHE_<KEY>``; the environment beats the file."""
+"""Keys that LMCache's users also set as ``LMCACHE_<KEY>``. The environment beats the file."""
 _NO_KEYS = ("LMCACHE_CONFIG_FILE",)
 
 
 class Note(NamedTuple):
     """What became of one LMCache key.
 
-    ``ours`` is the kvtier key that now has ``value``; None where there is none. ``lost``: the
+    ``ours`` is the kvtier key that now has ``value``. None where there is none. ``lost``: the
     configuration asks for something that kvtier does not do.
     """
 

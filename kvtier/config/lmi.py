@@ -15,7 +15,7 @@ from kvtier.config.remarks import Remark
 from kvtier.core.errors import ConfigError
 
 SERVING_PROPERTIES = "/opt/ml/model/serving.properties"
-"""Where LMI's containers keep it; looked at when it is there and no other file is named."""
+"""Where LMI's containers keep it. It is read when no other file is named."""
 PROPERTIES_VARIABLE = "KVTIER_PROPERTIES_FILE"
 
 _LINE = re.compile(r"((?:\\.|[^\\=:\s])+)\s*[=:\s]?\s*(.*)", re.DOTALL)
@@ -29,7 +29,7 @@ class Option(NamedTuple):
 
 
 def option(name: str, env: Mapping[str, str]) -> Option | None:
-    """LMI's option ``name``, such as ``lmcache_auto_config``; None when nobody gave it.
+    """LMI's option ``name``, such as ``lmcache_auto_config``. None when nobody gave it.
 
     Raises ConfigError when a properties file is named that cannot be read.
     """
@@ -43,7 +43,7 @@ def option(name: str, env: Mapping[str, str]) -> Option | None:
 
 
 def config_file(env: Mapping[str, str]) -> Option | None:
-    """``lmcache_config_file``; a relative path counts from the folder of the file that names it, as
+    """``lmcache_config_file``. A relative path counts from the folder of the file that names it, as
     in LMI."""
     given = option("lmcache_config_file", env)
     file = properties_file(env)
@@ -86,7 +86,7 @@ def properties_file(env: Mapping[str, str]) -> Path | None:
 
 
 def parse(text: str) -> dict[str, str]:
-    """Java's properties format: ``key=value``, ``key: value`` or ``key value``; ``#`` and ``!``
+    """Java's properties format: ``key=value``, ``key: value`` or ``key value``. ``#`` and ``!``
     begin a comment, a backslash joins the next line."""
     found = {}
     for line in re.sub(r"(?<!\\)((?:\\\\)*)\\\r?\n[ \t]*", r"\1", text).splitlines():

@@ -46,9 +46,9 @@ def load(
     """The effective configuration.
 
     Args:
-        file: a kvtier YAML file; beats the files named in the environment.
-        env: the environment; None is the process's own.
-        flags: key -> value from a command line or the engine's connector settings; a value of None
+        file: a kvtier YAML file. It beats the files named in the environment.
+        env: the environment. None is the process's own.
+        flags: key -> value from a command line or the engine's connector settings. A value of None
             is "not given".
         ranks: worker ranks of the engine, because LMCache's files give sizes per worker.
 
@@ -115,18 +115,17 @@ def replaces_lmcache(env: Mapping[str, str] | None = None) -> bool:
         raise ConfigError(f"{_REPLACE}={given!r}: expected true or false") from None
 
 
-def encryption_key(env: Mapping[str, str] | None = None) -> str | None:
-    """The environment's own encryption key, as given; empty is given too, and no key: a cache must
-    not go in plain because a secret was not there."""
-    return (os.environ if env is None else env).get(ENCRYPTION_KEY)
+def encryption_key() -> str | None:
+    """The environment's own encryption key, as given. An empty one is given too, and is no
+    key: a cache must not go in plain because a secret was not there."""
+    return os.environ.get(ENCRYPTION_KEY)
 
 
-def plain_http_allowed(env: Mapping[str, str] | None = None) -> bool:
+def plain_http_allowed() -> bool:
     """Whether the operator wants an object store to be reached without TLS: said in the variables
     of the store's own library, like its endpoint and credentials."""
-    given = os.environ if env is None else env
     return any(
-        given.get(f"{name}_ALLOW_HTTP", "").lower() in ("true", "1")
+        os.environ.get(f"{name}_ALLOW_HTTP", "").lower() in ("true", "1")
         for name in ("AWS", "GOOGLE", "AZURE")
     )
 

@@ -1,4 +1,4 @@
-"""Where the object store is: the only reader of ``object_url``. It parses, refuses and masks; it
+"""Where the object store is: the only reader of ``object_url``. It parses, refuses and masks. It
 opens nothing.
 
 ::
@@ -27,7 +27,7 @@ _SCHEMES: dict[str, Scheme] = {"s3": "s3", "gs": "gs", "az": "az"}
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}")
 _PREFIX = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*")
 _LONGEST_PREFIX = 512
-"""A name in S3 has at most 1,024 bytes; ours take 160 behind the prefix."""
+"""A name in S3 has at most 1,024 bytes. Ours take 160 behind the prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ObjectUrl:
     scheme: Scheme
     bucket: str
     prefix: str
-    """Without slashes around it; may be empty."""
+    """Without slashes around it. May be empty."""
 
     @property
     def label(self) -> str:

@@ -1,4 +1,4 @@
-"""Where Redis is: the only reader of ``redis_url``. It parses, refuses and masks; it opens nothing.
+"""Where Redis is: the only reader of ``redis_url``. It parses, refuses and masks. It opens nothing.
 
 ::
 

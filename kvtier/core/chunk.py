@@ -21,7 +21,7 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NewType
+from typing import Any, NewType, cast
 
 from kvtier.core.errors import ConfigError, LayoutError
 
@@ -67,6 +67,14 @@ class PieceMask:
         mask = self._first if key.endswith(_ROOT_LINK) else self._any
         return ChunkKey((int.from_bytes(key) ^ mask).to_bytes(KEY_BYTES))
 
+    def keys(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """:meth:`key` of each of a run, of which only the first may be a prompt's first chunk."""
+        mask = self._any
+        named = [(int.from_bytes(key) ^ mask).to_bytes(KEY_BYTES) for key in keys]
+        if keys and keys[0].endswith(_ROOT_LINK):
+            named[0] = self.key(keys[0])
+        return cast(list[ChunkKey], named)
+
 
 def fingerprint(parts: Mapping[str, Any]) -> bytes:
     """32 bytes over everything that decides whether KV bytes are equal (model content, dtype,
@@ -87,7 +95,7 @@ class ChunkLayout:
 
     Attributes:
         fingerprint: 32 bytes, see :func:`fingerprint`.
-        chunk_tokens: tokens in a chunk; a multiple of ``block_tokens``.
+        chunk_tokens: tokens in a chunk. A multiple of ``block_tokens``.
         block_tokens: tokens in one engine block (page).
         rank_block_bytes: bytes that one block takes in each worker rank's part of a slot, in rank
             order. A chunk's slot holds ``blocks_per_chunk * rank_block_bytes[r]`` bytes for every
@@ -132,11 +140,6 @@ class ChunkLayout:
     def slot_bytes(self) -> int:
         """Bytes that one chunk takes in the pool: ``chunk_bytes`` rounded up to whole pages."""
         return -(-self.chunk_bytes // PAGE_BYTES) * PAGE_BYTES
-
-    def rank_span(self, rank: int) -> tuple[int, int]:
-        """``(start, end)`` byte offsets of a rank's part in a slot."""
-        start = self.blocks_per_chunk * sum(self.rank_block_bytes[:rank])
-        return start, start + self.blocks_per_chunk * self.rank_block_bytes[rank]
 
     def chain(self, extra: bytes = b"", per_chunk: Mapping[int, bytes] | None = None) -> KeyChain:
         """A :class:`KeyChain` for one prompt. ``extra`` separates LoRA adapters and salts.

@@ -24,6 +24,13 @@ class Executor(Protocol):
 
     threads: int
     """How many jobs it does at once."""
+    failures: int
+    """Jobs that raised: a bug in a tier. It is logged and never fatal."""
+
+    @property
+    def queued(self) -> tuple[int, int]:
+        """Jobs that wait now: urgent ones and others."""
+        ...
 
     def submit(self, work: Work, *, urgent: bool = False) -> bool:
         """Queue ``work`` if there is room. Urgent work goes first. False: it was refused and will
@@ -49,7 +56,6 @@ class Lane:
         self._closing = False
         self._running = 0
         self.failures = 0
-        """Jobs that raised: a bug in a tier. It is logged and never fatal."""
         self._threads = [
             threading.Thread(target=self._serve, name=f"kvtier-{name}-{i}", daemon=True)
             for i in range(threads)
@@ -59,7 +65,6 @@ class Lane:
 
     @property
     def queued(self) -> tuple[int, int]:
-        """Jobs that wait now: urgent ones and others."""
         return len(self._queues[True]), len(self._queues[False])
 
     def submit(self, work: Work, *, urgent: bool = False) -> bool:

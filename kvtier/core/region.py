@@ -142,7 +142,7 @@ def advise(memory: Memory, begin: int, end: int, advice: int) -> bool:
 
 class HugePages:
     """Knows which 2 MiB pieces of a mapping lie in huge pages, and makes such pieces. Any thread
-    may ask; one thread fills."""
+    may ask. One thread fills."""
 
     def __init__(self, memory: Memory, *, reserved: bool) -> None:
         self._base, self._size = ctypes.addressof(memory), ctypes.sizeof(memory)

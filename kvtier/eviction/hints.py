@@ -67,7 +67,7 @@ class UsesSince:
             self._lost = self._came
 
     def unused(self, run: Sequence[ChunkKey], hint: int) -> list[ChunkKey]:
-        """Those chunks of ``run`` that nobody has used since this hint; none where that was not
+        """Those chunks of ``run`` that nobody has used since this hint. None where that was not
         remembered."""
         if hint <= self._lost:
             return []
@@ -93,7 +93,7 @@ def read(given: Mapping[str, object]) -> tuple[Hint, int]:
 
     - ``over``: true or false.
     - ``keep_s``: seconds, at most a day.
-    - ``priority``: a number; above 0 the prompt is kept for a while.
+    - ``priority``: a number. Above 0 the prompt is kept for a while.
     """
     over, keep_s, bad = False, 0.0, 0
     for word, value in given.items():

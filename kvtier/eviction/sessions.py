@@ -30,7 +30,7 @@ V = TypeVar("V")
 
 class Sessions:
     """Used by one thread at a time. ``most``: for how many chunks, those seen last, the session is
-    remembered; a chunk takes 170 bytes."""
+    remembered. A chunk takes 170 bytes."""
 
     __slots__ = ("_forks", "_lengths", "_most", "_names", "_next", "_whose")
 

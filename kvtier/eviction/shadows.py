@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.eviction.segments import SETTINGS, Segments, Setting
+from kvtier.eviction.segments import SETTINGS, Segments
 
 _MOST_ROOM, _LEAST_ROOM = 6144, 8
 """Chunks in a shadow. A larger place is followed in part."""
@@ -71,14 +71,12 @@ class Shadow(Segments):
 
 
 class Shadows:
-    """The shadows of a place with room for ``room`` chunks.
+    """The shadows of a place with room for ``room`` chunks. They begin with the first of
+    ``settings``."""
 
-    Args:
-        settings: the settings to try. The first one is used at the beginning.
-    """
+    settings = SETTINGS
 
-    def __init__(self, room: int, settings: Sequence[Setting] = SETTINGS) -> None:
-        self.settings = tuple(settings)
+    def __init__(self, room: int) -> None:
         self.now = 0
         """The index of the setting in use."""
         self.asked = 0

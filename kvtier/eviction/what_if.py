@@ -37,16 +37,16 @@ class Point(NamedTuple):
 class Curve:
     """For a place with room for ``room`` chunks. Used by one thread at a time."""
 
-    def __init__(self, room: int, scales: Sequence[float] = SCALES) -> None:
-        self.room, self.scales = room, tuple(scales)
-        self.part = min(1.0, _MOST_KEYS / max(1.0, room * max(scales)))
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.part = min(1.0, _MOST_KEYS / max(1.0, room * max(SCALES)))
         """The part of the sessions that is followed."""
-        cuts = [0, *(max(1, int(room * scale * self.part)) for scale in scales)]
+        cuts = [0, *(max(1, int(room * scale * self.part)) for scale in SCALES)]
         self._rooms = [larger - smaller for smaller, larger in pairwise(cuts)]
-        self._bands: list[OrderedDict[ChunkKey, None]] = [OrderedDict() for _ in scales]
+        self._bands: list[OrderedDict[ChunkKey, None]] = [OrderedDict() for _ in SCALES]
         """The chunks between two cuts, coldest first."""
         self._asked = [0] * _GROUPS
-        self._hits = [[0] * len(scales) for _ in range(_GROUPS)]
+        self._hits = [[0] * len(SCALES) for _ in range(_GROUPS)]
 
     def seen(self, run: Sequence[ChunkKey], session: int) -> None:
         """A prompt of this session asked for ``run``. Then all of it is stored."""
@@ -95,7 +95,7 @@ class Curve:
             return []
         return [
             Point(scale, sum(hits) / asked, self._error(hits))
-            for scale, hits in zip(self.scales, self._by_scale(), strict=True)
+            for scale, hits in zip(SCALES, self._by_scale(), strict=True)
         ]
 
     def _by_scale(self) -> list[list[int]]:

@@ -28,7 +28,7 @@ class Rotation:
     neox: bool
 
     def moved(self, keys: torch.Tensor, distance: int) -> torch.Tensor:
-        """``keys``, ``[..., dim]``, moved by so many places; computed in float32."""
+        """``keys``, ``[..., dim]``, moved by so many places. It is computed in float32."""
         if not distance:
             return keys
         cos, sin = self.cos[abs(distance)], self.sin[abs(distance)]

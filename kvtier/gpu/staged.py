@@ -19,7 +19,7 @@ host:
 - The engine's stream does not wait for loads, because it uses only blocks of loads that are done.
 
 A slot that is not page-locked (yet) goes through one of two page-locked buffers. The host copies
-between buffer and slot; for a save it does so when somebody calls :meth:`Copy.done`. Such copies
+between buffer and slot. For a save it does so when somebody calls :meth:`Copy.done`. Such copies
 are slower. From the third one in a call on, the host waits for a buffer: for a save until the
 forward pass has run.
 """

@@ -11,7 +11,7 @@ from kvtier.load_policy.latency import Average
 from kvtier.load_policy.prefill import Prefill, StepClock
 
 _COPY_KNOWN_S = 10.0
-"""What was measured of copies holds for so long; then they are free until the next is measured, so
+"""What was measured of copies holds for so long. Then they are free until the next is measured, so
 that hits which were declined because of them are tried again."""
 
 
@@ -20,7 +20,7 @@ class LoadPolicy:
 
     Args:
         timeout_s: longest a load may be waited for, whatever the estimate.
-        always: take every hit whole; for comparison.
+        always: take every hit whole, for comparison.
         prefill: what is known of the engine's speed at the start.
         slice_s: where workers copy by themselves, the longest that copies make a step longer: these
             seconds, or this part of the step. None: a device copies beside the steps.
@@ -70,7 +70,7 @@ class LoadPolicy:
         return compute_s - self._load_s(tokens, busy)
 
     def _load_s(self, tokens: int, busy: bool) -> float:
-        """From the grant until the request can go on: the copies before it and its own; in a busy
+        """From the grant until the request can go on: the copies before it and its own. In a busy
         engine also the rest of the step in which it was granted, and as many steps as its copies
         are spread over."""
         copied = self._copy.at + _COPY_KNOWN_S > self.clock()
@@ -86,7 +86,7 @@ class LoadPolicy:
     # ---- learning --------------------------------------------------------------------------------
 
     def planned(self, work: Sequence[tuple[int, int]]) -> int:
-        """A step was planned that computes ``(tokens, tokens there before)`` of each request; its
+        """A step was planned that computes ``(tokens, tokens there before)`` of each request. Its
         number."""
         return self._steps.plan(self.clock(), work)
 

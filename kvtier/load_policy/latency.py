@@ -1,5 +1,5 @@
 """How long one tier takes: its reads, its queue, and when to try it again. Pure: every time comes
-from the caller, in monotonic seconds; no clock, lock or I/O.
+from the caller, in monotonic seconds. No clock, lock or I/O.
 
 What is learned is forgotten with time, so that a tier that changes is believed to have changed.
 Owners guard these objects with their own lock.
@@ -13,7 +13,7 @@ _FORGET_S = 2.0
 """After this time without a sample the next one has 63 % of the say."""
 _LEAST_SAY = 1 / 8
 _PROBE_S, _PROBE_READS, _LONGEST_PROBE_S = 2.0, 4.0, 30.0
-"""Pause between trial reads of a tier that is declined: this, and this many reads of it; at most so
+"""Pause between trial reads of a tier that is declined: this, and this many reads of it. At most so
 long."""
 
 
@@ -66,11 +66,11 @@ class Pace:
 
     @property
     def chunk_s(self) -> float | None:
-        """Seconds of one read; before there was one, of one write; None before there was any."""
+        """Seconds of one read. Before there was one, of one write. None before there was any."""
         return self._writes.value if self._reads.value is None else self._reads.value
 
     def begun(self, now: float) -> int:
-        """A thread calls the tier; give the number back when the call ends."""
+        """A thread calls the tier. Give the number back when the call ends."""
         self._calls += 1
         self._begun[self._calls] = now
         return self._calls

@@ -1,5 +1,5 @@
 """How long the engine takes to compute tokens: planned before it starts, then learned from its
-steps. Pure: every time comes from the caller, in monotonic seconds; no clock, lock or I/O.
+steps. Pure: every time comes from the caller, in monotonic seconds. No clock, lock or I/O.
 
 What is learned is forgotten with work, so that an engine that changes is believed to have changed.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvtier.load_policy.latency import Average
 
 _LEAST_TOKENS = 128
-"""Of a step beyond one a request, to learn prefill from it; with fewer, what each step costs anyway
+"""Of a step beyond one a request, to learn prefill from it. With fewer, what each step costs anyway
 hides it."""
 _HALF_TOKENS = 32_768
 """Half of what is known of prefill comes from this many tokens."""
@@ -59,7 +59,7 @@ class Prefill:
             self.guess(planned.per_token)
 
     def guess(self, per_token: float) -> None:
-        """Seconds a token, worth a step of 128 tokens; where something is known already, no
+        """Seconds a token, worth a step of 128 tokens. Where something is known already, no
         effect."""
         if self._line is None and 0 < per_token < math.inf:
             weight = float(_LEAST_TOKENS**2)
@@ -67,7 +67,7 @@ class Prefill:
             self._line = PrefillTime(per_token, self._first_depth)
 
     def seconds(self, tokens: int, before: int) -> float | None:
-        """See :meth:`PrefillTime.seconds`; None while nothing is known."""
+        """See :meth:`PrefillTime.seconds`. None while nothing is known."""
         return None if self._line is None else self._line.seconds(tokens, before)
 
     def learn(self, tokens: int, looks: float, seconds: float) -> None:
@@ -109,7 +109,7 @@ class StepClock:
         self._warm = False
 
     def plan(self, now: float, work: Sequence[tuple[int, int]]) -> int:
-        """A step that computes, for each request, ``(tokens, tokens there before)``; its number."""
+        """A step that computes, for each request, ``(tokens, tokens there before)``. Its number."""
         self.number += 1
         tokens = sum(new for new, _ in work)
         looks = sum(looks_back(new, before) for new, before in work)
@@ -119,7 +119,7 @@ class StepClock:
     def end(self, number: int, now: float, elsewhere: float) -> float | None:
         """The step's output was seen; ``elsewhere``: seconds of it that went into copies, which
         would not be there without them. A step whose output was never seen spoils the next one,
-        which is left out. Returns how long the engine was busy with it; None when it computed
+        which is left out. Returns how long the engine was busy with it. None when it computed
         nothing, or nobody knows."""
         step = self._planned.pop(number, None)
         in_turn, since = number == self._seen + 1, self._seen_at

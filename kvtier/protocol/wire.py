@@ -75,7 +75,7 @@ class Challenge(Message, tag=1):
 
 class Hello(Message, tag=2):
     """``fingerprint`` and ``namespace`` tell whose chunks these are. ``chunk_bytes`` is the size of
-    one chunk. ``proof``: see :func:`client_proof`; it is empty without a token."""
+    one chunk. ``proof``: see :func:`client_proof`. It is empty without a token."""
 
     version: Number
     mode: Mode

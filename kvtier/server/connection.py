@@ -449,7 +449,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._size_class.arrivals != self._arrivals_seen:
             self._end_wait()
             return
-        self._size_class.listen(self._end_wait)
+        self._size_class.subscribers.add(self._end_wait)
         self._waiting_until = self._host.loop.call_later(question.timeout_ms / 1000, self._end_wait)
 
     def _end_wait(self) -> None:
@@ -463,7 +463,7 @@ class Connection(asyncio.BufferedProtocol):
     def _stop_waiting(self) -> None:
         self._waiting = None
         if self._size_class is not None:
-            self._size_class.ignore(self._end_wait)
+            self._size_class.subscribers.discard(self._end_wait)
         if self._waiting_until is not None:
             self._waiting_until.cancel()
             self._waiting_until = None

@@ -3,7 +3,7 @@ slot size, in one budget.
 
 Engines with slots of the same size share one Store. Keys contain the engines' fingerprints, so
 chunks of different models cannot meet. An *owner* is the number of a namespace (fingerprint and
-tenant name). Quotas are counted by owner, and ``clear`` is limited to an owner's chunks; see
+tenant name). Quotas are counted by owner, and ``clear`` is limited to an owner's chunks. See
 :mod:`kvtier.core.tenant`.
 """
 
@@ -59,7 +59,9 @@ class SizeClass:
         self.shares = Shares(lambda: store.slots)
         self.pace = Pace(clock)
         self._owners: OrderedDict[tuple[bytes, str], int] = OrderedDict()
-        self._subscribers: set[Subscriber] = set()
+        self.subscribers: set[Subscriber] = set()
+        """Called whenever promotions have ended. Whoever adds itself checks once after that: it is
+        not told of promotions that ended before."""
         self._parents: OrderedDict[bytes, ChunkKey] = OrderedDict()
         self.users = 0
         """Connections that use it, counted by :class:`SizeClasses`. ``left`` is when the last one
@@ -93,23 +95,15 @@ class SizeClass:
 
     # ---- promotions that end ---------------------------------------------------------------------
 
-    def listen(self, subscriber: Subscriber) -> None:
-        """Call ``subscriber`` whenever promotions have ended, until :meth:`ignore`. Check once
-        after this call: it does not tell of promotions that ended before."""
-        self._subscribers.add(subscriber)
-
-    def ignore(self, subscriber: Subscriber) -> None:
-        self._subscribers.discard(subscriber)
-
     def _arrived(self) -> None:
         """On a lane thread. A subscriber that is added in the meantime has yet to check for the
         first time, and then sees the chunk."""
         self.arrivals += 1
-        if self._subscribers:
+        if self.subscribers:
             self._call_soon(self._notify)
 
     def _notify(self) -> None:
-        for subscriber in tuple(self._subscribers):
+        for subscriber in tuple(self.subscribers):
             subscriber()
 
     # ---- runs of chunks that come one by one -----------------------------------------------------

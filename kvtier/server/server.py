@@ -269,7 +269,7 @@ or only while it is ready."""
 
 
 Sizes = tuple[int | None, Sequence[int]]
-"""The configured slot size, and the sizes of chunks that are left from before; see
+"""The configured slot size, and the sizes of chunks that are left from before. See
 :meth:`Server.prepare`."""
 
 

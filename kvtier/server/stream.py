@@ -65,7 +65,7 @@ class Stream:
         """How many leading chunks of the run that is looked for this server knew of when it was
         asked."""
         self._view: memoryview | None = None
-        """The chunk on its way; None while no bytes flow."""
+        """The chunk on its way. None while no bytes flow."""
         self._at = 0
         self._hash = xxhash.xxh3_128()
 
@@ -94,7 +94,7 @@ class Stream:
             key = ChunkKey(message.key)
             self._begin(key, 1)
             self._load = self._store.load([key], 0, self._owner)
-            self._size_class.listen(self.poll)
+            self._size_class.subscribers.add(self.poll)
             self.poll()
         else:
             self._put(ChunkKey(message.key))
@@ -122,7 +122,7 @@ class Stream:
         lease = yield from self._store.loading(keys, 0, self._owner, self._share.left)
         self._begin(ChunkKey(b""), len(lease.keys) if lease.asking else sum(lease.poll()))
         self._load = lease
-        self._size_class.listen(self.poll)
+        self._size_class.subscribers.add(self.poll)
         self.poll()
 
     def poll(self) -> None:
@@ -135,7 +135,7 @@ class Stream:
             if not lease.asking:
                 self._answer(wire.Found(self._id, max(ready + coming, self._known)))
         elif ready:
-            self._size_class.ignore(self.poll)
+            self._size_class.subscribers.discard(self.poll)
             self._write(wire.frame(wire.Chunk(self._id, self._chunk_bytes)))
             self._view = lease.views()[0][: self._chunk_bytes]
             self._flow()
@@ -216,6 +216,6 @@ class Stream:
 
     def _rest(self) -> None:
         """No question is being answered."""
-        self._size_class.ignore(self.poll)
+        self._size_class.subscribers.discard(self.poll)
         self._share.held = 0
         self._save = self._load = self._view = None

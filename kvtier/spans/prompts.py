@@ -144,7 +144,7 @@ def _tokens(tokenize: Tokenize, part: Part, what: str) -> list[int]:
 
 
 def _ids(given: Sequence[int], what: str) -> list[int]:
-    """The token ids as a list. Raises ConfigError for anything else; it begins with ``what``."""
+    """The token ids as a list. Raises ConfigError for anything else. It begins with ``what``."""
     if isinstance(given, str | bytes):
         raise ConfigError(f"{what} is a text: expected token ids; tokenise it first, {_ENCODE}")
     try:

@@ -159,7 +159,7 @@ class Directory:
         return self._changes
 
     def places(self, key: ChunkKey) -> list[int]:
-        """Where the chunk can be served from now; see :mod:`kvtier.store.changes`."""
+        """Where the chunk can be served from now. See :mod:`kvtier.store.changes`."""
         entry = self._entries.get(key)
         ready = entry is not None and entry.state is READY
         return [RAM_PLACE] * ready + [tier.place for tier in self._tiers if key in tier.order]
@@ -261,6 +261,13 @@ class Directory:
         if entry.state is GONE:
             raise StateError("pin of a chunk that is gone")
         self._pin(entry)
+
+    def pin_ready(self, keys: Sequence[ChunkKey]) -> list[Entry]:
+        """:meth:`pin` the leading chunks that are READY."""
+        pinned = [self._entries[key] for key in keys[: self.ready_run(keys)]]
+        for entry in pinned:
+            self._pin(entry)
+        return pinned
 
     def unpin(self, entry: Entry) -> None:
         """A reader leaves."""
@@ -477,7 +484,7 @@ class Directory:
 
     def keys(self) -> list[ChunkKey]:
         """Every chunk in RAM or in a tier, some of them twice. No other query walks over all
-        chunks; it takes 20 ns a chunk."""
+        chunks. It takes 20 ns a chunk."""
         every = [*self._entries]
         for tier in self._tiers:
             every += tier.order.keys()
@@ -520,7 +527,7 @@ class Directory:
         return len(self._tiers[index]) + len(self._tiers[index].leaving)
 
     def check(self, idle: bool = False) -> None:
-        """Raise StateError when a rule of this module is broken; ``idle`` adds rule 4. It walks
+        """Raise StateError when a rule of this module is broken. ``idle`` adds rule 4. It walks
         over all chunks."""
         problems = [*self.check_slots(0, len(self._in_slot)), *self.check_counts(idle)]
         entries = [*self._entries.values(), *self._gone]

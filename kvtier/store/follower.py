@@ -36,7 +36,7 @@ class _Item(NamedTuple):
     hint: Hint = NOTHING
     """A prompt has none."""
     number: int = 0
-    """Of the hint; see :class:`kvtier.eviction.hints.UsesSince`."""
+    """Of the hint. See :class:`kvtier.eviction.hints.UsesSince`."""
 
 
 class Follower:

@@ -28,15 +28,15 @@ def lookup_run(
     """
     steps: list[tuple[int, float | None]] = []
     reads: dict[int, int] = {}
-    here, end = -1, len(keys)
+    here, end, get = -1, len(keys), directory.get
     for at, key in enumerate(keys):
         if at % _AT_ONCE == _AT_ONCE - 1:
             yield 0.0
-        entry = directory.get(key)
+        entry = get(key)
         if entry is None:
             place = next(directory.holders(key), None)
         elif entry.state is READY:
-            place = here
+            continue
         else:
             place = entry.origin if entry.state is FILLING else None
         if place is None:

@@ -386,7 +386,7 @@ class Store:
 
     @property
     def slots(self) -> int:
-        """Slots that may be in use now; fewer than the pool has while another Store has the room of
+        """Slots that may be in use now. Fewer than the pool has while another Store has the room of
         the others."""
         return self._directory.slots
 
@@ -403,8 +403,8 @@ class Store:
 
     def rooms(self, turn: int) -> dict[str, Room]:
         """What it has of ``ram``, and of every tier, by its name, with a budget that can be
-        divided. ``turn``: how often that was looked at by whoever divides, 0: nobody else shares;
-        see :mod:`kvtier.eviction.ages`."""
+        divided. ``turn``: how often that was looked at by whoever divides, 0: nobody else shares.
+        See :mod:`kvtier.eviction.ages`."""
         with self._lock:
             directory, most = self._directory, self.pool.slots
             directory.ages.begin(turn)
@@ -430,7 +430,7 @@ class Store:
         self.touched.set_result(None)
 
     def sharing(self, limits: Mapping[str, int]) -> Steps[None]:
-        """Hold at most so many chunks in these of :meth:`rooms` from now on; the memory and blocks
+        """Hold at most so many chunks in these of :meth:`rooms` from now on. The memory and blocks
         of the others go back to the host. On a thread that may block. Slots that somebody holds now
         go back when this is called again.
         """
@@ -588,7 +588,11 @@ class Store:
         claim: _Claim = lease.held
         directory, promotions, names = self._directory, list[tuple[Entry, int]](), self._names
         known = len(claim.entries)
-        for key in lease.keys[known : None if most is None else known + most]:
+        keys = lease.keys[known : None if most is None else known + most]
+        ready = directory.pin_ready(keys)
+        claim.entries += ready
+        claim.sources += [RAM] * len(ready)
+        for key in keys[len(ready) :]:
             entry = directory.get(key)
             if entry is None:
                 holder = next(

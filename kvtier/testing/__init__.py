@@ -1,4 +1,4 @@
-"""What tests of kvtier, and of tiers of your own, are built from; shipped, and kept as public as
+"""What tests of kvtier, and of tiers of your own, are built from. Shipped, and kept as public as
 the library."""
 
 from kvtier.testing.check_tier import check_tier

@@ -22,13 +22,13 @@ _TURNS = 40
 
 
 def check_tier(make: Make, *, chunk_bytes: int, reopen: Make | None = None) -> None:
-    """Check every promise of :class:`~kvtier.tiers.base.Tier`; raises AssertionError with the
+    """Check every promise of :class:`~kvtier.tiers.base.Tier`. Raises AssertionError with the
     promise that is broken.
 
     Args:
         make: opens a tier of at least 8 chunks that holds nothing.
-        chunk_bytes: size of the chunks to use; need not be a multiple of anything.
-        reopen: opens again what the last tier from ``make`` kept when it was closed; None for a
+        chunk_bytes: size of the chunks to use. It need not be a multiple of anything.
+        reopen: opens again what the last tier from ``make`` kept when it was closed. None for a
             tier that keeps nothing. Not for tiers that others share, whose order is not theirs to
             keep.
     """
@@ -66,7 +66,7 @@ def _aligned(size: int) -> memoryview:
 
 
 def _holds(tier: Tier, key: ChunkKey, chunk_bytes: int) -> bool:
-    """Read a chunk; AssertionError if the tier lies."""
+    """Read a chunk. AssertionError if the tier lies."""
     into = _aligned(chunk_bytes)
     _promise(tier.may_read(key), "a tier whose medium answers may be read")
     held = tier.read(key, into)
@@ -322,7 +322,7 @@ def _check_restart(
 def _check_restart_order(
     make: Make, reopen: Make, runs: Sequence[Sequence[ChunkKey]], chunk_bytes: int
 ) -> None:
-    """The order given to close comes back; keys that are not held do not matter."""
+    """The order given to close comes back. Keys that are not held do not matter."""
     tier = make()
     tier.recovered()
     held = [*runs[0][:4], *runs[1][:4]]

@@ -1,7 +1,7 @@
 """Tiers for tests: :class:`DictTier`, correct and in memory, and :class:`FaultyTier`, a tier whose
 medium fails.
 
-Both keep every promise of :mod:`kvtier.tiers.base`; a faulty medium makes a tier forget, never lie.
+Both keep every promise of :mod:`kvtier.tiers.base`. A faulty medium makes a tier forget, never lie.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Fault(StrEnum):
     FAIL = "fail"
     """Refused at once: a write stores nothing, a read is None and leaves the chunk where it is."""
     SHORT = "short"
-    """Only the first half arrives; the chunk is not longer than that."""
+    """Only the first half arrives. The chunk is not longer than that."""
     TORN = "torn"
-    """The first half arrives; the rest is what was there before."""
+    """The first half arrives. The rest is what was there before."""
     CORRUPT = "corrupt"
     """One bit is wrong."""
 
@@ -43,7 +43,7 @@ class DictTier(Tier):
     """Chunks in a dict. ``held`` is the medium: pass one tier's to the next to start again with
     what it kept.
 
-    Threads: all methods from any thread; one lock, held for the copy.
+    Threads: all methods from any thread. One lock, held for the copy.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class DictTier(Tier):
             return True
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
-        """See :meth:`Tier.read`. Never None by itself; tests make it so."""
+        """See :meth:`Tier.read`. Never None by itself. Tests make it so."""
         with self._lock:
             data = self.held.get(key)
             if data is None or len(data) != into.nbytes:
@@ -99,11 +99,11 @@ class FaultyTier(ForwardingTier):
     that finds it out.
 
     A FAIL is False, of a read None, at once. Any other fault of a write is acknowledged, as a disk
-    acknowledges a write that it loses; the next read finds the damage, drops the chunk and is a
+    acknowledges a write that it loses. The next read finds the damage, drops the chunk and is a
     miss. Any other fault of a read is found out at once. After a failed read ``into`` holds
     rubbish, so that a caller who uses it is caught. ``injected`` counts faults.
 
-    Threads: as ``inner``; the plan must be safe for that too.
+    Threads: as ``inner``. The plan must be safe for that too.
     """
 
     def __init__(self, inner: Tier, plan: Plan) -> None:

@@ -9,14 +9,19 @@ class ManualLane:
     """Queues like :class:`kvtier.core.lanes.Lane`, runs nothing by itself. Single-threaded."""
 
     threads = 1
+    failures = 0
 
     def __init__(self, *, urgent_bound: int = 1024, bound: int = 1024) -> None:
         self._bounds = {True: urgent_bound, False: bound}
         self.queues: dict[bool, list[Work]] = {True: [], False: []}
         self.closed = False
 
+    @property
+    def queued(self) -> tuple[int, int]:
+        return len(self.queues[True]), len(self.queues[False])
+
     def __len__(self) -> int:
-        return len(self.queues[True]) + len(self.queues[False])
+        return sum(self.queued)
 
     def submit(self, work: Work, *, urgent: bool = False) -> bool:
         if self.closed or len(self.queues[urgent]) >= self._bounds[urgent]:

@@ -61,7 +61,7 @@ class Tier(ABC):
     @abstractmethod
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
         """Fill ``into`` with the chunk. True only when it is exactly what was written for this key,
-        checksum verified; else the content of ``into`` is undefined.
+        checksum verified. Else the content of ``into`` is undefined.
 
         False: the tier does not hold the chunk, or has dropped it because it was bad. None: not
         now. The chunk may well be there, and stays known, so that a later delete reaches it. A
@@ -78,7 +78,7 @@ class Tier(ABC):
 
     @abstractmethod
     def find(self, keys: Sequence[ChunkKey]) -> int:
-        """How many of ``keys``, from the first on without a gap, are held now; a fault is 0. Shared
+        """How many of ``keys``, from the first on without a gap, are held now. A fault is 0. Shared
         tiers are asked this.
 
         A tier far away may take a long run for one without gaps, which it is but for chunks that
@@ -87,7 +87,7 @@ class Tier(ABC):
 
     @abstractmethod
     def delete(self, key: ChunkKey) -> None:
-        """Forget the chunk if held; free its room at once."""
+        """Forget the chunk if held. Free its room at once."""
 
     @abstractmethod
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
@@ -129,7 +129,7 @@ class Tier(ABC):
 
     @property
     def trouble(self) -> str:
-        """What is wrong now and does not heal by waiting, in words; empty while nothing is."""
+        """What is wrong now and does not heal by waiting, in words. Empty while nothing is."""
         return ""
 
     @property

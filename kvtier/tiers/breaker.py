@@ -19,8 +19,8 @@ WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 
 
 class Breaker:
-    """Closed (all calls go) until ``faults`` faults in a row; then open (no call goes) for
-    ``wait_s``; then one call may try. Its success closes the breaker, its fault doubles the wait,
+    """Closed (all calls go) until ``faults`` faults in a row. Then open (no call goes) for
+    ``wait_s``. Then one call may try. Its success closes the breaker, its fault doubles the wait,
     up to ``longest_wait_s``.
 
     A machine that comes and goes lets a trial through now and then, and then fails who relied on
@@ -30,7 +30,7 @@ class Breaker:
     A trial that never reports back is given up after the same wait, so that a lost caller cannot
     keep the breaker open. The same holds for a trial that was reserved and not begun.
 
-    Threads: any; its lock is held for a few instructions.
+    Threads: any. Its lock is held for a few instructions.
     """
 
     def __init__(

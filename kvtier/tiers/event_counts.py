@@ -17,7 +17,7 @@ AWAY_EVENTS = (*EVENTS, "failed_finds", "failed_deletes", "breaker_trips")
 
 
 class EventCounts:
-    """``place``: the tier's name in the log. Threads: any; the lock is held for a few
+    """``place``: the tier's name in the log. Threads: any. The lock is held for a few
     instructions."""
 
     def __init__(self, events: Iterable[str], logger: logging.Logger, place: str) -> None:

@@ -15,7 +15,7 @@ _MOST = 65_536
 
 
 class OwedDeletions:
-    """``delete`` deletes some chunks; it owes them again (:meth:`add`) where that fails.
+    """``delete`` deletes some chunks. It owes them again (:meth:`add`) where that fails.
 
     Threads: any. The lock is never held during I/O.
     """

@@ -18,11 +18,11 @@ def coldest_first(stamped: Iterable[tuple[ChunkKey, Any]]) -> list[ChunkKey]:
     """Keys ordered coldest first: by stamp, but no parent before its child.
 
     ``stamped`` pairs each key with any stamp that compares with the others (a sequence number, a
-    time, a tuple); larger is hotter. A chunk counts as used when one of its descendants was: a hot
+    time, a tuple). Larger is hotter. A chunk counts as used when one of its descendants was: a hot
     leaf lifts all its ancestors. Of a key given twice the larger stamp counts. Keys whose parent is
     not among them are ordered by their stamp alone.
 
-    Time O(n log n) for the sort and O(n) for the links; a forged cycle of links ends instead of
+    Time O(n log n) for the sort and O(n) for the links. A forged cycle of links ends instead of
     looping.
     """
     hottest_first = [key for key, _ in sorted(stamped, key=lambda pair: pair[1], reverse=True)]

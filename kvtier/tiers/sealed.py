@@ -14,7 +14,7 @@ a second are there in half a day, and none of them could know. With derived keys
 safe, so nothing is counted and no key need ever be changed for its age. It costs 4 us a chunk.
 
 The chunk's key is the additional authenticated data: a chunk under another key's name, from another
-model or tenant, does not open. What does not open is a miss, counted and deleted; it is never
+model or tenant, does not open. What does not open is a miss, counted and deleted. It is never
 served and never an error. Keys and owners, which are hashes, are not encrypted.
 """
 
@@ -56,16 +56,16 @@ def sealed_bytes(chunk_bytes: int) -> int:
 
 
 def key_name(key: bytes) -> bytes:
-    """8 bytes that tell keys apart and nothing about them; for names, logs and stored chunks."""
+    """8 bytes that tell keys apart and nothing about them. For names, logs and stored chunks."""
     return sha256(b"kvtier encryption key\0" + key).digest()[:_NAME_BYTES]
 
 
 class SealedTier(ForwardingTier):
-    """``inner`` with every chunk sealed by ``key``; named as ``inner``.
+    """``inner`` with every chunk sealed by ``key``. It has the name of ``inner``.
 
     Args:
-        inner: keeps chunks of ``sealed_bytes(chunk_bytes)`` bytes; closed with this one.
-        key: 32 random bytes. Chunks sealed by another are misses; where the first ones found at the
+        inner: keeps chunks of ``sealed_bytes(chunk_bytes)`` bytes. It is closed with this one.
+        key: 32 random bytes. Chunks sealed by another are misses. Where the first ones found at the
             start of a tier of our own are, all are dropped at once, with one line in the log.
         chunk_bytes: the size of every chunk.
 

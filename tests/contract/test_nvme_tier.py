@@ -24,8 +24,9 @@ from kvtier.testing import check_tier
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme import files
 from kvtier.tiers.nvme.check import check
-from kvtier.tiers.nvme.index import leaf_first, slots_within
+from kvtier.tiers.nvme.index import slots_within
 from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.recovery_order import coldest_first
 from tests.huge_pages import populated
 from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
 
@@ -236,7 +237,7 @@ def test_leaf_first_is_a_permutation_with_no_parent_colder_than_its_child(
         link = own_half(keys[parent % index]) if parent is not None and index else bytes(8)
         keys.append(ChunkKey(bytes([1]) + index.to_bytes(31, "big")[::-1] + link))
     order.shuffle(keys)
-    found = leaf_first(keys)
+    found = coldest_first((key, age) for age, key in enumerate(keys))
     assert sorted(found) == sorted(keys)
     place = {own_half(key): at for at, key in enumerate(found)}
     assert all(place.get(parent_half(key), at) >= at for at, key in enumerate(found))

@@ -265,12 +265,12 @@ def lora(model: str) -> Any:
     own."""
     from vllm.lora.request import LoRARequest
 
-    from kvtier.bench.model import make_lora
+    from tests.integration.tiny_models import make_lora
 
     folder = Path(os.environ["TEST_FOLDER"])
     adapters = [None]
     for index in (1, 2):
-        make_lora(folder / f"lora{index}", model, seed=index)
+        make_lora(folder / f"lora{index}", Path(model), seed=index)
         adapters.append(LoRARequest(f"lora{index}", index, str(folder / f"lora{index}")))
     engine = Engine(model, enable_lora=True, max_loras=2, max_lora_rank=8, disable_log_stats=False)
     first = [engine.ask([document(0)], lora=adapter)[0] for adapter in adapters]

@@ -21,13 +21,13 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.model import make_lora, make_model
+from kvtier.bench.model import make_model
 from kvtier.bench.processes.engine import cache_args, shared_args, transfer
 from kvtier.bench.processes.servers import VllmServer
 from tests.child_process import wait_for
 from tests.integration.scenarios import document
 from tests.integration.test_vllm import CHUNK, DOCUMENT_HIT
-from tests.integration.tiny_models import make_experts
+from tests.integration.tiny_models import make_experts, make_lora
 from tests.server_process import ServerProcess, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]

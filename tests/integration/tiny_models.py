@@ -1,15 +1,16 @@
-"""Small models of random weights that only tests need: one that sees, and a draft that guesses
-right."""
+"""Small models of random weights that only tests need: one that sees, a draft that guesses
+right, and LoRA adapters."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kvtier.bench.model import PRESETS, _draw, _write_tokenizer, _write_weights
+from kvtier.bench.model import PRESETS, _draw, _write_tokenizer, _write_weights, read_config
 
 IMAGE_SIDE, PATCH, SHUFFLE = 112, 14, 2
 IMAGE_TOKENS = (IMAGE_SIDE // PATCH // SHUFFLE) ** 2 + 3
@@ -129,4 +130,44 @@ def make_draft(directory: Path, target: Path, prompts: Iterable[list[int]], toke
     save_file(weights, directory / "model.safetensors")
     draft = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": 1}
     (directory / "config.json").write_text(json.dumps(draft))
+    return directory
+
+
+def make_lora(directory: Path, model_dir: Path, seed: int) -> Path:
+    """Make a LoRA adapter (PEFT's file format) for the query and value projections of a Llama or
+    Qwen2 preset.
+
+    Its effect is about as large as the projections themselves, so that two adapters never answer
+    alike.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    rank = 8
+    config = read_config(model_dir)
+    generator = torch.Generator().manual_seed(seed)
+    widths = {"q_proj": config["num_attention_heads"], "v_proj": config["num_key_value_heads"]}
+    hidden, weights = config["hidden_size"], {}
+    for layer in range(config["num_hidden_layers"]):
+        for module, heads in widths.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            out = heads * config["head_dim"]
+            for matrix, shape in (("A", (rank, hidden)), ("B", (out, rank))):
+                drawn = torch.randn(*shape, generator=generator) / math.sqrt(shape[1])
+                weights[f"{name}.lora_{matrix}.weight"] = drawn
+    adapter = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model_dir.name,
+        "r": rank,
+        "lora_alpha": rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(widths),
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(weights, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(
+        json.dumps(adapter, indent=2) + "\n", encoding="utf-8"
+    )
     return directory

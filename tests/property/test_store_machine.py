@@ -21,23 +21,11 @@ from kvtier.store.lower.lower_tier import Place
 from kvtier.store.lower.write_budget import WriteBudget
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
+from tests.trust.clients import PROMPTS
 
 SLOT = 4096
 LAYOUT = ChunkLayout(fingerprint({"model": "machine"}), 4, 4, (SLOT,))
-PROMPTS = st.sampled_from(
-    [
-        [0],
-        [0, 0],
-        [0, 0, 0],
-        [0, 0, 0, 0],
-        [0, 1],
-        [0, 1, 1],
-        [1, 0, 1],
-        [1, 1, 1, 1, 1],
-        [2],
-        [3, 3],
-    ]
-)
+PROMPT = st.sampled_from(PROMPTS)
 
 
 def keys_of(prompt: list[int]) -> list[ChunkKey]:
@@ -134,7 +122,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.open_loads: list[LoadLease] = []
         self.open_saves: list[SaveLease] = []
 
-    @rule(target=saves, prompt=PROMPTS)
+    @rule(target=saves, prompt=PROMPT)
     def save(self, prompt: list[int]) -> SaveLease:
         lease = self.store.save(keys_of(prompt))
         for key, slot in zip(lease.keys, lease.slots, strict=True):
@@ -157,7 +145,7 @@ class StoreMachine(RuleBasedStateMachine):
                 view[:] = b"\xdd" * SLOT
             lease.close()
 
-    @rule(prompt=PROMPTS)
+    @rule(prompt=PROMPT)
     def save_whole(self, prompt: list[int]) -> None:
         """The common case in one step, so that walks get deep."""
         keys = keys_of(prompt)
@@ -170,7 +158,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.saved.update(lease.keys)
         assert self.store.lookup(keys).ready >= before, "a run pushed out its own chunks"
 
-    @rule(prompts=st.lists(PROMPTS, max_size=3))
+    @rule(prompts=st.lists(PROMPT, max_size=3))
     def plan_meanwhile(self, prompts: list[list[int]]) -> None:
         """What other threads will do in the middle of the next calls of a tier."""
         self.meanwhile = prompts
@@ -183,7 +171,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.invalidate(keys_of(prompt)[:1] if len(prompt) == 1 else [])
             self.store.check()
 
-    @rule(target=loads, prompt=PROMPTS, start=st.integers(0, 1), most=st.none() | st.integers(0, 3))
+    @rule(target=loads, prompt=PROMPT, start=st.integers(0, 1), most=st.none() | st.integers(0, 3))
     def load(self, prompt: list[int], start: int, most: int | None) -> LoadLease:
         lease = self.store.load(keys_of(prompt), start, most=most)
         assert most is None or sum(lease.poll()) <= most
@@ -204,12 +192,12 @@ class StoreMachine(RuleBasedStateMachine):
         lease.close()
         self.open_loads.remove(lease)
 
-    @rule(prompt=PROMPTS)
+    @rule(prompt=PROMPT)
     def forget(self, prompt: list[int]) -> None:
         keys = keys_of(prompt)
         self.store.invalidate(keys[-1:])
 
-    @rule(prompt=PROMPTS)
+    @rule(prompt=PROMPT)
     def match(self, prompt: list[int]) -> None:
         keys = keys_of(prompt)
         ready, coming = self.store.lookup(keys).progress
@@ -219,7 +207,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert (result.ready, result.known) == (ready, ready + coming)
         assert all(seconds is None or seconds >= 0 for _, seconds in result.steps)
 
-    @rule(prompt=PROMPTS)
+    @rule(prompt=PROMPT)
     def decline(self, prompt: list[int]) -> None:
         """Time passes, so that a trial read is due."""
         self.now += 60

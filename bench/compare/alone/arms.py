@@ -102,7 +102,7 @@ class Arm:
 
     @property
     def obstacle(self) -> str:
-        """Why it cannot run here; empty when it can."""
+        """Why it cannot run here. Empty when it can."""
         return self.cannot or self.like.obstacle
 
 

@@ -89,7 +89,7 @@ class Contender:
 
     @property
     def obstacle(self) -> str:
-        """Why it cannot run here; empty when it can."""
+        """Why it cannot run here. Empty when it can."""
         if (
             not self.cannot
             and self.peer is not None

@@ -1,8 +1,8 @@
 """What a waiting request has claimed of the store, and how much of it vLLM may be promised. One
-thread; no waits.
+thread. No waits.
 
 A promise cannot be made smaller, so nothing is promised that is not in RAM, verified and pinned.
-While chunks are on their way up vLLM is told to ask again, until a deadline; then what is there
+While chunks are on their way up vLLM is told to ask again, until a deadline. Then what is there
 counts.
 
 :mod:`.hit_table` says where the hit may end, and LoadPolicy which of these ends is loaded.
@@ -80,7 +80,7 @@ class Claims:
         return tokens_with(self._geometry, prompt.begin, run, ready)
 
     def _claim_part(self, prompt: Prompt, run: Run, busy: bool) -> LoadLease | None:
-        """The request's lease; a new one when the old one starts elsewhere or the store has learnt
+        """The request's lease. A new one when the old one starts elsewhere or the store has learnt
         of more since. None: there is no room for it now."""
         lease, result = prompt.lease, None
         if lease is not None and prompt.run is not None and prompt.run.start == run.start:
@@ -115,7 +115,7 @@ class Claims:
 
     def _cut(self, prompt: Prompt, run: Run, ready: int, coming: int) -> int:
         """Do with what is ready: the rest is not coming in time (``coming``), or not at all:
-        refused, or lost after it was seen. Returns how many pieces the request has now; none when a
+        refused, or lost after it was seen. Returns how many pieces the request has now. None when a
         server does not answer."""
         held = 0 if prompt.why == "tier_down" else min(prompt.taken, prompt.known)
         wanted = max(prompt.taken, ready + coming) if coming else held

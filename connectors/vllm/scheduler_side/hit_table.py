@@ -23,7 +23,7 @@ from kvtier.load_policy.choose import HitEnd
 
 def tokens_with(geometry: Geometry, begin: int, run: Run, pieces: int) -> int:
     """Tokens that a request has with so many leading pieces of the run. At least one token must be
-    left to compute; whole blocks, like vLLM's own prefix cache."""
+    left to compute. They are whole blocks, like vLLM's own prefix cache."""
     return min(geometry.tokens(geometry.first(begin), pieces), run.end)
 
 
@@ -90,10 +90,12 @@ class WholeHits:
         """What the rows of the table stand for, the shortest first. ``missing``: ends that turned
         out not to be there.
 
-        The first is the longest hit that is all in RAM; None where there is none. Then comes the
+        The first is the longest hit that is all in RAM. None where there is none. Then comes the
         longest one for each tier that the anchors are in, and last the longest one that a shared
         tier has to be asked for.
         """
+        if longest.is_ready and longest.run.end not in missing:
+            return [longest]
         steps = self._known_tokens(longest.result)
         ready: WholeHit | None = None
         found, asked = list[WholeHit | None](), list[WholeHit | None]()
@@ -117,7 +119,7 @@ class WholeHits:
     def _possible(self, end: int) -> WholeHit | None:
         """None where it lacks something behind its end that nobody can be asked for."""
         geometry, keys = self._geometry, self._keys
-        behind = [geometry.key(piece, keys) for piece in geometry.behind(end, self._begin)]
+        behind = geometry.behind_keys(keys, end, self._begin)
         if behind:
             result = self._store.lookup(behind)
             if result.known < len(behind) and result.asking is None:

@@ -50,7 +50,7 @@ class IdleHalf:
 
 
 class StartingHalf(IdleHalf):
-    """Used until each of ``ranks`` workers has told its layout; requests wait for that. It takes
+    """Used until each of ``ranks`` workers has told its layout. Requests wait for that. It takes
     one step, which runs without tokens if there is nothing to compute."""
 
     def __init__(self, ranks: int) -> None:

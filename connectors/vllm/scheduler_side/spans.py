@@ -70,7 +70,7 @@ class Spans:
         clock: Callable[[], float],
         why_not: str,
     ) -> None:
-        """``why_not``: why this engine moves nothing; empty: it does."""
+        """``why_not``: why this engine moves nothing. Empty when it does."""
         self._store, self._layout, self._block = store, layout, block_tokens
         self._timeout_s, self._clock, self.why_not = timeout_s, clock, why_not
         self._pending: dict[int, _Pending] = {}
@@ -155,7 +155,7 @@ class Spans:
         return end - computed
 
     def _claim(self, prompt: Prompt, asked: Asked, keys: Sequence[ChunkKey]) -> bool:
-        """Claim what the prompt can be put together from; whether that is worth it."""
+        """Claim what the prompt can be put together from. Returns whether that is worth it."""
         size, store = self._layout.chunk_tokens, self._store
         exact = store.lookup(keys).known * size if keys else 0
         wanted = sections_of(asked.ranges, exact)
@@ -264,7 +264,7 @@ class Spans:
 
 
 def _why_not(request: Any) -> str:
-    """Why nothing can be moved for a request; empty: it can."""
+    """Why nothing can be moved for a request. Empty when it can."""
     if request.mm_features:
         return "it has images or other media"
     if getattr(request, "prompt_embeds", None) is not None or not request.prompt_token_ids:

@@ -66,7 +66,7 @@ class LoadedModel:
         return weights_digest(self._roots)
 
     def replaced(self, *, looks: bool) -> bool:
-        """Whether the weights are different from those at the last call; see :class:`Watch`."""
+        """Whether the weights are different from those at the last call. See :class:`Watch`."""
         return self._watch.replaced(looks=looks)
 
 

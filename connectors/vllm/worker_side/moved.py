@@ -91,7 +91,7 @@ class Mover:
         return jobs
 
     def go_on(self, part: Part, is_time: Callable[[], bool]) -> list[Ended]:
-        """Copy slots until all is through, or it is no more time; the jobs that ended."""
+        """Copy slots until all is through or the time is over. Returns the jobs that ended."""
         ended = []
         while self._copying and is_time():
             job, left, block_ids = self._copying[0]

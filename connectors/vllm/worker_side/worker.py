@@ -102,11 +102,10 @@ class WorkerHalf:
         num_blocks: int,
         groups: Sequence[GroupLayers],
         model: Callable[[], Loaded],
-        clock: Callable[[], float] = time.perf_counter,
         make_mover: Callable[[Mapping[str, torch.Tensor]], Mover] | None = None,
     ) -> None:
         """``groups``: the groups that are kept. ``model``: returns the loaded model, once the KV
-        caches are registered. ``clock``: seconds."""
+        caches are registered."""
         self._rank = rank
         self._find_model = model
         self._model: Loaded | None = None
@@ -115,7 +114,7 @@ class WorkerHalf:
         self._why_no_spans = "off"
         self._num_blocks = num_blocks
         self._groups = groups
-        self._clock = clock
+        self._clock = time.perf_counter
         self._paged: list[PagedBlocks] = []
         """One for each group. Blocks of all groups share the same memory, and a block belongs to
         one group."""

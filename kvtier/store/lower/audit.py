@@ -55,7 +55,8 @@ class Audit:
         drawn: list[Pair] = []
         for entry in loaded if self.one_in else ():
             self._passed += 1
-            if self._passed >= self.one_in and (lower := self._copy(entry)) is not None:
+            due = self._passed >= self.one_in and entry.copies
+            if due and (lower := self._copy(entry)) is not None:
                 self._passed = 0
                 drawn.append(Pair(entry, lower))
         return drawn

@@ -42,13 +42,13 @@ class Place(NamedTuple):
 
     What is forgotten before costs no write, and no hit is lost: the Mooncake conversation trace
     (room for 2.5 % of it in RAM, 20 % below) has 35.0 % for 34.5 % of its chunks hit, with 2 %
-    fewer writes. But a crash loses what only RAM had; a clean close writes it. When saves come
+    fewer writes. But a crash loses what only RAM had. A clean close writes it. When saves come
     faster than writes, the coldest chunk leaves unwritten and is counted as late: the newest is
     likelier to be asked for again, and a refused save would cut its run."""
 
 
 class Core(NamedTuple):
-    """What a Store and its lower tiers share; ``lock`` guards all of it but the pool's bytes."""
+    """What a Store and its lower tiers share. ``lock`` guards all of it but the pool's bytes."""
 
     lock: AbstractContextManager[object]
     directory: Directory
@@ -112,7 +112,7 @@ class LowerTier:
         return Left.CORRUPT if self._corrupt > before else Left.EVICTED
 
     def _found_corrupt(self) -> int:
-        """Chunks that the tier has found corrupt so far; 0 where it does not count them."""
+        """Chunks that the tier has found corrupt so far. 0 where it does not count them."""
         return self.tier.counts.get("corrupt", 0)
 
     # ---- questions -------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class LowerTier:
         return True
 
     def try_read(self, key: ChunkKey) -> memoryview | None:
-        """On a lane thread: a chunk in scratch memory of its own, page-aligned; None when it is not
+        """On a lane thread: a chunk in scratch memory of its own, page-aligned. None when it is not
         there."""
         size = self._core.pool.slot_bytes
         pages = memoryview(
@@ -257,7 +257,7 @@ class LowerTier:
             future.set_result((len(going), whole))
 
     def close(self, run: Sequence[ChunkKey]) -> None:
-        """Takes the lock; the lane is closed. The tier shall let go, and keep its chunks and their
+        """Takes the lock. The lane is closed. The tier shall let go, and keep its chunks and their
         order if it can. ``run`` was written last, the hottest first."""
         with self._lock:
             self._directory.stored_with(self.index, run)
@@ -273,7 +273,7 @@ class LowerTier:
             self._directory.limit(self.index, self._reserved, 0)
 
     def room(self) -> Room | None:
-        """Under the lock; None where no budget is divided."""
+        """Under the lock. None where no budget is divided."""
         tier, directory, index = self.tier, self._directory, self.index
         if not tier.chunk_room:
             return None

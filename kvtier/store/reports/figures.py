@@ -17,13 +17,13 @@ DECLINED = ("slower", "unasked", "deadline", "refused")
 
 
 class TierFigure(NamedTuple):
-    """A metric by tier: its name without the prefix, gauge or counter, its help text, and where its
-    value is read. ``lower_only``: RAM does not have it."""
+    """A metric by tier: its name without the prefix, its help text, and where its value is
+    read. ``lower_only``: RAM does not have it."""
 
     name: str
-    kind: str
     text: str
     value: Callable[[SizeClassStatus, TierStatus], float]
+    kind: str = COUNTER
     lower_only: bool = True
 
 
@@ -31,145 +31,114 @@ class StoreFigure(NamedTuple):
     """A metric of the whole Store."""
 
     name: str
-    kind: str
     text: str
     value: Callable[[SizeClassStatus], float]
+    kind: str = COUNTER
 
 
 TIER_FIGURES = (
     TierFigure(
-        "capacity_chunks", GAUGE, "Room, in chunks.", lambda _, t: t.capacity, lower_only=False
+        "capacity_chunks", "Room, in chunks.", lambda _, t: t.capacity, kind=GAUGE, lower_only=False
     ),
     TierFigure(
         "capacity_bytes",
-        GAUGE,
         "Room, in bytes.",
         lambda r, t: t.capacity * r.slot_bytes,
+        kind=GAUGE,
         lower_only=False,
     ),
     TierFigure(
-        "held_chunks", GAUGE, "Chunks held; in RAM: ready.", lambda _, t: t.held, lower_only=False
+        "held_chunks",
+        "Chunks held; in RAM: ready.",
+        lambda _, t: t.held,
+        kind=GAUGE,
+        lower_only=False,
     ),
     TierFigure(
         "held_bytes",
-        GAUGE,
         "Bytes held; in RAM: ready.",
         lambda r, t: t.held * r.slot_bytes,
+        kind=GAUGE,
         lower_only=False,
     ),
-    TierFigure(
-        "loads", COUNTER, "Chunks served from here.", lambda _, t: t.loads, lower_only=False
-    ),
+    TierFigure("loads", "Chunks served from here.", lambda _, t: t.loads, lower_only=False),
     TierFigure(
         "stores",
-        COUNTER,
         "Chunks put here: saves in RAM, spills in lower tiers.",
         lambda _, t: t.stores,
         lower_only=False,
     ),
     TierFigure(
         "refusals",
-        COUNTER,
         "Chunks not taken: no room, or no time.",
         lambda _, t: t.refused,
         lower_only=False,
     ),
     TierFigure(
-        "load_misses",
-        COUNTER,
-        "Chunks counted as held that could not be read.",
-        lambda _, t: t.misses,
+        "load_misses", "Chunks counted as held that could not be read.", lambda _, t: t.misses
+    ),
+    TierFigure("late_spills", "Chunks that left RAM before their spill.", lambda _, t: t.late),
+    TierFigure(
+        "over_budget", "Chunks not written, to spare the device.", lambda _, t: t.over_budget
     ),
     TierFigure(
-        "late_spills", COUNTER, "Chunks that left RAM before their spill.", lambda _, t: t.late
+        "evictions", "Chunks that left to make room.", lambda _, t: t.evicted, lower_only=False
     ),
     TierFigure(
-        "over_budget",
-        COUNTER,
-        "Chunks not written, to spare the device.",
-        lambda _, t: t.over_budget,
+        "evicted_unread", "Chunks written and deleted unread.", lambda _, t: t.evicted_unread
     ),
     TierFigure(
-        "evictions",
-        COUNTER,
-        "Chunks that left to make room.",
-        lambda _, t: t.evicted,
-        lower_only=False,
+        "failures", "Calls that failed with an I/O or network error.", lambda _, t: t.failed
     ),
     TierFigure(
-        "evicted_unread",
-        COUNTER,
-        "Chunks written and deleted unread.",
-        lambda _, t: t.evicted_unread,
+        "corrupt_chunks", "Checksums that did not match; never served.", lambda _, t: t.corrupt
     ),
     TierFigure(
-        "failures",
-        COUNTER,
-        "Calls that failed with an I/O or network error.",
-        lambda _, t: t.failed,
-    ),
-    TierFigure(
-        "corrupt_chunks",
-        COUNTER,
-        "Checksums that did not match; never served.",
-        lambda _, t: t.corrupt,
-    ),
-    TierFigure(
-        "read_bytes",
-        COUNTER,
-        "Bytes read; in RAM: by loads.",
-        lambda _, t: t.bytes_read,
-        lower_only=False,
+        "read_bytes", "Bytes read; in RAM: by loads.", lambda _, t: t.bytes_read, lower_only=False
     ),
     TierFigure(
         "written_bytes",
-        COUNTER,
         "Bytes written; in RAM: by saves.",
         lambda _, t: t.bytes_written,
         lower_only=False,
     ),
     TierFigure(
         "open_breakers",
-        GAUGE,
         "Nodes that are not asked now because they failed.",
         lambda _, t: t.open_breakers,
+        kind=GAUGE,
     ),
-    TierFigure("breaker_trips", COUNTER, "Times a breaker opened.", lambda _, t: t.breaker_trips),
+    TierFigure("breaker_trips", "Times a breaker opened.", lambda _, t: t.breaker_trips),
     TierFigure(
         "owed_deletes",
-        GAUGE,
         "Deletes that wait until the tier can be reached.",
         lambda _, t: t.owed_deletes,
+        kind=GAUGE,
     ),
 )
 STORE_FIGURES = (
     StoreFigure(
-        "pinned_slots", GAUGE, "Slots that somebody reads, spills or waits for.", lambda r: r.pinned
+        "pinned_slots",
+        "Slots that somebody reads, spills or waits for.",
+        lambda r: r.pinned,
+        kind=GAUGE,
     ),
-    StoreFigure("asked_chunks", COUNTER, "Chunks that loads named.", lambda r: r.asked),
+    StoreFigure("asked_chunks", "Chunks that loads named.", lambda r: r.asked),
     StoreFigure(
         "load_refusals",
-        COUNTER,
         "Chunks in a lower tier for which RAM had no slot.",
         lambda r: r.loads_refused,
     ),
     StoreFigure(
-        "promotion_refusals",
-        COUNTER,
-        "Chunks that a full lane refused.",
-        lambda r: r.promotions_refused,
+        "promotion_refusals", "Chunks that a full lane refused.", lambda r: r.promotions_refused
     ),
     StoreFigure(
         "audited_chunks",
-        COUNTER,
         "Loaded chunks compared with their copy in a lower tier.",
         lambda r: r.audited,
     ),
     StoreFigure(
-        "audit_mismatches",
-        COUNTER,
-        "Audited chunks that had other bytes.",
-        lambda r: r.audit_mismatches,
+        "audit_mismatches", "Audited chunks that had other bytes.", lambda r: r.audit_mismatches
     ),
 )
 TIMINGS = {

@@ -117,7 +117,7 @@ class FirstChunks:
     saved. It tells a mismatch of keys from a new prompt.
 
     It is the memory of one engine's scheduler and never leaves that process. No request is told
-    what it says; only counters are. A server keeps none, because several tenants use it. It takes
+    what it says. Only counters are. A server keeps none, because several tenants use it. It takes
     128 KiB, for about the last 3,000 beginnings. One thread uses it.
     """
 

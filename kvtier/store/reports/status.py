@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvtier.core.lanes import Executor, Lane
+from kvtier.core.lanes import Executor
 from kvtier.core.pool import Pool
 from kvtier.eviction.what_if import Point
 from kvtier.store.reports.timings import RAM, Timings
@@ -240,11 +240,7 @@ def _tier(tier: Tier, capacity: int, lane: Executor, counts: Callable[[str], int
         open_breakers=tier.open_breakers,
         breaker_trips=own["breaker_trips"],
         owed_deletes=tier.owed,
-        lane=_lane(lane),
+        lane=LaneStatus(*lane.queued, lane.failures),
         what_if={},
         what_if_error=0.0,
     )
-
-
-def _lane(lane: Executor) -> LaneStatus | None:
-    return LaneStatus(*lane.queued, lane.failures) if isinstance(lane, Lane) else None

@@ -1,10 +1,10 @@
-"""``kvtier check``: is all true that an NVMe tier's folder says? Reads every slot; only
+"""``kvtier check``: is all true that an NVMe tier's folder says? Reads every slot. Only
 ``--repair`` changes any.
 
 What is compared: the superblock with both files' sizes, every record with its own checksum, every
 payload with the checksum in its record, and keys with each other. The Store writes whole slots, so
 a payload is as long as its slot. Payloads are dropped from the page cache before they are read: the
-answer is the disk's. Encrypted chunks are compared as they lie there, without the key; that they
+answer is the disk's. Encrypted chunks are compared as they lie there, without the key. That they
 open is not checked.
 
 A folder in use is refused: it changes under the reader, and its owner checks what it reads anyway.
@@ -52,7 +52,7 @@ class Report(msgspec.Struct):
     slot_bytes: int = 0
     slots: int = 0
     closed: bool = False
-    """Its last owner closed it; otherwise it crashed, which costs nothing that was written."""
+    """Its last owner closed it. Otherwise it crashed, which costs nothing that was written."""
     good: int = 0
     corrupt: int = 0
     """A good record whose payload does not match it, or cannot be read."""
@@ -210,7 +210,7 @@ def _lock(folder: Path, index: int) -> None:
 
 
 def _table(index: int, slots: int) -> memoryview:
-    """The records; zeros, which are free slots, where the file is too short."""
+    """The records. Zeros, which are free slots, where the file is too short."""
     table = memoryview(bytearray(slots * RECORD_BYTES))
     for start in range(0, len(table), _READ_STEP):
         os.preadv(index, [table[start : start + _READ_STEP]], PAGE_BYTES + start)
@@ -218,7 +218,7 @@ def _table(index: int, slots: int) -> memoryview:
 
 
 def _count(report: Report, files: TierFolder, table: memoryview, records: Records) -> list[int]:
-    """Fill in the report; the slots that are bad or stale."""
+    """Fill in the report. Returns the slots that are bad or stale."""
     words = np.frombuffer(table, dtype="<u8").reshape(-1, RECORD_BYTES // 8)
     used = set(np.flatnonzero(words[:, 7] | words[:, -1]).tolist())  # sequence number and checksum
     believed = records.slots.tolist()

@@ -9,7 +9,7 @@ A disk reads and writes huge pages up to twice as fast as small ones that lie an
 huge pages goes to and from the disk as it is. Other memory passes through a buffer of the thread's
 own, in huge pages: the copy takes a tenth of the time that it saves (``bench/NOTES.md``). Records
 go through the page cache: a 128-byte buffered write takes 3 us where a direct one takes 100 us, and
-it outlives the process all the same; for a power cut see :mod:`kvtier.tiers.nvme.index`.
+it outlives the process all the same. For a power cut see :mod:`kvtier.tiers.nvme.index`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SlotFiles:
 
     Attributes:
         direct: payloads bypass the page cache.
-        kept: this many leading slots and their records are from before; the others are empty.
+        kept: this many leading slots and their records are from before. The others are empty.
         clean: the last owner closed them (True too for new files).
 
     Raises TierError, with nothing left behind, when another process holds the folder, the file
@@ -128,17 +128,14 @@ class SlotFiles:
             ):
                 raise OSError(errno.ENOSPC, "short write")
 
-    def read_payload(self, slot: int, into: memoryview, start: int = 0) -> None:
-        """Fill ``into`` from byte ``start`` (whole pages) of a slot. Raises OSError."""
+    def read_payload(self, slot: int, into: memoryview) -> None:
+        """Fill ``into`` from the beginning of a slot. Raises OSError."""
         if self._as_it_is(into):
-            if os.preadv(self._payload, [into], slot * self.slot_bytes + start) != into.nbytes:
+            if os.preadv(self._payload, [into], slot * self.slot_bytes) != into.nbytes:
                 raise OSError(errno.EIO, "short read")
             return
         for begin, part, room in _pieces(into):
-            if (
-                os.preadv(self._payload, [room.data], slot * self.slot_bytes + start + begin)
-                != room.nbytes
-            ):
+            if os.preadv(self._payload, [room.data], slot * self.slot_bytes + begin) != room.nbytes:
                 raise OSError(errno.EIO, "short read")
             part[:] = room[: part.nbytes]
 
@@ -275,7 +272,7 @@ class SlotFiles:
 
     def _reserve(self) -> None:
         """Cut both files to what is kept, so that all else reads as zeros, then give them their
-        full size in allocated blocks, so that no later write runs out of room; payloads that are
+        full size in allocated blocks, so that no later write runs out of room. Payloads that are
         lent their size alone."""
         for fd, kept, size, give in (
             (
@@ -361,7 +358,7 @@ _staging = _Staging()
 
 
 def _pieces(view: memoryview) -> Iterator[tuple[int, Bytes, Bytes]]:
-    """``(first byte, piece, room)``: a view cut into what this thread's buffer holds; whole pages
+    """``(first byte, piece, room)``: a view cut into what this thread's buffer holds. Whole pages
     of that buffer."""
     for start in range(0, view.nbytes, _STAGING_BYTES):
         part = np.frombuffer(view[start : start + _STAGING_BYTES], np.uint8)

@@ -14,7 +14,6 @@ import os
 import stat
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from kvtier.core.errors import TierError
 from kvtier.core.secret_files import open_folder
@@ -56,12 +55,7 @@ class TierFolder:
     def __enter__(self) -> TierFolder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
     def open(self, name: str, flags: int, *, make: bool = False) -> int:

@@ -9,10 +9,10 @@ What is believed, and why it is enough after ``kill -9`` and after a power cut:
 
 - A record carries a checksum over itself, seeded with its slot number and the slot size. A torn,
   flipped, moved or swapped record is no record. So its owner (:mod:`kvtier.core.tenant`) is never
-  another one's; records from before there were owners have zeros there, which is nobody.
+  another one's. Records from before there were owners have zeros there, which is nobody.
 - A record carries the checksum of key and payload (and so of its length, which is stored nowhere).
   The payload is written before its record, but nothing forces the device to keep that order in a
-  power cut; a payload that did not arrive, arrived in part, or was overwritten under a stale record
+  power cut. A payload that did not arrive, arrived in part, or was overwritten under a stale record
   fails that checksum when read, and is a miss.
 
 So the order of writes decides only how much survives, never whether what survives is true.
@@ -21,14 +21,13 @@ So the order of writes decides only how much survives, never whether what surviv
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from kvtier.core.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey, own_half, parent_half
+from kvtier.core.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey, own_half
 from kvtier.core.tenant import NOBODY, OWNER_BYTES
 
 FORMAT_VERSION = 1
@@ -95,7 +94,7 @@ def slots_within(bytes_: int, slot_bytes: int) -> int:
 
 
 def payload_checksum(key: ChunkKey, payload: memoryview) -> bytes:
-    """16 bytes over key and payload. Releases the GIL; about 30 GB/s a core from memory.
+    """16 bytes over key and payload. Releases the GIL. About 30 GB/s a core from memory.
 
     XXH3-128 (https://github.com/Cyan4973/xxHash) finds damage, not forgery: who can write the files
     can write a matching checksum, hence mode 0600.
@@ -106,7 +105,7 @@ def payload_checksum(key: ChunkKey, payload: memoryview) -> bytes:
 def pack_record(
     slot: int, slot_bytes: int, key: ChunkKey, checksum: bytes, seq: int, owner: int = NOBODY
 ) -> bytes:
-    """The 128 bytes of one record; ``seq`` orders records by age, larger is newer, and is never
+    """The 128 bytes of one record. ``seq`` orders records by age, larger is newer, and is never
     0."""
     body = _BODY.pack(key, checksum, seq, owner.to_bytes(OWNER_BYTES, "little"))
     return body + _CHECK.pack(xxh3_64_intdigest(body, seed=_seed(slot, slot_bytes)))
@@ -114,7 +113,7 @@ def pack_record(
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The believed records of a table, oldest first, as columns; ``damaged`` counts those that were
+    """The believed records of a table, oldest first, as columns. ``damaged`` counts those that were
     not believed."""
 
     keys: list[ChunkKey]
@@ -157,28 +156,6 @@ def read_records(table: memoryview, slots: int, slot_bytes: int) -> Records:
         ),
         damaged=len(used) - len(good),
     )
-
-
-def leaf_first(oldest_first: Sequence[ChunkKey]) -> list[ChunkKey]:
-    """The same keys, coldest first, no parent colder than its child.
-
-    Records are as old as their writes, and a prompt's first chunk is written first; but a run is
-    only as useful as its first chunk, so a parent is made as recent as the most recent chunk below
-    it.
-    """
-    by_link = {own_half(key): key for key in oldest_first}
-    placed: set[ChunkKey] = set()
-    hottest_first: list[ChunkKey] = []
-    for newest in reversed(oldest_first):
-        line: list[ChunkKey] = []
-        key: ChunkKey | None = newest
-        while key is not None and key not in placed:
-            placed.add(key)
-            line.append(key)
-            key = by_link.get(parent_half(key))
-        hottest_first.extend(reversed(line))
-    hottest_first.reverse()
-    return hottest_first
 
 
 def _seed(slot: int, slot_bytes: int) -> int:

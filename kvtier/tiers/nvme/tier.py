@@ -25,13 +25,13 @@ from kvtier.tiers.nvme.index import (
     CHECKSUM_BYTES,
     EMPTY_RECORD,
     RECORD_BYTES,
-    leaf_first,
     pack_record,
     payload_checksum,
     read_records,
     slots_within,
     table_bytes,
 )
+from kvtier.tiers.recovery_order import coldest_first
 
 _LOG = logging.getLogger(__name__)
 _MAX_SLOT_BYTES = 1 << 30
@@ -47,17 +47,17 @@ class NvmeTier(Tier):
     """Chunks on a local file system.
 
     Args:
-        path: a folder of its own; made, with mode 0700, if missing.
-        bytes_: room the tier may take there, both files together; never exceeded.
+        path: a folder of its own. Made, with mode 0700, if missing.
+        bytes_: room the tier may take there, both files together. Never exceeded.
         slot_bytes: the largest chunk, a multiple of 4096, at most 1 GiB.
         direct: bypass the page cache where the file system allows it.
-        lent: others have the room; only what holds chunks from before keeps its blocks until
+        lent: others have the room. Only what holds chunks from before keeps its blocks until
             :meth:`resize`. Else all of it is reserved at once.
         in_huge_pages: whether a chunk's memory is page-aligned and lies in huge pages, and needs no
             copy on its way.
 
     Raises TierError when the folder is in use, not this user's alone, not writable, or without
-    room; then nothing is left behind.
+    room. Then nothing is left behind.
 
     Threads: any number of lane threads. ``_lock`` guards the index and is never held during I/O. A
     slot has one owner at any time: the free list, the write that fills it, the index, or the call
@@ -236,7 +236,7 @@ class NvmeTier(Tier):
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
         """See :meth:`Tier.close`. Held keys that ``coldest_first`` does not name count as colder
-        than those it names. The lanes are closed before; a later call is a miss or a refusal."""
+        than those it names. The lanes are closed before. A later call is a miss or a refusal."""
         with self._lock:
             places, self._places = self._places, {}
             self._free = array("I")
@@ -256,7 +256,7 @@ class NvmeTier(Tier):
             self._events.log_first("close", error)
 
     def _recover(self) -> list[ChunkKey]:
-        """Build the index from the table; returns its keys, coldest first."""
+        """Build the index from the table. Returns its keys, coldest first."""
         records = read_records(self._read_table(), self._files.kept, self.slot_bytes)
         # A key with two records (its delete was lost in a power cut) keeps the newer: later entries
         # win.
@@ -291,7 +291,8 @@ class NvmeTier(Tier):
                 how,
                 records.damaged,
             )
-        return leaf_first(list(self._places))
+        # a record is as old as its write, and a prompt's first chunk is written first
+        return coldest_first((key, age) for age, key in enumerate(self._places))
 
     def _read_table(self) -> memoryview:
         try:
@@ -359,7 +360,7 @@ class NvmeTier(Tier):
         self._empty(place % self.capacity)
 
     def _empty(self, slot: int) -> None:
-        """Take the record off the disk, then free the slot; between the two it belongs to this call
+        """Take the record off the disk, then free the slot. Between the two it belongs to this call
         alone. In the other order a new chunk's record could be there first, and be erased in this
         one's place."""
         try:

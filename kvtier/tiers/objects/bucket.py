@@ -31,7 +31,7 @@ FAULTS = (BaseError, OSError)
 _CONNECT_S = 2
 _ANSWER_S = 5
 _SLOWEST = 8 << 20
-"""Bytes a second; a request that is slower has failed."""
+"""Bytes a second. A request that is slower has failed."""
 _RETRIES = 1
 _RETRY_S = 5
 _MULTIPART_BYTES = 64 << 20
@@ -81,12 +81,12 @@ class Bucket:
     """The requests of one tier. Names are those of :class:`~kvtier.tiers.objects.layout.Form`.
 
     Args:
-        url: where it is; credentials, region and endpoint are the environment's.
-        chunk_bytes: the largest chunk; a request may take as long as one needs at 8 MiB/s, and five
+        url: where it is. Credentials, region and endpoint are the environment's.
+        chunk_bytes: the largest chunk. A request may take as long as one needs at 8 MiB/s, and five
             seconds more.
 
     Raises ConfigError for a URL that is none, TierError for an environment that can never do.
-    Threads: any; every method blocks until the store has answered or time is over, and raises
+    Threads: any. Every method blocks until the store has answered or time is over, and raises
     FAULTS.
     """
 
@@ -131,7 +131,7 @@ class Bucket:
         return length
 
     def get(self, name: str, length: int) -> memoryview | None:
-        """The bytes of an object; no bytes when it is of another length; None when there is
+        """The bytes of an object. No bytes when it is of another length. None when there is
         none."""
         try:
             answer = obstore.get(self._store, name)
@@ -226,6 +226,6 @@ def words(error: BaseException) -> str:
 
 
 def _code(error: BaseException) -> str:
-    """The error code in the store's answer; empty where there is none."""
+    """The error code in the store's answer. Empty where there is none."""
     found = re.search(r"<Code>([A-Za-z]{1,64})</Code>", str(error))
     return found[1] if found else ""

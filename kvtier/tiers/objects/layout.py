@@ -29,7 +29,7 @@ class Form:
     """Names of one model's chunks.
 
     Args:
-        prefix: of every name in the bucket; may be empty.
+        prefix: of every name in the bucket. May be empty.
         namespace: 1 to 32 bytes that stand for the model, its layout and the encryption key.
 
     Raises ConfigError for a namespace that is none.
@@ -49,7 +49,7 @@ class Form:
         return f"{self.folder}/{key.hex()}"
 
     def key(self, name: str) -> ChunkKey | None:
-        """Whose name this is; None for a trial's, and for strangers."""
+        """Whose name this is. None for a trial's, and for strangers."""
         text = name.removeprefix(f"{self.folder}/")
         if text == name or len(text) != 2 * KEY_BYTES:
             return None

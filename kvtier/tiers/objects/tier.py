@@ -63,7 +63,7 @@ class ObjectTier(Tier):
     store is. Raises TierError for what does not heal by waiting: credentials, region, clock, no
     such bucket, no room for a chunk.
 
-    Threads: any number of lane threads; no thread of its own but the library's.
+    Threads: any number of lane threads. No thread of its own but the library's.
     """
 
     name = "object"
@@ -112,7 +112,7 @@ class ObjectTier(Tier):
 
     def recovered(self) -> Sequence[ChunkKey]:
         """See :meth:`Tier.recovered`. At most ``capacity`` keys, those written last: the rest may
-        be another server's, and is found by asking. Bounded in time and number; on a fault, what
+        be another server's, and is found by asking. Bounded in time and number. On a fault, what
         was found so far."""
         stamps: dict[ChunkKey, datetime] = {}
         until, whole = self._clock() + _LIST_S, True
@@ -225,7 +225,7 @@ class ObjectTier(Tier):
         return self._call("failed_finds", lambda: self._bucket.has(name))
 
     def _call(self, count: str, action: Callable[[], T], *, settle: bool = True) -> T | None:
-        """``action``; None when the store fails, or is left alone because it did."""
+        """``action``. None when the store fails, or is left alone because it did."""
         if self._closed or not self._breaker.allows():
             self._events.add("refused")
             return None

@@ -19,7 +19,7 @@ TTL_GRACE_MS = 10_000
 def put_chunk(
     wire: Wire, form: Form, owned: tuple[ChunkKey, int], data: memoryview, ttl_ms: int | None
 ) -> RefusedError | None:
-    """Parts, then the header; on a refusal the parts are taken back."""
+    """Parts, then the header. On a refusal the parts are taken back."""
     key, owner = owned
     digest = xxh3_128(key)
 

@@ -107,7 +107,7 @@ def _only(ca: str, like: ssl.SSLContext) -> ssl.SSLContext:
 
 
 class Pool:
-    """At most ``connections`` connections to one server. Threads: any; ``_lock`` is never held
+    """At most ``connections`` connections to one server. Threads: any. ``_lock`` is never held
     during I/O."""
 
     def __init__(
@@ -121,7 +121,7 @@ class Pool:
 
     @contextmanager
     def wire(self) -> Iterator[Wire]:
-        """A wire for one call. Raises FAULTS; a connection that failed is closed, not lent
+        """A wire for one call. Raises FAULTS. A connection that failed is closed, not lent
         again."""
         timeout_s = self._factory.timeout_s
         if not self._places.acquire(timeout=timeout_s):
@@ -138,7 +138,7 @@ class Pool:
             self._places.release()
 
     def close(self) -> None:
-        """Close what nobody uses now; what is in use is closed when it comes back."""
+        """Close what nobody uses now. What is in use is closed when it comes back."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []

@@ -6,11 +6,11 @@ from kvtier.config.redis_url import Address
 
 
 class RedisError(Exception):
-    """The server, the network or the login failed; the connection is closed."""
+    """The server, the network or the login failed. The connection is closed."""
 
 
 class SetupError(RedisError):
-    """What only the operator can mend; the text says how."""
+    """What only the operator can mend. The text says how."""
 
 
 class ProtocolError(RedisError):
@@ -33,7 +33,7 @@ class MovedError(MovingError):
 
 
 class WrongSizeError(Exception):
-    """A value does not have the size that was asked for; the connection is closed."""
+    """A value does not have the size that was asked for. The connection is closed."""
 
 
 FAULTS = (RedisError, OSError)

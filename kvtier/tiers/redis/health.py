@@ -25,7 +25,7 @@ class Node:
 
 
 class Health:
-    """The nodes of some servers, by where a name lies. Threads: any; ``_lock`` is never held during
+    """The nodes of some servers, by where a name lies. Threads: any. ``_lock`` is never held during
     I/O."""
 
     def __init__(self, servers: RedisServers, clock: Callable[[], float]) -> None:

@@ -50,7 +50,7 @@ class Form:
     """Names and headers of one model's chunks.
 
     Args:
-        prefix: first part of every name; letters, digits and ``. _ : -``, so that it can stand in
+        prefix: first part of every name. Letters, digits and ``. _ : -``, so that it can stand in
             patterns and ACLs.
         namespace: 1 to 32 bytes that stand for the model and its layout (the first bytes of the
             fingerprint).
@@ -74,7 +74,7 @@ class Form:
         self.pattern = self._base + b"{*[}0]"
         """Glob that finds every header and first part (and a few other parts)."""
         self.probe = self._base + b"probe"
-        """A name for trying what the server lets us do; never a chunk's."""
+        """A name for trying what the server lets us do. Never a chunk's."""
 
     def header_name(self, key: ChunkKey) -> bytes:
         return self._base + b"{" + key.hex().encode() + b"}"
@@ -99,18 +99,18 @@ class Form:
 
     def header(self, key: ChunkKey, length: int, checksum: bytes, owner: int) -> bytes:
         """``checksum``: XXH3-128 over key and payload. The owner may be told by a header alone,
-        without the payload; so a header has a checksum of its own."""
+        without the payload. So a header has a checksum of its own."""
         body = self._head(key, length) + checksum + owner.to_bytes(OWNER_BYTES, "little")
         return body + _CHECK.pack(xxh3_64_intdigest(body))
 
     def checksum(self, header: bytes, key: ChunkKey, length: int) -> bytes | None:
-        """What key and payload have to match; None for a header that is not this chunk's, or
+        """What key and payload have to match. None for a header that is not this chunk's, or
         damaged."""
         whole = header.startswith(self._head(key, length)) and _is_whole(header)
         return header[_HEAD.size : _OWNER_AT] if whole else None
 
     def owner(self, header: object, key: ChunkKey) -> int:
-        """Whose the chunk is; nobody's where the header is none, not its, or damaged."""
+        """Whose the chunk is. Nobody's where the header is none, not its, or damaged."""
         if (
             not isinstance(header, bytes)
             or not header[: _HEAD.size].endswith(key)
@@ -123,7 +123,7 @@ class Form:
         return _HEAD.pack(_MAGIC, FORMAT_VERSION, 0, self.part_bytes, length, key)
 
     def parse(self, name: bytes) -> tuple[ChunkKey, bool] | None:
-        """Whose name this is, and whether it is the header's; None for parts but the first, and for
+        """Whose name this is, and whether it is the header's. None for parts but the first, and for
         strangers."""
         body = name.removeprefix(self._base)
         text, closing, rest = body[1:].partition(b"}")
@@ -177,7 +177,7 @@ def check_settings(policies: Sequence[str], maxmemory: int, bytes_: int, ttl: bo
     budget mean together.
 
     The cost of Redis's own eviction was measured on real traces: it knows keys, not runs, so it
-    takes heads of runs and single parts; ``allkeys-lru`` lost 2 to 13 points of hit ratio against
+    takes heads of runs and single parts. ``allkeys-lru`` lost 2 to 13 points of hit ratio against
     leaf-first order, ``allkeys-random`` two to six times as much.
     """
     worst = max(policies, key=_harm, default="noeviction")

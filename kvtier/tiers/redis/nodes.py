@@ -30,20 +30,20 @@ class Nodes(Protocol):
     """Where names lie. Threads: any."""
 
     def every(self) -> Sequence[Address | None]:
-        """Every server that takes writes; None is the Unix socket. May ask the servers; raises
+        """Every server that takes writes. None is the Unix socket. May ask the servers. Raises
         FAULTS."""
         ...
 
     def of(self, name: bytes) -> Address | None:
-        """The server that holds ``name``. May ask the servers; raises FAULTS."""
+        """The server that holds ``name``. May ask the servers. Raises FAULTS."""
         ...
 
     def known(self) -> Sequence[Address | None]:
-        """As :meth:`every`, as far as known now; asks nobody."""
+        """As :meth:`every`, as far as known now. Asks nobody."""
         ...
 
     def guess(self, name: bytes) -> Address | None:
-        """As :meth:`of`, as far as known now; asks nobody."""
+        """As :meth:`of`, as far as known now. Asks nobody."""
         ...
 
     def suspect(self) -> None:

@@ -24,7 +24,7 @@ class RedisServers:
             because a server that
         is down
             at the start cannot.
-        connections: to each node, at most; as many as threads call.
+        connections: the most to each node: as many as threads call.
         timeout_s: longest wait for one reply, one send or one connect. A call that moves a chunk
             ends within twice that; within three times, where it must connect first; within five
             times, where it must ask a cluster or Sentinel first where the nodes are. Looking up a
@@ -56,7 +56,7 @@ class RedisServers:
         self._closed = False
 
     def node_of(self, name: bytes) -> str:
-        """Which node holds ``name``, as far as known; asks nobody."""
+        """Which node holds ``name``, as far as known. Asks nobody."""
         address = self._nodes.guess(name) if self.kind == "cluster" else None
         return self.label if address is None else address_text(address)
 
@@ -66,12 +66,12 @@ class RedisServers:
         return [self.label, *(known if self.kind == "cluster" else [])]
 
     def wire(self, name: bytes) -> AbstractContextManager[Wire]:
-        """A wire to the node that holds ``name``. Raises FAULTS; a wire that failed is closed, not
+        """A wire to the node that holds ``name``. Raises FAULTS. A wire that failed is closed, not
         reused."""
         return self._borrowed(name)
 
     def wires(self) -> Generator[Wire]:
-        """A wire to every node that takes writes, one after the other. Raises FAULTS; close it when
+        """A wire to every node that takes writes, one after the other. Raises FAULTS. Close it when
         you stop early."""
         with self._watched():
             addresses = self._nodes.every()
@@ -112,7 +112,7 @@ class RedisServers:
             raise
 
     def _pool(self, address: Address | None) -> Pool:
-        """The pool of this server; those of servers that are none of ours any more are closed."""
+        """The pool of this server. Those of servers that are none of ours any more are closed."""
         with self._lock:
             if self._closed:
                 raise ConnectionError("closed")

@@ -37,7 +37,7 @@ _RIGHTS = "+get +set +exists +unlink +scan +info +object|idletime"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What one node says of itself (INFO); None for what it does not say, or says in no form that
+    """What one node says of itself (INFO). None for what it does not say, or says in no form that
     makes sense."""
 
     maxmemory: int | None = None
@@ -93,7 +93,7 @@ def greet(servers: RedisServers, form: Form) -> list[Facts]:
 def room_for(
     label: str, room: int, bytes_: int | None, facts: Sequence[Facts], *, ttl: bool
 ) -> int:
-    """Chunks of ``room`` bytes that our share holds; says in one line what the server's memory
+    """Chunks of ``room`` bytes that our share holds. One line says what the server's memory
     settings mean for them.
 
     ``bytes_`` None: nine tenths of ``maxmemory``. Raises TierError when that is not known, or is
@@ -174,7 +174,7 @@ def wrong_kind(servers: RedisServers, facts: Sequence[Facts]) -> str | None:
 
 
 def hopeless(error: BaseException) -> str | None:
-    """What the operator must change; None for a fault that may heal by waiting."""
+    """What the operator must change. None for a fault that may heal by waiting."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, SetupError):
@@ -225,7 +225,7 @@ def scan(
 def search(
     wire: Wire, form: Form, owner: int | None, found: list[ChunkKey], clock: Callable[[], float]
 ) -> bool:
-    """Add the chunks of one node that ``owner`` may drop; False when there was no time for all."""
+    """Add the chunks of one node that ``owner`` may drop. False when there was no time for all."""
     until = clock() + _SEARCH_S
     for names in wire.scan(form.pattern, _SCAN_COUNT):
         if clock() > until:

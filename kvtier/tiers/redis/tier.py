@@ -9,7 +9,7 @@ and a count. See :mod:`kvtier.tiers.redis.layout` for the names and bytes,
 protocol.
 
 Order and room are the Directory's, as for every tier: it deletes leaf first within ``capacity``.
-Redis's own eviction should be off (``maxmemory-policy noeviction``); what was found at the start is
+Redis's own eviction should be off (``maxmemory-policy noeviction``). What was found at the start is
 logged.
 
 A node that fails is left alone for a while, and one that takes no writes is sent none for a while:
@@ -57,7 +57,7 @@ class RedisTier(Tier):
     """Chunks on Redis.
 
     Args:
-        servers: where Redis is; closed with the tier.
+        servers: where Redis is. They are closed with the tier.
         form: names and part size.
         bytes_: our share of its memory; None: nine tenths of its ``maxmemory``.
         chunk_bytes: the largest chunk, at most 1 GiB.
@@ -70,7 +70,7 @@ class RedisTier(Tier):
     permission, a certificate that is not trusted, a cluster where none was said or none where one
     was, no room for a chunk.
 
-    Threads: any number of lane threads, each for at most what :class:`RedisServers` promises; no
+    Threads: any number of lane threads, each for at most what :class:`RedisServers` promises. No
     thread of its own.
     """
 
@@ -127,7 +127,7 @@ class RedisTier(Tier):
 
     def recovered(self) -> Sequence[ChunkKey]:
         """See :meth:`Tier.recovered`. At most ``capacity`` keys, the most recently used: the rest
-        may be another server's, and is found by asking. Bounded in time and number; on a fault,
+        may be another server's, and is found by asking. Bounded in time and number. On a fault,
         what was found so far."""
         stamps: dict[ChunkKey, int] = {}
         try:
@@ -247,7 +247,7 @@ class RedisTier(Tier):
         return next((index for index, reply in enumerate(replies) if reply != 1), len(replies))
 
     def _of_headers(self, command: str, keys: Sequence[ChunkKey]) -> list[Reply]:
-        """One small command about each header; None where its node fails."""
+        """One small command about each header. None where its node fails."""
         names = [self._form.header_name(key) for key in keys]
         found: list[Reply] = [None] * len(keys)
         for indices in self._by_node(names):
@@ -267,7 +267,7 @@ class RedisTier(Tier):
     def _call(
         self, count: str, name: bytes, action: Callable[[Wire], T], *, settle: bool = True
     ) -> T | None:
-        """``action`` on a wire to the node of ``name``; None when the node fails, or is left alone
+        """``action`` on a wire to the node of ``name``. None when the node fails, or is left alone
         because it did."""
         breaker = self._health.of(name).away
         if self._closed or not breaker.allows():
@@ -330,8 +330,8 @@ class RedisTier(Tier):
             self._servers.suspect()
 
     def _unlink(self, keys: Sequence[ChunkKey]) -> None:
-        """Header and parts in one command a chunk, so that nobody sees one without the other; owed
-        if it fails."""
+        """Header and parts in one command a chunk, so that nobody sees one without the other. It
+        is owed if it fails."""
         names = [self._form.header_name(key) for key in keys]
         for indices in self._by_node(names):
             commands = [

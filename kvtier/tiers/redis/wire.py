@@ -64,8 +64,8 @@ class Wire:
     """One connection, for one call. Not thread-safe: one owner.
 
     Args:
-        connection: a connected socket; the owner closes it when a method raised anything.
-        timeout_s: time for all that the call does; a transfer may wait once more as long for its
+        connection: a connected socket. The owner closes it when a method raised anything.
+        timeout_s: time for all that the call does. A transfer may wait once more as long for its
             last bytes.
         secrets: never shown in an error, whatever the server says.
     """
@@ -98,10 +98,10 @@ class Wire:
     def put(
         self, items: Iterable[tuple[bytes, memoryview]], ttl_ms: int | None
     ) -> RefusedError | None:
-        """SET every name to its bytes, :data:`IN_FLIGHT` at a time; ``items`` is drawn from as the
+        """SET every name to its bytes, :data:`IN_FLIGHT` at a time. ``items`` is drawn from as the
         sending goes.
 
-        Returns the server's first refusal; what comes after it is not sent."""
+        Returns the server's first refusal. What comes after it is not sent."""
         self._socket.settimeout(self._left())
         refusal: RefusedError | None = None
         waiting = 0
@@ -125,10 +125,10 @@ class Wire:
         return refusal
 
     def get(self, names: Sequence[bytes], into: Sequence[memoryview]) -> Generator[memoryview]:
-        """GET every name straight into its memory, :data:`IN_FLIGHT` at a time; yields each memory
+        """GET every name straight into its memory, :data:`IN_FLIGHT` at a time. Yields each memory
         once it is full.
 
-        Ends early at the first name that does not exist; what follows it in ``into`` is undefined
+        Ends early at the first name that does not exist. What follows it in ``into`` is undefined
         then. Raises WrongSizeError for a value of another size, RefusedError for a refusal, FAULTS.
         """
         self._socket.settimeout(self._left())
@@ -154,7 +154,7 @@ class Wire:
                 self._socket.close()
 
     def scan(self, pattern: bytes, count: int) -> Iterator[list[bytes]]:
-        """Names on this node that match; some may come twice. Each page has the time of a call."""
+        """Names on this node that match. Some may come twice. Each page has the time of a call."""
         cursor = b"0"
         while True:
             self.renew()
@@ -203,7 +203,7 @@ class Wire:
         return max(left, _LEAST_S)
 
     def _checked(self, reply: Reply) -> Reply:
-        """The reply; raises where it is about this connection, or the cluster, and not about the
+        """The reply. Raises where it is about this connection, or the cluster, and not about the
         command."""
         if not isinstance(reply, RefusedError):
             return reply
@@ -243,7 +243,7 @@ class Wire:
         return reply
 
     def _receive(self, memory: memoryview) -> bool:
-        """One GET's reply into ``memory``; False when the name does not exist.
+        """One GET's reply into ``memory``. False when the name does not exist.
 
         Every reply has at least four bytes, and the first four say whether it is the one
         expected."""
@@ -278,7 +278,7 @@ class Wire:
         return line[1:-2]
 
     def _line(self, have: int) -> bytes:
-        """The reply's first line, of which ``have`` bytes are there; cut where it is too long."""
+        """The reply's first line, of which ``have`` bytes are there. A long one is cut."""
         while bytes(self._scratch[have - 2 : have]) != b"\r\n" and have < _LINE_BYTES:
             self._left()
             self.fill(self._scratch[have : have + 1])

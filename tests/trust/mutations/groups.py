@@ -49,8 +49,9 @@ ROOM = Room(
         ),
         Mutant(
             _GROUPS,
-            "                yield Piece(group, end // self.chunk_tokens - 1)\n",
-            "                yield Piece(group, max(0, end // self.chunk_tokens - 2))\n",
+            "yield group, range(end // self.chunk_tokens - 1, end // self.chunk_tokens)\n",
+            "last = max(1, end // self.chunk_tokens - 1)\n"
+            "                yield group, range(last - 1, last)\n",
             "a hit is given the state of the chunk before",
         ),
         Mutant(

@@ -153,6 +153,20 @@ def test_windows_alone_are_kept_whole_and_loaded_as_far_as_they_reach() -> None:
     )
 
 
+@pytest.mark.parametrize("chunk", [128, 256], ids=["one piece a chunk", "two"])
+def test_many_pieces_have_the_keys_that_each_has_alone(chunk: int) -> None:
+    others = (window(128, 1), window(500, 2), state(3))
+    for anchors in ((full(),), (full(), full(4))):
+        geometry, named = groups.Geometry((*anchors, *others), chunk), keys(6, chunk)
+
+        for end in range(chunk, 7 * chunk, chunk):
+            run, behind = geometry.run(named, 0, end), geometry.behind(end, end - BLOCK)
+            assert run.pieces == geometry.trunk(0, end // chunk) + geometry.behind(end)
+            assert run.keys == [geometry.key(piece, named) for piece in run.pieces]
+            found = geometry.behind_keys(named, end, end - BLOCK)
+            assert found == [geometry.key(piece, named) for piece in behind]
+
+
 def test_pieces_have_keys_of_their_own_and_link_to_those_before_them() -> None:
     geometry, named = (
         groups.Geometry((full(), window(128), window(128, 2), state(3)), 256),
