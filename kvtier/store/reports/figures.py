@@ -4,10 +4,12 @@ are made of the same rows, so they have the same names, kinds and help texts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from kvtier.eviction.what_if import SCALES
 from kvtier.store.reports.status import SizeClassStatus, TierStatus
+from kvtier.store.reports.timings import RAM
 
 GAUGE, COUNTER = "gauge", "counter"
 PREFIX = "kvtier_"
@@ -16,15 +18,32 @@ MISSED = ("cold", "evicted", "corrupt", "forgotten", "tier_down", "saving")
 DECLINED = ("slower", "unasked", "deadline", "refused")
 
 
+def every(_tier: str) -> bool:
+    return True
+
+
+def below_ram(tier: str) -> bool:
+    return tier != RAM
+
+
+def on_a_disk(tier: str) -> bool:
+    """It wears out."""
+    return tier == "nvme"
+
+
 class TierFigure(NamedTuple):
-    """A metric by tier: its name without the prefix, gauge or counter, its help text, and where its
-    value is read. ``lower_only``: RAM does not have it."""
+    """A metric by tier: its name without the prefix, gauge or counter, its help text, where its
+    value is read, and which tiers have it."""
 
     name: str
     kind: str
     text: str
     value: Callable[[SizeClassStatus, TierStatus], float]
-    lower_only: bool = True
+    tiers: Callable[[str], bool] = below_ram
+
+    def has(self, tier: TierStatus) -> bool:
+        """Whether this tier has it."""
+        return self.tiers(tier.tier)
 
 
 class StoreFigure(NamedTuple):
@@ -37,42 +56,38 @@ class StoreFigure(NamedTuple):
 
 
 TIER_FIGURES = (
-    TierFigure(
-        "capacity_chunks", GAUGE, "Room, in chunks.", lambda _, t: t.capacity, lower_only=False
-    ),
+    TierFigure("capacity_chunks", GAUGE, "Room, in chunks.", lambda _, t: t.capacity, tiers=every),
     TierFigure(
         "capacity_bytes",
         GAUGE,
         "Room, in bytes.",
         lambda r, t: t.capacity * r.slot_bytes,
-        lower_only=False,
+        tiers=every,
     ),
     TierFigure(
-        "held_chunks", GAUGE, "Chunks held; in RAM: ready.", lambda _, t: t.held, lower_only=False
+        "held_chunks", GAUGE, "Chunks held; in RAM: ready.", lambda _, t: t.held, tiers=every
     ),
     TierFigure(
         "held_bytes",
         GAUGE,
         "Bytes held; in RAM: ready.",
         lambda r, t: t.held * r.slot_bytes,
-        lower_only=False,
+        tiers=every,
     ),
-    TierFigure(
-        "loads", COUNTER, "Chunks served from here.", lambda _, t: t.loads, lower_only=False
-    ),
+    TierFigure("loads", COUNTER, "Chunks served from here.", lambda _, t: t.loads, tiers=every),
     TierFigure(
         "stores",
         COUNTER,
         "Chunks put here: saves in RAM, spills in lower tiers.",
         lambda _, t: t.stores,
-        lower_only=False,
+        tiers=every,
     ),
     TierFigure(
         "refusals",
         COUNTER,
         "Chunks not taken: no room, or no time.",
         lambda _, t: t.refused,
-        lower_only=False,
+        tiers=every,
     ),
     TierFigure(
         "load_misses",
@@ -94,7 +109,7 @@ TIER_FIGURES = (
         COUNTER,
         "Chunks that left to make room.",
         lambda _, t: t.evicted,
-        lower_only=False,
+        tiers=every,
     ),
     TierFigure(
         "evicted_unread",
@@ -119,14 +134,35 @@ TIER_FIGURES = (
         COUNTER,
         "Bytes read; in RAM: by loads.",
         lambda _, t: t.bytes_read,
-        lower_only=False,
+        tiers=every,
     ),
     TierFigure(
         "written_bytes",
         COUNTER,
         "Bytes written; in RAM: by saves.",
         lambda _, t: t.bytes_written,
-        lower_only=False,
+        tiers=every,
+    ),
+    TierFigure(
+        "hit_tokens",
+        COUNTER,
+        "Tokens of prompts that engines were given from here.",
+        lambda _, t: t.hit_tokens,
+        tiers=every,
+    ),
+    TierFigure(
+        "lifetime_written_bytes",
+        GAUGE,
+        "Bytes written in the life of the folder.",
+        lambda _, t: t.lifetime_bytes,
+        tiers=on_a_disk,
+    ),
+    TierFigure(
+        "drive_writes_per_day",
+        GAUGE,
+        "How often the capacity was written in a day, on average since the start.",
+        lambda _, t: t.drive_writes_per_day,
+        tiers=on_a_disk,
     ),
     TierFigure(
         "open_breakers",
@@ -147,6 +183,18 @@ STORE_FIGURES = (
         "pinned_slots", GAUGE, "Slots that somebody reads, spills or waits for.", lambda r: r.pinned
     ),
     StoreFigure("asked_chunks", COUNTER, "Chunks that loads named.", lambda r: r.asked),
+    StoreFigure(
+        "asked_tokens",
+        COUNTER,
+        "Tokens of whole chunks that prompts asked for.",
+        lambda r: r.asked_tokens,
+    ),
+    StoreFigure(
+        "ideal_tokens",
+        COUNTER,
+        "Those that are hits, or would be if nothing had left for want of room.",
+        lambda r: r.ideal_tokens,
+    ),
     StoreFigure(
         "load_refusals",
         COUNTER,
@@ -187,6 +235,16 @@ TIMINGS = {
 }
 """What is measured -> its help text. ``load``, ``promotion`` and ``spill`` are by tier."""
 BY_TIER = ("load", "promotion", "spill")
+
+
+WHAT_IF = "whatif_hit_ratio"
+WHAT_IF_TEXT = "Part of the asked chunks that an LRU of so many times the size would have hit."
+WHAT_IF_SCALES = tuple(f"{scale:g}" for scale in SCALES)
+
+
+def what_if(tier: TierStatus) -> Mapping[str, float]:
+    """The curve by scale, which is 0 before anything is asked for."""
+    return dict.fromkeys(WHAT_IF_SCALES, 0.0) | tier.what_if
 
 
 def seconds(what: str) -> str:

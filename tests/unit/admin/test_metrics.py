@@ -256,6 +256,21 @@ def test_the_text_says_the_same(served: Served) -> None:
     assert shown["kvtier_lane_queued", "writes", "nvme"] == 0
 
 
+def test_every_series_is_there_before_anything_happens(served: Served) -> None:
+    served.size_class()
+    there = samples(status.read(served))
+    for name in ("asked_tokens_total", "ideal_tokens_total", "lookup_seconds_count"):
+        assert there[f"kvtier_{name}",] == 0
+    for tier in ("ram", "nvme"):
+        for name in ("hit_tokens_total", "evictions_total", "written_bytes_total"):
+            assert there[f"kvtier_{name}", tier] == 0
+        assert there["kvtier_whatif_hit_ratio", "0.25", tier] == 0
+    for name in ("lifetime_written_bytes", "drive_writes_per_day", "open_breakers"):
+        assert there[f"kvtier_{name}", "nvme"] == 0 and (f"kvtier_{name}", "ram") not in there
+    for reason in ("cold", "evicted", "corrupt", "forgotten", "saving", "tier_down"):
+        assert there["kvtier_missed_chunks_total", reason] == 0
+
+
 def test_damage_and_refusals_are_counted(served: Served, tmp_path: Path) -> None:
     store = used(served)
     slots = tmp_path / "nvme" / "slots.kvtier"
