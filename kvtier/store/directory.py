@@ -201,6 +201,8 @@ class Directory:
 
         It is found by bisection, because the end of a run leaves and is forgotten first.
         """
+        if not keys or not self._is_remembered(keys[0]):  # most prompts that miss are new
+            return 0
         return bisect_left(keys, True, key=lambda key: not self._is_remembered(key))
 
     def _is_remembered(self, key: ChunkKey) -> bool:
