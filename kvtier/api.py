@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lookup import NOTHING, Asking, LookupResult, Progress
+from kvtier.core.lookup import NOTHING, Asking, LookupResult, Progress, Served
 from kvtier.core.pool import Pool
 from kvtier.eviction.hints import Hint
 from kvtier.protocol.wire import Reason
@@ -123,6 +123,11 @@ class KVStore(Protocol):
         They are counted under ``reason``. Now and then one of them is read in the background, so
         that a tier which has become fast is found out.
         """
+        ...
+
+    def served(self, served: Served) -> None:
+        """A prompt got its blocks. It is counted in tokens: what it asked for, what it got from
+        each place, and what it would have got if nothing had ever left for want of room."""
         ...
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:

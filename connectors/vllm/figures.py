@@ -71,9 +71,11 @@ def _own(now: SizeClassStatus) -> Iterator[tuple[str, float]]:
     for of_store in figures.STORE_FIGURES:
         yield _name(of_store.kind, of_store.name), of_store.value(now)
     for of_tier in figures.TIER_FIGURES:
-        for tier in now.tiers[of_tier.lower_only :]:
+        for tier in filter(of_tier.has, now.tiers):
             yield _name(of_tier.kind, of_tier.name, tier.tier), of_tier.value(now, tier)
     for tier in now.tiers:
+        for scale, ratio in figures.what_if(tier).items():
+            yield _name(figures.GAUGE, figures.WHAT_IF, tier.tier, scale), ratio
         if tier.lane is not None:
             for queue, count in zip(
                 QUEUES, (tier.lane.queued_reads, tier.lane.queued_writes), strict=True

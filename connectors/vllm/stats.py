@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -182,6 +183,7 @@ class TierMetrics(KVConnectorPromMetrics):
             yield of_tier.kind, of_tier.name, of_tier.text, ["tier"]
         yield figures.GAUGE, "lane_queued", "Jobs that wait in front of a tier.", ["tier", "queue"]
         yield figures.COUNTER, "lane_failures", "Jobs that raised: a bug.", ["tier"]
+        yield figures.GAUGE, figures.WHAT_IF, figures.WHAT_IF_TEXT, ["tier", "scale"]
         for what, text in figures.TIMINGS.items():
             yield TIMES, what, text, ["tier"] if what in figures.BY_TIER else []
 
@@ -206,15 +208,18 @@ class TierMetrics(KVConnectorPromMetrics):
                 self._counters[kind].labels(*values, reason)
         for place in self._places:
             self._counters["loaded"].labels(*values, place)
-        rows = {row.name: self._places[row.lower_only :] for row in figures.TIER_FIGURES}
+        rows = {row.name: [*filter(row.tiers, self._places)] for row in figures.TIER_FIGURES}
         rows |= {"lane_failures": lower, "load": self._places, "promotion": lower, "spill": lower}
+        pairs = {
+            "lane_queued": [*product(lower, QUEUES)],
+            figures.WHAT_IF: [*product(self._places, figures.WHAT_IF_SCALES)],
+        }
         for (_, name), metric in self._figures.items():
             if name.startswith(_SERVER) == bool(self._places):
                 continue  # the cache is a server's, or the engine's own
-            if name == "lane_queued":
-                for tier in lower:
-                    for queue in QUEUES:
-                        metric.labels(*values, tier, queue)
+            if name in pairs:
+                for pair in pairs[name]:
+                    metric.labels(*values, *pair)
             elif name in rows:
                 for tier in rows[name]:
                     metric.labels(*values, tier)

@@ -139,24 +139,24 @@ class _Scrape(Collector):
             for r in size_classes
             for name, count in r.policy_hits.items()
         ]
-        labels = ("slot_bytes", "setting")
+        setting = ("slot_bytes", "setting")
         yield self._metric(
-            _COUNTER, "policy_hit_chunks", "Those that the setting would have hit.", labels, hits
+            _COUNTER, "policy_hit_chunks", "Those that the setting would have hit.", setting, hits
         )
         rules = [
             ((str(r.slot_bytes), name), float(name == r.policy))
             for r in size_classes
             for name in r.policy_hits
         ]
-        yield self._metric(_GAUGE, "policy_rules", "1 for the setting in use.", labels, rules)
+        yield self._metric(_GAUGE, "policy_rules", "1 for the setting in use.", setting, rules)
         points = [
             ((str(size_class.slot_bytes), tier.tier, scale), ratio)
             for size_class in size_classes
             for tier in size_class.tiers
-            for scale, ratio in tier.what_if.items()
+            for scale, ratio in figures.what_if(tier).items()
         ]
-        text = "Part of the asked chunks that an LRU of so many times the size would have hit."
-        yield self._metric(_GAUGE, "whatif_hit_ratio", text, (*_TIER_LABELS, "scale"), points)
+        labels = (*_TIER_LABELS, "scale")
+        yield self._metric(_GAUGE, figures.WHAT_IF, figures.WHAT_IF_TEXT, labels, points)
 
     def _lanes(self) -> Iterator[Metric]:
         lanes = [
@@ -192,7 +192,7 @@ class _Scrape(Collector):
 
     def _each_tier(self, row: TierFigure) -> Iterator[Sample]:
         for size_class in self._stats.size_classes:
-            for tier in size_class.tiers[row.lower_only :]:
+            for tier in filter(row.has, size_class.tiers):
                 yield (str(size_class.slot_bytes), tier.tier), row.value(size_class, tier)
 
     def _by_size_class(

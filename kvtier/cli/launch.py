@@ -1,5 +1,6 @@
 """``kvtier launch -- vllm serve MODEL ...``: the same command with kvtier's connector in it, and
-without a further process.
+without a further process. Only data-parallel ranks on this host get one beside them: a server that
+they share (:mod:`kvtier.cli.ranks`).
 
 Faults that would appear only a minute into the engine's start are checked first: kvtier's
 configuration, vLLM's version, and whether vLLM's Python can find kvtier at all.
@@ -15,6 +16,7 @@ import sys
 from kvtier.assemble import ram_bytes
 from kvtier.autoconfig.memory import require_ram
 from kvtier.cli.checks.installed import Installed, look, verdict
+from kvtier.cli.ranks import local_ranks, start
 from kvtier.cli.vllm_command import (
     API_SERVER,
     TRANSFER_FLAG,
@@ -75,6 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     found = look(command.python, env)
     command = command._replace(arguments=recomputing(command.arguments))
     said = [verdict(found, command.python), *transfer(command.arguments, replaces_lmcache(env))]
+    shares = shares_server(command, config)
+    said += [f"{local_ranks(command.arguments)} data-parallel ranks share a server"] * shares
     final = with_connector(command, found)
     print(
         f"kvtier: {'; '.join([*filter(None, said), settings(config)])}", file=sys.stderr, flush=True
@@ -82,10 +86,20 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.print:
         print(json.dumps(final))
         return 0
+    if shares:
+        env = dict(env) | {"KVTIER_SERVER": start(env)}
     try:
         os.execvpe(final[0], final, env)  # noqa: S606 - the operator's own command
     except OSError as error:
         raise ConfigError(f"{final[0]} cannot be run: {error}") from error
+
+
+def shares_server(command: Command, config: Config) -> bool:
+    """Whether the engine has several ranks on this host that would each make a store of their own.
+    Not where the command names the connector itself, because its settings count then, nor where the
+    engine measures the machine."""
+    told = config.server is not None or named_connector(command.arguments) is not None
+    return not (told or config.auto) and local_ranks(command.arguments) > 1
 
 
 def with_connector(command: Command, found: Installed) -> list[str]:

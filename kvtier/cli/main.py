@@ -102,6 +102,10 @@ COMMANDS: dict[str, tuple[str, Callable[[], Command]]] = {
         "what a server holds and does; --watch for rates",
         _module("kvtier.cli.operate", "StatsCommand"),
     ),
+    "top": (
+        "what a server holds and does, as it changes, drawn in the terminal",
+        _module("kvtier.cli.top"),
+    ),
     "serve": (
         "one cache for several engines, on this host and others",
         _module("kvtier.cli.serve"),

@@ -65,6 +65,10 @@ class Surface:
         token = read_token(secret, "admin_token_file") if secret else None
         return cls(config.admin, token, _tls(config) if config.admin.startswith("https") else None)
 
+    @property
+    def has_token(self) -> bool:
+        return self._token is not None
+
     def ask(self, path: str, kind: type[T], body: msgspec.Struct | None = None) -> T:
         """GET, or POST with a body. With a token the request is signed, and an answer that is not
         signed is not believed. The token itself is never sent, because anybody may have taken the

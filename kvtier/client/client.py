@@ -26,7 +26,7 @@ from kvtier.client.connect import ServerAccess, enter
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import KVTierError, StateError, TierError
 from kvtier.core.lanes import Executor, Lane
-from kvtier.core.lookup import NOTHING, Asking, LookupResult, Progress
+from kvtier.core.lookup import NOTHING, Asking, LookupResult, Progress, Served
 from kvtier.core.steps import Steps, pieces
 from kvtier.eviction.hints import LONGEST_KEEP_S, Hint
 from kvtier.protocol import wire
@@ -109,6 +109,15 @@ class Client:
     def decline(self, keys: Sequence[ChunkKey], reason: wire.Reason) -> None:
         """See KVStore.decline."""
         self._tell(self._attachment, wire.Decline(wire.joined(keys[: wire.MAX_KEYS]), reason))
+
+    def served(self, served: Served) -> None:
+        """See KVStore.served."""
+        attachment = self._attachment
+        if attachment is not None:
+            hits = [served.hits.get(place, 0) for place in attachment.places]
+            rest = wire.joined(served.rest[: wire.MAX_KEYS])
+            message = wire.Served(served.asked, hits, rest, served.chunk_tokens, served.lead)
+            self._tell(attachment, message)
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
         """See KVStore.hint. A session is this namespace's own."""

@@ -3,8 +3,10 @@ answer. Data only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+from kvtier.core.chunk import ChunkKey
 
 
 class Progress(NamedTuple):
@@ -54,6 +56,19 @@ class LookupResult(NamedTuple):
     @property
     def progress(self) -> Progress:
         return Progress(self.ready, self.coming)
+
+
+class Served(NamedTuple):
+    """What came of one prompt, in tokens of whole chunks that the engine did not have itself."""
+
+    asked: int
+    hits: Mapping[str, int]
+    """Tokens that are loaded, by the place they come from: ``ram`` or a tier's name."""
+    rest: Sequence[ChunkKey] = ()
+    """The chunks that are not loaded, or not whole."""
+    chunk_tokens: int = 1
+    lead: int = 0
+    """Tokens of the first of these chunks that the engine has."""
 
 
 NOTHING = LookupResult([(0, 0.0)])

@@ -33,7 +33,7 @@ import msgspec
 from kvtier.core.chunk import KEY_BYTES, ChunkKey
 from kvtier.core.errors import KVTierError
 
-VERSION = 6
+VERSION = 7
 MAX_KEYS = 32_768
 """Keys in one message: a million tokens in chunks of 32."""
 MAX_FRAME = MAX_KEYS * KEY_BYTES + 1024
@@ -184,6 +184,17 @@ class Hint(Message, tag=22):
     session: Name = ""
 
 
+class Served(Message, tag=23):
+    """See :class:`kvtier.core.lookup.Served`. ``hits`` are tokens by place. ``keys`` are its
+    ``rest``."""
+
+    asked: Number
+    hits: Annotated[list[Number], msgspec.Meta(max_length=16)]
+    keys: Keys
+    chunk_tokens: Number
+    lead: Number
+
+
 Question = (
     Lookup
     | Save
@@ -198,6 +209,7 @@ Question = (
     | InvalidateAll
     | Decline
     | Hint
+    | Served
 )
 
 # ---- attach: answers -----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from kvtier.core.chunk import KEY_BYTES, ChunkKey
+from kvtier.core.lookup import Served
 from kvtier.core.steps import Steps, pieces, whole
 from kvtier.eviction.hints import Hint
 from kvtier.protocol import wire
@@ -66,6 +67,7 @@ class Session:
             wire.InvalidateAll: self._invalidate_all,
             wire.Decline: self._decline,
             wire.Hint: self._hint,
+            wire.Served: self._served,
         }
 
     @property
@@ -177,6 +179,14 @@ class Session:
         self._store.hint(
             keys, Hint(message.over, message.keep_s), owners_session(self._owner, message.session)
         )
+        return None
+
+    def _served(self, message: wire.Served) -> Answered:
+        if len(message.hits) > len(self._places) or sum(message.hits) > message.asked:
+            raise wire.WireError("more hits than were asked for, or from places that are not there")
+        rest = yield from _split(message.keys)
+        hits = dict(zip(self._places, message.hits, strict=False))
+        self._store.served(Served(message.asked, hits, rest, message.chunk_tokens, message.lead))
         return None
 
     def _invalidate_all(self, message: wire.InvalidateAll) -> Answered:

@@ -35,6 +35,7 @@ Not thread-safe: the Store's lock guards every call.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from enum import Enum
@@ -193,6 +194,19 @@ class Directory:
             if entry is not None or not any(key in tier.order for tier in tiers):
                 return index
         return len(keys)
+
+    def remembered_run(self, keys: Sequence[ChunkKey]) -> int:
+        """How many leading chunks are held, or left and are remembered. What was dropped on purpose
+        is not counted.
+
+        It is found by bisection, because the end of a run leaves and is forgotten first.
+        """
+        if not keys or not self._is_remembered(keys[0]):  # most prompts that miss are new
+            return 0
+        return bisect_left(keys, True, key=lambda key: not self._is_remembered(key))
+
+    def _is_remembered(self, key: ChunkKey) -> bool:
+        return self.held_run((key,)) == 1 or self._past.why(key) in {"evicted", "corrupt"}
 
     def why(self, key: ChunkKey) -> str:
         """Why a run ends before this chunk: see :mod:`kvtier.store.reports.miss_reasons`."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Executor
-from kvtier.core.lookup import LookupResult, Progress
+from kvtier.core.lookup import LookupResult, Progress, Served
 from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
 from kvtier.eviction.adaptive import ALL_LRU, Orders
@@ -118,7 +118,7 @@ class Store:
         self._directory = Directory(pool.slots, capacities, orders.ram, share, lower=orders.lower)
         self._changes: Changes | None = None
         self.timings = Timings([tier.name for tier in self.tiers])
-        self._clock = clock
+        self._clock, self._begun = clock, clock()
         core = Core(self._lock, self._directory, pool, self.counts, self.timings)
         rooms = {"ram": pool.slots, **{tier.name: tier.capacity for tier in self.tiers}}
         self._follower = Follower(self._directory, self._lock, self._adaptive, clock, rooms)
@@ -328,6 +328,16 @@ class Store:
         if index is not None:
             self._lower[index].probe(keys[0])
 
+    def served(self, served: Served) -> None:
+        """See KVStore.served."""
+        hit = sum(served.hits.values())
+        with self._lock:
+            once = self._directory.remembered_run(served.rest) * served.chunk_tokens - served.lead
+            self.counts["asked_tokens"] += served.asked
+            self.counts["ideal_tokens"] += hit + max(0, min(served.asked - hit, once))
+            for place, tokens in served.hits.items():
+                self.counts[f"{place}_hit_tokens"] += tokens
+
     def invalidate(self, keys: Sequence[ChunkKey], owner: int | None = None) -> None:
         """See KVStore.invalidate. Of an ``owner``: only what is its own, or nobody's."""
         whole(self.invalidating(keys, owner))
@@ -530,6 +540,11 @@ class Store:
             for spills in self._on_evict:
                 stats[f"{spills.lower.tier.name}_spill_late"] += self._directory.evicted_unoffered
             return stats
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._begun
 
     def status(self) -> SizeClassStatus:
         """See KVStore.status."""

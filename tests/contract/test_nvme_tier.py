@@ -97,6 +97,26 @@ def test_slots_that_were_free_at_a_restart_give_their_blocks_back(tmp_path: Path
     lent.close()
 
 
+def test_bytes_of_the_folders_life_outlive_stops_and_crashes(tmp_path: Path) -> None:
+    path = tmp_path / "tier"
+    first = NvmeTier(path, room(4), SLOT)
+    for _ in range(3):
+        fill(first, KEYS[:4])
+        for key in KEYS[:3]:
+            first.delete(key)
+    assert first.counts["lifetime_bytes"] == first.counts["bytes_written"] == 10 * SLOT
+    first.close([KEYS[3]])
+    stopped = NvmeTier(path, room(4), SLOT)
+    assert (stopped.counts["lifetime_bytes"], stopped.counts["bytes_written"]) == (10 * SLOT, 0)
+    fill(stopped, KEYS[4:6])
+    killed = tmp_path / "killed"
+    shutil.copytree(path, killed)
+    stopped.close()
+    again = NvmeTier(killed, room(4), SLOT)
+    assert again.counts["lifetime_bytes"] == 12 * SLOT
+    again.close()
+
+
 def test_reserves_its_bytes_at_once_and_never_more(tmp_path: Path) -> None:
     tier = NvmeTier(tmp_path / "tier", 1_000_000, SLOT)
     files = list((tmp_path / "tier").iterdir())
@@ -156,6 +176,7 @@ def test_counts_are_of_what_happened(tmp_path: Path) -> None:
     assert {kind: count for kind, count in tier.counts.items() if count} == {
         "writes": 2,
         "bytes_written": 2 * SLOT,
+        "lifetime_bytes": 2 * SLOT,
         "reads": 1,
         "bytes_read": SLOT,
         "misses": 1,

@@ -19,6 +19,7 @@ import yaml
 
 from kvtier.bench.processes.companion import companion
 from kvtier.bench.processes.servers import answers, free_port
+from kvtier.core.lookup import Served
 from tests.admin_server import AdminServer, administered
 from tests.child_process import wait_for
 from tests.conftest import ROOT
@@ -78,6 +79,7 @@ def use(server: AdminServer, times: int) -> None:
             save(client, run(prompt, 3))
             client.lookup(run(prompt, 3))
             load(client, run(prompt, 3))
+            client.served(Served(60, {"ram": 30}, run(prompt, 3)[:2], 10))
 
 
 def filled(expression: str) -> str:
@@ -118,6 +120,10 @@ def test_every_rule_is_evaluated_and_every_panel_has_data(tmp_path: Path) -> Non
             "histogram_quantile(1, sum by (le) (kvtier_lookup_seconds_bucket))"
         )
         assert 0 < slowest < 5
+        for name, tokens in (("asked", 60), ("ideal", 50), ("hit", 30)):
+            assert prometheus.value(f"sum(kvtier_{name}_tokens_total)") == [20 * tokens]
+        (worn,) = prometheus.value("sum(kvtier_lifetime_written_bytes)")
+        assert worn == 8192 * prometheus.value('sum(kvtier_stores_total{tier="nvme"})')[0]
         (room,) = board["templating"]["list"][1:]
         variable = re.fullmatch(r"label_values\((\w+), instance\)", room["query"])
         assert variable and variable[1] in there

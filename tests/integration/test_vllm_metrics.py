@@ -132,6 +132,10 @@ def test_series_are_there_from_the_start_and_follow_the_engine(engine: VllmServe
         now["kvtier_written_bytes_total", "nvme"] > 0
         and now["kvtier_spill_seconds_count", "nvme"] > 0
     )
+    hit = now["kvtier_hit_tokens_total", "ram"] + now["kvtier_hit_tokens_total", "nvme"]
+    ideal, asked = now["kvtier_ideal_tokens_total", ""], now["kvtier_asked_tokens_total", ""]
+    assert CHUNK * CHUNKS < hit <= ideal < asked
+    assert now["kvtier_lifetime_written_bytes", "nvme"] > 0
     assert now["kvtier_load_seconds_sum", "ram"] + now["kvtier_load_seconds_sum", "nvme"] > 0
 
 

@@ -29,7 +29,9 @@ from tests.server_process import attached, serving
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file())
-YAMLS = [path for path in FILES if path.suffix in (".yaml", ".yml")]
+YAMLS = [
+    path for path in FILES if path.suffix in (".yaml", ".yml") and path.parent.name != "templates"
+]
 TEXT = {path: path.read_text(encoding="utf-8") for path in FILES}
 NAMES = {path.relative_to(DEPLOY).as_posix() for path in FILES}
 

@@ -33,9 +33,16 @@ FIELDS = {
     "over": st.booleans(),
     "keep_s": st.floats(0, 86_400),
     "session": st.text(max_size=64),
+    "hits": st.lists(st.integers(0, 2**32 - 1), max_size=3),
 }
 UNANSWERED = (
-    wire.Commit | wire.End | wire.Invalidate | wire.InvalidateAll | wire.Decline | wire.Hint
+    wire.Commit
+    | wire.End
+    | wire.Invalidate
+    | wire.InvalidateAll
+    | wire.Decline
+    | wire.Hint
+    | wire.Served
 )
 FIELDS |= {"checksum": st.binary(min_size=16, max_size=16)}
 

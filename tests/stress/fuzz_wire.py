@@ -96,7 +96,7 @@ def calm(draw: random.Random) -> list[bytes]:
         wire.Invalidate,
         wire.InvalidateAll,
     ]
-    kinds += [wire.Decline, wire.Hint]
+    kinds += [wire.Decline, wire.Hint, wire.Served]
     return [wire.frame(message(draw, draw.choice(kinds), odd=False)) for _ in range(2000)]
 
 
@@ -114,6 +114,7 @@ def message(draw: random.Random, kind: Any, odd: bool = True) -> wire.Message:
         "over": draw.random() < 0.5,
         "keep_s": draw.choice([0.0, 60.0]),
         "session": draw.choice(["", "one", "two"]),
+        "hits": [draw.randrange(100)] * draw.randrange(4) if odd else [],
     }
     number = draw.choice([0, 1, 2, draw.randrange(50), draw.randrange(2**32)])
     made: wire.Message = kind(*(fields.get(name, number) for name in kind.__struct_fields__))

@@ -58,6 +58,7 @@ from kvtier.connectors.vllm.tables import (
     saving,
 )
 from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.lookup import Served
 from kvtier.core.pool import Pool
 from kvtier.load_policy.decide import LoadPolicy
 
@@ -200,6 +201,7 @@ class SchedulerHalf:
         if lease is None or tokens <= 0 or prompt.run is None:
             if looked:
                 self._account(prompt, [], 0)
+                self._tell_served(prompt, 0)
             if lease is not None:
                 lease.close()
             return
@@ -237,6 +239,7 @@ class SchedulerHalf:
         prompt.sources = by_place(
             geometry, {piece: source for piece, _, source in pieces}, prompt.begin, end
         )
+        self._tell_served(prompt, tokens)
 
     def _account(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
         """Count every piece of the anchors from ``prompt.begin`` on as loaded, declined or missing.
@@ -244,11 +247,10 @@ class SchedulerHalf:
         ``places`` says where each loaded piece came from. These pieces hold ``tokens`` tokens.
         """
         request, size, geometry = prompt.request, self._layout.chunk_tokens, self._geometry
-        whole = request.num_tokens // size
-        if not whole:
+        if request.num_tokens < size:
             self.misses.too_short()
             return
-        last = min(geometry.last_end(request.num_tokens), whole * size)
+        last = self._last(prompt)
         had = geometry.first(prompt.begin) * len(geometry.anchors)
         asked, known = (
             self._pieces(last) - had,
@@ -259,6 +261,24 @@ class SchedulerHalf:
         if why == "cold" and not prompt.begin + len(places) + sum(prompt.declined.values()):
             why = self.misses.first.differs(request.all_token_ids[:size], prompt.extras) or why
         self.misses.prompt(geometry.first(prompt.begin), places, prompt.declined, (why, missed))
+
+    def _last(self, prompt: Prompt) -> int:
+        """Where the longest hit of the prompt would end. 0: it has no whole chunk."""
+        tokens: int = prompt.request.num_tokens
+        size = self._layout.chunk_tokens
+        return min(self._geometry.last_end(tokens), tokens // size * size)
+
+    def _tell_served(self, prompt: Prompt, tokens: int) -> None:
+        """Tell the store what came of the prompt, of which ``tokens`` tokens are loaded."""
+        size, last = self._layout.chunk_tokens, self._last(prompt)
+        if last <= prompt.begin:
+            return
+        end = min(last, prompt.begin + tokens)
+        first, lead = divmod(end, size)
+        keys = self._keys(prompt, prompt.request.num_tokens)
+        rest = keys[first : -(-last // size)] if end < last else []
+        asked = max(tokens, last - prompt.begin)
+        self.store.served(Served(asked, prompt.sources, rest, size, lead))
 
     def _pieces(self, tokens: int) -> int:
         """How many pieces of the anchors hold so many tokens."""

@@ -4,10 +4,12 @@ are made of the same rows, so they have the same names, kinds and help texts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from kvtier.eviction.what_if import SCALES
 from kvtier.store.reports.status import SizeClassStatus, TierStatus
+from kvtier.store.reports.timings import RAM
 
 GAUGE, COUNTER = "gauge", "counter"
 PREFIX = "kvtier_"
@@ -16,129 +18,206 @@ MISSED = ("cold", "evicted", "corrupt", "forgotten", "tier_down", "saving")
 DECLINED = ("slower", "unasked", "deadline", "refused")
 
 
+def every(_tier: str) -> bool:
+    return True
+
+
+def below_ram(tier: str) -> bool:
+    return tier != RAM
+
+
+def on_a_disk(tier: str) -> bool:
+    """It wears out."""
+    return tier == "nvme"
+
+
 class TierFigure(NamedTuple):
-    """A metric by tier: its name without the prefix, its help text, and where its value is
-    read. ``lower_only``: RAM does not have it."""
+    """A metric by tier: its name without the prefix, gauge or counter, its help text, where its
+    value is read, and which tiers have it."""
 
     name: str
+    kind: str
     text: str
     value: Callable[[SizeClassStatus, TierStatus], float]
-    kind: str = COUNTER
-    lower_only: bool = True
+    tiers: Callable[[str], bool] = below_ram
+
+    def has(self, tier: TierStatus) -> bool:
+        """Whether this tier has it."""
+        return self.tiers(tier.tier)
 
 
 class StoreFigure(NamedTuple):
     """A metric of the whole Store."""
 
     name: str
+    kind: str
     text: str
     value: Callable[[SizeClassStatus], float]
-    kind: str = COUNTER
 
 
 TIER_FIGURES = (
-    TierFigure(
-        "capacity_chunks", "Room, in chunks.", lambda _, t: t.capacity, kind=GAUGE, lower_only=False
-    ),
+    TierFigure("capacity_chunks", GAUGE, "Room, in chunks.", lambda _, t: t.capacity, tiers=every),
     TierFigure(
         "capacity_bytes",
+        GAUGE,
         "Room, in bytes.",
         lambda r, t: t.capacity * r.slot_bytes,
-        kind=GAUGE,
-        lower_only=False,
+        tiers=every,
     ),
     TierFigure(
-        "held_chunks",
-        "Chunks held; in RAM: ready.",
-        lambda _, t: t.held,
-        kind=GAUGE,
-        lower_only=False,
+        "held_chunks", GAUGE, "Chunks held; in RAM: ready.", lambda _, t: t.held, tiers=every
     ),
     TierFigure(
         "held_bytes",
+        GAUGE,
         "Bytes held; in RAM: ready.",
         lambda r, t: t.held * r.slot_bytes,
-        kind=GAUGE,
-        lower_only=False,
+        tiers=every,
     ),
-    TierFigure("loads", "Chunks served from here.", lambda _, t: t.loads, lower_only=False),
+    TierFigure("loads", COUNTER, "Chunks served from here.", lambda _, t: t.loads, tiers=every),
     TierFigure(
         "stores",
+        COUNTER,
         "Chunks put here: saves in RAM, spills in lower tiers.",
         lambda _, t: t.stores,
-        lower_only=False,
+        tiers=every,
     ),
     TierFigure(
         "refusals",
+        COUNTER,
         "Chunks not taken: no room, or no time.",
         lambda _, t: t.refused,
-        lower_only=False,
+        tiers=every,
     ),
     TierFigure(
-        "load_misses", "Chunks counted as held that could not be read.", lambda _, t: t.misses
-    ),
-    TierFigure("late_spills", "Chunks that left RAM before their spill.", lambda _, t: t.late),
-    TierFigure(
-        "over_budget", "Chunks not written, to spare the device.", lambda _, t: t.over_budget
-    ),
-    TierFigure(
-        "evictions", "Chunks that left to make room.", lambda _, t: t.evicted, lower_only=False
+        "load_misses",
+        COUNTER,
+        "Chunks counted as held that could not be read.",
+        lambda _, t: t.misses,
     ),
     TierFigure(
-        "evicted_unread", "Chunks written and deleted unread.", lambda _, t: t.evicted_unread
+        "late_spills", COUNTER, "Chunks that left RAM before their spill.", lambda _, t: t.late
     ),
     TierFigure(
-        "failures", "Calls that failed with an I/O or network error.", lambda _, t: t.failed
+        "over_budget",
+        COUNTER,
+        "Chunks not written, to spare the device.",
+        lambda _, t: t.over_budget,
     ),
     TierFigure(
-        "corrupt_chunks", "Checksums that did not match; never served.", lambda _, t: t.corrupt
+        "evictions",
+        COUNTER,
+        "Chunks that left to make room.",
+        lambda _, t: t.evicted,
+        tiers=every,
     ),
     TierFigure(
-        "read_bytes", "Bytes read; in RAM: by loads.", lambda _, t: t.bytes_read, lower_only=False
+        "evicted_unread",
+        COUNTER,
+        "Chunks written and deleted unread.",
+        lambda _, t: t.evicted_unread,
+    ),
+    TierFigure(
+        "failures",
+        COUNTER,
+        "Calls that failed with an I/O or network error.",
+        lambda _, t: t.failed,
+    ),
+    TierFigure(
+        "corrupt_chunks",
+        COUNTER,
+        "Checksums that did not match; never served.",
+        lambda _, t: t.corrupt,
+    ),
+    TierFigure(
+        "read_bytes",
+        COUNTER,
+        "Bytes read; in RAM: by loads.",
+        lambda _, t: t.bytes_read,
+        tiers=every,
     ),
     TierFigure(
         "written_bytes",
+        COUNTER,
         "Bytes written; in RAM: by saves.",
         lambda _, t: t.bytes_written,
-        lower_only=False,
+        tiers=every,
+    ),
+    TierFigure(
+        "hit_tokens",
+        COUNTER,
+        "Tokens of prompts that engines were given from here.",
+        lambda _, t: t.hit_tokens,
+        tiers=every,
+    ),
+    TierFigure(
+        "lifetime_written_bytes",
+        GAUGE,
+        "Bytes written in the life of the folder.",
+        lambda _, t: t.lifetime_bytes,
+        tiers=on_a_disk,
+    ),
+    TierFigure(
+        "drive_writes_per_day",
+        GAUGE,
+        "How often the capacity was written in a day, on average since the start.",
+        lambda _, t: t.drive_writes_per_day,
+        tiers=on_a_disk,
     ),
     TierFigure(
         "open_breakers",
+        GAUGE,
         "Nodes that are not asked now because they failed.",
         lambda _, t: t.open_breakers,
-        kind=GAUGE,
     ),
-    TierFigure("breaker_trips", "Times a breaker opened.", lambda _, t: t.breaker_trips),
+    TierFigure("breaker_trips", COUNTER, "Times a breaker opened.", lambda _, t: t.breaker_trips),
     TierFigure(
         "owed_deletes",
+        GAUGE,
         "Deletes that wait until the tier can be reached.",
         lambda _, t: t.owed_deletes,
-        kind=GAUGE,
     ),
 )
 STORE_FIGURES = (
     StoreFigure(
-        "pinned_slots",
-        "Slots that somebody reads, spills or waits for.",
-        lambda r: r.pinned,
-        kind=GAUGE,
+        "pinned_slots", GAUGE, "Slots that somebody reads, spills or waits for.", lambda r: r.pinned
     ),
-    StoreFigure("asked_chunks", "Chunks that loads named.", lambda r: r.asked),
+    StoreFigure("asked_chunks", COUNTER, "Chunks that loads named.", lambda r: r.asked),
+    StoreFigure(
+        "asked_tokens",
+        COUNTER,
+        "Tokens of whole chunks that prompts asked for.",
+        lambda r: r.asked_tokens,
+    ),
+    StoreFigure(
+        "ideal_tokens",
+        COUNTER,
+        "Those that are hits, or would be if nothing had left for want of room.",
+        lambda r: r.ideal_tokens,
+    ),
     StoreFigure(
         "load_refusals",
+        COUNTER,
         "Chunks in a lower tier for which RAM had no slot.",
         lambda r: r.loads_refused,
     ),
     StoreFigure(
-        "promotion_refusals", "Chunks that a full lane refused.", lambda r: r.promotions_refused
+        "promotion_refusals",
+        COUNTER,
+        "Chunks that a full lane refused.",
+        lambda r: r.promotions_refused,
     ),
     StoreFigure(
         "audited_chunks",
+        COUNTER,
         "Loaded chunks compared with their copy in a lower tier.",
         lambda r: r.audited,
     ),
     StoreFigure(
-        "audit_mismatches", "Audited chunks that had other bytes.", lambda r: r.audit_mismatches
+        "audit_mismatches",
+        COUNTER,
+        "Audited chunks that had other bytes.",
+        lambda r: r.audit_mismatches,
     ),
 )
 TIMINGS = {
@@ -156,6 +235,16 @@ TIMINGS = {
 }
 """What is measured -> its help text. ``load``, ``promotion`` and ``spill`` are by tier."""
 BY_TIER = ("load", "promotion", "spill")
+
+
+WHAT_IF = "whatif_hit_ratio"
+WHAT_IF_TEXT = "Part of the asked chunks that an LRU of so many times the size would have hit."
+WHAT_IF_SCALES = tuple(f"{scale:g}" for scale in SCALES)
+
+
+def what_if(tier: TierStatus) -> Mapping[str, float]:
+    """The curve by scale, which is 0 before anything is asked for."""
+    return dict.fromkeys(WHAT_IF_SCALES, 0.0) | tier.what_if
 
 
 def seconds(what: str) -> str:

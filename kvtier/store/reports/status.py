@@ -19,6 +19,7 @@ from kvtier.eviction.what_if import Point
 from kvtier.store.reports.timings import RAM, Timings
 from kvtier.tiers.base import Tier
 
+_DAY_S = 86_400.0
 _DECLINED, _MISSED = "declined_", "missed_"
 _FAILED = ("failed_reads", "failed_writes", "failed_finds", "failed_deletes", "failed")
 
@@ -62,6 +63,13 @@ class TierStatus(msgspec.Struct, frozen=True):
     """Chunks whose checksum did not match. Never served."""
     bytes_read: int
     bytes_written: int
+    hit_tokens: int
+    """Tokens of prompts that engines were given from here."""
+    lifetime_bytes: int
+    """NVMe: what was written in the life of the folder, this start included. Else 0."""
+    drive_writes_per_day: float
+    """NVMe: how often the capacity was written in a day, on average since the start. A first day
+    that is not over counts as a whole one. Else 0."""
     open_breakers: int
     """Nodes of a networked tier that are not asked now because they failed."""
     breaker_trips: int
@@ -105,6 +113,13 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     asked: int
     """Chunks that loads named. The loads of all tiers / asked is the hit rate. An engine on another
     host asks twice."""
+    asked_tokens: int
+    """Tokens of whole chunks that prompts asked for and engines did not have themselves. A prompt
+    counts once, when it gets its blocks."""
+    ideal_tokens: int
+    """Those that were hits, and those that would have been if nothing had ever left for want of
+    room: their chunks were held once, and that is remembered. As many chunks that left are
+    remembered as twice what all tiers hold, at most 1,048,576, and none from before the start."""
     loads_refused: int
     """Chunks that a lower tier held but for which RAM had no free slot."""
     promotions_refused: int
@@ -143,6 +158,9 @@ class Measured(Protocol):
     def slots(self) -> int: ...
 
     @property
+    def age_s(self) -> float: ...
+
+    @property
     def capacities(self) -> list[int]: ...
 
     @property
@@ -158,7 +176,7 @@ def read(store: Measured, namespaces: int = 0, zero_hits: str = "") -> SizeClass
     stats = Counter(store.stats())
     counts: Callable[[str], int] = stats.__getitem__
     lower = [
-        _tier(*each, counts)
+        _tier(*each, counts, store.age_s, store.pool.slot_bytes)
         for each in zip(store.tiers, store.capacities, store.lanes, strict=True)
     ]
     curves, policies = store.what_if(), _by_reason(stats, "policy_hits_")
@@ -170,6 +188,8 @@ def read(store: Measured, namespaces: int = 0, zero_hits: str = "") -> SizeClass
         pinned=counts("ram_pinned"),
         namespaces=namespaces,
         asked=counts("load_asked"),
+        asked_tokens=counts("asked_tokens"),
+        ideal_tokens=counts("ideal_tokens"),
         loads_refused=counts("load_refused"),
         promotions_refused=counts("promotion_refused"),
         declined=_by_reason(stats, _DECLINED),
@@ -214,11 +234,19 @@ def _ram(store: Measured, counts: Callable[[str], int]) -> TierStatus:
         "evicted": counts("ram_evicted"),
         "bytes_read": counts("ram_loaded") * size,
         "bytes_written": counts("saved") * size,
+        "hit_tokens": counts("ram_hit_tokens"),
     }
     return TierStatus(tier=RAM, lane=None, what_if={}, **(nothing | known))
 
 
-def _tier(tier: Tier, capacity: int, lane: Executor, counts: Callable[[str], int]) -> TierStatus:
+def _tier(
+    tier: Tier,
+    capacity: int,
+    lane: Executor,
+    counts: Callable[[str], int],
+    age_s: float,
+    slot_bytes: int,
+) -> TierStatus:
     name = tier.name
     own: Mapping[str, int] = Counter(tier.counts)
     return TierStatus(
@@ -237,6 +265,9 @@ def _tier(tier: Tier, capacity: int, lane: Executor, counts: Callable[[str], int
         corrupt=own["corrupt"],
         bytes_read=own["bytes_read"],
         bytes_written=own["bytes_written"],
+        hit_tokens=counts(f"{name}_hit_tokens"),
+        lifetime_bytes=own["lifetime_bytes"],
+        drive_writes_per_day=_wear(own, capacity * slot_bytes, age_s),
         open_breakers=tier.open_breakers,
         breaker_trips=own["breaker_trips"],
         owed_deletes=tier.owed,
@@ -244,3 +275,10 @@ def _tier(tier: Tier, capacity: int, lane: Executor, counts: Callable[[str], int
         what_if={},
         what_if_error=0.0,
     )
+
+
+def _wear(own: Mapping[str, int], room: int, age_s: float) -> float:
+    """Drive writes per day, of a tier that counts what its device has been given."""
+    if "lifetime_bytes" not in own or not room:
+        return 0.0
+    return own["bytes_written"] / room / max(1.0, age_s / _DAY_S)

@@ -64,7 +64,8 @@ class NvmeTier(Tier):
     that empties it.
 
     ``counts["evicted_unread"]``: chunks that were written, and deleted without having been read.
-    The disk wore out for nothing.
+    The disk wore out for nothing. ``counts["lifetime_bytes"]``: what was written since the folder
+    was empty. The numbers of the records tell it, so a crash loses those of the newest writes.
 
     ``trouble`` says why nothing is written now, when the folder was removed or another was put in
     its place while it was in use. Each write and read looks. Chunks are served as before, and
@@ -98,7 +99,9 @@ class NvmeTier(Tier):
         self.capacity, self.slot_bytes = slots, slot_bytes
         self.chunk_room, self.fixed_room = slot_bytes, table_bytes(slots)
         folder = Path(path).absolute()
-        self._events = EventCounts((*EVENTS, "evicted_unread"), _LOG, f"NVMe tier {folder}")
+        self._events = EventCounts(
+            (*EVENTS, "evicted_unread", "lifetime_bytes"), _LOG, f"NVMe tier {folder}"
+        )
         self._files = SlotFiles(
             folder,
             slots,
@@ -122,6 +125,7 @@ class NvmeTier(Tier):
         self._free = array("I")
         self._seq = 0
         self._recovered = self._recover()
+        self._events.add("lifetime_bytes", self._seq * slot_bytes)
         if lent:
             self.resize(len(self._places))
 
@@ -169,6 +173,7 @@ class NvmeTier(Tier):
                     self._unread[slot] = 1
                     self._events.add("writes")
                     self._events.add("bytes_written", data.nbytes)
+                    self._events.add("lifetime_bytes", data.nbytes)
                 else:
                     self._free.append(slot)
         return held
@@ -244,7 +249,8 @@ class NvmeTier(Tier):
         others = places.keys() - set(named)
         order = [*sorted(others, key=places.__getitem__), *named]
         table = bytearray(RECORD_BYTES * self.capacity)
-        for seq, key in enumerate(order, start=1):
+        # The last number says how often was written in the life of the folder.
+        for seq, key in enumerate(order, start=self._seq - len(order) + 1):
             slot = places[key] % self.capacity
             record = pack_record(
                 slot, self.slot_bytes, key, self._checksum(slot), seq, self._owner(slot)

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtier.admin import http as admin
 from kvtier.admin import prometheus, status
 from kvtier.cli import operate
+from kvtier.connectors.vllm import figures as vllm_figures
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
@@ -29,7 +30,10 @@ from kvtier.store.reports.zero_hits import ZeroHits
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
 from kvtier.testing.check_tier import content
+from kvtier.tiers.nvme import index as nvme_index
 from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.objects import layout as objects_layout
+from kvtier.tiers.redis import layout as redis_layout
 from tests.clock import Clock
 
 ROOT = Path(__file__).parents[3]
@@ -256,6 +260,21 @@ def test_the_text_says_the_same(served: Served) -> None:
     assert shown["kvtier_lane_queued", "writes", "nvme"] == 0
 
 
+def test_every_series_is_there_before_anything_happens(served: Served) -> None:
+    served.size_class()
+    there = samples(status.read(served))
+    for name in ("asked_tokens_total", "ideal_tokens_total", "lookup_seconds_count"):
+        assert there[f"kvtier_{name}",] == 0
+    for tier in ("ram", "nvme"):
+        for name in ("hit_tokens_total", "evictions_total", "written_bytes_total"):
+            assert there[f"kvtier_{name}", tier] == 0
+        assert there["kvtier_whatif_hit_ratio", "0.25", tier] == 0
+    for name in ("lifetime_written_bytes", "drive_writes_per_day", "open_breakers"):
+        assert there[f"kvtier_{name}", "nvme"] == 0 and (f"kvtier_{name}", "ram") not in there
+    for reason in ("cold", "evicted", "corrupt", "forgotten", "saving", "tier_down"):
+        assert there["kvtier_missed_chunks_total", reason] == 0
+
+
 def test_damage_and_refusals_are_counted(served: Served, tmp_path: Path) -> None:
     store = used(served)
     slots = tmp_path / "nvme" / "slots.kvtier"
@@ -312,6 +331,26 @@ def test_the_alerts_name_metrics_that_exist(served: Served) -> None:
         assert names_in(rule["expr"]) <= there, rule["alert"]
         assert names_in(rule["expr"])
         assert {"summary", "do"} <= rule["annotations"].keys()
+
+
+def test_the_page_for_operations_names_what_exists_and_every_alert(served: Served) -> None:
+    text = (ROOT / "deploy/OPERATIONS.md").read_text()
+    counts = vllm_figures.SERVER_COUNTS
+    there = known(served) | {f"kvtier_server_{name}_total" for name in counts}
+    histograms = {name.removesuffix("_bucket") for name in there if name.endswith("_bucket")}
+    assert names_in(text) <= there | histograms
+    (group,) = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())["groups"]
+    assert set(re.findall(r"`(Kvtier\w+)`", text)) == {rule["alert"] for rule in group["rules"]}
+    _, table = text.split("## Incidents")
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
+    assert all(len(row) == 4 for row in rows) and all(names_in(row[1]) for row in rows[2:])
+
+
+def test_the_page_for_operations_names_the_formats() -> None:
+    text = (ROOT / "deploy/OPERATIONS.md").read_text()
+    assert f"| NVMe (`index.kvtier`) | {nvme_index.FORMAT_VERSION} |" in text
+    assert f"| Redis (`...:{redis_layout.FORMAT_VERSION}:...`) |" in text
+    assert f"| bucket (`kvtier-{objects_layout.FORMAT_VERSION}/`) |" in text
 
 
 def test_the_screen_shows_rates_between_two_looks(served: Served) -> None:

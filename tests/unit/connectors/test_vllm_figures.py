@@ -23,6 +23,7 @@ from kvtier.config.load import load
 from kvtier.connectors.vllm.figures import Figures
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.lanes import Lane
+from kvtier.core.lookup import Served
 from kvtier.core.pool import Pool
 from kvtier.store.reports import status
 from kvtier.store.store import Store
@@ -42,10 +43,9 @@ OWN_OF_A_SERVER = {
     "kvtier_policy_asked_chunks",
     "kvtier_policy_hit_chunks",
     "kvtier_policy_rules",
-    "kvtier_whatif_hit_ratio",
 }
-"""An engine tells hits and misses as vllm:kvtier_*, with the reasons that only it knows; not yet
-what rules its order of leaving, and what other sizes would have hit."""
+"""An engine tells misses as vllm:kvtier_*, with the reasons that only it knows; not yet what rules
+its order of leaving."""
 
 
 def stats() -> Any:
@@ -115,6 +115,7 @@ def use(store: Store, first: int) -> None:
             lease.commit()
         while store.stats()["nvme_stored"] < store.stats()["saved"]:
             store.wait(0.01)
+    store.served(Served(30, {"ram": 5, "nvme": 10}, keys(first, 99), 10, 0))
     for run in (keys(first, first + 1), keys(first + 2), keys(99)):
         store.lookup(run)
         with store.load(run) as lease:
@@ -131,6 +132,10 @@ def test_an_engine_shows_what_a_server_shows(store: Store, tmp_path: Path) -> No
         shown.metrics.observe(stats().TierStats(data=figures.new()).to_dict())
     theirs, ours = servers(store), shown.samples()
     assert theirs["kvtier_loads_total", "nvme"] > 0 and theirs["kvtier_evictions_total", "ram"] > 0
+    assert theirs["kvtier_hit_tokens_total", "nvme"] == 20
+    assert (theirs["kvtier_asked_tokens_total",], theirs["kvtier_ideal_tokens_total",]) == (60, 50)
+    assert theirs["kvtier_lifetime_written_bytes", "nvme"] == 8 * SLOT
+    assert theirs["kvtier_drive_writes_per_day", "nvme"] == pytest.approx(8 / 14)
     assert {name: ours[name] for name in theirs} == pytest.approx(theirs)
     assert not any(
         value for (name, *_), value in shown.samples("1").items() if "capacity" in name
@@ -165,6 +170,14 @@ def test_series_are_there_before_the_first_step(tmp_path: Path) -> None:
         == 0
     )
     assert ("kvtier_corrupt_chunks_total", "ram") not in there
+    for name in ("asked_tokens_total", "ideal_tokens_total"):
+        assert there[f"kvtier_{name}",] == 0
+    for name in ("hit_tokens_total", "capacity_bytes", "held_bytes", "written_bytes_total"):
+        assert there[f"kvtier_{name}", "ram"] == there[f"kvtier_{name}", "nvme"] == 0
+    for name in ("lifetime_written_bytes", "drive_writes_per_day", "open_breakers"):
+        assert there[f"kvtier_{name}", "nvme"] == 0 and (f"kvtier_{name}", "ram") not in there
+    assert there["kvtier_lane_queued", "nvme", "reads"] == 0
+    assert there["kvtier_whatif_hit_ratio", "8", "ram"] == 0
 
 
 def test_nothing_is_told_again_before_a_second_is_over_or_when_nothing_has_changed(

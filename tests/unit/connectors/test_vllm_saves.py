@@ -104,9 +104,9 @@ def test_a_state_that_is_not_at_a_chunks_end_or_not_there_any_more_is_not_saved(
     block: int, tokens: int
 ) -> None:
     engine = Two()
-    saves = engine.step(0, 2 * CHUNK, [(1, block, tokens)]).saves
+    saves = engine.step(0, 3 * CHUNK, [(1, block, tokens)]).saves
     assert blocks(saves, 1) == []
-    assert blocks(saves, 0) == ATTENTION[:4]
+    assert blocks(saves, 0) == ATTENTION[:6]
 
 
 def test_a_chunk_can_be_found_when_the_last_of_several_ranks_has_saved_it() -> None:

@@ -215,6 +215,22 @@ def test_a_request_that_asks_not_to_be_kept_leaves_no_trace_and_is_served_nothin
     assert len(bench.store.keys() - held) == 6
 
 
+def test_the_store_is_told_in_tokens_what_came_of_each_request() -> None:
+    bench, names = Bench(slots=3), ("asked", "ideal", "ram_hit", "slow_hit")
+
+    def told(request: Any) -> list[int]:
+        before = bench.store.stats()
+        bench.served(request)
+        after = bench.store.stats()
+        return [after.get(n, 0) - before.get(n, 0) for n in (f"{name}_tokens" for name in names)]
+
+    assert told(prompt(3)) == [3 * CHUNK, 0, 0, 0]
+    assert told(prompt(3, "again")) == [3 * CHUNK, 3 * CHUNK, 3 * CHUNK, 0]
+    assert told(prompt(3, "other", first=1)) == [3 * CHUNK, 0, 0, 0]
+    bench.tier.away = True
+    assert told(prompt(3, "away")) == [3 * CHUNK, 3 * CHUNK, 0, 0], "it would be there"
+
+
 def test_what_is_in_ram_is_taken_and_the_slow_rest_left() -> None:
     bench, request = Bench(), prompt(6)
     bench.hold(request.all_token_ids[:-1], read_s=0.6, ready=2)

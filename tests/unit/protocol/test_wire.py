@@ -35,6 +35,7 @@ MESSAGES = [
     wire.LookupAnswer(1, [(2, 0.0), (5, 0.25), (7, None)], (None, 1.5, 0.5), "evicted"),
     wire.Decline(KEY, "slower"),
     wire.Hint(KEY, True, 1.5, "session"),
+    wire.Served(512, [256, 0], KEY, 256, 16),
     wire.Slots(1, 2, [0, 1], [7, 9]),
     wire.Claim(1, 2, 3, [7], b"\1"),
     wire.Done(1, "trouble"),

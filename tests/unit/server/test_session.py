@@ -203,6 +203,7 @@ MESSAGES: dict[str, wire.Question] = {
     "load": wire.Load(1, wire.joined(LONG), 0),
     "invalidate": wire.Invalidate(wire.joined(LONG)),
     "hint": wire.Hint(wire.joined(LONG), True, 0.0),
+    "served": wire.Served(256 * len(LONG), [0], wire.joined(LONG), 256, 0),
     "clear": wire.InvalidateAll(),
     "check": wire.Check(1, False),
     "end": wire.End(1),
@@ -446,3 +447,17 @@ def test_a_hint_by_a_sessions_name_is_of_the_askers_own_session() -> None:
     for session in (one, other):
         session.end()
     store.check()
+
+
+# ---- tokens --------------------------------------------------------------------------------------
+
+
+def test_an_engine_tells_what_came_of_a_prompt_and_no_nonsense() -> None:
+    store = Store(Pool(4, SLOT), [])
+    session = Session(store, 1)
+    assert session.answer(wire.Served(512, [256], blob(3), 256, 0)) is None
+    assert (store.counts["asked_tokens"], store.counts["ram_hit_tokens"]) == (512, 256)
+    for wrong in ([513], [1, 1], [300, 300]):
+        with pytest.raises(wire.WireError):
+            session.answer(wire.Served(512, wrong, b"", 256, 0))
+    assert store.counts["asked_tokens"] == 512

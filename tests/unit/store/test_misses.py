@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.lookup import Served
 from kvtier.core.pool import Pool
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
@@ -146,3 +147,26 @@ def test_what_lies_behind_declined_chunks_is_not_counted() -> None:
     bench.save(keys(1, 2))
     assert bench.missed(keys(1, 2, 3), most=1) == {}
     assert bench.missed(keys(1, 2, 3), most=2) == {"cold": 1}
+
+
+def test_an_ideal_cache_hits_what_left_for_want_of_room_and_no_more() -> None:
+    bench = Bench(slots=2)
+
+    def ideal(run: list[ChunkKey], asked: int, hits: int = 0, lead: int = 0) -> int:
+        before = bench.store.stats()["ideal_tokens"]
+        bench.store.served(Served(asked, {"ram": hits}, run, 10, lead))
+        return bench.store.stats()["ideal_tokens"] - before
+
+    assert ideal(keys(1, 2, 3), 30) == 0, "they are seen for the first time"
+    bench.save(keys(1, 2))
+    assert ideal(keys(1, 2, 3), 30) == 20, "they are there"
+    bench.save(keys(8, 9))
+    assert bench.store.lookup(keys(1, 2)).why == "evicted"
+    assert ideal(keys(1, 2, 3), 30) == 20, "they were there"
+    assert ideal(keys(1, 2, 3), 26, lead=4) == 16, "the engine has a part of the first"
+    assert ideal(keys(1, 2, 3), 15) == 15, "never more than was asked for"
+    assert ideal(keys(1, 2)[1:], 20, hits=10) == 20, "hits count too"
+    bench.store.invalidate_all()
+    assert ideal(keys(8, 9), 20) == 0, "what was cleared is gone for any cache"
+    status = bench.store.status()
+    assert (status.asked_tokens, status.tiers[0].hit_tokens) == (30 + 30 + 30 + 26 + 15 + 40, 10)

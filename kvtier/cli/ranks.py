@@ -1,0 +1,138 @@
+"""One server for the data-parallel ranks that an engine has on this host.
+
+``kvtier launch`` starts it and becomes the engine. A supervisor (this module, as a program) stays
+beside the engine: it starts the server again when it dies, and ends it when the engine ends. The
+kernel tells it when that is, however the engine ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvtier.cli.vllm_command import value
+from kvtier.core.errors import ConfigError
+
+_AGAIN_S = 1.0
+"""The time before a server that has died is started again."""
+_START_S = 120.0
+_POLL_S = 0.02
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_SIZE = ("--data-parallel-size", "-dp")
+_LOCAL = ("--data-parallel-size-local", "-dpl")
+_BACKEND = ("--data-parallel-backend", "-dpb")
+_ONE_OF_SEVERAL = ("--data-parallel-rank", "-dpn")
+"""The engine is a single rank, and the others are engines of their own."""
+
+
+def local_ranks(arguments: Sequence[str]) -> int:
+    """How many data-parallel ranks vLLM's arguments put on this host, as far as they tell."""
+    if _given(arguments, _ONE_OF_SEVERAL) is not None:
+        return 1
+    if str(_given(arguments, _BACKEND)) == "ray":  # it chooses the hosts
+        return 1
+    count = _given(arguments, _LOCAL) or _given(arguments, _SIZE)
+    return int(str(count)) if str(count).isdecimal() else 1
+
+
+def _given(arguments: Sequence[str], names: Sequence[str]) -> object:
+    found = (value(arguments, name) for name in names)
+    return next((one for one in found if one is not None), None)
+
+
+def start(env: Mapping[str, str]) -> str:
+    """Start a server and its supervisor, which end with this process. Returns the server's address
+    when engines can connect. Raises ConfigError when the server does not start."""
+    folder = tempfile.mkdtemp(prefix="kvtier-ranks-")
+    path = Path(folder) / "kvtier.sock"
+    supervisor = subprocess.Popen(
+        [sys.executable, "-m", "kvtier.cli.ranks", str(path), str(os.getpid())],
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr.fileno(),  # what an engine prints is its own
+        start_new_session=True,  # ^C is for the engine, which may still save then
+    )
+    deadline = time.monotonic() + _START_S
+    while not _answers(path):
+        if supervisor.poll() is not None or time.monotonic() > deadline:
+            supervisor.terminate()
+            raise ConfigError(
+                "the server that the data-parallel ranks would share did not start: its own words "
+                "are above. KVTIER_SERVER=unix:///path names one that you start yourself"
+            )
+        time.sleep(_POLL_S)
+    return f"unix://{path}"
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as sock:
+        try:
+            sock.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+# ---- the supervisor ------------------------------------------------------------------------------
+
+
+def supervise(path: Path, engine: int) -> int:
+    """Keep a server at this socket until the process ``engine`` ends. Returns 1 when the first one
+    ends before it listens."""
+    waited = {signal.SIGTERM, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+    _end_with_parent()
+    server = _server(path)
+    try:
+        while os.getppid() == engine:
+            got = signal.sigwait(waited)
+            if got == signal.SIGTERM:
+                break
+            if server.poll() is None:
+                continue
+            if not path.exists():  # it never listened: to try again would not mend it
+                return 1
+            print(
+                f"kvtier: the server of the data-parallel ranks ended with {server.returncode}: "
+                "it is started again",
+                file=sys.stderr,
+                flush=True,
+            )
+            if signal.sigtimedwait({signal.SIGTERM}, _AGAIN_S) is not None:
+                break
+            server = _server(path)
+    finally:
+        server.terminate()
+        server.wait()
+        shutil.rmtree(path.parent, ignore_errors=True)
+    return 0
+
+
+def _server(path: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "kvtier", "serve", "--listen", f"unix://{path}"]
+    return subprocess.Popen(command, preexec_fn=_begin_server)  # noqa: PLW1509 - one thread
+
+
+def _begin_server() -> None:
+    """In the server's process, before it runs."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGCHLD})
+    _end_with_parent()
+
+
+def _end_with_parent() -> None:
+    """The kernel sends SIGTERM when the parent has ended."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(supervise(Path(sys.argv[1]), int(sys.argv[2])))

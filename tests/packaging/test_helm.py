@@ -1,0 +1,136 @@
+"""deploy/helm: what its templates become is held to what the Kubernetes files are held to. The
+rendered files are checked in. Where there is a Go, its own template engine makes them again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvtier.config.load import NO_KEYS, load
+from tests.packaging import test_deploy
+from tests.packaging.test_deploy import DEPLOY, USER, documents, found, pod
+
+CHART = DEPLOY / "helm"
+FORMS = {"default": (), "metrics": ("values-metrics.yaml",)}
+GO = shutil.which("go")
+Manifests = dict[tuple[str, str], dict[str, Any]]
+
+
+def rendered(form: str) -> Manifests:
+    """By kind and name."""
+    made = documents(f"helm/rendered/{form}.yaml")
+    return {(one["kind"], one["metadata"]["name"]): one for one in made}
+
+
+def merged(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """As Helm merges a file of values into those of the chart."""
+    both = dict(values)
+    for name, value in more.items():
+        old = both.get(name)
+        whole = not (isinstance(value, dict) and isinstance(old, dict))
+        both[name] = value if whole else merged(dict(old or {}), value)
+    return both
+
+
+def render(values: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    program = Path(__file__).with_name("render_chart.go")
+    templates = sorted(map(str, (CHART / "templates").glob("*.yaml")))
+    return subprocess.run(
+        [str(GO), "run", str(program), *templates],
+        input=json.dumps(values),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def values_of(form: str) -> dict[str, Any]:
+    values = dict(documents("helm/values.yaml")[0])
+    for file in FORMS[form]:
+        values = merged(values, documents(f"helm/{file}")[0])
+    return values
+
+
+@pytest.mark.skipif(GO is None, reason="there is no go")
+@pytest.mark.parametrize("form", FORMS)
+def test_the_rendered_files_are_what_the_templates_make(form: str) -> None:
+    done = render(values_of(form))
+    assert done.returncode == 0, done.stderr
+    made = [one for one in yaml.safe_load_all(done.stdout) if one is not None]
+    assert made == documents(f"helm/rendered/{form}.yaml"), "write them again"
+
+
+@pytest.mark.skipif(GO is None, reason="there is no go")
+def test_metrics_without_a_token_are_refused_in_words() -> None:
+    done = render(merged(values_of("default"), {"metrics": {"enabled": True}}))
+    assert done.returncode != 0 and "metrics needs server.secret.adminToken" in done.stderr
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pods_have_the_least(form: str) -> None:
+    there = rendered(form)
+    for kind in (("DaemonSet", "kvtier"), ("Deployment", "vllm")):
+        test_deploy.test_kubernetes_pods_have_the_least(there[kind])
+        for forbidden in ("hostPID", "hostIPC", "hostNetwork", "privileged"):
+            assert found(there[kind], forbidden) == []
+        (container,) = pod(there[kind])["containers"]
+        assert {"startupProbe", "readinessProbe", "livenessProbe"} <= container.keys()
+    probes = pod(there["DaemonSet", "kvtier"])["containers"][0]
+    assert "ready" in str(probes["readinessProbe"]) and "live" in str(probes["livenessProbe"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_server_and_engine_meet_at_one_socket(form: str) -> None:
+    there = rendered(form)
+    server, engine = pod(there["DaemonSet", "kvtier"]), pod(there["Deployment", "vllm"])
+    assert server["volumes"][0]["hostPath"]["path"] == engine["volumes"][0]["hostPath"]["path"]
+    (address,) = found(engine["containers"][0]["env"], "value")
+    assert address in server["containers"][0]["args"]
+    limits = server["containers"][0]["resources"]
+    assert limits["limits"]["memory"] == limits["requests"]["memory"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_server_reads_its_file_and_variables(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = rendered(form)
+    file = tmp_path / "kvtier.yaml"
+    file.write_text(there["ConfigMap", "kvtier"]["data"]["kvtier.yaml"])
+    (container,) = pod(there["DaemonSet", "kvtier"])["containers"]
+    env = {one["name"]: one.get("value", "redis://x") for one in container["env"]}
+    config = load(str(file), env=env)
+    assert config.ram_bytes == 64 << 30 and config.nvme_path == "/var/lib/kvtier"
+    assert not {name.removeprefix("KVTIER_") for name in env} & set(NO_KEYS)
+    with_secrets = form == "metrics"
+    assert (config.admin == "http://0.0.0.0:9588") == with_secrets
+    secrets = (config.admin_token_file, config.encryption_key_file, config.redis_url)
+    assert all(secrets) == any(secrets) == with_secrets
+
+
+def test_metrics_are_scraped_with_the_token_and_by_nobody_else() -> None:
+    plain, there = rendered("default"), rendered("metrics")
+    assert plain["NetworkPolicy", "kvtier"]["spec"]["ingress"] == []
+    assert plain["NetworkPolicy", "kvtier"]["spec"]["egress"] == []
+    assert ("PodMonitor", "kvtier") not in plain
+    (rule,) = there["NetworkPolicy", "kvtier"]["spec"]["ingress"]
+    assert [port["port"] for port in rule["ports"]] == [9588] and rule["from"]
+    (endpoint,) = there["PodMonitor", "kvtier"]["spec"]["podMetricsEndpoints"]
+    server = pod(there["DaemonSet", "kvtier"])
+    (port,) = server["containers"][0]["ports"]
+    assert (endpoint["port"], port["containerPort"]) == (port["name"], 9588)
+    token = endpoint["authorization"]["credentials"]
+    (secret,) = found(server["volumes"], "secret")
+    assert (token["name"], secret["defaultMode"]) == (secret["secretName"], 0o440)
+    assert server["securityContext"]["fsGroup"] == USER, "or the server cannot read it"
+    env = {one["name"]: one.get("value") for one in server["containers"][0]["env"]}
+    assert str(env["KVTIER_ADMIN_TOKEN_FILE"]).endswith(f"/{token['key']}")
+    for form in (plain, there):
+        (engine,) = form["NetworkPolicy", "vllm"]["spec"]["ingress"]
+        assert [port["port"] for port in engine["ports"]] == [8000]

@@ -1,0 +1,167 @@
+"""``kvtier launch`` with data-parallel ranks: one real server for them, which lives as long as the
+engine. The engine is made up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli import ranks, vllm_command
+from tests.child_process import wait_for
+from tests.conftest import ROOT
+from tests.unit.cli.test_launch import dist
+
+SERVER = vllm_command.API_SERVER
+ENGINES_COMMAND = [sys.executable, "-m", SERVER, "--model", "m"]
+ENGINE = """import os, sys
+print(os.environ.get("KVTIER_SERVER", "none"), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        ("", 1),
+        ("--data-parallel-size 2", 2),
+        ("--data_parallel_size=4", 4),
+        ("-dp 2", 2),
+        ("--data-parallel-size 8 --data-parallel-size-local 4", 4),
+        ("-dp 8 -dpl 4", 4),
+        ("-dp 2 --data-parallel-rank 0", 1),
+        ("-dp 2 -dpb ray", 1),
+        ("--data-parallel-size many", 1),
+    ],
+)
+def test_ranks_of_this_host_are_counted(words: str, count: int) -> None:
+    assert ranks.local_ranks(words.split()) == count
+
+
+class Launched:
+    """``kvtier launch`` of an engine that says which server it has, and waits."""
+
+    def __init__(self, folder: Path, *words: str, **env: str) -> None:
+        server = folder / (SERVER.replace(".", "/") + ".py")
+        server.parent.mkdir(parents=True)
+        server.write_text(ENGINE)
+        (folder / "vllm/__init__.py").touch()
+        (folder / "kvtier").symlink_to(ROOT / "kvtier", target_is_directory=True)
+        dist(folder, "vllm", "0.32.7")
+        given = {"PYTHONPATH": str(folder), "TMPDIR": str(folder), "KVTIER_ADMIN": "off"} | env
+        clean = {name: v for name, v in os.environ.items() if not name.startswith("KVTIER_")}
+        self.log = folder / "log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvtier", "launch", "--", *ENGINES_COMMAND, *words],
+                env=clean | given,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+
+    def address(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        assert self.process.wait(20) == 0
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@contextmanager
+def launched(folder: Path, *words: str, **env: str) -> Iterator[Launched]:
+    engine = Launched(folder / "site", *words, **env)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("r")
+
+
+def answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as sock:
+        return sock.connect_ex(path) == 0
+
+
+def servers(path: str) -> list[int]:
+    """The processes that serve at this socket."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_text().split("\0")
+        except OSError:
+            continue
+        if "serve" in words and f"unix://{path}" in words:
+            found.append(int(process.name))
+    return found
+
+
+def test_ranks_get_one_server_that_ends_with_the_engine(short: Path) -> None:
+    with launched(short, "--data-parallel-size", "2", KVTIER_RAM_BYTES="8MiB") as engine:
+        path = engine.address().removeprefix("unix://")
+        assert answers(path) and len(servers(path)) == 1
+        assert "2 data-parallel ranks share a server" in engine.log.read_text()
+        engine.end()
+        wait_for(lambda: not servers(path), "the server ended")
+        wait_for(lambda: not Path(path).parent.exists(), "nothing is left of it")
+
+
+def test_a_server_that_dies_comes_back_and_a_killed_engine_takes_it_along(short: Path) -> None:
+    with launched(short, "-dp", "2", KVTIER_RAM_BYTES="8MiB") as engine:
+        path = engine.address().removeprefix("unix://")
+        (first,) = servers(path)
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: servers(path) not in ([], [first]), "another one is there")
+        wait_for(lambda: answers(path), "and answers")
+        engine.process.kill()
+        wait_for(lambda: not servers(path), "the server ended")
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "address"),
+    [
+        ((), {}, "none"),
+        (("-dp", "2"), {"KVTIER_SERVER": "unix:///run/mine/kvtier.sock"}, None),
+        (("-dp", "2"), {"KVTIER_AUTO": "true"}, "none"),
+        (
+            ("-dp", "2", "--kv-transfer-config", '{"kv_connector":"KVTierConnector"}'),
+            {},
+            "none",
+        ),
+    ],
+)
+def test_who_has_a_server_or_needs_none_gets_no_other(
+    short: Path, words: tuple[str, ...], env: dict[str, str], address: str | None
+) -> None:
+    with launched(short, *words, **env) as engine:
+        assert engine.address() == (address or env["KVTIER_SERVER"])
+        assert not [*(short / "site").glob("kvtier-ranks-*")]
+
+
+def test_a_server_that_cannot_start_ends_the_start_in_words(short: Path) -> None:
+    with launched(short, "-dp", "2", KVTIER_NVME_PATH="/proc/none") as engine:
+        assert engine.process.wait(60) == 2 and engine.address() == ""
+        said = engine.log.read_text()
+        assert "/proc/none" in said and "did not start: its own words are above" in said
+        assert "Traceback" not in said
