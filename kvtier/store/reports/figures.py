@@ -4,7 +4,7 @@ are made of the same rows, so they have the same names, kinds and help texts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kvtier.store.reports.status import SizeClassStatus, TierStatus
@@ -34,6 +34,16 @@ class StoreFigure(NamedTuple):
     kind: str
     text: str
     value: Callable[[SizeClassStatus], float]
+
+
+class LabelledFigure(NamedTuple):
+    """A metric with labels of its own. ``values``: the values of the labels -> the metric's."""
+
+    name: str
+    kind: str
+    text: str
+    labels: tuple[str, ...]
+    values: Callable[[SizeClassStatus], Mapping[tuple[str, ...], float]]
 
 
 TIER_FIGURES = (
@@ -171,7 +181,37 @@ STORE_FIGURES = (
         "Audited chunks that had other bytes.",
         lambda r: r.audit_mismatches,
     ),
+    StoreFigure(
+        "policy_asked_chunks",
+        COUNTER,
+        "Chunks that each setting of RAM's eviction order was tried with.",
+        lambda r: r.policy_asked,
+    ),
 )
+LABELLED_FIGURES = (
+    LabelledFigure(
+        "policy_hit_chunks",
+        COUNTER,
+        "Those that the setting would have hit.",
+        ("setting",),
+        lambda r: {(name,): count for name, count in r.policy_hits.items()},
+    ),
+    LabelledFigure(
+        "policy_rules",
+        GAUGE,
+        "1 for the setting in use.",
+        ("setting",),
+        lambda r: {(name,): float(name == r.policy) for name in r.policy_hits},
+    ),
+    LabelledFigure(
+        "whatif_hit_ratio",
+        GAUGE,
+        "Part of the asked chunks that an LRU of so many times the size would have hit.",
+        ("tier", "scale"),
+        lambda r: {(t.tier, scale): ratio for t in r.tiers for scale, ratio in t.what_if.items()},
+    ),
+)
+"""What other settings of eviction, and other sizes, would have hit."""
 TIMINGS = {
     "lookup": "How long it took to say how much of a prompt can be served.",
     "load_wait": "From the claim of a prompt's chunks until no promotion of them was left.",
