@@ -246,6 +246,7 @@ def test_redis_is_the_lowest_tier(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_the_picture_has_each_policy_and_the_optimum(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     path = tmp_path / "hits.svg"
     words = ["--ram", "5%", "20%", "--nvme", "30%", "--plot", str(path)]
     assert main(["simulate", trace_file(tmp_path), *words]) == 0
