@@ -47,7 +47,7 @@ def read(path: str, form: str | None = None, partial: bool = False) -> Trace:
     form = form or _told(Path(path))
     try:
         return Trace(form, *FORMS[form](Path(path), partial))
-    except (ConfigError, json.JSONDecodeError, RecursionError) as error:
+    except (ConfigError, ValueError, ArithmeticError, RecursionError) as error:
         raise ConfigError(f"{path}, read as {form}: {error}") from error
 
 

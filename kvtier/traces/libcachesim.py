@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
+from kvtier.traces.chains import seconds
 from kvtier.traces.mooncake import Request
 
 RECORD = struct.Struct("<IQIq")
@@ -31,7 +32,7 @@ def read_csv(lines: Iterable[str]) -> Iterator[Request]:
                 time_at = next((names.index(name) for name in TIMES if name in names), 0)
                 id_at = next(names.index(name) for name in IDS if name in names)
             elif row:
-                yield Request(float(row[time_at]), _run(row[id_at].strip(), keys))
+                yield Request(seconds(float(row[time_at])), _run(row[id_at].strip(), keys))
     except (ValueError, IndexError, csv.Error) as error:
         raise ConfigError(
             f"line {number}: no access with a time and an object's id: {error!r}"[:300]

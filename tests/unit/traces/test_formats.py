@@ -174,6 +174,9 @@ def test_oracle_general_is_read(tmp_path: Path) -> None:
         (b'{"requests": ' + b"[" * 100_000, "read as kv-cache-tester: maximum recursion"),
         (b'{"requests": [{"t": NaN, "hash_ids": [], "in": 1}], "block_size": 64}', "the time is"),
         (b"time,obj_id\n1,2\nx,3\n", "read as libcachesim-csv: line 3"),
+        (b"nan,obj_id\nnan,3\n", "read as libcachesim-csv: line 2: .*the time is"),
+        (b'{"hash_ids": [1], "timestamp": 1' + b"0" * 400 + b"}", "read as mooncake: .*float"),
+        (b'{"requests": 1' + b"0" * 5000 + b"}", "read as kv-cache-tester: Exceeds the limit"),
         (b"1,2\n3\n", "read as libcachesim-csv: line 2"),
     ],
 )
