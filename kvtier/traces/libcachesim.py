@@ -18,7 +18,7 @@ from kvtier.traces.mooncake import Request
 RECORD = struct.Struct("<IQIq")
 """Time in seconds, the object's id, its size, and the number of its next access."""
 TIMES = ("time", "clock_time", "timestamp")
-IDS = ("obj_id", "object_id", "object", "id", "key")
+IDS = ("obj_id", "object_id", "object", "id", "key", "lbn")
 """Names of columns. Without a header the first column is the time, and the second is the id."""
 
 
@@ -35,7 +35,9 @@ def read_csv(lines: Iterable[str]) -> Iterator[Request]:
                 yield Request(seconds(float(row[time_at])), _run(row[id_at].strip(), keys))
     except (ValueError, IndexError, csv.Error) as error:
         raise ConfigError(
-            f"line {number}: no access with a time and an object's id: {error!r}"[:300]
+            f"line {number}: no access with a time and an object's id: {repr(error)[:200]}. "
+            f"Expected a header with one of {', '.join(TIMES)} and one of {', '.join(IDS)}, or the "
+            "time in the first column and the id in the second"
         ) from error
 
 

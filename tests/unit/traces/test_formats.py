@@ -136,6 +136,7 @@ def test_conversations_of_two_block_sizes_are_refused(tmp_path: Path) -> None:
         ("# time, object, size, next_access_vtime", "1, 4a, 10, 3", "2, 5, 7, -1", "3, 4a, 10, -1"),
         ("1,4a,10", "2,5,7", "3,4a,10"),
         ("obj_id,op,time", "4a,get,1", "5,get,2", "4a,set,3"),
+        ("version,time,op,size,lbn", "1,1,2a,512,4a", "1,2,2a,512,5", "1,3,28,512,4a"),
     ],
 )
 def test_libcachesims_csv_is_read_by_its_header_or_by_place(
@@ -196,7 +197,7 @@ def test_the_form_can_be_forced(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["simulate", path, "--ram", "4", "--policy", "lru", "--json"]) == 0
     (case,) = json.loads(capsys.readouterr().out)
     assert (case["asked"], case["ram"]) == (4, 2)
-    with pytest.raises(ConfigError, match="read as libcachesim-csv"):
+    with pytest.raises(ConfigError, match=r"read as libcachesim-csv: line 1: .*header with one of"):
         read(path, "libcachesim-csv")
     assert read(path, "mooncake", partial=True).form == "mooncake"
     for form in ("oracle-general", "kv-cache-tester"):
