@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from kvtier.autoconfig.breakeven import GPU_KINDS, gpu_kind
@@ -17,6 +18,9 @@ from kvtier.autoconfig.probe import probe
 from kvtier.config.values import parse_size
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import width
+from kvtier.traces.curve import Curve
+from kvtier.traces.formats import read
+from kvtier.traces.sizing import Recorded
 
 _WHAT_IF = "what if"
 
@@ -85,6 +89,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KIND[:N]",
         help=f"what if there were N such GPUs, for example H100:8; {kinds}",
     )
+    add(
+        "--trace",
+        metavar="FILE",
+        help="size RAM and NVMe for these recorded requests, in any form that 'kvtier simulate' "
+        "reads: the smallest sizes within a point of the knee of the curve of hits",
+    )
     add("--no-measure", action="store_true", help="do not time memory, disks and Redis (up to 5 s)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--yaml", action="store_true", help="print the configuration file")
@@ -126,7 +136,20 @@ def look(args: argparse.Namespace) -> Facts:
         redis=probe.probe_redis(args.redis) if args.redis else None,
         model=probe.probe_model(args.model, args.kv_dtype) if args.model else model,
         engine=engine,
+        trace=_recorded(args.trace) if args.trace else None,
     )
+
+
+def _recorded(path: str) -> Recorded:
+    trace = read(path)
+    curve = Curve(trace.requests)
+    if not trace.block_tokens or not curve.asked:
+        what = "has no full block" if trace.block_tokens else "counts objects and no tokens"
+        raise ConfigError(
+            f"--trace {path}: this {trace.form} trace {what}, so that its bytes are not known: "
+            "give a trace of prompts (Mooncake, Bailian, kv-cache-tester)"
+        )
+    return Recorded(Path(path).name, curve, trace.block_tokens)
 
 
 def _given(value: int | None, option: str) -> Fact[int]:

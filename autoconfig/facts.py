@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from kvtier.traces.sizing import Recorded
+
 T = TypeVar("T")
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -154,3 +156,5 @@ class Facts:
     engine: Serving = field(default_factory=Serving)
     copy_speed: Fact[float] = _UNSEEN
     """From host memory to host memory, on one thread."""
+    trace: Recorded | None = None
+    """Requests that the tiers are sized for. None: they take what is free."""

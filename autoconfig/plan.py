@@ -8,6 +8,7 @@ Rules:
 - A tier that cannot hold one long context, or whose hits are never faster than computing, is left
   out *with the reason*.
 - What is unknown is assumed on the safe side, and the assumption is shown.
+- Of a trace, each tier gets the smallest size within a point of the knee of the curve of hits.
 - Sizes are for one store: all tensor and pipeline ranks of one engine replica together. Replicas
   and engines on the same host get equal shares.
 """
@@ -41,6 +42,7 @@ from kvtier.autoconfig.facts import (
 from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import rate_text, size_text
 from kvtier.load_policy.prefill import PrefillTime
+from kvtier.traces.sizing import Recorded
 
 LONG_CONTEXT = 32_768
 RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
@@ -74,7 +76,7 @@ def make_plan(facts: Facts) -> Plan:
     ram_bytes = _plan_ram(facts, load, draft)
     if ram_bytes:
         _plan_chunk(facts, load, draft)
-        _plan_disk(facts, load, draft)
+        _plan_disk(facts, load, ram_bytes, draft)
         _plan_redis(facts.redis, load, draft)
         _show_worth(facts, load, ram_bytes, draft)
     else:
@@ -268,6 +270,8 @@ def _plan_ram(facts: Facts, load: Load, draft: Draft) -> int:
     )
     share, note = _locked(facts, share, draft)
     share -= share % MIB
+    share, why = _recorded_ram(facts.trace, share, load, draft)
+    note += why
     if short := load.too_small(share):
         draft.leave_out(
             "ram",
@@ -289,6 +293,41 @@ def _plan_ram(facts: Facts, load: Load, draft: Draft) -> int:
     draft.set("ram_bytes", share, free.source, held + note)
     _show_memory(facts.memory, share, load.stores, draft)
     return share
+
+
+def _recorded_ram(trace: Recorded | None, most: int, load: Load, draft: Draft) -> tuple[int, str]:
+    """The part of ``most`` bytes that the trace needs in RAM, and why."""
+    if trace is None:
+        return most, ""
+    curve, kv, knee = trace.curve, load.kv_bytes, trace.knee(load.kv_bytes)
+    draft.show(
+        "trace_knee_bytes",
+        knee,
+        trace.name,
+        f"an LRU of this size hits {trace.percent(kv, knee)}, and one of any size "
+        f"{trace.percent(kv, trace.largest(kv))}: {curve.requests:,} requests ask for "
+        f"{curve.asked:,} blocks of {trace.block_tokens} tokens, {curve.unique:,} of them "
+        "different" + ("; taken as what one engine serves" if load.stores > 1 else ""),
+    )
+    size = _at_least(trace.enough(kv, most), load)
+    return _sized(trace, min(size, most), most, knee, load)
+
+
+def _sized(trace: Recorded, size: int, most: int, knee: int, load: Load) -> tuple[int, str]:
+    """``size``, with the curve as its reason."""
+    if size >= most:
+        what = "all there is"
+    elif knee > most:
+        what = f"within a point of what all {size_text(most)} would hit"
+    else:
+        what = "within a point of the knee"
+    return size, f"; {what}: {trace.why(load.kv_bytes, size)}"
+
+
+def _at_least(size: int, load: Load) -> int:
+    """Whole MiB, with room for one long context."""
+    size = max(size, load.long_tokens * load.kv_bytes, MIB)
+    return -(-size // MIB) * MIB
 
 
 def _show_memory(memory: Memory, share: int, stores: int, draft: Draft) -> None:
@@ -380,7 +419,7 @@ class _Usable(NamedTuple):
     pays: Row
 
 
-def _plan_disk(facts: Facts, load: Load, draft: Draft) -> None:
+def _plan_disk(facts: Facts, load: Load, ram_bytes: int, draft: Draft) -> None:
     usable: list[_Usable] = []
     for disk in facts.disks:
         reason, size, speed = _disk_verdict(disk, load)
@@ -391,7 +430,7 @@ def _plan_disk(facts: Facts, load: Load, draft: Draft) -> None:
     if not facts.disks:
         draft.leave_out("nvme", "no candidate path was given or found; give one with --path")
     if not usable:
-        return
+        return None
     rate, size, disk, source, pays = max(usable, key=lambda each: each[:2])
     for other in usable:
         if other.disk is not disk:
@@ -400,6 +439,9 @@ def _plan_disk(facts: Facts, load: Load, draft: Draft) -> None:
                 f"({size_text(other.size)})"
             )
             draft.leave_out(f"nvme {other.disk.path}", reason)
+    size, why = _recorded_disk(facts.trace, size, ram_bytes, load)
+    if not size:
+        return draft.leave_out(f"nvme {disk.path}", why)
     draft.derived.append(pays)
     if disk.filesystem.value == "overlay":
         draft.warnings.append(
@@ -412,11 +454,30 @@ def _plan_disk(facts: Facts, load: Load, draft: Draft) -> None:
         f"holds {size // load.kv_bytes:,} tokens; {reserve} kept free; "
         f"{size_text(size // load.ranks)} a rank"
     )
-    draft.set("nvme_bytes", size, disk.free.source, held)
+    draft.set("nvme_bytes", size, disk.free.source, held + why)
     if (facts.engine.engines.value or 1) > 1:
         draft.warnings.append(
             f"{facts.engine.engines.value} engines share {disk.path}: give each a folder below it"
         )
+    return None
+
+
+def _recorded_disk(
+    trace: Recorded | None, most: int, ram_bytes: int, load: Load
+) -> tuple[int, str]:
+    """The part of ``most`` bytes that the trace needs below a RAM tier, and why. 0: none. What is
+    in RAM is in NVMe too, so that the larger of them decides what both hit."""
+    if trace is None:
+        return most, ""
+    kv = load.kv_bytes
+    size = trace.enough(kv, most, ram_bytes)
+    if not size:
+        return 0, (
+            f"within a point of the knee above RAM it adds less than a point to the "
+            f"{trace.percent(kv, ram_bytes)} that RAM hits: {trace.why(kv, ram_bytes)}"
+        )
+    knee = trace.knee(kv, ram_bytes)
+    return _sized(trace, min(_at_least(size, load), most), most, knee, load)
 
 
 def _disk_reserve(disk: Disk) -> int:

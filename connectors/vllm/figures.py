@@ -2,8 +2,9 @@
 it, as numbers by name, so that vLLM can carry them from the process that schedules to the one that
 serves ``/metrics``.
 
-A name is ``kind|figure|tier``, and for a histogram ``kind|what|tier|bucket``. Counters are since
-the last report. Gauges are the present values.
+A name is ``kind|figure``, with the values of the figure's labels after it (most have ``tier``
+alone), and for a histogram ``kind|what|tier|bucket``. Counters are since the last report. Gauges
+are the present values.
 """
 
 from __future__ import annotations
@@ -73,9 +74,10 @@ def _own(now: SizeClassStatus) -> Iterator[tuple[str, float]]:
     for of_tier in figures.TIER_FIGURES:
         for tier in filter(of_tier.has, now.tiers):
             yield _name(of_tier.kind, of_tier.name, tier.tier), of_tier.value(now, tier)
+    for labelled in figures.LABELLED_FIGURES:
+        for labels, value in labelled.values(now).items():
+            yield _name(labelled.kind, labelled.name, *labels), value
     for tier in now.tiers:
-        for scale, ratio in figures.what_if(tier).items():
-            yield _name(figures.GAUGE, figures.WHAT_IF, tier.tier, scale), ratio
         if tier.lane is not None:
             for queue, count in zip(
                 QUEUES, (tier.lane.queued_reads, tier.lane.queued_writes), strict=True

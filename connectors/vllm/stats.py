@@ -83,6 +83,8 @@ _REASONS = {
     "unblended": DECLINED,
 }
 _SERVER = "server_"
+_LATER = {row.name for row in figures.LABELLED_FIGURES}
+"""Metrics whose series appear when they are told first: their labels follow from the policy."""
 _registered: list[Any] = []
 """What the last TierMetrics of this process has put into Prometheus' registry. vLLM takes its own
 metrics out when an engine is made, but these do not have vLLM's prefix."""
@@ -117,8 +119,9 @@ class TierStats(KVConnectorStats):
 class TierMetrics(KVConnectorPromMetrics):
     """``vllm:kvtier_loaded_chunks_total{place}``, ``..._declined_chunks_total{reason}``,
     ``..._missed_chunks_total{reason}``, ``vllm:kvtier_hints_total{kind}``,
-    ``vllm:kvtier_zero_hits``, and the ``kvtier_*`` metrics that a server has. Every series exists
-    from the start."""
+    ``vllm:kvtier_zero_hits``, and the ``kvtier_*`` metrics that a server has. Every series
+    exists from the start, but for those of the policy and of other sizes: they come with the
+    first numbers."""
 
     def __init__(
         self,
@@ -181,9 +184,10 @@ class TierMetrics(KVConnectorPromMetrics):
             yield of_store.kind, of_store.name, of_store.text, []
         for of_tier in figures.TIER_FIGURES:
             yield of_tier.kind, of_tier.name, of_tier.text, ["tier"]
+        for labelled in figures.LABELLED_FIGURES:
+            yield labelled.kind, labelled.name, labelled.text, [*labelled.labels]
         yield figures.GAUGE, "lane_queued", "Jobs that wait in front of a tier.", ["tier", "queue"]
         yield figures.COUNTER, "lane_failures", "Jobs that raised: a bug.", ["tier"]
-        yield figures.GAUGE, figures.WHAT_IF, figures.WHAT_IF_TEXT, ["tier", "scale"]
         for what, text in figures.TIMINGS.items():
             yield TIMES, what, text, ["tier"] if what in figures.BY_TIER else []
 
@@ -220,6 +224,8 @@ class TierMetrics(KVConnectorPromMetrics):
             if name in pairs:
                 for pair in pairs[name]:
                     metric.labels(*values, *pair)
+            elif name in _LATER:
+                continue
             elif name in rows:
                 for tier in rows[name]:
                     metric.labels(*values, tier)

@@ -25,7 +25,14 @@ from prometheus_client.utils import floatToGoString
 from kvtier.admin.status import Stats
 from kvtier.core.histogram import BOUNDS
 from kvtier.store.reports import figures
-from kvtier.store.reports.figures import STORE_FIGURES, TIER_FIGURES, TIMINGS, TierFigure
+from kvtier.store.reports.figures import (
+    LABELLED_FIGURES,
+    STORE_FIGURES,
+    TIER_FIGURES,
+    TIMINGS,
+    LabelledFigure,
+    TierFigure,
+)
 from kvtier.store.reports.status import SizeClassStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -58,6 +65,8 @@ class _Scrape(Collector):
             yield self._metric(
                 _KINDS[row.kind], row.name, row.text, _TIER_LABELS, self._each_tier(row)
             )
+        for labelled in LABELLED_FIGURES:
+            yield self._labelled(labelled)
         yield from self._lanes()
         for what, text in TIMINGS.items():
             yield self._timing(what, text)
@@ -125,38 +134,6 @@ class _Scrape(Collector):
         yield self._by_size_class(
             _GAUGE, "zero_hits", text, lambda size_class: bool(size_class.zero_hits)
         )
-        yield from self._policies()
-
-    def _policies(self) -> Iterator[Metric]:
-        """What other settings of eviction, and other sizes, would have hit."""
-        size_classes = self._stats.size_classes
-        text = "Chunks that each setting of RAM's eviction order was tried with."
-        yield self._by_size_class(
-            _COUNTER, "policy_asked_chunks", text, lambda size_class: size_class.policy_asked
-        )
-        hits = [
-            ((str(r.slot_bytes), name), count)
-            for r in size_classes
-            for name, count in r.policy_hits.items()
-        ]
-        setting = ("slot_bytes", "setting")
-        yield self._metric(
-            _COUNTER, "policy_hit_chunks", "Those that the setting would have hit.", setting, hits
-        )
-        rules = [
-            ((str(r.slot_bytes), name), float(name == r.policy))
-            for r in size_classes
-            for name in r.policy_hits
-        ]
-        yield self._metric(_GAUGE, "policy_rules", "1 for the setting in use.", setting, rules)
-        points = [
-            ((str(size_class.slot_bytes), tier.tier, scale), ratio)
-            for size_class in size_classes
-            for tier in size_class.tiers
-            for scale, ratio in figures.what_if(tier).items()
-        ]
-        labels = (*_TIER_LABELS, "scale")
-        yield self._metric(_GAUGE, figures.WHAT_IF, figures.WHAT_IF_TEXT, labels, points)
 
     def _lanes(self) -> Iterator[Metric]:
         lanes = [
@@ -194,6 +171,15 @@ class _Scrape(Collector):
         for size_class in self._stats.size_classes:
             for tier in filter(row.has, size_class.tiers):
                 yield (str(size_class.slot_bytes), tier.tier), row.value(size_class, tier)
+
+    def _labelled(self, row: LabelledFigure) -> Metric:
+        samples = [
+            ((str(size_class.slot_bytes), *labels), value)
+            for size_class in self._stats.size_classes
+            for labels, value in row.values(size_class).items()
+        ]
+        labels = ("slot_bytes", *row.labels)
+        return self._metric(_KINDS[row.kind], row.name, row.text, labels, samples)
 
     def _by_size_class(
         self, family: Family, name: str, text: str, value: Callable[[SizeClassStatus], float]

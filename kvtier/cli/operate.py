@@ -26,6 +26,8 @@ from kvtier.protocol import admin_proof
 
 _TIMEOUT_S = 60.0
 _WATCH_S = 2.0
+_NOTHING = 0.1
+"""Points of hits that are not worth a word."""
 _HOME_AND_CLEAR = "\x1b[H\x1b[J"
 T = TypeVar("T")
 
@@ -271,26 +273,39 @@ def _size_class_lines(
 
 
 def _what_if(size_class: SizeClassStatus) -> Iterator[str]:
-    """What other sizes would have hit, and how the policy compares with LRU."""
+    """What other sizes would have hit, which setting of the policy rules, and what the others would
+    have hit."""
     for tier in size_class.tiers:
-        now = tier.what_if.get("1")
-        if not now and not any(tier.what_if.values()):
-            continue
-        gains = [
-            f"x{scale} ({size_text(float(scale) * tier.capacity * size_class.slot_bytes)}) "
-            f"{100 * (ratio - (now or 0)):+.1f}"
-            for scale, ratio in tier.what_if.items()
-            if scale != "1"
-        ]
-        error = f", give or take {100 * tier.what_if_error:.1f}" if tier.what_if_error else ""
-        yield f"other sizes of {tier.tier}, points of hits under LRU: {', '.join(gains)}{error}"
-    if size_class.policy_asked and "lru" in size_class.policy_hits:
-        best = max(size_class.policy_hits.values())
-        gain = 100 * (best - size_class.policy_hits["lru"]) / size_class.policy_asked
-        yield (
-            f"policy {size_class.policy} is in use; the best setting hits {gain:+.1f} points "
-            "compared with lru"
+        if any(tier.what_if.values()):
+            yield _other_sizes(tier, tier.capacity * size_class.slot_bytes)
+    hits, asked = size_class.policy_hits, size_class.policy_asked
+    if asked and size_class.policy in hits:
+        others = ", ".join(
+            f"{name} {100 * (count - hits[size_class.policy]) / asked:+.1f}"
+            for name, count in hits.items()
+            if name != size_class.policy
         )
+        yield (
+            f"policy: {size_class.policy} rules with {hits[size_class.policy] / asked:.1%} of "
+            f"{asked:,} chunks hit; the others, in points: {others}"
+        )
+
+
+def _other_sizes(tier: TierStatus, size: int) -> str:
+    """``ram of 64 GiB: +64 GiB = +7.0 points``, and from which size on more adds nothing."""
+    ratios = {float(scale): 100 * ratio for scale, ratio in tier.what_if.items()}
+    most = max(ratios.values())
+    enough = min(scale for scale, ratio in ratios.items() if most - ratio < _NOTHING)
+    said = [
+        f"{'-' if scale < 1 else '+'}{size_text(abs(scale - 1) * size)} = "
+        f"{ratio - ratios[1]:+.1f} points"
+        for scale, ratio in ratios.items()
+        if scale != 1 and scale <= max(1, enough)
+    ]
+    if enough < max(ratios):
+        said.append(f"beyond {size_text(enough * size)} it adds nothing")
+    error = f", give or take {100 * tier.what_if_error:.1f}" if tier.what_if_error else ""
+    return f"{tier.tier} of {size_text(size)}, hits under LRU: {'; '.join(said)}{error}"
 
 
 def _tier(tier: TierStatus, before: TierStatus | None, seconds: float) -> list[str]:

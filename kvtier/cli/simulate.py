@@ -7,14 +7,17 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from kvtier.cli import plot
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import table
 from kvtier.traces.belady import belady
-from kvtier.traces.mooncake import Request, read
+from kvtier.traces.formats import FORMS, read
+from kvtier.traces.mooncake import Request
 from kvtier.traces.simulate import (
     Cache,
     Hinted,
@@ -27,6 +30,7 @@ from kvtier.traces.simulate import (
 )
 
 POLICIES = ("lru", "auto", "belady")
+_TITLES = {"nvme": "NVMe", "redis": "Redis"}
 _BAR = 30
 _MOST_CHUNKS = 1 << 28
 
@@ -37,11 +41,17 @@ class Case(NamedTuple):
     policy: str
     ram: int
     nvme: int
+    redis: int
     result: Result
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", help="a trace in Mooncake's form: one request a line of JSON")
+    parser.add_argument(
+        "file", help="recorded requests; a folder has conversations of kv-cache-tester"
+    )
+    parser.add_argument(
+        "--format", choices=tuple(FORMS), help="the file's form; default: told from the file"
+    )
     parser.add_argument(
         "--ram",
         nargs="+",
@@ -51,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--nvme", default="0", metavar="SIZE", help="chunks in NVMe, likewise; 0: no such tier"
+    )
+    parser.add_argument(
+        "--redis", default="0", metavar="SIZE", help="chunks in Redis, the lowest tier, likewise"
     )
     parser.add_argument(
         "--write", choices=("save", "evict"), default="evict", help="when NVMe is written"
@@ -79,36 +92,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep a prompt's last block although it is not full; kvtier does not",
     )
     parser.add_argument("--json", action="store_true", help="print a list of cases, in chunks")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw the hits by RAM size and policy, beside the optimum (Belady)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigError for a file that is not a trace."""
-    with open(arguments.file, encoding="utf-8", errors="replace") as file:
-        trace = list(read(file, arguments.keep_partial))
+    picture = None if arguments.plot is None else plot.Picture(arguments.plot)
+    trace = read(arguments.file, arguments.format, arguments.keep_partial).requests
     every = unique(trace)
     if not every:
         raise ConfigError(
             f"{arguments.file}: no full block in {len(trace):,} requests, so there is "
             "nothing to keep"
         )
-    hinted = _hinted(trace, arguments)
-    lower = _size(arguments.nvme, every)
-    cases = []
-    for policy in arguments.policy:
-        for given in arguments.ram:
-            slots = max(1, _size(given, every))
-            tell = _progress(f"{policy} {given}", len(trace))
-            result = (
-                belady(trace, slots)
-                if policy == "belady"
-                else simulate(hinted, Cache(slots, lower, policy, arguments.write == "evict"), tell)
-            )
-            cases.append(Case(policy, slots, 0 if policy == "belady" else lower, result))
+    cases = list(_cases(trace, every, arguments))
+    if picture is not None:
+        _draw(picture, cases, trace)
+        picture.save(f"{Path(arguments.file).name}: {every:,} different chunks")
     if arguments.json:
         print(msgspec.json.encode([_document(case) for case in cases]).decode())
     else:
         print("\n".join(_screen(cases, trace, every)))
     return 0
+
+
+def _cases(trace: Sequence[Request], every: int, arguments: argparse.Namespace) -> Iterator[Case]:
+    hinted, on_evict = _hinted(trace, arguments), arguments.write == "evict"
+    nvme, redis = _size(arguments.nvme, every), _size(arguments.redis, every)
+    for policy in arguments.policy:
+        for given in arguments.ram:
+            slots = max(1, _size(given, every))
+            if policy == "belady":
+                yield Case(policy, slots, 0, 0, belady(trace, slots))
+                continue
+            cache = Cache(slots, nvme, policy, on_evict, redis)
+            tell = _progress(f"{policy} {given}", len(trace))
+            yield Case(policy, slots, nvme, redis, simulate(hinted, cache, tell))
+
+
+def _draw(picture: plot.Picture, cases: Sequence[Case], trace: Sequence[Request]) -> None:
+    below = max(case.nvme + case.redis for case in cases)
+    optimum = {} if below else {case.ram: case.result for case in cases if case.policy == "belady"}
+    for case in cases:
+        if case.policy != "belady":
+            picture.add(case.policy, case.ram, case.result)
+    for slots in sorted({case.ram for case in cases}):
+        picture.add("belady", slots, optimum.get(slots) or belady(trace, slots + below))
 
 
 def _hinted(trace: Sequence[Request], arguments: argparse.Namespace) -> list[Hinted]:
@@ -121,49 +155,38 @@ def _screen(cases: Sequence[Case], trace: Sequence[Request], every: int) -> Iter
     asked = sum(len(request.run) for request in trace)
     yield f"{len(trace):,} requests ask for {asked:,} chunks, {every:,} of them different"
     yield ""
-    heads = (
-        "policy",
-        "RAM",
-        "NVMe",
-        "RAM hits",
-        "NVMe hits",
-        "hits",
-        "NVMe writes",
-        "never read",
-        "",
-    )
-    rows = []
-    for case in cases:
-        result = case.result
-        percent = [
-            f"{result.percent(each):.2f} %" for each in (result.ram, result.lower, result.hits)
-        ]
-        writes = (
-            [f"{result.writes:,}", f"{result.unread / result.writes:.0%}"]
-            if result.writes
-            else ["", ""]
-        )
-        bar = "#" * round(_BAR * result.hits / max(1, result.asked))
-        rows.append(
-            [
-                case.policy,
-                f"{case.ram:,}",
-                f"{case.nvme:,}" if case.nvme else "",
-                *percent,
-                *writes,
-                bar,
-            ]
-        )
-    yield from table(heads, rows, numbers=range(1, 8))
+    tiers = [name for name in ("nvme", "redis") if any(getattr(case, name) for case in cases)]
+    heads = ["policy", "RAM", *(_TITLES[name] for name in tiers), "RAM hits"]
+    heads += [f"{_TITLES[name]} hits" for name in tiers]
+    heads += ["hits", *(f"{_TITLES[name]} writes (unread)" for name in tiers), ""]
+    rows = [[*_cells(case, tiers)] for case in cases]
+    yield from table(heads, rows, numbers=range(1, len(heads) - 1))
     refused = sum(case.result.refused for case in cases)
     if refused:
         yield f"{refused:,} chunks had no room beside the others of their prompt"
+
+
+def _cells(case: Case, tiers: Sequence[str]) -> Iterator[str]:
+    """One row of the table."""
+    result = case.result
+    below = {
+        "nvme": (case.nvme, result.lower, result.writes, result.unread),
+        "redis": (case.redis, result.redis, result.redis_writes, result.redis_unread),
+    }
+    yield from (case.policy, f"{case.ram:,}")
+    yield from (f"{below[name][0]:,}" if below[name][0] else "" for name in tiers)
+    for hits in (result.ram, *(below[name][1] for name in tiers), result.hits):
+        yield f"{result.percent(hits):.2f} %"
+    for _, _, writes, unread in (below[name] for name in tiers):
+        yield f"{writes:,} ({unread / writes:.0%})" if writes else ""
+    yield "#" * round(_BAR * result.hits / max(1, result.asked))
 
 
 def _document(case: Case) -> dict[str, object]:
     return {
         "ram_chunks": case.ram,
         "nvme_chunks": case.nvme,
+        "redis_chunks": case.redis,
         "policy": case.policy,
         **case.result._asdict(),
     }

@@ -41,25 +41,39 @@ class Result(NamedTuple):
     requests: int
     asked: int
     ram: int
-    """Hits in RAM. ``lower`` counts the hits in the lower tier."""
+    """Hits in RAM. ``lower`` counts the hits in NVMe, and ``redis`` those in Redis."""
     lower: int
     writes: int
-    """Chunks written to the lower tier. ``unread`` counts those of them that left unread."""
+    """Chunks written to NVMe. ``unread`` counts those of them that left unread."""
     unread: int
     late: int
-    """Chunks that left RAM before they were offered to the lower tier."""
+    """Chunks that left RAM before they were offered to NVMe."""
     refused: int
     """Chunks not taken into RAM, because only chunks of the same prompt could have left for
     them."""
     shadows: dict[str, int]
     """The counts of the shadows."""
+    redis: int = 0
+    redis_writes: int = 0
+    redis_unread: int = 0
 
     @property
     def hits(self) -> int:
-        return self.ram + self.lower
+        return self.ram + self.lower + self.redis
 
     def percent(self, chunks: int) -> float:
         return 100 * chunks / self.asked if self.asked else 0.0
+
+
+class _Tier(NamedTuple):
+    """A tier below RAM."""
+
+    number: int
+    """Its number in the Directory."""
+    name: str
+    on_evict: bool
+    unread: set[ChunkKey]
+    """The chunks that were written to it and not read since."""
 
 
 class Cache:
@@ -67,25 +81,35 @@ class Cache:
 
     Args:
         slots: chunks in RAM.
-        lower: chunks in the tier below RAM; 0 for none.
+        lower: chunks in NVMe; 0 for none.
         policy: ``auto`` or ``lru``.
-        on_evict: write to the tier when RAM drops a chunk. False: write when a chunk is saved.
+        on_evict: write to NVMe when RAM drops a chunk. False: write when a chunk is saved.
+        redis: chunks in Redis, the lowest tier; 0 for none. It is written when a chunk is saved.
     """
 
     def __init__(
-        self, slots: int, lower: int = 0, policy: str = "auto", on_evict: bool = True
+        self,
+        slots: int,
+        lower: int = 0,
+        policy: str = "auto",
+        on_evict: bool = True,
+        redis: int = 0,
     ) -> None:
         adaptive = Adaptive() if policy == "auto" else None
-        self._adaptive, self._on_evict, self._now = adaptive, on_evict, 0.0
-        self.directory = Directory(slots, [lower] if lower else [], adaptive or LRU, lower=LRU)
-        self._lower = bool(lower)
+        self._adaptive, self._now = adaptive, 0.0
+        rooms = {name: room for name, room in (("nvme", lower), ("redis", redis)) if room}
+        self.directory = Directory(slots, [*rooms.values()], adaptive or LRU, lower=LRU)
+        self._tiers = [
+            _Tier(number, name, on_evict and name == "nvme", set())
+            for number, name in enumerate(rooms)
+        ]
+        self._on_evict = [tier for tier in self._tiers if tier.on_evict]
         lock = nullcontext()
         self._follower = Follower(
-            self.directory, lock, adaptive, lambda: self._now, {"ram": slots, "nvme": lower}
+            self.directory, lock, adaptive, lambda: self._now, {"ram": slots, **rooms}
         )
         self._follower.curves.clear()
         self._counts: Counter[str] = Counter()
-        self._unread: set[ChunkKey] = set()
 
     def serve(self, hinted: Hinted) -> None:
         """Serve one request, from its load to its save, and the hint after it."""
@@ -104,23 +128,22 @@ class Cache:
             self._follow()
 
     def _load(self, run: Sequence[ChunkKey]) -> list[Entry]:
-        directory, held, promoted = self.directory, list[Entry](), list[Entry]()
+        directory, held, promoted = self.directory, list[Entry](), list[tuple[Entry, _Tier]]()
         for key in run:
             entry = directory.get(key)
             if entry is None:
-                if not self._lower or next(directory.holders(key), None) is None:
+                number = next(directory.holders(key), None)
+                entry = None if number is None else directory.reserve(key, (), number)
+                if entry is None or number is None:
                     break
-                entry = directory.reserve(key, (), 0)
-                if entry is None:
-                    break
-                promoted.append(entry)
+                promoted.append((entry, self._tiers[number]))
             directory.pin(entry)
             held.append(entry)
-        for entry in promoted:
-            self._unread.discard(entry.key)
-            directory.filled(entry, 0)
+        for entry, tier in promoted:
+            tier.unread.discard(entry.key)
+            self._counts[tier.name] += 1
+            directory.filled(entry, tier.number)
         self._counts["ram"] += len(held) - len(promoted)
-        self._counts["lower"] += len(promoted)
         if promoted:
             self._look_ahead()
         return held
@@ -138,31 +161,33 @@ class Cache:
         for entry in new:
             directory.filled(entry)
         directory.ordered(run)
-        if self._lower and self._on_evict:
-            if new:
-                self._look_ahead()
-        elif self._lower:
-            self._spill(new)
-            directory.stored_with(0, run)
+        for tier in self._tiers:
+            if not tier.on_evict:
+                self._spill(new, tier)
+                directory.stored_with(tier.number, run)
+        if new:
+            self._look_ahead()
 
     def _look_ahead(self) -> None:
         if self._on_evict:
-            self._spill(self.directory.next_out())
+            entries = self.directory.next_out()
+            for tier in self._on_evict:
+                self._spill(entries, tier)
 
-    def _spill(self, entries: Iterable[Entry]) -> None:
-        directory, unread = self.directory, self._unread
+    def _spill(self, entries: Iterable[Entry], tier: _Tier) -> None:
+        directory, unread = self.directory, tier.unread
         for entry in entries:
-            victims = directory.spill_begun(entry, 0)
+            victims = directory.spill_begun(entry, tier.number)
             if victims is None:
                 continue
-            directory.deleted(0, victims)
+            directory.deleted(tier.number, victims)
             for victim in victims:
                 if victim in unread:
                     unread.discard(victim)
-                    self._counts["unread"] += 1
-            directory.spill_ended(entry, 0, stored=True)
+                    self._counts[f"{tier.name}_unread"] += 1
+            directory.spill_ended(entry, tier.number, stored=True)
             unread.add(entry.key)
-            self._counts["writes"] += 1
+            self._counts[f"{tier.name}_writes"] += 1
 
     def _follow(self) -> None:
         while self._follower.work(_nothing):
@@ -175,12 +200,15 @@ class Cache:
             counts["requests"],
             counts["asked"],
             counts["ram"],
-            counts["lower"],
-            counts["writes"],
-            counts["unread"],
-            self.directory.evicted_unoffered if self._on_evict and self._lower else 0,
+            counts["nvme"],
+            counts["nvme_writes"],
+            counts["nvme_unread"],
+            self.directory.evicted_unoffered if self._on_evict else 0,
             counts["refused"],
             self._adaptive.counts() if self._adaptive else {},
+            counts["redis"],
+            counts["redis_writes"],
+            counts["redis_unread"],
         )
 
 

@@ -55,6 +55,20 @@ class StoreFigure(NamedTuple):
     value: Callable[[SizeClassStatus], float]
 
 
+class LabelledFigure(NamedTuple):
+    """A metric with labels of its own. ``values``: the values of the labels -> the metric's."""
+
+    name: str
+    kind: str
+    text: str
+    labels: tuple[str, ...]
+    values: Callable[[SizeClassStatus], Mapping[tuple[str, ...], float]]
+
+
+WHAT_IF = "whatif_hit_ratio"
+WHAT_IF_SCALES = tuple(f"{scale:g}" for scale in SCALES)
+
+
 TIER_FIGURES = (
     TierFigure("capacity_chunks", GAUGE, "Room, in chunks.", lambda _, t: t.capacity, tiers=every),
     TierFigure(
@@ -219,7 +233,37 @@ STORE_FIGURES = (
         "Audited chunks that had other bytes.",
         lambda r: r.audit_mismatches,
     ),
+    StoreFigure(
+        "policy_asked_chunks",
+        COUNTER,
+        "Chunks that each setting of RAM's eviction order was tried with.",
+        lambda r: r.policy_asked,
+    ),
 )
+LABELLED_FIGURES = (
+    LabelledFigure(
+        "policy_hit_chunks",
+        COUNTER,
+        "Those that the setting would have hit.",
+        ("setting",),
+        lambda r: {(name,): count for name, count in r.policy_hits.items()},
+    ),
+    LabelledFigure(
+        "policy_rules",
+        GAUGE,
+        "1 for the setting in use.",
+        ("setting",),
+        lambda r: {(name,): float(name == r.policy) for name in r.policy_hits},
+    ),
+    LabelledFigure(
+        WHAT_IF,
+        GAUGE,
+        "Part of the asked chunks that an LRU of so many times the size would have hit.",
+        ("tier", "scale"),
+        lambda r: {(t.tier, scale): ratio for t in r.tiers for scale, ratio in what_if(t).items()},
+    ),
+)
+"""What other settings of eviction, and other sizes, would have hit."""
 TIMINGS = {
     "lookup": "How long it took to say how much of a prompt can be served.",
     "load_wait": "From the claim of a prompt's chunks until no promotion of them was left.",
@@ -235,11 +279,6 @@ TIMINGS = {
 }
 """What is measured -> its help text. ``load``, ``promotion`` and ``spill`` are by tier."""
 BY_TIER = ("load", "promotion", "spill")
-
-
-WHAT_IF = "whatif_hit_ratio"
-WHAT_IF_TEXT = "Part of the asked chunks that an LRU of so many times the size would have hit."
-WHAT_IF_SCALES = tuple(f"{scale:g}" for scale in SCALES)
 
 
 def what_if(tier: TierStatus) -> Mapping[str, float]:

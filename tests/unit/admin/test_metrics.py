@@ -186,7 +186,7 @@ def test_what_other_sizes_and_policies_would_hit_is_shown(tmp_path: Path) -> Non
     spare.run()
     served.size_classes = SizeClasses(lambda size: store, lambda call: call())
     served.size_class()
-    assert "points of hits" not in operate.screen(status.read(served)), "nothing was asked for yet"
+    assert "hits under LRU" not in operate.screen(status.read(served)), "nothing was asked for yet"
     for _ in range(3):
         for token in range(12):
             store.load(keys(token)).close()
@@ -215,10 +215,10 @@ def test_what_other_sizes_and_policies_would_hit_is_shown(tmp_path: Path) -> Non
     assert shown["kvtier_policy_hit_chunks_total", "lru"] == 0
     screen = operate.screen(status.read(served))
     assert (
-        "other sizes of ram, points of hits under LRU: x0.25 (8 KiB) +0.0, x0.5 (16 KiB) +0.0, x2 "
-        "(64 KiB) +66.7" in screen
+        "ram of 32 KiB, hits under LRU: -24 KiB = +0.0 points; -16 KiB = +0.0 points; "
+        "+32 KiB = +66.7 points; beyond 64 KiB it adds nothing\n" in screen
     )
-    assert "policy lru is in use; the best setting hits" in screen
+    assert "policy: lru rules with 0.0% of 36 chunks hit; the others, in points: keep" in screen
     served.size_classes.close(10.0)
 
 

@@ -98,3 +98,84 @@ def test_numbers_are_shown_for_people() -> None:
     assert value_text("redis_url", "redis://me:secret@host:1/0") == "redis://me:***@host:1/0"
     nothing: Fact[int] = known(1, "a test")
     assert "nothing: kvtier stays off" in table(make_plan(Facts(memory=Memory(available=nothing))))
+
+
+DOCUMENTS, BLOCKS, BLOCK_BYTES = 50, 4, 512 * 320 << 10
+"""Documents that come round in turn, of so many blocks of 512 tokens with 320 KiB each."""
+
+
+def trace_file(folder: Path) -> str:
+    path = folder / "day.jsonl"
+    path.write_text(
+        "\n".join(
+            json.dumps(
+                {
+                    "timestamp": 1000 * turn,
+                    "input_length": 512 * BLOCKS,
+                    "output_length": 1,
+                    "hash_ids": [BLOCKS * (turn % DOCUMENTS) + at for at in range(BLOCKS)],
+                }
+            )
+            for turn in range(10 * DOCUMENTS)
+        )
+    )
+    return str(path)
+
+
+def test_a_trace_sizes_ram_at_the_knee_of_its_curve(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = (*P4DE, "--trace", trace_file(tmp_path))
+    assert plan(tmp_path, *options, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    needed = DOCUMENTS * BLOCKS * BLOCK_BYTES
+    assert told["values"]["ram_bytes"] == needed and "nvme_bytes" not in told["values"]
+    (left_out,) = [each for each in told["left_out"] if each["tier"].startswith("nvme")]
+    assert "adds less than a point to the 90.0% that RAM hits" in left_out["reason"]
+    (ram,) = [row for row in told["settings"] if row["key"] == "ram_bytes"]
+    why = "within a point of the knee: an LRU hits 0.0% with 7.812 GiB, 0.0% with 15.62 GiB, 90.0%"
+    assert f"{why} with 31.25 GiB of day.jsonl" in ram["reason"]
+    (knee,) = [row for row in told["derived"] if row["key"] == "trace_knee_bytes"]
+    assert (knee["value"], knee["source"]) == (needed, "day.jsonl")
+    assert "500 requests ask for 2,000 blocks of 512 tokens, 200 of them diff" in knee["reason"]
+    assert plan(tmp_path, *options, "--yaml") == 0
+    text = capsys.readouterr().out
+    assert why in text and yaml.safe_load(text)["ram"]["bytes"] == needed
+    assert plan(tmp_path, *options) == 0
+    shown = capsys.readouterr().out
+    assert why in shown and "trace_knee_bytes" in shown
+
+
+def test_nvme_gets_what_ram_cannot_hold_and_no_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--ram", "300GiB", "--disk", "7000GiB", "--gpu", "A100-80GB:8", "--tp", "4")
+    assert plan(tmp_path, *options, "--json") == 0
+    machine = json.loads(capsys.readouterr().out)["values"]
+    needed = DOCUMENTS * BLOCKS * BLOCK_BYTES
+    assert 20 * GIB < machine["ram_bytes"] < needed
+    assert plan(tmp_path, *options, "--trace", trace_file(tmp_path), "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["values"]["ram_bytes"] == 10 * GIB, "room for one long context"
+    assert told["values"]["nvme_bytes"] == needed
+    reasons = {row["key"]: row["reason"] for row in told["settings"]}
+    assert f"of what all {size_text(machine['ram_bytes'])} would hit" in reasons["ram_bytes"]
+    assert "the knee: an LRU hits" in reasons["nvme_bytes"]
+
+
+def test_a_machine_that_is_too_small_for_the_knee_gives_what_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--ram", "300GiB", "--disk", "20GiB", "--gpu", "A100-80GB:8", "--tp", "4")
+    assert plan(tmp_path, *options, "--trace", trace_file(tmp_path), "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["values"]["ram_bytes"] == 10 * GIB and "nvme_bytes" not in told["values"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("1,2\n2,3\n", "counts objects and no tokens"), ("", "has no full block")]
+)
+def test_a_trace_without_tokens_cannot_size_anything(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        plan(tmp_path, "--trace", str(tmp_path / "trace"))

@@ -25,8 +25,10 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.lanes import Lane
 from kvtier.core.lookup import Served
 from kvtier.core.pool import Pool
+from kvtier.eviction.adaptive import Adaptive
 from kvtier.store.reports import status
 from kvtier.store.store import Store
+from kvtier.testing import ManualLane
 from kvtier.tiers.nvme.tier import NvmeTier
 from tests.clock import Clock
 
@@ -40,12 +42,8 @@ OWN_OF_A_SERVER = {
     "kvtier_zero_hits",
     "kvtier_missed_chunks",
     "kvtier_declined_chunks",
-    "kvtier_policy_asked_chunks",
-    "kvtier_policy_hit_chunks",
-    "kvtier_policy_rules",
 }
-"""An engine tells misses as vllm:kvtier_*, with the reasons that only it knows; not yet what rules
-its order of leaving."""
+"""An engine tells hits and misses as vllm:kvtier_*, with the reasons that only it knows."""
 
 
 def stats() -> Any:
@@ -140,6 +138,36 @@ def test_an_engine_shows_what_a_server_shows(store: Store, tmp_path: Path) -> No
     assert not any(
         value for (name, *_), value in shown.samples("1").items() if "capacity" in name
     ), "another engine's"
+
+
+def test_an_engine_shows_what_other_sizes_and_settings_would_have_hit() -> None:
+    """Ten prompts of six chunks come round in turn, in RAM with room for eight chunks."""
+    spare, shown, clock = ManualLane(bound=4), Shown(), Clock()
+    store = Store(Pool(8, SLOT), [], Adaptive().orders(), spare=spare)
+    figures = Figures(store, clock)
+    spare.run()
+    assert not any("whatif" in name for name, *_ in shown.samples()), "nothing is known yet"
+    for first in [*range(100, 200, 10)] * 3:
+        run = keys(*range(first, first + 6))
+        store.load(run).close()
+        with store.save(run) as lease:
+            lease.commit()
+        spare.run()
+        clock.now += 1.1
+        shown.metrics.observe(stats().TierStats(data=figures.new()).to_dict())
+    ours, theirs = shown.samples(), servers(store)
+    assert ours["kvtier_whatif_hit_ratio", "1", "ram"] == 0
+    assert ours["kvtier_whatif_hit_ratio", "8", "ram"] == pytest.approx(2 / 3, abs=1e-6)
+    assert ours["kvtier_policy_asked_chunks_total",] == 180
+    assert ours["kvtier_policy_rules", "lru"] == 1
+    assert ours["kvtier_policy_hit_chunks_total", "lru"] == 0
+    assert {name: ours[name] for name in theirs} == pytest.approx(theirs)
+    assert {name for name, *_ in theirs} >= {
+        "kvtier_whatif_hit_ratio",
+        "kvtier_policy_hit_chunks_total",
+        "kvtier_policy_rules",
+    }
+    store.close()
 
 
 def test_what_vllm_has_added_up_in_between_is_the_same(store: Store, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,15 +50,22 @@ def chats(requests: int, seed: int = 1) -> list[Request]:
 
 @pytest.mark.parametrize("policy", ["lru", "auto"])
 @pytest.mark.parametrize("hints", [False, True])
-@pytest.mark.parametrize(("below", "on_evict"), [(0, False), (120, False), (120, True)])
+@pytest.mark.parametrize(
+    ("nvme", "on_evict", "redis"),
+    [(0, False, 0), (120, False, 0), (120, True, 0), (120, True, 400), (120, False, 400)],
+)
 def test_a_real_store_hits_and_writes_the_same(
-    policy: str, hints: bool, below: int, on_evict: bool
+    policy: str, hints: bool, nvme: int, on_evict: bool, redis: int
 ) -> None:
     requests = chats(500)
     trace = oracle(requests, 0.7, 0.2) if hints else unhinted(requests)
-    simulated = simulate(trace, Cache(60, below, policy, on_evict))
-    tier, lane, spare, clock = DictTier(below), ManualLane(bound=4096), ManualLane(bound=1), Clock()
-    places = [Place(tier, lane, on_evict=on_evict)] if below else []
+    simulated = simulate(trace, Cache(60, nvme, policy, on_evict, redis))
+    lane, spare, clock = ManualLane(bound=4096), ManualLane(bound=1), Clock()
+    places = [
+        Place(DictTier(room, name=name, shared=name == "redis"), lane, on_evict=when)
+        for name, room, when in (("nvme", nvme, on_evict), ("redis", redis, False))
+        if room
+    ]
     orders = Adaptive().orders() if policy == "auto" else ALL_LRU
     store = Store(Pool(60, SLOT), places, orders, spare=spare, clock=clock)
     spare.run()
@@ -77,10 +85,12 @@ def test_a_real_store_hits_and_writes_the_same(
     real = (
         stats["load_asked"],
         stats["ram_loaded"],
-        stats.get("dict_loaded", 0),
-        stats.get("dict_stored", 0),
+        *(stats.get(f"nvme_{what}", 0) for what in ("loaded", "stored")),
+        *(stats.get(f"redis_{what}", 0) for what in ("loaded", "stored")),
     )
-    assert real == (simulated.asked, simulated.ram, simulated.lower, simulated.writes)
+    lower = (simulated.lower, simulated.writes, simulated.redis, simulated.redis_writes)
+    assert real == (simulated.asked, simulated.ram, *lower)
+    assert not redis or simulated.redis > 0
     assert simulated.hits > 0.2 * simulated.asked
     if policy == "auto":
         assert simulated.shadows == {name: stats[name] for name in simulated.shadows}
@@ -219,6 +229,49 @@ def test_its_json_is_what_the_simulator_counted(
     result = simulate(oracle(chats(300), 0.5, 0.1), Cache(40, 100, "auto", on_evict=False))
     assert (case["ram"], case["lower"], case["writes"]) == (result.ram, result.lower, result.writes)
     assert (case["policy"], case["ram_chunks"], case["nvme_chunks"]) == ("auto", 40, 100)
+
+
+def test_redis_is_the_lowest_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--ram", "40", "--nvme", "100", "--redis", "50%", "--policy", "lru"]
+    assert main(["simulate", trace_file(tmp_path), *sizes, "--json"]) == 0
+    (case,) = json.loads(capsys.readouterr().out)
+    room = unique(chats(300)) // 2
+    result = simulate(unhinted(chats(300)), Cache(40, 100, "lru", redis=room))
+    assert (case["redis_chunks"], case["redis"]) == (room, result.redis)
+    assert case["redis_writes"] == result.redis_writes > 0
+    assert result.hits > simulate(unhinted(chats(300)), Cache(40, 100, "lru")).hits
+    assert main(["simulate", trace_file(tmp_path), *sizes]) == 0
+    heads, row = capsys.readouterr().out.splitlines()[2:4]
+    assert "Redis hits" in heads and f"{result.percent(result.redis):.2f} %" in row
+
+
+def test_the_picture_has_each_policy_and_the_optimum(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "hits.svg"
+    words = ["--ram", "5%", "20%", "--nvme", "30%", "--plot", str(path)]
+    assert main(["simulate", trace_file(tmp_path), *words]) == 0
+    drawn = path.read_text()
+    for label in ("LRU", "auto", "optimum (Belady)"):
+        assert f"<!-- {label}" in drawn
+    words[-1] = str(tmp_path / "hits.png")
+    assert main(["simulate", trace_file(tmp_path), *words]) == 0
+    assert (tmp_path / "hits.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["hits.txt", "none/hits.png"])
+def test_where_no_picture_can_be_written_is_told_first(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "no-such-trace", "--plot", str(tmp_path / name)]) == 2
+    assert "an existing folder" in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib_is_told_with_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["simulate", "no-such-trace", "--plot", str(tmp_path / "hits.png")]) == 2
+    assert "pip install 'kvtier[bench]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["", "-1", "x%", "nan%", "1e30%", "2.5"])

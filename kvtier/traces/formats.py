@@ -1,0 +1,149 @@
+"""Formats: a file or folder of recorded requests, in any of the forms that kvtier reads. The form
+is told from what is in the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvtier.core.errors import ConfigError
+from kvtier.traces import bailian, kv_cache_tester, libcachesim, mooncake
+from kvtier.traces.mooncake import Request
+
+_HEAD_BYTES = 1 << 16
+_SOME_RECORDS = 100
+_COMPRESSED = {b"\x28\xb5\x2f\xfd": "zstd -d", b"\x1f\x8b": "gunzip"}
+"""How compressed files begin -> what decompresses them."""
+_BY_NAME = {
+    "requests": "kv-cache-tester",
+    "block_size": "kv-cache-tester",
+    "chat_id": "bailian",
+    "hash_ids": "mooncake",
+}
+"""What only one form's JSON has -> the form. Mooncake's is last, because all of them have that."""
+_LFS = b"version https://git-lfs"
+
+
+class Trace(NamedTuple):
+    """Recorded requests."""
+
+    form: str
+    requests: list[Request]
+    block_tokens: int
+    """Tokens of each block. 0: its objects are no tokens."""
+
+
+def read(path: str, form: str | None = None, partial: bool = False) -> Trace:
+    """Raises ConfigError for what is no trace.
+
+    Args:
+        path: a file. A folder has conversations of kv-cache-tester.
+        form: one of :data:`FORMS`. None: told from the file.
+        partial: keep a prompt's last block although it is not full.
+    """
+    form = form or _told(Path(path))
+    try:
+        return Trace(form, *FORMS[form](Path(path), partial))
+    except (ConfigError, ValueError, ArithmeticError, RecursionError) as error:
+        raise ConfigError(f"{path}, read as {form}: {error}") from error
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        yield from file
+
+
+def _mooncake(path: Path, partial: bool) -> tuple[list[Request], int]:
+    return list(mooncake.read(_lines(path), partial)), mooncake.BLOCK_TOKENS
+
+
+def _bailian(path: Path, partial: bool) -> tuple[list[Request], int]:
+    return list(bailian.read(_lines(path), partial)), bailian.BLOCK_TOKENS
+
+
+def _kv_cache_tester(path: Path, partial: bool) -> tuple[list[Request], int]:
+    return kv_cache_tester.read(_documents(path), partial)
+
+
+def _csv(path: Path, partial: bool) -> tuple[list[Request], int]:
+    return list(libcachesim.read_csv(_lines(path))), 0
+
+
+def _oracle_general(path: Path, partial: bool) -> tuple[list[Request], int]:
+    return list(libcachesim.read_oracle_general(path.read_bytes())), 0
+
+
+FORMS: dict[str, Callable[[Path, bool], tuple[list[Request], int]]] = {
+    "mooncake": _mooncake,
+    "bailian": _bailian,
+    "kv-cache-tester": _kv_cache_tester,
+    "libcachesim-csv": _csv,
+    "oracle-general": _oracle_general,
+}
+"""The forms' names -> what reads them."""
+
+
+def _documents(path: Path) -> Iterator[tuple[str, Any]]:
+    """A document a file, or one a line."""
+    for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
+        text = file.read_text(encoding="utf-8", errors="replace")
+        try:
+            yield file.name, json.loads(text)
+        except json.JSONDecodeError:
+            for number, line in enumerate(text.splitlines(), 1):
+                if line.strip():
+                    yield f"line {number}", json.loads(line)
+
+
+def _told(path: Path) -> str:
+    """The form of this file."""
+    if path.is_dir():
+        return "kv-cache-tester"
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    for magic, command in _COMPRESSED.items():
+        if head.startswith(magic):
+            raise ConfigError(f"{path} is compressed: decompress it first ({command} {path})")
+    if head.startswith(_LFS):
+        raise ConfigError(f"{path} is Git LFS's pointer to the trace: fetch it (git lfs pull)")
+    if b"\0" in head:
+        if _are_records(head, path.stat().st_size):
+            return "oracle-general"
+        raise _unknown(path, "binary data")
+    first = head.lstrip().partition(b"\n")[0].decode(errors="replace").strip()
+    names = head.decode(errors="replace") if first == "{" else first
+    if first.startswith("{"):
+        for name, form in _BY_NAME.items():
+            if f'"{name}"' in names:
+                return form
+    if not first:
+        return "mooncake"
+    if not first.startswith(("{", "[")) and _is_csv(first.split(",")):
+        return "libcachesim-csv"
+    raise _unknown(path, f"it begins with {first[:60]!r}")
+
+
+def _are_records(head: bytes, size: int) -> bool:
+    """Whole records whose times never go back."""
+    record = libcachesim.RECORD
+    whole = head[: min(len(head) // record.size, _SOME_RECORDS) * record.size]
+    times = [at for at, *_ in record.iter_unpack(whole)]
+    return size % record.size == 0 and bool(times) and times == sorted(times)
+
+
+def _is_csv(row: list[str]) -> bool:
+    return len(row) > 1 and (
+        libcachesim.header(row) is not None or row[0].strip().replace(".", "", 1).isdigit()
+    )
+
+
+def _unknown(path: Path, given: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is no trace that kvtier knows: {given}. Expected Mooncake's or Bailian's lines of "
+        "JSON with hash_ids, conversations of kv-cache-tester (a file or a folder), or "
+        "libCacheSim's csv or oracleGeneral. Convert it to one of them, or say which it is with "
+        f"--format ({', '.join(FORMS)})"
+    )

@@ -1,0 +1,66 @@
+"""libCacheSim's traces: accesses to objects, as comma-separated values and in its binary form
+oracleGeneral (https://github.com/1a1a11a/libCacheSim). Each access is a prompt of one chunk. Sizes
+of objects are not read, so each takes one slot, as with libCacheSim's ``--ignore-obj-size``.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.errors import ConfigError
+from kvtier.traces.chains import seconds
+from kvtier.traces.mooncake import Request
+
+RECORD = struct.Struct("<IQIq")
+"""Time in seconds, the object's id, its size, and the number of its next access."""
+TIMES = ("time", "clock_time", "timestamp")
+IDS = ("obj_id", "object_id", "object", "id", "key", "lbn")
+"""Names of columns. Without a header the first column is the time, and the second is the id."""
+
+
+def read_csv(lines: Iterable[str]) -> Iterator[Request]:
+    """Raises ConfigError, which names the line."""
+    keys = dict[str, tuple[ChunkKey]]()
+    time_at, id_at, number = 0, 1, 0
+    try:
+        for number, row in enumerate(csv.reader(lines, skipinitialspace=True), 1):
+            if number == 1 and (names := header(row)):
+                time_at = next((names.index(name) for name in TIMES if name in names), 0)
+                id_at = next(names.index(name) for name in IDS if name in names)
+            elif row:
+                yield Request(seconds(float(row[time_at])), _run(row[id_at].strip(), keys))
+    except (ValueError, IndexError, csv.Error) as error:
+        raise ConfigError(
+            f"line {number}: no access with a time and an object's id: {repr(error)[:200]}. "
+            f"Expected a header with one of {', '.join(TIMES)} and one of {', '.join(IDS)}, or the "
+            "time in the first column and the id in the second"
+        ) from error
+
+
+def header(row: list[str]) -> list[str] | None:
+    """The columns' names, if this row has them."""
+    names = [cell.strip().lstrip("# ").lower().replace("-", "_") for cell in row]
+    return names if any(name in names for name in IDS) else None
+
+
+def read_oracle_general(data: bytes) -> Iterator[Request]:
+    """Raises ConfigError for bytes that are no whole records."""
+    if len(data) % RECORD.size:
+        raise ConfigError(
+            f"{len(data):,} bytes are no whole records of {RECORD.size} bytes (oracleGeneral)"
+        )
+    keys = dict[str, tuple[ChunkKey]]()
+    for at, name, _, _ in RECORD.iter_unpack(data):
+        yield Request(float(at), _run(str(name), keys))
+
+
+def _run(name: str, keys: dict[str, tuple[ChunkKey]]) -> tuple[ChunkKey]:
+    run = keys.get(name)
+    if run is None:
+        digest = hashlib.blake2b(name.encode(), digest_size=40).digest()
+        run = keys[name] = (ChunkKey(digest),)
+    return run

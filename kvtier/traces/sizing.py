@@ -1,0 +1,50 @@
+"""Sizing: how many bytes a tier needs for recorded requests, and why, in words. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvtier.core.terminal import size_text
+from kvtier.traces.curve import Curve
+
+_SHOWN = (1 / 4, 1 / 2, 1, 2, 4)
+"""The points of the curve that a reason shows, as multiples of the size that it explains."""
+
+
+class Recorded(NamedTuple):
+    """Recorded requests, and what LRUs of all sizes hit of them. ``kv_bytes``: of one token."""
+
+    name: str
+    curve: Curve
+    block_tokens: int
+
+    def enough(self, kv_bytes: int, limit: int, above: int = 0) -> int:
+        """The fewest bytes, at most ``limit``, that hit within a point of the knee of the curve
+        above a tier of ``above`` bytes. 0: they would add less than a point to that tier."""
+        block = self.block_tokens * kv_bytes
+        return self.curve.enough(limit // block, above // block) * block
+
+    def knee(self, kv_bytes: int, above: int = 0) -> int:
+        """The bytes at the knee of the curve above a tier of ``above`` bytes."""
+        block = self.block_tokens * kv_bytes
+        return self.curve.knee(above // block) * block
+
+    def largest(self, kv_bytes: int) -> int:
+        """The fewest bytes that hit all that can be hit."""
+        return self.curve.largest * self.block_tokens * kv_bytes
+
+    def percent(self, kv_bytes: int, size: int) -> str:
+        """What ``size`` bytes hit."""
+        return f"{self.curve.ratio(size // (self.block_tokens * kv_bytes)):.1%}"
+
+    def why(self, kv_bytes: int, size: int) -> str:
+        """The curve around this size."""
+        points = [int(size * scale) for scale in _SHOWN]
+        points = [each for each in points if each < self.largest(kv_bytes)]
+        shown = ", ".join(self._points(kv_bytes, [*points, self.largest(kv_bytes)]))
+        return f"an LRU hits {shown} of {self.name}"
+
+    def _points(self, kv_bytes: int, sizes: list[int]) -> Iterator[str]:
+        for size in sizes:
+            yield f"{self.percent(kv_bytes, size)} with {size_text(size)}"
