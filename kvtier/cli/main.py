@@ -98,6 +98,10 @@ COMMANDS: dict[str, tuple[str, Callable[[], Command]]] = {
         "what caches of given sizes would have hit of recorded requests",
         _module("kvtier.cli.simulate"),
     ),
+    "replay": (
+        "send recorded requests to a running server, with real bytes",
+        _module("kvtier.cli.replay"),
+    ),
     "stats": (
         "what a server holds and does; --watch for rates",
         _module("kvtier.cli.operate", "StatsCommand"),

@@ -4,17 +4,15 @@ policy and hints."""
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from kvtier.core.errors import ConfigError
-from kvtier.core.terminal import table
+from kvtier.core.terminal import progress, table
 from kvtier.traces.belady import belady
-from kvtier.traces.mooncake import Request, read
+from kvtier.traces.mooncake import Request, lines_of, read
 from kvtier.traces.simulate import (
     Cache,
     Hinted,
@@ -41,7 +39,7 @@ class Case(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", help="a trace in Mooncake's form: one request a line of JSON")
+    parser.add_argument("file", help="a trace in Mooncake's form, or the folder of a recorder")
     parser.add_argument(
         "--ram",
         nargs="+",
@@ -83,8 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigError for a file that is not a trace."""
-    with open(arguments.file, encoding="utf-8", errors="replace") as file:
-        trace = list(read(file, arguments.keep_partial))
+    trace = list(read(lines_of(arguments.file), arguments.keep_partial))
     every = unique(trace)
     if not every:
         raise ConfigError(
@@ -97,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     for policy in arguments.policy:
         for given in arguments.ram:
             slots = max(1, _size(given, every))
-            tell = _progress(f"{policy} {given}", len(trace))
+            tell = progress(f"{policy} {given}", len(trace))
             result = (
                 belady(trace, slots)
                 if policy == "belady"
@@ -187,26 +184,3 @@ def _part(given: str) -> float:
     if not 0 <= part <= 1:
         raise argparse.ArgumentTypeError("must lie between 0 and 1")
     return part
-
-
-def _progress(what: str, requests: int) -> Callable[[int], None]:
-    """A progress bar on a terminal, and nothing elsewhere."""
-    if not sys.stderr.isatty():
-        return lambda done: None
-    begun = time.monotonic()
-
-    def show(done: int) -> None:
-        if done % 200 and done != requests:
-            return
-        part = done / requests
-        left = (time.monotonic() - begun) * (1 - part) / part
-        end = "\r" if done < requests else "\r\033[K"
-        bar = "#" * round(_BAR * part)
-        print(
-            f"{what:14} {bar:{_BAR}} {part:4.0%} {left:4.0f} s left",
-            end=end,
-            file=sys.stderr,
-            flush=True,
-        )
-
-    return show

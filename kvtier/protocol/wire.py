@@ -33,7 +33,7 @@ import msgspec
 from kvtier.core.chunk import KEY_BYTES, ChunkKey
 from kvtier.core.errors import KVTierError
 
-VERSION = 6
+VERSION = 7
 MAX_KEYS = 32_768
 """Keys in one message: a million tokens in chunks of 32."""
 MAX_FRAME = MAX_KEYS * KEY_BYTES + 1024
@@ -127,6 +127,9 @@ class Load(Message, tag=12):
     start: Number
     most: Number = MAX_KEYS
     session: Name = ""
+    tokens: Number = 0
+    again: bool = False
+    """See :class:`kvtier.core.lookup.Asker`, ``session`` and ``tokens`` too."""
 
 
 class Poll(Message, tag=13):

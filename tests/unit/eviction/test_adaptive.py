@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.segments import LRU_SETTING, SETTINGS
@@ -118,7 +119,7 @@ def test_a_prompt_that_waits_for_a_tier_asks_again_and_counts_once() -> None:
     run = LAYOUT.keys([1, 2, 3])
     store.load(run).close()
     run.append(LAYOUT.keys([7])[0])  # the caller's list goes on growing
-    store.load(run[:3]).close()
+    store.load(run[:3], asker=Asker(again=True)).close()
     spare.run()
     assert (store.stats()["followed_prompts"], adaptive.shadows.asked) == (1, 3)
 
