@@ -78,9 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
             "made then"
         )
     away = try_everything(config)
+    recorder, recording = recorded(config)
     surface = admin_surface(config)  # first: who can attach can ask, too
     listeners = _listeners(config, addresses, token is not None, arguments.insecure)
-    recorder, recording = recorded(config)
     opener, closer = Stores(config, recorder), partial(discard_closed, config)
     make = lambda: Server(opener, listeners, token=token, discard=closer)  # noqa: E731
     notifier = Notifier(environment())

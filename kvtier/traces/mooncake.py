@@ -28,8 +28,9 @@ class Request(NamedTuple):
     """The conversation's name, where the trace has one."""
     over: bool = False
     """The trace says that the session ended with this request."""
-    about: tuple[ChunkKey, ...] = ()
-    """A line without a prompt of its own says it of this prompt with its answer."""
+    about: tuple[ChunkKey, ...] | None = None
+    """Given for a line that is a hint and no prompt: the prompt, with its answer, that it is about.
+    Empty: the last prompt of the session."""
 
 
 def lines_of(path: str) -> Iterator[str]:
@@ -68,7 +69,7 @@ def _request(given: dict[str, object], keys: dict[int, ChunkKey], partial: bool)
     if isinstance(at, bool) or not isinstance(at, int | float):
         raise TypeError("timestamp is no number")
     run = _run(ids, keys)
-    about = _run(_ids(given, "about"), keys) if "about" in given else ()
+    about = _run(_ids(given, "about"), keys) if "about" in given else None
     over = given.get("over") is True
     return Request(at / 1000, run, str(given.get("session", "")), over, about)
 

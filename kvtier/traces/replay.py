@@ -99,7 +99,7 @@ class Replay:
             found = self._load(cache, run, request, session)
             found += self._save(cache, run)
         if hinted.over:
-            cache.hint(self._own(request.about) or run, OVER, session)
+            cache.hint(self._own(request.about or ()) or run, OVER, session)
         return found
 
     def _load(

@@ -90,7 +90,7 @@ class Cache:
     def serve(self, hinted: Hinted) -> None:
         """Serve one request, from its load to its save, and the hint after it."""
         run, directory, self._now = hinted.request.run, self.directory, hinted.request.at
-        self._counts["requests"] += not hinted.request.about
+        self._counts["requests"] += hinted.request.about is None
         self._counts["asked"] += len(run)
         directory.used(run)
         held = self._load(run)

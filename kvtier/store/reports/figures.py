@@ -171,6 +171,12 @@ STORE_FIGURES = (
         "Audited chunks that had other bytes.",
         lambda r: r.audit_mismatches,
     ),
+    StoreFigure(
+        "unrecorded",
+        COUNTER,
+        "Prompts and hints that could not be recorded, of all chunk sizes.",
+        lambda r: r.unrecorded,
+    ),
 )
 TIMINGS = {
     "lookup": "How long it took to say how much of a prompt can be served.",
