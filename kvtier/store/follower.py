@@ -64,6 +64,7 @@ class Follower:
         self._said = self._wrong = 0.0
         """How many hints said so, and how many of those sessions went on. Old ones fade."""
         self._waiting: deque[_Item] = deque()
+        self._working = 0
         self.counts = {
             "followed_prompts": 0,
             "dropped_prompts": 0,
@@ -90,8 +91,8 @@ class Follower:
 
     @property
     def waiting(self) -> int:
-        """Prompts and hints that wait."""
-        return len(self._waiting)
+        """Prompts and hints that wait, or are worked on."""
+        return len(self._waiting) + self._working
 
     def _has_room(self, dropped: str) -> bool:
         if len(self._waiting) >= _MOST_WAITING:
@@ -104,10 +105,12 @@ class Follower:
         waiting."""
         with self._lock:
             self._directory.tick(self._clock())
+        self._working = 1
         for _ in range(_AT_ONCE):
             try:
                 item = self._waiting.popleft()
             except IndexError:
+                self._working = 0
                 return False
             if item.hint != NOTHING:
                 self._take(item)
@@ -115,6 +118,7 @@ class Follower:
                     self._directory.uses_since.followed(item.number)
             elif item.run:
                 self._follow(item, pause)
+        self._working = 0
         return bool(self._waiting)
 
     def _follow(self, item: _Item, pause: Callable[[], object]) -> None:

@@ -558,6 +558,7 @@ class Store:
             self._spare.submit(partial(self._populate, first + count))
         elif self.touched.set_running_or_notify_cancel():
             self.touched.set_result(None)
+            self._follow_soon(self._follower.waiting > 0)
 
     def _end_populating(self) -> None:
         """The pool gets fewer slots. What :meth:`_populate` makes present after that would stay

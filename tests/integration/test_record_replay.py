@@ -18,6 +18,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker
 from kvtier.eviction.hints import Hint
 from kvtier.traces.mooncake import lines_of
+from tests.admin_server import administered
 from tests.child_process import wait_for
 from tests.server_process import (
     LAYOUT,
@@ -112,6 +113,10 @@ def test_hints_are_recorded_and_simulated(
     plain, hinted = (said(capsys, *words, "--hints", hints)[0] for hints in ("none", "recorded"))
     assert plain["requests"] == hinted["requests"] == 60
     assert plain["ram"] < hinted["ram"] == hits == 19 * 7
+    with serving(ram_bytes=24 * SLOT, policy="lru", slot_bytes=SLOT) as server:
+        replayed = ["replay", str(record), "--connect", str(server.address)]
+        assert said(capsys, *replayed, "--hints", "recorded")["hits"] == {"ram": hits}
+        assert said(capsys, *replayed)["hits"] == {"ram": plain["ram"]}
 
 
 @pytest.mark.parametrize("policy", ["lru", "auto"])
@@ -142,15 +147,19 @@ def test_a_replay_hits_what_the_simulator_says(
 
 def test_a_recording_that_cannot_be_written_costs_no_request(tmp_path: Path) -> None:
     record = tmp_path / "record"
-    with serving(record=record) as server, attached(server.access()) as client:
+    with administered(record=record) as server, attached(server.access()) as client:
         ask(client, 1, [1, 2, 3])
         wait_for(lambda: client.stats()["recorded"] == 1, "recorded")
         shutil.rmtree(record)
         assert ask(client, 1, [1, 2, 3]) == 3, "served as before"
         wait_for(lambda: client.stats()["unrecorded"] == 1, "counted")
+        health = server.ask("GET", "/healthz").body
+        assert health["ready"] and "nothing is recorded" in str(health["trouble"])
+        assert "kvtier_unrecorded_total" in server.ask("GET", "/metrics").text
         record.mkdir(0o700)
         assert ask(client, 1, [1, 2, 3]) == 3
         wait_for(lambda: client.stats()["recorded"] == 2, "recorded again")
+        assert server.ask("GET", "/healthz").body["trouble"] == []
     assert len(list(lines_of(str(record)))) == 1
 
 

@@ -207,7 +207,7 @@ class LaneWriter:
             self._path, self._size = path / place.name, 0
             self._file = os.open(self._path, flags, 0o600)
         else:
-            self._path.stat()  # a file that was removed would take lines and lose them
+            self._path.stat()  # a removed file would lose its lines
         done = 0
         while done < len(batch.data):
             done += os.write(self._file, batch.data[done:])
