@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lookup import NOTHING, Asking, LookupResult, Progress, Served
+from kvtier.core.lookup import NOBODY, NOTHING, Asker, Asking, LookupResult, Progress, Served
 from kvtier.core.pool import Pool
 from kvtier.eviction.hints import Hint
 from kvtier.protocol.wire import Reason
@@ -22,7 +22,9 @@ from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.reports.status import SizeClassStatus
 
 __all__ = [
+    "NOBODY",
     "NOTHING",
+    "Asker",
     "Asking",
     "Hint",
     "KVStore",
@@ -102,7 +104,7 @@ class KVStore(Protocol):
         start: int = 0,
         *,
         most: int | None = None,
-        session: str = "",
+        asker: Asker = NOBODY,
     ) -> LoadLease:
         """Pin what can be served of ``keys[start:]`` without a gap, and fetch what is not in RAM.
 
@@ -113,7 +115,7 @@ class KVStore(Protocol):
             keys: a prompt's run, from its first chunk on.
             start: how many leading chunks the engine has by itself.
             most: how many chunks are claimed at most. None: all that can be had.
-            session: the name of the conversation. Without a name it is told from the chunks.
+            asker: what is known of the request.
         """
         ...
 

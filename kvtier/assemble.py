@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from importlib import import_module
@@ -30,6 +31,8 @@ from kvtier.core.terminal import size_text
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
 from kvtier.store.lower.lower_tier import Place
 from kvtier.store.lower.write_budget import WriteBudget
+from kvtier.store.record.folder import LaneWriter, RecordFolder, record_folder
+from kvtier.store.record.recorder import NOT_RECORDED, Notes, Recorder
 from kvtier.store.reports.timings import RAM
 from kvtier.store.store import Store
 from kvtier.tiers.base import Tier
@@ -63,6 +66,8 @@ class Lent(NamedTuple):
     """The others have all of RAM and tiers at the start."""
     writes: WriteBudget | None
     """What all of them may write to NVMe."""
+    recorder: Notes = NOT_RECORDED
+    """What all of them are recorded by."""
 
 
 def assemble(config: Config, layout: ChunkLayout, replica: int = 0) -> KVStore:
@@ -73,7 +78,7 @@ def assemble(config: Config, layout: ChunkLayout, replica: int = 0) -> KVStore:
     tiers. Raises ConfigError or TierError, naming the key to change. What was opened before is
     closed again.
     """
-    if config.server is not None and Address.parse(config.server).path:
+    if config.server is not None and _is_attached(config):
         return Client(access(config, config.server, layout), config.server_timeout_ms / 1000)
     return assemble_store(config, layout, replica)
 
@@ -81,7 +86,7 @@ def assemble(config: Config, layout: ChunkLayout, replica: int = 0) -> KVStore:
 def places(config: Config) -> list[str]:
     """Where an engine of this configuration keeps chunks itself, fastest first. Nowhere when a
     server does."""
-    if config.server is not None and Address.parse(config.server).path:
+    if _is_attached(config):
         return []
     lower = {
         "nvme": config.nvme_path,
@@ -124,9 +129,31 @@ def assemble_store(
         store = Store(pool, tiers, orders, share, None if lent else spare)
         if lent:
             store.lend(spare)
+        store.recorder = shared.recorder if shared is not None else _recorder(config, replica)
         undo.pop_all()
     _announce(store, layout)
     return store
+
+
+def _recorder(config: Config, replica: int) -> Notes:
+    """What records an engine's prompts, on a lane. Raises ConfigError."""
+    if config.record is None:
+        return NOT_RECORDED
+    folder = RecordFolder(record_folder(config.record, replica))
+    recorder = Recorder(folder.salt)
+    LaneWriter(recorder, folder, Lane("record", 1, urgent_bound=1, bound=1), time.time)
+    return recorder
+
+
+def try_record(config: Config) -> None:
+    """Raises ConfigError when the folder of recordings cannot be written. With a server on this
+    host the server records."""
+    if config.record is not None and not _is_attached(config):
+        RecordFolder(Path(config.record)).close()
+
+
+def _is_attached(config: Config) -> bool:
+    return config.server is not None and bool(Address.parse(config.server).path)
 
 
 class _Opened(NamedTuple):

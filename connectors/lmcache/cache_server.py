@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvtier.api import LoadLease
+from kvtier.api import Asker, LoadLease
 from kvtier.client.client import Client
 from kvtier.client.connect import ServerAccess
 from kvtier.client.remote_tier import RemoteTier
@@ -88,7 +88,8 @@ class Attached:
         most = max(1, pool.slots // 2) if pool is not None else len(keys)
         done = 0
         while done < len(keys):
-            with self._client.load(keys[done : done + most]) as lease:
+            part = keys[done : done + most]
+            with self._client.load(part, asker=Asker(again=True)) as lease:
                 taken, more = self._drain(lease, done, take, until)
             done += taken
             if not taken or not more:

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 
-from kvtier.assemble import ram_bytes
+from kvtier.assemble import ram_bytes, try_record
 from kvtier.autoconfig.memory import require_ram
 from kvtier.cli.checks.installed import Installed, look, verdict
 from kvtier.cli.ranks import local_ranks, start
@@ -72,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     # auto-config checks its own sizes, and a server has the RAM tier of its engines
     if not (config.auto or config.server):
         require_ram(ram_bytes(config), source=config.sources.get("ram_bytes", "default"))
+    try_record(config)
     refuse_own_offloading(env)
     command = understood(words, env.get("PATH"))
     found = look(command.python, env)

@@ -96,7 +96,11 @@ COMMANDS: dict[str, tuple[str, Callable[[], Command]]] = {
     ),
     "simulate": (
         "what caches of given sizes would have hit of recorded requests",
-        _module("kvtier.cli.simulate"),
+        _module("kvtier.cli.traces.simulate"),
+    ),
+    "replay": (
+        "send recorded requests to a running server, with real bytes",
+        _module("kvtier.cli.traces.replay"),
     ),
     "stats": (
         "what a server holds and does; --watch for rates",

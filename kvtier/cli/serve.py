@@ -9,7 +9,7 @@ import ssl
 import sys
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,8 @@ from kvtier.core.secret_files import read_secret
 from kvtier.server.listeners import Listener, listen_tcp, listen_unix, server_tls
 from kvtier.server.server import Beside, Server, serve
 from kvtier.server.systemd import Notifier
+from kvtier.store.record.folder import RecordFolder
+from kvtier.store.record.recorder import NOT_RECORDED, Notes, Recorder
 from kvtier.store.store import Store
 from kvtier.tiers.nvme.check import discard
 
@@ -76,13 +78,15 @@ def run(arguments: argparse.Namespace) -> int:
             "made then"
         )
     away = try_everything(config)
+    recorder, recording = recorded(config)
     surface = admin_surface(config)  # first: who can attach can ask, too
     listeners = _listeners(config, addresses, token is not None, arguments.insecure)
-    opener, closer = Stores(config), partial(discard_closed, config)
+    opener, closer = Stores(config, recorder), partial(discard_closed, config)
     make = lambda: Server(opener, listeners, token=token, discard=closer)  # noqa: E731
     notifier = Notifier(environment())
     ready = lambda server: notifier.serving(partial(status_text, server))  # noqa: E731
-    clean = serve(make, partial(_beside, config, surface, away), ready, (config.slot_bytes, sizes))
+    beside = partial(_beside, config, (recording, surface), away)
+    clean = serve(make, beside, ready, (config.slot_bytes, sizes))
     return 0 if clean else 1
 
 
@@ -93,9 +97,10 @@ def status_text(server: Server) -> str:
 
 @asynccontextmanager
 async def _beside(
-    config: Config, surface: Beside, away: Mapping[str, str], server: Server
+    config: Config, surfaces: Sequence[Beside], away: Mapping[str, str], server: Server
 ) -> AsyncIterator[None]:
-    """Run the admin interface, and retry from time to time what the start could not reach."""
+    """Record, run the admin interface, and retry from time to time what the start could not
+    reach."""
     for name, why in away.items():
         server.trouble[name] = (
             f"{name} cannot be reached: its chunks are misses until it can; the log says more"
@@ -103,7 +108,9 @@ async def _beside(
         logger.warning("%s", why)
     looking = [server.loop.create_task(_look_again(config, server, name)) for name in away]
     try:
-        async with surface(server):
+        async with AsyncExitStack() as stack:
+            for surface in surfaces:
+                await stack.enter_async_context(surface(server))
             yield
     finally:
         for task in looking:
@@ -128,6 +135,19 @@ async def _look_again(config: Config, server: Server, name: str) -> None:
         elif why != said:
             logger.warning("%s", why)
         said = why
+
+
+def recorded(config: Config) -> tuple[Notes, Beside]:
+    """What notes prompts for ``config.record``, and what writes the notes. Raises ConfigError."""
+    if config.record is None:
+        return NOT_RECORDED, lambda server: nullcontext()
+    try:
+        from kvtier.server.recording import recording
+    except ImportError as error:
+        raise ConfigError(f"record={config.record}: {error}; {how('server')}") from error
+    folder = RecordFolder(Path(config.record))
+    recorder = Recorder(folder.salt)
+    return recorder, lambda server: recording(recorder, folder, server.trouble)
 
 
 def admin_surface(config: Config) -> Beside:
@@ -194,7 +214,8 @@ class Stores:
     Redis it shares chunks with the size classes of other servers that have the same slot size. For
     one thread."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, recorder: Notes = NOT_RECORDED) -> None:
+        self._recorder = recorder
         self._config = replace(config, server=None)
         self._writes = write_budget(config, threading.Lock())
 
@@ -211,7 +232,7 @@ class Stores:
         own = replace(
             config, nvme_path=config.nvme_path and f"{config.nvme_path}/slots-{slot_bytes}"
         )
-        return assemble_store(own, layout, shared=Lent(lent, self._writes))
+        return assemble_store(own, layout, shared=Lent(lent, self._writes, self._recorder))
 
 
 def _with_bytes(config: Config) -> Config:

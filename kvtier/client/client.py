@@ -26,7 +26,7 @@ from kvtier.client.connect import ServerAccess, enter
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import KVTierError, StateError, TierError
 from kvtier.core.lanes import Executor, Lane
-from kvtier.core.lookup import NOTHING, Asking, LookupResult, Progress, Served
+from kvtier.core.lookup import NOBODY, NOTHING, Asker, Asking, LookupResult, Progress, Served
 from kvtier.core.steps import Steps, pieces
 from kvtier.eviction.hints import LONGEST_KEEP_S, Hint
 from kvtier.protocol import wire
@@ -39,6 +39,7 @@ logger = logging.getLogger("kvtier.client")
 _GIVE_UP_S = 10.0
 _BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
 _NURSE_S = 0.02
+_MOST_TOKENS = 2**32 - 1
 A = TypeVar("A", bound=wire.Message)
 
 
@@ -146,14 +147,14 @@ class Client:
         start: int = 0,
         *,
         most: int | None = None,
-        session: str = "",
+        asker: Asker = NOBODY,
     ) -> LoadLease:
         """See KVStore.load."""
         asked, most = keys[: wire.MAX_KEYS], wire.MAX_KEYS if most is None else most
         with self._lock:
             check = self._claims(max(0, len(asked) - start))
             answer = self._ask(
-                wire.Claim, wire.Load, wire.joined(asked), start, most, session[:64], check=check
+                wire.Claim, wire.Load, wire.joined(asked), start, most, *_told(asker), check=check
             )
             held = self._hold(answer.lease) if answer is not None else None
         if answer is None or held is None:
@@ -408,6 +409,10 @@ class Client:
                 except (OSError, KVTierError) as error:
                     self._lose(attachment, error)
                     return
+
+
+def _told(asker: Asker) -> tuple[str, int, bool]:
+    return asker.session[:64], min(asker.tokens, _MOST_TOKENS), asker.again
 
 
 def _learn(lease: LoadLease, held: _Held, claim: wire.Claim) -> None:

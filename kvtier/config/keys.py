@@ -74,6 +74,12 @@ class Config:
     encryption_key_file: str | None = _key(
         "engine", None, "file", "encrypts all but RAM: 64 hex digits; none: not encrypted"
     )
+    record: str | None = _key(
+        "engine",
+        None,
+        "folder",
+        "writes which prompts and hints came, for kvtier simulate; no text; none: no record",
+    )
     log_level: str = _key("engine", "INFO", "level", "DEBUG, INFO, WARNING or ERROR")
     ram_bytes: int | None = _key(
         "ram", None, "bytes", "RAM tier, all ranks; none: 25 % of available memory, at most 32 GiB"

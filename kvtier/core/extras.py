@@ -11,7 +11,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
     "encryption": ("cryptography",),
     "object": ("obstore",),
-    "server": ("aiohttp", "prometheus_client"),
+    "server": ("aiofiles", "aiohttp", "prometheus_client"),
     "bench": ("aiohttp", "matplotlib", "rich"),
 }
 """Extra -> the modules that it installs."""

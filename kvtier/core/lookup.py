@@ -9,6 +9,20 @@ from typing import NamedTuple
 from kvtier.core.chunk import ChunkKey
 
 
+class Asker(NamedTuple):
+    """What is known of the request that asks for a run."""
+
+    session: str = ""
+    """The name of its conversation. Without a name it is told from the chunks."""
+    tokens: int = 0
+    """The length of its prompt. 0: not said."""
+    again: bool = False
+    """It has asked before, so this is no new prompt."""
+
+
+NOBODY = Asker()
+
+
 class Progress(NamedTuple):
     """How much of a run is there, in chunks: ``ready`` now, and ``coming`` after those if nothing
     fails."""

@@ -1,13 +1,15 @@
-"""Text for a terminal: sizes, rates and tables, the same in every command. Only :func:`width` looks
-at the terminal."""
+"""Text for a terminal: sizes, rates and tables, the same in every command. Only :func:`width`
+and :func:`progress` look at the terminal."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
+_BAR = 30
 _LEAST_WRAPPED = 40
 """The least width of a wrapped last column. Narrower terminals wrap it themselves."""
 
@@ -65,3 +67,23 @@ def _lines(
     wrapped = textwrap.wrap(last.rstrip(), room) if len(last.rstrip()) > room else [last]
     for index, part in enumerate(wrapped):
         yield ((head if index == 0 else " " * len(head)) + part).rstrip()
+
+
+def progress(what: str, requests: int) -> Callable[[int], None]:
+    """A progress bar on a terminal, and nothing elsewhere."""
+    if not sys.stderr.isatty():
+        return lambda done: None
+    begun = time.monotonic()
+
+    def show(done: int) -> None:
+        if done % 200 and done != requests:
+            return
+        part = done / requests
+        left = (time.monotonic() - begun) * (1 - part) / part
+        end = "\r" if done < requests else "\r\033[K"
+        bar = "#" * round(_BAR * part)
+        text = f"{what:14} {bar:{_BAR}} {part:4.0%} {left:4.0f} s left{end}"
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+    return show

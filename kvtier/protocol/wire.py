@@ -127,6 +127,9 @@ class Load(Message, tag=12):
     start: Number
     most: Number = MAX_KEYS
     session: Name = ""
+    tokens: Number = 0
+    again: bool = False
+    """See :class:`kvtier.core.lookup.Asker`, ``session`` and ``tokens`` too."""
 
 
 class Poll(Message, tag=13):

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from kvtier.core.chunk import KEY_BYTES, ChunkKey
-from kvtier.core.lookup import Served
+from kvtier.core.lookup import Asker, Served
 from kvtier.core.steps import Steps, pieces, whole
 from kvtier.eviction.hints import Hint
 from kvtier.protocol import wire
@@ -129,7 +129,11 @@ class Session:
                 question.start,
                 self._owner,
                 min(most, question.most),
-                owners_session(self._owner, question.session),
+                Asker(
+                    owners_session(self._owner, question.session),
+                    question.tokens,
+                    question.again,
+                ),
             )
         ready, coming = lease.poll()
         slots = len(lease.keys) if lease.asking else ready + coming

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import xxhash
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.lookup import Asker
 from kvtier.core.steps import Steps
 from kvtier.protocol import wire
 from kvtier.server.registry import SizeClass
@@ -93,7 +94,7 @@ class Stream:
         elif isinstance(message, wire.Get):
             key = ChunkKey(message.key)
             self._begin(key, 1)
-            self._load = self._store.load([key], 0, self._owner)
+            self._load = self._store.load([key], 0, self._owner, asker=Asker(again=True))
             self._size_class.subscribers.add(self.poll)
             self.poll()
         else:

@@ -23,7 +23,6 @@ from kvtier.store.directory import Directory
 _MOST_CHUNKS = 1 << 17
 _MOST_WAITING = 256
 _AT_ONCE = 8
-_MOST_RECENT = 8
 _MOST_ENDED = 4096
 _WRONG, _LEAST_SAID, _MOST_SAID = 0.02, 50, 2500
 """Hints are distrusted when more than this part of the sessions they called over went on, among at
@@ -65,7 +64,7 @@ class Follower:
         self._said = self._wrong = 0.0
         """How many hints said so, and how many of those sessions went on. Old ones fade."""
         self._waiting: deque[_Item] = deque()
-        self._recent: deque[ChunkKey] = deque(maxlen=_MOST_RECENT)
+        self._working = 0
         self.counts = {
             "followed_prompts": 0,
             "dropped_prompts": 0,
@@ -77,22 +76,23 @@ class Follower:
 
     def prompt(self, run: Sequence[ChunkKey], session: str = "") -> bool:
         """A prompt asked for this run. True: call :meth:`work` soon, on another thread."""
-        if not run or run[-1] in self._recent:  # a prompt that waits for a tier asks again
-            return bool(self._waiting)
-        if self._has_room("dropped_prompts"):
+        if run and self._has_room("dropped_prompts"):
             self._waiting.append(_Item(tuple(run), session))
-            self._recent.append(run[-1])
-        return True
+        return bool(self._waiting)
 
     def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> bool:
         """A hint about this run. An empty run means the last prompt of the session with this name.
         Returns what :meth:`prompt` returns."""
-        self._recent.clear()
         with self._lock:
             if self._has_room("hints_dropped"):
                 number = self._directory.uses_since.came()
                 self._waiting.append(_Item(tuple(run), session, hint, number))
         return True
+
+    @property
+    def waiting(self) -> int:
+        """Prompts and hints that wait, or are worked on."""
+        return len(self._waiting) + self._working
 
     def _has_room(self, dropped: str) -> bool:
         if len(self._waiting) >= _MOST_WAITING:
@@ -105,10 +105,12 @@ class Follower:
         waiting."""
         with self._lock:
             self._directory.tick(self._clock())
+        self._working = 1
         for _ in range(_AT_ONCE):
             try:
                 item = self._waiting.popleft()
             except IndexError:
+                self._working = 0
                 return False
             if item.hint != NOTHING:
                 self._take(item)
@@ -116,6 +118,7 @@ class Follower:
                     self._directory.uses_since.followed(item.number)
             elif item.run:
                 self._follow(item, pause)
+        self._working = 0
         return bool(self._waiting)
 
     def _follow(self, item: _Item, pause: Callable[[], object]) -> None:

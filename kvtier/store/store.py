@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Executor
-from kvtier.core.lookup import LookupResult, Progress, Served
+from kvtier.core.lookup import NOBODY, Asker, LookupResult, Progress, Served
 from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
 from kvtier.eviction.adaptive import ALL_LRU, Orders
@@ -34,6 +34,7 @@ from kvtier.store.lower.audit import Audit
 from kvtier.store.lower.lower_tier import Core, LowerTier, Place
 from kvtier.store.lower.promotion import Promotions
 from kvtier.store.lower.spill import Spills
+from kvtier.store.record.recorder import NOT_RECORDED, Notes
 from kvtier.store.reports.timings import RAM, Timings
 from kvtier.store.room import Room
 from kvtier.tiers.base import Tier
@@ -85,6 +86,9 @@ class Store:
         spare: a lane without a tier. It makes the pool's pages present while nobody waits.
         clock: monotonic seconds.
     """
+
+    recorder: Notes = NOT_RECORDED
+    """Is told of each prompt and hint."""
 
     def __init__(
         self,
@@ -184,10 +188,10 @@ class Store:
         start: int = 0,
         owner: int = 0,
         most: int | None = None,
-        session: str = "",
+        asker: Asker = NOBODY,
     ) -> LoadLease:
         """See KVStore.load."""
-        return whole(self.loading(keys, start, owner, most, session))
+        return whole(self.loading(keys, start, owner, most, asker))
 
     def loading(
         self,
@@ -195,7 +199,7 @@ class Store:
         start: int = 0,
         owner: int = 0,
         most: int | None = None,
-        session: str = "",
+        asker: Asker = NOBODY,
     ) -> Steps[LoadLease]:
         """:meth:`load` in pieces. If it is left unfinished, what it has pinned is let go."""
         rest = keys[start:]
@@ -217,7 +221,9 @@ class Store:
             if asked is None:
                 self._miss(rest, len(claim.entries), most)
         self._promotions.begin(promotions)
-        self._follow_soon(self._follower.prompt(keys, session))
+        if not asker.again:
+            self._follow_soon(self._follower.prompt(keys, asker.session))
+            self.recorder.prompt(keys, asker)
         if promotions:
             self._look_ahead_soon(owner)
         if asked is not None and not self._lower[asked].ask(partial(self._find, lease, asked)):
@@ -287,6 +293,7 @@ class Store:
         clean = True
         for lane in [*self.lanes, *([self._spare] if self._spare else [])]:
             clean &= lane.close(timeout_s)
+        clean &= self.recorder.close(timeout_s)
         self.touched.cancel()
         for lower in self._lower:
             lower.close([entry.key for entry in left])
@@ -534,6 +541,9 @@ class Store:
             }
             stats = Counter({**self._directory.usage(), **held, **self.counts})
             stats.update(self._follower.counts)
+            stats.update(self.recorder.counts)
+            queued = sum(sum(lane.queued) for lane in self.lanes)
+            stats["queued"] = self._follower.waiting + queued
             if self._adaptive is not None:
                 stats.update(self._adaptive.counts())
             stats["ram_evicted"] = self._directory.evicted
@@ -563,6 +573,7 @@ class Store:
             self._spare.submit(partial(self._populate, first + count))
         elif self.touched.set_running_or_notify_cancel():
             self.touched.set_result(None)
+            self._follow_soon(self._follower.waiting > 0)
 
     def _end_populating(self) -> None:
         """The pool gets fewer slots. What :meth:`_populate` makes present after that would stay
@@ -576,6 +587,7 @@ class Store:
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
         """See KVStore.hint."""
         self._follow_soon(self._follower.hint(keys, session, hint))
+        self.recorder.hint(keys, session, hint)
 
     def what_if(self) -> dict[str, list[Point]]:
         """What an LRU of other sizes than RAM's, or a tier's, would have hit since the start."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.core.errors import ConfigError
+from kvtier.store.record.folder import FILES
 from kvtier.traces import bailian, kv_cache_tester, libcachesim, mooncake
 from kvtier.traces.mooncake import Request
 
@@ -40,7 +41,7 @@ def read(path: str, form: str | None = None, partial: bool = False) -> Trace:
     """Raises ConfigError for what is no trace.
 
     Args:
-        path: a file. A folder has conversations of kv-cache-tester.
+        path: a file. A folder is a recorder's, or has conversations of kv-cache-tester.
         form: one of :data:`FORMS`. None: told from the file.
         partial: keep a prompt's last block although it is not full.
     """
@@ -57,7 +58,10 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _mooncake(path: Path, partial: bool) -> tuple[list[Request], int]:
-    return list(mooncake.read(_lines(path), partial)), mooncake.BLOCK_TOKENS
+    """A recorder's blocks are chunks of the engine: no longer than its prompts tell."""
+    requests = list(mooncake.read(mooncake.lines_of(str(path)), partial))
+    told = [one.tokens // len(one.run) for one in requests if one.tokens and one.run]
+    return requests, min(told, default=mooncake.BLOCK_TOKENS)
 
 
 def _bailian(path: Path, partial: bool) -> tuple[list[Request], int]:
@@ -101,7 +105,7 @@ def _documents(path: Path) -> Iterator[tuple[str, Any]]:
 def _told(path: Path) -> str:
     """The form of this file."""
     if path.is_dir():
-        return "kv-cache-tester"
+        return "mooncake" if any(path.glob(FILES)) else "kv-cache-tester"
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     for magic, command in _COMPRESSED.items():

@@ -7,10 +7,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
+from kvtier.store.record.folder import FILES
 
 BLOCK_TOKENS = 512
 _MOST_BLOCKS = 1 << 20
@@ -26,6 +28,19 @@ class Request(NamedTuple):
     """The conversation's name, where the trace has one."""
     over: bool = False
     """The trace says that the session ended with this request."""
+    about: tuple[ChunkKey, ...] | None = None
+    """Given for a line that is a hint and no prompt: the prompt, with its answer, that it is about.
+    Empty: the last prompt of the session."""
+    tokens: int = 0
+    """Of a prompt whose blocks are all full: how many it had."""
+
+
+def lines_of(path: str) -> Iterator[str]:
+    """The lines of a trace. A folder is what the recorder has written. Raises OSError."""
+    files = sorted(Path(path).glob(FILES)) if Path(path).is_dir() else [Path(path)]
+    for file in files:
+        with open(file, encoding="utf-8", errors="replace") as opened:
+            yield from opened
 
 
 def read(lines: Iterable[str], partial: bool = False) -> Iterator[Request]:
@@ -34,6 +49,7 @@ def read(lines: Iterable[str], partial: bool = False) -> Iterator[Request]:
     Args:
         lines: JSON, one request each. Empty lines are skipped, and unknown fields are ignored.
         partial: keep a prompt's last block although it is not full. A cache keeps only full ones.
+            Lines of the recorder have ``whole``: all of their blocks are full.
     """
     keys: dict[int, ChunkKey] = {}
     for number, line in enumerate(lines, 1):
@@ -48,20 +64,32 @@ def read(lines: Iterable[str], partial: bool = False) -> Iterator[Request]:
 
 
 def _request(given: dict[str, object], keys: dict[int, ChunkKey], partial: bool) -> Request:
-    ids, tokens = given["hash_ids"], given.get("input_length")
+    ids, tokens = _ids(given, "hash_ids"), given.get("input_length")
+    whole = tokens if isinstance(tokens, int) and given.get("whole") is True else 0
+    if not partial and isinstance(tokens, int) and not whole:
+        ids = ids[: max(0, tokens) // BLOCK_TOKENS]
+    at = given.get("timestamp", 0)
+    if isinstance(at, bool) or not isinstance(at, int | float):
+        raise TypeError("timestamp is no number")
+    run = _run(ids, keys)
+    about = _run(_ids(given, "about"), keys) if "about" in given else None
+    over = given.get("over") is True
+    return Request(at / 1000, run, str(given.get("session", "")), over, about, whole)
+
+
+def _ids(given: dict[str, object], field: str) -> list[int]:
+    ids = given[field]
     if (
         not isinstance(ids, list)
         or len(ids) > _MOST_BLOCKS
         or not all(type(each) is int for each in ids)
     ):
-        raise ValueError("hash_ids is no list of numbers")
-    if not partial and isinstance(tokens, int):
-        ids = ids[: max(0, tokens) // BLOCK_TOKENS]
-    at = given.get("timestamp", 0)
-    if isinstance(at, bool) or not isinstance(at, int | float):
-        raise TypeError("timestamp is no number")
+        raise ValueError(f"{field} is no list of numbers")
+    return ids
+
+
+def _run(ids: list[int], keys: dict[int, ChunkKey]) -> tuple[ChunkKey, ...]:
     for each in ids:
         if each not in keys:
             keys[each] = ChunkKey(hashlib.blake2b(str(each).encode(), digest_size=40).digest())
-    run = tuple(keys[each] for each in ids)
-    return Request(at / 1000, run, str(given.get("session", "")), given.get("over") is True)
+    return tuple(keys[each] for each in ids)

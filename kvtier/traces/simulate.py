@@ -114,7 +114,7 @@ class Cache:
     def serve(self, hinted: Hinted) -> None:
         """Serve one request, from its load to its save, and the hint after it."""
         run, directory, self._now = hinted.request.run, self.directory, hinted.request.at
-        self._counts["requests"] += 1
+        self._counts["requests"] += hinted.request.about is None
         self._counts["asked"] += len(run)
         directory.used(run)
         held = self._load(run)
@@ -124,7 +124,7 @@ class Cache:
             directory.unpin(entry)
         self._save(run)
         if hinted.over:
-            self._follower.hint(run, hinted.session, OVER)
+            self._follower.hint(hinted.request.about or run, hinted.session, OVER)
             self._follow()
 
     def _load(self, run: Sequence[ChunkKey]) -> list[Entry]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvtier.core.lookup import Asker
 from kvtier.eviction.hints import Hint, session_name
 from tests.admin_server import administered
 from tests.child_process import wait_for
@@ -34,7 +35,7 @@ def test_a_session_is_closed_over_http_for_its_tenant_and_salt_alone() -> None:
             (other, session_name(None, "mine")),
             (ended, session_name("salt", "mine")),
         ):
-            client.load(keys, session=name).close()
+            client.load(keys, asker=Asker(name)).close()
             save(client, keys)
         wait_for(lambda: client.stats().get("followed_prompts", 0) == 2, "followed")
         asked = {"session": "mine", "salt": "salt", "over": True}

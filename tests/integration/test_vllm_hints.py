@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from kvtier.bench.model import make_model
+from kvtier.traces.mooncake import lines_of
 from tests.child_process import wait_for
+from tests.integration.test_vllm import CHUNK
 from tests.integration.test_vllm_http import Server, body_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
@@ -22,7 +24,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder: Path = tmp_path_factory.mktemp("hints")
     model = make_model(folder / "tiny", "tiny")
-    server = Server(model, folder, "--middleware", "kvtier.connectors.vllm.hints.Middleware")
+    middleware = ("--middleware", "kvtier.connectors.vllm.hints.Middleware")
+    server = Server(model, folder, *middleware, record=str(folder / "record"))
     with server:
         yield server
 
@@ -60,3 +63,24 @@ def test_hints_arrive_and_bad_ones_fail_nothing(server: Server) -> None:
     assert asked(server, body | {"kv_transfer_params": {"kvtier.over": True}}) == 200
     asked(server, body_of(2))
     wait_for(lambda: hints(server, "over") == 2, "without the middleware's help")
+
+
+def test_an_engine_records_prompts_once_and_hints_after_them(server: Server) -> None:
+    record = str(server.folder / "record")
+    before = len(list(lines_of(record)))
+    body = body_of(11)
+    for _ in range(2):
+        assert asked(server, body, X_Session_ID="two") == 200
+    assert asked(server, body, X_Session_ID="two", X_Dynamo_Session_Final="true") == 200
+    asked(server, body_of(2))  # the engine tells of the last request's end with a step
+    wait_for(lambda: len(list(lines_of(record))) == before + 5, "recorded")
+    lines = [json.loads(line) for line in lines_of(record)][before:]
+    prompts = [line for line in lines if "about" not in line]
+    (hint,) = (line for line in lines if "about" in line)
+    tokens = len(body["prompt"])
+    ids = prompts[0]["hash_ids"]
+    assert [line["input_length"] for line in prompts[:3]] == [tokens] * 3
+    assert [line["hash_ids"] for line in prompts[:3]] == [ids] * 3
+    assert len(ids) == tokens // CHUNK
+    assert hint["over"] and hint["about"][: len(ids)] == ids
+    assert {line.get("session") for line in [*prompts[:3], hint]} == {prompts[0]["session"]}

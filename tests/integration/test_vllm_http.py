@@ -39,10 +39,15 @@ START_S = 300.0
 
 class Server(VllmServer):
     """:mod:`tests.integration.mode_server` on a model, with kvtier. Its tiers are its own, or those
-    of a server (``cache``)."""
+    of a server (``cache``). ``settings``: configuration keys."""
 
     def __init__(
-        self, model: Path, folder: Path, *more: str, cache: ServerProcess | None = None
+        self,
+        model: Path,
+        folder: Path,
+        *more: str,
+        cache: ServerProcess | None = None,
+        **settings: str,
     ) -> None:
         self.folder = folder
         args = [*shared_args("tiny", "float32", 32), *cache_args(2048, 512, TRANSFER)]
@@ -56,6 +61,7 @@ class Server(VllmServer):
             "TEST_FOLDER": str(folder),
             "KVTIER_CHUNK_TOKENS": str(CHUNK),
         }
+        env |= {f"KVTIER_{name.upper()}": value for name, value in settings.items()}
         if cache is not None:
             env |= {"KVTIER_SERVER": str(cache.address), "KVTIER_SERVER_TIMEOUT_MS": "5000"}
         else:

@@ -31,6 +31,7 @@ FIELDS = {
     "timeout_ms": st.integers(0, 10_000),
     "reason": st.sampled_from(["slower", "deadline"]),
     "over": st.booleans(),
+    "again": st.booleans(),
     "keep_s": st.floats(0, 86_400),
     "session": st.text(max_size=64),
     "hits": st.lists(st.integers(0, 2**32 - 1), max_size=3),

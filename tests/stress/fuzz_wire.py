@@ -115,6 +115,7 @@ def message(draw: random.Random, kind: Any, odd: bool = True) -> wire.Message:
         "keep_s": draw.choice([0.0, 60.0]),
         "session": draw.choice(["", "one", "two"]),
         "hits": [draw.randrange(100)] * draw.randrange(4) if odd else [],
+        "again": draw.random() < 0.5,
     }
     number = draw.choice([0, 1, 2, draw.randrange(50), draw.randrange(2**32)])
     made: wire.Message = kind(*(fields.get(name, number) for name in kind.__struct_fields__))

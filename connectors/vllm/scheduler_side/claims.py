@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from kvtier.api import KVStore, LoadLease
+from kvtier.api import Asker, KVStore, LoadLease
 from kvtier.connectors.vllm.groups import Geometry, Run
 from kvtier.connectors.vllm.scheduler_side.hit_table import (
     WholeHit,
@@ -120,7 +120,7 @@ class Claims:
         held = 0 if prompt.why == "tier_down" else min(prompt.taken, prompt.known)
         wanted = max(prompt.taken, ready + coming) if coming else held
         if coming:
-            lease = self._store.load(run.keys, run.start, most=ready, session=prompt.said.session)
+            lease = self._store.load(run.keys, run.start, most=ready, asker=_asker(prompt))
             ready = lease.poll().ready
             prompt.drop()
             prompt.lease = lease
@@ -204,7 +204,8 @@ class Claims:
         self, prompt: Prompt, run: Run, result: LookupResult, most: int, plan: LoadPlan
     ) -> LoadLease:
         """Claim ``most`` pieces of the run."""
-        prompt.lease = self._store.load(run.keys, run.start, most=most, session=prompt.said.session)
+        prompt.lease = self._store.load(run.keys, run.start, most=most, asker=_asker(prompt))
+        prompt.asked = True
         prompt.lease_begin, prompt.run = prompt.begin, run
         prompt.known, prompt.why, prompt.declined = result.known, result.why, {}
         prompt.until = self._load_policy.clock() + plan.within_s
@@ -226,6 +227,10 @@ class Claims:
         if keys:
             prompt.declined[reason] = prompt.declined.get(reason, 0) + len(keys)
             self._store.decline(keys, reason)
+
+
+def _asker(prompt: Prompt) -> Asker:
+    return Asker(prompt.said.session, prompt.request.num_prompt_tokens, prompt.asked)
 
 
 def _seen(prompt: Prompt, result: LookupResult) -> tuple[int, int, bool, int, bool]:

@@ -58,6 +58,8 @@ class Prompt:
     """Ends of whole runs that turned out to be incomplete."""
     ready_only: bool = False
     """Its deadline has passed, so it takes only what is in RAM."""
+    asked: bool = False
+    """The store was asked for a run of it."""
     seen: tuple[int, int, bool, int, bool] | None = None
     """What the store said when no whole run was worth loading."""
     looked: bool = False

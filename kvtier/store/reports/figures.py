@@ -239,6 +239,12 @@ STORE_FIGURES = (
         "Chunks that each setting of RAM's eviction order was tried with.",
         lambda r: r.policy_asked,
     ),
+    StoreFigure(
+        "unrecorded",
+        COUNTER,
+        "Prompts and hints that could not be recorded, of all chunk sizes.",
+        lambda r: r.unrecorded,
+    ),
 )
 LABELLED_FIGURES = (
     LabelledFigure(

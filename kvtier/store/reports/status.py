@@ -145,6 +145,10 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     """Those of them that had other bytes: bad memory or a bug. They are dropped everywhere."""
     tiers: list[TierStatus]
     """RAM first."""
+    recorded: int = 0
+    """Prompts and hints that the process has recorded, of all chunk sizes."""
+    unrecorded: int = 0
+    """Those that could not be recorded: the queue was full, or the folder could not be written."""
 
 
 class Measured(Protocol):
@@ -205,6 +209,8 @@ def read(store: Measured, namespaces: int = 0, zero_hits: str = "") -> SizeClass
         ],
         audit_mismatches=counts("audit_mismatch"),
         tiers=[_with_curve(tier, curves[tier.tier]) for tier in (_ram(store, counts), *lower)],
+        recorded=counts("recorded"),
+        unrecorded=counts("unrecorded"),
     )
 
 

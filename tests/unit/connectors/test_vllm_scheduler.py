@@ -287,7 +287,7 @@ def test_a_cut_that_the_server_does_not_answer_is_a_miss(monkeypatch: pytest.Mon
     bench.clock.now += 60
     load = bench.store.load
     monkeypatch.setattr(
-        bench.store, "load", lambda keys, start, most, session: load(keys, start, most=0)
+        bench.store, "load", lambda keys, start, most, asker: load(keys, start, most=0)
     )
     assert bench.matched(request) == 0, "no slot is promised that is not there"
     done(bench, request)

@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import Adaptive, Orders
 from kvtier.eviction.hints import LONGEST_KEEP_S, NOTHING, PRIORITY_KEEP_S, Hint, read
@@ -51,7 +52,7 @@ class Cache:
         self.spare.run()
 
     def request(self, run: list[ChunkKey], session: str = "") -> int:
-        with self.store.load(run, session=session) as load:
+        with self.store.load(run, asker=Asker(session)) as load:
             self.lane.run()
             ready = load.poll().ready
         with self.store.save(run) as lease:
@@ -316,7 +317,7 @@ def test_a_mark_never_outlives_a_later_use(
     for now, (step, prompt) in enumerate(steps, 1):
         run = keys(*prompt)
         if step == "load":
-            cache.store.load(run, session=str(prompt[0])).close()
+            cache.store.load(run, asker=Asker(str(prompt[0]))).close()
             touched.update(dict.fromkeys(run, now))
         elif step == "save":
             with cache.store.save(run) as lease:

@@ -14,6 +14,7 @@ import pytest
 from kvtier.cli.main import main
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
+from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
 from kvtier.eviction.hints import Hint
@@ -71,7 +72,7 @@ def test_a_real_store_hits_and_writes_the_same(
     spare.run()
     for request, session, over in trace:
         clock.now = request.at
-        with store.load(request.run, session=session) as load:
+        with store.load(request.run, asker=Asker(session)) as load:
             lane.run()
             load.poll()
             spare.run()

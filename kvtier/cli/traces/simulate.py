@@ -4,17 +4,15 @@ policy and hints."""
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from kvtier.cli import plot
+from kvtier.cli.traces import plot
 from kvtier.core.errors import ConfigError
-from kvtier.core.terminal import table
+from kvtier.core.terminal import progress, table
 from kvtier.traces.belady import belady
 from kvtier.traces.formats import FORMS, read
 from kvtier.traces.mooncake import Request
@@ -47,7 +45,8 @@ class Case(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "file", help="recorded requests; a folder has conversations of kv-cache-tester"
+        "file",
+        help="recorded requests; a folder is a recorder's, or has conversations of kv-cache-tester",
     )
     parser.add_argument(
         "--format", choices=tuple(FORMS), help="the file's form; default: told from the file"
@@ -131,7 +130,7 @@ def _cases(trace: Sequence[Request], every: int, arguments: argparse.Namespace) 
                 yield Case(policy, slots, 0, 0, belady(trace, slots))
                 continue
             cache = Cache(slots, nvme, policy, on_evict, redis)
-            tell = _progress(f"{policy} {given}", len(trace))
+            tell = progress(f"{policy} {given}", len(trace))
             yield Case(policy, slots, nvme, redis, simulate(hinted, cache, tell))
 
 
@@ -210,26 +209,3 @@ def _part(given: str) -> float:
     if not 0 <= part <= 1:
         raise argparse.ArgumentTypeError("must lie between 0 and 1")
     return part
-
-
-def _progress(what: str, requests: int) -> Callable[[int], None]:
-    """A progress bar on a terminal, and nothing elsewhere."""
-    if not sys.stderr.isatty():
-        return lambda done: None
-    begun = time.monotonic()
-
-    def show(done: int) -> None:
-        if done % 200 and done != requests:
-            return
-        part = done / requests
-        left = (time.monotonic() - begun) * (1 - part) / part
-        end = "\r" if done < requests else "\r\033[K"
-        bar = "#" * round(_BAR * part)
-        print(
-            f"{what:14} {bar:{_BAR}} {part:4.0%} {left:4.0f} s left",
-            end=end,
-            file=sys.stderr,
-            flush=True,
-        )
-
-    return show

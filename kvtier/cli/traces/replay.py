@@ -1,0 +1,169 @@
+"""``kvtier replay FILE --connect unix:///path``: recorded requests against a running server, with
+real bytes."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+
+import msgspec
+
+from kvtier.assemble import access
+from kvtier.cli.checks.checks import kept_sizes
+from kvtier.client.client import Client
+from kvtier.client.connect import Address
+from kvtier.config.load import load
+from kvtier.config.values import parse_size
+from kvtier.core.chunk import PAGE_BYTES, ChunkLayout, fingerprint
+from kvtier.core.errors import ConfigError
+from kvtier.core.terminal import progress, size_text, table
+from kvtier.traces.mooncake import lines_of, read
+from kvtier.traces.replay import Replay
+from kvtier.traces.simulate import recorded, unhinted
+
+_CHUNK_BYTES = 64 << 10
+_MOST_AT_ONCE = 64
+_ANSWER_S = 5.0
+"""A replay measures what is held, so it waits longer for an answer than an engine."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="a trace in Mooncake's form, or the folder of a recorder")
+    parser.add_argument(
+        "--connect", required=True, metavar="ADDRESS", help="the server, such as unix:///path"
+    )
+    parser.add_argument(
+        "--chunk-bytes",
+        type=parse_size,
+        metavar="SIZE",
+        help="of a chunk; default: the size that the server keeps, or 64KiB",
+    )
+    parser.add_argument(
+        "--speed",
+        type=_speed,
+        help="times as fast as recorded; default: the next one when all is written that one left",
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=_at_once,
+        default=1,
+        help="requests in flight; they begin in the trace's order; default: 1",
+    )
+    parser.add_argument(
+        "--hints", choices=("none", "recorded"), default="none", help="send the recorded hints"
+    )
+    parser.add_argument(
+        "--requests", type=int, metavar="N", help="only the first N; default: all of them"
+    )
+    parser.add_argument(
+        "--keep-partial",
+        action="store_true",
+        help="keep a prompt's last block although it is not full; kvtier does not",
+    )
+    parser.add_argument("--json", action="store_true", help="print the counts, in chunks")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 1 when a byte was wrong, or when the server was lost. Raises ConfigError."""
+    if not Address.parse(arguments.connect).path:
+        raise ConfigError(
+            f"--connect {arguments.connect}: a replay maps the server's memory, so it runs on the "
+            "server's host: give its unix:///path"
+        )
+    trace = list(read(lines_of(arguments.file), arguments.keep_partial))[: arguments.requests]
+    hinted = recorded(trace) if arguments.hints == "recorded" else unhinted(trace)
+    if not any(request.run for request in trace):
+        raise ConfigError(f"{arguments.file}: no full block, so there is nothing to ask for")
+    with ExitStack() as stack:
+        clients = []
+        for _ in range(arguments.concurrency):
+            clients.append(_client(arguments))
+            stack.callback(clients[-1].close)
+        replay, begun = Replay(clients), time.monotonic()
+        replay.run(hinted, arguments.speed, progress("replay", len(hinted)))
+        found = _document(replay, time.monotonic() - begun)
+        found["unanswered"] = sum(
+            client.counts["unanswered"] + client.counts["lost"] for client in clients
+        )
+        pool = clients[0].pool
+        found["chunk_bytes"] = pool.slot_bytes if pool is not None else 0
+    print(msgspec.json.encode(found).decode() if arguments.json else "\n".join(_screen(found)))
+    return 1 if found["wrong_bytes"] or found["unanswered"] else 0
+
+
+def _client(arguments: argparse.Namespace) -> Client:
+    config = replace(load(), namespace=None)
+    size = arguments.chunk_bytes
+    if size is None:
+        size = next(iter(kept_sizes(config, arguments.connect)), _CHUNK_BYTES)
+    if size % PAGE_BYTES:
+        raise ConfigError(f"--chunk-bytes {size}: expected a multiple of {PAGE_BYTES:,}")
+    layout = ChunkLayout(fingerprint({"replay": size}), 1, 1, (size,))
+    client = Client(access(config, arguments.connect, layout), _ANSWER_S)
+    if client.pool is None:
+        client.close()
+        raise ConfigError(f"--connect {arguments.connect}: no server answers there")
+    return client
+
+
+def _document(replay: Replay, seconds: float) -> dict[str, object]:
+    counts = replay.counts
+    hits = {
+        name.removeprefix("hit_"): count
+        for name, count in sorted(counts.items())
+        if name.startswith("hit_")
+    }
+    return {
+        "requests": counts["requests"],
+        "asked": counts["asked"],
+        "hits": hits,
+        "hit_percent": round(100 * sum(hits.values()) / max(1, counts["asked"]), 3),
+        "saved": counts["saved"],
+        "writes": replay.writes(),
+        "wrong_bytes": counts["wrong"],
+        "seconds": round(seconds, 3),
+    }
+
+
+def _screen(found: Mapping[str, object]) -> Iterator[str]:
+    hits, writes, asked = found["hits"], found["writes"], found["asked"]
+    assert isinstance(hits, dict)
+    assert isinstance(writes, dict)
+    assert isinstance(asked, int)
+    yield (
+        f"{found['requests']:,} requests asked for {asked:,} chunks of "
+        f"{size_text(float(str(found['chunk_bytes'])))} in {found['seconds']:.1f} s"
+    )
+    yield ""
+    rows = [
+        [
+            place,
+            f"{hits.get(place, 0):,}",
+            f"{100 * hits.get(place, 0) / max(1, asked):.2f} %",
+            f"{writes[place]:,}" if place in writes else f"{found['saved']:,}",
+        ]
+        for place in dict.fromkeys(["ram", *writes, *hits])
+    ]
+    total = [f"{sum(hits.values()):,}", f"{found['hit_percent']:.2f} %", ""]
+    yield from table(
+        ("tier", "hits", "of asked", "written"), [*rows, ["all", *total]], numbers=(1, 2, 3)
+    )
+    yield f"wrong bytes: {found['wrong_bytes']}"
+    if found["unanswered"]:
+        yield f"{found['unanswered']} questions were not answered: look at the server's log"
+
+
+def _speed(given: str) -> float:
+    speed = float(given)
+    if not 0 < speed < float("inf"):
+        raise argparse.ArgumentTypeError("must be above 0")
+    return speed
+
+
+def _at_once(given: str) -> int:
+    if not 1 <= int(given) <= _MOST_AT_ONCE:
+        raise argparse.ArgumentTypeError(f"must lie between 1 and {_MOST_AT_ONCE}")
+    return int(given)

@@ -1,0 +1,230 @@
+"""Where a trace is written: a folder of files that follow each other, and the salt of their ids.
+
+A file ends when it has its size or its age. The oldest files are removed, so that all together stay
+within a bound. The folder has one owner at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier.core.errors import ConfigError
+from kvtier.core.lanes import Executor
+from kvtier.core.secret_files import make_folder
+from kvtier.store.record.recorder import SALT_BYTES, Batch, Recorder
+
+logger = logging.getLogger("kvtier")
+
+FILES = "requests-*.jsonl"
+_FILE_BYTES, _FILE_S = 64 << 20, 3600.0
+_MOST_BYTES = 1 << 30
+
+
+class Place(NamedTuple):
+    """Where the next lines go."""
+
+    name: str
+    is_new: bool
+    leaving: list[str]
+    """Files that are removed first."""
+
+
+class Rotation:
+    """Which file is next, and which ones leave. Pure.
+
+    Args:
+        found: names and sizes of the files that are there, the oldest first.
+        file_bytes: a file that would be larger is ended.
+        file_s: a file that is older is ended.
+        most_bytes: the bound of all files together.
+    """
+
+    def __init__(
+        self,
+        found: list[tuple[str, int]],
+        file_bytes: int = _FILE_BYTES,
+        file_s: float = _FILE_S,
+        most_bytes: int = _MOST_BYTES,
+    ) -> None:
+        self._ended = found
+        self._file_bytes, self._file_s, self._most_bytes = file_bytes, file_s, most_bytes
+        self._name, self._size, self._begun = "", 0, 0.0
+
+    def place(self, now: float, count: int) -> Place:
+        """``count`` bytes are to be written at ``now``, in seconds since 1970."""
+        full = self._size + count > self._file_bytes
+        is_new = not self._name or full or not 0 <= now - self._begun < self._file_s
+        if is_new:
+            self.end()
+            self._name, self._begun = self._name_of(now), now
+        leaving = []
+        while self._ended and self._held + self._size + count > self._most_bytes:
+            leaving.append(self._ended.pop(0)[0])
+        return Place(self._name, is_new, leaving)
+
+    def wrote(self, count: int) -> None:
+        """So many bytes were added to the file."""
+        self._size += count
+
+    def end(self) -> None:
+        """Nothing more is added to the file."""
+        if self._size:
+            self._ended.append((self._name, self._size))
+        self._name, self._size = "", 0
+
+    @property
+    def _held(self) -> int:
+        return sum(size for _, size in self._ended)
+
+    def _name_of(self, now: float) -> str:
+        """It is sorted behind all others, also when the clock was set back."""
+        name = FILES.replace("*", f"{int(now * 1000):015d}")
+        last = self._ended[-1][0] if self._ended else ""
+        if name > last:
+            return name
+        number = int(last.removeprefix("requests-").removesuffix(".jsonl")) + 1
+        return FILES.replace("*", f"{number:015d}")
+
+
+class RecordFolder:
+    """The folder of one recorder. It is locked until :meth:`close`.
+
+    Raises ConfigError, which says what to do, when the folder cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = -1
+        try:
+            make_folder(path)
+            self._lock = os.open(path / "salt", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.salt = os.read(self._lock, SALT_BYTES)
+            if len(self.salt) < SALT_BYTES:
+                self.salt = os.urandom(SALT_BYTES)
+                os.pwrite(self._lock, self.salt, 0)
+            found = sorted((each.name, each.stat().st_size) for each in path.glob(FILES))
+        except BlockingIOError as error:
+            self.close()
+            raise ConfigError(
+                f"record={path}: somebody else records there: give each engine or server a folder "
+                "of its own"
+            ) from error
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"record={path} cannot be written: {error}; give a folder that this user may "
+                "write, or remove record"
+            ) from error
+        self.rotation = Rotation(found)
+
+    def close(self) -> None:
+        """Somebody else may record there."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def record_folder(path: str, replica: int = 0) -> Path:
+    """Each replica of an engine has a folder of its own."""
+    return Path(path) / f"replica{replica}" if replica else Path(path)
+
+
+class Trouble:
+    """Says once that nothing can be written, and once that it can be again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.said = ""
+        """What is wrong now. Empty: nothing."""
+
+    def failed(self, error: OSError) -> None:
+        if not self.said:
+            logger.warning("record=%s: nothing is recorded: %s", self._path, error)
+        self.said = f"nothing is recorded in {self._path}: {error}"
+
+    def ended(self) -> None:
+        if self.said:
+            logger.info("record=%s: recording again", self._path)
+        self.said = ""
+
+
+class LaneWriter:
+    """Writes what a recorder notes, on a lane of its own.
+
+    Args:
+        lane: with one thread.
+        clock: seconds since 1970.
+    """
+
+    def __init__(
+        self, recorder: Recorder, folder: RecordFolder, lane: Executor, clock: Callable[[], float]
+    ) -> None:
+        self._recorder, self._folder, self._lane, self._clock = recorder, folder, lane, clock
+        self._file = -1
+        self._path = folder.path
+        self._size = 0
+        self._trouble = Trouble(folder.path)
+        recorder.on_note = lambda: lane.submit(self._write_all)
+        recorder.on_close = self.close
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what waits, and end. False: the lane hangs."""
+        clean = self._lane.close(timeout_s)
+        if clean:
+            self._write_all()
+            self._end()
+            self._folder.close()
+        return clean
+
+    def _write_all(self) -> None:
+        """On the lane."""
+        while (batch := self._recorder.take()).lines:
+            try:
+                self._write(batch)
+            except OSError as error:
+                self._undo()
+                self._trouble.failed(error)
+                self._recorder.ended(batch, written=False)
+            else:
+                self._trouble.ended()
+                self._recorder.ended(batch, written=True)
+
+    def _write(self, batch: Batch) -> None:
+        rotation, path = self._folder.rotation, self._folder.path
+        place = rotation.place(self._clock(), len(batch.data))
+        for name in place.leaving:
+            (path / name).unlink(missing_ok=True)
+        if place.is_new:
+            self._end()
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+            self._path, self._size = path / place.name, 0
+            self._file = os.open(self._path, flags, 0o600)
+        else:
+            self._path.stat()  # a removed file would lose its lines
+        done = 0
+        while done < len(batch.data):
+            done += os.write(self._file, batch.data[done:])
+        self._size += done
+        rotation.wrote(done)
+
+    def _undo(self) -> None:
+        """A part of a line may have been written. The next lines go into another file."""
+        if self._file >= 0:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._size)
+                if not self._size:
+                    self._path.unlink()
+        self._end()
+        self._folder.rotation.end()
+
+    def _end(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1

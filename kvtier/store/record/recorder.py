@@ -1,0 +1,164 @@
+"""Recorder: prompts and hints wait in a bounded queue, and become lines of a trace.
+
+The lines are in Mooncake's form, with more fields. Instead of keys and names they have salted
+64-bit ids. An id says nothing to somebody who does not have the salt. Somebody who has it can tell
+whether a key that he knows was used.
+
+Whoever notes something never waits. When the queue is full, it is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.lookup import Asker
+from kvtier.eviction.hints import Hint
+
+SALT_BYTES = 32
+_ID_BYTES = 8
+_MOST_WAITING = 4096
+_MOST_KEYS = 1 << 18
+"""Keys that wait. Together they have 24 MiB."""
+_AT_ONCE = 1 << 18
+"""Bytes of the lines that are made at once."""
+
+
+class Notes(Protocol):
+    """What a Store tells of. Any thread may call it, and no call waits or raises."""
+
+    @property
+    def counts(self) -> Mapping[str, int]: ...
+
+    def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
+        """A prompt asked for this run."""
+        ...
+
+    def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> None:
+        """A hint about this run. Without a run it is about the last prompt of the session."""
+        ...
+
+    def close(self, timeout_s: float) -> bool:
+        """The Store ends. False: something hangs."""
+        ...
+
+
+class _Nothing:
+    """Nothing is recorded."""
+
+    counts: Mapping[str, int] = {}
+
+    def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
+        pass
+
+    def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> None:
+        pass
+
+    def close(self, timeout_s: float) -> bool:
+        return True
+
+
+NOT_RECORDED: Notes = _Nothing()
+
+
+class _Item(NamedTuple):
+    at: float
+    run: Sequence[ChunkKey]
+    asker: Asker
+    hint: Hint | None = None
+
+
+class Batch(NamedTuple):
+    """Lines to be written. ``lines`` says how many there are in ``data``."""
+
+    data: bytes
+    lines: int
+
+
+class Recorder:
+    """Notes of one process. One thread at a time calls :meth:`take`.
+
+    Args:
+        salt: of the folder that is written to.
+        clock: seconds since 1970.
+    """
+
+    def __init__(self, salt: bytes, clock: Callable[[], float] = time.time) -> None:
+        self._salt, self._clock = salt, clock
+        self._waiting: deque[_Item] = deque()
+        self._noted_keys = self._taken_keys = 0
+        self.on_note: Callable[[], object] = _nothing
+        """Called after each note. It must not wait."""
+        self.on_close: Callable[[float], bool] = _clean
+        """Called when a Store that has it ends."""
+        self.counts: Counter[str] = Counter(recorded=0, unrecorded=0)
+        """Lines that were written. ``unrecorded`` counts those that were not: the queue was full,
+        or the folder could not be written."""
+
+    def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
+        """See Notes."""
+        if run:
+            self._note(_Item(self._clock(), tuple(run), asker))
+
+    def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> None:
+        """See Notes."""
+        self._note(_Item(self._clock(), tuple(run), Asker(session), hint))
+
+    def close(self, timeout_s: float) -> bool:
+        """See Notes."""
+        return self.on_close(timeout_s)
+
+    def _note(self, item: _Item) -> None:
+        keys = self._noted_keys - self._taken_keys
+        if len(self._waiting) >= _MOST_WAITING or keys >= _MOST_KEYS:
+            self.counts["unrecorded"] += 1
+            return
+        self._noted_keys += len(item.run)
+        self._waiting.append(item)
+        self.on_note()
+
+    def take(self) -> Batch:
+        """The next lines; none when nothing waits. Whoever writes them tells :meth:`ended`."""
+        lines, size = list[bytes](), 0
+        while self._waiting and size < _AT_ONCE:
+            item = self._waiting.popleft()
+            self._taken_keys += len(item.run)
+            lines.append(msgspec.json.encode(self._document(item)) + b"\n")
+            size += len(lines[-1])
+            time.sleep(0)  # others wait for the interpreter
+        return Batch(b"".join(lines), len(lines))
+
+    def ended(self, batch: Batch, *, written: bool) -> None:
+        """The batch is written, or it cannot be written."""
+        self.counts["recorded" if written else "unrecorded"] += batch.lines
+
+    def _document(self, item: _Item) -> dict[str, object]:
+        ids, asker = [self._id(key) for key in item.run], item.asker
+        document: dict[str, object] = {"timestamp": round(item.at * 1000), "whole": True}
+        if asker.tokens:
+            document["input_length"] = asker.tokens
+        if asker.session:
+            document["session"] = f"{self._id(asker.session.encode()):016x}"
+        if item.hint is None:
+            return {**document, "hash_ids": ids}
+        document |= {"over": item.hint.over, "keep_s": item.hint.keep_s, "about": ids}
+        return {**document, "input_length": 0, "output_length": 0, "hash_ids": []}
+
+    def _id(self, name: bytes) -> int:
+        digest = blake2b(name, key=self._salt, digest_size=_ID_BYTES).digest()
+        return int.from_bytes(digest, "big")
+
+
+def _nothing() -> None:
+    """Nobody waits for notes."""
+
+
+def _clean(timeout_s: float) -> bool:
+    """Whoever writes ends by himself."""
+    return True

@@ -1,0 +1,204 @@
+"""A day is recorded, simulated and replayed, as README says: ``engine.record``, ``kvtier simulate``
+and ``kvtier replay``."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.cli.main import main
+from kvtier.client.client import Client
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.lookup import Asker
+from kvtier.eviction.hints import Hint
+from kvtier.traces.mooncake import lines_of
+from tests.admin_server import administered
+from tests.child_process import wait_for
+from tests.server_process import (
+    LAYOUT,
+    SLOT,
+    attached,
+    run,
+    save,
+    serving,
+)
+
+CHUNKS = 64
+
+
+def chats(turns: int, seed: int = 3) -> list[tuple[int, list[int]]]:
+    """Conversations by number, each turn with all tokens so far."""
+    draw, going, found = random.Random(seed), dict[int, list[int]](), list[tuple[int, list[int]]]()
+    for number in range(turns):
+        if going and draw.random() < 0.7:
+            chat = draw.choice(list(going))
+        else:
+            chat, going[number] = number, [0, number + 1]
+        going[chat] = going[chat] + [draw.randrange(1000) for _ in range(draw.randint(1, 3))]
+        found.append((chat, going[chat]))
+        if len(going[chat]) > 15:
+            del going[chat]
+    return found
+
+
+def trace_file(folder: Path, turns: int) -> Path:
+    ids, lines = dict[ChunkKey, int](), list[str]()
+    for at, (_, tokens) in enumerate(chats(turns)):
+        keys = [ids.setdefault(key, len(ids)) for key in LAYOUT.keys(tokens)]
+        asked = {"timestamp": 100 * at, "input_length": 512 * len(keys), "hash_ids": keys}
+        lines.append(json.dumps(asked))
+    path = folder / "trace.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> Any:
+    capsys.readouterr()
+    assert main([*words, "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def ask(client: Client, chat: int, tokens: list[int]) -> int:
+    """One request as an engine has it, which asks twice. Returns its hits."""
+    keys, session = LAYOUT.keys(tokens), f"chat {chat}"
+    with client.load(keys, asker=Asker(session, 512 * len(keys))) as lease:
+        hits = lease.poll().ready
+    client.load(keys, most=hits, asker=Asker(session, 512 * len(keys), again=True)).close()
+    save(client, keys)
+    return hits
+
+
+def test_what_a_server_records_is_simulated_to_its_own_counters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "record"
+    asked = hits = 0
+    with serving(ram_bytes=CHUNKS * SLOT, policy="lru", record=record) as server:
+        with attached(server.access()) as client:
+            for chat, tokens in chats(300):
+                hits += ask(client, chat, tokens)
+                asked += len(tokens)
+            wait_for(lambda: client.stats()["recorded"] == 300, "recorded")
+            stats = client.stats()
+        assert stats["unrecorded"] == 0
+        # Each request asked twice. The second time it asked for all of it, and claimed its hits.
+        assert (stats["load_asked"], stats["ram_loaded"]) == (2 * asked, 2 * hits)
+    assert 0.2 * asked < hits < 0.9 * asked
+    found = said(capsys, "simulate", str(record), "--ram", str(CHUNKS), "--policy", "lru")
+    assert [found[0][name] for name in ("requests", "asked", "ram")] == [300, asked, hits]
+
+
+def test_hints_are_recorded_and_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, hits, often = tmp_path / "record", 0, list(range(7))
+    with (
+        serving(ram_bytes=24 * SLOT, policy="lru", record=record) as server,
+        attached(server.access()) as client,
+    ):
+        for once in range(1, 41):
+            if once % 2:
+                hits += ask(client, 0, often)
+            hits += ask(client, once, [once + 100, *range(9)])
+            client.hint((), Hint(over=True), f"chat {once}")
+            wait_for(lambda: client.stats()["hints_followed"] == once, "followed")  # noqa: B023
+        wait_for(lambda: client.stats()["recorded"] == 20 + 40 + 40, "recorded")
+    words = ("simulate", str(record), "--ram", "24", "--policy", "lru")
+    plain, hinted = (said(capsys, *words, "--hints", hints)[0] for hints in ("none", "recorded"))
+    assert plain["requests"] == hinted["requests"] == 60
+    assert plain["ram"] < hinted["ram"] == hits == 19 * 7
+    with serving(ram_bytes=24 * SLOT, policy="lru", slot_bytes=SLOT) as server:
+        replayed = ["replay", str(record), "--connect", str(server.address)]
+        assert said(capsys, *replayed, "--hints", "recorded")["hits"] == {"ram": hits}
+        assert said(capsys, *replayed)["hits"] == {"ram": plain["ram"]}
+
+
+@pytest.mark.parametrize("policy", ["lru", "auto"])
+@pytest.mark.parametrize("below", [0, 256])
+def test_a_replay_hits_what_the_simulator_says(
+    policy: str, below: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = trace_file(tmp_path, 500)
+    lower: Any = {"nvme_path": tmp_path / "nvme", "nvme_bytes": below * SLOT} if below else {}
+    sizes = ["--ram", str(CHUNKS), "--policy", policy]
+    with serving(ram_bytes=CHUNKS * SLOT, policy=policy, slot_bytes=SLOT, **lower) as server:
+        connect = ["--connect", str(server.address)]
+        replayed = said(capsys, "replay", str(trace), *connect)
+        room = re.search(r"nvme (\d+) chunks", server.log.read_text())
+        more = ["--concurrency", "4", "--requests", "9", "--speed", "100"]
+        again = said(capsys, "replay", str(trace), *connect, *more)
+    sizes += ["--nvme", room[1] if room else "0", "--write", "save"]
+    (simulated,) = said(capsys, "simulate", str(trace), *sizes)
+    percent = 100 * (simulated["ram"] + simulated["lower"]) / simulated["asked"]
+    assert replayed["requests"] == 500 and replayed["wrong_bytes"] == 0
+    assert abs(replayed["hit_percent"] - percent) <= 0.5
+    assert 20 < percent < 90
+    if below:
+        assert replayed["hits"]["nvme"] > 0
+        assert abs(replayed["writes"]["nvme"] - simulated["writes"]) < 0.02 * simulated["writes"]
+    assert (again["requests"], again["wrong_bytes"]) == (9, 0)
+
+
+def test_a_recording_that_cannot_be_written_costs_no_request(tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    with administered(record=record) as server, attached(server.access()) as client:
+        ask(client, 1, [1, 2, 3])
+        wait_for(lambda: client.stats()["recorded"] == 1, "recorded")
+        shutil.rmtree(record)
+        assert ask(client, 1, [1, 2, 3]) == 3, "served as before"
+        wait_for(lambda: client.stats()["unrecorded"] == 1, "counted")
+        health = server.ask("GET", "/healthz").body
+        assert health["ready"] and "nothing is recorded" in str(health["trouble"])
+        assert "kvtier_unrecorded_total" in server.ask("GET", "/metrics").text
+        record.mkdir(0o700)
+        assert ask(client, 1, [1, 2, 3]) == 3
+        wait_for(lambda: client.stats()["recorded"] == 2, "recorded again")
+        assert server.ask("GET", "/healthz").body["trouble"] == []
+    assert len(list(lines_of(str(record)))) == 1
+
+
+def test_what_waits_is_written_when_the_server_stops(tmp_path: Path) -> None:
+    with serving(record=tmp_path) as server, attached(server.access()) as client:
+        client.load(run(1, 4), asker=Asker(tokens=2048)).close()
+        client.stats()
+        server.stop()
+    (line,) = [json.loads(line) for line in lines_of(str(tmp_path))]
+    assert (line["input_length"], len(line["hash_ids"])) == (2048, 4)
+
+
+@pytest.mark.parametrize(
+    ("connect", "words"),
+    [("tcp://127.0.0.1:9", "on the server's host"), ("unix:///nowhere/k.sock", "nowhere")],
+)
+def test_a_replay_without_a_server_says_so(
+    connect: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", str(trace_file(tmp_path, 5)), "--connect", connect]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_wrong_byte_is_counted_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = trace_file(tmp_path, 20)
+    with serving(ram_bytes=CHUNKS * SLOT, slot_bytes=SLOT) as server:
+        from kvtier.traces import replay
+
+        make, calls = replay.content, [0]
+
+        def sometimes_wrong(key: ChunkKey, size: int) -> Any:
+            calls[0] += 1
+            made = make(key, size)
+            if calls[0] == 3:
+                made[5] ^= 255
+            return made
+
+        monkeypatch.setattr(replay, "content", sometimes_wrong)
+        found = said(capsys, "replay", str(trace), "--connect", str(server.address), status=1)
+    assert found["wrong_bytes"] > 0

@@ -1,0 +1,241 @@
+"""The recorder: what it writes, what it never writes, and that nobody waits for it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.assemble import assemble_store, try_record
+from kvtier.cli.main import main
+from kvtier.config.keys import Config
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.errors import ConfigError
+from kvtier.core.lookup import Asker
+from kvtier.eviction.hints import Hint
+from kvtier.store.record.folder import LaneWriter, RecordFolder
+from kvtier.store.record.recorder import Recorder
+from kvtier.store.store import Store
+from kvtier.testing import ManualLane
+from kvtier.traces.mooncake import Request, lines_of, read
+from tests.clock import Clock
+
+SLOT = 4096
+LAYOUT = ChunkLayout(fingerprint({"model": "record"}), 1, 1, (SLOT,))
+
+
+def run(prompt: int, length: int = 3) -> list[ChunkKey]:
+    return LAYOUT.keys([prompt, *range(length - 1)])
+
+
+class Recording:
+    """A recorder whose lane works when it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.clock, self.lane = path, Clock(), ManualLane(bound=1)
+        folder = RecordFolder(path)
+        self.recorder = Recorder(folder.salt, self.clock)
+        self.writer = LaneWriter(self.recorder, folder, self.lane, self.clock)
+
+    def prompt(self, keys: list[ChunkKey], **asker: Any) -> None:
+        self.recorder.prompt(keys, Asker(**asker))
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in lines_of(str(self.path))]
+
+    def trace(self) -> list[Request]:
+        return list(read(lines_of(str(self.path))))
+
+    def counts(self) -> tuple[int, int]:
+        return self.recorder.counts["recorded"], self.recorder.counts["unrecorded"]
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Recording:
+    return Recording(tmp_path / "record")
+
+
+def test_a_prompt_is_one_line_of_mooncakes_form(recording: Recording) -> None:
+    recording.clock.now = 1_700_000_000.25
+    recording.prompt(run(1), session="mine", tokens=700)
+    recording.prompt(run(2, 2))
+    recording.lane.run()
+    first, second = recording.lines()
+    assert (first["timestamp"], first["input_length"]) == (1_700_000_000_250, 700)
+    assert len(first["hash_ids"]) == 3 and all(0 <= each < 2**64 for each in first["hash_ids"])
+    assert "input_length" not in second and "session" not in second
+    assert recording.counts() == (2, 0)
+
+
+def test_a_trace_says_which_prompts_share_chunks_and_sessions(recording: Recording) -> None:
+    longer = [*run(1), *run(9)]
+    for keys, session in ((run(1), "a"), (longer, "a"), (run(1), "b")):
+        recording.prompt(keys, session=session, tokens=1700)
+    recording.lane.run()
+    one, two, three = recording.trace()
+    assert [len(request.run) for request in (one, two, three)] == [3, 6, 3], "none is cut off"
+    assert two.run[:3] == one.run == three.run
+    assert one.session == two.session != three.session
+
+
+def test_nothing_that_is_written_can_be_joined_with_keys_or_names(
+    recording: Recording, tmp_path: Path
+) -> None:
+    other = Recording(tmp_path / "other")
+    for each in (recording, other):
+        each.prompt(run(1), session="alice@example.org")
+        each.lane.run()
+    written = b"".join(path.read_bytes() for path in recording.path.glob("*.jsonl"))
+    for key in run(1):
+        assert key.hex().encode() not in written
+        assert str(int.from_bytes(key[:8], "big")).encode() not in written
+        assert str(int.from_bytes(key[:8], "little")).encode() not in written
+    assert b"alice" not in written
+    ours, theirs = recording.lines()[0], other.lines()[0]
+    assert not set(ours["hash_ids"]) & set(theirs["hash_ids"]), "each folder has a salt of its own"
+    assert ours["session"] != theirs["session"]
+    assert {path.stat().st_mode & 0o777 for path in recording.path.iterdir()} == {0o600}
+
+
+def test_another_start_goes_on_with_the_same_ids(recording: Recording) -> None:
+    recording.prompt(run(1))
+    assert recording.writer.close(1.0)
+    again = Recording(recording.path)
+    again.clock.now = 5.0
+    again.prompt(run(1))
+    again.lane.run()
+    one, two = again.trace()
+    assert one.run == two.run
+
+
+def test_a_hint_is_about_its_own_prompt(recording: Recording) -> None:
+    recording.prompt(run(1))
+    recording.recorder.hint([*run(1), *run(8)], "", Hint(over=True))
+    recording.recorder.hint((), "mine", Hint(keep_s=60.0))
+    recording.lane.run()
+    prompt, over, keep = recording.trace()
+    assert over.about is not None
+    assert (over.run, over.over, over.about[:3]) == ((), True, prompt.run)
+    assert (keep.over, keep.about, keep.session != "") == (False, (), True)
+    assert recording.lines()[2]["keep_s"] == 60.0
+
+
+def test_a_full_queue_drops_and_counts(recording: Recording) -> None:
+    for number in range(5000):
+        recording.prompt(run(number, 1))
+    recording.lane.run()
+    assert recording.counts() == (4096, 904)
+    recording.prompt(run(1, 300_000))
+    recording.prompt(run(2))
+    assert recording.counts() == (4096, 905), "keys have a bound too"
+    recording.lane.run()
+    recording.prompt(run(2))
+    recording.lane.run()
+    assert recording.counts() == (4098, 905)
+
+
+def test_a_disk_that_is_full_costs_lines_and_leaves_no_half_ones(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, full = os.write, [False]
+
+    def writes(descriptor: int, data: bytes) -> int:
+        if full[0]:
+            full[0] = len(data) > 1
+            if not full[0]:
+                raise OSError(errno.ENOSPC, "no space left on device")
+            return write(descriptor, data[: len(data) // 2])
+        return write(descriptor, data)
+
+    recording.prompt(run(1))
+    recording.lane.run()
+    monkeypatch.setattr("kvtier.store.record.folder.os.write", writes)
+    full[0] = True
+    recording.prompt(run(2))
+    recording.lane.run()
+    recording.clock.now = 1.0
+    recording.prompt(run(3))
+    recording.lane.run()
+    assert recording.counts() == (2, 1)
+    assert len(recording.trace()) == 2
+
+
+def test_a_folder_that_is_removed_costs_lines_until_it_is_back(recording: Recording) -> None:
+    recording.prompt(run(1))
+    recording.lane.run()
+    shutil.rmtree(recording.path)
+    for _ in range(2):
+        recording.prompt(run(2))
+        recording.lane.run()
+    assert recording.counts() == (1, 2)
+    recording.path.mkdir(0o700)
+    recording.prompt(run(3))
+    recording.lane.run()
+    assert recording.counts() == (2, 2)
+    assert len(recording.trace()) == 1
+
+
+def store_of(config: Config) -> Store:
+    return assemble_store(config, LAYOUT)
+
+
+def test_an_engine_records_each_request_once(tmp_path: Path) -> None:
+    store = store_of(Config(ram_bytes=64 * SLOT, record=str(tmp_path / "record")))
+    store.load(run(1), asker=Asker("mine", 900)).close()
+    for _ in range(3):
+        store.load(run(1), asker=Asker("mine", 900, again=True)).close()
+    store.hint(run(1), Hint(over=True), "mine")
+    assert store.close()
+    prompt, hint = read(lines_of(str(tmp_path / "record")))
+    assert (len(prompt.run), hint.about) == (3, prompt.run)
+    assert store.stats()["recorded"] == 2
+
+
+def test_nothing_is_recorded_unless_it_is_asked_for(tmp_path: Path) -> None:
+    store = store_of(Config(ram_bytes=64 * SLOT))
+    store.load(run(1)).close()
+    assert "recorded" not in store.stats()
+    assert store.close()
+
+
+@pytest.mark.parametrize("place", ["a file", "a folder of others", "somebody records there"])
+def test_a_folder_that_cannot_be_written_ends_the_start_in_words(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "record"
+    if place == "a file":
+        path.write_text("")
+    elif place == "a folder of others":
+        path = Path("/proc/1/record")
+    else:
+        held = RecordFolder(path)
+    config = Config(ram_bytes=64 * SLOT, record=str(path))
+    for start in (store_of, try_record):
+        with pytest.raises(ConfigError, match=f"record={path}"):
+            start(config)
+    monkeypatch.setenv("KVTIER_RECORD", str(path))
+    monkeypatch.setenv("KVTIER_RAM_BYTES", "1MiB")
+    monkeypatch.setenv("KVTIER_ADMIN", "off")
+    for words in (
+        ["launch", "--print", "--", "vllm", "serve", "m"],
+        ["serve", "--listen", f"unix://{tmp_path}/run/s.sock"],
+    ):
+        assert main(words) == 2
+        assert f"record={path}" in capsys.readouterr().err
+    if place == "somebody records there":
+        held.close()
+        try_record(config)
+
+
+def test_replicas_have_folders_of_their_own(tmp_path: Path) -> None:
+    config = Config(ram_bytes=64 * SLOT, record=str(tmp_path / "record"))
+    stores = [assemble_store(config, LAYOUT, replica) for replica in range(2)]
+    for store in stores:
+        store.load(run(1)).close()
+        assert store.close()
+    assert len(list((tmp_path / "record" / "replica1").glob("*.jsonl"))) == 1
