@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from kvtier.connectors.vllm.metadata import Seam
 from kvtier.connectors.vllm.worker_side.loaded import models_with
@@ -38,6 +39,8 @@ class InPlace:
             raise LayoutError("LoRA is on, and which adapter a token has is told for a step only")
         if vllm_config.parallel_config.data_parallel_size != 1:
             raise LayoutError("it has not run with data parallelism")
+        if has_kv_transfer_group() and not _is_ours(get_kv_transfer_group()):
+            raise LayoutError("another connector is told of every layer that the model runs")
         roots = models_with(list(layers.values()))
         if len(roots) != 1:
             raise LayoutError(f"{len(roots)} models have these layers")
@@ -102,3 +105,8 @@ class InPlace:
         ):
             tokens = torch.tensor([token for seam in seams for token in seam.tokens])
             self._model(input_ids=tokens.int(), positions=positions)
+
+
+def _is_ours(connector: object) -> bool:
+    """Whether it is kvtier's own, and no group of connectors."""
+    return type(connector).__module__.startswith("kvtier.")

@@ -211,6 +211,20 @@ def test_engines_that_compute_nothing_in_place_say_why(lora: Any, replicas: int,
         InPlace(config, {}, TOKENS)
 
 
+def test_nothing_is_computed_in_place_beside_other_connectors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM tells its connector of each layer that is run, and a group tells all that are in it."""
+    from kvtier.connectors.vllm.worker_side import in_place
+
+    parallel = SimpleNamespace(data_parallel_size=1)
+    config = SimpleNamespace(lora_config=None, parallel_config=parallel)
+    monkeypatch.setattr(in_place, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(in_place, "get_kv_transfer_group", lambda: Worker(HOME))
+    with pytest.raises(LayoutError, match="another connector"):
+        in_place.InPlace(config, {}, TOKENS)
+
+
 def test_a_model_that_no_pass_can_be_run_with_moves_all_the_same() -> None:
     from kvtier.connectors.vllm.worker_side.moved import Mover
 
