@@ -200,13 +200,23 @@ def test_a_rank_that_cannot_copy_tells_vllm_together_with_the_others(rank: Rank)
 
 
 @pytest.mark.parametrize(
-    ("lora", "replicas", "told"), [(object(), 1, "LoRA"), (None, 2, "data parallelism")]
+    ("lora", "replicas", "v2", "told"),
+    [
+        (object(), 1, False, "LoRA"),
+        (None, 2, False, "data parallelism"),
+        (None, 1, True, "V2 model runner"),
+    ],
 )
-def test_engines_that_compute_nothing_in_place_say_why(lora: Any, replicas: int, told: str) -> None:
+def test_engines_that_compute_nothing_in_place_say_why(
+    lora: Any, replicas: int, told: str, *, v2: bool
+) -> None:
     from kvtier.connectors.vllm.worker_side.in_place import InPlace
 
-    parallel = SimpleNamespace(data_parallel_size=replicas)
-    config = SimpleNamespace(lora_config=lora, parallel_config=parallel)
+    config = SimpleNamespace(
+        lora_config=lora,
+        parallel_config=SimpleNamespace(data_parallel_size=replicas),
+        use_v2_model_runner=v2,
+    )
     with pytest.raises(LayoutError, match=told):
         InPlace(config, {}, TOKENS)
 
