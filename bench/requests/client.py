@@ -32,6 +32,9 @@ TIERS = {
 _BY_SOURCE = re.compile(
     r'^vllm:prompt_tokens_cached_by_source_total\{[^}]*source="(\w+)"[^}]*\} (\S+)', re.MULTILINE
 )
+_IN_PLACE = re.compile(
+    r'^vllm:kvtier_span_tokens_total\{[^}]*kind="computed"[^}]*\} (\S+)', re.MULTILINE
+)
 _TOTALS = {
     "gpu": "vllm:prefix_cache_hits_total",
     "unknown": "vllm:external_prefix_cache_hits_total",
@@ -155,7 +158,8 @@ class Client:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        named = {"user": ask.user} if ask.user else {}
+        named: dict[str, Any] = {"user": ask.user} if ask.user else {}
+        named |= {"kv_transfer_params": dict(ask.params)} if ask.params else {}
         return body | named | ({"ignore_eos": True, "return_token_ids": True} if self.vllm else {})
 
 
@@ -252,6 +256,17 @@ def parse_hits(metrics: str) -> dict[str, float] | None:
         if values:
             hits[tier] = sum(map(float, values))
     return hits or None
+
+
+def computed_in_place(base_url: str) -> int:
+    """Prompt tokens that kvtier computed in place so far, which vLLM counts as cached. Raises
+    RequestError when the server does not answer."""
+    try:
+        with urllib.request.urlopen(f"{base_url}/metrics", timeout=30) as reply:
+            found = _IN_PLACE.findall(reply.read().decode())
+    except (urllib.error.URLError, OSError) as error:
+        raise RequestError(f"{base_url}/metrics does not answer: {error}") from error
+    return int(sum(map(float, found)))
 
 
 def _ask(url: str, body: dict[str, Any] | None = None) -> Any:

@@ -7,8 +7,9 @@ about one token.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 Prompt = Sequence[int | str] | str
 
@@ -17,7 +18,7 @@ Prompt = Sequence[int | str] | str
 class Ask:
     """One request. ``document`` is the index of the document, and ``question`` the index of the
     question about it. ``is_miss``: the round before did not see this document. ``user``: OpenAI's
-    ``user`` of the request. An empty one is not sent."""
+    ``user`` of the request. ``params``: its ``kv_transfer_params``. Empty ones are not sent."""
 
     document: int
     question: int
@@ -25,6 +26,7 @@ class Ask:
     output_len: int
     is_miss: bool = False
     user: str = ""
+    params: Mapping[str, Any] = field(default_factory=dict)
 
 
 def draw(words: Sequence[int | str], length: int, seed: int, what: object) -> list[int | str]:

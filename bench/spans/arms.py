@@ -27,6 +27,9 @@ class Arm:
     about: str
     order: Order = "given"
     kvtier: bool = False
+    first: int | None = None
+    """Documents are taken from their homes, which are warmed before, and so many tokens of each are
+    computed in place. None: they are not."""
     cannot_run: str = ""
 
 
@@ -46,6 +49,18 @@ ARMS: dict[str, Arm] = {
             "the same, with the documents in the stable order; exact",
             order="stable",
             kvtier=True,
+        ),
+        Arm(
+            "spans-k0",
+            "kvtier takes each document from its warm home; an approximation",
+            kvtier=True,
+            first=0,
+        ),
+        Arm(
+            "spans-k16",
+            "the same, with the first 16 tokens of each moved document computed in place",
+            kvtier=True,
+            first=16,
         ),
         Arm(
             "lmcache-blend",
@@ -95,11 +110,14 @@ class Sizes:
     def gpu_gib(self, arm: Arm) -> int:
         return math.ceil(self.gpu_blocks(arm) * self.block_tokens * self.token_bytes / 2**30)
 
-    @property
-    def ram(self) -> str:
-        """kvtier's: every prompt, as if none shared anything."""
+    def ram(self, arm: Arm) -> str:
+        """kvtier's: every prompt, as if none shared anything, and every home."""
         chunks = math.ceil(self.work.longest / self.chunk_tokens)
-        size = (self.prompts + 2 * self.inflight) * chunks * self.chunk_tokens * self.token_bytes
+        chunks *= self.prompts + 2 * self.inflight
+        if arm.first is not None:
+            home = math.ceil(self.work.longest_home / self.chunk_tokens)
+            chunks += self.rounds * self.work.pool * home
+        size = chunks * self.chunk_tokens * self.token_bytes
         return f"{math.ceil(size / _MIB)}MiB"
 
 
@@ -114,4 +132,6 @@ def server_env(arm: Arm, sizes: Sizes) -> dict[str, str]:
     """kvtier's variables. None where it is not."""
     if not arm.kvtier:
         return {}
-    return {"KVTIER_RAM_BYTES": sizes.ram, "KVTIER_CHUNK_TOKENS": str(sizes.chunk_tokens)}
+    spans = {} if arm.first is None else {"KVTIER_SPANS": "on"}
+    ram, chunk = sizes.ram(arm), str(sizes.chunk_tokens)
+    return {"KVTIER_RAM_BYTES": ram, "KVTIER_CHUNK_TOKENS": chunk} | spans

@@ -22,11 +22,19 @@ Answers = Mapping[tuple[int, int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One arm as it ran. ``hits``: tokens by tier, None where the server does not tell."""
+    """One arm as it ran. ``hits``: tokens by tier, None where the server does not tell. ``homes``:
+    what warmed its documents before. ``in_place``: prompt tokens that were computed in place."""
 
     arm: Arm
     rounds: Sequence[Sequence[Outcome]]
     hits: Mapping[str, float] | None
+    homes: Sequence[Outcome] = ()
+    in_place: int = 0
+
+    @property
+    def warm_up_s(self) -> float:
+        """Seconds that the homes took, one after the other."""
+        return sum(outcome.latency for outcome in self.homes)
 
     @property
     def good(self) -> list[Outcome]:
@@ -55,7 +63,9 @@ class Run:
         """Of the prompts. None where the server does not tell what was cached."""
         cached = [outcome.cached_tokens for outcome in self.good]
         told = [tokens for tokens in cached if tokens is not None]
-        return self.prompt_tokens - sum(told) if len(told) == len(cached) else None
+        if len(told) < len(cached):
+            return None
+        return self.prompt_tokens - sum(told) + self.in_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +145,8 @@ class Results:
 
     @property
     def exact(self) -> bool:
-        """No answer differs from full prefill's of the same prompt."""
-        found = [self.with_full(run) for run in self.runs]
+        """No answer differs from full prefill's of the same prompt, in arms that are exact."""
+        found = [self.with_full(run) for run in self.runs if run.arm.first is None]
         return all(each is None or each.same == each.compared for each in found)
 
 
@@ -171,6 +181,9 @@ def as_json(results: Results, run: Run) -> dict[str, Any]:
         "ttft_p99_s": percentile(run.ttft, 99),
         "prompt_tokens": run.prompt_tokens,
         "computed_tokens": run.computed_tokens,
+        "computed_in_place_tokens": run.in_place,
+        "warm_up_s": run.warm_up_s,
+        "warm_up_tokens": sum(outcome.prompt_tokens for outcome in run.homes),
         "hit_tokens": None if hits is None else {tier: round(hits.get(tier, 0)) for tier in TIERS},
         "requests": len(run.good) + len(run.failed),
         "failed_requests": len(run.failed),
@@ -211,7 +224,7 @@ def _request(outcome: Outcome) -> dict[str, Any]:
 def screen(results: Results) -> list[str]:
     """The shell's table, a row an arm, and why an arm has none."""
     heads = ["arm", "TTFT mean", "p99", "against none", "computed", "same first", "same answer"]
-    heads += ["first differing", "as given order"]
+    heads += ["first differing", "as given order", "warm-up"]
     rows = [_cells(results, run) for run in results.runs if run.means]
     lines = table(heads, rows, numbers=range(1, len(heads)))
     lines += [f"{arm.name}: {arm.cannot_run}" for arm in ARMS.values() if arm.cannot_run]
@@ -232,4 +245,5 @@ def _cells(results: Results, run: Run) -> list[str]:
         f"{full.same} of {full.compared}" if full else "",
         "" if differing is None else f"{differing:g}",
         f"{given.same} of {given.compared}" if given else "",
+        f"{run.warm_up_s:.1f} s" if run.homes else "",
     ]

@@ -14,6 +14,7 @@ import contextlib
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvtier.bench.command import failures, progress_bars, run_command, stepping, terminable, waiting
@@ -84,15 +85,18 @@ def _arm(args: argparse.Namespace, arm: Arm, full: dict[Order, Answers], progres
                 raise client.RequestError(
                     f"arm {arm.name}: a first request failed: {outcome.error}"
                 )
+        homes = _homes(args, arm, asker, work, progress)
         before = client.hit_counters(server.base_url)
-        rounds = _rounds(args, arm.name, asker, work, arm.order, progress)
+        rounds = _rounds(args, arm.name, asker, work, arm, progress)
         hits = client.hits_between(before, client.hit_counters(server.base_url))
-        found = Run(arm, rounds, hits)
+        in_place = client.computed_in_place(server.base_url) if arm.first else 0
+        found = Run(arm, rounds, hits, homes, in_place)
         if arm.name == FULL:
             full["given"] = answers(found.good)
             if any(other.order == "stable" for other in args.arms):
                 name = f"{arm.name}, stable order"
-                again = _rounds(args, name, asker, work, "stable", progress)
+                sorted_arm = replace(arm, order="stable")
+                again = _rounds(args, name, asker, work, sorted_arm, progress)
                 full["stable"] = answers([outcome for one in again for outcome in one])
     return found
 
@@ -102,12 +106,25 @@ def _rounds(
     name: str,
     asker: Client,
     work: Retrieval,
-    order: Order,
+    arm: Arm,
     progress: Progress,
 ) -> list[list[Outcome]]:
     step = stepping(progress, name, args.rounds * args.requests)
     inflight = args.max_inflight_requests
-    return [asker.run(work.asks(number, order), inflight, step) for number in range(args.rounds)]
+    rounds = [work.asks(number, arm.order, arm.first) for number in range(args.rounds)]
+    return [asker.run(asks, inflight, step) for asks in rounds]
+
+
+def _homes(
+    args: argparse.Namespace, arm: Arm, asker: Client, work: Retrieval, progress: Progress
+) -> list[Outcome]:
+    """Warm the documents of all rounds, one at a time; only for an arm that takes them from there.
+    Raises RequestError when that fails."""
+    if arm.first is None:
+        return []
+    asks = [ask for number in range(args.rounds) for ask in work.homes(number, args.chunk_tokens)]
+    step = stepping(progress, f"{arm.name}: homes", len(asks))
+    return list(client.all_succeeded(f"arm {arm.name}", asker.run(asks, 1, step)))
 
 
 def _server(args: argparse.Namespace, arm: Arm) -> VllmServer:

@@ -15,9 +15,11 @@ from typing import NamedTuple
 
 from kvtier.bench.requests.prompts import Ask
 from kvtier.core.errors import StateError
-from kvtier.spans import compose
+from kvtier.spans import compose, homes
 from kvtier.spans.prompts import Order
 
+FIELD, FIRST = "kvtier.spans", "kvtier.span_first"
+"""What a request says of its documents (README, "Documents in any order")."""
 _WARM_UP_PROMPTS = 2
 
 
@@ -65,13 +67,16 @@ class Retrieval:
     @property
     def longest(self) -> int:
         """Tokens of the longest request that there can be, its answer included."""
-        documents = self.found * (self.document_length + self.document_length // 2)
+        documents = self.found * (self.longest_home - self.anchor_length)
         return self.anchor_length + documents + self.question_length + self.output_len
+
+    @property
+    def longest_home(self) -> int:
+        return self.anchor_length + self.document_length + self.document_length // 2
 
     def questions(self, number: int) -> list[Question]:
         """The requests of a round."""
-        anchor = self._draw(number, "anchor", self.anchor_length)
-        pool = [self._document(number, index) for index in range(self.pool)]
+        anchor, pool = self._texts(number)
         draw = random.Random(f"{self.seed}/{number}/found")
         return [
             Question(
@@ -82,12 +87,21 @@ class Retrieval:
             for index in range(self.requests)
         ]
 
-    def asks(self, number: int, order: Order) -> list[Ask]:
-        """The same as prompts. ``document`` of an Ask is the request, ``question`` the round."""
-        return [
-            Ask(index, number, compose(_no_text, *question, order).tokens, self.output_len)
-            for index, question in enumerate(self.questions(number))
-        ]
+    def asks(self, number: int, order: Order, first: int | None = None) -> list[Ask]:
+        """The same as prompts. ``document`` of an Ask is the request, ``question`` the round.
+        ``first``: they ask for their documents' homes, and that so many tokens of each are computed
+        in place."""
+        asks = []
+        for index, question in enumerate(self.questions(number)):
+            made = compose(_no_text, *question, order)
+            params = {} if first is None else {FIELD: made.ranges, FIRST: first}
+            asks.append(Ask(index, number, made.tokens, self.output_len, params=params))
+        return asks
+
+    def homes(self, number: int, chunk_tokens: int) -> list[Ask]:
+        """What warms the documents of a round."""
+        found = homes(*self._texts(number), chunk_tokens)
+        return [Ask(index, number, home.tokens, 1) for index, home in enumerate(found)]
 
     def warm_up(self) -> list[Ask]:
         """Prompts that share nothing: what a server pays at its first requests is paid here."""
@@ -95,6 +109,11 @@ class Retrieval:
             Ask(-1 - index, -1, self._draw(-1, f"warm-up {index}", self.document_length), 2)
             for index in range(_WARM_UP_PROMPTS)
         ]
+
+    def _texts(self, number: int) -> tuple[list[int], list[list[int]]]:
+        """The anchor and the documents of a round."""
+        anchor = self._draw(number, "anchor", self.anchor_length)
+        return anchor, [self._document(number, index) for index in range(self.pool)]
 
     def _found(self, draw: random.Random) -> list[int]:
         """Documents of one question: the first of the pool are found most often."""

@@ -33,7 +33,7 @@ from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 from kvtier.connectors.vllm.scheduler_side.events import Announcer, are_wanted, groups_of
 from kvtier.connectors.vllm.scheduler_side.idle import IdleHalf, StartingHalf
 from kvtier.connectors.vllm.scheduler_side.scheduler import Duty, SchedulerHalf
-from kvtier.connectors.vllm.scheduler_side.spans import Spans
+from kvtier.connectors.vllm.scheduler_side.spans import Able, Spans
 from kvtier.connectors.vllm.stats import TierMetrics, TierStats
 from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
 from kvtier.connectors.vllm.worker_side.moved import mover_of
@@ -259,7 +259,12 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             logger.warning("spans: every request is computed exactly: %s", why)
         timeout_s = self._config.load_timeout_ms / 1000
         block = self._kept.block_tokens
-        return Spans(store, chunks, block, timeout_s, time.monotonic, why)
+        in_place = next(
+            (one.why_not_in_place for one in ranks.values() if one.why_not_in_place), ""
+        )
+        most = self._vllm_config.scheduler_config.max_num_batched_tokens
+        able = Able(why, in_place, most)
+        return Spans(store, chunks, block, timeout_s, time.monotonic, able)
 
     def on_new_request(self, request: Any) -> None:
         self._of_scheduler().new(request)

@@ -1,6 +1,7 @@
 """What the scheduler's and the workers' halves of the connector tell each other: slot numbers,
 block ids and, for loads, the names of requests, because vLLM is told of a load by that name. Never
-keys, tokens or KV bytes. It is plain data, which vLLM pickles between its own processes.
+keys or KV bytes. Never tokens either, except those that a worker shall compute in place
+(:class:`Seam`). It is plain data, which vLLM pickles between its own processes.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class RankLayout(KVConnectorHandshakeMetadata):
     """A digest of the loaded parameters. None where they cannot be read."""
     why_no_spans: str = "off"
     """Why tokens cannot be moved here. Empty: they can."""
+    why_not_in_place: str = "off"
+    """Why tokens cannot be computed in place here. Empty: they can."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,33 @@ class SpanJob:
     tokens: int
     twins: list[tuple[int, int, int]]
     """``(slot, one, other)``: places in a slot that have the same token."""
+    goes_on: bool = False
+    """A :class:`SpanPass` follows in a later step, and the load ends with that."""
+
+
+class Seam(NamedTuple):
+    """Tokens that are computed in place, and the position of the first of them."""
+
+    begin: int
+    tokens: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.tokens)
+
+
+@dataclass
+class SpanPass:
+    """The second half of a span job, when every rank has copied: all ranks compute these tokens in
+    the same step."""
+
+    number: int
+    """The job's."""
+    request_id: str
+    blocks: list[int]
+    """Of the whole request, in its one group."""
+    seams: list[Seam]
+    """In ascending order. Empty: some rank could not copy, so the load has failed."""
 
 
 @dataclass
@@ -117,6 +147,7 @@ class StepMetadata(KVConnectorMetadata):
     this step."""
     spans: list[SpanJob] = field(default_factory=list)
     """Loads too."""
+    passes: list[SpanPass] = field(default_factory=list)
     asks_layout: bool = False
     """Whether the scheduler's half has yet to be told how the ranks' KV caches lie."""
 

@@ -66,7 +66,7 @@ _METRICS = {
     "spans": (
         "span_tokens",
         "kind",
-        "Tokens loaded for blended prompts; moved: from another place.",
+        "Tokens of blended prompts; moved: from another place; computed: in place.",
     ),
     "unblended": (
         "unblended_requests",
@@ -79,7 +79,7 @@ _REASONS = {
     "declined": figures.DECLINED,
     "missed": (*figures.MISSED, "salt", "adapter", "media"),
     "hints": KINDS,
-    "spans": ("moved", "kept"),
+    "spans": ("moved", "kept", "computed"),
     "unblended": DECLINED,
 }
 _SERVER = "server_"

@@ -6,6 +6,9 @@ its tokens move by ``distance`` places, which is none for the first span.
 
 Sections follow each other without a hole, because an engine takes one run of tokens that it need
 not compute. What lies behind the first hole is computed.
+
+A *seam* is the first tokens of a span that is moved. A worker can compute them again in place, so
+that they see what stands before them.
 """
 
 from __future__ import annotations
@@ -68,6 +71,26 @@ def ranges_of(given: object, tokens: int) -> list[Range]:
             raise ValueError(f"{pair!r}: expected begin and end between {least} and {tokens}")
         found.append(Range(begin, end))
     return found
+
+
+def first_of(given: object) -> int:
+    """How many tokens of each moved span a request wants computed in place. Raises ValueError, with
+    what is wrong, for anything but a whole number."""
+    if type(given) is not int or given < 0:
+        raise ValueError(f"{given!r}: expected a whole number of tokens, at least 0")
+    return given
+
+
+def seams_of(ranges: Sequence[Range], first: int, begin: int, end: int) -> list[Range]:
+    """The first ``first`` tokens of each span that is moved, as far as they lie between tokens
+    ``begin`` and ``end`` of the prompt. A span next to the anchor stands as in its home."""
+    anchor = ranges[0].end
+    seams = [
+        Range(max(span.begin, begin), min(span.begin + first, span.end, end))
+        for span in ranges[1:]
+        if span.begin != anchor
+    ]
+    return [seam for seam in seams if seam.begin < seam.end]
 
 
 def sections_of(ranges: Sequence[Range], exact: int) -> list[Section]:

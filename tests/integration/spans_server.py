@@ -28,11 +28,11 @@ class Answer(NamedTuple):
 class Served(VllmServer):
     """``settings``: of kvtier, beside a RAM tier."""
 
-    def __init__(self, model: Path, folder: Path, **settings: str) -> None:
+    def __init__(self, model: Path, folder: Path, *, eager: bool = True, **settings: str) -> None:
         args = [
             *shared_args("tiny", "float32", BLOCK),
             *cache_args(2048, 512, transfer(load_every_hit=True)),
-            "--enforce-eager",
+            *(["--enforce-eager"] if eager else []),
         ]
         env = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -99,9 +99,17 @@ class Plain:
         return self._logprobs(self._forward(tokens, None, 0))
 
     def blended(
-        self, tokens: Sequence[int], ranges: Sequence[tuple[int, int]], reused: int
+        self,
+        tokens: Sequence[int],
+        ranges: Sequence[tuple[int, int]],
+        reused: int,
+        first: int = 0,
     ) -> list[float]:
-        """The same where the KV of the first ``reused`` tokens comes from each range's home."""
+        """The same where the KV of the first ``reused`` tokens comes from each range's home.
+
+        ``first``: so many tokens at the beginning of each moved span are computed in place, span by
+        span. What stands behind them stays as it was in the home.
+        """
         (_, anchor), layers = ranges[0], list[tuple[Any, Any]]()
         torch = self._torch
         for begin, end in ranges[1:]:
@@ -121,9 +129,19 @@ class Plain:
                 )
         from transformers import DynamicCache
 
-        cache: Any = DynamicCache()
-        for index, (keys, values) in enumerate(layers):
-            cache.update(keys[:, :, :reused], values[:, :, :reused], index)
+        def cached(length: int) -> Any:
+            cache: Any = DynamicCache()
+            for index, (keys, values) in enumerate(layers):
+                cache.update(keys[:, :, :length], values[:, :, :length], index)
+            return cache
+
+        for begin, end in ranges[2:] if first else ():
+            until = min(begin + first, end, reused)
+            again = self._forward(tokens[begin:until], cached(begin), begin).past_key_values
+            for (keys, values), layer in zip(layers, again.layers, strict=True):
+                keys[:, :, begin:until] = layer.keys[:, :, begin:]
+                values[:, :, begin:until] = layer.values[:, :, begin:]
+        cache = cached(reused)
         return self._logprobs(self._forward(tokens[reused:], cache, reused))
 
     def _moved(self, keys: Any, distance: int) -> Any:

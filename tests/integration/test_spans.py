@@ -42,8 +42,10 @@ def prompt(seed: int, order: list[int], question: str = "?") -> Composed:
     return compose(lambda _: [], ids(f"{seed} anchor", ANCHOR), chosen, ids(question, 20))
 
 
-def asking(made: Composed, **more: Any) -> dict[str, Any]:
-    return {"kv_transfer_params": {"kvtier.spans": [list(one) for one in made.ranges]}} | more
+def asking(made: Composed, first: int = 0, **more: Any) -> dict[str, Any]:
+    params: dict[str, Any] = {"kvtier.spans": [list(one) for one in made.ranges]}
+    params |= {"kvtier.span_first": first} if first else {}
+    return {"kv_transfer_params": params} | more
 
 
 @pytest.fixture(scope="module")
@@ -94,15 +96,40 @@ def test_a_blended_answer_is_what_plain_torch_makes_of_the_same_kv(
     assert gap(answer, plain.full(made.tokens)) > 20 * EXACT, "or nothing would be shown by this"
 
 
+@pytest.mark.parametrize("first", [1, 16, 400])
+def test_the_first_tokens_of_each_document_are_computed_in_place(
+    served: Served, plain: Plain, first: int
+) -> None:
+    """With 400, which is more than any document has, all of them are: that is full prefill."""
+    seed, order = 1000 + first, [3, 1, 0, 2]
+    warm(served, seed, order)
+    made = prompt(seed, order)
+    answer = served.ask(made.tokens, **asking(made, first))
+    end = made.ranges[-1].end // BLOCK * BLOCK
+    seams = sum(min(first, span.end - span.begin) for span in made.ranges[2:])
+    seams -= max(0, min(made.ranges[-1].begin + first, made.ranges[-1].end) - end)
+    assert spans(answer) == {
+        "reused": end - seams,
+        "computed": len(made.tokens) - end + seams,
+        "missing": [],
+    }
+    assert gap(answer, plain.blended(made.tokens, made.ranges, end, first)) < EXACT
+    moved = gap(answer, plain.blended(made.tokens, made.ranges, end))
+    full = gap(answer, plain.full(made.tokens))
+    assert moved > 20 * EXACT, "or nothing would be shown by this"
+    assert (full < EXACT) == (first == 400)
+
+
+@pytest.mark.parametrize("first", [0, 16])
 def test_nothing_blended_reaches_an_exact_request_or_the_store(
-    served: Served, plain: Plain
+    served: Served, plain: Plain, first: int
 ) -> None:
     """Its blocks stay in vLLM's own cache, and its answer is long enough for chunks of its own."""
-    warm(served, 1, [0, 1, 2])
-    made = prompt(1, [0, 1, 2])
-    answer = served.ask(made.tokens, **asking(made, max_tokens=2 * CHUNK))
+    warm(served, first, [0, 1, 2])
+    made = prompt(first, [0, 1, 2])
+    answer = served.ask(made.tokens, **asking(made, first, max_tokens=2 * CHUNK))
     assert spans(answer)["reused"] > made.ranges[2].begin
-    again = served.ask(made.tokens, **asking(made, max_tokens=2 * CHUNK))
+    again = served.ask(made.tokens, **asking(made, first, max_tokens=2 * CHUNK))
     assert again.tokens == answer.tokens
     whole = [*made.tokens, *answer.tokens]
     exact = served.ask(whole)
@@ -152,6 +179,10 @@ def test_blending_ends_before_a_document_that_is_not_there(served: Served, plain
         ({"kv_transfer_params": {"kvtier.spans": [[0, 40], [30, 99]]}}, "malformed"),
         ({"kv_transfer_params": {"kvtier.spans": "all"}}, "malformed"),
         ({"kv_transfer_params": {"kvtier.spans": [[0, 40], [40, 99999]]}}, "malformed"),
+        (
+            {"kv_transfer_params": {"kvtier.spans": [[0, 40], [50, 99]], "kvtier.span_first": -1}},
+            "malformed",
+        ),
     ],
 )
 def test_what_cannot_be_blended_is_computed_exactly_and_counted(
@@ -179,16 +210,35 @@ def test_homes_of_a_tenant_serve_that_tenant(served: Served, plain: Plain) -> No
 
 def test_blended_and_exact_requests_of_one_batch_do_not_meet(served: Served, plain: Plain) -> None:
     warm(served, 6, [0, 1, 2, 3])
-    made = [prompt(6, [0, 1, 2], "a"), prompt(6, [2, 1, 3], "b")]
-    with ThreadPoolExecutor(4) as pool:
-        blended = [pool.submit(served.ask, one.tokens, **asking(one)) for one in made]
+    made = [prompt(6, [0, 1, 2], "a"), prompt(6, [2, 1, 3], "b"), prompt(6, [3, 0, 2], "c")]
+    firsts = [0, 16, 7]
+    with ThreadPoolExecutor(6) as pool:
+        blended = [
+            pool.submit(served.ask, one.tokens, **asking(one, first))
+            for one, first in zip(made, firsts, strict=True)
+        ]
         exact = [pool.submit(served.ask, one.tokens) for one in made]
-        for one, answer in zip(made, (each.result() for each in blended), strict=True):
-            reused = one.ranges[-1].end // BLOCK * BLOCK
-            assert spans(answer)["reused"] == reused
-            assert gap(answer, plain.blended(one.tokens, one.ranges, reused)) < EXACT
+        for one, first, asked in zip(made, firsts, blended, strict=True):
+            answer, end = asked.result(), one.ranges[-1].end // BLOCK * BLOCK
+            assert spans(answer)["reused"] == end - first * len(one.ranges[2:])
+            assert gap(answer, plain.blended(one.tokens, one.ranges, end, first)) < EXACT
         for one, answer in zip(made, (each.result() for each in exact), strict=True):
             assert gap(answer, plain.full(one.tokens)) < EXACT
+
+
+@pytest.mark.extended
+def test_a_compiled_model_computes_in_place_as_any_other(
+    model: Path, plain: Plain, tmp_path: Path
+) -> None:
+    server = Served(model, tmp_path, eager=False, KVTIER_SPANS="on")
+    with server:
+        warm(server, 8, [3, 1, 0])
+        made = prompt(8, [3, 1, 0])
+        end = made.ranges[-1].end // BLOCK * BLOCK
+        for first in (0, 16):
+            answer = server.ask(made.tokens, **asking(made, first))
+            assert spans(answer)["reused"] == end - 2 * first
+            assert gap(answer, plain.blended(made.tokens, made.ranges, end, first)) < EXACT
 
 
 def test_without_the_operators_word_nothing_is_blended(

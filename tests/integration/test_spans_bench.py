@@ -44,7 +44,11 @@ def test_exact_arms_answer_as_full_prefill_and_the_stable_order_computes_less(
     # The last token is always computed, so vLLM's own blocks may end one chunk earlier or later.
     assert computed["kvtier"] == pytest.approx(computed["vllm-prefix-cache"], rel=0.05)
     assert arms["kvtier"]["hit_tokens"]["ram"] > 0
+    blended = arms["spans-k0"], arms["spans-k16"]
+    assert [arm["computed_in_place_tokens"] for arm in blended] == [0, 16 * 2 * 16]
+    assert all(arm["warm_up_s"] > 0 and arm["failed_requests"] == 0 for arm in blended)
+    assert blended[0]["computed_tokens"] < blended[1]["computed_tokens"] < computed["kvtier"]
     for name, arm in arms.items():
-        if name not in ("none", "lmcache-blend"):
+        if name not in ("none", "lmcache-blend", "spans-k0", "spans-k16"):
             agreed = arm["as_full_prefill"]
             assert agreed["same_answer"] == agreed["compared"] == 16

@@ -112,7 +112,7 @@ class Core:
         from kvtier.connectors.vllm.metadata import StepReport
 
         output, metadata = self.output, self.output.kv_connector_metadata
-        waited_for = [*metadata.loads, *metadata.spans]
+        waited_for = [*metadata.loads, *metadata.spans, *metadata.passes]
         loads, saves = (
             Counter({job.number: 1 for job in jobs}) for jobs in (waited_for, metadata.saves)
         )
@@ -122,7 +122,7 @@ class Core:
         )
         for jobs, fails in ((loads, failed or replaced), (saves, replaced)):
             (told.failed if fails else told.done).update(jobs)
-        waiting = {job.request_id for job in waited_for}
+        waiting = {job.request_id for job in waited_for if not getattr(job, "goes_on", False)}
         names = list(output.num_scheduled_tokens)
         sampled = [[7] if self._ends(name) else [] for name in names]
         answer = ModelRunnerOutput(

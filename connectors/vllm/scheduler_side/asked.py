@@ -12,6 +12,8 @@ from kvtier.store.lease import LoadLease
 
 FIELD = "kvtier.spans"
 """In a request's ``kv_transfer_params``: its ranges. In the answer's: what came of them."""
+FIRST = "kvtier.span_first"
+"""Beside it: how many tokens at the beginning of each moved span are computed in place."""
 
 
 @dataclass(slots=True)
@@ -23,6 +25,8 @@ class Asked:
     """For each range after the anchor's: the keys of its home's chunks."""
     twins: list[tuple[int, int, int, int]]
     """``(source, chunk, one, other)``: places in a chunk of a home that have the same token."""
+    first: int = 0
+    """Tokens of each moved span that are computed in place."""
     begin: int = -1
     """Tokens vLLM had by itself when the claims were made."""
     sections: list[Section] = field(default_factory=list)
@@ -31,7 +35,8 @@ class Asked:
     missing: list[int] = field(default_factory=list)
     """Ranges whose homes are not there, of those that were looked for."""
     reused: int = 0
-    """Tokens that were loaded for it when some of them came from another place."""
+    """Tokens that were loaded for it when some of them came from another place, without those that
+    were computed in place."""
     declined: str = ""
 
     def drop(self) -> None:

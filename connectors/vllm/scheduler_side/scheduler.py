@@ -300,6 +300,7 @@ class SchedulerHalf:
             address,
             loads=self._loads,
             spans=self._span_jobs,
+            passes=self.spans.orders() if self.spans is not None else [],
             number=self._load_policy.planned(_work(output)),
             computes=bool(output.total_num_scheduled_tokens),
             replacements_seen=dict(self._replacements_seen),

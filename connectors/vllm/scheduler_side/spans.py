@@ -9,6 +9,11 @@ that keep everything else exact:
 - From the moment at which tokens of another place are loaded for it, nothing of it is saved.
 
 A request for which nothing is moved is computed, loaded and saved as any other.
+
+A request may also ask that the first tokens of each moved span are computed in place. Its load then
+has two halves. Every rank copies, in steps of its own. When all have confirmed that, one step
+orders the forward pass from all of them together: ranks that began it in different steps would wait
+for each other. The load ends with the pass. It fails when either half has failed on some rank.
 """
 
 from __future__ import annotations
@@ -18,11 +23,17 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.api import KVStore
-from kvtier.connectors.vllm.metadata import PoolAddress, SpanJob, StepReport
-from kvtier.connectors.vllm.scheduler_side.asked import FIELD, Asked
+from kvtier.connectors.vllm.metadata import (
+    PoolAddress,
+    Seam,
+    SpanJob,
+    SpanPass,
+    StepReport,
+)
+from kvtier.connectors.vllm.scheduler_side.asked import FIELD, FIRST, Asked
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.connectors.vllm.scheduler_side.requests import Adapters, request_extra
 from kvtier.core.chunk import ChunkKey, ChunkLayout
@@ -32,9 +43,11 @@ from kvtier.spans.plan import (
     Piece,
     Section,
     chunks_of,
+    first_of,
     is_moved,
     pieces_of,
     ranges_of,
+    seams_of,
     sections_of,
 )
 from kvtier.spans.prompts import Range, homes
@@ -44,6 +57,8 @@ logger = logging.getLogger("kvtier.connectors.vllm")
 
 DECLINED = ("off", "malformed", "unsupported", "salt", "missing", "exact", "room", "failed")
 """Why a request that asks for spans is computed exactly."""
+_FAILURES = 3
+"""So many passes may fail before tokens are computed in place no more."""
 
 
 @dataclass(slots=True)
@@ -52,10 +67,27 @@ class _Pending:
 
     leases: list[LoadLease]
     prompt: Prompt
-    end: int
-    """Tokens that the request then has."""
+    reused: int
+    """Tokens that the request then has, without those that are computed in place."""
+    order: SpanPass | None
+    """The pass that is to follow. None: the load ends with the copies."""
+    stale: bool = False
+    """The model's weights were replaced since it began, so that it fails through no fault."""
+    copied: bool = False
+    """All ranks have confirmed their copies, and the order is given."""
     done: int = 0
     failed: int = 0
+
+
+class Able(NamedTuple):
+    """What an engine's workers can do."""
+
+    why_not: str
+    """Why they move nothing. Empty: they do."""
+    why_not_in_place: str
+    """Why they compute nothing in place. Empty: they do."""
+    most_in_place: int
+    """How many tokens they compute so in one step."""
 
 
 class Spans:
@@ -68,12 +100,15 @@ class Spans:
         block_tokens: int,
         timeout_s: float,
         clock: Callable[[], float],
-        why_not: str,
+        able: Able,
     ) -> None:
-        """``why_not``: why this engine moves nothing. Empty when it does."""
         self._store, self._layout, self._block = store, layout, block_tokens
-        self._timeout_s, self._clock, self.why_not = timeout_s, clock, why_not
+        self._timeout_s, self._clock = timeout_s, clock
+        self.why_not, self.why_not_in_place, self._most_in_place = able
         self._pending: dict[int, _Pending] = {}
+        self._orders: list[SpanPass] = []
+        self._failures = 0
+        """Passes that failed on some rank."""
         self._new: Counter[str] = Counter()
         self._warned: set[str] = set()
 
@@ -82,7 +117,8 @@ class Spans:
     def begin(self, prompt: Prompt, adapters: Adapters) -> None:
         """A request that is new to vLLM, with its keys. No cache was asked for it yet."""
         request = prompt.request
-        given = (request.kv_transfer_params or {}).get(FIELD)
+        params = request.kv_transfer_params or {}
+        given = params.get(FIELD)
         if given is None or prompt.chain is None:
             return
         if why := self.why_not or _why_not(request):
@@ -90,16 +126,32 @@ class Spans:
             return
         try:
             ranges = ranges_of(given, request.num_prompt_tokens)
+            first = first_of(params.get(FIRST, 0))
         except ValueError as error:
             self._decline(prompt, "malformed", str(error))
+            return
+        if why := self._why_not_in_place(ranges, first):
+            self._decline(prompt, "unsupported", why)
             return
         extra = request_extra(request, adapters)
         assert extra is not None, "the prompt has keys"
         asked = self._named(request, ranges, extra)
+        asked.first = first
         if not _resalt(request):
             self._decline(prompt, "salt", "vLLM's prefix cache does not heed a new cache salt")
             return
         prompt.spans = asked
+
+    def _why_not_in_place(self, ranges: Sequence[Range], first: int) -> str:
+        """Why the first tokens of its spans cannot be computed in place; empty: they can, or none
+        are to be."""
+        wanted = sum(end - begin for begin, end in seams_of(ranges, first, 0, ranges[-1].end))
+        if wanted and self.why_not_in_place:
+            return f"nothing is computed in place: {self.why_not_in_place}"
+        if wanted > self._most_in_place:
+            most = f"{self._most_in_place}, the engine's max_num_batched_tokens"
+            return f"{wanted} tokens to be computed in place; expected at most {most}"
+        return ""
 
     def _named(self, request: Any, ranges: list[Range], extra: bytes) -> Asked:
         tokens, size = list(request.prompt_token_ids), self._layout.chunk_tokens
@@ -225,33 +277,82 @@ class Spans:
             if (source, chunk) in slots_of
         ]
         where = address(asked.leases[0].pool)
-        job = SpanJob(number, where, pieces, list(blocks), prompt.request.request_id, tokens, twins)
-        self._pending[number] = _Pending(asked.leases, prompt, end)
+        order = self._order(prompt, asked, number, blocks, end)
+        request_id = prompt.request.request_id
+        job = SpanJob(
+            number, where, pieces, list(blocks), request_id, tokens, twins, goes_on=bool(order)
+        )
+        computed = sum(len(seam.tokens) for seam in order.seams) if order else 0
+        self._pending[number] = _Pending(asked.leases, prompt, end - computed, order)
         asked.leases, asked.sections, asked.begin = [], [], -1
         prompt.blended, prompt.sources = True, {"spans": tokens}
         moved = sum(piece.tokens for piece in pieces if piece.distance)
-        self._new["spans_moved"] += moved
+        self._new["spans_moved"] += moved - computed
         self._new["spans_kept"] += tokens - moved
+        self._new["spans_computed"] += computed
         return job
+
+    def _order(
+        self, prompt: Prompt, asked: Asked, number: int, blocks: Sequence[int], end: int
+    ) -> SpanPass | None:
+        """What is to be computed in place when the job's copies are through. None: nothing."""
+        known = asked.sections[0]
+        begin = max(asked.begin, known.end if known.source == PROMPT else 0)
+        tokens = prompt.request.prompt_token_ids
+        seams = [
+            Seam(one.begin, list(tokens[one.begin : one.end]))
+            for one in seams_of(asked.ranges, asked.first, begin, end)
+        ]
+        return SpanPass(number, prompt.request.request_id, list(blocks), seams) if seams else None
+
+    def orders(self) -> list[SpanPass]:
+        """The passes of the step to come: no more tokens than a step of the engine's own has."""
+        now, tokens = list[SpanPass](), 0
+        while self._orders:
+            tokens += sum(len(seam.tokens) for seam in self._orders[0].seams)
+            if now and tokens > self._most_in_place:
+                break
+            now.append(self._orders.pop(0))
+        return now
 
     def report(self, report: StepReport, ranks: int) -> None:
         """What workers said of jobs."""
+        for pending in self._pending.values() if report.replacements else ():
+            pending.stale = True
         for number in (report.done.keys() | report.failed.keys()) & self._pending.keys():
             pending = self._pending[number]
             pending.done += report.done[number]
             pending.failed += report.failed[number]
             if pending.done + pending.failed < ranks:
                 continue
-            del self._pending[number]
             for lease in pending.leases:
                 lease.close()
+            if pending.order is not None and not pending.copied:
+                self._copied(pending, pending.order)
+                continue
+            del self._pending[number]
             asked = pending.prompt.spans
             assert asked is not None
             if pending.failed:
+                if pending.order is not None and pending.order.seams and not pending.stale:
+                    self._pass_failed()
                 pending.prompt.load_failed = True
                 self._end(asked, "failed")
             else:
-                asked.reused = max(asked.reused, pending.end)
+                asked.reused = max(asked.reused, pending.reused)
+
+    def _copied(self, pending: _Pending, order: SpanPass) -> None:
+        """All ranks have said how their copies went: now they go on together."""
+        if pending.failed:
+            order.seams = []
+        pending.leases, pending.copied, pending.done, pending.failed = [], True, 0, 0
+        self._orders.append(order)
+
+    def _pass_failed(self) -> None:
+        self._failures += 1
+        if self._failures == _FAILURES:
+            self.why_not_in_place = f"it failed {_FAILURES} times, and is off in this process"
+            logger.error("spans: nothing is computed in place: %s", self.why_not_in_place)
 
     @property
     def expects_reports(self) -> bool:

@@ -1,12 +1,18 @@
 """The worker's half of spans: tokens of slots, moved to other positions, into blocks.
 
-It knows slots, places in them and distances, never tokens. A job is copied slot by slot, so that it
+It knows slots, places in them and distances, never tokens, except those that it computes in place.
+A job is copied slot by slot, so that it
 makes a step no longer than other loads do. It has run on vLLM's CPU backend only, and is refused
 elsewhere.
 
 A rotation that were wrong would give wrong answers without a sign. So nothing is moved before the
 rotation was *seen* to be right: a job names two places of a slot that have the same token, and in
 the first layer their keys must differ by the rotation alone.
+
+Tokens that are computed in place (:mod:`kvtier.connectors.vllm.worker_side.in_place`) are checked
+too. In the first layer a key depends on the token and its position only, and a value on the token.
+So there the pass must find what was moved. It is erased before, so that a pass that writes nowhere
+is noticed.
 """
 
 from __future__ import annotations
@@ -14,15 +20,17 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from kvtier.connectors.vllm.groups import Kind
-from kvtier.connectors.vllm.metadata import SpanJob
+from kvtier.connectors.vllm.metadata import Seam, SpanJob, SpanPass
+from kvtier.connectors.vllm.worker_side.in_place import InPlace
 from kvtier.connectors.vllm.worker_side.rotary import rotation_of_model
-from kvtier.core.errors import LayoutError
+from kvtier.core.errors import LayoutError, StateError
 from kvtier.gpu.packing import Packing, learned
 from kvtier.gpu.rotation import Rotation
 from kvtier.spans.plan import Piece
@@ -31,6 +39,9 @@ logger = logging.getLogger("kvtier.connectors.vllm")
 
 Part = Callable[[SpanJob, int], torch.Tensor]
 """``part(job, slot)``: this rank's bytes of a slot."""
+
+Compute = Callable[[Sequence[Seam], torch.Tensor], None]
+"""``compute(seams, block_ids)``: a forward pass over tokens of one request."""
 
 
 class Ended(NamedTuple):
@@ -55,9 +66,11 @@ class Mover:
         caches: Mapping[str, torch.Tensor],
         tokens: int,
         longest: int,
+        make_in_place: Callable[[], Compute] | None = None,
     ) -> None:
         """``layers``: vLLM's attention layers by name. ``caches``: their KV. ``tokens``: of a
-        block. ``longest``: of a prompt. Raises LayoutError where tokens cannot be moved."""
+        block. ``longest``: of a prompt. ``make_in_place``: returns what computes tokens in place,
+        and raises LayoutError where it cannot. Raises LayoutError where tokens cannot be moved."""
         self._names = list(caches)
         self._caches = [caches[name] for name in self._names]
         self._layers = [layers[name] for name in self._names]
@@ -71,6 +84,15 @@ class Mover:
         self._rotation: Rotation = rotation_of_model(modules, longest)
         self._checked = False
         self._copying: deque[_Copying] = deque()
+        self._copied: set[int] = set()
+        """Jobs that go on with a pass."""
+        self._in_place: Compute | None = None
+        self.why_not_in_place = "off"
+        if make_in_place is not None:
+            try:
+                self._in_place, self.why_not_in_place = make_in_place(), ""
+            except LayoutError as error:
+                self.why_not_in_place = str(error)
 
     @property
     def packing(self) -> Packing:
@@ -88,6 +110,7 @@ class Mover:
         """Every job that is not through."""
         jobs = self.jobs
         self._copying.clear()
+        self._copied.clear()
         return jobs
 
     def go_on(self, part: Part, is_time: Callable[[], bool]) -> list[Ended]:
@@ -109,7 +132,41 @@ class Mover:
             if not left:
                 self._copying.popleft()
                 ended.append(Ended(job, failed=False))
+                if job.goes_on:
+                    self._copied.add(job.number)
         return ended
+
+    def compute(self, order: SpanPass) -> None:
+        """Compute tokens in place for a job that was copied. Raises when that fails, or when the
+        first layer does not have then what was moved there."""
+        if order.number not in self._copied or self._in_place is None:
+            raise StateError("a pass over tokens that were not copied")
+        self._copied.remove(order.number)
+        if not order.seams:
+            raise StateError("another rank could not copy its tokens")
+        block_ids = torch.tensor(order.blocks)
+        before = [self._first_layer(seam, block_ids) for seam in order.seams]
+        for seam, (keys, values) in zip(order.seams, before, strict=True):
+            places = self._places(seam.begin, len(seam.tokens), block_ids)
+            self._writer(0)(torch.zeros_like(keys), torch.zeros_like(values), places)
+        self._in_place(order.seams, block_ids)
+        for seam, had in zip(order.seams, before, strict=True):
+            for one, other in zip(had, self._first_layer(seam, block_ids), strict=True):
+                if not self._rotation.explains(one, other, 0):
+                    raise LayoutError("what was computed in place differs in the first layer")
+
+    def _first_layer(self, seam: Seam, block_ids: torch.Tensor) -> list[torch.Tensor]:
+        """Keys and values of some tokens, as they lie in blocks."""
+        begin, until = seam.begin // self._tokens, -(-seam.end // self._tokens)
+        rows = self._caches[0][block_ids[begin:until]].reshape(1, until - begin, -1)
+        first = seam.begin - begin * self._tokens
+        read = self._packing.read(rows.view(torch.uint8), first, len(seam.tokens))
+        return [each[0] for each in read]
+
+    def _places(self, begin: int, count: int, block_ids: torch.Tensor) -> torch.Tensor:
+        """Where in the KV cache tokens of a request belong."""
+        positions = torch.arange(begin, begin + count)
+        return block_ids[positions // self._tokens] * self._tokens + positions % self._tokens
 
     def _check(self, job: SpanJob, part: Part) -> None:
         """Raises LayoutError unless two keys of the same token differ by the rotation alone."""
@@ -126,8 +183,7 @@ class Mover:
     def _copy(self, slot: torch.Tensor, piece: Piece, block_ids: torch.Tensor) -> None:
         keys, values = self._packing.read(self._rows(slot), piece.first, piece.tokens)
         keys = self._rotation.moved(keys, piece.distance)
-        places = torch.arange(piece.begin, piece.begin + piece.tokens)
-        slots = block_ids[places // self._tokens] * self._tokens + places % self._tokens
+        slots = self._places(piece.begin, piece.tokens, block_ids)
         for index in range(len(self._layers)):
             self._writer(index)(keys[index].contiguous(), values[index].contiguous(), slots)
 
@@ -158,7 +214,9 @@ def mover_of(vllm_config: Any, kept: Any, caches: Mapping[str, torch.Tensor]) ->
         raise LayoutError("spans need one cache group of full attention")
     layers = vllm_config.compilation_config.static_forward_context
     longest = vllm_config.model_config.max_model_len
-    return Mover(layers, caches, kept.block_tokens, longest)
+    tokens, kept_layers = kept.block_tokens, {name: layers[name] for name in caches}
+    make_in_place = partial(InPlace, vllm_config, kept_layers, tokens)
+    return Mover(layers, caches, tokens, longest, make_in_place)
 
 
 def _refuse(layers: Sequence[Any], caches: Sequence[torch.Tensor]) -> None:

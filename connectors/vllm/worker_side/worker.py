@@ -37,6 +37,7 @@ from kvtier.connectors.vllm.metadata import (
     PoolAddress,
     RankLayout,
     SpanJob,
+    SpanPass,
     StepMetadata,
     StepReport,
 )
@@ -171,6 +172,7 @@ class WorkerHalf:
             model=self._model.resolved(),
             weights=self._model.weights(),
             why_no_spans=self._why_no_spans,
+            why_not_in_place=self._mover.why_not_in_place if self._mover is not None else "off",
         )
 
     # ---- one engine step -------------------------------------------------------------------------
@@ -194,6 +196,8 @@ class WorkerHalf:
             self._copying.clear()
             for span_job in (*metadata.spans, *(self._mover.give_up() if self._mover else ())):
                 self._ended(span_job, failed=True)
+            for order in metadata.passes:
+                self._ended(order, failed=True)
             return
         for job in metadata.loads:
             self._begin_load(job)
@@ -202,6 +206,8 @@ class WorkerHalf:
             self._mover.begin(span_job)
         self._copy_on(metadata.computes)
         self._move_on(metadata.computes)
+        for order in metadata.passes:
+            self._compute(order)
 
     def _begin_load(self, job: Job) -> None:
         try:
@@ -257,6 +263,19 @@ class WorkerHalf:
         # Not as a load's time, because estimates of plain loads are made of those.
         self._report.save_s += self._clock() - begun
 
+    def _compute(self, order: SpanPass) -> None:
+        """Compute tokens in place, after which a load has ended."""
+        assert self._mover is not None, "tokens were copied for this"
+        begun = self._clock()
+        try:
+            self._mover.compute(order)
+        except Exception:
+            logger.exception("rank %d: tokens could not be computed in place", self._rank)
+            self._ended(order, failed=True)
+        else:
+            self._ended(order, failed=False)
+        self._report.save_s += self._clock() - begun
+
     def _copy_s(self, computes: bool) -> float:
         """How long loads may be copied in this step."""
         return max(BUSY_COPY_S, BUSY_COPY_PART * self._forward_s) if computes else _IDLE_COPY_S
@@ -264,7 +283,7 @@ class WorkerHalf:
     def _has_other_weights(self, metadata: StepMetadata) -> bool:
         """Whether the weights were replaced since the last check. It is asked before anything is
         loaded."""
-        moves = bool(metadata.spans or (self._mover and self._mover.jobs))
+        moves = bool(metadata.spans or metadata.passes or (self._mover and self._mover.jobs))
         looks = bool(metadata.loads or metadata.saves or self._copying or moves)
         if self._model is None or not self._model.replaced(looks=looks):
             return False
@@ -355,9 +374,12 @@ class WorkerHalf:
             else:
                 (self._report.failed if failed else self._report.done)[job.number] += 1
 
-    def _ended(self, job: Job | SpanJob, *, failed: bool) -> None:
-        """A load has ended: the store gets its slots back, and vLLM is told once."""
+    def _ended(self, job: Job | SpanJob | SpanPass, *, failed: bool) -> None:
+        """A load has ended: the store gets its slots back, and vLLM is told once. A span job that
+        goes on has ended after its pass."""
         (self._report.failed if failed else self._report.done)[job.number] += 1
+        if isinstance(job, SpanJob) and job.goes_on:
+            return
         self._finished.add(job.request_id)
         if failed:
             self._failed.add(job.request_id)

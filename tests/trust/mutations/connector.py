@@ -255,6 +255,8 @@ ROOM = Room(
                 "            for span_job in (*metadata.spans, "
                 "*(self._mover.give_up() if self._mover else ())):\n"
                 "                self._ended(span_job, failed=True)\n"
+                "            for order in metadata.passes:\n"
+                "                self._ended(order, failed=True)\n"
                 "            return"
             ),
             "                pass",

@@ -7,12 +7,16 @@ from tests.trust.mutations.room import PYTEST, Mutant, Room
 _SPANS = "connectors/vllm/scheduler_side/spans.py"
 _PLAN = "spans/plan.py"
 _ROTATION = "gpu/rotation.py"
+_MOVED = "connectors/vllm/worker_side/moved.py"
+_WORKER = "connectors/vllm/worker_side/worker.py"
 
 ROOM = Room(
     {
         "plan": (*PYTEST, "tests/unit/spans"),
         "moved": (*PYTEST, "tests/unit/gpu/test_moved_tokens.py"),
         "scheduler": (*PYTEST, "tests/unit/connectors/test_vllm_spans.py"),
+        "passes": (*PYTEST, "tests/unit/connectors/test_vllm_span_passes.py"),
+        "in place": (*PYTEST, "tests/unit/connectors/test_vllm_in_place.py"),
     },
     (
         Mutant(
@@ -80,6 +84,42 @@ ROOM = Room(
             "        if gap > 1e-2:\n",
             "        if gap > 1e9:\n",
             "a model is moved whose rotations do not add up",
+        ),
+        Mutant(
+            _SPANS,
+            "            if pending.done + pending.failed < ranks:\n                continue\n",
+            "",
+            "one rank computes in place while another copies, and they wait for each other",
+        ),
+        Mutant(
+            _SPANS,
+            "        if self._failures == _FAILURES:\n",
+            "        if False:\n",
+            "a pass that always fails is tried without end",
+        ),
+        Mutant(
+            _SPANS,
+            "        if pending.failed:\n            order.seams = []\n",
+            "",
+            "tokens are computed in place over KV that one rank does not have",
+        ),
+        Mutant(
+            _WORKER,
+            "        if isinstance(job, SpanJob) and job.goes_on:\n            return\n",
+            "",
+            "a request runs before its first tokens are computed in place",
+        ),
+        Mutant(
+            _MOVED,
+            "if not self._rotation.explains(one, other, 0):",
+            "if False:",
+            "a pass over wrong tokens or positions is believed",
+        ),
+        Mutant(
+            _MOVED,
+            "self._writer(0)(torch.zeros_like(keys), torch.zeros_like(values), places)",
+            "pass",
+            "a pass that writes nothing is believed",
         ),
     ),
 )

@@ -96,6 +96,21 @@ def test_no_prompt_is_longer_than_was_said() -> None:
     assert len(set(lengths)) > 10, "documents do not all end where a chunk does"
 
 
+def test_spans_are_asked_for_where_documents_lie_and_their_homes_are_warmed() -> None:
+    asks, homes = work().asks(0, "given", 16), work().homes(0, 32)
+    assert all(not ask.params for ask in work().asks(0, "given"))
+    assert [ask.prompt for ask in asks] == [ask.prompt for ask in work().asks(0, "given")]
+    assert len(homes) == 6 and {len(home.prompt) % 32 for home in homes} == {0}
+    assert max(len(home.prompt) for home in homes) < work().longest_home + 32
+    warm = [list(home.prompt) for home in homes]
+    for ask in asks:
+        anchor, *spans = ask.params["kvtier.spans"]
+        assert ask.params["kvtier.span_first"] == 16
+        for span in spans:
+            home = [*ask.prompt[: anchor.end], *ask.prompt[span.begin : span.end]]
+            assert any(one[: len(home)] == home for one in warm)
+
+
 # -- arms ------------------------------------------------------------------------------------------
 
 
@@ -113,6 +128,7 @@ def test_arms_differ_in_who_keeps_what_and_in_the_order() -> None:
         assert request < sizes.gpu_blocks(arm), "a request runs"
         assert (sizes.gpu_blocks(arm) > asked) == (arm.name.startswith("vllm"))
         assert arm.order == ("stable" if arm.name.endswith("+stable") else "given")
+        assert (env.get("KVTIER_SPANS") == "on") == arm.name.startswith("spans-")
     ram = int(server_env(ARMS["kvtier"], sizes)["KVTIER_RAM_BYTES"].removesuffix("MiB"))
     assert ram * 2**20 >= 80 * work().longest * sizes.token_bytes
 
@@ -171,6 +187,24 @@ def test_an_arm_is_compared_with_full_prefill_of_its_own_prompts() -> None:
     assert full["as_full_prefill"] is full["as_full_prefill_in_the_given_order"] is None
     assert found.exact
     assert not results([1, 2]).exact
+
+
+def test_arms_that_are_approximate_may_answer_otherwise_and_tell_their_warm_up() -> None:
+    found = results([1, 7])
+    blended = Run(
+        ARMS["spans-k16"],
+        [[outcome(0, 0, 0.25, [2, 2], 90)]],
+        {"ram": 90.0},
+        homes=[outcome(0, 0, 0.5, [1]), outcome(1, 0, 0.5, [1])],
+        in_place=30,
+    )
+    both = Results([*found.runs, blended], found.full)
+    assert both.exact, "what is approximate is compared, and no fault"
+    entry = as_json(both, blended)
+    assert (entry["computed_tokens"], entry["computed_in_place_tokens"]) == (40, 30)
+    assert (entry["warm_up_s"], entry["warm_up_tokens"]) == (2.0, 200)
+    assert entry["as_full_prefill"]["same_first_token"] == 0
+    assert screen(both)[3].rstrip().endswith("2.0 s")
 
 
 def test_rows_are_medians_of_rounds_with_their_spread() -> None:

@@ -74,7 +74,9 @@ class LlamaForCausalLM(nn.Module):
 class Worker:
     """A rank whose slot 0 has a chunk of a home. A key is its token's, rotated to its position."""
 
-    def __init__(self, home: list[int], model: nn.Module | None = None) -> None:
+    def __init__(
+        self, home: list[int], model: nn.Module | None = None, compute: Any = None
+    ) -> None:
         from kvtier.connectors.vllm.worker_side.moved import Mover
 
         self.model: Any = model or LlamaForCausalLM()
@@ -84,7 +86,7 @@ class Worker:
         self.values = torch.randn(LAYERS, 32, HEADS, DIM, generator=draw)
         self.caches = {f"{index}": torch.zeros(BLOCKS, 2 * SIZE) for index in range(LAYERS)}
         layers = {f"{index}": layer for index, layer in enumerate(self.model.layers)}
-        self.mover = Mover(layers, self.caches, TOKENS, 256)
+        self.mover = Mover(layers, self.caches, TOKENS, 256, lambda: compute)
         slot = [torch.zeros(CHUNK // TOKENS, 2 * SIZE) for _ in range(LAYERS)]
         for index, rows in enumerate(slot):
             Kernel().do_kv_cache_update(

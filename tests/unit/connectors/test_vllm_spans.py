@@ -11,7 +11,7 @@ import pytest
 from kvtier.spans import Composed, compose, homes
 from tests.unit.real_scheduler import BLOCK, CHUNK, Core
 
-FIELD = "kvtier.spans"
+FIELD, FIRST = "kvtier.spans", "kvtier.span_first"
 ANCHOR = list(range(100, 120))
 CATS = list(range(200, 250))
 DOGS = list(range(300, 345))
@@ -21,8 +21,9 @@ QUESTION = list(range(500, 510))
 
 @pytest.fixture
 def on(core: Core) -> Core:
-    """An engine whose workers can move tokens."""
-    core.connector._scheduler.spans.why_not = ""
+    """An engine whose workers can move tokens, and compute some in place."""
+    spans = core.connector._scheduler.spans
+    spans.why_not = spans.why_not_in_place = ""
     return core
 
 
@@ -47,10 +48,10 @@ def asking(made: Composed) -> dict[str, Any]:
     return {FIELD: [list(one) for one in made.ranges]}
 
 
-def blend(core: Core, name: str, made: Composed, **more: Any) -> Any:
+def blend(core: Core, name: str, made: Composed, first: Any = 0, **more: Any) -> Any:
     """A new request that asks for the spans of its prompt."""
     request = core.request(name, made.tokens, **more)
-    request.kv_transfer_params = asking(made)
+    request.kv_transfer_params = asking(made) | ({FIRST: first} if first != 0 else {})
     core.add(request)
     return request
 

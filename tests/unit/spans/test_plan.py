@@ -14,9 +14,11 @@ from kvtier.spans.plan import (
     PROMPT,
     Section,
     chunks_of,
+    first_of,
     is_moved,
     pieces_of,
     ranges_of,
+    seams_of,
     sections_of,
 )
 
@@ -139,3 +141,32 @@ def test_ranges_are_read() -> None:
 def test_malformed_ranges_are_refused_with_what_is_wrong(given_ranges: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         ranges_of(given_ranges, 20)
+
+
+@given(
+    anchor=st.integers(1, 7),
+    lengths=LENGTHS,
+    first=st.integers(0, 11),
+    begin=st.integers(0, 30),
+    end=st.integers(0, 60),
+)
+def test_seams_are_the_first_tokens_of_each_span_that_is_moved(
+    anchor: int, lengths: list[tuple[int, int]], first: int, begin: int, end: int
+) -> None:
+    ranges = laid(anchor, lengths)
+    wanted = {
+        place
+        for span in ranges[1:]
+        if span.begin > anchor
+        for place in range(span.begin, min(span.begin + first, span.end))
+        if begin <= place < end
+    }
+    seams = seams_of(ranges, first, begin, end)
+    assert [place for seam in seams for place in range(*seam)] == sorted(wanted)
+    assert all(seam.begin < seam.end for seam in seams)
+
+
+@pytest.mark.parametrize("given", [-1, True, "16", 1.5, None])
+def test_how_many_tokens_are_computed_in_place_is_a_whole_number(given: Any) -> None:
+    with pytest.raises(ValueError, match="expected a whole number"):
+        first_of(given)

@@ -1,0 +1,114 @@
+"""One more forward pass of the loaded model, over some tokens of a request that waits.
+
+A run of tokens is passed to the attention backend as a sequence of its own: its queries are these
+tokens, it ends behind them, and its blocks are the request's. In each layer all keys and values are
+written before any of them is read. So a run sees what stands before it in the prompt, and what was
+computed for the runs before it.
+
+Only vLLM's model, its forward context and a metadata builder are used, which are no interface of
+its connectors. So whatever is not as expected is refused at the start, in words. The builder is one
+of our own, because some keep the plan of the engine's step. The model runs without its compiled
+graphs. It has run on vLLM's CPU backend only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+from kvtier.connectors.vllm.metadata import Seam
+from kvtier.connectors.vllm.worker_side.loaded import models_with
+from kvtier.core.errors import LayoutError
+
+_EAGER = "skip_compiled"
+"""vLLM's word for a pass that no compiled graph is used for."""
+
+
+class InPlace:
+    """One rank's, of one cache group of full attention. The worker's thread."""
+
+    def __init__(self, vllm_config: Any, layers: Mapping[str, Any], block_tokens: int) -> None:
+        """``layers``: the attention layers whose KV is kept, by name. Raises LayoutError, with the
+        reason, where this cannot be done."""
+        if vllm_config.lora_config is not None:
+            raise LayoutError("LoRA is on, and which adapter a token has is told for a step only")
+        if vllm_config.parallel_config.data_parallel_size != 1:
+            raise LayoutError("it has not run with data parallelism")
+        if getattr(vllm_config, "use_v2_model_runner", False):
+            raise LayoutError("it has not run with vLLM's V2 model runner")
+        if has_kv_transfer_group() and not _is_ours(get_kv_transfer_group()):
+            raise LayoutError("another connector is told of every layer that the model runs")
+        roots = models_with(list(layers.values()))
+        if len(roots) != 1:
+            raise LayoutError(f"{len(roots)} models have these layers")
+        self._config, self._layers, self._tokens = vllm_config, list(layers), block_tokens
+        self._model: Any = roots[0]
+        self._most: int = vllm_config.scheduler_config.max_num_seqs
+        try:
+            self._find_vllm(next(iter(layers.values())))
+        except (ImportError, AttributeError, TypeError) as error:
+            raise LayoutError(f"this vLLM has no forward pass as expected: {error}") from error
+
+    def _find_vllm(self, layer: Any) -> None:
+        """Take from vLLM what a pass needs. ``layer``: one of those whose KV is kept."""
+        from vllm.forward_context import set_forward_context
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        if _EAGER not in inspect.signature(set_forward_context).parameters:
+            raise LayoutError("this vLLM cannot run a pass without its compiled graphs")
+        spec = layer.get_kv_cache_spec(self._config)
+        if spec.block_size != self._tokens:
+            raise LayoutError(f"blocks of {spec.block_size} tokens; expected {self._tokens}")
+        make_builder = layer.attn_backend.get_builder_cls()
+        self._builder = make_builder(spec, self._layers, self._config, torch.device("cpu"))
+        self._context = set_forward_context
+        self._metadata = CommonAttentionMetadata
+        self._fields = {one.name for one in dataclasses.fields(CommonAttentionMetadata)}
+
+    @torch.inference_mode()
+    def __call__(self, seams: Sequence[Seam], block_ids: torch.Tensor) -> None:
+        """Compute the seams, which ascend. A slice sees what the slices before it have written."""
+        for at in range(0, len(seams), self._most):
+            self._run(seams[at : at + self._most], block_ids)
+
+    def _run(self, seams: Sequence[Seam], block_ids: torch.Tensor) -> None:
+        positions = torch.cat([torch.arange(seam.begin, seam.end) for seam in seams])
+        slots = block_ids[positions // self._tokens] * self._tokens + positions % self._tokens
+        lengths = [len(seam.tokens) for seam in seams]
+        starts = torch.tensor([0, *lengths]).cumsum(0).int()
+        ends = torch.tensor([seam.end for seam in seams]).int()
+        told = {
+            "query_start_loc": starts,
+            "query_start_loc_cpu": starts,
+            "seq_lens": ends,
+            "seq_lens_cpu_upper_bound": ends,
+            "num_reqs": len(seams),
+            "num_actual_tokens": len(positions),
+            "max_query_len": max(lengths),
+            "max_seq_len": int(ends.max()),
+            "block_table_tensor": block_ids.int().expand(len(seams), -1).contiguous(),
+            "slot_mapping": slots,
+            "positions": positions,
+            "is_prefilling": torch.ones(len(seams), dtype=torch.bool),
+        }
+        common = self._metadata(**{name: told[name] for name in told if name in self._fields})
+        metadata = dict.fromkeys(self._layers, self._builder.build(0, common))
+        with self._context(
+            metadata,
+            self._config,
+            num_tokens=len(positions),
+            slot_mapping=dict.fromkeys(self._layers, slots),
+            skip_compiled=True,
+        ):
+            tokens = torch.tensor([token for seam in seams for token in seam.tokens])
+            self._model(input_ids=tokens.int(), positions=positions)
+
+
+def _is_ours(connector: object) -> bool:
+    """Whether it is kvtier's own, and no group of connectors."""
+    return type(connector).__module__.startswith("kvtier.")

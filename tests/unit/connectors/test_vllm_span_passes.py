@@ -1,0 +1,203 @@
+"""Documents whose first tokens are computed in place, in vLLM's own scheduler: two halves of a
+load, the second of which all ranks begin in one step, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.unit.connectors.test_vllm_spans import (
+    ANTS,
+    CATS,
+    DOGS,
+    blend,
+    counts,
+    metadata,
+    on,
+    prompt,
+    told,
+    totals,
+    warm,
+)
+from tests.unit.real_scheduler import BLOCK, Core
+
+__all__ = ["on", "totals"]
+
+
+def test_the_pass_follows_the_copies_and_has_the_first_tokens_of_moved_spans(
+    on: Core, totals: Counter[str]
+) -> None:
+    warm(on, CATS, DOGS, ANTS)
+    made = prompt(ANTS, CATS, DOGS)
+    request = blend(on, "blended", made, first=5, max_tokens=5)
+    on.step()
+    (job,) = metadata(on).spans
+    assert job.goes_on
+    assert not metadata(on).passes
+    on.step()
+    (order,) = metadata(on).passes
+    assert not metadata(on).spans
+    assert (order.number, order.blocks) == (job.number, job.blocks)
+    begins = [span.begin for span in made.ranges[2:]]
+    assert [(seam.begin, seam.tokens) for seam in order.seams] == [
+        (begins[0], CATS[:5]),
+        (begins[1], DOGS[:5]),
+    ]
+    assert request.status.name == "WAITING_FOR_REMOTE_KVS", "until the pass is through"
+    on.step()
+    end = made.ranges[-1].end // BLOCK * BLOCK
+    assert request.num_computed_tokens >= end
+    assert told(on, request) == {
+        "reused": end - 10,
+        "computed": len(made.tokens) - end + 10,
+        "missing": [],
+    }
+    found = counts(on, totals)
+    assert found["spans_computed"] == 10
+    assert found["spans_moved"] + found["spans_computed"] + found["spans_kept"] == end
+
+
+def test_nothing_is_ordered_before_the_last_rank_has_copied(on: Core) -> None:
+    """A rank that began earlier would wait for the others inside the model."""
+    from kvtier.connectors.vllm.metadata import StepReport
+
+    warm(on, CATS, DOGS)
+    blend(on, "blended", prompt(CATS, DOGS), first=5)
+    on.begin()
+    (job,) = metadata(on).spans
+    spans = on.connector._scheduler.spans
+    spans.report(StepReport(done=Counter({job.number: 1})), ranks=2)
+    assert spans.orders() == []
+    spans.report(StepReport(done=Counter({job.number: 1})), ranks=2)
+    (order,) = spans.orders()
+    assert order.seams
+    spans.report(StepReport(done=Counter({job.number: 1})), ranks=2)
+    assert spans.expects_reports, "one rank computes yet"
+    spans.report(StepReport(failed=Counter({job.number: 1})), ranks=2)
+    assert not spans.expects_reports
+    on.end()
+
+
+def test_ranks_that_have_copied_end_together_with_one_that_could_not(on: Core) -> None:
+    """vLLM hears of a load from all ranks in one way, so they fail together."""
+    from kvtier.connectors.vllm.metadata import StepReport
+
+    warm(on, CATS, DOGS)
+    blend(on, "blended", prompt(CATS, DOGS), first=5)
+    on.begin()
+    (job,) = metadata(on).spans
+    spans = on.connector._scheduler.spans
+    number = job.number
+    spans.report(StepReport(done=Counter({number: 1}), failed=Counter({number: 1})), ranks=2)
+    (order,) = spans.orders()
+    assert not order.seams
+    spans.report(StepReport(failed=Counter({number: 2})), ranks=2)
+    assert not spans.expects_reports
+    assert not spans.why_not_in_place, "no pass has failed"
+    on.end()
+
+
+def test_a_pass_that_fails_is_computed_exactly_and_after_three_it_is_off(
+    on: Core, totals: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, "kvtier")
+    warm(on, CATS, DOGS)
+    for time in range(3):
+        made = prompt(CATS, DOGS)
+        request = blend(on, f"fails {time}", made, first=5)
+        on.step()
+        on.step(failed=True)
+        assert len(metadata(on).passes) == 1
+        output = on.step()
+        assert output.num_scheduled_tokens[request.request_id] == len(made.tokens)
+        assert not metadata(on).spans
+        on.run(request.request_id)
+    assert counts(on, totals)["unblended_failed"] == 3
+    (line,) = [record.getMessage() for record in caplog.records if "in place" in record.message]
+    assert "failed 3 times, and is off in this process" in line
+    blend(on, "declined", prompt(DOGS, CATS), first=5)
+    on.step()
+    assert not metadata(on).spans
+    assert counts(on, totals)["unblended_unsupported"] == 1
+    on.run("declined")
+    assert on.scheduler.reset_prefix_cache()
+    blend(on, "without", prompt(DOGS, CATS))
+    on.step()
+    assert len(metadata(on).spans) == 1, "moving goes on"
+
+
+def test_weights_that_are_replaced_are_no_fault_of_the_pass(on: Core) -> None:
+    warm(on, CATS, DOGS)
+    spans = on.connector._scheduler.spans
+    for time in range(3):
+        blend(on, f"stale {time}", prompt(CATS, DOGS), first=5)
+        on.step()
+        spans.report(replaced(), ranks=1)
+        on.step(failed=True)
+        assert len(metadata(on).passes) == 1
+        on.run(f"stale {time}")
+    assert not spans.why_not_in_place
+
+
+def replaced() -> Any:
+    """What a rank says whose weights were replaced."""
+    from kvtier.connectors.vllm.metadata import StepReport
+
+    return StepReport(replacements={0: 1})
+
+
+def test_a_request_that_is_aborted_between_the_halves_ends_with_its_pass(on: Core) -> None:
+    from vllm.v1.request import RequestStatus
+
+    warm(on, CATS, DOGS)
+    free = on.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    blend(on, "aborted", prompt(CATS, DOGS), first=5)
+    on.step()
+    on.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
+    pool = on.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() < free, "a worker will write to its blocks"
+    assert on.connector._scheduler.spans.expects_reports
+    on.step()
+    assert len(metadata(on).passes) == 1
+    assert not on.connector._scheduler.spans.expects_reports
+    assert pool.get_num_free_blocks() == free
+
+
+def test_a_step_computes_no_more_in_place_than_an_engine_computes_in_a_step(on: Core) -> None:
+    spans = on.connector._scheduler.spans
+    spans._most_in_place = 12
+    warm(on, CATS, DOGS, ANTS)
+    for name in ("a", "b"):
+        blend(on, name, prompt(CATS, DOGS, ANTS), first=5)
+    blend(on, "too much", prompt(CATS, DOGS, ANTS), first=7)
+    on.step()
+    assert [job.request_id for job in metadata(on).spans] == ["a", "b"]
+    on.step()
+    assert [order.request_id for order in metadata(on).passes] == ["a"]
+    on.step()
+    assert [order.request_id for order in metadata(on).passes] == ["b"]
+
+
+@pytest.mark.parametrize("first", [-1, True, "16", 1.5, None])
+def test_what_is_no_number_of_tokens_is_malformed(
+    on: Core, totals: Counter[str], first: Any
+) -> None:
+    blend(on, "asks", prompt(CATS, DOGS), first=first)
+    assert counts(on, totals) == {"unblended_malformed": 1}
+
+
+def test_workers_that_cannot_compute_in_place_move_for_those_who_do_not_ask_for_it(
+    on: Core, totals: Counter[str]
+) -> None:
+    on.connector._scheduler.spans.why_not_in_place = "LoRA is on"
+    warm(on, CATS, DOGS)
+    blend(on, "asks", prompt(CATS, DOGS), first=5)
+    blend(on, "does not", prompt(CATS, DOGS))
+    on.step()
+    (job,) = metadata(on).spans
+    assert job.request_id == "does not"
+    assert not job.goes_on
+    assert counts(on, totals)["unblended_unsupported"] == 1
