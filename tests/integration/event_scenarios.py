@@ -116,9 +116,7 @@ class Followed:
 
     def seen(self) -> dict[str, int]:
         """Blocks by place, as the subscriber sees them."""
-        places = {("CPU", None): "ram"} | {
-            ("STORAGE", tier.name): tier.name for tier in self.store.tiers
-        }
+        places = {("CPU", None): "ram", ("STORAGE", None): "nvme"}
         return {name: len(self.picture.held.get(place, ())) for place, name in places.items()}
 
     def settle(self, keys: list[bytes]) -> dict[str, Any]:

@@ -84,8 +84,8 @@ def test_a_chunk_is_announced_when_it_is_ready_and_again_when_a_tier_has_it() ->
     assert (second.block_size, second.group_idx) == (BLOCK, 0)
     bench.lane.run()
     assert bench.heard() == [
-        ("BlockStored", "STORAGE", "nvme", 0),
-        ("BlockStored", "STORAGE", "nvme", 2),
+        ("BlockStored", "STORAGE", None, 0),
+        ("BlockStored", "STORAGE", None, 2),
     ]
     assert not bench.announcer.waits
 
@@ -99,8 +99,8 @@ def test_what_leaves_is_withdrawn_from_where_it_left() -> None:
     assert sorted(bench.heard()) == [
         ("BlockRemoved", "CPU", None, 0),
         ("BlockRemoved", "CPU", None, 2),
-        ("BlockRemoved", "STORAGE", "nvme", 0),
-        ("BlockRemoved", "STORAGE", "nvme", 2),
+        ("BlockRemoved", "STORAGE", None, 0),
+        ("BlockRemoved", "STORAGE", None, 2),
     ]
     assert not bench.announcer._described, "nothing is remembered of what is nowhere"
 
@@ -124,7 +124,7 @@ def test_chunks_from_before_are_announced_when_a_prompt_names_them() -> None:
     bench.announcer.named(request, request.keys)
     assert [one[:3] for one in bench.heard()] == [
         ("BlockStored", "CPU", None),
-        ("BlockStored", "STORAGE", "nvme"),
+        ("BlockStored", "STORAGE", None),
     ] * 2
     bench.announcer.named(request, request.keys)
     assert bench.heard() == [], "once is enough"
@@ -143,7 +143,7 @@ def test_after_a_loss_everything_is_withdrawn_and_named_anew(
     bench.announcer.named(request, request.keys)
     assert [one[:3] for one in bench.heard()] == [
         ("BlockStored", "CPU", None),
-        ("BlockStored", "STORAGE", "nvme"),
+        ("BlockStored", "STORAGE", None),
     ]
     assert changes.RAM_PLACE == 0
 
